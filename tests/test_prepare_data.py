@@ -1,0 +1,247 @@
+"""Tests of scripts/prepare_data.py's sample, Fashion-MNIST, interruptions and refusals.
+
+They run real processes, on small sources that they make themselves.
+"""
+
+import gzip
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "prepare_data.py"
+SAMPLE = ("--classes", "4", "--train", "30", "--val", "5")
+CLOTHES = ["tshirt_top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle_boot"]
+
+
+def run(*arguments, **options):
+    command = [sys.executable, SCRIPT, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+def succeed(*arguments, **options):
+    done = run(*arguments, **options)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
+
+
+def fail(*arguments, **options):
+    """The error message of a command that must fail with exit code 2 and one line."""
+    done = run(*arguments, **options)
+    assert done.returncode == 2 and done.stderr.startswith("error: "), done
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def tree(folder):
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def images(folder):
+    return {name: data for name, data in tree(folder).items() if not name.startswith(".")}
+
+
+def check_images_whole(folder):
+    for path in (*folder.rglob("*.JPEG"), *folder.rglob("*.png")):
+        with Image.open(path) as image:
+            image.load()
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    out = tmp_path_factory.mktemp("sample") / "out"
+    assert "train 120 images in 4 classes, val 20 images" in succeed("sample", out, *SAMPLE)
+    return out
+
+
+def test_sample_has_the_layout_and_sizes_of_imagenet(sample):
+    assert sorted(os.listdir(sample)) == [".prepared.json", "train", "val"]
+    names = ["checker", "circle", "star", "stripes"]
+    assert sorted(os.listdir(sample / "train")) == sorted(os.listdir(sample / "val")) == names
+    sizes = []
+    for path in sample.rglob("*.JPEG"):
+        with Image.open(path) as image:
+            assert (image.format, image.mode) == ("JPEG", "RGB")
+            sizes.append(image.size)
+    assert len(sizes) == 140 and len(set(images(sample).values())) == 140
+    width, height = np.mean(sizes, axis=0)
+    assert 430 < width < 560 and 350 < height < 460 and any(w < h for w, h in sizes)
+
+
+def test_sample_is_the_same_every_time_and_done_once(sample, tmp_path):
+    succeed("sample", tmp_path / "again", *SAMPLE)
+    assert tree(tmp_path / "again") == tree(sample)
+    # An image does not depend on how many others there are, but does on the seed.
+    succeed("sample", tmp_path / "few", "--classes", 2, "--train", 2, "--val", 1)
+    few = images(tmp_path / "few")
+    assert len(few) == 6 and few.items() <= images(sample).items()
+    succeed("sample", tmp_path / "other", "--classes", 2, "--train", 2, "--val", 1, "--seed", 1)
+    other = images(tmp_path / "other")
+    assert other.keys() == few.keys() and not set(other.values()) & set(few.values())
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "again").rglob("*")}
+    assert "nothing to do" in succeed("sample", tmp_path / "again", *SAMPLE)
+    assert times == {path: path.stat().st_mtime_ns for path in (tmp_path / "again").rglob("*")}
+
+
+def test_sample_colour_does_not_tell_the_class(sample):
+    means = {"train": {}, "val": {}}
+    for path in sample.rglob("*.JPEG"):
+        with Image.open(path) as image:
+            colour = np.asarray(image.resize((1, 1), Image.Resampling.BOX), float).ravel()
+        means[path.parts[-3]].setdefault(path.parts[-2], []).append(colour)
+    centres = {name: np.mean(colours, axis=0) for name, colours in means["train"].items()}
+    hits = [
+        name == min(centres, key=lambda other, c=colour: np.abs(centres[other] - c).sum())
+        for name, colours in means["val"].items()
+        for colour in colours
+    ]
+    assert np.mean(hits) < 0.6  # 0.25 by chance; a class with a colour of its own is always hit
+
+
+def test_killed_again_and_again_it_still_finishes(sample, tmp_path):
+    out, kills = tmp_path / "out", 0
+    command = [sys.executable, SCRIPT, "sample", out, *SAMPLE]
+    while not (out / ".prepared.json").exists() and kills < 4:
+        before = len(list(out.rglob("*.JPEG")))
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and len(list(out.rglob("*.JPEG"))) < before + 10:
+            time.sleep(0.005)
+        process.kill()
+        kills += process.wait() == -signal.SIGKILL
+        check_images_whole(out)
+    assert kills == 4 and 40 <= len(list(out.rglob("*.JPEG"))) < 140
+    (out / "train" / "circle" / ".circle_00000.JPEG.part").write_bytes(b"half")
+    (out / "train" / "circle" / "circle_00003.JPEG").write_bytes(b"")
+    left = tree(out)
+    message = fail("sample", out, "--classes", 3)
+    assert "holds sample (classes 4" in message and "not sample (classes 3" in message
+    assert tree(out) == left
+    succeed("sample", out, *SAMPLE)
+    assert tree(out) == tree(sample)
+
+
+def test_ctrl_c_says_how_to_go_on(sample, tmp_path):
+    command = [sys.executable, SCRIPT, "sample", tmp_path / "out", *SAMPLE]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while len(list(tmp_path.rglob("*.JPEG"))) < 5:
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    message = process.communicate(timeout=30)[1]
+    assert process.returncode == 130 and message.count("\n") == 1 and "same command" in message
+    assert not list(tmp_path.rglob("*.part"))
+    succeed("sample", tmp_path / "out", *SAMPLE)
+    assert tree(tmp_path / "out") == tree(sample)
+
+
+def test_full_disk_leaves_no_half_image(sample, tmp_path):
+    def small_files_only():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+
+    message = fail("sample", tmp_path / "out", *SAMPLE, preexec_fn=small_files_only)
+    assert "cannot write" in message and "same command" in message
+    assert not list(tmp_path.rglob("*.part"))
+    check_images_whole(tmp_path)
+    succeed("sample", tmp_path / "out", *SAMPLE)
+    assert tree(tmp_path / "out") == tree(sample)
+
+
+def test_folders_of_something_else_are_left_alone(sample, tmp_path):
+    before = tree(sample)
+    assert "seed 5" in fail("sample", sample, *SAMPLE, "--seed", 5)
+    assert "not cifar10" in fail("cifar10", sample, "--source", tmp_path)
+    assert tree(sample) == before
+    (tmp_path / "foreign" / "train").mkdir(parents=True)
+    assert "of other origin" in fail("sample", tmp_path / "foreign")
+    (tmp_path / "file").write_text("")
+    assert "is not a folder" in fail("sample", tmp_path / "file")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / ".prepared.json").write_text("{")
+    assert "is damaged" in fail("sample", tmp_path / "bad")
+    assert "has 20 classes" in fail("sample", tmp_path / "many", "--classes", 21)
+    assert not (tmp_path / "many").exists()
+    wrong = run("sample", tmp_path / "many", "--train", 0)
+    assert wrong.returncode == 2 and "0 is not a positive number" in wrong.stderr
+    fcntl = pytest.importorskip("fcntl")
+    (tmp_path / "busy").mkdir()
+    handle = os.open(tmp_path / "busy", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert "another process" in fail("sample", tmp_path / "busy")
+    os.close(handle)
+
+
+def test_additional_images_are_noticed(tmp_path):
+    options = ("--classes", 1, "--train", 1, "--val", 1)
+    succeed("sample", tmp_path / "out", *options)
+    (tmp_path / "out" / ".prepared.json").rename(tmp_path / "out" / ".preparing.json")
+    (tmp_path / "out" / "val" / "circle" / "mine.png").write_bytes(b"x")
+    assert "has 2 images but the source 1" in fail("sample", tmp_path / "out", *options)
+
+
+def write_idx(folder, suffix="", damage=None):
+    """Small idx files as Fashion-MNIST's; gives the arrays."""
+    folder.mkdir()
+    numbers, arrays = np.random.default_rng(0), {}
+    for prefix, count in (("train", 20), ("t10k", 10)):
+        pixels = numbers.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        arrays[prefix] = pixels
+        labels = np.arange(count, dtype=np.uint8) % 10
+        for name, magic, array in (("images-idx3", 0x803, pixels), ("labels-idx1", 0x801, labels)):
+            data = struct.pack(f">{1 + array.ndim}I", magic, *array.shape) + array.tobytes()
+            if damage and (prefix, name) == damage[0]:
+                data = damage[1](data)
+            file = folder / f"{prefix}-{name}-ubyte{suffix}"
+            file.write_bytes(gzip.compress(data) if suffix else data)
+    return arrays
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_fashion_mnist(tmp_path, suffix):
+    arrays = write_idx(tmp_path / "idx", suffix)
+    said = succeed("fashion-mnist", tmp_path / "out", "--source", tmp_path / "idx")
+    assert "train 20 images in 10 classes, val 10 images" in said
+    assert "complete train set has 60000" in said
+    assert len(images(tmp_path / "out")) == 30
+    for split, prefix in (("train", "train"), ("val", "t10k")):
+        folders = sorted(os.listdir(tmp_path / "out" / split))
+        assert folders == [f"{i}_{name}" for i, name in enumerate(CLOTHES)]
+        for number, pixels in enumerate(arrays[prefix]):
+            path = tmp_path / "out" / split / folders[number % 10] / f"{number:05d}.png"
+            with Image.open(path) as image:
+                assert image.mode == "L" and np.array_equal(np.asarray(image), pixels)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("images-idx3", lambda data: b"\x00\x00\x08\x01" + data[4:], "does not begin like an idx"),
+        ("images-idx3", lambda data: data[:3], "does not begin like an idx"),
+        ("images-idx3", lambda data: data[:-1], "its length is another"),
+        ("images-idx3", lambda data: data[:8] + struct.pack(">2I", 14, 56) + data[16:], "[14, 56]"),
+        ("labels-idx1", lambda data: data[:-1] + b"\x0a", "labels up to 10"),
+        ("labels-idx1", lambda data: struct.pack(">2I", 0x801, 1) + b"\x01", "1 labels"),
+    ],
+)
+def test_damaged_idx_files_are_refused(tmp_path, file, change, message):
+    write_idx(tmp_path / "idx", damage=(("t10k", file), change))
+    assert message in fail("fashion-mnist", tmp_path / "out", "--source", tmp_path / "idx")
+    assert not (tmp_path / "out").exists()
+
+
+def test_cut_and_missing_idx_files_are_refused(tmp_path):
+    write_idx(tmp_path / "idx", ".gz")
+    labels = tmp_path / "idx" / "t10k-labels-idx1-ubyte.gz"
+    labels.write_bytes(labels.read_bytes()[:-9])
+    assert "is damaged" in fail("fashion-mnist", tmp_path / "out", "--source", tmp_path / "idx")
+    labels.unlink()
+    message = fail("fashion-mnist", tmp_path / "out", "--source", tmp_path / "idx")
+    assert f"neither {labels.stem} nor {labels.name} is in {tmp_path / 'idx'}" in message

@@ -1,0 +1,193 @@
+"""Snapshots: written atomically, complete enough to go on from, and read without running code."""
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from utils.distributed import World, from_main
+from utils.errors import UserError
+
+SNAPSHOT, BEST = "snapshot.pt", "best.pt"
+_PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums")
+
+
+class Stateful(Protocol):
+    """Anything that can be saved and loaded like a module."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+@dataclass
+class TrainState:
+    """All that the future of a run depends on.
+
+    ``epoch`` epochs are finished, and ``step`` steps of ``global_batch`` images of the next one.
+    ``sums`` are that epoch's metric sums so far (see `utils.metrics.Sums`), ``elapsed`` the
+    seconds of training, ``history`` a dictionary an epoch, ``best`` that of the best one. The order
+    of samples, augmentation and dropout are functions of seed and position, so no random state
+    needs keeping. ``weights`` saves the model as float32 where it trains in another precision.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: Stateful
+    weights: Stateful | None = None
+    global_batch: int = 0
+    epoch: int = 0
+    step: int = 0
+    best: dict[str, float] = field(default_factory=dict)
+    elapsed: float = 0.0
+    history: list[dict[str, float]] = field(default_factory=list)
+    sums: list[float] | None = None
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """The model's state dict in float32, under plain torchvision names."""
+        return (self.weights or self.model).state_dict()
+
+    def load_weights(self, state: dict[str, Tensor]) -> None:
+        """Load what `full_weights` gives. Raises `UserError` when it is of another model."""
+        try:
+            (self.weights or self.model).load_state_dict(state)
+        except RuntimeError as fault:
+            reason = str(fault).split("\n\t")[1] if "\n\t" in str(fault) else str(fault)
+            raise UserError(
+                f"the snapshot does not fit this model, another arch or number of classes? "
+                f"({reason[:200]})",
+                alike=True,
+            ) from None
+
+
+def save_atomically(write: Callable[[Any], None], path: Path) -> None:
+    """Let ``write(file)`` fill a temporary file, flush it to disk, then give it its name.
+
+    At any instant ``path`` is either the old file or the whole new one.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name, too, must outlive a power cut
+        finally:
+            os.close(folder)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_snapshot(state: TrainState, folder: Path, options: dict[str, Any]) -> None:
+    """Write ``folder/snapshot.pt``. Call it in rank 0."""
+    content = {
+        "model": state.full_weights(),
+        "optimizer": state.optimizer.state_dict(),
+        "scaler": state.scaler.state_dict(),
+        "progress": {name: getattr(state, name) for name in _PROGRESS},
+        "options": options,
+    }
+    save_atomically(lambda file: torch.save(content, file), folder / SNAPSHOT)
+
+
+def save_best(state: TrainState, folder: Path, arch: str, classes: list[str]) -> None:
+    """Write ``folder/best.pt``, which torchvision can load without this code. For rank 0."""
+    content = {
+        "state_dict": state.full_weights(),
+        "arch": arch,
+        "classes": classes,
+        "epoch": state.best["epoch"],
+        "top1": state.best["top1"],
+        "top5": state.best["top5"],
+    }
+    save_atomically(lambda file: torch.save(content, file), folder / BEST)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint to the CPU; no code in it is run. Raises `UserError` if that fails."""
+    try:
+        # torchvision's reference scripts keep their command line in the file: a plain Namespace.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"there is no snapshot {path}") from None
+    except Exception as fault:  # torch.load reports damage by half a dozen types
+        first = (str(fault).splitlines() or [type(fault).__name__])[0]
+        raise UserError(f"{path} cannot be read as a checkpoint ({first[:200]})") from fault
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a checkpoint: it holds a {type(content).__name__}")
+    return content
+
+
+def resume(state: TrainState, args: Any, world: World, path: Path | None) -> bool:
+    """Load ``path`` (as rank 0 finds it) into every process's ``state``.
+
+    Takes our snapshots and best models, checkpoints of pytorch/examples, of the Apex example and of
+    torchvision's references, and bare state dicts. ``args`` are checked against what the file says
+    of itself. Returns: whether it was a full snapshot of ours. Raises: `UserError`.
+    """
+    content = from_main(lambda: read(path) if path else None, world)
+    if content is None:
+        return False
+    saved = content.get("options", content)
+    if isinstance(arch := saved.get("arch"), str) and arch != args.arch:
+        raise UserError(f"{path} is a {arch}: use -a {arch} to load it", alike=True)
+    weights = content.get("model", content.get("state_dict", content))
+    state.load_weights({_plain_name(name): value for name, value in weights.items()})
+    if args.evaluate:
+        return False
+    if "optimizer" in content:
+        _load_optimizer(state.optimizer, content["optimizer"], path)
+    if "progress" not in content:
+        _read_foreign_progress(state, content)
+        return False
+    state.scaler.load_state_dict(content["scaler"])
+    global_batch = state.global_batch
+    for name, value in content["progress"].items():
+        setattr(state, name, value)
+    _rescale_position(state, global_batch)
+    if not world.is_main:
+        state.sums = None  # they are of all ranks: only one may bring them in again
+    return True
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix("module.")
+
+
+def _load_optimizer(optimizer: Any, saved: dict[str, Any], path: Path | None) -> None:
+    """Take over the saved momentum, but no hyperparameters: those are the command line's."""
+    groups = optimizer.state_dict()["param_groups"]
+    theirs = [len(group["params"]) for group in saved["param_groups"]]
+    if theirs != [len(group["params"]) for group in groups]:
+        raise UserError(f"the optimiser state in {path} is of another model", alike=True)
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+
+
+def _read_foreign_progress(state: TrainState, content: dict[str, Any]) -> None:
+    if "optimizer" not in content:
+        return  # weights only: a start, not a continuation
+    state.epoch = int(content.get("epoch", 0))
+    best = content.get("best_acc1", content.get("best_prec1"))
+    if best is not None:
+        state.best = {"top1": float(best), "top5": float("nan"), "epoch": state.epoch}
+
+
+def _rescale_position(state: TrainState, global_batch: int) -> None:
+    """Express the position within the epoch in steps of this run's global batch."""
+    images = state.step * state.global_batch
+    if images % global_batch:
+        raise UserError(
+            f"the snapshot was taken in the middle of an epoch, after {images} images, which is no "
+            f"whole number of global batches of {global_batch}: resume with the global batch "
+            f"{state.global_batch} that it was made with",
+            alike=True,
+        )
+    state.step, state.global_batch = images // global_batch, global_batch

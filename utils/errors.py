@@ -1,0 +1,41 @@
+"""Errors that a user can mend: one sentence, a non-zero exit code, no traceback."""
+
+import os
+import sys
+from collections.abc import Callable
+
+BAD_INPUT = 2  # exit code of argparse for wrong options; ours for everything of that kind
+INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, a snapshot is there, run again
+
+
+class UserError(Exception):
+    """A fault outside this code. Its text is one sentence that says what to do.
+
+    ``alike`` marks a fault that every process of the job finds by itself (a missing option, say),
+    so that one process per node needs to report it.
+    """
+
+    def __init__(self, sentence: str, alike: bool = False):
+        super().__init__(sentence)
+        self.alike = alike
+
+
+def report(error: UserError) -> int:
+    """Print ``error`` as one line on stderr and return the exit code for it."""
+    if not (error.alike and os.environ.get("LOCAL_RANK", "0") != "0"):
+        rank = os.environ.get("RANK")
+        where = f" (rank {rank})" if rank and not error.alike else ""
+        print(f"error{where}: {error}", file=sys.stderr, flush=True)
+    return BAD_INPUT
+
+
+def run_main(main: Callable[[], int | None]) -> None:
+    """Call ``main`` and end the process with its exit code, or with a `UserError`'s sentence."""
+    try:
+        code = main()
+    except UserError as error:
+        code = report(error)
+    except KeyboardInterrupt:
+        print("interrupted before training began; nothing was lost", file=sys.stderr)
+        code = 130
+    sys.exit(code)

@@ -1,0 +1,110 @@
+"""One image: decode, crop by an own box, resize. uint8 throughout, channels-last in memory.
+
+Faster than PIL with float tensors by keeping everything uint8 and the strides as the decoder left
+them (channels last): torch's antialiased resize then takes its vectorised path.
+"""
+
+import io
+import math
+import random
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_image
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
+SCALE = (0.08, 1.0)  # share of the image's area that a training crop covers
+RATIO = (3 / 4, 4 / 3)  # its width : height
+EVAL_RATIO = 256 / 224  # evaluation: short side after the resize : size of the centre crop
+
+Box = tuple[int, int, int, int]  # top, left, height, width in pixels
+
+
+def decode(data: bytes) -> Tensor:
+    """Decode an image file to uint8 [3, height, width], RGB, strides of [height, width, 3].
+
+    JPEG, PNG, WebP and GIF (first frame) by torchvision, the rest by Pillow; grey, CMYK and
+    palette images become RGB, alpha is dropped, EXIF rotation is not applied: what
+    ``PIL.Image.convert("RGB")`` gives. Raises: ValueError for anything that is no whole image.
+    """
+    if not data:
+        raise ValueError("the file is empty")
+    try:
+        image = decode_image(
+            torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB
+        )
+        if image.dtype == torch.uint8:
+            return image if image.ndim == 3 else image[0]
+    except RuntimeError:
+        pass  # another format, or damaged: Pillow can tell these two apart
+    try:
+        with Image.open(io.BytesIO(data)) as picture:
+            if picture.mode.startswith("I"):
+                # 16 bits a pixel: Pillow's own conversion to RGB would clip instead of scale.
+                wide = np.asarray(picture, dtype=np.int64)
+                grey = (wide >> 8 if wide.max(initial=0) > 255 else wide).astype(np.uint8)
+                picture = Image.fromarray(grey)  # noqa: PLW2901
+            pixels = np.array(picture.convert("RGB"))
+    except UnidentifiedImageError:
+        raise ValueError("not an image, or of an unknown format") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as fault:
+        raise ValueError(str(fault)) from None
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def random_box(draw: random.Random, height: int, width: int) -> Box:
+    """A random training crop, distributed as torchvision's RandomResizedCrop draws it.
+
+    Area and log aspect ratio are uniform; after ten boxes that do not fit, the largest centred one
+    within the ratio limits (Szegedy et al. 2014, arXiv:1409.4842).
+    """
+    low, high = math.log(RATIO[0]), math.log(RATIO[1])
+    for _ in range(10):
+        area = height * width * (SCALE[0] + (SCALE[1] - SCALE[0]) * draw.random())
+        ratio = math.exp(low + (high - low) * draw.random())
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            top = int((height - h + 1) * draw.random())
+            return top, int((width - w + 1) * draw.random()), h, w
+    w, h = width, height
+    if width / height < RATIO[0]:
+        h = max(1, round(width / RATIO[0]))
+    elif width / height > RATIO[1]:
+        w = max(1, round(height * RATIO[1]))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def crop_and_resize(image: Tensor, box: Box, size: tuple[int, int]) -> Tensor:
+    """Cut ``box`` out of a decoded image and resize it (bilinear, antialiased).
+
+    image: uint8 [3, height, width] as `decode` gives it. Returns: uint8 [*size, 3].
+    """
+    top, left, height, width = box
+    # Through [h, w, 3] and back: unsqueezing [3, h, w] would hide from interpolate that the memory
+    # is channels-last, and cost half of the speed.
+    crop = image.permute(1, 2, 0)[top : top + height, left : left + width][None]
+    out = F.interpolate(crop.permute(0, 3, 1, 2), size=size, mode="bilinear", antialias=True)
+    return out[0].permute(1, 2, 0)
+
+
+def train_view(image: Tensor, size: int, draw: random.Random) -> Tensor:
+    """Random crop to ``size`` x ``size``, every second one mirrored: uint8 [size, size, 3]."""
+    _, height, width = image.shape
+    out = crop_and_resize(image, random_box(draw, height, width), (size, size))
+    return out.flip(1) if draw.random() < 0.5 else out
+
+
+def eval_view(image: Tensor, size: int) -> Tensor:
+    """Short side to ``size`` * 256/224, then the centre ``size`` x ``size``: uint8 [s, s, 3]."""
+    _, height, width = image.shape
+    short = round(size * EVAL_RATIO)
+    if height <= width:
+        target = (short, int(short * width / height))
+    else:
+        target = (int(short * height / width), short)
+    out = crop_and_resize(image, (0, 0, height, width), target)
+    top, left = round((target[0] - size) / 2), round((target[1] - size) / 2)
+    return out[top : top + size, left : left + size]

@@ -1,0 +1,117 @@
+"""The images of a data set: DATA/train/CLASS/*.JPEG and DATA/val/CLASS/*.JPEG."""
+
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from utils.errors import UserError
+from utils.images import SUFFIXES
+
+
+class ImageIndex:
+    """The images below ``root``/CLASS/: paths, and class numbers by the order of ``classes``.
+
+    Paths are one byte array with offsets: 1.28 million Python strings would be copied, page by
+    page, into the memory of every loader worker as reference counts change.
+    """
+
+    def __init__(self, root: Path, classes: list[str]):
+        """Scan the folder. Raises `UserError`: a class folder is missing or has no image."""
+        self.root, self.classes = str(root), classes
+        names: list[bytes] = []
+        counts = []
+        for name in classes:
+            found = sorted(_image_files(os.path.join(self.root, name), name))
+            if not found:
+                raise UserError(
+                    f"class folder {root}/{name} has no images ({' '.join(SUFFIXES)})",
+                    alike=True,
+                )
+            names += [os.fsencode(path) for path in found]
+            counts.append(len(found))
+        self.blob = b"".join(names)
+        self.offsets = np.cumsum([0] + [len(name) for name in names], dtype=np.int64)
+        self.targets = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def path(self, index: int) -> str:
+        """Path of image ``index``."""
+        name = self.blob[self.offsets[index] : self.offsets[index + 1]]
+        return os.path.join(self.root, os.fsdecode(name))
+
+    def fingerprint(self) -> str:
+        """Short text that is the same on two nodes if and only if their file names are."""
+        return f"{len(self)} images in {len(self.classes)} classes ({zlib.crc32(self.blob):08x})"
+
+
+def _image_files(folder: str, prefix: str) -> Iterator[str]:
+    try:
+        entries = list(os.scandir(folder))
+    except FileNotFoundError:
+        raise UserError(f"class folder {folder} is missing", alike=True) from None
+    except NotADirectoryError:
+        raise UserError(f"{folder} is not a folder", alike=True) from None
+    for entry in entries:
+        # A hidden file is no sample: editors, copies under way and macOS leave them behind.
+        if entry.name.startswith("."):
+            continue
+        if entry.name.lower().endswith(SUFFIXES):
+            yield f"{prefix}/{entry.name}"
+        elif entry.is_dir():
+            yield from _image_files(entry.path, f"{prefix}/{entry.name}")
+
+
+def class_folders(root: Path) -> list[str]:
+    """Sorted names of the class folders in ``root``. Raises `UserError` if there are none."""
+    if not root.is_dir():
+        raise UserError(
+            f"folder {root} is missing: DATA must hold train/CLASS/*.JPEG and val/CLASS/*.JPEG "
+            "(scripts/prepare_data.py makes them)",
+            alike=True,
+        )
+    found = sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith("."))
+    if not found:
+        raise UserError(f"folder {root} has no class folders in it", alike=True)
+    return found
+
+
+def select_classes(choice: str | None, folders: list[str]) -> list[str]:
+    """The classes named by ``--classes``: a number, a file with a name a line, or a list a,b,c."""
+    if not choice:
+        return folders
+    if choice.isdigit():
+        if not 0 < int(choice) <= len(folders):
+            raise UserError(f"--classes {choice}: there are {len(folders)} classes", alike=True)
+        return folders[: int(choice)]
+    wanted = choice.split(",")
+    if os.path.isfile(choice):
+        wanted = Path(choice).read_text().split("\n")
+    wanted = sorted({name.strip() for name in wanted} - {""})
+    unknown = [name for name in wanted if name not in folders]
+    if unknown or not wanted:
+        named = ", ".join(unknown[:3]) or "nothing"
+        raise UserError(f"--classes names {named}, which is no class folder", alike=True)
+    return wanted
+
+
+def check_same_classes(root: Path, part: str, classes: list[str], subset: bool) -> None:
+    """Raise `UserError` naming the difference unless ``root/part`` has the folders ``classes``.
+
+    With ``subset`` (``--classes``) it may have more of them.
+    """
+    found = set(class_folders(root / part))
+    missing = [name for name in classes if name not in found]
+    extra = [] if subset else sorted(found - set(classes))
+    if missing or extra:
+        only = f"only train has {', '.join(missing[:3])}" if missing else ""
+        more = f"only {part} has {', '.join(extra[:3])}" if extra else ""
+        raise UserError(
+            f"{root}/train and {root}/{part} have different classes: "
+            + "; ".join(text for text in (only, more) if text),
+            alike=True,
+        )

@@ -1,0 +1,61 @@
+"""Loss and accuracy as sums and counts that stay on the device until somebody prints them."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from utils.distributed import World, sum_over_ranks
+
+UNREADABLE = -1  # target of an image that could not be read; it counts nowhere
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Mean loss, top-1 and top-5 accuracy in per cent, over ``images`` images."""
+
+    loss: float
+    top1: float
+    top5: float
+    images: int
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+class Sums:
+    """Running sums of [loss, top-1 hits, top-5 hits, images] on ``device`` (float64).
+
+    float64 holds every count exactly; the sums of all ranks are then the same at any world size.
+    """
+
+    def __init__(self, device: torch.device, start: list[float] | None = None):
+        self.values = torch.tensor(start or [0.0] * 4, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, loss_sum: Tensor, logits: Tensor, targets: Tensor) -> None:
+        """Add a batch: its summed loss (scalar), logits [n, classes] and targets [n] (int64).
+
+        Nothing here waits for the device.
+        """
+        best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        hits = best.eq(targets[:, None])
+        counts = torch.stack([hits[:, 0].sum(), hits.sum(), (targets != UNREADABLE).sum()])
+        self.values[0] += loss_sum.detach().double()
+        self.values[1:] += counts
+
+    def total(self, world: World) -> list[float]:
+        """The four sums over all ranks. Waits for the device and the other ranks."""
+        return sum_over_ranks(self.values.clone(), world).tolist()
+
+    def mine(self) -> Metrics:
+        """This rank's metrics so far. Waits for the device."""
+        return to_metrics(self.values.tolist())
+
+
+def to_metrics(total: list[float]) -> Metrics:
+    """Turn the sums of `Sums.total` into means; NaN where there was no image."""
+    loss, top1, top5, images = total
+    if not images:
+        return Metrics(float("nan"), float("nan"), float("nan"), 0)
+    return Metrics(loss / images, 100.0 * top1 / images, 100.0 * top5 / images, int(images))

@@ -1,0 +1,272 @@
+"""The command line that the scripts share; each script adds the groups of its own mode."""
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+
+import torch
+
+from utils import models, processes
+from utils.errors import UserError
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keep the docstring's lines, and show the defaults."""
+
+
+def _number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            limits = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"{text} is not {limits}")
+        return value
+
+    parse.__name__ = "number" if kind is float else "whole number"
+    return parse
+
+
+def _accuracy(text: str) -> float:
+    """Per cent; 0.75 and 75 mean the same."""
+    value = float(text)
+    if not 0 < value <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is neither a share (0.75) nor per cent (75)")
+    return value * 100 if value <= 1 else value
+
+
+_accuracy.__name__ = "accuracy"
+_count, _positive = _number(int, 0), _number(int, 1)
+_share, _amount = _number(float, 0, 1), _number(float, 0)
+
+
+def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser:
+    """The shared options. ``batch`` is the help text of ``--batch-size`` in this mode."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=_Formatter, allow_abbrev=False
+    )
+    _add_data_options(parser, batch)
+    _add_model_options(parser)
+    _add_training_options(parser)
+    _add_run_options(parser)
+    return parser
+
+
+def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "data",
+        nargs="?",
+        metavar="DATA",
+        default=os.environ.get("IMAGENET_DIR", "/data"),
+        help="folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG ($IMAGENET_DIR, else /data)",
+    )
+    group.add_argument(
+        "--classes",
+        metavar="N|FILE|A,B,C",
+        help="train on a part of the class folders: the first N, those in FILE, or a list",
+    )
+    group.add_argument(
+        "--image-size", type=_positive, default=224, metavar="PX", help="side of the crop, pixels"
+    )
+    group.add_argument(
+        "-b",
+        "--batch-size",
+        "--b",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help=f"images {batch}",
+    )
+    group.add_argument(
+        "-j",
+        "--workers",
+        type=_count,
+        default=processes.usable_cores(),
+        metavar="N",
+        help="data loading workers of this node, shared by its processes",
+    )
+    group.add_argument(
+        "--max-bad-files",
+        type=_count,
+        default=100,
+        metavar="N",
+        help="stop when more image files than this cannot be read",
+    )
+    group.add_argument(
+        "--dummy",
+        action="store_true",
+        help="no data: synthetic batches that live on the device, to time the training step alone",
+    )
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "-a",
+        "--arch",
+        default="resnet18",
+        help="any classification model of torchvision, or of timm when it is installed",
+    )
+    group.add_argument("--pretrained", action="store_true", help="start from published weights")
+    group.add_argument(
+        "--channels-last",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="memory layout NHWC, which convolutions prefer",
+    )
+
+
+def _add_training_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    group.add_argument("--epochs", type=_count, default=90, metavar="N", help="epochs in all")
+    group.add_argument(
+        "--start-epoch", type=_count, metavar="N", help="epochs to count as done (default: resumed)"
+    )
+    group.add_argument(
+        "--lr", "--learning-rate", type=_amount, default=0.1, help="learning rate after warm-up"
+    )
+    group.add_argument("--momentum", type=_share, default=0.9, help="of SGD")
+    group.add_argument(
+        "--wd", "--weight-decay", dest="weight_decay", type=_amount, default=1e-4, help="L2 penalty"
+    )
+    group.add_argument(
+        "--lr-schedule",
+        choices=("step", "cosine"),
+        default="step",
+        help="step: x0.1 every 30 epochs and once more at 80; cosine: to 0 at the last epoch",
+    )
+    group.add_argument(
+        "--warmup-epochs", type=_amount, default=0.0, metavar="N", help="linear warm-up from 0"
+    )
+    group.add_argument(
+        "--lr-scaling",
+        choices=("none", "linear", "sqrt"),
+        default="none",
+        help="scale --lr with the global batch: linear, lr x batch/256; sqrt, lr x (batch/256)^0.5",
+    )
+    group.add_argument(
+        "--label-smoothing", type=_share, default=0.0, metavar="E", help="0.1 is usual"
+    )
+    group.add_argument(
+        "--accum-steps",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="batches a process adds up for one step; the global batch grows by this factor",
+    )
+    group.add_argument(
+        "--clip-grad", type=_amount, default=0.0, metavar="NORM", help="gradient norm limit; 0: off"
+    )
+    group.add_argument("--seed", type=_count, default=0, help="of weights, order and augmentation")
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("run")
+    group.add_argument("--name", help="name of the run directory (default: date, host, options)")
+    group.add_argument(
+        "--output-dir", default="runs", metavar="DIR", help="parent of run directories"
+    )
+    group.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        metavar="FILE|auto",
+        help="continue from this snapshot; auto (or no value, after DATA): from that of --name, "
+        "if there is one",
+    )
+    group.add_argument("-e", "--evaluate", action="store_true", help="evaluate on DATA/val and end")
+    group.add_argument(
+        "--desired-acc",
+        type=_accuracy,
+        metavar="A",
+        help="stop when this validation top-1 is reached; 0.75 and 75 mean the same",
+    )
+    group.add_argument(
+        "--train-time",
+        type=_amount,
+        metavar="HOURS",
+        help="stop with a snapshot after this",
+    )
+    group.add_argument(
+        "-p", "--print-freq", type=_positive, default=10, metavar="N", help="steps between lines"
+    )
+
+
+def add_amp_options(parser: argparse.ArgumentParser) -> None:
+    """Native automatic mixed precision, for the scripts that use torch.amp."""
+    group = parser.add_argument_group("mixed precision")
+    group.add_argument(
+        "--amp",
+        choices=("auto", "fp16", "bf16", "off"),
+        default="auto",
+        help="fp16 with loss scaling, bf16, or off: float32; auto: fp16 on a GPU, else off",
+    )
+
+
+def add_launch_options(parser: argparse.ArgumentParser) -> None:
+    """How the processes of a distributed run find each other."""
+    group = parser.add_argument_group(
+        "processes and nodes",
+        "Started by torchrun or torch.distributed.launch, the environment decides and the first "
+        "four are not looked at. Started by hand, type the same line on each node with its --rank.",
+    )
+    group.add_argument(
+        "-n", "--world-size", type=_positive, metavar="NODES", help="number of nodes (default: 1)"
+    )
+    group.add_argument(
+        "-nr", "--rank", type=_count, metavar="R", help="rank of this node, 0 to NODES - 1"
+    )
+    group.add_argument(
+        "-g",
+        "--gpus",
+        type=_positive,
+        metavar="N",
+        help="processes on this node (default: one a GPU, or one without GPUs)",
+    )
+    group.add_argument("--dist-url", metavar="tcp://IP:PORT", help="address of node 0")
+    group.add_argument(
+        "--dist-backend",
+        choices=("nccl", "gloo"),
+        help="nccl with GPUs, else gloo; nccl without a GPU falls back to gloo and says so",
+    )
+    group.add_argument(
+        "--dist-timeout",
+        type=_amount,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long to wait for other nodes before giving up",
+    )
+    group.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+    group.add_argument(
+        "--sync-bn", action="store_true", help="batch norm over the batches of all GPUs"
+    )
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line. Raises: `UserError` for options that do not fit together."""
+    args = parser.parse_args()
+    models.check_name(args.arch)
+    if not args.dummy and not os.path.isdir(args.data):
+        raise UserError(
+            f"data folder {args.data} is missing: give DATA, or make one with "
+            "scripts/prepare_data.py",
+            alike=True,
+        )
+    if args.warmup_epochs and args.warmup_epochs > args.epochs:
+        raise UserError(
+            f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",
+            alike=True,
+        )
+    if args.name and ("/" in args.name or args.name in (".", "..")):
+        raise UserError(
+            f"--name {args.name} is not a plain name: the folder is --output-dir", alike=True
+        )
+    if args.resume == "auto" and not args.name:
+        raise UserError("--resume auto needs --name, the run to continue", alike=True)
+    if args.dummy:
+        if args.classes and not args.classes.isdigit():
+            raise UserError("--dummy has no folders: give --classes a number", alike=True)
+        args.dummy_classes = int(args.classes or 1000)
+    args.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
+    return args

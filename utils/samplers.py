@@ -1,0 +1,86 @@
+"""Which sample comes when: the training order, and exact shards for evaluation.
+
+The order of an epoch is a function of (seed, epoch) alone. It is cut into global batches, and each
+global batch into equal slices for micro-batches and ranks, so that global batch k holds the same
+images on any number of processes as long as the global batch size is the same.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Batch(NamedTuple):
+    """What a sampler asks a loader for: ``indices`` (int64) of the images, and their epoch."""
+
+    epoch: int
+    indices: np.ndarray
+
+
+def epoch_order(images: int, seed: int, epoch: int) -> np.ndarray:
+    """The shuffled indices 0..images-1 of an epoch, int64.
+
+    RandomState, not Generator: NumPy promises that its stream never changes between versions, and
+    the nodes of a job may have different ones.
+    """
+    source = np.random.MT19937(np.random.SeedSequence([seed, epoch]))
+    return np.random.RandomState(source).permutation(images)
+
+
+class TrainSampler:
+    """Batches of one rank, epoch by epoch, from any step on; a ``batch_sampler`` for DataLoader.
+
+    ``batch`` is the size of a micro-batch per process and ``accum`` the number of micro-batches of
+    a step, so a global batch has batch x ranks x accum images. What is left at the end of an epoch
+    and fills no global batch is left out (another rest each epoch). A data set smaller than one
+    global batch makes one smaller step an epoch, shared out as evenly as possible.
+    """
+
+    def __init__(self, images: int, batch: int, ranks: tuple[int, int], accum: int, seed: int):
+        self.images = images
+        self.rank, self.ranks = ranks
+        self.accum = accum
+        self.seed = seed
+        self.global_batch = min(images, batch * self.ranks * accum)
+        self.steps_per_epoch = images // self.global_batch
+        self.epoch = 0
+        self.first_step = 0
+
+    def start_at(self, epoch: int, step: int) -> None:
+        """Let the next iteration begin with ``step`` of ``epoch``."""
+        self.epoch, self.first_step = epoch, step
+
+    def __len__(self) -> int:
+        return (self.steps_per_epoch - self.first_step) * self.accum
+
+    def __iter__(self) -> Iterator[Batch]:
+        order = epoch_order(self.images, self.seed, self.epoch)
+        parts = self.ranks * self.accum
+        for step in range(self.first_step, self.steps_per_epoch):
+            start = step * self.global_batch
+            for micro in range(self.accum):
+                part = micro * self.ranks + self.rank
+                low = start + part * self.global_batch // parts
+                high = start + (part + 1) * self.global_batch // parts
+                yield Batch(self.epoch, order[low:high])
+
+
+class EvalSampler:
+    """Batches of one rank for evaluation: over all ranks every image comes exactly once.
+
+    The images are cut into consecutive batches and these are dealt to the ranks in turn. No image
+    is repeated or dropped, and a batch is made of the same images at any world size.
+    """
+
+    def __init__(self, images: int, batch: int, ranks: tuple[int, int]):
+        self.images, self.batch = images, batch
+        self.rank, self.ranks = ranks
+        self.rounds = -(-images // (batch * self.ranks))  # the ranks' highest number of batches
+
+    def __len__(self) -> int:
+        return len(range(self.rank * self.batch, self.images, self.ranks * self.batch))
+
+    def __iter__(self) -> Iterator[Batch]:
+        for start in range(self.rank * self.batch, self.images, self.ranks * self.batch):
+            yield Batch(0, np.arange(start, min(start + self.batch, self.images)))

@@ -1,0 +1,73 @@
+"""When to stop before the last epoch: time limit and signals, agreed on by all ranks."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from utils.distributed import World
+
+_REASONS = (None, "train_time", "interrupted")  # by rising weight: the ranks take the maximum
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Tells all ranks, at the same step, that the run should end, and why.
+
+    SIGTERM, SIGUSR1 (sent by Slurm before its time limit) and the first Ctrl-C ask for the end; a
+    second Ctrl-C ends the process at once. ``hours`` is the limit on training time, of which
+    ``elapsed`` seconds are used up already; rank 0's clock counts.
+    """
+
+    def __init__(self, world: World, hours: float | None, elapsed: float):
+        self.world = world
+        self.deadline = time.monotonic() + hours * 3600 - elapsed if hours is not None else None
+        self.reason: str | None = None  # what the last poll said
+        self.code = 0  # this process's own wish
+        self.interrupts = 0
+        self.pending: tuple[Any, torch.Tensor] | None = None
+        for signum in _SIGNALS:
+            signal.signal(signum, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        self.code = _REASONS.index("interrupted")
+        if signum == signal.SIGINT:
+            self.interrupts += 1
+            if self.interrupts > 1:
+                os._exit(128 + signum)
+
+    def poll(self) -> str | None:
+        """Reason to stop, or None; all ranks must call it equally often and get the same answer.
+
+        The ranks agree by a one-number all-reduce on the CPU which runs while the next step
+        computes, so the answer is one call old and nobody waits for it.
+        """
+        if self.deadline is not None and self.world.is_main and time.monotonic() >= self.deadline:
+            self.code = max(self.code, _REASONS.index("train_time"))
+        if self.world.size == 1:
+            self.reason = _REASONS[self.code]
+            return self.reason
+        agreed = self._finish_pending()
+        vote = torch.tensor([self.code])
+        work = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.world.control, async_op=True)
+        self.pending = (work, vote)
+        self.reason = _REASONS[agreed]
+        return self.reason
+
+    def _finish_pending(self) -> int:
+        if self.pending is None:
+            return 0
+        work, vote = self.pending
+        self.pending = None
+        work.wait()
+        return int(vote)
+
+    def close(self) -> None:
+        """Finish what is under way between the ranks; put the default signal handlers back."""
+        self._finish_pending()
+        for signum in _SIGNALS:
+            default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+            signal.signal(signum, default)

@@ -1,0 +1,271 @@
+"""The epoch loop around a script's own train_step, and one evaluation for all scripts.
+
+Knows nothing of DDP, AMP or Apex: those stand in the scripts.
+"""
+
+import math
+import time
+
+import torch
+import torch.nn.functional as F
+
+from utils import checkpoint, report, schedules, speed
+from utils.checkpoint import TrainState
+from utils.data import Batches
+from utils.distributed import copy_from_main
+from utils.errors import INTERRUPTED, UserError
+from utils.job import Job, Predict, TrainStep
+from utils.metrics import UNREADABLE, Sums, to_metrics
+from utils.stopping import StopRequest
+
+
+def amp_dtype(choice: str, device: torch.device) -> torch.dtype | None:
+    """The autocast type of ``--amp``; None for plain float32."""
+    if choice == "auto":
+        choice = "fp16" if device.type == "cuda" else "off"
+    # is_bf16_supported() alone says yes on a T4, which emulates bf16 at a fraction of the speed.
+    native = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if choice == "bf16" and not native:
+        print("warning: this GPU only emulates bf16, slowly: --amp fp16 is faster", flush=True)
+    return {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}[choice]
+
+
+def run(job: Job, train_step: TrainStep, predict: Predict) -> int:
+    """Time, evaluate or train, as the options say. Returns the process's exit code."""
+    if job.args.dummy:
+        return speed.measure(job.args, job.world, job.run, train_step)
+    if job.loaders.train is not None:
+        job.state.global_batch = job.train.sampler.global_batch
+    resumed = checkpoint.resume(job.state, job.args, job.world, job.run.snapshot)
+    if job.args.evaluate:
+        return _evaluate_only(job, predict)
+    if job.args.start_epoch is not None:
+        job.state.epoch, job.state.step, job.state.sums = job.args.start_epoch, 0, None
+    return fit(job, train_step, predict, resumed)
+
+
+def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False) -> int:
+    """Train until the last epoch, the desired accuracy, the time limit or a signal."""
+    args, state, run = job.args, job.state, job.run
+    run.begin(state.epoch, state.epoch + state.step / job.train.sampler.steps_per_epoch)
+    report.start(job, resumed)
+    stop = StopRequest(job.world, args.train_time, state.elapsed)
+    reason, last = "epochs", time.monotonic()
+    while state.epoch < args.epochs:
+        record = train_epoch(job, train_step, stop)
+        val = evaluate(job, predict, job.loaders.val, stop) if record else None
+        seconds, last = time.monotonic() - last, time.monotonic()
+        state.elapsed += seconds
+        if record is None or val is None:
+            # Stopped. In the middle of evaluation, the snapshot stands after the last step.
+            reason = str(stop.reason)
+            _save_snapshot(job)
+            break
+        is_best = _close_epoch(state, {**record, **val, "Seconds": seconds})
+        run.epoch(state.history[-1])
+        _save_snapshot(job, is_best)
+        if args.desired_acc is not None and val["Top1/val"] >= args.desired_acc:
+            reason = "desired_acc"
+            break
+    stop.close()
+    test = _test_best(job, predict) if job.loaders.test and reason != "interrupted" else {}
+    report.end(job, reason, test)
+    return INTERRUPTED if reason == "interrupted" else 0
+
+
+def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str, float] | None:
+    """Train the rest of the current epoch. Returns its record, or None when asked to stop."""
+    args, state, world, run = job.args, job.state, job.world, job.run
+    sampler = job.train.sampler
+    steps, first = sampler.steps_per_epoch, state.step
+    sampler.start_at(state.epoch, first)
+    sums = Sums(world.device, state.sums)
+    job.train.waited = 0.0
+    state.model.train()
+    run.start_bar(f"Epoch {state.epoch + 1}/{args.epochs}", steps, first)
+    began = time.perf_counter()
+    for micro, (images, targets) in enumerate(job.train if first < steps else ()):
+        if micro % args.accum_steps == 0:
+            _set_learning_rate(job, state.epoch + state.step / steps)
+        update = (micro + 1) % args.accum_steps == 0
+        _seed_dropout(args.seed, (state.epoch, state.step, micro % args.accum_steps, world.rank))
+        weight = len(targets) * world.size / sampler.global_batch
+        loss, logits = train_step(images, targets, weight, update)
+        sums.add(loss * len(targets), logits, targets)
+        if not update:
+            continue
+        state.step += 1
+        if state.step % args.print_freq == 0 or state.step == steps:
+            _report_step(job, sums, time.perf_counter() - began, state.step - first)
+        if stop.poll():
+            break
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    seconds, done = time.perf_counter() - began, state.step - first
+    run.stop_bar()
+    total = sums.total(world)
+    if stop.reason:
+        state.sums = total
+        return None
+    metrics = to_metrics(total)
+    return {
+        "Loss/train": metrics.loss,
+        "Top1/train": metrics.top1,
+        "Top5/train": metrics.top5,
+        "Throughput/train": done * sampler.global_batch / seconds if done else math.nan,
+        "Time/train": seconds / done if done else math.nan,
+        "Lr": learning_rate_at(job, state.epoch + (steps - 1) / steps),
+        "Amp/scale": _loss_scale(state),
+        "IO/wait_share": job.train.waited / seconds if done else math.nan,
+        "IO/bad_files": float(len(job.train.bad.seen)),
+    }
+
+
+def learning_rate_at(job: Job, position: float) -> float:
+    """Learning rate at ``position`` (epochs since the start, fractional)."""
+    args = job.args
+    global_batch = args.batch_size * job.world.size * args.accum_steps
+    return schedules.learning_rate(
+        position,
+        lr=schedules.scale_lr(args.lr, global_batch, args.lr_scaling),
+        epochs=args.epochs,
+        warmup=args.warmup_epochs,
+        schedule=args.lr_schedule,
+    )
+
+
+def _set_learning_rate(job: Job, position: float) -> None:
+    lr = learning_rate_at(job, position)
+    for group in job.state.optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _seed_dropout(seed: int, place: tuple[int, ...]) -> None:
+    # Randomness inside the model as a function of the position: no random state needs saving.
+    key = seed
+    for number in place:
+        key = (key * 1_000_003 + number) % 2**63
+    torch.manual_seed(key)
+
+
+def _loss_scale(state: TrainState) -> float:
+    return float(state.scaler.state_dict().get("scale", math.nan))
+
+
+def _report_step(job: Job, sums: Sums, seconds: float, steps: int) -> None:
+    """Print a line and draw the per-step curves. The one place where a step waits for the device.
+
+    ``sums`` are this rank's over the epoch so far, so a line shows running means; this process
+    has done ``steps`` steps of it in ``seconds``.
+    """
+    state, sampler = job.state, job.train.sampler
+    if not (job.run.shows or job.world.is_main):
+        return
+    metrics = sums.mine()
+    if not math.isfinite(metrics.loss):
+        raise UserError(
+            f"the loss is {metrics.loss} in epoch {state.epoch + 1}, step {state.step}: lower "
+            "--lr, add --warmup-epochs or --clip-grad; the last snapshot is intact"
+        )
+    position = state.epoch + state.step / sampler.steps_per_epoch
+    rate = steps * sampler.global_batch / seconds
+    job.run.scalars({"Step/loss": metrics.loss, "Step/throughput": rate}, round(1000 * position))
+    place = (
+        f"Epoch {state.epoch + 1}/{job.args.epochs}"
+        f" step {state.step:{len(str(sampler.steps_per_epoch))}}/{sampler.steps_per_epoch}"
+    )
+    values = {
+        "loss": metrics.loss,
+        "top-1": metrics.top1,
+        "top-5": metrics.top5,
+        "images/s": rate,
+        "s/step": seconds / steps,
+        "waiting %": 100 * job.train.waited / seconds,
+    }
+    job.run.step(place, state.step, values)
+
+
+def _close_epoch(state: TrainState, record: dict[str, float]) -> bool:
+    """Add an epoch to the history and go on to the next. Returns whether it is the best so far."""
+    state.epoch, state.step, state.sums = state.epoch + 1, 0, None
+    state.history.append({"epoch": state.epoch, **record})
+    if record["Top1/val"] <= state.best.get("top1", -1.0):
+        return False
+    state.best = {"epoch": state.epoch, "top1": record["Top1/val"], "top5": record["Top5/val"]}
+    return True
+
+
+def _save_snapshot(job: Job, is_best: bool = False) -> None:
+    if job.world.is_main:
+        if is_best:
+            checkpoint.save_best(job.state, job.run.folder, job.args.arch, job.loaders.classes)
+        checkpoint.save_snapshot(job.state, job.run.folder, job.run.options)
+
+
+@torch.no_grad()
+def evaluate(
+    job: Job, predict: Predict, batches: Batches, stop: StopRequest | None = None
+) -> dict[str, float] | None:
+    """Evaluate over all ranks; every image counts once. Returns None when asked to stop.
+
+    The loss is plain cross entropy, whatever label smoothing training uses. Keys of the result:
+    the ``.../val`` tags, "images" evaluated, and "unreadable", how many could not be.
+    """
+    world, sampler = job.world, batches.sampler
+    # Each rank has seen other batches since DDP last shared the running statistics of batch norm.
+    copy_from_main(job.state.model, world, parameters=False)
+    job.state.model.eval()
+    job.run.start_bar("Evaluation", sampler.rounds)
+    sums = Sums(world.device)
+    began = time.perf_counter()
+    iterator = iter(batches)
+    for number in range(sampler.rounds):
+        batch = next(iterator, None)  # the last round may not reach all ranks
+        if batch is not None:
+            images, targets = batch
+            logits = predict(images).float()
+            loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=UNREADABLE)
+            sums.add(loss, logits, targets)
+        job.run.move_bar(number + 1)
+        if stop is not None and stop.poll():
+            break
+    total = sums.total(world)
+    seconds = time.perf_counter() - began
+    job.run.stop_bar()
+    if stop is not None and stop.reason:
+        return None
+    metrics = to_metrics(total)
+    unreadable = sampler.images - metrics.images
+    if unreadable:
+        job.run.log(
+            f"warning: {unreadable} of {sampler.images} images in {batches.bad.index.root} could "
+            "not be read; the accuracy is that of the others"
+        )
+    return {
+        "Loss/val": metrics.loss,
+        "Top1/val": metrics.top1,
+        "Top5/val": metrics.top5,
+        "Throughput/val": sampler.images / seconds,
+        "Time/val": seconds / sampler.rounds,
+        "images": float(metrics.images),
+        "unreadable": float(unreadable),
+    }
+
+
+def _evaluate_only(job: Job, predict: Predict) -> int:
+    job.run.begin(job.state.epoch, job.state.epoch)
+    val = evaluate(job, predict, job.loaders.val)
+    report.evaluation(job, "val", val)
+    report.end(job, "evaluated", {}, val)
+    return 0
+
+
+def _test_best(job: Job, predict: Predict) -> dict[str, float]:
+    """Evaluate DATA/test with the best model of the run."""
+    best = job.run.folder / checkpoint.BEST
+    if job.world.is_main and best.is_file():
+        job.state.load_weights(checkpoint.read(best)["state_dict"])
+    copy_from_main(job.state.model, job.world)
+    test = evaluate(job, predict, job.loaders.test)
+    report.evaluation(job, "test", test)
+    return test
