@@ -174,7 +174,9 @@ def _load_optimizer(optimizer: Any, saved: dict[str, Any], path: Path | None) ->
 def _read_foreign_progress(state: TrainState, content: dict[str, Any]) -> None:
     if "optimizer" not in content:
         return  # weights only: a start, not a continuation
-    state.epoch = int(content.get("epoch", 0))
+    # pytorch/examples counts finished epochs; torchvision's references, whose files have an
+    # "lr_scheduler", number the last one from 0.
+    state.epoch = int(content.get("epoch", 0)) + ("lr_scheduler" in content)
     best = content.get("best_acc1", content.get("best_prec1"))
     if best is not None:
         state.best = {"top1": float(best), "top5": float("nan"), "epoch": state.epoch}

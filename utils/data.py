@@ -33,8 +33,16 @@ class ImageBatches(Dataset):
     `UNREADABLE`. Augmentation is a function of (seed, epoch, image): see `utils.samplers.Batch`.
     """
 
-    def __init__(self, index: ImageIndex, size: int, seed: int, train: bool):
+    def __init__(
+        self,
+        index: ImageIndex,
+        size: int,
+        seed: int,
+        train: bool,
+        crop_scale: float = im.CROP_SCALE,
+    ):
         self.index, self.size, self.seed, self.train = index, size, seed, train
+        self.crop_scale = crop_scale
 
     def __len__(self) -> int:
         return len(self.index)
@@ -54,8 +62,11 @@ class ImageBatches(Dataset):
                 except (OSError, ValueError) as fault:
                     faults.append((found, str(fault)))
                     continue
-                view = im.train_view(image, self.size, draw) if self.train else None
-                images[row] = im.eval_view(image, self.size) if view is None else view
+                images[row] = (
+                    im.train_view(image, self.size, draw, self.crop_scale)
+                    if self.train
+                    else im.eval_view(image, self.size)
+                )
                 targets[row] = int(self.index.targets[found])
                 break
         return images, targets, faults
@@ -201,7 +212,7 @@ def build_loaders(args: Any, world: World) -> Loaders:
             sampler = TrainSampler(len(index), args.batch_size, ranks, args.accum_steps, args.seed)
         else:
             sampler = EvalSampler(len(index), args.batch_size, ranks)
-        dataset = ImageBatches(index, args.image_size, args.seed, train)
+        dataset = ImageBatches(index, args.image_size, args.seed, train, args.crop_scale)
         bad = BadFiles(index, args.max_bad_files)
         return Batches(dataset, sampler, bad, (world.device, args.memory_format), workers)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
-SCALE = (0.08, 1.0)  # share of the image's area that a training crop covers
+CROP_SCALE = 0.08  # smallest share of the image's area that a training crop covers
 RATIO = (3 / 4, 4 / 3)  # its width : height
 EVAL_RATIO = 256 / 224  # evaluation: short side after the resize : size of the centre crop
 
@@ -55,15 +55,17 @@ def decode(data: bytes) -> Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def random_box(draw: random.Random, height: int, width: int) -> Box:
+def random_box(
+    draw: random.Random, height: int, width: int, smallest: float = CROP_SCALE
+) -> Box:
     """A random training crop, distributed as torchvision's RandomResizedCrop draws it.
 
-    Area and log aspect ratio are uniform; after ten boxes that do not fit, the largest centred one
+    Area (from the share ``smallest`` up) and log aspect ratio are uniform; after ten boxes that do not fit, the largest centred one
     within the ratio limits (Szegedy et al. 2014, arXiv:1409.4842).
     """
     low, high = math.log(RATIO[0]), math.log(RATIO[1])
     for _ in range(10):
-        area = height * width * (SCALE[0] + (SCALE[1] - SCALE[0]) * draw.random())
+        area = height * width * (smallest + (1 - smallest) * draw.random())
         ratio = math.exp(low + (high - low) * draw.random())
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
@@ -90,10 +92,12 @@ def crop_and_resize(image: Tensor, box: Box, size: tuple[int, int]) -> Tensor:
     return out[0].permute(1, 2, 0)
 
 
-def train_view(image: Tensor, size: int, draw: random.Random) -> Tensor:
+def train_view(
+    image: Tensor, size: int, draw: random.Random, smallest: float = CROP_SCALE
+) -> Tensor:
     """Random crop to ``size`` x ``size``, every second one mirrored: uint8 [size, size, 3]."""
     _, height, width = image.shape
-    out = crop_and_resize(image, random_box(draw, height, width), (size, size))
+    out = crop_and_resize(image, random_box(draw, height, width, smallest), (size, size))
     return out.flip(1) if draw.random() < 0.5 else out
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from utils import models, processes
+from utils import images, models, processes
 from utils.errors import UserError
 
 
@@ -68,6 +68,14 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
     )
     group.add_argument(
         "--image-size", type=_positive, default=224, metavar="PX", help="side of the crop, pixels"
+    )
+    group.add_argument(
+        "--crop-scale",
+        type=_share,
+        default=images.CROP_SCALE,
+        metavar="S",
+        help="training crops cover this share of the image at least; short trainings and small "
+        "images want 0.25 to 0.5",
     )
     group.add_argument(
         "-b",
