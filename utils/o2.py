@@ -47,12 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keep-batchnorm-fp32",
         choices=("True", "False"),
-        help="batch norm in float32 though the weights are float16 (default: the level's)",
+        help="batch norm in float32 though the weights are float16; default: the level's",
     )
     group.add_argument(
         "--loss-scale",
         metavar="X|dynamic",
-        help="a fixed number or dynamic (default: the level's)",
+        help="a fixed number or dynamic; default: the level's",
     )
 
 

@@ -12,7 +12,12 @@ from utils.errors import UserError
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keep the docstring's lines, and show the defaults."""
+    """Keep the docstring's lines, and show the defaults where there are any."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
 
 
 def _number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
@@ -59,7 +64,7 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         nargs="?",
         metavar="DATA",
         default=os.environ.get("IMAGENET_DIR", "/data"),
-        help="folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG ($IMAGENET_DIR, else /data)",
+        help="folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG; $IMAGENET_DIR, else /data",
     )
     group.add_argument(
         "--classes",
@@ -84,7 +89,7 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         type=_positive,
         default=128,
         metavar="N",
-        help=f"images {batch}",
+        help=batch,
     )
     group.add_argument(
         "-j",
@@ -129,7 +134,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--epochs", type=_count, default=90, metavar="N", help="epochs in all")
     group.add_argument(
-        "--start-epoch", type=_count, metavar="N", help="epochs to count as done (default: resumed)"
+        "--start-epoch", type=_count, metavar="N", help="epochs to count as done"
     )
     group.add_argument(
         "--lr", "--learning-rate", type=_amount, default=0.1, help="learning rate after warm-up"
@@ -171,7 +176,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
-    group.add_argument("--name", help="name of the run directory (default: date, host, options)")
+    group.add_argument("--name", help="of the run directory; default: date, host, arch, sizes")
     group.add_argument(
         "--output-dir", default="runs", metavar="DIR", help="parent of run directories"
     )
@@ -216,11 +221,11 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """How the processes of a distributed run find each other."""
     group = parser.add_argument_group(
         "processes and nodes",
-        "Started by torchrun or torch.distributed.launch, the environment decides and the first "
-        "four are not looked at. Started by hand, type the same line on each node with its --rank.",
+        "Under torchrun or torch.distributed.launch the environment decides, and the first four "
+        "are not\nlooked at. Started by hand, type the same line on each node with its own --rank.",
     )
     group.add_argument(
-        "-n", "--world-size", type=_positive, metavar="NODES", help="number of nodes (default: 1)"
+        "-n", "--world-size", type=_positive, metavar="NODES", help="number of nodes; default 1"
     )
     group.add_argument(
         "-nr", "--rank", type=_count, metavar="R", help="rank of this node, 0 to NODES - 1"
@@ -230,7 +235,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=_positive,
         metavar="N",
-        help="processes on this node (default: one a GPU, or one without GPUs)",
+        help="processes on this node; default: one a GPU, or one without GPUs",
     )
     group.add_argument("--dist-url", metavar="tcp://IP:PORT", help="address of node 0")
     group.add_argument(

@@ -1,0 +1,44 @@
+# Sourced by the other scripts: chooses $PYTHON, installing what is missing.
+#
+#   use_environment [REQUIREMENTS_FILE ...]
+#
+# Takes the active virtual or conda environment when it already has everything; otherwise .venv in
+# the repository, made and filled on first use with the tested versions of constraints.txt.
+# PYTHON=... in the environment chooses the interpreter that makes .venv (default python3).
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+use_environment() {
+    local files=("$root/requirements.txt" "$@")
+    if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] &&
+        python "$root/scripts/check_requirements.py" "${files[@]}" 2>/dev/null; then
+        PYTHON=$(command -v python)
+        return
+    fi
+    local base=${PYTHON:-python3} stamp wanted
+    PYTHON=$root/.venv/bin/python
+    stamp=$root/.venv/.installed
+    wanted=$(cat "${files[@]}" "$root/scripts/constraints.txt" | cksum)
+    if [ -f "$stamp" ] && grep -qxF "$wanted" "$stamp"; then
+        return
+    fi
+    echo "Installing into $root/.venv (torch with CUDA: about 5.5 GB, one to several minutes) ..."
+    if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+        echo "error: Python 3.10 or newer is needed; name one with PYTHON=/path/to/python" >&2
+        return 1
+    fi
+    if ! "$base" -m venv "$root/.venv"; then
+        echo "error: $base cannot make a virtual environment (on Debian and Ubuntu:" \
+            "apt install python3-venv)" >&2
+        return 1
+    fi
+    local arguments=()
+    for file in "${files[@]}"; do arguments+=(-r "$file"); done
+    if ! "$PYTHON" -m pip install --quiet --disable-pip-version-check \
+        -c "$root/scripts/constraints.txt" "${arguments[@]}"; then
+        echo "error: the installation did not finish; run this again to go on" >&2
+        return 1
+    fi
+    # Both set-up commands share .venv: what one has installed, the other finds.
+    echo "$wanted" >>"$stamp"
+}

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Train on this machine alone:
+#
+#   bash scripts/one_node_train.sh TRAIN_HOURS SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]
+#
+#   TRAIN_HOURS  stop with a snapshot after this much training (3.0)
+#   SAVE_NAME    the run directory is runs/SAVE_NAME; a run that is there already is continued
+#   BATCH_SIZE   images a step and process (per GPU)
+#
+# DATA=... ARCH=... SCRIPT=... NPROC=... in the environment: see scripts/launch.sh.
+set -euo pipefail
+source "$(dirname "$0")/launch.sh"
+
+[ $# -ge 3 ] || fail "usage: bash scripts/one_node_train.sh TRAIN_HOURS SAVE_NAME BATCH_SIZE" \
+    "[-- TRAINING OPTIONS]"
+hours=$1 name=$2 batch=$3
+shift 3
+[ $# -eq 0 ] || [ "$1" = -- ] || fail "$1: put options of the training script after --"
+launch "$hours" "$name" "$batch" --standalone "$@"

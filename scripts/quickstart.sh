@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# From a fresh clone to curves: bash scripts/quickstart.sh [DATA]
+#
+# Installs what is missing, makes a small set of drawn images (unless DATA, a folder with
+# train/CLASS/ and val/CLASS/, is given), trains a ResNet-18 with 1 and with 2 processes on equal
+# global batches, and draws both runs into one picture. Finished work is not done again.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+started=$SECONDS
+say() { printf '\n== %s\n' "$*"; }
+
+say "1/4 environment"
+source scripts/environment.sh
+use_environment
+echo "using $PYTHON"
+
+say "2/4 data"
+if [ $# -gt 0 ]; then
+    data=$1
+    echo "using $data"
+else
+    data=data/sample
+    "$PYTHON" scripts/prepare_data.py sample "$data"
+fi
+label=quickstart_$(basename "$data")
+
+# On the CPU, threads that wait for each other should leave the cores to the data loading workers.
+export OMP_WAIT_POLICY=passive
+gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+processes=2
+if [ "$gpus" = 1 ]; then
+    processes=1
+    echo "note: one GPU here, so imagenet_ddp.py runs with one process, too"
+fi
+options=(-a resnet18 --image-size 64 --epochs 10 --lr 0.05 --lr-schedule cosine --warmup-epochs 1
+    --resume auto)
+
+train() { # run name, script and its options
+    local name=$1
+    shift
+    if grep -qs '"finished_because": "epochs"' "runs/$name/summary.json"; then
+        echo "runs/$name is finished already (remove the folder to train it again)"
+        return
+    fi
+    echo "+ python $* --name $name ${options[*]} $data"
+    "$PYTHON" "$@" --name "$name" "${options[@]}" "$data"
+}
+
+say "3/4 training: one process, then $processes"
+train "${label}_1" imagenet_nd.py -b 64
+train "${label}_$processes-ddp" imagenet_ddp.py -g "$processes" -b $((64 / processes))
+
+say "4/4 pictures"
+"$PYTHON" scripts/compare_runs.py "runs/${label}_1" "runs/${label}_$processes-ddp" \
+    --out "runs/$label"
+
+say "done in $((SECONDS - started)) s"
+cat <<TEXT
+One picture with both runs:  runs/$label/overlay.png
+The curves in TensorBoard:   $PYTHON -m tensorboard.main --logdir runs
+Your own images:             $PYTHON imagenet_nd.py -a resnet50 /path/to/imagenet
+All options of a script:     $PYTHON imagenet_ddp.py --help
+Several nodes:               README.md, "Several nodes"
+TEXT

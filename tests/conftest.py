@@ -1,0 +1,110 @@
+"""What the tests share: a tiny image folder, and the scripts run as people run them."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageDraw
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+# The fastest of torchvision's well-behaved models on one thread.
+SMALL = ("-a", "resnet18", "--image-size", "32", "-j", "1")
+TIMEOUT = 240  # seconds; a limit against hangs, not a measurement
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished command: exit code, its output, and its error output."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def sentence(self) -> str:
+        """The one error line that bad input must give; fails if there is a traceback."""
+        lines = [line for line in self.err.splitlines() if line.strip()]
+        assert "Traceback" not in self.err, self.err
+        errors = [line for line in lines if "error" in line]
+        assert len(errors) == 1, self.err
+        return errors[0]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a command: one thread, no launcher's variables, plus ``changes``."""
+    unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    clean = {key: value for key, value in os.environ.items() if key not in unwanted}
+    return clean | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
+
+
+def python(*arguments: object, timeout: float = TIMEOUT, **env: str) -> Result:
+    """Run this interpreter in the repository's root, wait for it, and return what came out."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def train(script: str, *arguments: object, processes: int = 0, **env: str) -> Result:
+    """Run a script on a `SMALL` model; by torchrun if ``processes`` are given. Must succeed."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
+    result = python(*(launcher if processes else ()), script, *SMALL, *arguments, **env)
+    assert result.code == 0, result.out + result.err
+    return result
+
+
+def summary(run: Path) -> dict:
+    """A run's summary.json."""
+    return json.loads((run / "summary.json").read_text())
+
+
+def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """All points of a run's event files: tag -> [(x, value)]."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    return {
+        tag: [(point.step, point.value) for point in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def draw_folder(root: Path, train: int = 20, val: int = 7, classes: int = 3) -> Path:
+    """Make train/CLASS/*.JPEG and val/CLASS/*.JPEG with that many images a class."""
+    for part, count in (("train", train), ("val", val)):
+        for number in range(classes):
+            folder = root / part / f"class_{number}"
+            folder.mkdir(parents=True)
+            for i in range(count):
+                draw_image(folder / f"{i:03}.JPEG", number, seed=f"{part}{i}")
+    return root
+
+
+def draw_image(path: Path, number: int, seed: str) -> None:
+    """A 48 x 40 picture of class ``number``: noise over a colour and a shape of its own."""
+    source = random.Random(f"{number}{seed}")
+    colour = [40, 40, 40]
+    colour[number % 3] += 150
+    image = Image.new("RGB", (48, 40), tuple(c + source.randrange(40) for c in colour))
+    pen, x = ImageDraw.Draw(image), source.randrange(20)
+    (pen.ellipse if number % 2 else pen.rectangle)((x, 8, x + 20, 28), fill=(240, 240, 240))
+    image.save(path, "JPEG", quality=90)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """A data set of 60 training and 21 validation images in 3 classes. Not to be changed."""
+    return draw_folder(tmp_path_factory.mktemp("images") / "data")
