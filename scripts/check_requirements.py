@@ -1,6 +1,6 @@
 """Ends with 0 if this interpreter has all that the given requirements files ask for.
 
-    python scripts/check_requirements.py requirements.txt [MORE ...]
+python scripts/check_requirements.py requirements.txt [MORE ...]
 """
 
 import sys

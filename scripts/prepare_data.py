@@ -14,9 +14,16 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import sample_images
-from archive_sources import ARCHIVES, DEVKIT, KAGGLE_CSV, KAGGLE_IMAGES, open_cifar10, open_imagenet
-from image_folder import SPLITS, Item, Plan, PrepareError, png_bytes, prepare, reading
+from prepare import sample as sample_drawings
+from prepare.archives import (
+    ARCHIVES,
+    DEVKIT,
+    KAGGLE_CSV,
+    KAGGLE_IMAGES,
+    open_cifar10,
+    open_imagenet,
+)
+from prepare.folder import SPLITS, Item, Plan, PrepareError, png_bytes, prepare, reading
 
 FASHION_CLASSES = (
     *("0_tshirt_top", "1_trouser", "2_pullover", "3_dress", "4_coat"),
@@ -99,11 +106,11 @@ def open_fashion_mnist(source: Path) -> Plan:
 
 
 def open_sample(classes: int, train: int, val: int, seed: int) -> Plan:
-    """Plans the drawn images of sample_images.py: `train` and `val` images for each class.
+    """Plans the drawn images of prepare/sample.py: `train` and `val` images for each class.
 
     Raises PrepareError where more classes are asked for than there are.
     """
-    names = sample_images.CLASS_NAMES
+    names = sample_drawings.CLASS_NAMES
     if classes > len(names):
         raise PrepareError(f"--classes {classes} is too many: the sample has {len(names)} classes")
     numbers = {"train": train, "val": val}
@@ -112,7 +119,7 @@ def open_sample(classes: int, train: int, val: int, seed: int) -> Plan:
             split,
             name,
             f"{name}_{number:05d}.JPEG",
-            partial(sample_images.draw, seed, split, name, number),
+            partial(sample_drawings.draw, seed, split, name, number),
         )
         for split in SPLITS
         for name in names[:classes]
@@ -175,7 +182,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = "a small data set of drawn shapes and textures"
     sample = add("sample", _run_sample, text, "data/sample", "data/big --classes 20 --train 1000")
     for flag, number, what in (
-        ("--classes", 10, f"number of classes, at most {len(sample_images.CLASS_NAMES)}"),
+        ("--classes", 10, f"number of classes, at most {len(sample_drawings.CLASS_NAMES)}"),
         ("--train", 100, "training images per class"),
         ("--val", 20, "validation images per class"),
     ):

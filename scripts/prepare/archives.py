@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import numpy as np
-from image_folder import Item, Plan, PrepareError, png_bytes, reading
+from prepare.folder import Item, Plan, PrepareError, png_bytes, reading
 
 CIFAR_CLASSES = (
     *("airplane", "automobile", "bird", "cat", "deer"),
