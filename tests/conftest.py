@@ -3,8 +3,10 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +58,37 @@ def python(*arguments: object, timeout: float = TIMEOUT, **env: str) -> Result:
         check=False,
     )
     return Result(done.returncode, done.stdout, done.stderr)
+
+
+def shell(*lines: str, timeout: float = TIMEOUT, **env: str) -> list[Result]:
+    """Type each line into a shell of its own in the repository's root, all at the same time."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    started, results = [], []
+    try:
+        for line in lines:
+            files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+            typed = subprocess.Popen(
+                ["bash", "-c", line],
+                cwd=ROOT,
+                env=environment(PATH=path, VIRTUAL_ENV=sys.prefix, **env),
+                stdout=files[0],
+                stderr=files[1],
+                start_new_session=True,
+            )
+            started.append((typed, files))
+        for typed, files in started:
+            typed.wait(timeout)
+            for file in files:
+                file.seek(0)
+            results.append(Result(typed.returncode, *(file.read() for file in files)))
+    finally:
+        for typed, files in started:
+            if typed.poll() is None:
+                os.killpg(typed.pid, signal.SIGKILL)
+                typed.wait()
+            for file in files:
+                file.close()
+    return results
 
 
 def train(script: str, *arguments: object, processes: int = 0, **env: str) -> Result:

@@ -18,7 +18,18 @@ from PIL import Image
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "prepare_data.py"
 CIFAR_NAMES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-CIFAR_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+CIFAR_CLASSES = [
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+]
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 CSV, DEVKIT = "LOC_val_solution.csv", "ILSVRC2012_devkit_t12.tar.gz"
 TENCH, GOLDFISH = "n01440764", "n01443537"
@@ -37,7 +48,9 @@ zRwQPzWvJLOkcsDjHyMcsOlnQtMvANf+wR7ZHErLY0rSAwA3cUyS"""
 
 def run(*arguments, **options):
     command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, **options
+    )
 
 
 def succeed(*arguments, **options):

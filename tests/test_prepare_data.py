@@ -19,12 +19,25 @@ from PIL import Image
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "prepare_data.py"
 SAMPLE = ("--classes", "4", "--train", "30", "--val", "5")
-CLOTHES = ["tshirt_top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle_boot"]
+CLOTHES = [
+    "tshirt_top",
+    "trouser",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "ankle_boot",
+]
 
 
 def run(*arguments, **options):
     command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, **options
+    )
 
 
 def succeed(*arguments, **options):

@@ -40,9 +40,10 @@ class ImageBatches(Dataset):
         seed: int,
         train: bool,
         crop_scale: float = im.CROP_SCALE,
+        resize: int | None = None,
     ):
         self.index, self.size, self.seed, self.train = index, size, seed, train
-        self.crop_scale = crop_scale
+        self.crop_scale, self.resize = crop_scale, resize
 
     def __len__(self) -> int:
         return len(self.index)
@@ -65,7 +66,7 @@ class ImageBatches(Dataset):
                 images[row] = (
                     im.train_view(image, self.size, draw, self.crop_scale)
                     if self.train
-                    else im.eval_view(image, self.size)
+                    else im.eval_view(image, self.size, self.resize)
                 )
                 targets[row] = int(self.index.targets[found])
                 break
@@ -212,7 +213,9 @@ def build_loaders(args: Any, world: World) -> Loaders:
             sampler = TrainSampler(len(index), args.batch_size, ranks, args.accum_steps, args.seed)
         else:
             sampler = EvalSampler(len(index), args.batch_size, ranks)
-        dataset = ImageBatches(index, args.image_size, args.seed, train, args.crop_scale)
+        dataset = ImageBatches(
+            index, args.image_size, args.seed, train, args.crop_scale, args.val_resize_size
+        )
         bad = BadFiles(index, args.max_bad_files)
         return Batches(dataset, sampler, bad, (world.device, args.memory_format), workers)
 

@@ -101,10 +101,13 @@ def train_view(
     return out.flip(1) if draw.random() < 0.5 else out
 
 
-def eval_view(image: Tensor, size: int) -> Tensor:
-    """Short side to ``size`` * 256/224, then the centre ``size`` x ``size``: uint8 [s, s, 3]."""
+def eval_view(image: Tensor, size: int, short: int | None = None) -> Tensor:
+    """Resize the short side to ``short`` pixels, cut out the centre: uint8 [size, size, 3].
+
+    ``short`` is at least ``size``; default ``size`` * 256/224, rounded.
+    """
     _, height, width = image.shape
-    short = round(size * EVAL_RATIO)
+    short = short or round(size * EVAL_RATIO)
     if height <= width:
         target = (short, int(short * width / height))
     else:

@@ -83,6 +83,13 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         "images want 0.25 to 0.5",
     )
     group.add_argument(
+        "--val-resize-size",
+        type=_positive,
+        metavar="PX",
+        help="short side of a validation image before the centre crop; default: image size x "
+        "256/224. The image size itself shows the whole image",
+    )
+    group.add_argument(
         "-b",
         "--batch-size",
         "--b",
@@ -264,6 +271,12 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         raise UserError(
             f"data folder {args.data} is missing: give DATA, or make one with "
             "scripts/prepare_data.py",
+            alike=True,
+        )
+    if args.val_resize_size and args.val_resize_size < args.image_size:
+        raise UserError(
+            f"--val-resize-size {args.val_resize_size} is smaller than the crop, --image-size "
+            f"{args.image_size}",
             alike=True,
         )
     if args.warmup_epochs and args.warmup_epochs > args.epochs:
