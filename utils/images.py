@@ -60,8 +60,9 @@ def random_box(
 ) -> Box:
     """A random training crop, distributed as torchvision's RandomResizedCrop draws it.
 
-    Area (from the share ``smallest`` up) and log aspect ratio are uniform; after ten boxes that do not fit, the largest centred one
-    within the ratio limits (Szegedy et al. 2014, arXiv:1409.4842).
+    Area (from the share ``smallest`` up) and log aspect ratio are uniform; after ten boxes that do
+    not fit, the largest centred one within the ratio limits (Szegedy et al. 2014,
+    arXiv:1409.4842).
     """
     low, high = math.log(RATIO[0]), math.log(RATIO[1])
     for _ in range(10):
