@@ -55,9 +55,7 @@ def decode(data: bytes) -> Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def random_box(
-    draw: random.Random, height: int, width: int, smallest: float = CROP_SCALE
-) -> Box:
+def random_box(draw: random.Random, height: int, width: int, smallest: float = CROP_SCALE) -> Box:
     """A random training crop, distributed as torchvision's RandomResizedCrop draws it.
 
     Area (from the share ``smallest`` up) and log aspect ratio are uniform; after ten boxes that do

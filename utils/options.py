@@ -140,9 +140,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--epochs", type=_count, default=90, metavar="N", help="epochs in all")
-    group.add_argument(
-        "--start-epoch", type=_count, metavar="N", help="epochs to count as done"
-    )
+    group.add_argument("--start-epoch", type=_count, metavar="N", help="epochs to count as done")
     group.add_argument(
         "--lr", "--learning-rate", type=_amount, default=0.1, help="learning rate after warm-up"
     )
