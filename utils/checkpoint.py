@@ -1,8 +1,6 @@
 """Snapshots: written atomically, complete enough to go on from, and read without running code."""
 
 import argparse
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 
 from utils.distributed import World, from_main
 from utils.errors import UserError
+from utils.files import save_atomically
 
 SNAPSHOT, BEST = "snapshot.pt", "best.pt"
 _PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums")
@@ -62,27 +61,6 @@ class TrainState:
                 f"({reason[:200]})",
                 alike=True,
             ) from None
-
-
-def save_atomically(write: Callable[[Any], None], path: Path) -> None:
-    """Let ``write(file)`` fill a temporary file, flush it to disk, then give it its name.
-
-    At any instant ``path`` is either the old file or the whole new one.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the new name, too, must outlive a power cut
-        finally:
-            os.close(folder)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def save_snapshot(state: TrainState, folder: Path, options: dict[str, Any]) -> None:

@@ -1,11 +1,14 @@
 """TensorBoard event files of a run directory, as far as SummaryWriter does not care for them."""
 
-import os
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
+
+from utils.files import save_atomically
 
 STEP_TAGS = "Step/"  # tags with x = 1000 x epoch; all others have x = epochs finished
 
@@ -18,9 +21,6 @@ def cut_off(folder: Path, epoch: int, step_x: int) -> None:
     rewritten beside itself and renamed, and left alone when there is nothing to take out.
     """
     for path in sorted(folder.glob("events.out.tfevents.*")):
-        if path.suffix == ".tmp":
-            path.unlink()
-            continue
         kept, removed = [], 0
         for event in LegacyEventFileLoader(str(path)).Load():
             points = event.summary.value
@@ -31,15 +31,10 @@ def cut_off(folder: Path, epoch: int, step_x: int) -> None:
             if points or not event.HasField("summary"):
                 kept.append(event)
         if removed:
-            _rewrite(path, kept)
+            save_atomically(partial(_write, kept), path)
 
 
-def _rewrite(path: Path, kept: list[Event]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        writer = RecordWriter(file)
-        for event in kept:
-            writer.write(event.SerializeToString())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+def _write(events: list[Event], file: Any) -> None:
+    writer = RecordWriter(file)
+    for event in events:
+        writer.write(event.SerializeToString())

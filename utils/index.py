@@ -2,13 +2,13 @@
 
 import os
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from utils.errors import UserError
 from utils.images import SUFFIXES
+from utils.index_cache import listings
 
 
 class ImageIndex:
@@ -18,22 +18,25 @@ class ImageIndex:
     page, into the memory of every loader worker as reference counts change.
     """
 
-    def __init__(self, root: Path, classes: list[str]):
-        """Scan the folder. Raises `UserError`: a class folder is missing or has no image."""
+    def __init__(self, root: Path, classes: list[str], shows: bool = False):
+        """List the folder, or read the list that an earlier run has left in it.
+
+        ``shows``: draw a progress bar. Raises `UserError`: a class folder is missing or has no
+        image.
+        """
         self.root, self.classes = str(root), classes
-        names: list[bytes] = []
-        counts = []
-        for name in classes:
-            found = sorted(_image_files(os.path.join(self.root, name), name))
-            if not found:
+        found = listings(root, classes, shows)
+        for name, listing in zip(classes, found, strict=True):
+            if not len(listing.sizes):
                 raise UserError(
                     f"class folder {root}/{name} has no images ({' '.join(SUFFIXES)})",
                     alike=True,
                 )
-            names += [os.fsencode(path) for path in found]
-            counts.append(len(found))
-        self.blob = b"".join(names)
-        self.offsets = np.cumsum([0] + [len(name) for name in names], dtype=np.int64)
+        counts = [len(listing.sizes) for listing in found]
+        self.blob = b"".join(listing.paths for listing in found)
+        self.offsets = np.zeros(sum(counts) + 1, np.int64)
+        np.cumsum(np.concatenate([listing.lengths for listing in found]), out=self.offsets[1:])
+        self.sizes = np.concatenate([listing.sizes for listing in found])
         self.targets = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
 
     def __len__(self) -> int:
@@ -47,23 +50,6 @@ class ImageIndex:
     def fingerprint(self) -> str:
         """Short text that is the same on two nodes if and only if their file names are."""
         return f"{len(self)} images in {len(self.classes)} classes ({zlib.crc32(self.blob):08x})"
-
-
-def _image_files(folder: str, prefix: str) -> Iterator[str]:
-    try:
-        entries = list(os.scandir(folder))
-    except FileNotFoundError:
-        raise UserError(f"class folder {folder} is missing", alike=True) from None
-    except NotADirectoryError:
-        raise UserError(f"{folder} is not a folder", alike=True) from None
-    for entry in entries:
-        # A hidden file is no sample: editors, copies under way and macOS leave them behind.
-        if entry.name.startswith("."):
-            continue
-        if entry.name.lower().endswith(SUFFIXES):
-            yield f"{prefix}/{entry.name}"
-        elif entry.is_dir():
-            yield from _image_files(entry.path, f"{prefix}/{entry.name}")
 
 
 def class_folders(root: Path) -> list[str]:

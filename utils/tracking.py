@@ -6,7 +6,6 @@ sits before a silent terminal; all further processes are quiet.
 
 import json
 import math
-import os
 import socket
 import sys
 import time
@@ -20,6 +19,7 @@ from utils import events
 from utils.checkpoint import SNAPSHOT
 from utils.distributed import World, from_main
 from utils.errors import UserError
+from utils.files import remove_leftovers, save_atomically
 
 OPTIONS, SUMMARY, LOG = "options.json", "summary.json", "train.log"
 
@@ -83,6 +83,7 @@ class Run:
         if not self.world.is_main:
             return
         (self.folder / OPTIONS).write_text(json.dumps(self.options, indent=1) + "\n")
+        remove_leftovers(self.folder)
         events.cut_off(self.folder, epoch, round(1000 * position))
         self.writer = SummaryWriter(str(self.folder))
 
@@ -155,8 +156,7 @@ class Run:
             key: None if isinstance(value, float) and math.isnan(value) else value
             for key, value in summary.items()
         }
-        temporary = self.folder / f".{SUMMARY}.tmp"
-        temporary.write_text(json.dumps(clean, indent=1) + "\n")
-        os.replace(temporary, self.folder / SUMMARY)
+        text = json.dumps(clean, indent=1) + "\n"
+        save_atomically(lambda file: file.write(text.encode()), self.folder / SUMMARY)
         if self.writer is not None:
             self.writer.close()

@@ -1,0 +1,34 @@
+"""Files that are either there as a whole or not at all."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files that a killed process has left in ``folder``."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
+def save_atomically(write: Callable[[Any], None], path: Path) -> None:
+    """Let ``write(file)`` fill a temporary file, flush it to disk, then give it its name.
+
+    At any instant ``path`` is either the old file or the whole new one. Raises: OSError, and
+    whatever ``write`` raises; ``path`` is then as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name, too, must outlive a power cut
+        finally:
+            os.close(folder)
+    finally:
+        temporary.unlink(missing_ok=True)
