@@ -38,15 +38,17 @@ def train(args: Namespace, world: World) -> int:
     device = world.device
     torch.manual_seed(args.seed)
 
+    level = o2.choose_level(args)
+
     # ---- data: batches of this process, in the order that seed and epoch fix
-    loaders = data.build_loaders(args, world)
+    loaders = data.build_loaders(args, world, dtype=level.input_dtype)
 
     # ---- model
     model = models.create(args.arch, len(loaders.classes), args.image_size, args.pretrained)
     model = model.to(device, memory_format=args.memory_format)
 
     # ---- Apex opt level: float16 weights and their float32 masters
-    precision = o2.MixedPrecision(model, o2.choose_level(args), device)
+    precision = o2.MixedPrecision(model, level, device)
 
     # ---- distributed data parallelism: replicas start equal, and get equal gradients
     if args.sync_bn:
@@ -56,7 +58,7 @@ def train(args: Namespace, world: World) -> int:
     # ---- optimiser and mixed precision
     optimizer = optim.sgd(precision.parameters(), args.lr, args.momentum, args.weight_decay)
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
-    scaler = o2.LossScaler(device, precision.level.loss_scale)
+    scaler = o2.LossScaler(device, level.loss_scale)
 
     # ---- the training step
     def train_step(

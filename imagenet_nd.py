@@ -31,8 +31,10 @@ def train(args: Namespace, world: World) -> int:
     device = world.device
     torch.manual_seed(args.seed)
 
+    amp = training.amp_dtype(args.amp, device)
+
     # ---- data: batches of this process, in the order that seed and epoch fix
-    loaders = data.build_loaders(args, world)
+    loaders = data.build_loaders(args, world, dtype=amp or torch.float32)
 
     # ---- model
     model = models.create(args.arch, len(loaders.classes), args.image_size, args.pretrained)
@@ -41,7 +43,6 @@ def train(args: Namespace, world: World) -> int:
     # ---- optimiser and mixed precision
     optimizer = optim.sgd(model.parameters(), args.lr, args.momentum, args.weight_decay)
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
-    amp = training.amp_dtype(args.amp, device)
     scaler = torch.amp.GradScaler(device.type, enabled=amp is torch.float16)
 
     # ---- the training step

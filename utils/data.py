@@ -1,6 +1,5 @@
 """From image folders to batches on the device."""
 
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -10,67 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from utils import images as im
-from utils import processes
-from utils.distributed import World, check_alike
+from utils import augment, processes
+from utils.dataset import ImageBatches, Reading
+from utils.distributed import World, check_alike, first_on_node, gather
 from utils.errors import UserError
 from utils.index import ImageIndex, check_same_classes, class_folders, select_classes
-from utils.metrics import UNREADABLE
-from utils.samplers import Batch, EvalSampler, TrainSampler
+from utils.samplers import EvalSampler, TrainSampler
 
 MEAN = (0.485, 0.456, 0.406)  # ImageNet's, per channel, for pixels in 0..1
 STD = (0.229, 0.224, 0.225)
-
-
-class ImageBatches(Dataset):
-    """Whole batches of ``index``: training crops if ``train``, else centre crops.
-
-    A batch is (images uint8 [n, size, size, 3], targets int64 [n], faults): ``faults`` lists
-    (image, reason) for files that could not be read. In training such an image is replaced by the
-    next readable one in the index, so that no other sample moves; in evaluation its target is
-    `UNREADABLE`. Augmentation is a function of (seed, epoch, image): see `utils.samplers.Batch`.
-    """
-
-    def __init__(
-        self,
-        index: ImageIndex,
-        size: int,
-        seed: int,
-        train: bool,
-        crop_scale: float = im.CROP_SCALE,
-        resize: int | None = None,
-    ):
-        self.index, self.size, self.seed, self.train = index, size, seed, train
-        self.crop_scale, self.resize = crop_scale, resize
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitems__(self, batch: Batch) -> tuple[Tensor, Tensor, list[tuple[int, str]]]:
-        n = len(batch.indices)
-        images = torch.zeros(n, self.size, self.size, 3, dtype=torch.uint8)
-        targets = torch.full((n,), UNREADABLE, dtype=torch.int64)
-        faults: list[tuple[int, str]] = []
-        for row, wanted in enumerate(batch.indices.tolist()):
-            draw = random.Random((self.seed << 72) | (batch.epoch << 48) | wanted)
-            for step in range(len(self) if self.train else 1):
-                found = (wanted + step) % len(self)
-                try:
-                    with open(self.index.path(found), "rb", buffering=0) as file:
-                        image = im.decode(file.readall())
-                except (OSError, ValueError) as fault:
-                    faults.append((found, str(fault)))
-                    continue
-                images[row] = (
-                    im.train_view(image, self.size, draw, self.crop_scale)
-                    if self.train
-                    else im.eval_view(image, self.size, self.resize)
-                )
-                targets[row] = int(self.index.targets[found])
-                break
-        return images, targets, faults
 
 
 @dataclass
@@ -80,25 +29,33 @@ class BadFiles:
     index: ImageIndex
     limit: int
     log: Callable[[str], None] = print
-    seen: set[int] = field(default_factory=set)
+    seen: dict[int, str] = field(default_factory=dict)  # image: reason
 
     def note(self, faults: list[tuple[int, str]]) -> None:
         """Name the new ones among ``faults``. Raises `UserError` past the limit."""
         for image, reason in faults:
             if image not in self.seen:
-                self.seen.add(image)
+                self.seen[image] = reason
                 self.log(f"unreadable image {self.index.path(image)}: {reason}")
         if len(self.seen) > self.limit:
+            last = self.index.path(list(self.seen)[-1])
             raise UserError(
                 f"more than {self.limit} image files could not be read (--max-bad-files), the last "
-                f"one {self.index.path(image)}: check the disk and the copy of the data set"
+                f"one {last}: check the disk and the copy of the data set"
             )
+
+    def share(self, world: World) -> None:
+        """Let every rank know what all have seen, so that rank 0's log names each file."""
+        for seen in gather(dict(self.seen), world):
+            self.note(list(seen.items()))
 
 
 class Batches:
-    """Batches on the device; ``waited`` counts the seconds that the caller stood still for them.
+    """Batches on the device.
 
-    Iterating gives (images, targets): float [n, 3, size, size], normalised, and int64 [n].
+    Iterating gives (images, targets): ``dtype`` [n, 3, size, size], normalised, and int64 [n].
+    ``waited`` counts the seconds that the caller stood still for them, ``reading`` what the workers
+    did for them; `start_count` sets both to zero.
     """
 
     def __init__(
@@ -106,11 +63,12 @@ class Batches:
         dataset: ImageBatches,
         sampler: TrainSampler | EvalSampler,
         bad: BadFiles,
-        place: tuple[torch.device, torch.memory_format],
+        place: tuple[torch.device, torch.memory_format, torch.dtype],
         workers: int,
     ):
-        self.sampler, self.bad, self.waited = sampler, bad, 0.0
-        self.device, self.layout = place
+        self.sampler, self.bad, self.workers = sampler, bad, workers
+        self.device, self.layout, self.dtype = place
+        self.start_count()
         cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device) if cuda else None
         scale = torch.tensor([1 / (255 * s) for s in STD])
@@ -127,15 +85,20 @@ class Batches:
             persistent_workers=workers > 0,
         )
 
+    def start_count(self) -> None:
+        """Count waiting and reading from now on."""
+        self.waited, self.reading = 0.0, Reading()
+
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         before = time.perf_counter()
-        for images, targets, faults in self.loader:
+        for images, targets, reading in self.loader:
             self.waited += time.perf_counter() - before
-            if faults:
-                self.bad.note(faults)
+            self.reading.add(reading)
+            if reading.faults:
+                self.bad.note(reading.faults)
             yield self._upload(images, targets)
             before = time.perf_counter()
 
@@ -153,9 +116,13 @@ class Batches:
         return images, targets
 
     def _normalise(self, images: Tensor) -> Tensor:
-        """uint8 [n, s, s, 3] to (x / 255 - MEAN) / STD as float32 [n, 3, s, s], in one kernel."""
-        out = torch.addcmul(self.shift, images.permute(0, 3, 1, 2), self.scale)
-        return out.contiguous(memory_format=self.layout)
+        """uint8 [n, s, s, 3] to (x / 255 - MEAN) / STD as ``dtype`` [n, 3, s, s].
+
+        One kernel, which computes in float32 and rounds once.
+        """
+        images = images.permute(0, 3, 1, 2)
+        out = torch.empty_like(images, dtype=self.dtype, memory_format=self.layout)
+        return torch.addcmul(self.shift, images, self.scale, out=out)
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -180,11 +147,12 @@ class Loaders:
     test: Batches | None = None
 
 
-def build_loaders(args: Any, world: World) -> Loaders:
+def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
     """Index DATA/train, DATA/val and, if present, DATA/test; make their loaders for this rank.
 
-    Raises: `UserError` for missing folders, classes that differ between train and val, too few
-    images, or a data set that differs between nodes.
+    ``dtype`` is what the first layer computes with. Raises: `UserError` for missing folders,
+    classes that differ between train and val, too few images, or a data set that differs between
+    nodes.
     """
     if args.dummy:
         return Loaders([str(number) for number in range(args.dummy_classes)])
@@ -200,7 +168,10 @@ def build_loaders(args: Any, world: World) -> Loaders:
     ranks = (world.rank, world.size)
 
     def batches(part: str, train: bool) -> Batches:
-        index = ImageIndex(root / part, classes)
+        # The first process of a node lists the folder, the others find the list in the cache.
+        index = first_on_node(
+            lambda: ImageIndex(root / part, classes, shows=world.local_rank == 0), world
+        )
         check_alike(f"the data set {root / part}", index.fingerprint(), world)
         sampler: TrainSampler | EvalSampler
         if train:
@@ -216,8 +187,11 @@ def build_loaders(args: Any, world: World) -> Loaders:
         dataset = ImageBatches(
             index, args.image_size, args.seed, train, args.crop_scale, args.val_resize_size
         )
+        if train:
+            dataset.augment = augment.build(args.auto_augment, args.random_erasing)
         bad = BadFiles(index, args.max_bad_files)
-        return Batches(dataset, sampler, bad, (world.device, args.memory_format), workers)
+        place = (world.device, args.memory_format, dtype)
+        return Batches(dataset, sampler, bad, place, workers)
 
     return Loaders(
         classes,

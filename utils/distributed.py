@@ -250,12 +250,35 @@ def from_main(compute: Callable[[], Any], world: World) -> Any:
     return box[0]
 
 
+def gather(value: Any, world: World) -> list[Any]:
+    """Every process's (picklable) ``value``, in the order of ranks, for every process."""
+    if world.size == 1:
+        return [value]
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, value, group=world.control)
+    return found
+
+
+def first_on_node(compute: Callable[[], Any], world: World) -> Any:
+    """Compute something in the first process of each node, then in its other processes.
+
+    A `UserError` raised in any of the first is raised in every process, so that all end together.
+    """
+    result, error = None, None
+    if world.local_rank == 0:
+        try:
+            result = compute()
+        except UserError as fault:
+            error = str(fault)
+    errors = [text for text in gather(error, world) if text]
+    if errors:
+        raise UserError(errors[0], alike=True)
+    return result if world.local_rank == 0 else compute()
+
+
 def check_alike(what: str, value: Any, world: World) -> None:
     """Raise `UserError`, naming the nodes, unless ``value`` is the same in every process."""
-    if world.size == 1:
-        return
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, (socket.gethostname(), value), group=world.control)
+    found = gather((socket.gethostname(), value), world)
     if any(other != found[0][1] for _, other in found):
         nodes = dict.fromkeys(f"{host} has {other}" for host, other in found)
         raise UserError(f"{what} differs between the nodes: {'; '.join(nodes)}", alike=True)

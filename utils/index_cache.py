@@ -1,8 +1,9 @@
 """What is in a folder of class folders, remembered from one run to the next.
 
-Listing 1.28 million files takes seconds on a warm local disk and minutes on a cold network disk. The
-listing is kept in the folder itself, class by class, with the modification times of the folders it
-was made from: adding, removing or renaming a file changes one of them, and that class is listed anew.
+Listing 1.28 million files takes seconds on a warm local disk and minutes on a cold network disk.
+The listing is kept in the folder itself, class by class, with the modification times of the folders
+it was made from: adding, removing or renaming a file changes one of them, and that class is listed
+anew.
 """
 
 import os

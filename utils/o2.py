@@ -31,6 +31,11 @@ class OptLevel:
     autocast: bool
     loss_scale: float | None
 
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """What the first layer computes with."""
+        return torch.float16 if self.half_weights or self.autocast else torch.float32
+
 
 LEVELS = {
     "O0": OptLevel(False, True, False, False, 1.0),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from utils import images, models, processes
+from utils import augment, images, models, processes
 from utils.errors import UserError
 
 
@@ -88,6 +88,18 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         metavar="PX",
         help="short side of a validation image before the centre crop; default: image size x "
         "256/224. The image size itself shows the whole image",
+    )
+    group.add_argument(
+        "--auto-augment",
+        choices=tuple(augment.POLICIES),
+        help="RandAugment, TrivialAugment, AutoAugment or AugMix on training crops",
+    )
+    group.add_argument(
+        "--random-erasing",
+        type=_share,
+        default=0.0,
+        metavar="P",
+        help="probability of a grey box in a training crop",
     )
     group.add_argument(
         "-b",

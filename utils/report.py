@@ -4,8 +4,11 @@ import math
 import statistics
 from typing import Any
 
-from utils import schedules
+from utils import processes, schedules
 from utils.job import Job
+
+WAIT_LIMIT = 0.1  # share of the time waiting for data from which a run is told about it
+LARGE_FILE = 50_000  # bytes; ImageNet's files have 110,000 on average, shrunk to 256 pixels 27,000
 
 
 def start(job: Job, resumed: bool) -> None:
@@ -34,6 +37,33 @@ def start(job: Job, resumed: bool) -> None:
             log("note: a scaled-up learning rate usually needs --warmup-epochs 5")
     if resumed:
         log(f"resumed from {job.run.snapshot}: epoch {state.epoch + 1}, step {state.step}")
+
+
+def input_path(job: Job, record: dict[str, float]) -> None:
+    """Say so if the first epoch was limited by the input path, and what would help."""
+    share, train = record.get("IO/wait_share", 0.0), job.train
+    if share < WAIT_LIMIT:
+        return
+    reading, cores = train.reading, processes.usable_cores()
+    of_reading = reading.read_seconds / max(reading.seconds, 1e-9)
+    job.run.log(
+        f"note: {share:.0%} of the time went by waiting for images: the input path, not the "
+        f"{'GPU' if job.world.device.type == 'cuda' else 'model'}, is the limit"
+    )
+    advice = []
+    if of_reading > 0.5:
+        size = train.bad.index.sizes.sum() / 2**30
+        advice.append(
+            f"the workers spent {of_reading:.0%} of their time reading files: a faster disk (local "
+            f"NVMe), or memory that holds the {size:.3g} GiB of the data set"
+        )
+    if job.args.workers < cores:
+        advice.append(f"more workers: -j {cores} on this node")
+    if reading.bytes > LARGE_FILE * reading.files:
+        advice.append("smaller files: scripts/prepare_data.py shrink DATA OUT, then train on OUT")
+    elif job.args.workers >= cores and of_reading <= 0.5:
+        advice.append("a machine with more cores for each GPU")
+    job.run.log("what helps: " + "; ".join(advice))
 
 
 def evaluation(job: Job, part: str, result: dict[str, float]) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from utils import checkpoint, report, schedules, speed
 from utils.checkpoint import TrainState
 from utils.data import Batches
-from utils.distributed import copy_from_main
+from utils.distributed import copy_from_main, gather
 from utils.errors import INTERRUPTED, UserError
 from utils.job import Job, Predict, TrainStep
 from utils.metrics import UNREADABLE, Sums, to_metrics
@@ -32,6 +32,9 @@ def amp_dtype(choice: str, device: torch.device) -> torch.dtype | None:
 
 def run(job: Job, train_step: TrainStep, predict: Predict) -> int:
     """Time, evaluate or train, as the options say. Returns the process's exit code."""
+    for batches in (job.loaders.train, job.loaders.val, job.loaders.test):
+        if batches is not None:
+            batches.bad.log = job.run.log
     if job.args.dummy:
         return speed.measure(job.args, job.world, job.run, train_step)
     if job.loaders.train is not None:
@@ -50,7 +53,7 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
     run.begin(state.epoch, state.epoch + state.step / job.train.sampler.steps_per_epoch)
     report.start(job, resumed)
     stop = StopRequest(job.world, args.train_time, state.elapsed)
-    reason, last = "epochs", time.monotonic()
+    reason, last, first = "epochs", time.monotonic(), True
     while state.epoch < args.epochs:
         record = train_epoch(job, train_step, stop)
         val = evaluate(job, predict, job.loaders.val, stop) if record else None
@@ -63,6 +66,9 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
             break
         is_best = _close_epoch(state, {**record, **val, "Seconds": seconds})
         run.epoch(state.history[-1])
+        if first:
+            report.input_path(job, record)
+            first = False
         _save_snapshot(job, is_best)
         if args.desired_acc is not None and val["Top1/val"] >= args.desired_acc:
             reason = "desired_acc"
@@ -80,7 +86,7 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
     steps, first = sampler.steps_per_epoch, state.step
     sampler.start_at(state.epoch, first)
     sums = Sums(world.device, state.sums)
-    job.train.waited = 0.0
+    job.train.start_count()
     state.model.train()
     run.start_bar(f"Epoch {state.epoch + 1}/{args.epochs}", steps, first)
     began = time.perf_counter()
@@ -108,6 +114,7 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
         state.sums = total
         return None
     metrics = to_metrics(total)
+    job.train.bad.share(world)
     return {
         "Loss/train": metrics.loss,
         "Top1/train": metrics.top1,
@@ -116,8 +123,21 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
         "Time/train": seconds / done if done else math.nan,
         "Lr": learning_rate_at(job, state.epoch + (steps - 1) / steps),
         "Amp/scale": _loss_scale(state),
-        "IO/wait_share": job.train.waited / seconds if done else math.nan,
         "IO/bad_files": float(len(job.train.bad.seen)),
+        **(input_rates(job, seconds) if done else {}),
+    }
+
+
+def input_rates(job: Job, seconds: float) -> dict[str, float]:
+    """What the input path did in ``seconds`` of training: all ranks' reading, the worst waiting."""
+    train = job.train
+    mine = (train.waited, train.reading.bytes, train.reading.files)
+    waited, size, files = zip(*gather(mine, job.world), strict=True)
+    return {
+        # One rank that waits for its data makes all others wait for its gradients.
+        "IO/wait_share": min(1.0, max(waited) / seconds),
+        "IO/read_mb_s": sum(size) / seconds / 1e6,
+        "IO/files_s": sum(files) / seconds,
     }
 
 

@@ -1,0 +1,102 @@
+"""What a loader worker does: read, decode and crop a batch of images."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from utils import images as im
+from utils.index import ImageIndex
+from utils.metrics import UNREADABLE
+from utils.samplers import Batch
+
+
+@dataclass
+class Reading:
+    """What making batches took: files and bytes read, seconds of reading and in all, bad files."""
+
+    files: int = 0
+    bytes: int = 0
+    read_seconds: float = 0.0
+    seconds: float = 0.0
+    faults: list[tuple[int, str]] = field(default_factory=list)  # (image, reason)
+
+    def add(self, other: "Reading") -> None:
+        """Add what another batch took; its faults are left to the caller."""
+        self.files += other.files
+        self.bytes += other.bytes
+        self.read_seconds += other.read_seconds
+        self.seconds += other.seconds
+
+
+class ImageBatches(Dataset):
+    """Whole batches of ``index``: training crops if ``train``, else centre crops.
+
+    A batch is (images uint8 [n, size, size, 3], targets int64 [n], `Reading`). A training image
+    that cannot be read is replaced by the next readable one in the index, so that no other sample
+    moves; in evaluation its target is `UNREADABLE`. Augmentation is a function of (seed, epoch,
+    image): see `utils.samplers.Batch`. ``augment`` is called on each training crop (uint8
+    [3, size, size]) with torch's random state set by the same three numbers.
+    """
+
+    def __init__(
+        self,
+        index: ImageIndex,
+        size: int,
+        seed: int,
+        train: bool,
+        crop_scale: float = im.CROP_SCALE,
+        resize: int | None = None,
+    ):
+        self.index, self.size, self.seed, self.train = index, size, seed, train
+        self.crop_scale, self.resize = crop_scale, resize
+        self.augment: Callable[[Tensor], Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitems__(self, batch: Batch) -> tuple[Tensor, Tensor, Reading]:
+        began = time.perf_counter()
+        n = len(batch.indices)
+        images = torch.zeros(n, self.size, self.size, 3, dtype=torch.uint8)
+        targets = torch.full((n,), UNREADABLE, dtype=torch.int64)
+        reading = Reading()
+        for row, wanted in enumerate(batch.indices.tolist()):
+            for step in range(len(self) if self.train else 1):
+                found = (wanted + step) % len(self)
+                try:
+                    image = im.decode(self._read(found, reading))
+                except (OSError, ValueError) as fault:
+                    reading.faults.append((found, str(fault)))
+                    continue
+                images[row] = self._view(image, batch.epoch, wanted)
+                targets[row] = int(self.index.targets[found])
+                break
+        reading.seconds = time.perf_counter() - began
+        return images, targets, reading
+
+    def _read(self, image: int, reading: Reading) -> bytes:
+        began = time.perf_counter()
+        with open(self.index.path(image), "rb", buffering=0) as file:
+            data = file.readall()
+        reading.files += 1
+        reading.bytes += len(data)
+        reading.read_seconds += time.perf_counter() - began
+        return data
+
+    def _view(self, image: Tensor, epoch: int, wanted: int) -> Tensor:
+        if not self.train:
+            return im.eval_view(image, self.size, self.resize)
+        key = (self.seed << 72) | (epoch << 48) | wanted
+        view = im.train_view(image, self.size, random.Random(key), self.crop_scale)
+        return view if self.augment is None else self._augmented(view, key)
+
+    def _augmented(self, view: Tensor, key: int) -> Tensor:
+        # Without workers this is the training process, whose own random state must not be touched.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(random.Random(key).getrandbits(63))
+            return self.augment(view.permute(2, 0, 1)).permute(1, 2, 0)
