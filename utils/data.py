@@ -15,6 +15,7 @@ from utils import augment, processes
 from utils.dataset import ImageBatches, Reading
 from utils.distributed import World, check_alike, first_on_node, gather
 from utils.errors import UserError
+from utils.gpu_decode import RawBatches, RawFiles
 from utils.index import ImageIndex, check_same_classes, class_folders, select_classes
 from utils.samplers import EvalSampler, TrainSampler
 
@@ -66,7 +67,7 @@ class Batches:
         place: tuple[torch.device, torch.memory_format, torch.dtype],
         workers: int,
     ):
-        self.sampler, self.bad, self.workers = sampler, bad, workers
+        self.dataset, self.sampler, self.bad = dataset, sampler, bad
         self.device, self.layout, self.dtype = place
         self.start_count()
         cuda = self.device.type == "cuda"
@@ -94,20 +95,25 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         before = time.perf_counter()
-        for images, targets, reading in self.loader:
+        for images, targets, reading, *raw in self.loader:
             self.waited += time.perf_counter() - before
             self.reading.add(reading)
             if reading.faults:
                 self.bad.note(reading.faults)
-            yield self._upload(images, targets)
+            yield self._upload(images, targets, *raw)
             before = time.perf_counter()
 
-    def _upload(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _upload(
+        self, images: Tensor, targets: Tensor, raw: RawFiles | None = None
+    ) -> tuple[Tensor, Tensor]:
         if self.stream is None:
             return self._normalise(images), targets
         # On a stream of its own the copy runs while the device still computes the last step.
         with torch.cuda.stream(self.stream):
-            images = self._normalise(images.to(self.device, non_blocking=True))
+            images = images.to(self.device, non_blocking=True)
+            if raw is not None:
+                self.bad.note(self.dataset.finish(images, targets, raw))
+            images = self._normalise(images)
             targets = targets.to(self.device, non_blocking=True)
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
@@ -184,7 +190,8 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
             sampler = TrainSampler(len(index), args.batch_size, ranks, args.accum_steps, args.seed)
         else:
             sampler = EvalSampler(len(index), args.batch_size, ranks)
-        dataset = ImageBatches(
+        kind = RawBatches if args.decode == "gpu" else ImageBatches
+        dataset = kind(
             index, args.image_size, args.seed, train, args.crop_scale, args.val_resize_size
         )
         if train:

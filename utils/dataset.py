@@ -66,18 +66,23 @@ class ImageBatches(Dataset):
         targets = torch.full((n,), UNREADABLE, dtype=torch.int64)
         reading = Reading()
         for row, wanted in enumerate(batch.indices.tolist()):
-            for step in range(len(self) if self.train else 1):
-                found = (wanted + step) % len(self)
-                try:
-                    image = im.decode(self._read(found, reading))
-                except (OSError, ValueError) as fault:
-                    reading.faults.append((found, str(fault)))
-                    continue
-                images[row] = self._view(image, batch.epoch, wanted)
-                targets[row] = int(self.index.targets[found])
-                break
+            found, image = self._readable(wanted, reading)
+            if image is None:
+                continue
+            images[row] = self._view(image, batch.epoch, wanted)
+            targets[row] = int(self.index.targets[found])
         reading.seconds = time.perf_counter() - began
         return images, targets, reading
+
+    def _readable(self, wanted: int, reading: Reading) -> tuple[int, Tensor | None]:
+        """Decode image ``wanted``, or the one that stands in for it. Returns (which, pixels)."""
+        for step in range(len(self) if self.train else 1):
+            found = (wanted + step) % len(self)
+            try:
+                return found, im.decode(self._read(found, reading))
+            except (OSError, ValueError) as fault:
+                reading.faults.append((found, str(fault)))
+        return wanted, None
 
     def _read(self, image: int, reading: Reading) -> bytes:
         began = time.perf_counter()
@@ -88,15 +93,20 @@ class ImageBatches(Dataset):
         reading.read_seconds += time.perf_counter() - began
         return data
 
-    def _view(self, image: Tensor, epoch: int, wanted: int) -> Tensor:
+    def _cut(self, shape: tuple[int, int], epoch: int, wanted: int) -> im.Cut:
         if not self.train:
-            return im.eval_view(image, self.size, self.resize)
-        key = (self.seed << 72) | (epoch << 48) | wanted
-        view = im.train_view(image, self.size, random.Random(key), self.crop_scale)
-        return view if self.augment is None else self._augmented(view, key)
+            return im.eval_cut(shape, self.size, self.resize)
+        draw = random.Random(self._key(epoch, wanted))
+        return im.train_cut(shape, self.size, draw, self.crop_scale)
 
-    def _augmented(self, view: Tensor, key: int) -> Tensor:
+    def _key(self, epoch: int, wanted: int) -> int:
+        return (self.seed << 72) | (epoch << 48) | wanted
+
+    def _view(self, image: Tensor, epoch: int, wanted: int) -> Tensor:
+        view = im.view(image, self._cut(tuple(image.shape[1:]), epoch, wanted))
+        if not (self.train and self.augment):
+            return view
         # Without workers this is the training process, whose own random state must not be touched.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(random.Random(key).getrandbits(63))
+            torch.manual_seed(random.Random(self._key(epoch, wanted)).getrandbits(63))
             return self.augment(view.permute(2, 0, 1)).permute(1, 2, 0)

@@ -7,6 +7,7 @@ them (channels last): torch's antialiased resize then takes its vectorised path.
 import io
 import math
 import random
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,15 @@ RATIO = (3 / 4, 4 / 3)  # its width : height
 EVAL_RATIO = 256 / 224  # evaluation: short side after the resize : size of the centre crop
 
 Box = tuple[int, int, int, int]  # top, left, height, width in pixels
+
+
+class Cut(NamedTuple):
+    """How a view is made of an image: cut out ``box``, resize, cut out ``window``, mirror."""
+
+    box: Box
+    size: tuple[int, int]  # height and width after the resize
+    window: Box
+    mirrored: bool
 
 
 def decode(data: bytes) -> Tensor:
@@ -78,6 +88,29 @@ def random_box(draw: random.Random, height: int, width: int, smallest: float = C
     return (height - h) // 2, (width - w) // 2, h, w
 
 
+def train_cut(
+    shape: tuple[int, int], size: int, draw: random.Random, smallest: float = CROP_SCALE
+) -> Cut:
+    """A random crop of an image of ``shape`` (height, width), every second one mirrored."""
+    box = random_box(draw, *shape, smallest)
+    return Cut(box, (size, size), (0, 0, size, size), draw.random() < 0.5)
+
+
+def eval_cut(shape: tuple[int, int], size: int, short: int | None = None) -> Cut:
+    """The centre ``size`` x ``size`` after the short side is resized to ``short`` pixels.
+
+    ``short`` is at least ``size``; default ``size`` * 256/224, rounded.
+    """
+    height, width = shape
+    short = short or round(size * EVAL_RATIO)
+    if height <= width:
+        target = (short, int(short * width / height))
+    else:
+        target = (int(short * height / width), short)
+    top, left = round((target[0] - size) / 2), round((target[1] - size) / 2)
+    return Cut((0, 0, height, width), target, (top, left, size, size), False)
+
+
 def crop_and_resize(image: Tensor, box: Box, size: tuple[int, int]) -> Tensor:
     """Cut ``box`` out of a decoded image and resize it (bilinear, antialiased).
 
@@ -87,30 +120,30 @@ def crop_and_resize(image: Tensor, box: Box, size: tuple[int, int]) -> Tensor:
     # Through [h, w, 3] and back: unsqueezing [3, h, w] would hide from interpolate that the memory
     # is channels-last, and cost half of the speed.
     crop = image.permute(1, 2, 0)[top : top + height, left : left + width][None]
-    out = F.interpolate(crop.permute(0, 3, 1, 2), size=size, mode="bilinear", antialias=True)
+    crop = crop.permute(0, 3, 1, 2)
+    if image.device.type == "cuda":  # which has this resize in floating point only
+        out = F.interpolate(crop.float(), size=size, mode="bilinear", antialias=True)
+        out = out.round_().clamp_(0, 255).byte()
+    else:
+        out = F.interpolate(crop, size=size, mode="bilinear", antialias=True)
     return out[0].permute(1, 2, 0)
+
+
+def view(image: Tensor, cut: Cut) -> Tensor:
+    """What ``cut`` says of ``image`` (uint8 [3, height, width]): uint8 [height, width, 3]."""
+    out = crop_and_resize(image, cut.box, cut.size)
+    top, left, height, width = cut.window
+    out = out[top : top + height, left : left + width]
+    return out.flip(1) if cut.mirrored else out
 
 
 def train_view(
     image: Tensor, size: int, draw: random.Random, smallest: float = CROP_SCALE
 ) -> Tensor:
-    """Random crop to ``size`` x ``size``, every second one mirrored: uint8 [size, size, 3]."""
-    _, height, width = image.shape
-    out = crop_and_resize(image, random_box(draw, height, width, smallest), (size, size))
-    return out.flip(1) if draw.random() < 0.5 else out
+    """`train_cut` of a decoded image: uint8 [size, size, 3]."""
+    return view(image, train_cut(tuple(image.shape[1:]), size, draw, smallest))
 
 
 def eval_view(image: Tensor, size: int, short: int | None = None) -> Tensor:
-    """Resize the short side to ``short`` pixels, cut out the centre: uint8 [size, size, 3].
-
-    ``short`` is at least ``size``; default ``size`` * 256/224, rounded.
-    """
-    _, height, width = image.shape
-    short = short or round(size * EVAL_RATIO)
-    if height <= width:
-        target = (short, int(short * width / height))
-    else:
-        target = (int(short * height / width), short)
-    out = crop_and_resize(image, (0, 0, height, width), target)
-    top, left = round((target[0] - size) / 2), round((target[1] - size) / 2)
-    return out[top : top + size, left : left + size]
+    """`eval_cut` of a decoded image: uint8 [size, size, 3]."""
+    return view(image, eval_cut(tuple(image.shape[1:]), size, short))

@@ -102,6 +102,12 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         help="probability of a grey box in a training crop",
     )
     group.add_argument(
+        "--decode",
+        choices=("cpu", "gpu"),
+        default="cpu",
+        help="where JPEG files are decoded: gpu (nvJPEG) spares CPU cores and costs GPU time",
+    )
+    group.add_argument(
         "-b",
         "--batch-size",
         "--b",
@@ -289,6 +295,10 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
             f"{args.image_size}",
             alike=True,
         )
+    if args.decode == "gpu" and not torch.cuda.is_available():
+        raise UserError("--decode gpu needs a CUDA GPU, and there is none here", alike=True)
+    if args.decode == "gpu" and args.auto_augment:
+        raise UserError("--auto-augment works on the CPU: leave --decode gpu out", alike=True)
     if args.warmup_epochs and args.warmup_epochs > args.epochs:
         raise UserError(
             f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",
