@@ -1,7 +1,8 @@
 """Makes image folders OUT/train/CLASS/ and OUT/val/CLASS/, as torchvision's ImageFolder reads them.
 
-Run `python scripts/prepare_data.py --help` for the data sets there are. A preparation that was
-interrupted goes on where it was when the same command is run again.
+Run `python scripts/prepare_data.py --help` for the data sets there are; `shrink` copies any image
+folder with smaller images. A preparation that was interrupted goes on where it was when the same
+command is run again.
 """
 
 import argparse
@@ -23,13 +24,19 @@ from prepare.archives import (
     open_cifar10,
     open_imagenet,
 )
-from prepare.folder import SPLITS, Item, Plan, PrepareError, png_bytes, prepare, reading
+from prepare.files import PrepareError, png_bytes, reading
+from prepare.folder import SPLITS, Item, Plan, prepare
+from prepare.shrink import shrink_folder
+from prepare.workers import usable_cores
 
 FASHION_CLASSES = (
     *("0_tshirt_top", "1_trouser", "2_pullover", "3_dress", "4_coat"),
     *("5_sandal", "6_shirt", "7_sneaker", "8_bag", "9_ankle_boot"),
 )
 DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")
+SIZE_HELP = """largest short side in pixels (default: %(default)s, for training crops of 224);
+    smaller images, and those that cannot be read, are copied as they are, all others become JPEG
+    files under the same name, whatever its suffix"""
 
 
 def _download(data_set: str, folder: Path, advice: str) -> Path:
@@ -151,10 +158,21 @@ def _run_source(args: argparse.Namespace) -> None:
     shutil.rmtree(downloads, ignore_errors=True)
 
 
+def _run_shrink(args: argparse.Namespace) -> None:
+    shrink_folder(args.source, args.out, args.size, args.quality, args.workers)
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def _quality(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to 100")
     return number
 
 
@@ -165,9 +183,11 @@ def build_parser() -> argparse.ArgumentParser:
         description="Makes the folders OUT/train/CLASS/ and OUT/val/CLASS/ of images. When it is "
         "interrupted, running the same command again finishes the work.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="DATA_SET")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, run: Callable, summary: str, *examples: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, run: Callable, summary: str, *examples: str, source: str | None = None
+    ) -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             help=summary,
@@ -175,6 +195,8 @@ def build_parser() -> argparse.ArgumentParser:
             epilog="\n  ".join(("examples:", *(f"{parser.prog} {name} {e}" for e in examples))),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        if source:
+            command.add_argument("source", type=Path, metavar="SRC", help=source)
         command.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
         command.set_defaults(run=run)
         return command
@@ -206,6 +228,15 @@ def build_parser() -> argparse.ArgumentParser:
     text = f"""folder of {" and ".join(ARCHIVES.values())}, or of Kaggle's {KAGGLE_IMAGES}/, with
         {KAGGLE_CSV} or else {DEVKIT} for the classes of the validation images (required)"""
     imagenet.add_argument("--source", type=Path, metavar="DIR", required=True, help=text)
+
+    text = "a copy of an image folder, its images reduced to a short side of at most N pixels"
+    examples = ("data/imagenet data/imagenet256", "DATA SMALL --size 400 --quality 95")
+    shrink = add("shrink", _run_shrink, text, *examples, source="the image folder to copy")
+    shrink.add_argument("--size", type=_positive, default=256, metavar="N", help=SIZE_HELP)
+    text = "of the JPEG files, 1 to 100 (default: %(default)s)"
+    shrink.add_argument("--quality", type=_quality, default=90, metavar="Q", help=text)
+    text = "processes (default: the usable cores, here %(default)s)"
+    shrink.add_argument("--workers", type=_positive, default=usable_cores(), metavar="N", help=text)
     return parser
 
 

@@ -32,8 +32,8 @@ if [ "$gpus" = 1 ]; then
     processes=1
     echo "note: one GPU here, so imagenet_ddp.py runs with one process, too"
 fi
-options=(-a resnet18 --image-size 64 --epochs 10 --lr 0.05 --lr-schedule cosine --warmup-epochs 1
-    --resume auto)
+options=(-a resnet18 --image-size 64 --crop-scale 0.35 --epochs 10 --lr 0.02 --lr-schedule cosine
+    --warmup-epochs 1 --resume auto)
 
 train() { # run name, script and its options
     local name=$1
@@ -47,8 +47,8 @@ train() { # run name, script and its options
 }
 
 say "3/4 training: one process, then $processes"
-train "${label}_1" imagenet_nd.py -b 64
-train "${label}_$processes-ddp" imagenet_ddp.py -g "$processes" -b $((64 / processes))
+train "${label}_1" imagenet_nd.py -b 32
+train "${label}_$processes-ddp" imagenet_ddp.py -g "$processes" -b $((32 / processes))
 
 say "4/4 pictures"
 "$PYTHON" scripts/compare_runs.py "runs/${label}_1" "runs/${label}_$processes-ddp" \

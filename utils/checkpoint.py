@@ -118,6 +118,8 @@ def resume(state: TrainState, args: Any, world: World, path: Path | None) -> boo
     if isinstance(arch := saved.get("arch"), str) and arch != args.arch:
         raise UserError(f"{path} is a {arch}: use -a {arch} to load it", alike=True)
     weights = content.get("model", content.get("state_dict", content))
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
+        raise UserError(f"{path} holds no model weights", alike=True)
     state.load_weights({_plain_name(name): value for name, value in weights.items()})
     if args.evaluate:
         return False

@@ -70,7 +70,7 @@ def select_classes(choice: str | None, folders: list[str]) -> list[str]:
     """The classes named by ``--classes``: a number, a file with a name a line, or a list a,b,c."""
     if not choice:
         return folders
-    if choice.isdigit():
+    if choice.isdecimal():
         if not 0 < int(choice) <= len(folders):
             raise UserError(f"--classes {choice}: there are {len(folders)} classes", alike=True)
         return folders[: int(choice)]

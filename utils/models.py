@@ -17,6 +17,10 @@ except ImportError:
     timm = None
 
 
+# Heads in the middle of the model, which would change what a training step returns.
+_WITH_AUXILIARY_HEADS = {"googlenet": ("aux1", "aux2"), "inception_v3": ("AuxLogits",)}
+
+
 def names() -> list[str]:
     """All model names that `create` accepts."""
     own = list_models(module=torchvision.models)
@@ -47,6 +51,8 @@ def create(arch: str, classes: int, image_size: int, pretrained: bool = False) -
             model = _torchvision_model(arch, classes, image_size, pretrained)
         else:
             model = timm.create_model(arch, pretrained=pretrained, num_classes=classes)
+    except (AssertionError, ValueError) as fault:
+        raise _unfit(arch, image_size, fault) from fault
     except (URLError, OSError) as fault:
         raise UserError(
             f"the pretrained weights of {arch} could not be downloaded ({fault}): "
@@ -58,11 +64,8 @@ def create(arch: str, classes: int, image_size: int, pretrained: bool = False) -
 
 def _torchvision_model(arch: str, classes: int, image_size: int, pretrained: bool) -> nn.Module:
     extra: dict[str, object] = {}
-    if arch in ("googlenet", "inception_v3"):
-        # The auxiliary heads of these two would change what a training step returns.
-        extra["aux_logits"] = False
-        if not pretrained:
-            extra["init_weights"] = True
+    if arch in _WITH_AUXILIARY_HEADS and not pretrained:
+        extra |= {"aux_logits": False, "init_weights": True}
     if arch.startswith("maxvit"):
         extra["input_size"] = (image_size, image_size)
     elif arch.startswith("vit_") and not pretrained:
@@ -70,6 +73,10 @@ def _torchvision_model(arch: str, classes: int, image_size: int, pretrained: boo
     if not pretrained:
         return get_model(arch, weights=None, num_classes=classes, **extra)
     model = get_model(arch, weights=get_model_weights(arch).DEFAULT, **extra)
+    if arch in _WITH_AUXILIARY_HEADS:
+        model.aux_logits = False
+        for head in _WITH_AUXILIARY_HEADS[arch]:
+            setattr(model, head, None)
     if classes != 1000:
         _replace_head(model, classes)
     return model
@@ -102,11 +109,15 @@ def _check_image_size(model: nn.Module, arch: str, image_size: int) -> None:
         with torch.no_grad():
             torch.func.functional_call(model, weights, (images,))
     except (RuntimeError, AssertionError, ValueError) as fault:
-        reason = re.sub(r"\s+", " ", str(fault)).strip()[:160]
-        raise UserError(
-            f"{arch} does not take images of {image_size} pixels: choose another --image-size "
-            f"({reason})",
-            alike=True,
-        ) from fault
+        raise _unfit(arch, image_size, fault) from fault
     finally:
         model.train(training)
+
+
+def _unfit(arch: str, image_size: int, fault: Exception) -> UserError:
+    reason = re.sub(r"\s+", " ", str(fault)).strip()[:160]
+    return UserError(
+        f"{arch} does not take images of {image_size} pixels: choose another --image-size "
+        f"({reason})",
+        alike=True,
+    )

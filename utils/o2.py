@@ -10,6 +10,7 @@ https://nvidia.github.io/apex/amp.html for the originals.
 """
 
 import argparse
+import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,6 +76,8 @@ def choose_level(args: argparse.Namespace) -> OptLevel:
             raise UserError(
                 f"--loss-scale {args.loss_scale} is neither a number nor dynamic", alike=True
             ) from None
+        if scale is not None and not 0 < scale < math.inf:
+            raise UserError(f"--loss-scale {args.loss_scale} is not positive", alike=True)
         level = replace(level, loss_scale=scale)
     return level
 

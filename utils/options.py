@@ -311,7 +311,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if args.resume == "auto" and not args.name:
         raise UserError("--resume auto needs --name, the run to continue", alike=True)
     if args.dummy:
-        if args.classes and not args.classes.isdigit():
+        if args.classes and not args.classes.isdecimal():
             raise UserError("--dummy has no folders: give --classes a number", alike=True)
         args.dummy_classes = int(args.classes or 1000)
     args.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format

@@ -20,7 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import numpy as np
-from prepare.folder import Item, Plan, PrepareError, png_bytes, reading
+from prepare.files import PrepareError, png_bytes, reading
+from prepare.folder import Item, Plan
 
 CIFAR_CLASSES = (
     *("airplane", "automobile", "bird", "cat", "deer"),

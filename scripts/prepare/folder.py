@@ -4,27 +4,16 @@ An image appears under its name only when it is whole, and marker files tell wha
 whether it is finished, so that a preparation can always be run again to finish the work.
 """
 
-import csv
-import gzip
-import io
 import json
 import os
-import pickle
-import shutil
-import struct
-import sys
-import tarfile
-import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from PIL import Image
-from tqdm import tqdm
+from prepare.files import PrepareError, class_folders, image_files, remove_parts, write_whole
+from prepare.progress import Progress
 
 try:
     import fcntl
@@ -32,31 +21,15 @@ except ImportError:  # not a Unix system: no protection from two preparations at
     fcntl = None
 
 SPLITS = ("train", "val")
+ALL_SPLITS = (*SPLITS, "test")
 PREPARING, PREPARED = ".preparing.json", ".prepared.json"
-IMAGE_SUFFIXES = (".jpeg", ".png")
-SECONDS_BETWEEN_LINES = 10.0
-
-
-class PrepareError(Exception):
-    """What stops a preparation, as one sentence for the user."""
-
-
-@contextmanager
-def reading(what: object) -> Iterator[None]:
-    """Turns what reading damaged data raises into a PrepareError that names `what` is read."""
-    try:
-        yield
-    except (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, struct.error) as error:
-        raise PrepareError(f"{what} is damaged ({error})") from error
-    except (
-        *(csv.Error, pickle.UnpicklingError, ValueError, TypeError, LookupError),
-        *(AttributeError, OverflowError, MemoryError),
-    ) as error:
-        raise PrepareError(f"{what} does not hold what it should ({error})") from error
 
 
 class Item(NamedTuple):
-    """One image: its place OUT/split/label/name, and a file to copy or what gives its bytes."""
+    """One image: its place OUT/split/label/name, and a file to copy or what gives its bytes.
+
+    The name may begin with sub-folders of the class.
+    """
 
     split: str
     label: str
@@ -70,46 +43,18 @@ class Plan(NamedTuple):
     items: every image of `splits`; the content of one must be read before the next is asked for.
     full: the number of images in the complete data set, by split.
     notes: sentences for the user.
+    same_classes: whether train and val must have the same classes in the end.
     """
 
     items: Iterator[Item]
     splits: tuple[str, ...]
     full: dict[str, int]
     notes: list[str]
+    same_classes: bool = True
 
 
-def png_bytes(pixels: np.ndarray) -> bytes:
-    """A PNG file of a uint8 array: height x width (greyscale) or height x width x 3 (RGB)."""
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-def write_whole(path: Path, content: bytes | Path) -> None:
-    """Writes bytes, or links or copies a file, so that `path` never exists half-written.
-
-    Raises PrepareError where it cannot be written.
-    """
-    part = path.with_name(f".{path.name}.part")
-    try:
-        if isinstance(content, bytes):
-            part.write_bytes(content)
-        else:
-            try:
-                # The resolved path, as a link to a symbolic link would not be an image of its own.
-                os.link(content.resolve(), part)
-            except OSError:
-                shutil.copyfile(content, part)
-        os.replace(part, path)
-    except BaseException as error:
-        with suppress(OSError):
-            part.unlink()
-        if not isinstance(error, OSError):
-            raise
-        raise PrepareError(
-            f"cannot write {path} ({error.strerror}); once that is put right, run the same "
-            "command again to finish the work"
-        ) from error
+# Writes images that are missing, each to its path, and yields once for each that is written.
+Writer = Callable[[Iterator[tuple[Path, Item]]], Iterator[None]]
 
 
 def _read_marker(path: Path) -> dict[str, Any] | None:
@@ -152,44 +97,43 @@ def _only_writer(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _with_progress(items: Iterator[Item], total: int) -> Iterator[Item]:
-    if sys.stderr.isatty():
-        yield from tqdm(items, total=total, unit=" images")
-        return
-    said = time.monotonic()
-    for number, item in enumerate(items, start=1):
-        yield item
-        if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
-            said = time.monotonic()
-            print(f"{number} of {total} images", file=sys.stderr, flush=True)
+def write_in_turn(missing: Iterator[tuple[Path, Item]]) -> Iterator[None]:
+    """Writes one image after the other, each before the next is asked for."""
+    for path, item in missing:
+        content = item.content
+        write_whole(path, content if isinstance(content, Path) else content())
+        yield
 
 
-def _write_items(out: Path, plan: Plan) -> Counter[str]:
+def _write_items(out: Path, plan: Plan, write: Writer) -> Counter[str]:
     """Writes the images that `out` lacks and returns how many the plan has, by split."""
-    for split in SPLITS:
-        for stale in out.glob(f"{split}/*/.*.part"):
-            stale.unlink()
+    for split in plan.splits:
+        remove_parts(out / split)
     seen: Counter[str] = Counter()
-    for item in _with_progress(plan.items, sum(plan.full[split] for split in plan.splits)):
-        path = out / item.split / item.label / item.name
-        seen[item.split] += 1
-        # An empty file is what a crash of the whole system may leave behind.
-        if not path.exists() or path.stat().st_size == 0:
+
+    def missing() -> Iterator[tuple[Path, Item]]:
+        for item in plan.items:
+            path = out / item.split / item.label / item.name
+            seen[item.split] += 1
+            # An empty file is what a crash of the whole system may leave behind.
+            if path.exists() and path.stat().st_size > 0:
+                progress.advance()
+                continue
             path.parent.mkdir(parents=True, exist_ok=True)
-            content = item.content
-            write_whole(path, content if isinstance(content, Path) else content())
+            yield path, item
+
+    total = sum(plan.full[split] for split in plan.splits)
+    with Progress(total) as progress, closing(write(missing())) as written:
+        for _ in written:
+            progress.advance()
     return seen
 
 
 def _images_by_class(folder: Path) -> dict[str, int]:
-    return {
-        label.name: sum(name.lower().endswith(IMAGE_SUFFIXES) for name in os.listdir(label))
-        for label in folder.iterdir()
-        if label.is_dir()
-    }
+    return {label: sum(1 for _ in image_files(folder / label)) for label in class_folders(folder)}
 
 
-def _check(out: Path, seen: Counter[str], counts: dict[str, dict[str, int]]) -> None:
+def _check(out: Path, plan: Plan, seen: Counter[str], counts: dict[str, dict[str, int]]) -> None:
     """Compares what lies in `out` with what the source had, and adds it to `counts`."""
     classes = {}
     for split in (*counts, *seen):
@@ -202,7 +146,8 @@ def _check(out: Path, seen: Counter[str], counts: dict[str, dict[str, int]]) -> 
             )
         counts[split] = {"classes": len(found), "images": sum(found.values())}
     # A class that only one split has would shift the numbers of all classes after it.
-    if len(classes) == 2 and (odd := classes["train"] ^ classes["val"]):
+    both = plan.same_classes and classes.keys() >= {"train", "val"}
+    if both and (odd := classes["train"] ^ classes["val"]):
         raise PrepareError(
             f"train and val in {out} do not have the same classes: {len(odd)} are in one "
             f"only, such as {min(odd)}"
@@ -210,7 +155,11 @@ def _check(out: Path, seen: Counter[str], counts: dict[str, dict[str, int]]) -> 
 
 
 def _prepare_locked(
-    out: Path, wanted: dict[str, Any], open_plan: Callable[[tuple[str, ...]], Plan]
+    out: Path,
+    wanted: dict[str, Any],
+    open_plan: Callable[[tuple[str, ...]], Plan],
+    write: Writer,
+    splits: tuple[str, ...],
 ) -> None:
     done, begun = _read_marker(out / PREPARED), _read_marker(out / PREPARING)
     for marker in (done, begun):
@@ -219,12 +168,11 @@ def _prepare_locked(
                 f"{out} holds {_describe(marker)}, not {_describe(wanted)}; "
                 "choose another folder or remove that one"
             )
-    if not done and not begun and any((out / split).exists() for split in SPLITS):
-        raise PrepareError(
-            f"{out} has a train or val folder of other origin; choose another folder"
-        )
+    foreign = next((split for split in ALL_SPLITS if (out / split).exists()), None)
+    if not done and not begun and foreign:
+        raise PrepareError(f"{out} has a {foreign} folder of other origin; choose another folder")
     counts = done.get("counts", {}) if done else {}
-    plan = open_plan(tuple(counts)) if len(counts) < len(SPLITS) else None
+    plan = open_plan(tuple(counts)) if set(splits) - set(counts) else None
     for note in plan.notes if plan else []:
         print(note, flush=True)
     if not plan or not plan.splits:
@@ -232,8 +180,8 @@ def _prepare_locked(
         print(f"nothing to do: {out} already holds {_describe(wanted)}: {_summary(counts)}")
         return
     write_whole(out / PREPARING, json.dumps(wanted, indent=2).encode())
-    seen = _write_items(out, plan)
-    _check(out, seen, counts)
+    seen = _write_items(out, plan, write)
+    _check(out, plan, seen, counts)
     write_whole(out / PREPARED, json.dumps({**wanted, "counts": counts}, indent=2).encode())
     (out / PREPARING).unlink()
     print(f"done: {out}: {_summary(counts)}")
@@ -247,6 +195,8 @@ def prepare(
     source: str,
     options: dict[str, int | str | None],
     open_plan: Callable[[tuple[str, ...]], Plan],
+    write: Writer = write_in_turn,
+    splits: tuple[str, ...] = SPLITS,
 ) -> None:
     """Makes the image folders OUT/train/CLASS/ and OUT/val/CLASS/ from a source.
 
@@ -258,6 +208,8 @@ def prepare(
         source: the source's name; together with `options` it tells what the folder holds.
         options: what else decides the content, as JSON can store it.
         open_plan: opens the source; is given the splits that are finished already.
+        write: writes the images that are missing.
+        splits: the splits that `out` will have when nothing is left to do.
 
     Raises:
         PrepareError: `out` holds or is to hold something else, another process is writing it, it
@@ -270,7 +222,8 @@ def prepare(
         raise PrepareError(f"{out} is not a folder") from error
     try:
         with _only_writer(out):
-            _prepare_locked(out, {"source": source, "options": options}, open_plan)
+            wanted = {"source": source, "options": options}
+            _prepare_locked(out, wanted, open_plan, write, splits)
     finally:
         if is_new:
             with suppress(OSError):

@@ -1,0 +1,340 @@
+"""Snapshots: atomic, complete, of several formats, and read without running their code."""
+
+import contextlib
+import io
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import time
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from utils.checkpoint import TrainState, read, resume, save_atomically, save_best, save_snapshot
+from utils.distributed import World
+from utils.errors import UserError
+from utils.o2 import LossScaler
+from utils.optim import sgd
+
+CPU = torch.device("cpu")
+WORLD = World(CPU)
+ARGS = Namespace(arch="tiny", evaluate=False)
+OPTIONS = {"arch": "tiny", "lr": 0.1}
+
+
+def build(seed=0, classes=3, lr=0.1, model=None) -> TrainState:
+    torch.manual_seed(seed)
+    model = model or nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, classes))
+    return TrainState(model, sgd(model.parameters(), lr, 0.9, 1e-4), LossScaler(CPU))
+
+
+def trained(seed=0, **options) -> TrainState:
+    state = build(seed, **options)
+    for _ in range(3):
+        state.model(torch.randn(6, 4)).square().mean().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+    state.epoch, state.step, state.global_batch = 2, 6, 32
+    state.best, state.elapsed = {"epoch": 1, "top1": 40.0, "top5": 80.0}, 12.5
+    state.history, state.sums = [{"Loss/val": 1.5}, {"Loss/val": 1.25}], [9.0, 8.0, 7.0, 192.0]
+    state.scaler.load_state_dict({"scale": 1024.0, "clean_steps": 17})
+    return state
+
+
+def same_tensors(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def momentum(state):
+    return [entry["momentum_buffer"] for entry in state.optimizer.state.values()]
+
+
+def same_weights(one, other):
+    return same_tensors(one.model.state_dict().values(), other.model.state_dict().values())
+
+
+def take_up(tmp_path, content, state=None, args=ARGS):
+    """Save ``content`` as a file and resume a new state from it."""
+    path = tmp_path / "checkpoint.pth.tar"
+    torch.save(content, path)
+    state = state or replace(build(seed=1), global_batch=32)
+    return state, resume(state, args, WORLD, path)
+
+
+def test_snapshot_brings_everything_back(tmp_path):
+    old, new = trained(), replace(build(seed=1), global_batch=32)
+    save_snapshot(old, tmp_path, OPTIONS)
+    assert resume(new, ARGS, WORLD, tmp_path / "snapshot.pt") is True
+    assert same_weights(old, new)
+    assert same_tensors(momentum(old), momentum(new))
+    assert new.scaler.state_dict() == {"scale": 1024.0, "clean_steps": 17}
+    for name in ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums"):
+        assert getattr(new, name) == getattr(old, name), name
+    content = read(tmp_path / "snapshot.pt")
+    assert content["options"] == OPTIONS
+    assert list(content["model"]) == list(old.model.state_dict())
+
+
+def test_sums_come_back_in_one_process_only(tmp_path):
+    """They are of all ranks: brought in by each, they would count several times."""
+    save_snapshot(trained(), tmp_path, OPTIONS)
+    state = replace(build(seed=1), global_batch=32)
+    resume(state, ARGS, replace(WORLD, rank=1), tmp_path / "snapshot.pt")
+    assert state.sums is None
+    assert state.step == 6
+
+
+def test_nothing_to_resume():
+    state = build()
+    assert resume(state, ARGS, WORLD, None) is False
+    assert (state.epoch, state.step) == (0, 0)
+
+
+@pytest.mark.parametrize(("batch", "step"), [(32, 6), (64, 3), (16, 12), (48, 4), (192, 1)])
+def test_position_moves_to_another_global_batch(tmp_path, batch, step):
+    save_snapshot(trained(), tmp_path, OPTIONS)
+    state = replace(build(), global_batch=batch)
+    assert resume(state, ARGS, WORLD, tmp_path / "snapshot.pt")
+    assert (state.epoch, state.step, state.global_batch) == (2, step, batch)
+
+
+def test_position_that_does_not_fit_another_global_batch(tmp_path):
+    save_snapshot(trained(), tmp_path, OPTIONS)
+    with pytest.raises(UserError, match=r"after 192 images.*of 80: .*global batch 32"):
+        resume(replace(build(), global_batch=80), ARGS, WORLD, tmp_path / "snapshot.pt")
+
+
+def test_between_epochs_any_global_batch_fits(tmp_path):
+    save_snapshot(replace(trained(), step=0), tmp_path, OPTIONS)
+    state = replace(build(), global_batch=80)
+    assert resume(state, ARGS, WORLD, tmp_path / "snapshot.pt")
+    assert (state.epoch, state.step, state.global_batch) == (2, 0, 80)
+
+
+def test_command_line_keeps_its_hyperparameters(tmp_path):
+    save_snapshot(trained(lr=0.1), tmp_path, OPTIONS)
+    state = replace(build(lr=0.025), global_batch=32)
+    resume(state, ARGS, WORLD, tmp_path / "snapshot.pt")
+    assert [group["lr"] for group in state.optimizer.param_groups] == [0.025]
+
+
+def test_evaluation_loads_the_weights_alone(tmp_path):
+    save_snapshot(trained(), tmp_path, OPTIONS)
+    state = build(seed=1)
+    assert not resume(state, Namespace(arch="tiny", evaluate=True), WORLD, tmp_path / "snapshot.pt")
+    assert same_weights(state, trained())
+    assert (state.epoch, state.best) == (0, {})
+
+
+# ---- formats of others
+
+
+def with_prefix(state):
+    return {f"module.{name}": value for name, value in state.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("best", ["best_acc1", "best_prec1"])
+def test_files_of_pytorch_examples_and_of_apex(tmp_path, best):
+    old = trained()
+    content = {
+        "epoch": 5,
+        "arch": "tiny",
+        "state_dict": with_prefix(old),
+        best: torch.tensor(61.5),
+        "optimizer": old.optimizer.state_dict(),
+        "scheduler": {"step_size": 30, "last_epoch": 5},
+    }
+    state, whole = take_up(tmp_path, content)
+    assert not whole
+    assert same_weights(state, old)
+    assert same_tensors(momentum(old), momentum(state))
+    assert (state.epoch, state.step, state.best["top1"]) == (5, 0, 61.5)
+
+
+def test_files_of_torchvisions_references(tmp_path):
+    """Their epoch is the number of the last one, counted from 0."""
+    old = trained()
+    content = {
+        "model": old.model.state_dict(),
+        "optimizer": old.optimizer.state_dict(),
+        "lr_scheduler": {"last_epoch": 5},
+        "epoch": 4,
+        "args": Namespace(model="resnet50", lr=0.5),
+    }
+    state, whole = take_up(tmp_path, content)
+    assert not whole
+    assert same_weights(state, old)
+    assert (state.epoch, state.best) == (5, {})
+
+
+@pytest.mark.parametrize("pack", [lambda w: w, lambda w: {"state_dict": w, "epoch": 7}])
+def test_weights_alone_are_a_start(tmp_path, pack):
+    state, whole = take_up(tmp_path, pack(trained().model.state_dict()))
+    assert not whole
+    assert same_weights(state, trained())
+    assert state.epoch == 0
+
+
+def test_best_model_loads_in_plain_torchvision(tmp_path):
+    make = torchvision.models.shufflenet_v2_x0_5
+    state = build(model=make(num_classes=3))
+    state.best = {"epoch": 2, "top1": 50.0, "top5": 90.0, "Loss/val": 1.0}
+    save_best(state, tmp_path, "shufflenet_v2_x0_5", ["a", "b", "c"])
+    content = torch.load(tmp_path / "best.pt", weights_only=True)
+    model = make(num_classes=3)
+    model.load_state_dict(content.pop("state_dict"))
+    assert same_tensors(model.state_dict().values(), state.model.state_dict().values())
+    assert content.pop("classes") == ["a", "b", "c"]
+    assert content == {"arch": "shufflenet_v2_x0_5", "epoch": 2, "top1": 50.0, "top5": 90.0}
+
+
+# ---- files that do not fit, are damaged, or are malicious
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"arch": "resnet18"}, "is a resnet18: use -a resnet18"),
+        ({"state_dict": trained(classes=4).model.state_dict()}, "does not fit this model"),
+        ({"state_dict": {}}, "does not fit this model"),
+        ({"state_dict": [1, 2]}, "checkpoint"),
+        ({"state_dict": {0: "cat", 1: "dog"}}, "checkpoint"),
+        ({"optimizer": sgd(nn.Linear(2, 2).parameters(), 1, 0, 0).state_dict()}, "optimiser state"),
+    ],
+    ids=["arch", "classes", "empty", "list", "class names", "optimizer"],
+)
+def test_files_that_do_not_fit_are_a_sentence(tmp_path, change, sentence):
+    content = {"arch": "tiny", "state_dict": trained().model.state_dict(), "epoch": 1}
+    content["optimizer"] = trained().optimizer.state_dict()
+    with pytest.raises(UserError, match=sentence):
+        take_up(tmp_path, content | change)
+
+
+def saved_bytes():
+    file = io.BytesIO()
+    torch.save({"state_dict": trained().model.state_dict()}, file)
+    return file.getvalue()
+
+
+DAMAGED = {
+    "empty": lambda: b"",
+    "text": lambda: b"not a checkpoint\n" * 30,
+    "half": lambda: saved_bytes()[: len(saved_bytes()) // 2],
+    "without its end": lambda: saved_bytes()[:-30],
+    "zeros": lambda: bytes(4096),
+    "no torch file": lambda: pickle.dumps({"state_dict": {}}, protocol=0)[:-1],
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_damaged_file_is_a_sentence(tmp_path, kind):
+    path = tmp_path / "snapshot.pt"
+    path.write_bytes(DAMAGED[kind]())
+    with pytest.raises(UserError, match=r"snapshot\.pt"):
+        read(path)
+
+
+def test_missing_folder_or_other_file_is_a_sentence(tmp_path):
+    with pytest.raises(UserError, match="there is no snapshot"):
+        read(tmp_path / "snapshot.pt")
+    with pytest.raises(UserError, match="cannot be read"):
+        read(tmp_path)
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(UserError, match="is not a checkpoint: it holds a list"):
+        read(tmp_path / "list.pt")
+
+
+class Malicious:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    "write", [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x, 2))]
+)
+def test_code_in_a_file_is_refused_and_not_run(tmp_path, write):
+    path, trace = tmp_path / "snapshot.pt", tmp_path / "executed"
+    write({"state_dict": {}, "args": Malicious(trace)}, path)
+    with pytest.raises(UserError, match=r"snapshot\.pt cannot be read"):
+        read(path)
+    assert not trace.exists()
+    with contextlib.suppress(RuntimeError):
+        torch.load(path, weights_only=False)
+    assert trace.exists(), "it would have been run by a careless reader"
+
+
+# ---- atomic
+
+
+def test_failing_write_leaves_the_old_file_and_no_rubbish(tmp_path):
+    path = tmp_path / "snapshot.pt"
+    save_atomically(lambda file: file.write(b"old"), path)
+
+    def fail(file):
+        file.write(b"half of the new")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        save_atomically(fail, path)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["snapshot.pt"]
+    save_atomically(lambda file: file.write(b"new"), path)
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["snapshot.pt"]
+
+
+def start(target, *arguments):
+    child = multiprocessing.get_context("fork").Process(target=target, args=arguments, daemon=True)
+    child.start()
+    return child
+
+
+def die_in_the_middle(path, written):
+    def write(file):
+        file.write(b"n" * written)
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    save_atomically(write, path)
+
+
+@pytest.mark.parametrize("written", [0, 1, 1_000_000])
+def test_kill_in_the_middle_of_writing_leaves_the_old_file(tmp_path, written):
+    path = tmp_path / "snapshot.pt"
+    path.write_bytes(b"old")
+    child = start(die_in_the_middle, path, written)
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert path.read_bytes() == b"old"
+
+
+def save_for_ever(folder):
+    state = build(model=nn.Linear(512, 512))
+    while True:
+        state.epoch += 1
+        state.model.weight.data.fill_(state.epoch)
+        save_snapshot(state, folder, OPTIONS)
+
+
+def test_kill_at_any_instant_leaves_a_whole_snapshot(tmp_path):
+    """Eight children that do nothing but save are killed, and each leaves one consistent file."""
+    path, source = tmp_path / "snapshot.pt", random.Random(0)
+    for _ in range(8):
+        path.unlink(missing_ok=True)
+        child = start(save_for_ever, tmp_path)
+        while not path.exists() and child.is_alive():
+            time.sleep(0.01)
+        time.sleep(0.05 * source.random())
+        child.kill()
+        child.join()
+        content = read(path)
+        assert (content["model"]["weight"] == content["progress"]["epoch"]).all()

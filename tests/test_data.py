@@ -1,0 +1,242 @@
+"""Batches: the same pixels on any number of workers and ranks, and what unreadable files do."""
+
+import os
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms.v2 import functional as tv
+
+from utils import images as im
+from utils.data import MEAN, STD, BadFiles, Batches, ImageBatches, build_loaders
+from utils.distributed import World
+from utils.errors import UserError
+from utils.index import ImageIndex
+from utils.metrics import UNREADABLE
+from utils.samplers import Batch, EvalSampler, TrainSampler
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+CPU = World(torch.device("cpu"))
+IMAGES, SIZE, SEED = 24, 16, 3
+PLACE = (CPU.device, torch.contiguous_format)
+
+
+@pytest.fixture
+def index(tmp_path) -> ImageIndex:
+    """Noise, but the blue of every pixel of image i is 10 * i, however it is cropped."""
+    source = np.random.default_rng(0)
+    for i in range(IMAGES):
+        pixels = source.integers(0, 256, (20 + i, 30, 3), np.uint8)
+        pixels[..., 2] = 10 * i
+        path = tmp_path / "train" / f"class_{i // 8}" / f"{i:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    return ImageIndex(tmp_path / "train", ["class_0", "class_1", "class_2"])
+
+
+def spoil(index, *images):
+    """Make files unreadable, each in another way."""
+    for number, image in enumerate(images):
+        with open(index.path(image), "r+b") as file:
+            file.truncate((0, 60, 400)[number % 3])
+
+
+def numbers(images):
+    """Which files the rows of a uint8 batch [n, s, s, 3] come from."""
+    blue = images[..., 2].flatten(1)
+    assert (blue == blue[:, :1]).all()
+    return (blue[:, 0] // 10).tolist()
+
+
+def fetch(index, wanted, train=True, epoch=0, seed=SEED):
+    dataset = ImageBatches(index, SIZE, seed, train)
+    return dataset.__getitems__(Batch(epoch, np.array(wanted)))
+
+
+def epoch_pixels(index, ranks=1, workers=0, epoch=0, seed=SEED, start=0):
+    """Image -> (its float pixels, its target) in a training epoch, as all ranks together see it."""
+    seen = {}
+    for rank in range(ranks):
+        sampler = TrainSampler(IMAGES, 12 // ranks, (rank, ranks), 1, seed)
+        sampler.start_at(epoch, start)
+        dataset = ImageBatches(index, SIZE, seed, train=True)
+        batches = Batches(dataset, sampler, BadFiles(index, 0), PLACE, workers)
+        for asked, (images, targets) in zip(sampler, batches, strict=True):
+            for image, pixels, target in zip(asked.indices, images, targets, strict=True):
+                seen[int(image)] = (pixels, int(target))
+    return seen
+
+
+def equal(one, other):
+    return [torch.equal(one[i][0], other[i][0]) and one[i][1] == other[i][1] for i in one]
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (1, 3), (2, 0), (3, 3), (4, 1)])
+def test_pixels_are_the_same_for_any_workers_and_ranks(index, ranks, workers):
+    expected = epoch_pixels(index)
+    assert sorted(expected) == list(range(IMAGES))
+    got = epoch_pixels(index, ranks, workers)
+    assert sorted(got) == sorted(expected)
+    assert all(equal(expected, got)), "bit for bit"
+    assert all(target == index.targets[i] for i, (_, target) in got.items())
+
+
+def test_pixels_of_the_rest_of_an_epoch_are_those_of_the_whole_one(index):
+    rest = epoch_pixels(index, ranks=2, workers=1, start=1)
+    assert len(rest) == IMAGES // 2
+    assert all(equal(rest, epoch_pixels(index)))
+
+
+@pytest.mark.parametrize("change", [{"epoch": 1}, {"seed": SEED + 1}])
+def test_pixels_differ_between_epochs_and_seeds(index, change):
+    assert not any(equal(epoch_pixels(index), epoch_pixels(index, **change)))
+
+
+def test_images_of_a_batch_are_cropped_independently(index):
+    """Sixteen times the same picture under other numbers: sixteen different crops."""
+    data = open(index.path(0), "rb").read()
+    for i in range(16):
+        with open(index.path(i), "wb") as file:
+            file.write(data)
+    images, _, _ = fetch(index, range(16))
+    assert len({row.numpy().tobytes() for row in images}) == 16
+
+
+def test_crop_scale_reaches_the_crop(index):
+    whole = ImageBatches(index, SIZE, SEED, train=True, crop_scale=1.0)
+    images, _, _ = whole.__getitems__(Batch(0, np.arange(IMAGES)))
+    assert not torch.equal(images, fetch(index, range(IMAGES))[0])
+
+
+def test_resize_reaches_the_centre_crop(index):
+    whole = ImageBatches(index, SIZE, SEED, train=False, resize=SIZE)
+    images, _, _ = whole.__getitems__(Batch(0, np.array([0])))
+    image = im.decode(open(index.path(0), "rb").read())
+    assert torch.equal(images[0], im.eval_view(image, SIZE, SIZE))
+    assert not torch.equal(images[0], im.eval_view(image, SIZE))
+
+
+def test_persistent_workers_follow_the_sampler(index):
+    """One `Batches` serves all epochs; its workers must not go on with the first one's order."""
+    sampler = TrainSampler(IMAGES, 12, (0, 1), 1, SEED)
+    dataset = ImageBatches(index, SIZE, SEED, train=True)
+    batches = Batches(dataset, sampler, BadFiles(index, 0), PLACE, 1)
+    for epoch in (0, 1):
+        sampler.start_at(epoch, 0)
+        got = torch.cat([images for images, _ in batches])
+        expected = epoch_pixels(index, epoch=epoch)
+        order = [i for asked in sampler for i in asked.indices]
+        assert torch.equal(got, torch.stack([expected[i][0] for i in order]))
+
+
+def test_unreadable_image_is_replaced_by_the_next_readable_one(index):
+    intact, _, _ = fetch(index, range(IMAGES))
+    spoil(index, 4, 5, 15, 23)
+    images, targets, faults = fetch(index, range(IMAGES))
+    expected = list(range(IMAGES))
+    expected[4] = expected[5] = 6
+    expected[15], expected[23] = 16, 0
+    assert numbers(images) == expected
+    assert targets.tolist() == [index.targets[i] for i in expected]
+    assert {i for i, _ in faults} == {4, 5, 15, 23}
+    assert all(reason for _, reason in faults)
+    others = [i for i in range(IMAGES) if expected[i] == i]
+    assert torch.equal(images[others], intact[others]), "no other sample moves"
+
+
+def test_vanished_file_is_an_unreadable_one(index):
+    os.remove(index.path(7))
+    images, _, faults = fetch(index, [6, 7, 8])
+    assert numbers(images) == [6, 8, 8]
+    assert [i for i, _ in faults] == [7]
+
+
+def test_evaluation_marks_unreadable_images(index):
+    intact, _, _ = fetch(index, range(IMAGES), train=False)
+    spoil(index, 0, 9, 23)
+    images, targets, faults = fetch(index, range(IMAGES), train=False)
+    good = [i for i in range(IMAGES) if i not in (0, 9, 23)]
+    assert torch.equal(images[good], intact[good])
+    expected = np.where(np.isin(np.arange(IMAGES), good), index.targets, UNREADABLE)
+    assert targets.tolist() == expected.tolist()
+    assert [i for i, _ in faults] == [0, 9, 23]
+
+
+def test_evaluation_shows_centre_crops(index):
+    images, _, _ = fetch(index, [2, 3], train=False, epoch=5)
+    for row, i in zip(images, (2, 3), strict=True):
+        assert torch.equal(row, im.eval_view(im.decode(open(index.path(i), "rb").read()), SIZE))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_files_are_named_once_and_limited(index, workers):
+    spoil(index, 4, 5, 15)
+    named = []
+    sampler = TrainSampler(IMAGES, 12, (0, 1), 1, SEED)
+    dataset = ImageBatches(index, SIZE, SEED, train=True)
+    bad = BadFiles(index, 3, named.append)
+    batches = Batches(dataset, sampler, bad, PLACE, workers)
+    for epoch in range(2):
+        sampler.start_at(epoch, 0)
+        assert sum(len(images) for images, _ in batches) == IMAGES
+    assert bad.seen == {4, 5, 15}
+    assert len(named) == 3
+    assert all(any(index.path(i) in line for line in named) for i in (4, 5, 15))
+    bad.limit = 2
+    with pytest.raises(UserError, match=r"more than 2 image files.*--max-bad-files"):
+        list(batches)
+
+
+def test_all_files_unreadable_ends_by_the_limit(index):
+    spoil(index, *range(IMAGES))
+    sampler = TrainSampler(IMAGES, 12, (0, 1), 1, SEED)
+    bad = BadFiles(index, IMAGES - 1, lambda _: None)
+    with pytest.raises(UserError, match="--max-bad-files"):
+        list(Batches(ImageBatches(index, SIZE, SEED, train=True), sampler, bad, PLACE, 0))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_normalisation_is_torchvisions(index, layout):
+    sampler = EvalSampler(IMAGES, 10, (0, 1))
+    dataset = ImageBatches(index, SIZE, SEED, train=False)
+    batches = Batches(dataset, sampler, BadFiles(index, 0), (CPU.device, layout), 0)
+    found = list(batches)
+    assert [len(images) for images, _ in found] == [10, 10, 4]
+    for asked, (images, _) in zip(sampler, found, strict=True):
+        raw, _, _ = fetch(index, asked.indices, train=False)
+        floats = tv.to_dtype(raw.permute(0, 3, 1, 2), torch.float32, scale=True)
+        torch.testing.assert_close(images, tv.normalize(floats, MEAN, STD), rtol=0, atol=2e-6)
+        assert images.is_contiguous(memory_format=layout)
+    assert (MEAN, STD) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def options(root, **changes):
+    plain = {"data": str(root), "dummy": False, "classes": None, "evaluate": False, "workers": 0}
+    plain |= {"batch_size": 4, "accum_steps": 1, "seed": 0, "image_size": 32, "crop_scale": 0.08}
+    plain |= {"val_resize_size": None}
+    plain |= {"max_bad_files": 0, "memory_format": torch.contiguous_format}
+    return Namespace(**plain | changes)
+
+
+def test_loaders_of_a_folder(folder):
+    loaders = build_loaders(options(folder), CPU)
+    assert loaders.classes == ["class_0", "class_1", "class_2"]
+    assert (len(loaders.train), len(loaders.val), loaders.test) == (15, 6, None)
+    two = build_loaders(options(folder, classes="2", evaluate=True), CPU)
+    assert (two.classes, two.train, len(two.val)) == (["class_0", "class_1"], None, 4)
+
+
+def test_loaders_of_a_folder_without_training_images(folder, tmp_path):
+    (tmp_path / "val").symlink_to(folder / "val")
+    (tmp_path / "test").symlink_to(folder / "val")
+    loaders = build_loaders(options(tmp_path, evaluate=True), CPU)
+    assert (loaders.train, len(loaders.val), len(loaders.test)) == (None, 6, 6)
+    with pytest.raises(UserError, match="train is missing"):
+        build_loaders(options(tmp_path), CPU)
+
+
+def test_too_few_images_are_refused(folder):
+    with pytest.raises(UserError, match="60 training images are too few"):
+        build_loaders(options(folder, accum_steps=31), CPU)

@@ -1,0 +1,95 @@
+"""Points that a killed run wrote after its last snapshot are cut off."""
+
+import pytest
+from conftest import scalars
+from torch.utils.tensorboard import SummaryWriter
+
+from utils.events import cut_off
+
+
+def write(folder, first, last, suffix="", offset=0.0):
+    """A run's events of some epochs: one scalar an epoch, four points of a Step/ curve."""
+    with SummaryWriter(str(folder), filename_suffix=suffix) as writer:
+        for epoch in range(first, last + 1):
+            for quarter in range(4):
+                x = 1000 * (epoch - 1) + 250 * (quarter + 1)
+                writer.add_scalar("Step/loss", x + offset, x)
+            writer.add_scalar("Loss/train", epoch + offset, epoch)
+            writer.add_scalar("Top1/val", 10 * epoch + offset, epoch)
+
+
+def files(folder):
+    """Name -> (contents, inode): a file that was rewritten has another inode."""
+    return {path.name: (path.read_bytes(), path.stat().st_ino) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("epoch", "step_x"), [(3, 3000), (3, 3500), (0, 0), (0, 250), (5, 5999), (1, 1750)]
+)
+def test_only_later_points_are_removed(tmp_path, epoch, step_x):
+    write(tmp_path, 1, 6)
+    cut_off(tmp_path, epoch, step_x)
+    expected = {
+        "Loss/train": [(e, float(e)) for e in range(1, 7) if e <= epoch],
+        "Top1/val": [(e, 10.0 * e) for e in range(1, 7) if e <= epoch],
+        "Step/loss": [(x, float(x)) for x in range(250, 6001, 250) if x <= step_x],
+    }
+    assert scalars(tmp_path) == {tag: points for tag, points in expected.items() if points}
+
+
+def test_files_without_later_points_are_left_alone(tmp_path):
+    write(tmp_path, 1, 4)
+    before = files(tmp_path)
+    cut_off(tmp_path, 4, 4000)
+    assert files(tmp_path) == before
+
+
+def test_every_file_of_a_resumed_run_is_cut(tmp_path):
+    write(tmp_path, 1, 3, ".a")
+    write(tmp_path, 4, 6, ".b")
+    old = {name: data for name, data in files(tmp_path).items() if name.endswith(".a")}
+    cut_off(tmp_path, 4, 4250)
+    assert sorted(x for x, _ in scalars(tmp_path)["Loss/train"]) == [1, 2, 3, 4]
+    assert old.items() <= files(tmp_path).items()
+
+
+def test_curves_go_on_after_the_cut(tmp_path):
+    write(tmp_path, 1, 5, ".a")
+    cut_off(tmp_path, 2, 2500)
+    write(tmp_path, 3, 4, ".b", offset=0.5)
+    found = scalars(tmp_path)
+    assert sorted(found["Loss/train"]) == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5)]
+    steps = [x for x, _ in found["Step/loss"]]
+    assert sorted(steps) == sorted([*range(250, 2501, 250), *range(2250, 4001, 250)])
+
+
+def test_texts_and_times_are_kept(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_text("options", "lr 0.1", 0)
+        for epoch in (1, 2):
+            writer.add_scalar("Lr", 0.1, epoch, walltime=1000.0 + epoch)
+    cut_off(tmp_path, 1, 1000)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [point.wall_time for point in events.Scalars("Lr")] == [1001.0]
+    assert events.Tags()["tensors"] == ["options/text_summary"]
+    assert events.file_version == 2.0, "the header is there"
+
+
+def test_file_cut_short_by_a_crash_is_read_as_far_as_it_goes(tmp_path):
+    write(tmp_path, 1, 4)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-10])
+    cut_off(tmp_path, 2, 2000)
+    assert scalars(tmp_path)["Loss/train"] == [(1, 1.0), (2, 2.0)]
+
+
+def test_left_over_temporary_and_other_files(tmp_path):
+    write(tmp_path, 1, 2)
+    (tmp_path / "events.out.tfevents.1.host.tmp").write_bytes(b"half")
+    (tmp_path / "train.log").write_text("hello")
+    cut_off(tmp_path, 1, 1000)
+    assert not list(tmp_path.glob("*.tmp"))
+    assert (tmp_path / "train.log").read_text() == "hello"
+    cut_off(tmp_path / "nothing here", 1, 1000)

@@ -1,0 +1,87 @@
+"""Questions to the network, on the loopback interface alone."""
+
+import socket
+import threading
+
+import pytest
+
+from utils.errors import UserError
+from utils.network import free_port, interface_towards, parse_tcp_url, wait_for_master
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("tcp://10.0.0.1:23456", ("10.0.0.1", 23456)),
+        ("tcp://node-0.cluster:1", ("node-0.cluster", 1)),
+        ("tcp://localhost:65535/", ("localhost", 65535)),
+        ("tcp://[fe80::1]:80", ("fe80::1", 80)),
+    ],
+)
+def test_parse_tcp_url(url, expected):
+    assert parse_tcp_url(url) == expected
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "10.0.0.1:80",
+        "tcp://10.0.0.1",
+        "tcp://10.0.0.1:",
+        "tcp://:80",
+        "tcp://10.0.0.1:0",
+        "tcp://10.0.0.1:65536",
+        "tcp://10.0.0.1:123456",
+        "tcp://10.0.0.1:port",
+        "tcp://10.0.0.1:-1",
+        "http://10.0.0.1:80",
+        "tcp://10.0.0.1:80/path",
+        "env://",
+    ],
+)
+def test_parse_tcp_url_refuses(url):
+    with pytest.raises(UserError, match="tcp://HOST:PORT"):
+        parse_tcp_url(url)
+
+
+def test_free_port_can_be_listened_on():
+    with socket.create_server(("127.0.0.1", free_port())) as server:
+        wait_for_master("127.0.0.1", server.getsockname()[1], 0)
+
+
+def test_master_that_starts_late_is_waited_for():
+    port, server = free_port(), []
+    late = threading.Timer(0.7, lambda: server.append(socket.create_server(("127.0.0.1", port))))
+    late.start()
+    try:
+        wait_for_master("127.0.0.1", port, 60)
+        assert server, "it returned before there was anybody"
+    finally:
+        late.join()
+        server[0].close()
+
+
+def test_nobody_there_is_a_sentence():
+    port = free_port()
+    with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port} cannot be reached .*refused"):
+        wait_for_master("127.0.0.1", port, 0.5)
+
+
+def test_unknown_host_is_told_at_once(monkeypatch):
+    """No waiting for the deadline: a wrong name does not become right."""
+    asked = []
+
+    def unknown(host, *_, **__):
+        asked.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(UserError, match=r"name nod-0 cannot be resolved \(Name.*use its IP"):
+        wait_for_master("nod-0", 29500, 1e9)
+    assert asked == ["nod-0"]
+
+
+def test_interface_towards():
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("::1") is None

@@ -1,0 +1,458 @@
+"""Tests of `scripts/prepare_data.py shrink`, on small image folders that they make themselves."""
+
+import io
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+SIZE = 64
+OPTIONS = ("--size", SIZE, "--quality", 85, "--workers", 2)
+ODD = ("cut.JPEG", "empty.jpg", "text.JPEG")  # what cannot be read
+
+
+def command(*arguments):
+    return [sys.executable, str(SCRIPTS / "prepare_data.py"), "shrink", *map(str, arguments)]
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=60, check=False, **options
+    )
+
+
+def succeed(*arguments):
+    done = run(*arguments)
+    assert done.returncode == 0, done
+    return done
+
+
+def tree(folder):
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def photo(width, height, seed=0, mode="RGB"):
+    """Soft colours with fine grain; the grain tells a careful reduction from a rough one."""
+    numbers = np.random.default_rng(seed)
+    coarse = Image.fromarray(numbers.integers(0, 256, (5, 7, 3), dtype=np.uint8))
+    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), int)
+    grain = numbers.integers(-40, 41, (height, width, 1))
+    return Image.fromarray(np.clip(pixels + grain, 0, 255).astype(np.uint8)).convert(mode)
+
+
+def blocks(width, height):
+    """Random colours in blocks of 8 x 8 pixels: to reduce it by leaving out pixels shows."""
+    numbers = np.random.default_rng(0)
+    small = numbers.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
+    return Image.fromarray(np.kron(small, np.ones((8, 8, 1), np.uint8))[:height, :width])
+
+
+def file_bytes(image, kind="JPEG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def put(folder, files):
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+
+
+def pixels(data):
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(image.convert("RGB"), float)
+
+
+def reference(data, size, quality):
+    """Reduced after a full decode, without any short cut."""
+    with Image.open(io.BytesIO(data)) as image:
+        rgb = image.convert("RGB")
+    factor = size / min(rgb.size)
+    small = rgb.resize([round(side * factor) for side in rgb.size], Image.Resampling.BICUBIC)
+    small.info = {}
+    return file_bytes(small, quality=quality)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """An image folder with most of what such folders have been seen to hold."""
+    folder = tmp_path_factory.mktemp("source") / "images"
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be shown turned by 90 degrees
+    grey = np.linspace(0, 65535, 150 * 100).reshape(100, 150).astype(np.uint16)
+    large = photo(120, 90)
+    put(
+        folder / "train" / "a",
+        {
+            "wide.JPEG": file_bytes(large),
+            "tall.jpg": file_bytes(photo(70, 121)),
+            "huge.JPEG": file_bytes(blocks(683, 513), quality=92, subsampling=0),
+            "small.JPEG": file_bytes(photo(63, 300)),
+            "exact.JPEG": file_bytes(photo(64, 64)),
+            "small.png": file_bytes(photo(40, 30), "PNG"),
+            "small.bmp": file_bytes(photo(20, 70), "BMP"),
+            "sub/deep/wide.JPEG": file_bytes(photo(110, 80, seed=1)),
+        },
+    )
+    put(
+        folder / "train" / "odd",
+        {
+            "grey.JPEG": file_bytes(photo(120, 90, mode="L")),
+            "cmyk.JPEG": file_bytes(photo(120, 90, mode="CMYK")),
+            "progressive.JPEG": file_bytes(large, progressive=True),
+            "turned.JPEG": file_bytes(large, exif=exif, comment="mine", icc_profile=b"not empty"),
+            "png.JPEG": file_bytes(large, "PNG"),
+            "alpha.png": file_bytes(photo(120, 90, mode="RGBA"), "PNG"),
+            "palette.png": file_bytes(photo(120, 90, mode="P"), "PNG", transparency=b"\0\x80"),
+            "palette.gif": file_bytes(photo(120, 90, mode="P"), "GIF"),
+            "web.webp": file_bytes(large, "WEBP"),
+            "deep.png": file_bytes(Image.fromarray(grey), "PNG"),
+            "cut.JPEG": file_bytes(large)[:-900],
+            "text.JPEG": b"<html>404</html>",
+            "empty.jpg": b"",
+        },
+    )
+    put(folder / "val", {f"{label}/v.JPEG": file_bytes(large) for label in ("a", "odd")})
+    put(folder / "test", {f"{label}/t.JPEG": file_bytes(large) for label in ("a", "odd")})
+    for split in ("train", "val", "test"):
+        (folder / split / "nothing").mkdir()
+    put(folder, {"train/a/.hidden.JPEG": b"x", "train/a/notes.txt": b"x", "README": b"x"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shrunk(source, tmp_path_factory):
+    """The finished copy, and what was printed."""
+    out = tmp_path_factory.mktemp("shrunk") / "out"
+    return out, succeed(source, out, *OPTIONS)
+
+
+def images(folder):
+    files = tree(folder)
+    return {
+        name: data
+        for name, data in files.items()
+        if "/" in name and "/." not in name and not name.endswith(".txt")
+    }
+
+
+def test_sizes_names_and_formats(source, shrunk):
+    before, after = images(source), images(shrunk[0])
+    assert len(before) == 25 and before.keys() == after.keys()
+    assert sorted(os.listdir(shrunk[0])) == [
+        *(".prepared.json", ".unreadable.txt", "test", "train", "val")
+    ]
+    assert tree(shrunk[0]).keys() - after.keys() == {".prepared.json", ".unreadable.txt"}
+    for split in ("train", "val", "test"):
+        assert sorted(os.listdir(shrunk[0] / split)) == ["a", "nothing", "odd"]
+    reduced = set()
+    for name, data in before.items():
+        if Path(name).name in ODD or min(pixels(data).shape[:2]) <= SIZE:
+            assert after[name] == data, name
+            continue
+        reduced.add(name)
+        with Image.open(io.BytesIO(after[name])) as image, Image.open(io.BytesIO(data)) as old:
+            assert (image.format, image.mode, min(image.size)) == ("JPEG", "RGB", SIZE)
+            assert abs(max(image.size) - SIZE * max(old.size) / min(old.size)) <= 0.5
+            assert (image.width < image.height) == (old.width < old.height)
+            assert not image.getexif() and not {"icc_profile", "comment", "exif"} & set(image.info)
+    assert len(reduced) == 18
+
+
+def test_pixels_are_those_of_a_careful_reduction(source, shrunk):
+    before, after = images(source), images(shrunk[0])
+    for name in (
+        *("train/a/wide.JPEG", "train/a/tall.jpg", "train/a/sub/deep/wide.JPEG", "val/a/v.JPEG"),
+        *(f"train/odd/{kind}.JPEG" for kind in ("grey", "cmyk", "progressive", "turned", "png")),
+        *(f"train/odd/{kind}" for kind in ("alpha.png", "palette.png", "palette.gif", "web.webp")),
+    ):
+        assert after[name] == reference(before[name], SIZE, 85), name
+    # The huge one is decoded at a quarter of its size, which must hardly be seen: the difference
+    # is 5.6 of 255; at an eighth, which is just enough for the size that is wanted, it is 13.7.
+    huge, ours = before["train/a/huge.JPEG"], pixels(after["train/a/huge.JPEG"])
+    careful = pixels(reference(huge, SIZE, 85))
+    assert careful.shape == ours.shape and np.abs(careful - ours).mean() < 8
+
+
+def test_the_training_reads_the_copy_in_the_same_order(source, shrunk):
+    from utils import images as files
+    from utils.index import ImageIndex
+
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        from prepare.files import IMAGE_SUFFIXES
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    assert IMAGE_SUFFIXES == files.SUFFIXES
+    old, new = (ImageIndex(root / "train", ["a", "odd"]) for root in (source, shrunk[0]))
+    assert old.fingerprint() == new.fingerprint() and (old.targets == new.targets).all()
+    for index in range(len(new)):
+        path = Path(new.path(index))
+        if path.name in ODD:
+            with pytest.raises(ValueError):
+                files.decode(path.read_bytes())
+            continue
+        image = files.decode(path.read_bytes()).permute(1, 2, 0).numpy()
+        assert np.abs(image - pixels(path.read_bytes())).mean() < 1
+        # 16 bits a pixel too: the training scales what Pillow's conversion would clip to white.
+        original = files.decode(Path(old.path(index)).read_bytes()).float()
+        assert abs(original.mean() - image.mean()) < 3, path
+
+
+def test_what_cannot_be_read_is_named_counted_and_listed(source, shrunk):
+    out, done = shrunk
+    lines = done.stderr.splitlines()
+    assert len(lines) == 3 and all(line.startswith("copied as it is: ") for line in lines)
+    for name in ODD:
+        assert sum(f"{source}/train/odd/{name}: " in line for line in lines) == 1
+    assert "truncated" in done.stderr and "it is no image" in done.stderr
+    assert f"3 images cannot be read, and were copied as they are: {out}/.unr" in done.stdout
+    listed = (out / ".unreadable.txt").read_text().splitlines()
+    assert sorted(listed) == [f"train/odd/{name}" for name in ODD]
+
+
+def test_saved_bytes_are_printed(source, shrunk):
+    before, after = (sum(map(len, images(root).values())) for root in (source, shrunk[0]))
+    share = 100 * (before - after) / before
+    assert 10 < share < 99.5
+    line = (
+        f"\n25 images: {before / 1e3:.1f} kB before, {after / 1e3:.1f} kB after, "
+        f"{(before - after) / 1e3:.1f} kB ({share:.1f} %) saved\n"
+    )
+    assert line in shrunk[1].stdout
+
+
+def test_finished_work_is_not_repeated(source, shrunk):
+    times = {path: path.stat().st_mtime_ns for path in shrunk[0].rglob("*")}
+    assert "nothing to do" in succeed(source, shrunk[0], *OPTIONS).stdout
+    assert times == {path: path.stat().st_mtime_ns for path in shrunk[0].rglob("*")}
+
+
+def test_number_of_workers_does_not_change_bytes(source, shrunk, tmp_path):
+    for workers in (1, 3):
+        succeed(source, tmp_path / str(workers), *OPTIONS[:-1], workers)
+        mine, theirs = tree(tmp_path / str(workers)), tree(shrunk[0])
+        for files in (mine, theirs):
+            files[".unreadable.txt"] = sorted(files[".unreadable.txt"].splitlines())
+        assert mine == theirs
+
+
+def test_another_size_and_quality(source, tmp_path):
+    folder = tmp_path / "one"
+    put(folder, {"train/a/x.JPEG": file_bytes(photo(900, 700), quality=95)})
+    succeed(folder, tmp_path / "default", "--workers", 1)
+    succeed(folder, tmp_path / "other", "--workers", 1, "--size", 200, "--quality", 30)
+    original = (folder / "train/a/x.JPEG").read_bytes()
+    for out, size, quality in (("default", 256, 90), ("other", 200, 30)):
+        data = (tmp_path / out / "train/a/x.JPEG").read_bytes()
+        with Image.open(io.BytesIO(data)) as image:
+            assert image.size == (round(900 * size / 700), size)
+            tables = image.quantization
+        with Image.open(io.BytesIO(reference(original, size, quality))) as image:
+            assert image.quantization == tables
+
+
+# ---------------------------------------------------------------------------- interruptions
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """A folder of 120 images, some of which cannot be read, its copy, and what was printed."""
+    root = tmp_path_factory.mktemp("many")
+    data = [file_bytes(photo(800, 600, seed)) for seed in range(4)]
+    names = [
+        f"{part}/{i:03d}.JPEG" for part in ("train/a", "train/b/sub", "val/a") for i in range(40)
+    ]
+    put(root / "source", {name: data[i % 4] for i, name in enumerate(names)})
+    put(root / "source", {f"train/a/{i:03d}.JPEG": data[0][:-2000] for i in (1, 39)})
+    done = succeed(root / "source", root / "out", *OPTIONS)
+    return root / "source", root / "out", done
+
+
+def same_tree(one, other):
+    trees = [tree(one), tree(other)]
+    for files in trees:
+        files[".unreadable.txt"] = set(files[".unreadable.txt"].splitlines())
+    assert trees[0] == trees[1]
+
+
+def written(out):
+    return [path for path in out.rglob("*.JPEG") if path.name[0] != "."]
+
+
+def start_and_wait_for(images, source, out):
+    """A command that has written so many images more, and the numbers of its processes."""
+    before = len(written(out))
+    process = subprocess.Popen(
+        command(source, out, *OPTIONS),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while len(written(out)) < before + images:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.003)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return process, [int(child) for child in children]
+
+
+def is_worker(pid):
+    return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def all_end(pids):
+    deadline = time.monotonic() + 30
+    while any(map(lives, pids)):
+        assert time.monotonic() < deadline, "processes outlive the one that started them"
+        time.sleep(0.01)
+
+
+def check_no_damaged_image(source, out):
+    for path in written(out):
+        data = path.read_bytes()
+        if data != (source / path.relative_to(out)).read_bytes():
+            assert min(pixels(data).shape[:2]) == SIZE  # fully decoded
+
+
+def test_killed_again_and_again_it_still_finishes(many, tmp_path):
+    source, finished, uninterrupted = many
+    out = tmp_path / "out"
+    for kill in range(3):
+        process, children = start_and_wait_for(12, source, out)
+        assert sum(map(is_worker, children)) == 2
+        if kill == 1:  # one of the workers, as the system does when the memory is short
+            os.kill(next(filter(is_worker, children)), signal.SIGKILL)
+            message = process.communicate(timeout=30)[1]
+            assert process.returncode == 2 and "error: a worker process died" in message
+        else:
+            process.kill()
+            assert process.wait() == -signal.SIGKILL
+            process.stderr.close()
+        all_end(children)
+        check_no_damaged_image(source, out)
+    assert 36 <= len(written(out)) < 120
+    put(out, {"train/b/sub/.77.part": b"half", "train/b/sub/001.JPEG": b""})
+    refused = run(source, out, "--size", 32)
+    assert refused.returncode == 2 and "not shrink" in refused.stderr
+    done = succeed(source, out, *OPTIONS)
+    same_tree(out, finished)
+    # The numbers are those of the whole copy, not of the last run.
+    assert done.stdout.splitlines()[-2] == uninterrupted.stdout.splitlines()[-2]
+    assert done.stdout.splitlines()[-1].startswith("2 images cannot be read")
+
+
+def test_ctrl_c_says_how_to_go_on(many, tmp_path):
+    source, finished, _ = many
+    out = tmp_path / "out"
+    process, children = start_and_wait_for(5, source, out)
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes
+    message = process.communicate(timeout=30)[1]
+    lines = [line for line in message.splitlines() if not line.startswith("copied as it is")]
+    assert process.returncode == 130 and len(lines) == 1 and "same command" in lines[0], message
+    all_end(children)
+    assert not list(out.rglob("*.part")) and len(written(out)) < 120
+    check_no_damaged_image(source, out)
+    succeed(source, out, *OPTIONS)
+    same_tree(out, finished)
+
+
+def test_full_disk_leaves_no_half_image(many, tmp_path):
+    def small_files_only():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    source, _, _ = many
+    done = run(source, tmp_path / "out", *OPTIONS, preexec_fn=small_files_only)
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("copied as it is")]
+    assert done.returncode == 2 and len(errors) == 1, done.stderr
+    assert errors[0].startswith("error: cannot write ") and "same command" in errors[0]
+    assert not list(tmp_path.rglob("*.part")) and not written(tmp_path)
+
+
+# ---------------------------------------------------------------------------- refusals
+
+
+def test_units_of_bytes(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from prepare.shrink import _bytes_text
+
+    numbers = (146_250_000_000, 1_000_000_000, 999_000_000, 1_000_000, 12_340, 0, -2_500_000)
+    texts = ["146.2 GB", "1.0 GB", "999.0 MB", "1.0 MB", "12.3 kB", "0.0 kB", "-2.5 MB"]
+    assert [_bytes_text(number) for number in numbers] == texts
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys):
+    """A function that gives the error message of a command, which must be one line."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import prepare_data
+
+    def call(*arguments):
+        assert prepare_data.main(["shrink", *map(str, arguments)]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ") and message.count("\n") == 1, message
+        return message
+
+    return call
+
+
+def test_other_options_into_the_same_folder_are_refused(source, shrunk, refusal, tmp_path):
+    before = tree(shrunk[0])
+    assert "size 32, quality 85)" in refusal(source, shrunk[0], "--size", 32, "--quality", 85)
+    assert "size 64, quality 90)" in refusal(source, shrunk[0], "--size", 64)
+    put(tmp_path, {"train/a/x.JPEG": file_bytes(photo(90, 90))})
+    assert f"not shrink (source {tmp_path}" in refusal(tmp_path, shrunk[0], *OPTIONS)
+    assert tree(shrunk[0]) == before
+
+
+def test_folders_inside_each_other_are_refused(refusal, tmp_path):
+    data = tmp_path / "data"
+    put(data, {"train/a/x.JPEG": file_bytes(photo(90, 90))})
+    (tmp_path / "link").symlink_to(data)
+    before = tree(tmp_path)
+    for out in (data, data / "small", data / "train", tmp_path, tmp_path / "link" / "small"):
+        message = refusal(data, out)
+        assert "is inside" in message or "are the same folder" in message
+    assert "is inside" in refusal(tmp_path / "link", tmp_path)
+    assert tree(tmp_path) == before and not (data / "small").exists()
+
+
+def test_sources_that_are_no_image_folders_are_refused(refusal, tmp_path):
+    out = tmp_path / "out"
+    assert "there is no folder" in refusal(tmp_path / "missing", out)
+    put(tmp_path / "flat", {"train/x.JPEG": b"x", "train/a/x.txt": b"x"})
+    assert "has no images in train/CLASS/" in refusal(tmp_path / "flat", out)
+    put(tmp_path / "begun", {"train/a/x.JPEG": b"x", ".preparing.json": b"{}"})
+    assert "is not finished" in refusal(tmp_path / "begun", out)
+    put(tmp_path / "broken", {"train/a/y.JPEG": file_bytes(photo(90, 90))})
+    (tmp_path / "broken" / "train" / "a" / "x.JPEG").symlink_to(tmp_path / "gone")
+    assert "broken/train/a/x.JPEG" in refusal(tmp_path / "broken", out)
+    assert not out.exists()
+
+
+def test_targets_of_other_origin_and_wrong_numbers_are_refused(source, refusal, tmp_path, capsys):
+    put(tmp_path, {"foreign/test/a/x.JPEG": b"x", "file": b"x"})
+    assert "has a test folder of other origin" in refusal(source, tmp_path / "foreign")
+    assert "is not a folder" in refusal(source, tmp_path / "file")
+    for option in (("--size", 0), ("--quality", 101), ("--quality", 0), ("--workers", 0)):
+        with pytest.raises(SystemExit) as stopped:
+            refusal(source, tmp_path / "out", *option)
+        assert stopped.value.code == 2 and f"{option[1]} is not a" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
