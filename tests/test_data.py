@@ -9,8 +9,10 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as tv
 
+from utils import augment
 from utils import images as im
-from utils.data import MEAN, STD, BadFiles, Batches, ImageBatches, build_loaders
+from utils.data import MEAN, STD, BadFiles, Batches, build_loaders
+from utils.dataset import ImageBatches
 from utils.distributed import World
 from utils.errors import UserError
 from utils.index import ImageIndex
@@ -20,7 +22,7 @@ from utils.samplers import Batch, EvalSampler, TrainSampler
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 CPU = World(torch.device("cpu"))
 IMAGES, SIZE, SEED = 24, 16, 3
-PLACE = (CPU.device, torch.contiguous_format)
+PLACE = (CPU.device, torch.contiguous_format, torch.float32)
 
 
 @pytest.fixture
@@ -134,34 +136,34 @@ def test_persistent_workers_follow_the_sampler(index):
 def test_unreadable_image_is_replaced_by_the_next_readable_one(index):
     intact, _, _ = fetch(index, range(IMAGES))
     spoil(index, 4, 5, 15, 23)
-    images, targets, faults = fetch(index, range(IMAGES))
+    images, targets, reading = fetch(index, range(IMAGES))
     expected = list(range(IMAGES))
     expected[4] = expected[5] = 6
     expected[15], expected[23] = 16, 0
     assert numbers(images) == expected
     assert targets.tolist() == [index.targets[i] for i in expected]
-    assert {i for i, _ in faults} == {4, 5, 15, 23}
-    assert all(reason for _, reason in faults)
+    assert {i for i, _ in reading.faults} == {4, 5, 15, 23}
+    assert all(reason for _, reason in reading.faults)
     others = [i for i in range(IMAGES) if expected[i] == i]
     assert torch.equal(images[others], intact[others]), "no other sample moves"
 
 
 def test_vanished_file_is_an_unreadable_one(index):
     os.remove(index.path(7))
-    images, _, faults = fetch(index, [6, 7, 8])
+    images, _, reading = fetch(index, [6, 7, 8])
     assert numbers(images) == [6, 8, 8]
-    assert [i for i, _ in faults] == [7]
+    assert [i for i, _ in reading.faults] == [7]
 
 
 def test_evaluation_marks_unreadable_images(index):
     intact, _, _ = fetch(index, range(IMAGES), train=False)
     spoil(index, 0, 9, 23)
-    images, targets, faults = fetch(index, range(IMAGES), train=False)
+    images, targets, reading = fetch(index, range(IMAGES), train=False)
     good = [i for i in range(IMAGES) if i not in (0, 9, 23)]
     assert torch.equal(images[good], intact[good])
     expected = np.where(np.isin(np.arange(IMAGES), good), index.targets, UNREADABLE)
     assert targets.tolist() == expected.tolist()
-    assert [i for i, _ in faults] == [0, 9, 23]
+    assert [i for i, _ in reading.faults] == [0, 9, 23]
 
 
 def test_evaluation_shows_centre_crops(index):
@@ -181,7 +183,7 @@ def test_bad_files_are_named_once_and_limited(index, workers):
     for epoch in range(2):
         sampler.start_at(epoch, 0)
         assert sum(len(images) for images, _ in batches) == IMAGES
-    assert bad.seen == {4, 5, 15}
+    assert set(bad.seen) == {4, 5, 15}
     assert len(named) == 3
     assert all(any(index.path(i) in line for line in named) for i in (4, 5, 15))
     bad.limit = 2
@@ -201,7 +203,7 @@ def test_all_files_unreadable_ends_by_the_limit(index):
 def test_normalisation_is_torchvisions(index, layout):
     sampler = EvalSampler(IMAGES, 10, (0, 1))
     dataset = ImageBatches(index, SIZE, SEED, train=False)
-    batches = Batches(dataset, sampler, BadFiles(index, 0), (CPU.device, layout), 0)
+    batches = Batches(dataset, sampler, BadFiles(index, 0), (CPU.device, layout, torch.float32), 0)
     found = list(batches)
     assert [len(images) for images, _ in found] == [10, 10, 4]
     for asked, (images, _) in zip(sampler, found, strict=True):
@@ -212,31 +214,83 @@ def test_normalisation_is_torchvisions(index, layout):
     assert (MEAN, STD) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
+def test_images_come_in_the_dtype_of_the_first_layer(index):
+    sampler = EvalSampler(IMAGES, 10, (0, 1))
+    dataset = ImageBatches(index, SIZE, SEED, train=False)
+    found = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        place = (CPU.device, torch.channels_last, dtype)
+        found[dtype] = torch.cat(
+            [x for x, _ in Batches(dataset, sampler, BadFiles(index, 0), place, 0)]
+        )
+        assert torch.equal(found[dtype], found[torch.float32].to(dtype)), "rounded once"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_reading_is_counted(index, workers):
+    sampler = TrainSampler(IMAGES, 12, (0, 1), 1, SEED)
+    dataset = ImageBatches(index, SIZE, SEED, train=True)
+    batches = Batches(dataset, sampler, BadFiles(index, 0), PLACE, workers)
+    for _ in range(2):
+        batches.start_count()
+        list(batches)
+        assert batches.reading.files == IMAGES
+        assert batches.reading.bytes == index.sizes.sum()
+        assert 0 < batches.reading.read_seconds < batches.reading.seconds
+        assert batches.waited > 0
+
+
+@pytest.mark.parametrize(("policy", "erasing"), [("ra", 0.0), ("ta_wide", 0.5), (None, 1.0)])
+def test_extra_augmentation_is_a_function_of_seed_epoch_and_image(index, policy, erasing):
+    plain = fetch(index, range(IMAGES))[0]
+    dataset = ImageBatches(index, SIZE, SEED, train=True)
+    dataset.augment = augment.build(policy, erasing)
+    before = torch.random.get_rng_state()
+    got = dataset.__getitems__(Batch(0, np.arange(IMAGES)))[0]
+    torch.rand(3)
+    turned = dataset.__getitems__(Batch(0, np.arange(IMAGES)[::-1].copy()))[0].flip(0)
+    assert torch.equal(got, turned)
+    assert not torch.equal(got, plain)
+    assert not torch.equal(got, dataset.__getitems__(Batch(1, np.arange(IMAGES)))[0])
+    torch.random.set_rng_state(before)
+    fetched = torch.rand(1)
+    torch.random.set_rng_state(before)
+    dataset.__getitems__(Batch(0, np.arange(4)))
+    assert torch.equal(torch.rand(1), fetched), "the training process's own random state"
+    dataset.train = False
+    centre = fetch(index, range(IMAGES), train=False)[0]
+    assert torch.equal(dataset.__getitems__(Batch(0, np.arange(IMAGES)))[0], centre)
+
+
 def options(root, **changes):
     plain = {"data": str(root), "dummy": False, "classes": None, "evaluate": False, "workers": 0}
     plain |= {"batch_size": 4, "accum_steps": 1, "seed": 0, "image_size": 32, "crop_scale": 0.08}
-    plain |= {"val_resize_size": None}
+    plain |= {"val_resize_size": None, "decode": "cpu", "auto_augment": None, "random_erasing": 0.0}
     plain |= {"max_bad_files": 0, "memory_format": torch.contiguous_format}
     return Namespace(**plain | changes)
 
 
+def build(args):
+    return build_loaders(args, CPU, torch.float32)
+
+
 def test_loaders_of_a_folder(folder):
-    loaders = build_loaders(options(folder), CPU)
+    loaders = build(options(folder))
     assert loaders.classes == ["class_0", "class_1", "class_2"]
     assert (len(loaders.train), len(loaders.val), loaders.test) == (15, 6, None)
-    two = build_loaders(options(folder, classes="2", evaluate=True), CPU)
+    two = build(options(folder, classes="2", evaluate=True))
     assert (two.classes, two.train, len(two.val)) == (["class_0", "class_1"], None, 4)
 
 
 def test_loaders_of_a_folder_without_training_images(folder, tmp_path):
     (tmp_path / "val").symlink_to(folder / "val")
     (tmp_path / "test").symlink_to(folder / "val")
-    loaders = build_loaders(options(tmp_path, evaluate=True), CPU)
+    loaders = build(options(tmp_path, evaluate=True))
     assert (loaders.train, len(loaders.val), len(loaders.test)) == (None, 6, 6)
     with pytest.raises(UserError, match="train is missing"):
-        build_loaders(options(tmp_path), CPU)
+        build(options(tmp_path))
 
 
 def test_too_few_images_are_refused(folder):
     with pytest.raises(UserError, match="60 training images are too few"):
-        build_loaders(options(folder, accum_steps=31), CPU)
+        build(options(folder, accum_steps=31))

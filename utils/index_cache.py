@@ -95,6 +95,8 @@ def _images(root: str, folder: str, folders: dict[str, int]) -> Iterator[tuple[b
                     yield from _images(root, path, folders)
     except FileNotFoundError:
         raise UserError(f"class folder {place} is missing", alike=True) from None
+    except NotADirectoryError:
+        raise UserError(f"{place} is not a folder", alike=True) from None
     except OSError as fault:
         raise UserError(f"cannot read the folder {place}: {fault.strerror}", alike=True) from None
 
