@@ -108,7 +108,9 @@ def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
     """All points of a run's event files: tag -> [(x, value)]."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(
+        str(run), size_guidance={"scalars": 0}, purge_orphaned_data=False
+    ).Reload()
     return {
         tag: [(point.step, point.value) for point in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]

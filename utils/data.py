@@ -83,6 +83,9 @@ class Batches:
             collate_fn=_as_it_is,
             pin_memory=cuda,
             worker_init_fn=_quiet_worker,
+            # A process that was itself spawned would spawn its workers: each would import torch
+            # anew, for seconds in which a Ctrl-C could still end it.
+            multiprocessing_context="fork" if workers else None,
             persistent_workers=workers > 0,
         )
 

@@ -110,8 +110,8 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
     seconds, done = time.perf_counter() - began, state.step - first
     run.stop_bar()
     total = sums.total(world)
+    state.sums = total  # if evaluation is stopped, the epoch is not closed, and they are needed
     if stop.reason:
-        state.sums = total
         return None
     metrics = to_metrics(total)
     job.train.bad.share(world)
