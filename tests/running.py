@@ -1,0 +1,179 @@
+"""Scripts that run in the background: wait for a line, send a signal, see which processes live."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from conftest import ROOT, SMALL, TIMEOUT, Result, environment
+
+STAND_IN = str(Path(__file__).parent / "stand_in")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+
+
+def tiny(full: bool = False, step_seconds: float = 0.0) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Options and environment for a model of tests/stand_in; see there."""
+    env = {"PYTHONPATH": STAND_IN, "STEP_SECONDS": str(step_seconds)}
+    return ("-a", "tiny_full" if full else "tiny_plain"), env
+
+
+class Running:
+    """A command of this interpreter, in a session of its own as in a terminal of its own.
+
+    As a context manager it ends, at the latest, all processes that the command has started.
+    """
+
+    def __init__(self, *arguments: object, **env: str):
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            cwd=ROOT,
+            env=environment(**env),
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            start_new_session=True,
+        )
+        self.seen: list[str] = []
+        self.family: set[Process] = set()
+        self.limit = threading.Timer(TIMEOUT, self.process.kill)
+        self.limit.start()
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.limit.cancel()
+        self.meet_family()
+        self.process.kill()
+        self.process.wait()
+        for member in self.family:
+            if member.lives():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member.pid, signal.SIGKILL)
+        self.process.stdout.close()
+        self.errors.close()
+
+    def until(self, pattern: str) -> str:
+        """Read lines until one matches ``pattern``; fail if the command ends before."""
+        for line in self.process.stdout:
+            self.seen.append(line)
+            if re.search(pattern, line):
+                return line
+        self.process.wait()
+        raise AssertionError(f"no line {pattern!r} in\n{''.join(self.seen)}{self._error_text()}")
+
+    def send(self, signum: int, group: bool = False) -> None:
+        """Send a signal to the command, or, as a terminal does, to its whole process group."""
+        (os.killpg if group else os.kill)(self.process.pid, signum)
+
+    def result(self) -> Result:
+        """Wait for the end of the command."""
+        rest = self.process.stdout.read()
+        code = self.process.wait()
+        return Result(code, "".join(self.seen) + rest, self._error_text())
+
+    def meet_family(self) -> "set[Process]":
+        """The living processes that the command has started, directly or not."""
+        self.family |= descendants(self.process.pid)
+        return self.family
+
+    def _error_text(self) -> str:
+        self.errors.seek(0)
+        return self.errors.read()
+
+
+def start(script: str, *arguments: object, launcher: tuple = (), **env: str) -> Running:
+    """Start a script on a `SMALL` model, with the options of ``launcher`` before its name."""
+    return Running(*launcher, script, *SMALL, *arguments, **env)
+
+
+class Process:
+    """A process, told apart by its start time from a later one with its number."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        _, self.parent, self.started = _stat(pid)
+        self.command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Process) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return f"{self.pid}: {self.command}"
+
+    def _key(self) -> tuple[int, int]:
+        return self.pid, self.started
+
+    def lives(self) -> bool:
+        """Whether it still runs; a dead one that nobody has asked for yet does not."""
+        try:
+            state, _, started = _stat(self.pid)
+        except OSError:
+            return False
+        return started == self.started and state not in "ZX"
+
+
+def _stat(pid: int) -> tuple[str, int, int]:
+    """State, parent and start time of a process. Raises OSError when it is gone."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[1]), int(fields[19])
+
+
+def descendants(pid: int) -> set[Process]:
+    """All living processes below ``pid``."""
+    everyone = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                everyone.append(Process(int(entry.name)))
+    family, parents = set(), {pid}
+    while parents:
+        children = {one for one in everyone if one.parent in parents} - family
+        family |= children
+        parents = {child.pid for child in children}
+    return {one for one in family if one.lives()}
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Whether ``condition`` comes true within a generous limit."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def snapshot(run: Path, name: str = "snapshot.pt") -> dict:
+    """What a run's snapshot holds."""
+    return torch.load(run / name, weights_only=True)
+
+
+def assert_same_weights(one: Path, other: Path, tolerance: float = 0.0) -> None:
+    """Two runs' snapshots have the same weights, buffers and momentum (bit for bit unless told)."""
+    a, b = snapshot(one), snapshot(other)
+    assert a["model"].keys() == b["model"].keys()
+    moments = [x["optimizer"]["state"] for x in (a, b)]
+    assert moments[0].keys() == moments[1].keys()
+    assert moments[0]
+    pairs = {name: (a["model"][name], b["model"][name]) for name in a["model"]}
+    for i in moments[0]:
+        pairs[f"momentum {i}"] = tuple(state[i]["momentum_buffer"] for state in moments)
+    for name, (x, y) in pairs.items():
+        assert x.dtype == y.dtype
+        if tolerance:
+            torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=name)
+        else:
+            assert torch.equal(x, y), name

@@ -1,0 +1,39 @@
+"""Plays timm, the optional package, with models that cost next to nothing to train.
+
+A test that puts tests/stand_in into PYTHONPATH can ask a script for ``-a tiny_plain``: no batch
+norm and no dropout, so that the gradient of a batch is the mean over its images; or for
+``-a tiny_full``, which has both. STEP_SECONDS in the environment makes a forward pass take that
+long, without using the CPU, so that a signal can meet it half-way.
+"""
+
+import os
+import time
+
+from torch import Tensor, nn
+
+MODELS = ("tiny_plain", "tiny_full")
+LONG = 10.0  # seconds
+
+
+class Tiny(nn.Sequential):
+    """Two convolutions and a linear layer; slow on request."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        seconds = float(os.environ.get("STEP_SECONDS", "0"))
+        if images.device.type != "meta":
+            if seconds >= LONG:
+                print("a long step begins", flush=True)
+            time.sleep(seconds)
+        return super().forward(images)
+
+
+def list_models() -> list[str]:
+    return list(MODELS)
+
+
+def create_model(name: str, pretrained: bool = False, num_classes: int = 1000) -> nn.Module:
+    full = name == "tiny_full"
+    layers = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8) if full else nn.Identity()]
+    layers += [nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU()]
+    layers += [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.3 if full else 0.0)]
+    return Tiny(*layers, nn.Linear(64, num_classes))

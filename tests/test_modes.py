@@ -1,0 +1,227 @@
+"""The scripts train the same thing, and differ in their mode alone."""
+
+import ast
+import difflib
+import re
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from shlex import split
+
+import pytest
+from conftest import ROOT, scalars, summary, train
+from running import assert_same_weights, tiny
+
+SCRIPTS = ("imagenet_nd.py", "imagenet_dp.py", "imagenet_ddp.py", "imagenet_ddp_apex.py")
+CURVES = ("Loss/train", "Top1/train", "Top5/train", "Loss/val", "Top1/val", "Top5/val", "Lr")
+
+# Everything that changes a step; float32 in all scripts.
+SAME = split("-b 10 --epochs 2 -p 2 --lr 0.05 --clip-grad 2 --label-smoothing 0.1 --seed 5")
+SAME += split("--lr-schedule cosine --warmup-epochs 0.5")
+MODES = {
+    "nd": ("imagenet_nd.py",),
+    "dp": ("imagenet_dp.py",),
+    "ddp": ("imagenet_ddp.py", "-g", "1"),
+    "apex": ("imagenet_ddp_apex.py", "-g", "1", "--opt-level", "O0"),
+}
+
+
+@pytest.fixture(scope="module")
+def modes(folder, tmp_path_factory) -> Path:
+    """The same training of a ResNet-18 by each script: a folder of runs named like `MODES`."""
+    runs = tmp_path_factory.mktemp("modes")
+    for name, (script, *options) in MODES.items():
+        train(script, *options, *SAME, "--output-dir", runs, "--name", name, folder)
+    return runs
+
+
+@pytest.mark.parametrize("mode", list(MODES)[1:])
+def test_one_process_trains_bit_for_bit_like_nd(modes, mode):
+    ours, plain = scalars(modes / mode), scalars(modes / "nd")
+    for tag in (*CURVES, "Step/loss"):
+        assert ours[tag] == plain[tag], tag
+    assert_same_weights(modes / mode, modes / "nd")
+
+
+def test_curves_have_a_point_an_epoch_and_a_point_a_printed_step(modes):
+    curves = scalars(modes / "nd")
+    for tag in CURVES:
+        assert [x for x, _ in curves[tag]] == [1, 2], tag
+    assert [x for x, _ in curves["Step/loss"]] == [333, 667, 1000, 1333, 1667, 2000]
+
+
+# No clipping: it would hide a gradient that is too large by a factor.
+PLAIN = split("--epochs 2 --lr 0.05 --label-smoothing 0.1 --seed 5 --warmup-epochs 0.5")
+
+
+@pytest.fixture(scope="module")
+def splits(folder, tmp_path_factory) -> Path:
+    """A model whose gradient is a mean over images, trained on 10 images a step in several ways."""
+    runs = tmp_path_factory.mktemp("splits")
+    model, env = tiny()
+    nd, ddp = "imagenet_nd.py", "imagenet_ddp.py"
+    ways = {
+        "one": (nd, "-b", "10"),
+        "accumulated": (nd, "-b", "5", "--accum-steps", "2"),
+        "spawned": (ddp, "-b", "5", "-g", "2"),
+        "torchrun": (ddp, "-b", "5"),
+        "both": (ddp, "-b", "3", "-g", "2", "--accum-steps", "2"),
+        "twelve": (nd, "-b", "12"),
+    }
+    for name, (script, *way) in ways.items():
+        options = (*model, *way, *PLAIN, "--output-dir", runs, "--name", name, folder)
+        train(script, *options, processes=2 if name == "torchrun" else 0, **env)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("way", "whole"), [("accumulated", "one"), ("spawned", "one"), ("both", "twelve")]
+)
+def test_a_step_is_the_same_however_its_batch_is_divided(splits, way, whole):
+    ours, plain = scalars(splits / way), scalars(splits / whole)
+    for tag in CURVES:
+        assert [x for x, _ in ours[tag]] == [x for x, _ in plain[tag]]
+        # Only the order of additions differs.
+        assert [y for _, y in ours[tag]] == pytest.approx([y for _, y in plain[tag]], rel=1e-5), tag
+    assert_same_weights(splits / way, splits / whole, tolerance=1e-5)
+
+
+def test_spawn_and_torchrun_train_the_same_bit_for_bit(splits):
+    assert_same_weights(splits / "spawned", splits / "torchrun")
+    ours, theirs = scalars(splits / "spawned"), scalars(splits / "torchrun")
+    for tag in (*CURVES, "Step/loss"):
+        assert ours[tag] == theirs[tag], tag
+
+
+def test_summaries_count_the_global_batch(splits):
+    found = {run.name: summary(run) for run in splits.iterdir()}
+    assert {name: one["global_batch"] for name, one in found.items()} == {
+        "one": 10,
+        "accumulated": 10,
+        "spawned": 10,
+        "torchrun": 10,
+        "both": 12,
+        "twelve": 12,
+    }
+    two = {name for name, one in found.items() if one["world_size"] == 2}
+    assert two == {"spawned", "torchrun", "both"}
+
+
+def test_uneven_shares_weigh_by_their_images(folder, tmp_path):
+    """Forty images on three ranks: 13, 13 and 14 in the only step of an epoch."""
+    model, env = tiny()
+    options = (*model, "-b", "64", *PLAIN, "--classes", "2", "--output-dir", tmp_path, folder)
+    train("imagenet_nd.py", "--name", "one", *options, **env)
+    train("imagenet_ddp.py", "-g", "3", "--name", "three", *options, **env)
+    ours, plain = scalars(tmp_path / "three"), scalars(tmp_path / "one")
+    for tag in CURVES:
+        assert [y for _, y in ours[tag]] == pytest.approx([y for _, y in plain[tag]], rel=1e-5), tag
+    assert_same_weights(tmp_path / "three", tmp_path / "one", tolerance=1e-5)
+
+
+def test_batch_norm_on_two_processes_stays_near_one(folder, tmp_path):
+    """Batch norm sees the batch of its process: curves lie near each other, not on each other."""
+    options = split("--epochs 1 -p 2 --lr 0.01") + ["--output-dir", tmp_path, folder]
+    train("imagenet_nd.py", "-b", "20", "--name", "one", *options)
+    train("imagenet_ddp.py", "-b", "10", "-g", "2", "--name", "two", *options)
+    ours, plain = (scalars(tmp_path / name)["Loss/train"][0][1] for name in ("two", "one"))
+    assert ours == pytest.approx(plain, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    "way", [("imagenet_nd.py",), ("imagenet_ddp.py", "-g", "2")], ids=["nd", "ddp"]
+)
+def test_training_learns_the_classes(folder, tmp_path, way):
+    script, *options = way
+    model, env = tiny(full=True)
+    recipe = split("--epochs 12 --lr 0.05 --crop-scale 0.5 --lr-schedule cosine")
+    recipe += ["-b", "5" if options else "10", "--output-dir", tmp_path, "--name", "run"]
+    train(script, *options, *model, *recipe, folder, **env)
+    losses = [y for _, y in scalars(tmp_path / "run")["Loss/train"]]
+    assert losses[-1] < 0.7 * losses[0]
+    assert summary(tmp_path / "run")["best_top1"] > 60
+
+
+# ---- the scripts as texts
+
+
+def code(path: Path) -> list[str]:
+    """Lines of a script below its docstring."""
+    text = path.read_text()
+    return text.splitlines()[ast.parse(text).body[0].end_lineno :]
+
+
+def changes(other: str) -> tuple[list[str], list[str]]:
+    """Lines that a script takes from imagenet_nd.py and adds to it, whatever their indentation."""
+    before, after = (
+        [line.strip() for line in code(ROOT / name) if line.strip()] for name in (SCRIPTS[0], other)
+    )
+    difference = list(difflib.unified_diff(before, after, lineterm="", n=0))[2:]
+    removed = [line[1:] for line in difference if line.startswith("-")]
+    return removed, [line[1:] for line in difference if line.startswith("+")]
+
+
+@pytest.mark.parametrize(
+    ("script", "most_removed", "most_added", "about"),
+    [
+        ("imagenet_dp.py", 5, 8, "parallel|GPUs|mode="),
+        (
+            "imagenet_ddp.py",
+            8,
+            20,
+            "distribut|launch|process|replica|sync|nullcontext|ranks|all-reduce|mode=",
+        ),
+        (
+            "imagenet_ddp_apex.py",
+            18,
+            30,
+            "distribut|launch|process|replica|sync|nullcontext|ranks|all-reduce|mode=|"
+            "o2|precision|float16|masters|scale",
+        ),
+    ],
+)
+def test_a_script_differs_from_nd_by_its_mode_alone(script, most_removed, most_added, about):
+    removed, added = changes(script)
+    assert 0 < len(removed) <= most_removed, removed
+    assert 0 < len(added) <= most_added, added
+    foreign = [line for line in added if not re.search(about, line, re.IGNORECASE)]
+    assert not foreign
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_a_short_lesson(script):
+    text = (ROOT / script).read_text()
+    assert len(text.splitlines()) <= 200
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    (step,) = [function for function in functions if function.name == "train_step"]
+    body = ast.unparse(step)
+    assert ".backward()" in body
+    assert "scaler.step(optimizer)" in body
+    assert f"python {script}" in text or f" {script} " in text  # a command to type
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of this repository that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively"
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if re.match(r"(utils\.|imagenet|scripts|tests|conftest)", name)}
+
+
+def test_imports_inside_utils_point_one_way():
+    files = {f"utils.{path.stem}": path for path in (ROOT / "utils").glob("*.py")}
+    graph = {}
+    for module, path in files.items():
+        names = imports(path)
+        assert all(name.startswith("utils.") for name in names), f"{module} looks up: {names}"
+        graph[module] = names & files.keys()
+    try:
+        order = list(TopologicalSorter(graph).static_order())
+    except CycleError as cycle:
+        pytest.fail(f"import cycle: {cycle.args[1]}")
+    assert len(order) == len(files) > 10
+    assert not graph["utils.samplers"]
+    assert not graph["utils.errors"]

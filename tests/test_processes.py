@@ -1,0 +1,122 @@
+"""No orphans: when a launcher or a rank dies, nothing that the run has started lives on."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import summary
+from running import TORCHRUN, Process, Running, eventually, start, tiny
+
+INTERRUPTED = 75
+WAYS = {
+    "nd": ("imagenet_nd.py", (), ()),
+    "spawn": ("imagenet_ddp.py", ("-g", "2"), ()),
+    "torchrun": ("imagenet_ddp.py", (), (*TORCHRUN, "--nproc_per_node=2")),
+}
+
+
+def endless(way: str, folder: Path, runs: Path, step_seconds: float = 0.05) -> Running:
+    """A run with two loader workers that goes on until something ends it."""
+    script, options, launcher = WAYS[way]
+    model, env = tiny(step_seconds=step_seconds)
+    lasting = ("-b", "5", "--epochs", "10000", "-p", "1", "-j", "2", "--dist-timeout", "60")
+    if way == "nd":
+        lasting = lasting[:-2]
+    where = ("--output-dir", runs, "--name", "run", folder)
+    return start(script, *options, *model, *lasting, *where, launcher=launcher, **env)
+
+
+def ranks(run: Running) -> list[Process]:
+    """The training processes: children of the launcher with children of their own, by age."""
+    family = run.meet_family()
+    parents = {member.parent for member in family}
+    found = [one for one in family if one.parent == run.process.pid and one.pid in parents]
+    return sorted(found, key=lambda one: (one.started, one.pid))
+
+
+def all_gone(run: Running) -> bool:
+    """Whether, in the end, none of the processes met before is left."""
+    family = run.family
+    return eventually(lambda: not any(one.lives() for one in family))
+
+
+@pytest.mark.parametrize(
+    ("way", "signum", "least"),
+    [
+        ("nd", signal.SIGKILL, 2),
+        ("spawn", signal.SIGKILL, 4),
+        ("torchrun", signal.SIGKILL, 4),
+        pytest.param("spawn", signal.SIGHUP, 4, marks=pytest.mark.long),
+        pytest.param("torchrun", signal.SIGHUP, 4, marks=pytest.mark.long),
+    ],
+)
+def test_nothing_outlives_the_process_that_was_typed(folder, tmp_path, way, signum, least):
+    with endless(way, folder, tmp_path) as run:
+        run.until(r"step +3/")
+        family = run.meet_family()
+        assert len(family) >= least, family
+        run.send(signum)
+        run.process.wait()
+        assert all_gone(run), [one for one in family if one.lives()]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_other_with_a_sentence(folder, tmp_path, victim):
+    with endless("spawn", folder, tmp_path) as run:
+        run.until(r"step +3/")
+        pair = ranks(run)
+        assert len(pair) == 2, run.family
+        os.kill(pair[victim].pid, signal.SIGKILL)
+        result = run.result()
+        assert result.code == 128 + signal.SIGKILL
+        assert "Traceback" not in result.err
+        errors = [line for line in result.err.splitlines() if "error" in line]
+        assert len(errors) == 2, result.err
+        (of_rank,) = [line for line in errors if line.startswith(f"error (rank {1 - victim})")]
+        assert "--resume" in of_rank
+        assert "SIGKILL" in next(line for line in errors if line != of_rank)
+        assert all_gone(run)
+
+
+def test_torchrun_ends_the_others_of_a_killed_rank(folder, tmp_path):
+    with endless("torchrun", folder, tmp_path) as run:
+        run.until(r"step +3/")
+        os.kill(ranks(run)[-1].pid, signal.SIGKILL)
+        assert run.result().code not in (0, INTERRUPTED)
+        assert all_gone(run)
+
+
+@pytest.mark.parametrize("step", [3, 6], ids=["training", "evaluation"])
+def test_a_terminals_interrupt_ends_two_processes_with_a_snapshot(folder, tmp_path, step):
+    """It reaches the launcher, the ranks and their loader workers, old and new, all at once."""
+    with endless("spawn", folder, tmp_path) as run:
+        run.until(rf"Epoch 1/10000 step {step}/6")
+        run.meet_family()
+        run.send(signal.SIGINT, group=True)
+        result = run.result()
+        assert result.code == INTERRUPTED, result.err
+        assert "Traceback" not in result.err
+        assert summary(tmp_path / "run")["finished_because"] == "interrupted"
+        assert (tmp_path / "run" / "snapshot.pt").is_file()
+        assert all_gone(run)
+
+
+@pytest.mark.parametrize("way", ["nd", "spawn"])
+def test_a_second_interrupt_ends_at_once(folder, tmp_path, way):
+    with endless(way, folder, tmp_path, step_seconds=600) as run:
+        for _ in range(2 if way == "spawn" else 1):
+            run.until("a long step begins")
+        run.meet_family()
+        run.send(signal.SIGINT, group=True)
+        time.sleep(1)
+        assert run.process.poll() is None  # the first one waits for the step
+        while run.process.poll() is None:
+            run.send(signal.SIGINT, group=True)
+            eventually(lambda: run.process.poll() is not None, seconds=5)
+        result = run.result()
+        assert result.code not in (0, INTERRUPTED)
+        assert "Traceback" not in result.err
+        assert not (tmp_path / "run" / "snapshot.pt").exists()
+        assert all_gone(run)

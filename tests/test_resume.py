@@ -1,0 +1,363 @@
+"""A run that is stopped, by whatever means, and goes on ends where an undisturbed one does."""
+
+import shutil
+import signal
+from pathlib import Path
+from shlex import split
+
+import pytest
+from conftest import SMALL, Result, draw_folder, python, summary, train
+from running import TORCHRUN, assert_same_weights, snapshot, start, tiny
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+INTERRUPTED = 75
+STEPS = 30  # of 10 images in an epoch
+# The learning rate depends on the position, and not on the number of epochs.
+RECIPE = split("--epochs 2 -p 1 --lr 0.05 --warmup-epochs 1 --crop-scale 0.5 --seed 3")
+MEASURED = ("Throughput/", "Time/", "IO/", "Step/throughput")  # never the same twice
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory) -> Path:
+    """300 training and 21 validation images in 3 classes."""
+    return draw_folder(tmp_path_factory.mktemp("images") / "data", train=100)
+
+
+class Place:
+    """Where the runs of one way to train lie, and how they are started."""
+
+    def __init__(self, root: Path, images: Path, *options: str, full: bool = True):
+        self.root, self.images, self.options, self.full = root, images, options, full
+
+    def line(self, name: str, *more: object, slow: bool = False) -> tuple[list, dict[str, str]]:
+        """Command line behind the script's name, and environment, for the run ``name``."""
+        model, env = tiny(self.full, step_seconds=0.03 if slow else 0.0)
+        here = ("--output-dir", self.root, "--name", name, "--resume", "auto", self.images)
+        return [*model, *RECIPE, *self.options, *more, *here], env
+
+    def finish(self, script: str, name: str, *more: object, processes: int = 0) -> Path:
+        """Train to the last epoch; ``processes`` by torchrun, if given."""
+        arguments, env = self.line(name, *more)
+        train(script, *arguments, processes=processes, **env)
+        return self.root / name
+
+    def stop(
+        self,
+        script: str,
+        name: str,
+        *more: object,
+        at: tuple[int, int],
+        signum: int = signal.SIGTERM,
+        group: bool = False,
+        launcher: tuple = (),
+    ) -> Result:
+        """Start or continue a run, and send ``signum`` after the step (epoch, step) ``at``."""
+        arguments, env = self.line(name, *more, slow=True)
+        with start(script, *arguments, launcher=launcher, **env) as run:
+            run.until(rf"Epoch {at[0]}/\d+ step +{at[1]}/")
+            run.send(signum, group)
+            return run.result()
+
+    def copy(self, name: str, new: str) -> Path:
+        """A copy of a run, to try something on."""
+        return shutil.copytree(self.root / name, self.root / new)
+
+
+def position(run: Path) -> tuple[int, int]:
+    """Finished epochs, and steps of the next one, of a run's snapshot."""
+    progress = snapshot(run)["progress"]
+    return progress["epoch"], progress["step"]
+
+
+def points(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """All points of a run, those included that TensorBoard would take for a restart's leftovers."""
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0}, purge_orphaned_data=False)
+    events.Reload()
+    return {
+        tag: [(p.step, p.value) for p in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
+
+
+def assert_same_curves(run: Path, other: Path, tolerance: float = 0.0, own: tuple = ()) -> None:
+    """The same points, each once; the values of ``own`` tags are not looked at."""
+    ours, theirs = points(run), points(other)
+    assert ours.keys() == theirs.keys()
+    assert "Step/loss" in ours
+    assert "Top1/val" in ours
+    for tag in ours:
+        x = [x for x, _ in ours[tag]]
+        assert x == sorted(set(x)), f"{tag} runs backward"
+        if tag.startswith(MEASURED[:3]):
+            continue  # an epoch that was resumed after its last step has no speed
+        assert x == [x for x, _ in theirs[tag]], tag
+        if not tag.startswith(MEASURED) and tag not in own:
+            wanted = [y for _, y in theirs[tag]]
+            assert [y for _, y in ours[tag]] == pytest.approx(wanted, rel=tolerance, abs=0), tag
+
+
+def assert_same_progress(run: Path, other: Path) -> None:
+    """Snapshots agree on position, best epoch, loss scale and the metrics of all epochs."""
+    one, two = snapshot(run), snapshot(other)
+    assert one["scaler"] == two["scaler"]
+    for progress in (one["progress"], two["progress"]):
+        assert progress.pop("elapsed") > 0
+        for epoch in progress["history"]:
+            for tag in [tag for tag in epoch if tag.startswith((*MEASURED, "Seconds"))]:
+                del epoch[tag]
+    assert repr(one["progress"]) == repr(two["progress"])  # as text, nan equals nan
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    """Bit for bit the same outcome."""
+    assert_same_weights(run, other)
+    assert_same_curves(run, other)
+    assert_same_progress(run, other)
+    assert summary(run)["finished_because"] == "epochs"
+
+
+# ---- one process
+
+ND, DDP = "imagenet_nd.py", "imagenet_ddp.py"
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory, images) -> Place:
+    """Runs on one process; ``whole`` is the undisturbed one."""
+    place = Place(tmp_path_factory.mktemp("one"), images, "-b", "10")
+    place.finish(ND, "whole")
+    return place
+
+
+STOPS = {
+    "SIGTERM": {"at": (1, 5), "signum": signal.SIGTERM},
+    "evaluation": {"at": (1, STEPS), "signum": signal.SIGTERM},
+    "SIGINT": {"at": (2, 3), "signum": signal.SIGINT, "group": True},
+    "SIGUSR1": {"at": (2, 20), "signum": signal.SIGUSR1},
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(one) -> dict[str, Result]:
+    """The run ``often`` is stopped by each of `STOPS` in turn; copies have the stops' names."""
+    results = {}
+    for name, how in STOPS.items():
+        results[name] = one.stop(ND, "often", **how)
+        one.copy("often", name)
+    one.finish(ND, "often")
+    return results
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_signal_ends_in_a_snapshot(one, stopped, name):
+    result, run = stopped[name], one.root / name
+    assert result.code == INTERRUPTED, result.err
+    assert "Traceback" not in result.err
+    assert summary(run)["finished_because"] == "interrupted"
+    epoch, step = STOPS[name]["at"]
+    done, steps = position(run)
+    assert done == summary(run)["epochs_done"] == epoch - 1
+    assert step <= steps <= STEPS
+    assert steps < STEPS or name == "evaluation", "the signal came too late to be a test"
+
+
+def test_four_stops_change_nothing(one, stopped):
+    assert_same_run(one.root / "often", one.root / "whole")
+
+
+def test_elapsed_time_goes_on_counting(one, stopped):
+    seconds = [snapshot(one.root / name)["progress"]["elapsed"] for name in (*STOPS, "often")]
+    assert seconds == sorted(seconds)
+    assert 0 < seconds[0] < seconds[-1]
+
+
+def test_kill_in_the_second_epoch_goes_on_from_the_last_snapshot(one):
+    result = one.stop(ND, "killed", at=(2, 10), signum=signal.SIGKILL)
+    run = one.root / "killed"
+    assert result.code == -signal.SIGKILL
+    assert position(run) == (1, 0)
+    (run / ".snapshot.pt.12345.tmp").write_bytes(b"half a snapshot")
+    one.finish(ND, "killed")
+    assert_same_run(run, one.root / "whole")
+
+
+@pytest.fixture(scope="module")
+def first_epoch(one) -> Path:
+    """A finished run of a single epoch."""
+    return one.finish(ND, "first_epoch", "--epochs", "1")
+
+
+def test_points_past_the_snapshot_are_drawn_again(one, first_epoch):
+    """As after a crash between writing an epoch's points and writing its snapshot."""
+    run = one.copy("whole", "ahead")
+    for name in ("snapshot.pt", "best.pt"):
+        shutil.copy(first_epoch / name, run / name)
+    one.finish(ND, "ahead")
+    assert_same_run(run, one.root / "whole")
+
+
+def test_raised_epochs_continue_a_finished_run(one, first_epoch):
+    run = one.copy("first_epoch", "raised")
+    one.finish(ND, "raised")
+    assert_same_run(run, one.root / "whole")
+
+
+def test_another_global_batch_at_the_end_of_an_epoch(one, first_epoch):
+    run = one.copy("first_epoch", "larger")
+    one.finish(ND, "larger", "-b", "20")
+    assert summary(run)["epochs_done"] == 2
+    x = [x for x, _ in points(run)["Step/loss"]]
+    assert len(x) == STEPS + STEPS // 2
+    assert x == sorted(set(x))
+
+
+def test_an_unfit_global_batch_within_an_epoch_is_refused_once(one, stopped):
+    run = one.copy("SIGTERM", "unfit")
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    arguments, env = one.line(run.name, "-b", "32", "-g", "2")
+    result = python(DDP, *SMALL, *arguments, **env)
+    assert result.code == 2
+    assert "global batch 10 " in result.sentence
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+
+
+@pytest.mark.long
+def test_a_fitting_global_batch_within_an_epoch_sees_the_remaining_images(one, stopped):
+    """Steps of 5 images in place of 10: twice the position, and each remaining image once."""
+    run = one.copy("SIGTERM", "finer")
+    steps = position(run)[1]
+    one.finish(ND, "finer", "-b", "5", "--epochs", "1")
+    x = [x for x, _ in points(run)["Step/loss"]]
+    assert x == sorted(set(x))
+    assert len(x) == steps + (300 - 10 * steps) // 5
+
+
+def test_time_limit_ends_in_a_snapshot_and_a_file_is_continued_in_place(one):
+    arguments, env = one.line("limited", "--train-time", "0")
+    result = train(ND, *arguments, **env)
+    run = one.root / "limited"
+    assert summary(run)["finished_because"] == "train_time"
+    assert position(run) == (0, 1)
+    assert "time limit" in result.out
+    model, env = tiny(full=True)
+    train(ND, *model, *RECIPE, "-b", "10", "--resume", run / "snapshot.pt", one.images, **env)
+    assert_same_run(run, one.root / "whole")
+
+
+@pytest.mark.long
+def test_used_up_time_counts_after_a_resume(one):
+    """The limit is on the whole run, so a continued one has nothing left."""
+    limit = ("--train-time", str(1e-9 / 3600))
+    for steps in (1, 2):
+        one.finish(ND, "poor", *limit)
+        assert position(one.root / "poor") == (0, steps)
+        assert summary(one.root / "poor")["finished_because"] == "train_time"
+
+
+def test_the_best_model_evaluates_to_its_accuracy(one):
+    whole = one.root / "whole"
+    model, env = tiny(full=True)
+    where = ("--resume", whole / "best.pt", "--output-dir", one.root, "--name", "evaluated")
+    train(ND, *model, *where, "-e", "-b", "8", one.images, **env)
+    found = summary(one.root / "evaluated")
+    assert found["val_top1"] == summary(whole)["best_top1"] == snapshot(whole, "best.pt")["top1"]
+    assert found["val_images"] == 21
+    assert found["finished_because"] == "evaluated"
+
+
+# ---- two processes
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, images) -> Place:
+    """Runs on two processes; ``whole`` is the undisturbed one."""
+    place = Place(tmp_path_factory.mktemp("two"), images, "-b", "5")
+    place.finish(DDP, "whole", "-g", "2")
+    return place
+
+
+@pytest.fixture(scope="module")
+def stopped_twice(two) -> list[Result]:
+    """Stopped under torchrun, stopped again under spawn, finished under torchrun."""
+    torchrun = (*TORCHRUN, "--nproc_per_node=2")
+    results = [two.stop(DDP, "often", at=(1, 5), launcher=torchrun)]
+    two.copy("often", "torchrun")
+    results.append(two.stop(DDP, "often", "-g", "2", at=(2, 5)))
+    two.copy("often", "spawn")
+    two.finish(DDP, "often", processes=2)
+    return results
+
+
+@pytest.mark.parametrize(("name", "epoch"), [("torchrun", 1), ("spawn", 2)])
+def test_sigterm_to_the_launcher_ends_in_a_snapshot(two, stopped_twice, name, epoch):
+    result = stopped_twice[epoch - 1]
+    run = two.root / name
+    assert summary(run)["finished_because"] == "interrupted"
+    done, steps = position(run)
+    assert done == epoch - 1
+    assert 5 <= steps < STEPS
+    # torchrun has a code, and a traceback, of its own for a signal.
+    assert result.code == INTERRUPTED if name == "spawn" else result.code
+    assert "Traceback" not in result.err or name == "torchrun"
+
+
+def test_two_processes_resume_bit_for_bit(two, stopped_twice):
+    often, whole = two.root / "often", two.root / "whole"
+    assert_same_weights(often, whole)
+    # After a resume, rank 0's running mean begins with the sums of all ranks.
+    assert_same_curves(often, whole, tolerance=1e-6, own=("Step/loss",))
+    assert summary(often)["best_top1"] == summary(whole)["best_top1"]
+
+
+def test_a_run_moves_between_numbers_of_processes(tmp_path, images):
+    """Without batch norm and dropout, one process and two see and compute the same."""
+    place = Place(tmp_path, images, full=False)
+    whole = place.finish(ND, "whole", "-b", "10")
+    assert place.stop(ND, "moved", "-b", "10", at=(1, 5)).code == INTERRUPTED
+    stop = place.stop(DDP, "moved", "-b", "5", "-g", "2", at=(2, 5))
+    assert stop.code == INTERRUPTED
+    done, steps = position(place.root / "moved")
+    assert done == 1
+    assert 5 <= steps < STEPS
+    moved = place.finish(ND, "moved", "-b", "10")
+    assert_same_weights(moved, whole, tolerance=1e-5)
+    assert_same_curves(moved, whole, tolerance=1e-4, own=("Step/loss",))
+
+
+# ---- loss scale, accumulation
+
+
+def check_stop_and_resume(place: Place, script: str, *options: object) -> dict:
+    """Compare an undisturbed run and a stopped one; return the scaler's state."""
+    whole = place.finish(script, "whole", *options)
+    stop = place.stop(script, "stopped", *options, at=(1, 5))
+    assert stop.code == INTERRUPTED, stop.err
+    assert 0 < position(place.root / "stopped")[1] < STEPS
+    assert_same_run(place.finish(script, "stopped", *options), whole)
+    return snapshot(whole)["scaler"]
+
+
+def test_masters_loss_scale_and_accumulation_go_on(tmp_path, images):
+    place = Place(tmp_path, images, "-b", "5", "--accum-steps", "2")
+    scaler = check_stop_and_resume(place, "imagenet_ddp_apex.py", "-g", "1", "--opt-level", "O2")
+    assert scaler["clean_steps"] > STEPS  # so that a counter begun again would show
+
+
+@pytest.mark.long
+def test_native_loss_scale_goes_on(tmp_path, images):
+    scaler = check_stop_and_resume(Place(tmp_path, images, "-b", "10"), ND, "--amp", "fp16")
+    assert scaler["_growth_tracker"] > STEPS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", [ND, "imagenet_dp.py", DDP, "imagenet_ddp_apex.py"])
+def test_a_real_model_goes_on(tmp_path, images, script):
+    """ResNet-18, in every script as it is without options."""
+    where = ("-b", "10", "--output-dir", tmp_path)
+    arguments = [*RECIPE, *where, "--resume", "auto", images]
+    train(script, "--name", "whole", *arguments)
+    with start(script, "--name", "stopped", *arguments) as run:
+        run.until(r"Epoch 1/2 step +5/")
+        run.send(signal.SIGTERM)
+        assert run.result().code == INTERRUPTED
+    train(script, "--name", "stopped", *arguments)
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
