@@ -257,3 +257,14 @@ def test_views_of_tiny_and_narrow_images_have_the_asked_size(shape):
     image = im.decode(encode(picture(*shape), "PNG"))
     assert im.eval_view(image, 16).shape == (16, 16, 3)
     assert im.train_view(image, 16, random.Random(0)).shape == (16, 16, 3)
+
+
+@pytest.mark.parametrize("shape", [(3, 60_000), (60_000, 3), (1, 1), (2, 31), (31, 2)])
+def test_evaluation_of_an_extreme_image_resizes_its_middle_alone(shape):
+    cut = im.eval_cut(shape, 224)
+    assert max(cut.size) <= 16 * 256
+    top, left, height, width = cut.box
+    assert abs(2 * top + height - shape[0]) <= 1
+    assert abs(2 * left + width - shape[1]) <= 1
+    image = torch.randint(0, 256, (3, *shape), dtype=torch.uint8)
+    assert im.view(image, cut).shape == (224, 224, 3)

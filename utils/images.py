@@ -20,6 +20,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".
 JPEG_MAGIC = b"\xff\xd8"
 CROP_SCALE = 0.08  # smallest share of the image's area that a training crop covers
 RATIO = (3 / 4, 4 / 3)  # its width : height
+EXTREME = 16  # long side : short side; of a longer image, evaluation looks at the middle alone
 EVAL_RATIO = 256 / 224  # evaluation: short side after the resize : size of the centre crop
 
 Box = tuple[int, int, int, int]  # top, left, height, width in pixels
@@ -102,14 +103,16 @@ def eval_cut(shape: tuple[int, int], size: int, short: int | None = None) -> Cut
 
     ``short`` is at least ``size``; default ``size`` * 256/224, rounded.
     """
-    height, width = shape
+    # Whole, a strip of 1 x 60,000 pixels would fill gigabytes once its short side is resized.
+    height, width = (min(side, EXTREME * min(shape)) for side in shape)
+    box = ((shape[0] - height) // 2, (shape[1] - width) // 2, height, width)
     short = short or round(size * EVAL_RATIO)
     if height <= width:
         target = (short, int(short * width / height))
     else:
         target = (int(short * height / width), short)
     top, left = round((target[0] - size) / 2), round((target[1] - size) / 2)
-    return Cut((0, 0, height, width), target, (top, left, size, size), False)
+    return Cut(box, target, (top, left, size, size), False)
 
 
 def crop_and_resize(image: Tensor, box: Box, size: tuple[int, int]) -> Tensor:
