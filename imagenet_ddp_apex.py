@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils import data, distributed, errors, models, o2, optim, options, tracking, training
+from utils import data, distributed, models, o2, optim, options, processes, tracking, training
 from utils.checkpoint import TrainState
 from utils.distributed import World
 
@@ -93,4 +93,4 @@ def train(args: Namespace, world: World) -> int:
 
 
 if __name__ == "__main__":
-    errors.run_main(main)
+    processes.run_main(main)

@@ -13,7 +13,7 @@ from argparse import Namespace
 import torch
 from torch import Tensor, nn
 
-from utils import data, distributed, errors, models, optim, options, tracking, training
+from utils import data, distributed, models, optim, options, processes, tracking, training
 from utils.checkpoint import TrainState
 from utils.distributed import World
 
@@ -77,4 +77,4 @@ def train(args: Namespace, world: World) -> int:
 
 
 if __name__ == "__main__":
-    errors.run_main(main)
+    processes.run_main(main)

@@ -1,6 +1,7 @@
 """Batches: the same pixels on any number of workers and ranks, and what unreadable files do."""
 
 import os
+import re
 from argparse import Namespace
 
 import numpy as np
@@ -186,9 +187,14 @@ def test_bad_files_are_named_once_and_limited(index, workers):
     assert set(bad.seen) == {4, 5, 15}
     assert len(named) == 3
     assert all(any(index.path(i) in line for line in named) for i in (4, 5, 15))
+    assert not bad.too_many
     bad.limit = 2
-    with pytest.raises(UserError, match=r"more than 2 image files.*--max-bad-files"):
-        list(batches)
+    assert bad.too_many
+    assert re.search(r"more than 2 image files.*--max-bad-files", str(bad.error()))
+    bad.seen.clear()
+    named.clear()
+    list(batches)
+    assert len(bad.seen) == len(named) == 3, "past the limit nothing more is named"
 
 
 def test_all_files_unreadable_ends_by_the_limit(index):

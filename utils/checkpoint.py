@@ -72,7 +72,7 @@ def save_snapshot(state: TrainState, folder: Path, options: dict[str, Any]) -> N
         "progress": {name: getattr(state, name) for name in _PROGRESS},
         "options": options,
     }
-    save_atomically(lambda file: torch.save(content, file), folder / SNAPSHOT)
+    _save(content, folder / SNAPSHOT)
 
 
 def save_best(state: TrainState, folder: Path, arch: str, classes: list[str]) -> None:
@@ -85,7 +85,19 @@ def save_best(state: TrainState, folder: Path, arch: str, classes: list[str]) ->
         "top1": state.best["top1"],
         "top5": state.best["top5"],
     }
-    save_atomically(lambda file: torch.save(content, file), folder / BEST)
+    _save(content, folder / BEST)
+
+
+def _save(content: dict[str, Any], path: Path) -> None:
+    try:
+        save_atomically(lambda file: torch.save(content, file), path)
+    except (OSError, RuntimeError) as fault:  # torch hides the cause in a RuntimeError
+        cause = fault if isinstance(fault, OSError) else fault.__context__
+        reason = cause.strerror if isinstance(cause, OSError) else "is the disk full?"
+        raise UserError(
+            f"cannot write {path} ({reason}): what was saved before is intact; make room, then go "
+            "on with --resume"
+        ) from fault
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from utils.distributed import World, check_alike, first_on_node, gather
 from utils.errors import UserError
 from utils.gpu_decode import RawBatches, RawFiles
 from utils.index import ImageIndex, check_same_classes, class_folders, select_classes
+from utils.metrics import UNREADABLE
 from utils.samplers import EvalSampler, TrainSampler
 
 MEAN = (0.485, 0.456, 0.406)  # ImageNet's, per channel, for pixels in 0..1
@@ -25,30 +26,38 @@ STD = (0.229, 0.224, 0.225)
 
 @dataclass
 class BadFiles:
-    """Unreadable files of one loader: each is named once; more than ``limit`` end the run."""
+    """Unreadable files of one loader: each is named once; more than ``limit`` are `too_many`."""
 
     index: ImageIndex
     limit: int
     log: Callable[[str], None] = print
     seen: dict[int, str] = field(default_factory=dict)  # image: reason
 
+    @property
+    def too_many(self) -> bool:
+        """True if the run should end, with `error`."""
+        return len(self.seen) > self.limit
+
     def note(self, faults: list[tuple[int, str]]) -> None:
-        """Name the new ones among ``faults``. Raises `UserError` past the limit."""
+        """Name the new ones among ``faults``; none any more once there are too many."""
         for image, reason in faults:
-            if image not in self.seen:
+            if image not in self.seen and not self.too_many:
                 self.seen[image] = reason
                 self.log(f"unreadable image {self.index.path(image)}: {reason}")
-        if len(self.seen) > self.limit:
-            last = self.index.path(list(self.seen)[-1])
-            raise UserError(
-                f"more than {self.limit} image files could not be read (--max-bad-files), the last "
-                f"one {last}: check the disk and the copy of the data set"
-            )
 
     def share(self, world: World) -> None:
         """Let every rank know what all have seen, so that rank 0's log names each file."""
         for seen in gather(dict(self.seen), world):
             self.note(list(seen.items()))
+
+    def error(self) -> UserError:
+        """What to raise in every rank, after `share`, when there are too many."""
+        last = self.index.path(list(self.seen)[-1])
+        return UserError(
+            f"more than {self.limit} image files could not be read (--max-bad-files), the last "
+            f"one {last}: check the disk and the copy of the data set",
+            alike=True,
+        )
 
 
 class Batches:
@@ -103,6 +112,8 @@ class Batches:
             self.reading.add(reading)
             if reading.faults:
                 self.bad.note(reading.faults)
+            if self.dataset.train and bool((targets == UNREADABLE).any()):
+                raise self.bad.error()  # not even a replacement was found
             yield self._upload(images, targets, *raw)
             before = time.perf_counter()
 

@@ -14,6 +14,8 @@ from utils.index import ImageIndex
 from utils.metrics import UNREADABLE
 from utils.samplers import Batch
 
+LONGEST_SEARCH = 10_000  # unreadable files in one batch: it is the disk then, not the files
+
 
 @dataclass
 class Reading:
@@ -77,6 +79,8 @@ class ImageBatches(Dataset):
     def _readable(self, wanted: int, reading: Reading) -> tuple[int, Tensor | None]:
         """Decode image ``wanted``, or the one that stands in for it. Returns (which, pixels)."""
         for step in range(len(self) if self.train else 1):
+            if len(reading.faults) >= LONGEST_SEARCH:
+                break
             found = (wanted + step) % len(self)
             try:
                 return found, im.decode(self._read(found, reading))

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
 
 BAD_INPUT = 2  # exit code of argparse for wrong options; ours for everything of that kind
 INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, a snapshot is there, run again
@@ -27,15 +26,3 @@ def report(error: UserError) -> int:
         where = f" (rank {rank})" if rank and not error.alike else ""
         print(f"error{where}: {error}", file=sys.stderr, flush=True)
     return BAD_INPUT
-
-
-def run_main(main: Callable[[], int | None]) -> None:
-    """Call ``main`` and end the process with its exit code, or with a `UserError`'s sentence."""
-    try:
-        code = main()
-    except UserError as error:
-        code = report(error)
-    except KeyboardInterrupt:
-        print("interrupted before training began; nothing was lost", file=sys.stderr)
-        code = 130
-    sys.exit(code)

@@ -33,7 +33,7 @@ def _number(kind: type, low: float, high: float = math.inf) -> Callable[[str], f
 
 
 def _accuracy(text: str) -> float:
-    """Per cent; 0.75 and 75 mean the same."""
+    """Per cent; up to 1 it is a share, so 0.75 and 75 mean the same, and 1 is 100 %."""
     value = float(text)
     if not 0 < value <= 100:
         raise argparse.ArgumentTypeError(f"{text} is neither a share (0.75) nor per cent (75)")

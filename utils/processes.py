@@ -29,6 +29,31 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
+def run_main(main: Callable[[], int | None]) -> None:
+    """Call ``main`` and end the process with its exit code, or with a `UserError`'s sentence."""
+    try:
+        code = main()
+    except UserError as error:
+        code = report(error)
+    except KeyboardInterrupt:
+        print("interrupted before training began; nothing was lost", file=sys.stderr)
+        code = 130
+    finally:
+        _kill_children()
+    sys.exit(code)
+
+
+def _kill_children() -> None:
+    """Kill the loader workers that an exception has left behind.
+
+    They ignore the SIGTERM by which multiprocessing would end them before it waits for them.
+    """
+    # DataLoader's handler of SIGCHLD would take their end for a fault.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
 def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...]]]) -> int:
     """Run each ``function(*arguments)`` in its own process; return the job's exit code.
 
@@ -97,4 +122,6 @@ def _child(function: Callable[..., int], *arguments: Any) -> None:
         code = function(*arguments)
     except UserError as error:
         code = report(error)
+    finally:
+        _kill_children()
     sys.exit(code)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from utils.distributed import World
 
-_REASONS = (None, "train_time", "interrupted")  # by rising weight: the ranks take the maximum
+# By rising weight: the ranks take the maximum.
+_REASONS = (None, "train_time", "interrupted", "bad_files")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -33,11 +34,15 @@ class StopRequest:
             signal.signal(signum, self._on_signal)
 
     def _on_signal(self, signum: int, frame: Any) -> None:
-        self.code = _REASONS.index("interrupted")
+        self.ask("interrupted")
         if signum == signal.SIGINT:
             self.interrupts += 1
             if self.interrupts > 1:
                 os._exit(128 + signum)
+
+    def ask(self, reason: str) -> None:
+        """Wish for the end of the run, as far as this rank is concerned."""
+        self.code = max(self.code, _REASONS.index(reason))
 
     def poll(self) -> str | None:
         """Reason to stop, or None; all ranks must call it equally often and get the same answer.
@@ -46,7 +51,7 @@ class StopRequest:
         computes, so the answer is one call old and nobody waits for it.
         """
         if self.deadline is not None and self.world.is_main and time.monotonic() >= self.deadline:
-            self.code = max(self.code, _REASONS.index("train_time"))
+            self.ask("train_time")
         if self.world.size == 1:
             self.reason = _REASONS[self.code]
             return self.reason

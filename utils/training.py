@@ -74,6 +74,9 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
             reason = "desired_acc"
             break
     stop.close()
+    for batches in (job.train, job.loaders.val):
+        if batches.bad.too_many:
+            raise batches.bad.error()
     test = _test_best(job, predict) if job.loaders.test and reason != "interrupted" else {}
     report.end(job, reason, test)
     return INTERRUPTED if reason == "interrupted" else 0
@@ -103,6 +106,8 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
         state.step += 1
         if state.step % args.print_freq == 0 or state.step == steps:
             _report_step(job, sums, time.perf_counter() - began, state.step - first)
+        if job.train.bad.too_many:
+            stop.ask("bad_files")
         if stop.poll():
             break
     if world.device.type == "cuda":
@@ -110,11 +115,11 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
     seconds, done = time.perf_counter() - began, state.step - first
     run.stop_bar()
     total = sums.total(world)
+    job.train.bad.share(world)
     state.sums = total  # if evaluation is stopped, the epoch is not closed, and they are needed
-    if stop.reason:
+    if stop.reason or job.train.bad.too_many:
         return None
     metrics = to_metrics(total)
-    job.train.bad.share(world)
     return {
         "Loss/train": metrics.loss,
         "Top1/train": metrics.top1,
@@ -252,7 +257,10 @@ def evaluate(
     total = sums.total(world)
     seconds = time.perf_counter() - began
     job.run.stop_bar()
-    if stop is not None and stop.reason:
+    batches.bad.share(world)
+    if batches.bad.too_many and stop is None:
+        raise batches.bad.error()
+    if stop is not None and (stop.reason or batches.bad.too_many):
         return None
     metrics = to_metrics(total)
     unreadable = sampler.images - metrics.images

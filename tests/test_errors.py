@@ -1,0 +1,324 @@
+"""Errors speak: one sentence that names the thing, a non-zero exit code, and nothing lost."""
+
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Result, draw_folder, python, shell, train
+from torchvision.models import get_model
+
+from utils.network import free_port
+
+TINY = ("-a", "resnet18", "--image-size", "32", "-b", "5", "-j", "0", "--epochs", "2")
+LINE = " ".join(TINY)
+SECOND = "lost touch with another process"  # what other ranks may say after the first error
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below ``folder``: relative path -> bytes."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def assert_one_sentence(result: Result, *names: object) -> None:
+    """The command failed, and all that it says on stderr is one line with ``names`` in it."""
+    assert result.code != 0, result.out
+    said = result.sentence
+    for name in names:
+        assert str(name) in said, said
+    usage = r"(?s)usage: .*?\n(?=\S)"  # argparse puts it before its sentence
+    rest = re.sub(usage, "", result.err).strip().splitlines()
+    assert rest == [said], result.err
+
+
+def assert_one_sentence_of_many(result: Result, *names: object) -> None:
+    """The same for a command with several processes: the sentence comes once, not once a process.
+
+    torchrun adds its report, with a traceback of its own. Other ranks may add that they have lost
+    touch with the one that failed.
+    """
+    assert result.code != 0, result.out
+    tracebacks = re.findall(
+        r"(?ms)^Traceback .*?^(?=\S+(?:Error|Exception|Interrupt)\b)(\S+)", result.err
+    )
+    assert result.err.count("Traceback (") == len(tracebacks), result.err
+    assert all("ChildFailedError" in name for name in tracebacks), result.err
+    ours = [line for line in result.err.splitlines() if re.match(r"error\b", line)]
+    first = [line for line in ours if SECOND not in line]
+    assert len(first) == 1, result.err
+    for name in names:
+        assert str(name) in first[0], first[0]
+
+
+# ---- the command line
+
+
+def attempt(script: str, *arguments: object) -> Result:
+    """Run a script on one process that is bound to fail."""
+    return python(script, *TINY, *arguments)
+
+
+def test_unknown_arch_gets_the_nearest_names(folder):
+    done = attempt("imagenet_nd.py", "-a", "resnet5", folder)
+    assert_one_sentence(done, "resnet5", "resnet50")
+
+
+def test_unknown_option(folder):
+    assert_one_sentence(
+        attempt("imagenet_nd.py", "--learning-speed", "1", folder), "--learning-speed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--desired-acc", "175"),
+        pytest.param("--epochs", "many", marks=pytest.mark.long),
+        pytest.param("--batch-size", "0", marks=pytest.mark.long),
+    ],
+)
+def test_value_that_an_option_cannot_have(folder, option, value):
+    assert_one_sentence(attempt("imagenet_nd.py", f"{option}={value}", folder), option, value)
+
+
+# ---- the data set
+
+
+def test_missing_data_folder(tmp_path):
+    assert_one_sentence(attempt("imagenet_nd.py", tmp_path / "none"), tmp_path / "none")
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """A small data set to spoil."""
+    return draw_folder(tmp_path / "data", train=6, val=2)
+
+
+def fails_before_it_begins(data: Path, *arguments: object) -> Result:
+    """A training on ``data`` that must leave no run directory behind."""
+    output = data.parent / "output"
+    done = attempt("imagenet_nd.py", "--output-dir", output, *arguments, data)
+    assert not output.exists() or not list(output.iterdir())
+    return done
+
+
+def test_missing_val(data):
+    shutil.rmtree(data / "val")
+    assert_one_sentence(fails_before_it_begins(data), data / "val")
+
+
+def test_class_without_images(data):
+    for image in (data / "train" / "class_1").iterdir():
+        image.rename(image.with_suffix(".txt"))
+    assert_one_sentence(fails_before_it_begins(data), data / "train" / "class_1", "no images")
+
+
+def test_classes_that_differ_between_train_and_val(data):
+    (data / "val" / "class_2").rename(data / "val" / "class_x")
+    assert_one_sentence(fails_before_it_begins(data), "class_2", "class_x", "train", "val")
+
+
+def test_unknown_name_in_classes(data):
+    assert_one_sentence(fails_before_it_begins(data, "--classes", "class_1,dog"), "dog")
+
+
+def test_image_size_too_small_for_the_arch(data):
+    done = fails_before_it_begins(data, "-a", "alexnet", "--image-size", "32")
+    assert_one_sentence(done, "alexnet", "32", "--image-size")
+
+
+def spoil(data: Path, count: int) -> list[Path]:
+    """Make ``count`` training images unreadable."""
+    bad = sorted((data / "train").glob("*/*.JPEG"))[:: 18 // count][:count]
+    for path in bad:
+        path.write_text("not an image")
+    return bad
+
+
+def test_more_bad_files_than_allowed(data, tmp_path):
+    bad = spoil(data, 3)
+    options = ("--max-bad-files", "2", "--output-dir", tmp_path / "output")
+    done = attempt("imagenet_nd.py", *options, data)
+    assert_one_sentence(done, "2", "--max-bad-files")
+    assert any(str(path) in done.sentence for path in bad)
+    for path in bad:
+        assert done.out.count(str(path)) == 1
+
+
+# ---- checkpoints and the run directory
+
+
+@pytest.fixture(scope="module")
+def run(folder, tmp_path_factory) -> Path:
+    """A run of one epoch. Tests compare it before and after."""
+    output = tmp_path_factory.mktemp("runs")
+    options = ("-j", "0", "-b", "20", "--epochs", "1", "--lr", "0.01")
+    train("imagenet_nd.py", *options, "--output-dir", output, "--name", "old", folder)
+    return output / "old"
+
+
+def test_checkpoint_of_another_arch(run, folder):
+    before = contents(run)
+    done = attempt("imagenet_nd.py", "-a", "resnet34", "--resume", run / "snapshot.pt", folder)
+    assert_one_sentence(done, run / "snapshot.pt", "resnet18")
+    assert contents(run) == before
+
+
+def test_checkpoint_of_another_number_of_classes(run, folder):
+    before = contents(run)
+    done = attempt("imagenet_nd.py", "--classes", "2", "--resume", run / "snapshot.pt", folder)
+    assert_one_sentence(done, "classes")
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["truncated", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("text", "list"))],
+)
+def test_damaged_checkpoint(run, folder, tmp_path, kind):
+    path = tmp_path / "damaged.pt"
+    if kind == "list":
+        torch.save([1, 2], path)
+    else:
+        whole = (run / "snapshot.pt").read_bytes()
+        path.write_bytes(whole[: len(whole) // 2] if kind == "truncated" else b"hello\n" * 999)
+    before = path.read_bytes()
+    done = attempt("imagenet_nd.py", "--resume", path, "--output-dir", tmp_path / "out", folder)
+    assert_one_sentence(done, path)
+    assert path.read_bytes() == before
+
+
+def test_damaged_snapshot_of_the_run_itself(run, folder, tmp_path):
+    mine = shutil.copytree(run, tmp_path / "mine")
+    (mine / "snapshot.pt").write_bytes((run / "snapshot.pt").read_bytes()[:-1000])
+    before = contents(mine)
+    options = ("--resume", "auto", "--output-dir", tmp_path, "--name", "mine")
+    assert_one_sentence(attempt("imagenet_nd.py", *options, folder), mine / "snapshot.pt")
+    assert contents(mine) == before
+
+
+def test_resume_of_a_missing_file(folder, tmp_path):
+    path = tmp_path / "none" / "snapshot.pt"
+    done = attempt("imagenet_nd.py", "--resume", path, "--output-dir", tmp_path, folder)
+    assert_one_sentence(done, path)
+
+
+@pytest.mark.long
+def test_foreign_checkpoint_without_weights(folder, tmp_path):
+    weights = get_model("resnet18", num_classes=3).state_dict()
+    torch.save({"state_dict": dict(list(weights.items())[:5])}, tmp_path / "part.pth")
+    options = ("--resume", tmp_path / "part.pth", "--output-dir", tmp_path)
+    assert_one_sentence(attempt("imagenet_nd.py", *options, folder), "snapshot", "model")
+
+
+def test_run_directory_that_cannot_be_made(folder, tmp_path):
+    (tmp_path / "file").write_text("precious")
+    done = attempt("imagenet_nd.py", "--output-dir", tmp_path / "file", folder)
+    assert_one_sentence(done, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_loss_that_is_no_number_leaves_the_last_snapshot(run, folder, tmp_path):
+    mine = shutil.copytree(run, tmp_path / "mine")
+    before = {name: (mine / name).read_bytes() for name in ("snapshot.pt", "best.pt")}
+    options = ("-b", "20", "--lr", "1e20", "--output-dir", tmp_path, "--name", "mine")
+    done = attempt("imagenet_nd.py", *options, "--resume", "auto", folder)
+    assert_one_sentence(done, "loss", "nan", "--lr")
+    assert {name: (mine / name).read_bytes() for name in before} == before
+
+
+def test_full_disk_ends_the_run_and_leaves_the_last_snapshot(run, folder, tmp_path):
+    """A limit on the size of files stands in for the full disk. Loader workers must end, too."""
+    mine = shutil.copytree(run, tmp_path / "mine")
+    before = {name: (mine / name).read_bytes() for name in ("snapshot.pt", "best.pt")}
+    options = f"{LINE} -j 1 -b 20 --output-dir {tmp_path} --name mine --resume auto"
+    (done,) = shell(f"ulimit -f 1000 && python imagenet_nd.py {options} {folder}", timeout=60)
+    assert_one_sentence(done, mine)
+    assert {name: (mine / name).read_bytes() for name in before} == before
+    assert not list(mine.glob(".*.tmp"))
+
+
+# ---- several processes
+
+
+def test_malformed_address(folder):
+    done = attempt("imagenet_ddp.py", "--dist-url", "127.0.0.1:8888", folder)
+    assert_one_sentence(done, "--dist-url", "127.0.0.1:8888", "tcp://")
+
+
+def test_node_rank_out_of_range(folder):
+    done = attempt("imagenet_ddp.py", "-n", "2", "-nr", "2", folder)
+    assert_one_sentence(done, "2", "0 to 1")
+
+
+def test_unreachable_master(folder):
+    address = f"127.0.0.1:{free_port()}"
+    options = ("--dist-url", f"tcp://{address}", "-n", "2", "-nr", "1", "--dist-timeout", "2")
+    assert_one_sentence(attempt("imagenet_ddp.py", *options, folder), address, "2 s")
+
+
+def test_port_in_use(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        options = ("--dist-url", f"tcp://127.0.0.1:{port}", "-n", "2", "-nr", "0")
+        done = attempt("imagenet_ddp.py", *options, "--dist-timeout", "5", folder)
+    assert_one_sentence(done, port, "taken")
+
+
+def test_nodes_that_see_different_data(folder, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "other")
+    (other / "train" / "class_2" / "000.JPEG").unlink()
+    rest = f"-n 2 --dist-url tcp://127.0.0.1:{free_port()} {LINE} --output-dir {tmp_path}/output"
+    results = shell(
+        f"python imagenet_ddp.py -nr 0 {rest} {folder}",
+        f"python imagenet_ddp.py -nr 1 {rest} {other}",
+    )
+    for result in results:  # each node has a terminal of its own
+        assert_one_sentence(result, "60 images", "59 images")
+    assert not (tmp_path / "output").exists()
+
+
+def torchrun(*arguments: object) -> Result:
+    """Run imagenet_ddp.py on two processes of torchrun."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    return python(*launcher, "imagenet_ddp.py", *TINY, *arguments)
+
+
+def test_torchrun_missing_data_folder(tmp_path):
+    assert_one_sentence_of_many(torchrun(tmp_path / "none"), tmp_path / "none")
+
+
+def test_torchrun_damaged_checkpoint(folder, tmp_path):
+    """Rank 0 finds it."""
+    (tmp_path / "damaged.pt").write_text("hello")
+    options = ("--resume", tmp_path / "damaged.pt", "--output-dir", tmp_path / "output")
+    assert_one_sentence_of_many(torchrun(*options, folder), tmp_path / "damaged.pt")
+
+
+def test_torchrun_more_bad_files_than_allowed(data, tmp_path):
+    """Both ranks find it, in their first batch."""
+    spoil(data, 15)
+    options = ("--max-bad-files", "2", "--output-dir", tmp_path / "output", data)
+    assert_one_sentence_of_many(torchrun(*options), "--max-bad-files")
+
+
+def test_torchrun_loss_that_is_no_number(folder, tmp_path):
+    options = ("--lr", "1e20", "--output-dir", tmp_path / "output", folder)
+    assert_one_sentence_of_many(torchrun(*options), "loss", "nan", "--lr")
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["imagenet_ddp.py", pytest.param("imagenet_ddp_apex.py", marks=pytest.mark.long)],
+)
+def test_spawned_processes_speak_once(data, tmp_path, script):
+    """Both processes find the class without images, before there is anything between them."""
+    for image in (data / "val" / "class_1").iterdir():
+        image.unlink()
+    done = attempt(script, "-g", "2", "--output-dir", tmp_path / "output", data)
+    assert_one_sentence(done, data / "val" / "class_1")
