@@ -61,7 +61,7 @@ def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listin
                 disable=not (shows and sys.stderr.isatty()),
             )
             found |= dict(bar)
-        _write(root, known | found, shows)
+        write(root, known | found, shows)
     return [found[name] for name in classes]
 
 
@@ -145,7 +145,8 @@ def _read(root: Path) -> dict[str, Listing]:
     return listings
 
 
-def _write(root: Path, known: dict[str, Listing], shows: bool) -> None:
+def write(root: Path, known: dict[str, Listing], shows: bool = False) -> None:
+    """Keep the listings ``known`` (by class) in ``root``; with ``shows``, say if that fails."""
     values = [known[name] for name in sorted(known)]
     folders = [item for listing in values for item in listing.folders.items()]
     content = {

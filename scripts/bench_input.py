@@ -1,0 +1,275 @@
+#!/usr/bin/env python3
+"""How fast do images come in? This suite's input path against the usual two pipelines.
+
+    python scripts/bench_input.py             # on 1,500 images cut out of photographs
+    python scripts/bench_input.py DATA        # on the training images of DATA
+
+Rounds of the pipelines follow each other in turn, so that a change of the machine's speed meets all
+of them; the figures are medians, and the ratios are those of CPU time, which other programs on the
+machine disturb least. One core: batches are made in this process by one thread. Workers: the CPU
+time of DataLoader's workers, from their start to their end, handing over included.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench import photographs, pipelines  # noqa: E402
+
+from utils import index_cache, processes  # noqa: E402
+from utils.errors import UserError  # noqa: E402
+from utils.index import ImageIndex, class_folders  # noqa: E402
+from utils.samplers import Batch, epoch_order  # noqa: E402
+
+BATCH = 64
+IMAGENET = 1_281_167
+
+
+def main() -> int:
+    args = parse()
+    torch.set_num_threads(1)
+    originals = Path(args.data) if args.data else made_images(args)
+    shrunk = shrink(originals, Path(args.cache) / f"shrunk_of_{originals.resolve().name}")
+    result: dict[str, Any] = {"command": " ".join(sys.argv), "machine": machine()}
+    sets = {"originals": originals, "shrunk to 256": shrunk}
+    indices = {name: index_of(root / "train") for name, root in sets.items()}
+    for name, index in indices.items():
+        mean = index.sizes.mean() / 1000
+        print(f"{name}: {len(index)} images, {mean:.0f} KB on average")
+    result["images"] = {
+        name: {"number": len(index), "mean_bytes": float(index.sizes.mean())}
+        for name, index in indices.items()
+    }
+    result["one core"] = compare(indices, args, in_process)
+    print_table("one core", result["one core"])
+    args.batches *= 4  # so that the start of the workers weighs little
+    result["workers"] = compare(indices, args, lambda d, b: by_workers(d, b, args.workers))
+    print_table(f"{args.workers} workers", result["workers"])
+    result |= first_batch(indices["originals"], args.workers) | big_index()
+    for key in ("first_batch_s", "index_load_s", "worker_growth_mb"):
+        print(f"{key}: {result[key]:.3g}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", nargs="?", metavar="DATA", help="folder with train/CLASS/*.JPEG")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of each pipeline (5)")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        default=5,
+        metavar="N",
+        help=f"a round, of {BATCH} images (5; four times as many for the workers)",
+    )
+    parser.add_argument("-j", "--workers", type=int, default=2, metavar="N", help="(2)")
+    parser.add_argument("--images", type=int, default=1500, metavar="N", help="to make (1500)")
+    parser.add_argument(
+        "--photographs",
+        type=Path,
+        metavar="DIR",
+        help="where to cut them from; default: those of the Debian packages "
+        + ", ".join(photographs.PACKAGES),
+    )
+    parser.add_argument("--cache", default=str(ROOT / "data" / "bench"), metavar="DIR")
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    return parser.parse_args()
+
+
+def made_images(args: argparse.Namespace) -> Path:
+    """The folder of images cut out of photographs, made if need be."""
+    found = photographs.find(args.photographs)
+    if not found:
+        place = f"in {args.photographs}" if args.photographs else "on this machine"
+        raise UserError(
+            f"there are no photographs {place}: give DATA, or --photographs DIR, or "
+            f"apt-get install {' '.join(photographs.PACKAGES)}"
+        )
+    root = Path(args.cache) / "photographs"
+    print(f"{args.images} images cut out of {len(found)} photographs, e.g. {found[0]}", flush=True)
+    root.parent.mkdir(parents=True, exist_ok=True)
+    photographs.make(root, found, args.images)
+    return root
+
+
+def shrink(originals: Path, out: Path) -> Path:
+    """A copy of ``originals`` with a short side of 256 pixels, by prepare_data.py."""
+    command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), "shrink"]
+    done = subprocess.run(
+        [*command, str(originals), str(out)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise UserError(f"the images could not be shrunk: {done.stderr.strip()}")
+    return out
+
+
+def index_of(root: Path) -> ImageIndex:
+    return ImageIndex(root, class_folders(root))
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": processes.usable_cores(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+Timing = tuple[float, float]  # CPU seconds and seconds
+
+
+def in_process(dataset: Dataset, batches: list[Batch]) -> Timing:
+    """Make the batches here."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    for batch in batches:
+        dataset.__getitems__(batch)
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
+def by_workers(dataset: Dataset, batches: list[Batch], workers: int) -> Timing:
+    """Let ``workers`` make them; CPU time is the workers', handing over included."""
+    loader = DataLoader(
+        dataset, batch_sampler=batches, num_workers=workers, collate_fn=lambda batch: batch
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall = time.perf_counter()
+    for _ in loader:
+        pass
+    wall = time.perf_counter() - wall
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # the workers have been waited for
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return cpu, wall
+
+
+def compare(indices: dict[str, ImageIndex], args: argparse.Namespace, time_it: Any) -> list[Any]:
+    """Rounds of every pipeline on every set: a row for each, with figures a round."""
+    rows = [
+        {"pipeline": name, "images": images, "dataset": dataset, "index": index, "rounds": []}
+        for images, index in indices.items()
+        for name, dataset in pipelines.all_of(index).items()
+    ]
+    number = args.batches * BATCH
+    for turn in range(-1, args.rounds):  # the first turn warms up
+        for row in rows:
+            order = np.resize(epoch_order(len(row["index"]), 0, max(turn, 0)), number)
+            batches = [Batch(max(turn, 0), part) for part in np.split(order, args.batches)]
+            cpu, wall = time_it(row["dataset"], batches)
+            if turn >= 0:
+                row["rounds"].append({"cpu_ms": 1000 * cpu / number, "images_per_s": number / wall})
+    base: list[float] = []
+    for row in rows:
+        del row["dataset"], row["index"]
+        costs = [turn["cpu_ms"] for turn in row["rounds"]]
+        base = base or costs  # the first row: the usual pipeline on the originals
+        row["cpu_ms"] = statistics.median(costs)
+        row["images_per_s"] = statistics.median(turn["images_per_s"] for turn in row["rounds"])
+        row["ratio"] = statistics.median(b / c for b, c in zip(base, costs, strict=True))
+    return rows
+
+
+def print_table(title: str, rows: list[Any]) -> None:
+    print(f"\n{title:18}{'images':16}{'images/s':>10}{'CPU ms':>9}{'ratio':>8}")
+    for row in rows:
+        print(
+            f"{row['pipeline']:18}{row['images']:16}{row['images_per_s']:10.0f}"
+            f"{row['cpu_ms']:9.2f}{row['ratio']:8.2f}"
+        )
+    print(flush=True)
+
+
+def first_batch(index: ImageIndex, workers: int) -> dict[str, float]:
+    """Seconds from asking for batches to having the first."""
+    dataset = pipelines.all_of(index)["this suite"]
+    batches = [Batch(0, np.arange(BATCH) % len(index))] * (2 * workers)
+    began = time.perf_counter()
+    loader = DataLoader(
+        dataset, batch_sampler=batches, num_workers=workers, collate_fn=lambda batch: batch
+    )
+    next(iter(loader))
+    return {"first_batch_s": time.perf_counter() - began}
+
+
+class Touch(Dataset):
+    """Looks every sample up, and tells the private memory of the worker in MB."""
+
+    def __init__(self, index: ImageIndex):
+        self.index = index
+
+    def __getitems__(self, wanted: np.ndarray) -> float:
+        for image in wanted.tolist():
+            self.index.path(image)
+            int(self.index.targets[image])
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1024
+
+
+def big_index() -> dict[str, float]:
+    """Loading a cached index of ImageNet's size, and the growth of a worker over an epoch of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        fill_with_names(root)
+        began = time.perf_counter()
+        index = index_of(root)
+        load = time.perf_counter() - began
+    order = epoch_order(len(index), 0, 0)
+    loader = DataLoader(
+        Touch(index),
+        batch_sampler=list(chunks(order, 4096)),
+        num_workers=1,
+        collate_fn=lambda value: value,
+    )
+    memory = list(loader)
+    return {"index_load_s": load, "worker_growth_mb": memory[-1] - memory[0]}
+
+
+def chunks(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    for start in range(0, len(order), size):
+        yield order[start : start + size]
+
+
+def fill_with_names(root: Path) -> None:
+    """A cached index of `IMAGENET` names in 1000 class folders, without the files."""
+    listings = {}
+    for number, share in enumerate(np.array_split(np.arange(IMAGENET), 1000)):
+        name = f"n{number:08}"
+        (root / name).mkdir()
+        os.utime(root / name, (1e9, 1e9))  # long ago, or the cache would not be believed
+        paths = [b"%s/%s_%d.JPEG" % (name.encode(), name.encode(), i) for i in share]
+        listings[name] = index_cache.Listing(
+            b"".join(paths),
+            np.array([len(path) for path in paths]),
+            np.full(len(paths), 110_000),
+            {name: os.stat(root / name).st_mtime_ns},
+        )
+    index_cache.write(root, listings)
+
+
+if __name__ == "__main__":
+    processes.run_main(main)

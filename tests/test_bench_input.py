@@ -1,0 +1,71 @@
+"""scripts/bench_input.py: that it measures what it says; not how fast anything is."""
+
+import json
+
+import pytest
+from conftest import ROOT, draw_image, python
+
+BENCH = "scripts/bench_input.py"
+
+
+@pytest.fixture(scope="module")
+def photograph(tmp_path_factory):
+    """A folder with something that passes for a photograph."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("photographs")
+    draw_image(folder / "small.JPEG", 1, "x")
+    Image.open(folder / "small.JPEG").resize((1440, 1200)).save(folder / "large.jpg")
+    (folder / "small.JPEG").unlink()
+    return folder
+
+
+def test_all_pipelines_are_measured_on_originals_and_shrunk(photograph, tmp_path):
+    small = ("--rounds", "2", "--batches", "1", "--images", "20", "-j", "1")
+    cache, result = tmp_path / "cache", tmp_path / "result.json"
+    options = ("--photographs", photograph, "--cache", cache, "--json", result)
+    done = python(BENCH, *small, *options)
+    assert done.code == 0, done.err
+    found = json.loads(result.read_text())
+    assert found["images"]["originals"]["number"] == 20
+    assert found["images"]["shrunk to 256"]["number"] == 20
+    for part in ("one core", "workers"):
+        rows = found[part]
+        assert len(rows) == 6
+        assert {row["pipeline"] for row in rows} == {
+            "pytorch/examples",
+            "Apex example",
+            "this suite",
+        }
+        assert rows[0]["ratio"] == 1
+        for row in rows:
+            assert len(row["rounds"]) == 2
+            assert row["cpu_ms"] > 0
+            assert f"{row['cpu_ms']:.2f}" in done.out
+    assert found["index_load_s"] > 0
+    assert found["machine"]["cores"] > 0
+
+
+def test_made_images_are_the_same_and_not_made_twice(photograph, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from bench import photographs
+
+    contents = []
+    for name in ("one", "other"):
+        photographs.make(tmp_path / name, photographs.find(photograph), 12)
+        files = sorted((tmp_path / name).rglob("*.JPEG"))
+        contents.append([path.read_bytes() for path in files])
+    assert contents[0] == contents[1]
+    assert len(set(contents[0])) == 12
+    before = [path.stat().st_mtime_ns for path in files]
+    photographs.make(tmp_path / "other", photographs.find(photograph), 12)
+    assert [path.stat().st_mtime_ns for path in files] == before
+    photographs.make(tmp_path / "other", photographs.find(photograph), 5)
+    assert len(list((tmp_path / "other").rglob("*.JPEG"))) == 5
+
+
+def test_without_photographs_it_says_what_to_install(tmp_path):
+    done = python(BENCH, "--photographs", tmp_path, "--cache", tmp_path / "cache")
+    assert done.code == 2
+    assert "apt-get install" in done.sentence
+    assert not (tmp_path / "cache").exists()
