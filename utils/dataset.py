@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from utils import images as im
+from utils import region_decode
 from utils.index import ImageIndex
 from utils.metrics import UNREADABLE
 from utils.samplers import Batch
@@ -57,6 +58,7 @@ class ImageBatches(Dataset):
         self.index, self.size, self.seed, self.train = index, size, seed, train
         self.crop_scale, self.resize = crop_scale, resize
         self.augment: Callable[[Tensor], Tensor] | None = None
+        self.regions = train  # decode no more than a crop needs, where that is possible
 
     def __len__(self) -> int:
         return len(self.index)
@@ -68,22 +70,21 @@ class ImageBatches(Dataset):
         targets = torch.full((n,), UNREADABLE, dtype=torch.int64)
         reading = Reading()
         for row, wanted in enumerate(batch.indices.tolist()):
-            found, image = self._readable(wanted, reading)
-            if image is None:
-                continue
-            images[row] = self._view(image, batch.epoch, wanted)
-            targets[row] = int(self.index.targets[found])
+            found, view = self._sample(wanted, batch.epoch, reading)
+            if view is not None:
+                images[row] = view
+                targets[row] = int(self.index.targets[found])
         reading.seconds = time.perf_counter() - began
         return images, targets, reading
 
-    def _readable(self, wanted: int, reading: Reading) -> tuple[int, Tensor | None]:
-        """Decode image ``wanted``, or the one that stands in for it. Returns (which, pixels)."""
+    def _sample(self, wanted: int, epoch: int, reading: Reading) -> tuple[int, Tensor | None]:
+        """The view of image ``wanted``, or of the one that stands in for it, and which that is."""
         for step in range(len(self) if self.train else 1):
             if len(reading.faults) >= LONGEST_SEARCH:
                 break
             found = (wanted + step) % len(self)
             try:
-                return found, im.decode(self._read(found, reading))
+                return found, self._view(self._read(found, reading), epoch, wanted)
             except (OSError, ValueError) as fault:
                 reading.faults.append((found, str(fault)))
         return wanted, None
@@ -106,11 +107,26 @@ class ImageBatches(Dataset):
     def _key(self, epoch: int, wanted: int) -> int:
         return (self.seed << 72) | (epoch << 48) | wanted
 
-    def _view(self, image: Tensor, epoch: int, wanted: int) -> Tensor:
-        view = im.view(image, self._cut(tuple(image.shape[1:]), epoch, wanted))
+    def _view(self, data: bytes, epoch: int, wanted: int) -> Tensor:
+        """Decode a file and cut its view out: uint8 [size, size, 3]. Raises: ValueError."""
+        view = self._part(data, epoch, wanted) if self.regions else None
+        if view is None:
+            image = im.decode(data)
+            view = im.view(image, self._cut(tuple(image.shape[1:]), epoch, wanted))
         if not (self.train and self.augment):
             return view
         # Without workers this is the training process, whose own random state must not be touched.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(random.Random(self._key(epoch, wanted)).getrandbits(63))
             return self.augment(view.permute(2, 0, 1)).permute(1, 2, 0)
+
+    def _part(self, data: bytes, epoch: int, wanted: int) -> Tensor | None:
+        """The same view by decoding no more than it needs, where that can be done."""
+        jpeg = region_decode.open_jpeg(data)
+        if jpeg is None:
+            return None
+        cut = self._cut(jpeg.shape, epoch, wanted)
+        pixels = jpeg.decode(cut.box)
+        if pixels is None:
+            return None
+        return im.view(pixels, cut._replace(box=(0, 0, *pixels.shape[1:])))

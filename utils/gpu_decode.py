@@ -64,9 +64,9 @@ class RawBatches(ImageBatches):
                 blob += data
                 targets[row] = int(self.index.targets[wanted])
                 continue
-            found, image = self._readable(wanted, reading)
-            if image is not None:
-                images[row] = self._view(image, batch.epoch, wanted)
+            found, view = self._sample(wanted, batch.epoch, reading)
+            if view is not None:
+                images[row] = view
                 targets[row] = int(self.index.targets[found])
         reading.seconds = time.perf_counter() - began
         joined = torch.frombuffer(blob, dtype=torch.uint8) if blob else torch.empty(0).byte()
@@ -83,11 +83,11 @@ class RawBatches(ImageBatches):
             if image is not None:
                 images[item.row] = im.view(image, item.cut)
                 continue
-            found, pixels = self._readable(item.image, reading)
-            if pixels is None:
+            found, view = self._sample(item.image, item.epoch, reading)
+            if view is None:
                 targets[item.row] = UNREADABLE
             else:
-                images[item.row] = self._view(pixels, item.epoch, item.image).to(images.device)
+                images[item.row] = view.to(images.device)
                 targets[item.row] = int(self.index.targets[found])
         return reading.faults
 

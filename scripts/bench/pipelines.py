@@ -10,6 +10,7 @@ from PIL import Image
 from torch.utils.data import Dataset, default_collate
 from torchvision import transforms
 
+from utils import region_decode
 from utils.data import MEAN, STD
 from utils.dataset import ImageBatches
 from utils.index import ImageIndex
@@ -61,8 +62,12 @@ class UsualUint8(Usual):
 
 def all_of(index: ImageIndex) -> dict[str, Dataset]:
     """The pipelines by name, the one that the others are compared with first."""
-    return {
+    found = {
         "pytorch/examples": Usual(index),
         "Apex example": UsualUint8(index),
         "this suite": ImageBatches(index, SIZE, seed=0, train=True),
     }
+    found["this suite"].regions = False
+    if region_decode.available():
+        found["with nvImageCodec"] = ImageBatches(index, SIZE, seed=0, train=True)
+    return found
