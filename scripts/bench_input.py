@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ def main() -> int:
     args = parse()
     torch.set_num_threads(1)
     originals = Path(args.data) if args.data else made_images(args)
-    shrunk = shrink(originals, Path(args.cache) / f"shrunk_of_{originals.resolve().name}")
+    name = zlib.crc32(os.fsencode(originals.resolve()))
+    shrunk = shrink(originals, Path(args.cache) / f"shrunk_{name:08x}")
     result: dict[str, Any] = {"command": " ".join(sys.argv), "machine": machine()}
     sets = {"originals": originals, "shrunk to 256": shrunk}
     indices = {name: index_of(root / "train") for name, root in sets.items()}
@@ -107,11 +109,10 @@ def made_images(args: argparse.Namespace) -> Path:
             f"there are no photographs {place}: give DATA, or --photographs DIR, or "
             f"apt-get install {' '.join(photographs.PACKAGES)}"
         )
-    root = Path(args.cache) / "photographs"
+    cache = Path(args.cache)
     print(f"{args.images} images cut out of {len(found)} photographs, e.g. {found[0]}", flush=True)
-    root.parent.mkdir(parents=True, exist_ok=True)
-    photographs.make(root, found, args.images)
-    return root
+    cache.mkdir(parents=True, exist_ok=True)
+    return photographs.make(cache, found, args.images)
 
 
 def shrink(originals: Path, out: Path) -> Path:

@@ -31,12 +31,9 @@ def test_all_pipelines_are_measured_on_originals_and_shrunk(photograph, tmp_path
     assert found["images"]["shrunk to 256"]["number"] == 20
     for part in ("one core", "workers"):
         rows = found[part]
-        assert len(rows) == 6
-        assert {row["pipeline"] for row in rows} == {
-            "pytorch/examples",
-            "Apex example",
-            "this suite",
-        }
+        names = [row["pipeline"] for row in rows]
+        assert {"pytorch/examples", "Apex example", "this suite"} <= set(names)
+        assert len(names) == 2 * len(set(names))
         assert rows[0]["ratio"] == 1
         for row in rows:
             assert len(row["rounds"]) == 2
@@ -50,18 +47,17 @@ def test_made_images_are_the_same_and_not_made_twice(photograph, tmp_path, monke
     monkeypatch.syspath_prepend(ROOT / "scripts")
     from bench import photographs
 
-    contents = []
+    found, contents = photographs.find(photograph), []
     for name in ("one", "other"):
-        photographs.make(tmp_path / name, photographs.find(photograph), 12)
-        files = sorted((tmp_path / name).rglob("*.JPEG"))
+        root = photographs.make(tmp_path / name, found, 12)
+        files = sorted(root.rglob("*.JPEG"))
         contents.append([path.read_bytes() for path in files])
     assert contents[0] == contents[1]
     assert len(set(contents[0])) == 12
     before = [path.stat().st_mtime_ns for path in files]
-    photographs.make(tmp_path / "other", photographs.find(photograph), 12)
+    assert photographs.make(tmp_path / "other", found, 12) == root
     assert [path.stat().st_mtime_ns for path in files] == before
-    photographs.make(tmp_path / "other", photographs.find(photograph), 5)
-    assert len(list((tmp_path / "other").rglob("*.JPEG"))) == 5
+    assert photographs.make(tmp_path / "other", found, 5) != root
 
 
 def test_without_photographs_it_says_what_to_install(tmp_path):
