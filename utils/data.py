@@ -112,8 +112,7 @@ class Batches:
             self.reading.add(reading)
             if reading.faults:
                 self.bad.note(reading.faults)
-            if self.dataset.train and bool((targets == UNREADABLE).any()):
-                raise self.bad.error()  # not even a replacement was found
+            self._check(targets)
             yield self._upload(images, targets, *raw)
             before = time.perf_counter()
 
@@ -127,6 +126,7 @@ class Batches:
             images = images.to(self.device, non_blocking=True)
             if raw is not None:
                 self.bad.note(self.dataset.finish(images, targets, raw))
+                self._check(targets)
             images = self._normalise(images)
             targets = targets.to(self.device, non_blocking=True)
         current = torch.cuda.current_stream(self.device)
@@ -134,6 +134,11 @@ class Batches:
         images.record_stream(current)
         targets.record_stream(current)
         return images, targets
+
+    def _check(self, targets: Tensor) -> None:
+        if self.dataset.train and bool((targets == UNREADABLE).any()):
+            # Not even a replacement was found. Other ranks may not have noticed: this one speaks.
+            raise UserError(str(self.bad.error()))
 
     def _normalise(self, images: Tensor) -> Tensor:
         """uint8 [n, s, s, 3] to (x / 255 - MEAN) / STD as ``dtype`` [n, 3, s, s].
