@@ -16,6 +16,10 @@ from PIL import Image, ImageDraw
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+# A shell that starts the tests in the background lets them, and all their children, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # The fastest of torchvision's well-behaved models on one thread.
 SMALL = ("-a", "resnet18", "--image-size", "32", "-j", "1")
 TIMEOUT = 240  # seconds; a limit against hangs, not a measurement

@@ -175,7 +175,7 @@ def changes(other: str) -> tuple[list[str], list[str]]:
             18,
             30,
             "distribut|launch|process|replica|sync|nullcontext|ranks|all-reduce|mode=|"
-            "o2|precision|float16|masters|scale",
+            "o2|level|precision|float16|masters|scale",
         ),
     ],
 )

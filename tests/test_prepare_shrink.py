@@ -36,7 +36,9 @@ def succeed(*arguments):
 
 
 def tree(folder):
-    files = (path for path in folder.rglob("*") if path.is_file())
+    """What the preparation has written: path -> bytes."""
+    index = ".index.npz"  # a training's own
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != index)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
