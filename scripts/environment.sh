@@ -34,7 +34,7 @@ use_environment() {
     fi
     local arguments=()
     for file in "${files[@]}"; do arguments+=(-r "$file"); done
-    if ! "$PYTHON" -m pip install --quiet --disable-pip-version-check \
+    if ! "$PYTHON" -m pip install -qq --disable-pip-version-check \
         -c "$root/scripts/constraints.txt" "${arguments[@]}"; then
         echo "error: the installation did not finish; run this again to go on" >&2
         return 1
