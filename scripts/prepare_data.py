@@ -15,6 +15,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from prepare import sample as sample_drawings
 from prepare.archives import (
     ARCHIVES,
@@ -27,7 +30,8 @@ from prepare.archives import (
 from prepare.files import PrepareError, png_bytes, reading
 from prepare.folder import SPLITS, Item, Plan, prepare
 from prepare.shrink import shrink_folder
-from prepare.workers import usable_cores
+
+from utils.processes import usable_cores
 
 FASHION_CLASSES = (
     *("0_tshirt_top", "1_trouser", "2_pullover", "3_dress", "4_coat"),

@@ -7,6 +7,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
+from conftest import eval_view
 from PIL import Image
 from torchvision.transforms.v2 import functional as tv
 
@@ -117,8 +118,8 @@ def test_resize_reaches_the_centre_crop(index):
     whole = ImageBatches(index, SIZE, SEED, train=False, resize=SIZE)
     images, _, _ = whole.__getitems__(Batch(0, np.array([0])))
     image = im.decode(open(index.path(0), "rb").read())
-    assert torch.equal(images[0], im.eval_view(image, SIZE, SIZE))
-    assert not torch.equal(images[0], im.eval_view(image, SIZE))
+    assert torch.equal(images[0], eval_view(image, SIZE, SIZE))
+    assert not torch.equal(images[0], eval_view(image, SIZE))
 
 
 def test_persistent_workers_follow_the_sampler(index):
@@ -170,7 +171,7 @@ def test_evaluation_marks_unreadable_images(index):
 def test_evaluation_shows_centre_crops(index):
     images, _, _ = fetch(index, [2, 3], train=False, epoch=5)
     for row, i in zip(images, (2, 3), strict=True):
-        assert torch.equal(row, im.eval_view(im.decode(open(index.path(i), "rb").read()), SIZE))
+        assert torch.equal(row, eval_view(im.decode(open(index.path(i), "rb").read()), SIZE))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from conftest import eval_view, train_view
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop, v2
 
@@ -178,7 +179,7 @@ def test_training_crops_are_torchvisions_within_a_tenth_of_a_grey_level(size):
 def test_eval_view_is_resize_and_centre_crop(shape, size, short):
     image = picture(*shape)
     view = v2.Compose([v2.Resize(short or round(size * 256 / 224)), v2.CenterCrop(size)])
-    apart = difference(im.eval_view(im.decode(encode(image, "PNG")), size, short), view(image))
+    apart = difference(eval_view(im.decode(encode(image, "PNG")), size, short), view(image))
     assert apart.mean() < 0.3
     assert apart.max() <= 1
 
@@ -239,7 +240,7 @@ def test_random_box_without_room_is_torchvisions_centre(shape):
 
 def test_train_view_mirrors_every_second_image():
     ramp = torch.arange(0, 200).to(torch.uint8).expand(3, 150, 200).contiguous()
-    views = [im.train_view(ramp, 8, random.Random(seed)) for seed in range(400)]
+    views = [train_view(ramp, 8, random.Random(seed)) for seed in range(400)]
     assert {(tuple(view.shape), view.dtype) for view in views} == {((8, 8, 3), torch.uint8)}
     mirrored = sum(int(view[0, 0, 0] > view[0, -1, 0]) for view in views)
     assert abs(mirrored - 200) < 4 * math.sqrt(100), "four standard deviations"
@@ -247,7 +248,7 @@ def test_train_view_mirrors_every_second_image():
 
 def test_train_view_depends_on_the_draw_alone():
     image = im.decode(JPEG)
-    first, same, other = (im.train_view(image, 32, random.Random(seed)) for seed in (1, 1, 2))
+    first, same, other = (train_view(image, 32, random.Random(seed)) for seed in (1, 1, 2))
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
 
@@ -255,8 +256,8 @@ def test_train_view_depends_on_the_draw_alone():
 @pytest.mark.parametrize("shape", [(1, 1), (700, 3), (3, 700), (2, 9)])
 def test_views_of_tiny_and_narrow_images_have_the_asked_size(shape):
     image = im.decode(encode(picture(*shape), "PNG"))
-    assert im.eval_view(image, 16).shape == (16, 16, 3)
-    assert im.train_view(image, 16, random.Random(0)).shape == (16, 16, 3)
+    assert eval_view(image, 16).shape == (16, 16, 3)
+    assert train_view(image, 16, random.Random(0)).shape == (16, 16, 3)
 
 
 @pytest.mark.parametrize("shape", [(3, 60_000), (60_000, 3), (1, 1), (2, 31), (31, 2)])

@@ -190,12 +190,6 @@ def test_the_training_reads_the_copy_in_the_same_order(source, shrunk):
     from utils import images as files
     from utils.index import ImageIndex
 
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        from prepare.files import IMAGE_SUFFIXES
-    finally:
-        sys.path.remove(str(SCRIPTS))
-    assert IMAGE_SUFFIXES == files.SUFFIXES
     old, new = (ImageIndex(root / "train", ["a", "odd"]) for root in (source, shrunk[0]))
     assert old.fingerprint() == new.fingerprint() and (old.targets == new.targets).all()
     for index in range(len(new)):

@@ -1,9 +1,11 @@
-"""Files that are either there as a whole or not at all."""
+"""What is an image file; and files that are either there as a whole or not at all."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -48,26 +48,27 @@ class RawBatches(ImageBatches):
 
     def __getitems__(self, batch: Batch) -> tuple[Tensor, Tensor, Reading, RawFiles]:
         began = time.perf_counter()
-        n = len(batch.indices)
-        images = torch.zeros(n, self.size, self.size, 3, dtype=torch.uint8)
-        targets = torch.full((n,), UNREADABLE, dtype=torch.int64)
-        reading, raw, blob = Reading(), [], bytearray()
+        reading, raw, blob, others = Reading(), [], bytearray(), []
         for row, wanted in enumerate(batch.indices.tolist()):
             try:
                 data = self._read(wanted, reading)
                 shape = whole_jpeg(data)
             except OSError:
                 shape = None  # found and reported once more below
-            if shape is not None:
-                cut = self._cut(shape, batch.epoch, wanted)
-                raw.append(Raw(row, len(data), cut, wanted, batch.epoch))
-                blob += data
-                targets[row] = int(self.index.targets[wanted])
+            if shape is None:
+                others.append(row)
                 continue
-            found, view = self._sample(wanted, batch.epoch, reading)
-            if view is not None:
-                images[row] = view
-                targets[row] = int(self.index.targets[found])
+            cut = self._cut(shape, batch.epoch, wanted)
+            raw.append(Raw(row, len(data), cut, wanted, batch.epoch))
+            blob += data
+        n = len(batch.indices)
+        images = torch.zeros(n, self.size, self.size, 3, dtype=torch.uint8)
+        targets = torch.from_numpy(self.index.targets[batch.indices])
+        images[others], targets[others], more = super().__getitems__(
+            Batch(batch.epoch, batch.indices[others])
+        )
+        reading.add(more)
+        reading.faults = more.faults
         reading.seconds = time.perf_counter() - began
         joined = torch.frombuffer(blob, dtype=torch.uint8) if blob else torch.empty(0).byte()
         return images, targets, reading, RawFiles(joined, raw)
@@ -94,7 +95,7 @@ class RawBatches(ImageBatches):
 
 def whole_jpeg(data: bytes) -> tuple[int, int] | None:
     """Height and width of a grey or colour JPEG file with both its ends, else None."""
-    if not data.startswith(b"\xff\xd8") or not data[-64:].rstrip(b"\0").endswith(b"\xff\xd9"):
+    if not im.has_jpeg_ends(data):
         return None
     try:
         with Image.open(io.BytesIO(data)) as picture:

@@ -16,8 +16,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
-JPEG_MAGIC = b"\xff\xd8"
+JPEG_MAGIC, JPEG_END = b"\xff\xd8", b"\xff\xd9"
 CROP_SCALE = 0.08  # smallest share of the image's area that a training crop covers
 RATIO = (3 / 4, 4 / 3)  # its width : height
 EXTREME = 16  # long side : short side; of a longer image, evaluation looks at the middle alone
@@ -33,6 +32,14 @@ class Cut(NamedTuple):
     size: tuple[int, int]  # height and width after the resize
     window: Box
     mirrored: bool
+
+
+def has_jpeg_ends(data: bytes) -> bool:
+    """True if ``data`` begins and ends (but for padding) as a whole JPEG file does.
+
+    Decoders fill up what is missing of a file without its end, instead of refusing it.
+    """
+    return data.startswith(JPEG_MAGIC) and data[-64:].rstrip(b"\0").endswith(JPEG_END)
 
 
 def decode(data: bytes) -> Tensor:
@@ -139,15 +146,3 @@ def view(image: Tensor, cut: Cut) -> Tensor:
     top, left, height, width = cut.window
     out = out[top : top + height, left : left + width]
     return out.flip(1) if cut.mirrored else out
-
-
-def train_view(
-    image: Tensor, size: int, draw: random.Random, smallest: float = CROP_SCALE
-) -> Tensor:
-    """`train_cut` of a decoded image: uint8 [size, size, 3]."""
-    return view(image, train_cut(tuple(image.shape[1:]), size, draw, smallest))
-
-
-def eval_view(image: Tensor, size: int, short: int | None = None) -> Tensor:
-    """`eval_cut` of a decoded image: uint8 [size, size, 3]."""
-    return view(image, eval_cut(tuple(image.shape[1:]), size, short))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from utils.errors import UserError
-from utils.images import SUFFIXES
+from utils.files import SUFFIXES
 from utils.index_cache import listings
 
 

@@ -19,8 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from utils.errors import UserError
-from utils.files import save_atomically
-from utils.images import SUFFIXES
+from utils.files import SUFFIXES, save_atomically
 
 CACHE = ".index.npz"
 VERSION = 1

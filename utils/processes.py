@@ -21,9 +21,12 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies, however it dies (Linux: prctl(2))."""
-    parent = os.getppid()
+def die_with_parent(parent: int | None = None) -> None:
+    """Let the kernel kill this process when its parent dies, however it dies (Linux: prctl(2)).
+
+    Give the process number ``parent`` where it may have died before this is called.
+    """
+    parent = parent or os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
         os._exit(1)

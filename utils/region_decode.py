@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.images import JPEG_MAGIC, Box
+from utils.images import Box, has_jpeg_ends
 
 LARGEST_SHARE = 0.8  # of the image's area; a larger crop is decoded as fast with the whole image
 _made: dict[int, tuple[Any, Any] | None] = {}  # by process, as it cannot be forked
@@ -58,9 +58,7 @@ def open_jpeg(data: bytes) -> RegionOfJpeg | None:
     end is missing.
     """
     library = _library()
-    if library is None or not data.startswith(JPEG_MAGIC):
-        return None
-    if not data[-64:].rstrip(b"\0").endswith(b"\xff\xd9"):
+    if library is None or not has_jpeg_ends(data):
         return None
     try:
         part = RegionOfJpeg(*library, data)

@@ -16,11 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-# What the training takes for an image: the suffixes of utils/images.py.
-IMAGE_SUFFIXES = (
-    *(".jpg", ".jpeg", ".png", ".ppm", ".bmp"),
-    *(".pgm", ".tif", ".tiff", ".webp", ".gif"),
-)
+from utils.files import SUFFIXES
 
 
 class PrepareError(Exception):
@@ -91,7 +87,7 @@ def image_files(folder: str | Path, prefix: str = "") -> Iterator[str]:
     for entry in found:
         if entry.name.startswith("."):
             continue
-        if entry.name.lower().endswith(IMAGE_SUFFIXES):
+        if entry.name.lower().endswith(SUFFIXES):
             yield prefix + entry.name
         elif entry.is_dir():
             yield from image_files(entry.path, f"{prefix}{entry.name}/")

@@ -1,8 +1,8 @@
 """Copies an image folder with every image reduced to a short side of at most N pixels.
 
-Training crops are 224 pixels wide, so of a large photograph most is decoded in vain: reduced to 256
-pixels, ImageNet-like ones need about a quarter of the bytes and are read 2.6 times as fast. The
-price is that the smallest training crops, which are enlarged, become softer.
+Training crops are 224 pixels wide, so of a large photograph most is decoded in vain: RESULTS.md has
+what reading the copy costs beside the original. The price is that the smallest training crops,
+which are enlarged, become softer.
 
 An image that is small enough is copied byte for byte. Any other one becomes a JPEG file with the
 pixels of `PIL.Image.convert("RGB")`, reduced, without EXIF and other metadata. It keeps its name,
@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 UNREADABLE = ".unreadable.txt"
 # Seen through the evaluation's resize to 256 and crop, bicubic images are nearer to the originals
-# than Lanczos ones (0.6 to 1 dB) and 4 % smaller; through training crops both are equally near.
+# than Lanczos ones, and their files smaller; through training crops both are equally near.
 FILTER = Image.Resampling.BICUBIC
 # A JPEG decoder can leave out every second pixel for little work, but how it does blurs; with so
 # many times the wanted size left, the filter alone decides what the image looks like.

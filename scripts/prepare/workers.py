@@ -1,10 +1,8 @@
 """Work spread over processes, which end when the one that started them does, however it ends."""
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -14,34 +12,17 @@ from typing import Any, TypeVar
 
 from prepare.files import PrepareError
 
+from utils.processes import die_with_parent
+
 Job = TypeVar("Job")
 Answer = TypeVar("Answer")
 
 JOBS_AT_ONCE = 8  # sent together, so that the parent can keep up with many processes
-_PR_SET_PDEATHSIG = 1
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _die_with(parent: int) -> None:
-    """Lets the kernel kill this process when its parent dies (Linux: prctl(2)).
-
-    Elsewhere the end of the parent's pipe ends it, once the jobs in hand are done.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call
-            os._exit(1)
 
 
 def _serve(parent: int, jobs: Connection, function: Callable[[Job], Answer]) -> None:
     """A worker process: answers lists of jobs until the parent closes the pipe."""
-    _die_with(parent)
+    die_with_parent(parent)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             try:
