@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, NoReturn
 
 from utils.errors import UserError, report
 
@@ -37,13 +37,25 @@ def run_main(main: Callable[[], int | None]) -> None:
     try:
         code = main()
     except UserError as error:
-        code = report(error)
+        _leave(report(error))
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was lost", file=sys.stderr)
         code = 130
     finally:
         _kill_children()
     sys.exit(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process at once, after an error.
+
+    The process group is still there; Python's own way out can meet its threads at work, and C++ then
+    aborts the process (SIGABRT), whatever its exit code was to be.
+    """
+    _kill_children()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _kill_children() -> None:
@@ -124,7 +136,7 @@ def _child(function: Callable[..., int], *arguments: Any) -> None:
     try:
         code = function(*arguments)
     except UserError as error:
-        code = report(error)
+        _leave(report(error))
     finally:
         _kill_children()
     sys.exit(code)
