@@ -103,7 +103,7 @@ def _why_not_apex() -> str | None:
             "the package apex that is installed is not NVIDIA's (PyPI has a toolkit for Pyramid "
             "under that name; pip uninstall it)"
         )
-    if not torch.cuda.is_available():
+    if not _gpu_is_there():
         return "Apex's amp needs a CUDA GPU"
     try:
         importlib.import_module("apex.amp")
@@ -111,6 +111,10 @@ def _why_not_apex() -> str | None:
     except Exception as fault:  # whatever a module built for another torch raises
         return f"Apex's amp cannot be imported ({type(fault).__name__}: {str(fault)[:200]})"
     return None
+
+
+def _gpu_is_there() -> bool:
+    return torch.cuda.is_available()
 
 
 def _version() -> str:

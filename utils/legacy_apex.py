@@ -120,7 +120,9 @@ class ApexWeights:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
-        self.names = [name for name, _ in model.named_parameters()]
+        # Apex will put its masters in the places of the weights.
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.names = [names[parameter] for parameter in master_params(optimizer)]
 
     def _masters(self) -> dict[str, nn.Parameter]:
         # Apex makes its masters only when the first backward begins: later than a snapshot is

@@ -1,0 +1,216 @@
+"""Which amp is taken and why; and the calls that NVIDIA Apex gets, by a stand-in for it."""
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from conftest import ROOT, SMALL, environment, python, scalars, train
+from running import snapshot, tiny
+
+STAND_IN_APEX = str(ROOT / "tests" / "stand_in_apex")
+LINE = ("--epochs", 1, "-b", 10, "-p", 2)
+
+# Runs imagenet_ddp_apex.py where Apex's amp is believed to be usable; the stand-in needs no GPU.
+RUNNER = """
+import sys
+sys.argv = ["imagenet_ddp_apex.py", *sys.argv[1:]]
+import apex, apex.amp
+from utils import apex_amp, processes
+import imagenet_ddp_apex
+
+def main():
+    code = imagenet_ddp_apex.main()
+    sys.stdout.write("".join(repr(call) + "\\n" for call in apex.calls))
+    return code
+
+if __name__ == "__main__":
+    apex_amp._gpu_is_there = lambda: True
+{change}
+    processes.run_main(main)
+"""
+
+
+@pytest.fixture
+def run_with_stand_in(tmp_path, folder):
+    def run(*arguments, change="", processes=1):
+        script = tmp_path / "runner.py"
+        script.write_text(RUNNER.format(change=textwrap.indent(change, "    ")))
+        _, env = tiny()
+        env["PYTHONPATH"] += f":{STAND_IN_APEX}:{ROOT}"
+        return python(
+            *("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"),
+            *(script, *SMALL, "-a", "tiny_plain", *LINE, "--output-dir", tmp_path),
+            *(*arguments, folder),
+            **env,
+        )
+
+    return run
+
+
+def calls(result):
+    assert result.code == 0, result.out + result.err
+    return [eval(line) for line in result.out.splitlines() if line.startswith("('")]
+
+
+def test_apex_is_used_as_published_scripts_use_it(run_with_stand_in, tmp_path):
+    result = run_with_stand_in("--name", "one", change="apex.amp.overflow_next = True")
+    seen = calls(result)
+    assert seen[:2] == [
+        ("initialize", "O2", {}),
+        (
+            "DistributedDataParallel",
+            {
+                "delay_allreduce": False,
+                "allreduce_always_fp32": False,
+                "gradient_predivide_factor": 1.0,
+            },
+        ),
+    ]
+    step = [("scale_loss", False), ("step",), ("zero_grad",)]
+    first = [("scale_loss", False), ("masters",), ("skip",), ("zero_grad",)]
+    assert seen[2 : 2 + 4] == first
+    assert seen[6 : 6 + 15] == step * 5, "60 images in batches of 10"
+    assert "by NVIDIA Apex: Apex" in result.out
+    curves = scalars(tmp_path / "one")
+    assert curves["Amp/skipped"] == [(1, 1.0)]
+    assert curves["Amp/scale"] == [(1, 32768.0)]
+    scaler = {"scale": 32768.0, "clean_steps": 5, "skipped": 1}
+    assert snapshot(tmp_path / "one")["scaler"] == scaler
+    # What Apex has saved goes on with what Apex is not.
+    rest = ("--epochs", 2, "--name", "one", "--output-dir", tmp_path, "--resume", "auto")
+    arch, env = tiny()
+    folder = json.loads((tmp_path / "one" / "options.json").read_text())["data"]
+    train("imagenet_ddp_apex.py", *LINE, *rest, "--opt-level", "O0", folder, *arch, **env)
+    assert scalars(tmp_path / "one")["Amp/skipped"] == [(1, 1.0), (2, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        (("--opt-level", "O3", "--keep-batchnorm-fp32", "True"), {"keep_batchnorm_fp32": True}),
+        (("--opt-level", "O1", "--loss-scale", "128"), {"loss_scale": 128.0}),
+        (("--opt-level", "O3", "--loss-scale", "dynamic"), {"loss_scale": "dynamic"}),
+        (("--keep-batchnorm-fp32", "True", "--loss-scale", "dynamic"), {}),
+    ],
+)
+def test_options_reach_apex(options, changes):
+    """Only what differs from the level's own is passed on."""
+    code = (
+        "from unittest.mock import Mock; import torch; from torch import nn\n"
+        "import argparse; from utils import apex_amp, legacy_apex, opt_levels\n"
+        "from utils.distributed import World; import apex\n"
+        "parser = argparse.ArgumentParser(); apex_amp.add_options(parser)\n"
+        f"level = opt_levels.choose_level(parser.parse_args({list(options)!r}))\n"
+        "model = nn.Linear(2, 2)\n"
+        "amp = legacy_apex.ApexAmp(level, World(torch.device('cpu')))\n"
+        "amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1))\n"
+        "print(repr(apex.calls[0]))"
+    )
+    result = python("-c", code, PYTHONPATH=f"{STAND_IN_APEX}:{ROOT}")
+    assert result.code == 0, result.err
+    assert eval(result.out)[2] == changes
+
+
+def test_accumulation_and_all_reduce_choices_reach_apex(run_with_stand_in):
+    options = ("--accum-steps", 2, "--delay-allreduce", "--allreduce", "divide-sum")
+    seen = calls(run_with_stand_in(*options, processes=2))
+    assert [call[1] for call in seen if call[0] == "DistributedDataParallel"] == [
+        {
+            "delay_allreduce": True,
+            "allreduce_always_fp32": False,
+            "gradient_predivide_factor": 2.0,
+        }
+    ] * 2
+    one = seen[: len(seen) // 2]  # each process writes its lines at once
+    steps = [call for call in one if call[0] not in ("initialize", "DistributedDataParallel")]
+    assert steps == [
+        ("disable_allreduce",),
+        ("scale_loss", True),
+        ("masters",),
+        ("enable_allreduce",),
+        ("scale_loss", False),
+        ("step",),
+        ("zero_grad",),
+    ]
+
+
+def test_with_apex_a_run_goes_on_exactly(run_with_stand_in, tmp_path):
+    """Stopped after one epoch of two; masters come back, though Apex makes them late."""
+    whole = ("--epochs", 2, "--lr-schedule", "cosine", "--name")
+    calls(run_with_stand_in(*whole, "whole"))
+    stop = "from utils import training\n_f = training._close_epoch\n"
+    stop += "def once(*a):\n    import os, signal\n"
+    stop += "    os.kill(os.getpid(), signal.SIGTERM)\n    return _f(*a)\n"
+    stop += "training._close_epoch = once"
+    result = run_with_stand_in(*whole, "parts", change=stop)
+    assert "interrupted" in result.out
+    seen = calls(run_with_stand_in(*whole, "parts", "--resume", "auto"))
+    assert seen[3][:1] == ("load_state_dict",)
+    one, other = (snapshot(tmp_path / name) for name in ("whole", "parts"))
+    assert other["progress"]["epoch"] == 2
+    for name, value in one["model"].items():
+        assert torch.equal(value, other["model"][name]), name
+    assert one["scaler"] == other["scaler"]
+
+
+# ---- the choice
+
+
+def make_package(root, *folders, init=""):
+    for folder in ("apex", *(f"apex/{name}" for name in folders)):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "__init__.py").write_text(init if folder == "apex" else "")
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("packages", "reason"),
+    [
+        (None, "Apex is not installed"),
+        (("amp", "parallel", "multi_tensor_apply"), "needs a CUDA GPU"),
+        (("contrib", "optimizers", "multi_tensor_apply"), "no amp any more"),
+        (("lib", "scaffolds", "static"), "not NVIDIA's"),
+    ],
+)
+def test_why_apex_is_not_used(packages, reason, tmp_path, folder):
+    path = make_package(tmp_path / "site", *packages) if packages else ""
+    options = (*SMALL, "-a", "tiny_plain", "--dummy", "-b", 2, "-g", 1, "--opt-level", "O0")
+    _, env = tiny()
+    env["PYTHONPATH"] += f":{path}"
+    chosen = python("imagenet_ddp_apex.py", *options, "--output-dir", tmp_path, **env)
+    assert chosen.code == 0, chosen.err
+    (line,) = [line for line in chosen.out.splitlines() if "opt level" in line]
+    assert re.search(rf"plain PyTorch \(utils/o2.py\): .*{reason}", line)
+
+    refused = python("imagenet_ddp_apex.py", *options, "--amp-impl", "apex", **env)
+    assert refused.code == 2
+    assert reason in refused.sentence
+    assert "25.04" in refused.sentence
+    assert "--amp-impl torch" in refused.sentence
+
+
+def test_torch_is_taken_when_asked_for_though_apex_is_there(run_with_stand_in):
+    result = run_with_stand_in("--amp-impl", "torch", "--opt-level", "O0")
+    assert calls(result) == []
+    assert "plain PyTorch (utils/o2.py): as --amp-impl says" in result.out
+
+
+def test_an_apex_that_cannot_be_imported(tmp_path):
+    path = make_package(tmp_path, "amp", "parallel", init="raise OSError('undefined symbol')")
+    code = (
+        "from utils import apex_amp\napex_amp._gpu_is_there = lambda: True\n"
+        "print(apex_amp._why_not_apex())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(PYTHONPATH=path),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "cannot be imported (OSError: undefined symbol)" in done.stdout
