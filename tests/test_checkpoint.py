@@ -157,6 +157,34 @@ def test_files_of_pytorch_examples_and_of_apex(tmp_path, best):
     assert (state.epoch, state.step, state.best["top1"]) == (5, 0, 61.5)
 
 
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_files_of_old_apex_scripts_with_the_state_of_amp(tmp_path, prefix):
+    old = trained()
+    weights = {f"{prefix}{name}": value for name, value in old.model.state_dict().items()}
+    amp = {"loss_scaler0": {"loss_scale": 4096.0, "unskipped": 77}}
+    content = {"model": weights, "optimizer": old.optimizer.state_dict(), "amp": amp}
+    state, whole = take_up(tmp_path, content)
+    assert not whole
+    assert same_weights(state, old)
+    assert same_tensors(momentum(old), momentum(state))
+    assert state.scaler.state_dict() == {"scale": 4096.0, "clean_steps": 77, "skipped": 0}
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        ({"scale": 512.0, "growth_factor": 2.0, "_growth_tracker": 9}, (512.0, 9)),
+        ({}, (2.0**16, 0)),  # plain float32
+    ],
+)
+def test_loss_scale_of_native_amp(tmp_path, saved, expected):
+    old = trained()
+    weights, optimizer = old.model.state_dict(), old.optimizer.state_dict()
+    content = {"model": weights, "optimizer": optimizer, "scaler": saved}
+    scaler = take_up(tmp_path, content)[0].scaler.state_dict()
+    assert (scaler["scale"], scaler["clean_steps"]) == expected
+
+
 def test_files_of_torchvisions_references(tmp_path):
     """Their epoch is the number of the last one, counted from 0."""
     old = trained()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Result, draw_folder, python, shell, train
+from conftest import ROOT, Result, draw_folder, python, shell, train
+from running import tiny
 from torchvision.models import get_model
 
 from utils.network import free_port
@@ -310,6 +311,31 @@ def test_torchrun_more_bad_files_than_allowed(data, tmp_path):
 def test_torchrun_loss_that_is_no_number(folder, tmp_path):
     options = ("--lr", "1e20", "--output-dir", tmp_path / "output", folder)
     assert_one_sentence_of_many(torchrun(*options), "loss", "nan", "--lr")
+
+
+def test_a_loss_scale_that_falls_without_end_leaves_the_last_snapshot(folder, tmp_path):
+    """Every gradient of this loss overflows; weights stay as they were, and nothing is learnt."""
+    options = ("-a", "tiny_plain", "--opt-level", "O2", "-b", "1")
+    spoilt = ("--image-size", "32", "--clip-grad", "1", "--output-dir", tmp_path, "--name", "one")
+    code = (
+        "import sys; from torch import nn; import imagenet_ddp_apex as script\n"
+        "from utils import processes\n"
+        "class Endless(nn.CrossEntropyLoss):\n"
+        "    def forward(self, *a): return super().forward(*a) * 1e30\n"
+        "script.nn.CrossEntropyLoss = Endless\n"
+        "processes.run_main(script.main)"
+    )
+    line = ("-j", "1", *options, *spoilt, folder)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    _, env = tiny()
+    env["PYTHONPATH"] += f":{ROOT}"
+    done = python("-c", code, *line, **env, **alone, MASTER_PORT=str(free_port()))
+    assert_one_sentence(done, "loss scale", "--lr", "last snapshot is intact")
+    skipped = [line for line in done.out.splitlines() if line.startswith("Gradient overflow.")]
+    scales = [float(line.rsplit(maxsplit=1)[1]) for line in skipped]
+    assert scales == [2.0**-n for n in range(-15, 16)][: len(scales)]
+    assert len(scales) >= 30
+    assert not (tmp_path / "one" / "snapshot.pt").exists()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from conftest import SMALL, Result, draw_folder, python, summary, train
 from running import TORCHRUN, assert_same_weights, snapshot, start, tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from utils.network import free_port
+
 INTERRUPTED = 75
 STEPS = 30  # of 10 images in an epoch
 # The learning rate depends on the position, and not on the number of epochs.
@@ -340,6 +342,20 @@ def test_masters_loss_scale_and_accumulation_go_on(tmp_path, images):
     place = Place(tmp_path, images, "-b", "5", "--accum-steps", "2")
     scaler = check_stop_and_resume(place, "imagenet_ddp_apex.py", "-g", "1", "--opt-level", "O2")
     assert scaler["clean_steps"] > STEPS  # so that a counter begun again would show
+
+
+def test_the_launch_module_with_o2_goes_on(tmp_path, images):
+    """Ctrl-C, in a terminal, on two processes of torch.distributed.launch."""
+    place = Place(tmp_path, images, "--b", "5", "--opt-level", "O2")
+    launch = ("-m", "torch.distributed.launch", f"--master_port={free_port()}")
+    script, launcher = "imagenet_ddp_apex.py", (*launch, "--nproc_per_node=2")
+    whole = place.finish(script, "whole", processes=2)
+    arguments = {"signum": signal.SIGINT, "group": True, "launcher": launcher}
+    result = place.stop(script, "stopped", at=(1, 5), **arguments)
+    assert summary(place.root / "stopped")["finished_because"] == "interrupted", result.err
+    assert 0 < position(place.root / "stopped")[1] < STEPS
+    assert_same_weights(place.finish(script, "stopped", processes=2), whole)
+    assert snapshot(whole)["scaler"] == snapshot(place.root / "stopped")["scaler"]
 
 
 @pytest.mark.long

@@ -69,7 +69,6 @@ class TorchAmp:
         replica = DistributedDataParallel(
             model,
             device_ids=self.world.device_ids,
-            broadcast_buffers=False,  # as Apex; evaluation shares rank 0's by itself
             # A bucket that holds all gradients of a type is full when backward ends.
             bucket_cap_mb=2**20 if delay else None,
         )

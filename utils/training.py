@@ -225,7 +225,7 @@ def _why_diverged(job: Job) -> str:
         scale = loss_scale(state)["Amp/scale"]
         fault = f"gradients overflow without end {where}, now at a loss scale of {scale:.3g}"
     else:
-        fault = f"the loss is not a finite number {where}"
+        fault = f"the loss is nan or infinite {where}"
     return f"{fault}: lower --lr, add --warmup-epochs or --clip-grad; the last snapshot is intact"
 
 
