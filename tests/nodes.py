@@ -73,7 +73,11 @@ class Namespaces:
 
 
 def _children(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except FileNotFoundError:  # it has ended
+        return []
+    return [int(one) for one in text.split()]
 
 
 def _do(*command: str) -> None:
@@ -138,12 +142,9 @@ class Node:
         """
         line = ["bash", "-c", command] if isinstance(command, str) else command
         # Through setsid, so that a signal to its process group spares nsenter, which waits for it.
-        return subprocess.Popen(
-            [*self.spaces.enter, "setsid", *map(str, line)],
-            env=_environment(env or {}),
-            cwd=cwd,
-            **how,
-        )
+        # In another mount namespace nsenter starts at its root.
+        first = [*self.spaces.enter, "setsid", "env", "-C", str(cwd)]
+        return subprocess.Popen([*first, *map(str, line)], env=_environment(env or {}), **how)
 
     def run(self, command: str | list[str], env=None, cwd=ROOT, timeout: float = TIMEOUT) -> Result:
         """Run a command inside, wait for it, return its code, output and error output."""
@@ -196,8 +197,8 @@ class Node:
 
 def inside(started: subprocess.Popen) -> int:
     """The process number, as this machine counts, of what `Node.popen` has started."""
-    assert eventually(lambda: started.poll() is not None or _children(started.pid))
-    return _children(started.pid)[0]
+    assert eventually(lambda: _children(started.pid) or started.poll() is not None)
+    return (_children(started.pid) or [started.pid])[0]
 
 
 def _environment(changes: dict[str, str]) -> dict[str, str]:
