@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TIMEOUT, Result, environment
-from running import Running, eventually
+from running import Process, Running, eventually
 
 _NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--ipc")
 _SSHD = "/usr/sbin/sshd"
@@ -161,6 +161,16 @@ class Node:
         """Start a command inside whose lines can be waited for; see `running.Running`."""
         return Typed(self, command, cwd, env)
 
+    def processes(self) -> set[Process]:
+        """All that lives in here, but for what belongs to the node: first program, sshd."""
+        own = ("sleep infinity", "sshd: ", "/usr/sbin/sshd", "nsenter ")
+        space, found = os.readlink(f"/proc/{self.spaces.first}/ns/pid"), set()
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and os.readlink(entry / "ns/pid") == space:
+                    found.add(Process(int(entry.name)))
+        return {one for one in found if one.lives() and not one.command.startswith(own)}
+
     def link(self, up: bool) -> None:
         """Plug the network cable in or out, without a notice to either side."""
         plug = ("master", "bridge") if up else ("nomaster",)
@@ -251,10 +261,12 @@ class Nodes:
             for node in nodes:
                 node.replace("/etc/hosts", hosts)
             self._configure_ssh(nodes)
-            self.stack = stack.pop_all()
+            self.nodes, self.stack = nodes, stack.pop_all()
         return nodes
 
     def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            node.spaces.keeper.kill()  # all at once: the kernel takes its time with each
         self.stack.close()
 
     @property
