@@ -7,7 +7,7 @@ from running import tiny
 
 MODEL, ENV = tiny()
 OPTIONS = f"{' '.join(MODEL)} --image-size 32 -b 5 -j 1 --epochs 1"
-WRAPPER = "SCRIPT={script} MASTER_ADDR={ip} NPROC=1 bash scripts/multi_node_train.sh 1 {rank} {n} "
+WRAPPER = "MASTER_ADDR={ip} NPROC=1 bash scripts/multi_node_train.sh 1 {rank} {n} run 5 --"
 
 
 def train_on(nodes: list[Node], line: str) -> list[str]:
@@ -26,30 +26,23 @@ def train_on(nodes: list[Node], line: str) -> list[str]:
     return [result.out for result in results]
 
 
+@pytest.mark.long  # test_commands.py types the same lines on one network
 @pytest.mark.parametrize(
     ("count", "line"),
     [
-        (
-            2,
-            WRAPPER.format(script="imagenet_ddp.py", ip="{ip}", rank="{rank}", n="{n}")
-            + "run 5 --",
-        ),
+        (2, WRAPPER),
         pytest.param(
             4,
-            WRAPPER.format(script="imagenet_ddp_apex.py", ip="{ip}", rank="{rank}", n="{n}")
-            + "run 5 -- --opt-level O0",
-            marks=pytest.mark.long,
+            f"SCRIPT=imagenet_ddp_apex.py {WRAPPER} --opt-level O0",
         ),
         pytest.param(
             2,
             "python imagenet_ddp.py --dist-url tcp://{ip}:8888 -n {n} -nr {rank} --name run",
-            marks=pytest.mark.long,
         ),
         pytest.param(
             4,
             "MASTER_ADDR={ip} MASTER_PORT=8888 WORLD_SIZE={n} NODE_RANK={rank}"
             " python imagenet_ddp.py -g 2 --name run",
-            marks=pytest.mark.long,
         ),
     ],
 )

@@ -150,6 +150,7 @@ def test_a_cut_link_leaves_no_process(nodes, hosts, folder, tmp_path, cut, step_
             assert eventually(lambda: nodes[0].run("ssh node1 true; ssh node2 true").code == 0)
 
 
+@pytest.mark.long
 def test_a_failing_node_stops_the_others(nodes, hosts, folder, tmp_path):
     with silent(nodes, hosts, folder, tmp_path, 0.05) as run:
         victims = [one for one in ours(nodes[2:]) if "spawn_main" in one.command]

@@ -15,6 +15,7 @@ from utils.data import Batches
 from utils.distributed import copy_from_main, gather
 from utils.errors import INTERRUPTED, UserError
 from utils.job import Job, Predict, TrainStep
+from utils.live import Live
 from utils.metrics import UNREADABLE, Sums, to_metrics
 from utils.stopping import StopRequest
 
@@ -53,9 +54,11 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
     run.begin(state.epoch, state.epoch + state.step / job.train.sampler.steps_per_epoch)
     report.start(job, resumed)
     stop = StopRequest(job.world, args.train_time, state.elapsed)
+    job.live = Live(job)
     reason, last, first = "epochs", time.monotonic(), True
     while state.epoch < args.epochs:
         record = train_epoch(job, train_step, stop)
+        job.live.show("evaluating")
         val = evaluate(job, predict, job.loaders.val, stop) if record else None
         seconds, last = time.monotonic() - last, time.monotonic()
         state.elapsed += seconds
@@ -74,6 +77,7 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
             reason = "desired_acc"
             break
     stop.close()
+    job.live.close()
     for batches in (job.train, job.loaders.val):
         if batches.bad.too_many:
             raise batches.bad.error()
@@ -105,7 +109,9 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
             continue
         state.step += 1
         if state.step % args.print_freq == 0 or state.step == steps:
-            _report_step(job, sums, time.perf_counter() - began, state.step - first)
+            seconds = time.perf_counter() - began
+            job.live.training(seconds, state.step - first)
+            _report_step(job, sums, seconds, state.step - first)
         if job.train.bad.too_many:
             stop.ask("bad_files")
         if stop.poll():

@@ -1,7 +1,9 @@
 """Run one of our self-contained programs on every host of a file, and show what it prints."""
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -48,3 +50,18 @@ def everywhere(file: str, ssh: str, source: str, arguments: dict) -> int:
                   file=sys.stderr)  # fmt: skip
         worst = max(worst, errors.BAD_INPUT if code == SSH_FAILED else code)
     return worst
+
+
+def show_status(file: str, ssh: str, source: str, describe: Callable) -> int:
+    """Ask every host with `source`, print the lines of ``describe``. Returns the exit code."""
+    try:
+        answers = ask_all(file, ssh, source, {})
+    except UserError as error:
+        return errors.report(error)
+    found = []
+    for host, code, out in answers:
+        last = out.strip().rpartition("\n")[2]  # a login shell may have its own words before
+        found.append((host.name, json.loads(last) if code == 0 else None))
+    for line in describe(found):
+        print(line)
+    return errors.BAD_INPUT if any(answer is None for _, answer in found) else 0
