@@ -18,9 +18,8 @@ import sys
 import time
 
 STRAGGLES = 1.25  # times the median of the ranks' own parts of a step
-HEADER = (
-    "  rank  node          epoch        step    images/s  data s  comp s  GPU %          MiB  seen"
-)
+COLUMNS = "  {:>4}  {:10.10} {:>8}  {:>10}  {:>10}  {:>6}  {:>6}  {:>5}  {:>11}  {}"
+HEADINGS = ("rank", "node", "epoch", "step", "images/s", "data_s", "comp_s", "GPU_%", "MiB", "seen")
 ARGUMENTS = globals().get("ARGUMENTS")  # given when this file was sent over ssh
 
 
@@ -110,7 +109,8 @@ def describe(answers):
         if answer is None:
             yield f"{name}: no answer"
             continue
-        yield f"{name}: {len(answer['ranks'])} ranks, home {gib(answer['home'])}"
+        count = len(answer["ranks"])
+        yield f"{name}: {count} rank{'s' * (count != 1)}, home {gib(answer['home'])}"
         for rank in answer["ranks"]:
             runs.setdefault((rank["run"], rank["size"]), []).append(dict(rank, node=name))
     for (folder, size), ranks in sorted(runs.items()):
@@ -122,7 +122,7 @@ def describe(answers):
             snapshot = first.get("snapshot_age")
             saved = "no snapshot yet" if snapshot is None else f"snapshot {ago(snapshot)} ago"
             yield f"  {saved}; disk {gib(first['disk'])}" if "disk" in first else f"  {saved}"
-        yield f"{HEADER}  seen"
+        yield COLUMNS.format(*HEADINGS)
         slow = stragglers(ranks)
         for rank in ranks:
             yield row(rank) + ("  << straggler" if rank["rank"] in slow else "")
@@ -143,11 +143,9 @@ def row(rank):
     step = f"{rank['step']}/{rank['steps']}" if rank["phase"] == "training" else rank["phase"]
     use, used, total = rank["gpu"] or ("-", "-", "")
     memory = f"{used}/{total}" if total else used
-    return (
-        f"  {rank['rank']:4}  {rank['node']:10.10}  {epoch:>7}  {step:>10}  "
-        f"{number('images_per_s', 1):>10}  {number('data_seconds', 3):>6}  "
-        f"{number('compute_seconds', 3):>6}  {use:>5}  {memory:>11}  {ago(rank['age'])}"
-    )
+    figures = number("images_per_s", 1), number("data_seconds", 3), number("compute_seconds", 3)
+    seen = ago(rank["age"])
+    return COLUMNS.format(rank["rank"], rank["node"], epoch, step, *figures, use, memory, seen)
 
 
 def main():
