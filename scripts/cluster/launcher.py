@@ -274,8 +274,8 @@ def main() -> int:
     script = command[0]
     if not (ROOT / script).is_file() or "/" in script or not script.startswith("imagenet_"):
         raise UserError(f"{script} is no training script of {ROOT}")
-    if len(machines) > 1 and script in ("imagenet_nd.py", "imagenet_dp.py"):
-        raise UserError(f"{script} trains on one node: use imagenet_ddp.py")
+    if script in ("imagenet_nd.py", "imagenet_dp.py") and (len(machines) > 1 or machines[0].slots):
+        raise UserError(f"{script} is one process on one node: use imagenet_ddp.py")
     if len({host.slots for host in machines}) > 1:
         raise UserError(f"{options.hosts}: all nodes must have the same number of slots, or none")
     training = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
