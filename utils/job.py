@@ -38,6 +38,7 @@ class Job:
     run: Run
     loaders: Loaders
     state: TrainState
+    live: Any = None  # utils.live.Live, while it trains
 
     @property
     def train(self) -> Batches:

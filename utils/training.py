@@ -14,6 +14,7 @@ from utils.distributed import gather
 from utils.errors import INTERRUPTED, UserError
 from utils.evaluation import evaluate, evaluate_only, test_best
 from utils.job import Job, Predict, TrainStep
+from utils.live import Live
 from utils.metrics import Sums, to_metrics
 from utils.stopping import StopRequest
 
@@ -54,9 +55,11 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
     run.begin(state.epoch, state.epoch + state.step / job.train.sampler.steps_per_epoch)
     report.start(job, resumed)
     stop = StopRequest(job.world, args.train_time, state.elapsed)
+    job.live = Live(job)
     reason, last, first = "epochs", time.monotonic(), True
     while state.epoch < args.epochs:
         record = train_epoch(job, train_step, stop)
+        job.live.show("evaluating")
         val = evaluate(job, predict, job.loaders.val, stop) if record else None
         seconds, last = time.monotonic() - last, time.monotonic()
         state.elapsed += seconds
@@ -76,6 +79,7 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
             reason = "desired_acc"
             break
     stop.close()
+    job.live.close()
     if reason == "diverged":
         raise UserError(_why_diverged(job), alike=True)
     for batches in (job.train, job.loaders.val):
@@ -109,7 +113,9 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
             continue
         state.step += 1
         if state.step % args.print_freq == 0 or state.step == steps:
-            _report_step(job, stop, sums, time.perf_counter() - began, state.step - first)
+            seconds = time.perf_counter() - began
+            job.live.training(seconds, state.step - first)
+            _report_step(job, stop, sums, seconds, state.step - first)
         if getattr(state.scaler, "lost", False):
             stop.ask("diverged")
         if job.train.bad.too_many:

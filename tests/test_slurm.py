@@ -1,0 +1,129 @@
+"""scripts/train.sbatch on a real Slurm: its controller and two of its nodes, each in a namespace.
+
+Needs Debian's packages slurmctld, slurmd, slurm-client and munge.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Result, summary
+from nodes import Node, Nodes, need
+from running import eventually, snapshot, tiny
+
+pytestmark = pytest.mark.long
+MODEL, ENV = tiny(step_seconds=0.05)
+QUICK = f"{' '.join(MODEL)} --image-size 32 -b 5 -j 1"
+
+CONFIGURATION = """
+ClusterName=tests
+SlurmctldHost=node0
+SlurmUser=root
+AuthType=auth/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir=/run/slurmd
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd_%h.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SchedulerType=sched/backfill
+SelectType=select/linear
+MpiDefault=none
+ReturnToService=2
+NodeName=node[0-1] CPUs={cpus} State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class Cluster:
+    """Two nodes with a running Slurm; commands are typed on the first."""
+
+    def __init__(self, nodes: list[Node], folder: Path):
+        self.nodes, self.folder = nodes, folder
+        (folder / "state").mkdir()
+        self.configuration = folder / "slurm.conf"
+        self.configuration.write_text(CONFIGURATION.format(folder=folder, cpus=os.cpu_count()))
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        socket = "--socket=/run/munge/munge.socket.2 --pid-file=/run/munge/pid"
+        for node in nodes:
+            done = self.type(
+                f"mkdir -p /run/munge /run/slurmd; munged --force --key-file={key} {socket}"
+                " --log-file=/run/munge/log --seed-file=/run/munge/seed || exit 1\n"
+                "[ $(hostname) != node0 ] || slurmctld || exit 1\n"
+                "slurmd -N $(hostname)",
+                node,
+            )
+            assert done.code == 0, done.out + done.err
+        idle = eventually(lambda: self.type("sinfo -h -t idle -o %D").out == "2\n")
+        assert idle, self.type(f"sinfo; scontrol show nodes; tail -n 20 {folder}/*.log").out
+
+    def type(self, command: str, node: Node | None = None) -> Result:
+        """Run a command on a node; the first unless told."""
+        env = {"SLURM_CONF": str(self.configuration), "PYTHON": sys.executable}
+        return (node or self.nodes[0]).run(command, env=env | ENV)
+
+    def submit(self, options: str, training: str) -> str:
+        """Submit train.sbatch; returns the job's number."""
+        done = self.type(f"sbatch --parsable {options} scripts/train.sbatch {training}")
+        assert done.code == 0, done.err
+        return done.out.strip()
+
+    def state(self, job: str) -> str:
+        """State and number of restarts of a job, such as "COMPLETED 0"."""
+        out = self.type(f"scontrol show job {job}").out
+        return " ".join(re.search(rf"{key}=(\S+)", out)[1] for key in ("JobState", "Restarts"))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A cluster for all tests."""
+    need("slurmctld", "slurmd", "sbatch", "munged")
+    with Nodes(2) as nodes:
+        yield Cluster(nodes, tmp_path_factory.mktemp("slurm"))
+
+
+def test_a_job_trains_on_two_nodes(cluster, folder, tmp_path):
+    log = tmp_path / "log"
+    training = f"imagenet_ddp.py {QUICK} --epochs 1 --output-dir {tmp_path}/runs {folder}"
+    job = cluster.submit(f"--output={log}", training)
+    assert eventually(lambda: cluster.state(job) == "COMPLETED 0", 120), log.read_text()
+    found = summary(tmp_path / "runs" / f"slurm_{job}")
+    assert (found["nodes"], found["world_size"], found["epochs_done"]) == (2, 2, 1)
+    assert "--master_addr=10.77.0.1" in log.read_text()
+    assert "1: [rank 1] Epoch 1/1" in log.read_text()
+
+
+def test_a_time_limit_gives_a_snapshot_and_the_queue(cluster, folder, tmp_path):
+    """Slurm itself sends SIGUSR1; the second time the run is long enough to end."""
+    log, run = tmp_path / "log", tmp_path / "runs" / "mine"
+    training = f"imagenet_ddp.py {QUICK} -p 1000 --name mine --output-dir {tmp_path}/runs {folder}"
+    job = cluster.submit(f"--output={log} --time=2 --signal=B:USR1@60", f"{training} --epochs 5000")
+    # The job stays in the queue for two minutes and starts again.
+    assert eventually(lambda: cluster.state(job) == "PENDING 1", 150), log.read_text()
+    assert summary(run)["finished_because"] == "interrupted"
+    done = summary(run)["epochs_done"]
+    assert snapshot(run)["progress"]["epoch"] == done
+    assert "asking all ranks for a snapshot" in log.read_text()
+    assert eventually(lambda: cluster.state(job) == "RUNNING 1", 200), log.read_text()
+    resumed = rf"resumed from {run}/snapshot.pt: epoch {done + 1}, step"
+    assert eventually(lambda: re.search(resumed, log.read_text()) is not None), log.read_text()
+    cluster.type(f"scancel {job}")
+    assert eventually(lambda: cluster.state(job).startswith("CANCELLED"))
+    training = [one for node in cluster.nodes for one in node.processes()]
+    training = [one for one in training if "imagenet" in one.command]
+    assert eventually(lambda: not any(one.lives() for one in training)), training
+
+
+def test_a_failing_job_is_not_queued_again(cluster, tmp_path):
+    log = tmp_path / "log"
+    job = cluster.submit(f"--output={log}", "imagenet_ddp.py /nowhere/data")
+    assert eventually(lambda: cluster.state(job) == "FAILED 0"), log.read_text()
+    assert "/nowhere/data is missing" in log.read_text()
