@@ -233,15 +233,22 @@ def try_links(host: Host, check: Checkup) -> None:
         rank: {"token": token, "targets": [one for to, one in targets.items() if to != rank]}
         for rank in targets
     }
-    for rank, answer in host.ask("probe", wanted, seconds=60.0).items():
+    probed = host.ask("probe", wanted, seconds=60.0)
+    for rank, answer in probed.items():
         check.ways += [way | {"from": rank} for way in answer.get("ways", ())]
-    if len(targets) == check.nodes and not any(way["reason"] for way in check.ways):
+    for rank, answer in (opened | probed).items():
+        if "error" in answer:
+            check.lost[rank] = answer["error"]
+    closed = any(way["reason"] for way in check.ways)
+    if len(targets) == check.nodes and not closed and not check.lost:
         for streams in STREAMS:
             how = {"token": token, "streams": streams, "seconds": STREAM_SECONDS}
             ring = {rank: how | {"target": targets[(rank + 1) % check.nodes]} for rank in targets}
             answers = host.ask("transfer", ring, seconds=60.0)
-            if all("bytes_per_s" in answer for answer in answers.values()):
-                check.ring[streams] = {r: a["bytes_per_s"] for r, a in answers.items()}
+            check.lost |= {r: a["error"] for r, a in answers.items() if "error" in a}
+            if check.lost:
+                break
+            check.ring[streams] = {r: a["bytes_per_s"] for r, a in answers.items()}
 
 
 def use_torch(host: Host, check: Checkup) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from cluster.meeting import Message, listen, read_exactly
 
 PORTS = 2  # opened by each node: a firewall may have let one through by chance
-PATIENCE = 3.0  # seconds for a connection: time for one lost packet to be sent again
+PATIENCE = 2.0  # seconds for a connection: time for one lost packet to be sent again
 PINGS = 30
 CHUNK = 1 << 18  # bytes
 _PING, _SINK = b"p", b"s"
