@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TIMEOUT, Result, environment
-from running import Running, eventually
+from running import Process, Running, eventually
 
 _NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--ipc")
 _SSHD = "/usr/sbin/sshd"
@@ -73,7 +73,11 @@ class Namespaces:
 
 
 def _children(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except FileNotFoundError:  # it has ended
+        return []
+    return [int(one) for one in text.split()]
 
 
 def _do(*command: str) -> None:
@@ -138,12 +142,9 @@ class Node:
         """
         line = ["bash", "-c", command] if isinstance(command, str) else command
         # Through setsid, so that a signal to its process group spares nsenter, which waits for it.
-        return subprocess.Popen(
-            [*self.spaces.enter, "setsid", *map(str, line)],
-            env=_environment(env or {}),
-            cwd=cwd,
-            **how,
-        )
+        # In another mount namespace nsenter starts at its root.
+        first = [*self.spaces.enter, "setsid", "env", "-C", str(cwd)]
+        return subprocess.Popen([*first, *map(str, line)], env=_environment(env or {}), **how)
 
     def run(self, command: str | list[str], env=None, cwd=ROOT, timeout: float = TIMEOUT) -> Result:
         """Run a command inside, wait for it, return its code, output and error output."""
@@ -159,6 +160,16 @@ class Node:
     def type(self, command: str | list[str], cwd=ROOT, **env: str) -> "Typed":
         """Start a command inside whose lines can be waited for; see `running.Running`."""
         return Typed(self, command, cwd, env)
+
+    def processes(self) -> set[Process]:
+        """All that lives in here, but for what belongs to the node: first program, sshd."""
+        own = ("sleep infinity", "sshd: ", "/usr/sbin/sshd", "nsenter ")
+        space, found = os.readlink(f"/proc/{self.spaces.first}/ns/pid"), set()
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and os.readlink(entry / "ns/pid") == space:
+                    found.add(Process(int(entry.name)))
+        return {one for one in found if one.lives() and not one.command.startswith(own)}
 
     def link(self, up: bool) -> None:
         """Plug the network cable in or out, without a notice to either side."""
@@ -196,8 +207,8 @@ class Node:
 
 def inside(started: subprocess.Popen) -> int:
     """The process number, as this machine counts, of what `Node.popen` has started."""
-    assert eventually(lambda: started.poll() is not None or _children(started.pid))
-    return _children(started.pid)[0]
+    assert eventually(lambda: _children(started.pid) or started.poll() is not None)
+    return (_children(started.pid) or [started.pid])[0]
 
 
 def _environment(changes: dict[str, str]) -> dict[str, str]:
@@ -250,10 +261,12 @@ class Nodes:
             for node in nodes:
                 node.replace("/etc/hosts", hosts)
             self._configure_ssh(nodes)
-            self.stack = stack.pop_all()
+            self.nodes, self.stack = nodes, stack.pop_all()
         return nodes
 
     def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            node.spaces.keeper.kill()  # all at once: the kernel takes its time with each
         self.stack.close()
 
     @property

@@ -2,6 +2,7 @@
 
 import os
 
+from conftest import ROOT
 from nodes import Nodes, inside
 from running import eventually
 
@@ -20,7 +21,7 @@ def test_nodes_have_names_addresses_ssh_firewall_and_cables_of_their_own():
         one, other = nodes
         for node in nodes:
             node.start_sshd(WHERE=f"at {node.name}")
-        assert one.run("hostname").out == "node0\n"
+        assert one.run("hostname; pwd").out == f"node0\n{ROOT}\n"
         assert "10.77.0.2/24" in other.run("ip -4 address show eth0").out
         assert one.run("ls /sys/class/net").out.split() == ["eth0", "lo"]
         assert one.run("ssh node1 'hostname; echo $WHERE'").out == "node1\nat node1\n"
