@@ -185,6 +185,12 @@ def test_from_one_machine_over_ssh(nodes, data):
     assert done.code == 2, done
     assert "✗ node 1 (node1): /dev/shm" in done.out
     assert "[node1] ✗ node 1 (node1): /dev/shm" in done.out
+    # So does a node that ssh cannot reach.
+    hosts.write_text("node0\nnode9\n")
+    done = nodes[0].run([*line, "--data", str(data), "--wait", "1"])
+    assert done.code == 2, done
+    assert "error: ssh to node9 failed" in done.err
+    assert "1 of 2 nodes did not come" in done.out
 
 
 # ---- ports and interfaces

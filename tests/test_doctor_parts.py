@@ -136,12 +136,6 @@ def test_healthy_gpu_nodes_have_no_troubles():
         ("shm", "fault", "/dev/shm has 67 MB", {"limits__shm_bytes": 67e6}),
         ("read-speed", "warning", "1600", {"data__read": {"files_per_s": 900, "bytes_per_s": 1}}),
         ("decode-speed", "warning", "400 for each of 4", {"limits__cores": 4}),
-        (
-            "nccl-interface",
-            "warning",
-            "may choose ib0",
-            {"ways__interfaces": {"lo": "127.0.0.1", "ib0": "10.1.0.1", "eth0": "10.0.0.2"}},
-        ),
     ],
 )
 def test_trouble_of_one_node(name, level, words, changes):

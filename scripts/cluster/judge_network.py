@@ -122,29 +122,9 @@ def _interfaces(check: Checkup) -> Iterator[Finding]:
                     + f" (packets to the master leave by {ways['default'] or ways['address']})",
                     [rank],
                 )
-        yield from _several_interfaces(check, rank)
     if not wrong:
         names = ", ".join(sorted(set(map(str, used.values()))))
         yield Finding("interface", OK, f"interface: {names} leads to the other nodes")
-
-
-def _several_interfaces(check: Checkup, rank: int) -> Iterator[Finding]:
-    ways, gpus = check.facts[rank]["ways"], check.facts[rank]["gpus"]["names"]
-    others = [
-        name
-        for name in ways["interfaces"]
-        if name not in ("lo", ways["default"]) and not name.startswith("docker")
-    ]
-    if gpus and others and ways["default"] and "nccl" not in ways:
-        yield Finding(
-            "nccl-interface",
-            WARNING,
-            f"{check.node(rank)}: NCCL may choose {', '.join(others)} in place of "
-            f"{ways['default']}, as NCCL_SOCKET_IFNAME is not set",
-            "it takes the first interface that it likes, even one that leads to no other node",
-            f"export NCCL_SOCKET_IFNAME={ways['default']} on that node",
-            [rank],
-        )
 
 
 def _data_ports(check: Checkup) -> Iterator[Finding]:

@@ -95,8 +95,9 @@ def all_reduce(backend: str, ring: dict[str, Any]) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    if ring["interface"] and "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = ring["interface"]
+    if ring["interface"]:  # as utils.distributed chooses
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", ring["interface"])
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={ring['interface']}")
     dist.init_process_group(
         backend,
         init_method=f"tcp://{ring['master']}:{ring['port']}",
