@@ -282,6 +282,17 @@ def test_one_node_alone(folder):
     assert "data ports" not in done.out
 
 
+def test_python_without_packages(folder):
+    """-S: the interpreter alone, as when the environment was not activated."""
+    assert python("-S", "-c", "import numpy").code == 1
+    done = python("-S", DOCTOR, "--batch-size", "16", "--image-size", "32", "--data", folder)
+    assert done.code == 2
+    assert "✗ node 0" in done.out
+    assert "has no torch" in done.out
+    assert "numpy is missing" in done.out
+    assert not done.err
+
+
 def test_rank_typed_twice(folder):
     rest = f"--port {free_port()} --nodes 3 --data {folder} --wait 4"
     results = two(rest, "--rank 1", "--rank 1")

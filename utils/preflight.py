@@ -96,7 +96,7 @@ def first_difference(found: list[tuple[str, Mapping[str, str]]]) -> str:
     for node, values in found:
         nodes.setdefault(values.get(differing[0], "missing"), []).append(node)
     has = ", ".join(
-        f"{value} on {' and '.join(dict.fromkeys(some[:3]))}" for value, some in nodes.items()
+        f"{value} on {' and '.join(list(dict.fromkeys(some))[:3])}" for value, some in nodes.items()
     )
     more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
     return f"{differing[0]}: {has}{more}"

@@ -10,6 +10,7 @@ import shutil
 import socket
 import struct
 import subprocess
+import sys
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,6 @@ from typing import Any
 
 from utils import network, preflight, processes
 from utils.errors import UserError
-from utils.index import ImageIndex, check_same_classes, class_folders
 
 READ_SECONDS = 0.4
 READ_FILES = 256
@@ -195,6 +195,13 @@ def data_set(root: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {"root": root, "parts": {}}
     try:
+        from utils.index import ImageIndex, check_same_classes, class_folders
+    except ImportError as missing:  # a Python without the suite's packages is a finding, too
+        return found | {
+            "error": f"{missing.name} is missing in {sys.executable}: activate the "
+            "environment there (bash scripts/quickstart.sh makes one)"
+        }
+    try:
         classes = class_folders(Path(root) / "train")
         check_same_classes(Path(root), "val", classes, subset=False)
         for part in ("train", "val"):
@@ -214,7 +221,7 @@ def data_set(root: str) -> dict[str, Any]:
     return found
 
 
-def _read_speed(index: ImageIndex) -> dict[str, float]:
+def _read_speed(index: Any) -> dict[str, float]:
     """Read images here and there, from the disk where the kernel lets go of what it has in memory.
 
     As many threads as there are loader workers by default: one a core.

@@ -40,6 +40,8 @@ def _versions(check: Checkup) -> Iterator[Finding]:
             for rank, one in found.items()
             if one["torch"] or key not in ("torch", "nccl")
         ]
+        if len(values) < 2:
+            continue
         sentence = preflight.unlike([(node, {title: value}) for node, value in values])
         if sentence:
             equal = False
