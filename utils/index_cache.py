@@ -8,7 +8,6 @@ anew.
 
 import os
 import sys
-import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -28,10 +27,6 @@ VERSION = 1
 # tick of the file system's clock, unnoticed: such a listing is not kept.
 RACY_SECONDS = 2.0
 THREADS = 8  # a network disk answers many questions at once
-
-# tqdm's own lock is a semaphore shared with other processes. A training process that ends at once,
-# after an error, would leave it behind, and Python would say so below the error's sentence.
-tqdm.set_lock(threading.RLock())
 
 
 @dataclass(frozen=True)
