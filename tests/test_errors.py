@@ -280,7 +280,7 @@ def test_nodes_that_see_different_data(folder, tmp_path):
         f"python imagenet_ddp.py -nr 1 {rest} {other}",
     )
     for result in results:  # each node has a terminal of its own
-        assert_one_sentence(result, "60 images", "59 images")
+        assert_one_sentence(result, "60 images", "59 images", "class_2: 20 images", "(node 1)")
     assert not (tmp_path / "output").exists()
 
 

@@ -197,7 +197,9 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
         index = first_on_node(
             lambda: ImageIndex(root / part, classes, shows=world.local_rank == 0), world
         )
-        check_alike(f"the data set {root / part}", index.fingerprint(), world)
+        check_alike(
+            f"the data set {root / part}", index.fingerprint(), world, index.class_fingerprints
+        )
         sampler: TrainSampler | EvalSampler
         if train:
             if len(index) < 2 * world.size * args.accum_steps:

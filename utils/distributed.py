@@ -6,16 +6,18 @@ Facts about ranks are computed once, into a `World`; nothing else asks torch.dis
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from utils import network, processes
+from utils import network, preflight, processes
 from utils.errors import UserError
 
 # How gloo and NCCL put it that another process is gone or stuck.
@@ -147,6 +149,7 @@ def _run(train: Callable[[Any, World], int], args: Any, place: Place) -> int:
     os.environ["LOCAL_RANK"] = str(place.local_rank)
     world = _join(args, place)
     try:
+        check_versions(world)
         code = train(args, world)
     except RuntimeError as fault:
         if not _PEER_FAILURE.search(str(fault)):
@@ -277,12 +280,42 @@ def first_on_node(compute: Callable[[], Any], world: World) -> Any:
     return result if world.local_rank == 0 else compute()
 
 
-def check_alike(what: str, value: Any, world: World) -> None:
-    """Raise `UserError`, naming the nodes, unless ``value`` is the same in every process."""
-    found = gather((socket.gethostname(), value), world)
+def check_alike(
+    what: str, value: Any, world: World, parts: Callable[[], dict[str, str]] | None = None
+) -> None:
+    """Raise `UserError`, naming the nodes, unless ``value`` is the same in every process.
+
+    ``parts()``, asked only when it is not, lets the sentence name the first part that differs.
+    """
+    found = gather((_node_name(world), value), world)
     if any(other != found[0][1] for _, other in found):
-        nodes = dict.fromkeys(f"{host} has {other}" for host, other in found)
-        raise UserError(f"{what} differs between the nodes: {'; '.join(nodes)}", alike=True)
+        nodes = dict.fromkeys(f"{node} has {other}" for node, other in found)
+        first = gather((_node_name(world), parts()), world) if parts else []
+        raise UserError(
+            f"{what} differs between the nodes: "
+            + "; ".join([*nodes, *([preflight.first_difference(first)] if first else [])]),
+            alike=True,
+        )
+
+
+def check_versions(world: World) -> None:
+    """Raise `UserError`, naming the nodes, unless all run the same code and fitting versions."""
+    if world.size == 1:
+        return
+    mine = {
+        "this code": preflight.code(Path(sys.argv[0])),
+        "torch": preflight.release(preflight.torch_version()),
+    }
+    if world.device.type == "cuda":
+        mine["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    fault = preflight.unlike(gather((_node_name(world), mine), world))
+    if fault:
+        raise UserError(fault, alike=True)
+
+
+def _node_name(world: World) -> str:
+    # Cloned machines often have one name: the number of the node tells them apart.
+    return f"{socket.gethostname()} (node {world.rank // world.local_size})"
 
 
 def sum_over_ranks(values: Tensor, world: World) -> Tensor:

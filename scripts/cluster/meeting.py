@@ -1,0 +1,327 @@
+"""Node 0 meets the others on the master port and asks them questions. Standard library only.
+
+A message is JSON behind its length (4 bytes). The others say who they are, then answer requests
+until node 0 says "end". Nothing that is received is executed: a request names one of the handlers
+that its receiver has.
+"""
+
+import json
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from utils.errors import UserError
+
+GREETING = "imagenet doctor, protocol 1"
+LARGEST = 64 << 20  # bytes of a message; the facts of 20,000 class folders need one
+PATIENCE = 10.0  # seconds for a stranger, or for an answer that needs no work
+CLOCK_QUESTIONS = 10
+
+Message = dict[str, Any]
+Handlers = dict[str, Callable[[Message], Any]]
+
+
+class NoMeeting(UserError):
+    """This node and node 0 do not come together; ``name`` is that of the finding."""
+
+    def __init__(self, name: str, sentence: str, remedy: str):
+        super().__init__(f"{sentence}: {remedy}")
+        self.name, self.sentence, self.remedy = name, sentence, remedy
+
+
+def send(link: socket.socket, message: Message) -> None:
+    """Send one message."""
+    data = json.dumps(message).encode()
+    link.sendall(struct.pack("!I", len(data)) + data)
+
+
+def receive(link: socket.socket, largest: int = LARGEST) -> Message:
+    """Receive one message. Raises: OSError (closed, too late), ValueError (not one of ours)."""
+    (length,) = struct.unpack("!I", read_exactly(link, 4))
+    if length > largest:
+        raise ValueError("no message of the doctor")
+    message = json.loads(read_exactly(link, length))
+    if not isinstance(message, dict):
+        raise ValueError("no message of the doctor")
+    return message
+
+
+def read_exactly(link: socket.socket, count: int) -> bytes:
+    """The next ``count`` bytes. Raises: ConnectionError if the other side closes before."""
+    data = bytearray()
+    while len(data) < count:
+        part = link.recv(min(count - len(data), 1 << 20))
+        if not part:
+            raise ConnectionError("the connection was closed")
+        data += part
+    return bytes(data)
+
+
+def listen(port: int) -> socket.socket:
+    """A listening socket on all addresses, of IPv6 too where there is IPv6."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=256
+            )
+        except OSError as fault:
+            if "in use" in str(fault):
+                raise
+    return socket.create_server(("", port), backlog=256)
+
+
+def free_port() -> int:
+    """A port that was free on all addresses a moment ago."""
+    with listen(0) as door:
+        return door.getsockname()[1]
+
+
+def plain(address: str) -> str:
+    """An IP address without the prefix of an IPv4 address on an IPv6 socket."""
+    return address.removeprefix("::ffff:")
+
+
+@dataclass
+class Guest:
+    """A node that has come to node 0."""
+
+    rank: int
+    host: str
+    address: str
+    link: socket.socket
+
+
+class Host:
+    """Node 0's side: wait for the others, then `ask` them (and this node itself)."""
+
+    def __init__(self, port: int, nodes: int, handlers: Handlers):
+        """Open the master port. Raises: `NoMeeting` if it cannot be had."""
+        self.port, self.nodes, self.handlers = port, nodes, handlers
+        self.guests: dict[int, Guest] = {}
+        try:
+            self.door = listen(port)
+        except OSError as fault:
+            raise NoMeeting(
+                "master-port",
+                f"port {port} of this node cannot be opened ({fault.strerror})",
+                "end the program that has it (scripts/cleanup.sh ends this suite's own), or "
+                "choose another --port",
+            ) from None
+
+    @property
+    def missing(self) -> list[int]:
+        """Node ranks that have not come."""
+        return [rank for rank in range(1, self.nodes) if rank not in self.guests]
+
+    def welcome(self, seconds: float, waiting: Callable[[list[int]], None]) -> None:
+        """Let the others in until all are here or ``seconds`` are over.
+
+        ``waiting(missing)`` is called once, when it takes longer than a moment.
+        """
+        began = time.monotonic()
+        told = False
+        while self.missing:
+            rest = began + seconds - time.monotonic()
+            if rest <= 0:
+                break
+            if not told and time.monotonic() - began > 2:
+                told = True
+                waiting(self.missing)
+            self.door.settimeout(min(rest, 1.0))
+            try:
+                link, peer = self.door.accept()
+            except TimeoutError:
+                continue
+            self._let_in(link, plain(peer[0]))
+
+    def _let_in(self, link: socket.socket, address: str) -> None:
+        link.settimeout(2.0)
+        try:
+            hello = receive(link, largest=10_000)
+            refusal = self._refusal(hello)
+            send(link, {"refused": refusal} if refusal else {"welcome": GREETING})
+        except (OSError, ValueError, struct.error):
+            refusal = "a stranger: a port scan, or a worker of a training"
+        if refusal:
+            link.close()
+            return
+        _notice_death(link)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        rank = int(hello["rank"])
+        self.guests[rank] = Guest(rank, str(hello["host"]), address, link)
+
+    def _refusal(self, hello: Message) -> str | None:
+        if hello.get("greeting") != GREETING:
+            return "the doctors of the two nodes are of different versions: copy the code anew"
+        if hello.get("nodes") != self.nodes:
+            return f"node 0 was started with --nodes {self.nodes}, this node with {hello['nodes']}"
+        rank = hello.get("rank")
+        if not isinstance(rank, int) or not 0 < rank < self.nodes:
+            return f"--rank {rank} is not one of 1 to {self.nodes - 1}"
+        if rank in self.guests:
+            return f"{self.guests[rank].host} has come with --rank {rank}, too: give each its own"
+        return None
+
+    def ask(
+        self, do: str, wanted: dict[int, Message] | None = None, seconds: float = PATIENCE
+    ) -> dict[int, Message]:
+        """Ask nodes to ``do`` something, all at the same time; their answers by rank.
+
+        ``wanted``: the request of each node that is asked (default: an empty one for all that are
+        here). A node that does not answer within ``seconds`` answers {"error": reason}, and is
+        not asked again.
+        """
+        if wanted is None:
+            wanted = {rank: {} for rank in (0, *self.guests)}
+        if not wanted:
+            return {}
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            jobs = {
+                rank: pool.submit(self._ask_one, rank, request | {"do": do}, seconds)
+                for rank, request in sorted(wanted.items())
+            }
+            return {rank: job.result() for rank, job in jobs.items()}
+
+    def _ask_one(self, rank: int, request: Message, seconds: float) -> Message:
+        if rank == 0:
+            return answer(self.handlers, request)
+        if rank not in self.guests:
+            return {"error": "it has left the check before"}
+        link = self.guests[rank].link
+        try:
+            link.settimeout(seconds)
+            send(link, request)
+            return receive(link)
+        except (OSError, ValueError, struct.error) as fault:
+            link.close()
+            self.guests.pop(rank, None)
+            return {"error": f"it has left the check ({fault})", "left": True}
+
+    def clocks(self) -> dict[int, tuple[float, float]]:
+        """How far each guest's clock is ahead of this node's, and how well that is known; seconds.
+
+        As NTP does it: of several questions the one with the shortest way there and back counts,
+        and the other clock is compared with the middle of that way.
+        """
+        best: dict[int, tuple[float, float]] = {}
+        for rank in list(self.guests):
+            for _ in range(CLOCK_QUESTIONS):
+                began, tick = time.time(), time.perf_counter()
+                reply = self._ask_one(rank, {"do": "clock"}, PATIENCE)
+                trip = time.perf_counter() - tick
+                if "time" not in reply:
+                    break
+                ahead = reply["time"] - (began + trip / 2)
+                if rank not in best or trip / 2 < best[rank][1]:
+                    best[rank] = (ahead, trip / 2)
+        return best
+
+    def dismiss(self, farewell: Callable[[int], Message]) -> None:
+        """Tell each guest what was found, and close."""
+        for rank, guest in self.guests.items():
+            try:
+                send(guest.link, farewell(rank) | {"do": "end"})
+                guest.link.close()
+            except OSError:
+                continue
+        self.door.close()
+
+
+def visit(master: str, port: int, me: Message, seconds: float) -> socket.socket:
+    """Go to node 0 as ``me`` (rank, nodes, host); try again until ``seconds`` are over.
+
+    Raises: `NoMeeting`, which says how the way was closed.
+    """
+    deadline = time.monotonic() + seconds
+    there = f"the master {master}:{port}"
+    while True:
+        rest = max(deadline - time.monotonic(), 0.1)
+        try:
+            link = socket.create_connection((master, port), timeout=min(rest, 5.0))
+            break
+        except socket.gaierror as fault:
+            raise NoMeeting(
+                "master-name",
+                f"the master's name {master} cannot be resolved here ({fault.strerror})",
+                "give the IP address of node 0 as --master, or add the name to /etc/hosts",
+            ) from None
+        except TimeoutError:
+            reason = "no answer"
+            remedy = (
+                "open the port in the firewall or security group of node 0, and check the address"
+            )
+        except ConnectionRefusedError:
+            reason = "connection refused"
+            remedy = (
+                "start the doctor on node 0 as well, check that --master is node 0's address, and "
+                "that its firewall lets the port through"
+            )
+        except OSError as fault:
+            reason, remedy = fault.strerror or str(fault), "check --master and the network"
+        if time.monotonic() >= deadline:
+            raise NoMeeting(
+                "master-port", f"{there} cannot be reached after {seconds:g} s ({reason})", remedy
+            )
+        time.sleep(0.2)
+    try:
+        send(link, me | {"greeting": GREETING})
+        link.settimeout(PATIENCE)
+        reply = receive(link, largest=10_000)
+    except (OSError, ValueError, struct.error):
+        link.close()
+        raise NoMeeting(
+            "master-port",
+            f"something answers at {there}, but it is not the doctor",
+            "end what uses the port (a training that still runs?), or choose another --port",
+        ) from None
+    if "refused" in reply:
+        link.close()
+        raise NoMeeting("master-port", f"node 0 refuses this node: {reply['refused']}", "mend that")
+    link.settimeout(None)
+    _notice_death(link)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return link
+
+
+def serve(link: socket.socket, handlers: Handlers) -> Message:
+    """Answer node 0's requests until it says "end"; return that message.
+
+    Raises: `NoMeeting` if node 0 is gone before.
+    """
+    try:
+        while (request := receive(link)).get("do") != "end":
+            send(link, answer(handlers, request))
+    except (OSError, ValueError, struct.error) as fault:
+        raise NoMeeting(
+            "lost", f"lost touch with node 0 in the middle of the check ({fault})", "look there"
+        ) from None
+    finally:
+        link.close()
+    return request
+
+
+def answer(handlers: Handlers, request: Message) -> Message:
+    """What the handler of a request returns; {"error": reason} if it cannot."""
+    try:
+        return handlers[request["do"]](request)
+    except UserError as error:
+        return {"error": str(error)}
+    except Exception as fault:  # a fault of one check must not hide what the others find
+        return {"error": f"{type(fault).__name__}: {fault}"}
+
+
+def _notice_death(link: socket.socket) -> None:
+    """Let the kernel find within half a minute that the other machine is gone."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options: Iterable[tuple[str, int]] = (
+        ("TCP_KEEPIDLE", 10),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 4),
+    )
+    for name, value in options:
+        if hasattr(socket, name):
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,305 @@
+#!/usr/bin/env python3
+"""Check the nodes before training on them: on each node, at the same time,
+
+    python scripts/doctor.py --rank R --nodes N --master IP --data DIR
+
+with the master's address and --port that the training will have. From one machine, over ssh:
+scripts/doctor.sh. Ports, interfaces, names, versions, data, limits, clocks and the speed of disk,
+decoding and network; each fault with what it means and what to do.
+
+Exit code, the same on every node: 0 all is well, 1 warnings (training will do, but look at them),
+2 faults (or options that cannot be used). Node 0 prints all findings, the others those about
+themselves.
+"""
+
+import argparse
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from cluster import facts, findings, judge_network, judge_nodes, judge_speed, links, meeting  # noqa: E402
+from cluster.findings import FAULT, Checkup, Finding  # noqa: E402
+from cluster.meeting import Host, Message, NoMeeting  # noqa: E402
+
+from utils.errors import UserError, report  # noqa: E402
+
+LONG = 3600.0  # seconds; a first listing of ImageNet on a cold network disk takes minutes
+TORCH_LIMIT = 300.0  # seconds for the part that imports torch, all-reduces included
+STREAMS = (1, 4)  # connections at a time whose bandwidth is measured
+STREAM_SECONDS = 0.3
+
+
+def main() -> int:
+    args = parse()
+    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 still gets its answer
+    node = Node(args)
+    try:
+        if args.rank == 0:
+            return node_0(args, node)
+        link = meeting.visit(args.master, args.port, node.card(), args.wait)
+        node.seen_from = link.getsockname()[0]
+        farewell = meeting.serve(link, node.handlers)
+    except NoMeeting as fault:
+        why = "a training could not begin on this node either"
+        findings.show([Finding(fault.name, FAULT, fault.sentence, why, fault.remedy)])
+        return findings.EXIT[FAULT]
+    finally:
+        node.close()
+    mine = [Finding(**one) for one in farewell["findings"]]
+    findings.show(mine)
+    own = findings.verdict(mine) if mine else "nothing is wrong"
+    print(f"node {args.rank}: {own}; all nodes: {farewell['verdict']} (node 0 shows it)")
+    return int(farewell["code"])
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    env = os.environ
+    add = parser.add_argument
+    add("--rank", type=int, default=int(env.get("NODE_RANK", "0")), metavar="R", help="of the node")
+    add("--nodes", type=int, default=1, metavar="N", help="how many take part (1)")
+    add("--master", default=env.get("MASTER_ADDR"), metavar="IP", help="of node 0 ($MASTER_ADDR)")
+    add(
+        "--port",
+        type=int,
+        default=int(env.get("MASTER_PORT", "8888")),
+        help="master port of the training ($MASTER_PORT, else 8888)",
+    )
+    add(
+        "--data",
+        default=env.get("IMAGENET_DIR", "/data"),
+        metavar="DIR",
+        help="image folder of this node ($IMAGENET_DIR, else /data)",
+    )
+    add("-a", "--arch", default="resnet50", help="for the forecast (resnet50)")
+    add("-b", "--batch-size", type=int, default=128, metavar="N", help="a process (128)")
+    add("--image-size", type=int, default=224, metavar="PX", help="(224)")
+    add("-j", "--workers", type=int, metavar="N", help="loader workers of a node (its cores)")
+    add(
+        "--need",
+        type=float,
+        metavar="IMAGES_PER_S",
+        help="what one GPU trains at, as --dummy of the training scripts measures it (default: "
+        "published figures for known GPUs)",
+    )
+    add("--output-dir", default="runs", metavar="DIR", help="where runs will be written (runs)")
+    add("--wait", type=float, default=60.0, metavar="SECONDS", help="for the other nodes (60)")
+    add(
+        "--quick",
+        action="store_true",
+        help="leave out what needs torch: decoding, all-reduce, forecast",
+    )
+    add("--json", metavar="FILE", help="node 0: write all that was found and measured")
+    args = parser.parse_args()
+    if args.nodes > 1 and not args.master:
+        raise UserError(f"--nodes {args.nodes} needs --master, the IP address of node 0")
+    if not 0 <= args.rank < args.nodes:
+        raise UserError(f"--rank {args.rank} is not one of 0 to {args.nodes - 1}")
+    args.master = args.master or "127.0.0.1"
+    return args
+
+
+class Node:
+    """What every node does when node 0 asks; `handlers` has the functions by name."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.seen_from = args.master  # own address on the connection to node 0
+        self.endpoint: links.Endpoint | None = None
+        self.handlers: meeting.Handlers = {
+            "clock": lambda _: {"time": time.time()},
+            "facts": self.facts,
+            "open": self.open,
+            "probe": links.probe,
+            "transfer": links.transfer,
+            "torch": self.torch,
+        }
+
+    def card(self) -> Message:
+        """How this node introduces itself to node 0."""
+        return {"rank": self.args.rank, "nodes": self.args.nodes, "host": os.uname().nodename}
+
+    def facts(self, _: Message) -> Message:
+        args = self.args
+        found = {
+            "versions": facts.versions(),
+            "gpus": facts.gpus(),
+            "name": facts.own_name(),
+            "ways": facts.ways(args.master),
+            "limits": facts.limits(args.output_dir),
+            "data": facts.data_set(args.data),
+            "seen_from": meeting.plain(self.seen_from),
+        }
+        if args.rank == 0:
+            found |= facts.of_master(args.master)
+        return found
+
+    def open(self, request: Message) -> Message:
+        self.endpoint = links.Endpoint(self.args.rank, request["token"])
+        return {"ports": self.endpoint.ports}
+
+    def torch(self, request: Message) -> Message:
+        """Run torch_part.py; what it has found, and an "error" if it did not come to its end."""
+        args = self.args
+        order = {"arch": args.arch, "image_size": args.image_size, "ring": request["ring"]}
+        if request["data"]:
+            order["data"] = args.data
+        line = [sys.executable, str(ROOT / "scripts/cluster/torch_part.py"), json.dumps(order)]
+        error = None
+        try:
+            done = subprocess.run(
+                line, capture_output=True, text=True, timeout=TORCH_LIMIT, check=False
+            )
+            out, code = done.stdout, done.returncode
+            if code:
+                error = (done.stderr.strip().splitlines() or [f"exit code {code}"])[-1]
+        except subprocess.TimeoutExpired as late:
+            out = (late.stdout or b"").decode()
+            error = f"no end after {TORCH_LIMIT:g} s"
+        found: Message = {}
+        for answer in out.splitlines():
+            if answer.startswith("{"):
+                found |= json.loads(answer)
+        return found | ({"error": error} if error else {})
+
+    def close(self) -> None:
+        if self.endpoint:
+            self.endpoint.close()
+
+
+def node_0(args: argparse.Namespace, node: Node) -> int:
+    """Meet the others, have everything asked and measured, judge it, tell everybody."""
+    check = Checkup(args.nodes, vars(args))
+    host = Host(args.port, args.nodes, node.handlers)
+    host.welcome(args.wait, lambda missing: print(waiting(missing, args), flush=True))
+    check.missing = host.missing
+    check.clocks = host.clocks()
+    for rank, found in host.ask("facts", seconds=LONG).items():
+        if "error" in found:
+            check.lost[rank] = found["error"]
+        else:
+            check.facts[rank] = found
+    if 0 not in check.facts:
+        raise UserError(f"node 0 cannot tell about itself: {check.lost[0]}")
+    try_links(host, check)
+    if not args.quick:
+        use_torch(host, check)
+    judges = (judge_network.judge, judge_nodes.judge, judge_speed.judge)
+    found = [finding for judge in judges for finding in judge(check)]
+    code = findings.worst(found)
+    host.dismiss(
+        lambda rank: {
+            "findings": [one.as_dict() for one in found if rank in one.nodes],
+            "code": code,
+            "verdict": findings.verdict(found),
+        }
+    )
+    findings.show(found)
+    print(findings.verdict(found))
+    if args.json:
+        write_json(Path(args.json), check, found)
+    return code
+
+
+def waiting(missing: list[int], args: argparse.Namespace) -> str:
+    ranks = ", ".join(map(str, missing))
+    return f"waiting up to {args.wait:g} s for the doctor on node {ranks} ..."
+
+
+def try_links(host: Host, check: Checkup) -> None:
+    """Have every node try the ways to every other, then all send round a ring at once."""
+    if len(check.facts) < 2:
+        return
+    token = secrets.token_hex(16)
+    opened = host.ask("open", {rank: {"token": token} for rank in check.facts})
+    targets = {}
+    for rank, answer in opened.items():
+        if "ports" in answer:
+            ways = check.facts[rank]["ways"]
+            chosen = [ways.get("gloo", {}).get("address"), ways["address"]]
+            chosen.append(ways.get("nccl", {}).get("address"))
+            addresses = list(dict.fromkeys(address for address in chosen if address))
+            targets[rank] = {"rank": rank, "addresses": addresses, "ports": answer["ports"]}
+    wanted = {
+        rank: {"token": token, "targets": [one for to, one in targets.items() if to != rank]}
+        for rank in targets
+    }
+    probed = host.ask("probe", wanted, seconds=60.0)
+    for rank, answer in probed.items():
+        check.ways += [way | {"from": rank} for way in answer.get("ways", ())]
+    for rank, answer in (opened | probed).items():
+        if "error" in answer:
+            check.lost[rank] = answer["error"]
+    closed = any(way["reason"] for way in check.ways)
+    if len(targets) == check.nodes and not closed and not check.lost:
+        for streams in STREAMS:
+            how = {"token": token, "streams": streams, "seconds": STREAM_SECONDS}
+            ring = {rank: how | {"target": targets[(rank + 1) % check.nodes]} for rank in targets}
+            answers = host.ask("transfer", ring, seconds=60.0)
+            check.lost |= {r: a["error"] for r, a in answers.items() if "error" in a}
+            if check.lost:
+                break
+            check.ring[streams] = {r: a["bytes_per_s"] for r, a in answers.items()}
+
+
+def use_torch(host: Host, check: Checkup) -> None:
+    """Decoding on every node; all-reduces too where all ways are open."""
+    reachable = bool(check.ring)
+    gpus = all(facts["gpus"]["names"] for facts in check.facts.values())
+    ports = [meeting.free_port() for _ in range(2)]
+    wanted = {}
+    for rank, one in check.facts.items():
+        if one["versions"]["torch"] is None:
+            continue
+        ring = None
+        if reachable:
+            ring = {
+                "rank": rank,
+                "nodes": check.nodes,
+                "master": check.options["master"],
+                "port": ports[0],
+                "port2": ports[1],
+                "interface": one["ways"]["default"],
+                "nccl": gpus,
+            }
+        wanted[rank] = {"ring": ring, "data": "error" not in one["data"]}
+    check.torch = host.ask("torch", wanted, seconds=TORCH_LIMIT + 30)
+
+
+def write_json(path: Path, check: Checkup, found: list[Finding]) -> None:
+    """Write the findings and the measurements that they come from; seconds and bytes a second."""
+    link = judge_speed.link_of(check) if check.nodes > 1 else None
+    content = {
+        "options": check.options,
+        "exit_code": findings.worst(found),
+        "findings": [one.as_dict() for one in found],
+        "nodes": check.facts,
+        "clocks": {rank: {"ahead_s": a, "error_s": e} for rank, (a, e) in check.clocks.items()},
+        "ways": check.ways,
+        "ring_bytes_per_s": check.ring,
+        "torch": check.torch,
+        "link": {"bytes_per_s": link.bandwidth, "latency_s": link.latency} if link else None,
+        "forecast": judge_speed.predict(check) if check.nodes > 1 else None,
+    }
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as fault:
+        raise UserError(f"{path} cannot be written: {fault.strerror}") from None
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(report(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
