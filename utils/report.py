@@ -81,6 +81,7 @@ def end(job: Job, reason: str, test: dict[str, float], val: dict[str, float] | N
     rate = typical([record["Throughput/train"] for record in state.history])
     summary: dict[str, Any] = {
         "arch": job.args.arch,
+        "classes": len(job.loaders.classes),
         "mode": run.mode,
         "best_top1": state.best.get("top1", math.nan),
         "best_top5": state.best.get("top5", math.nan),
