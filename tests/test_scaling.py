@@ -140,7 +140,7 @@ def test_from_runs(tmp_path):
     rows = {line.split()[1]: line.split() for line in done.out.splitlines() if "%" in line}
     assert rows["1"][-3:] == ["320.0", "+0.0", "%"]
     assert rows["8"][-2:] == ["-", "-"]
-    fitted = forecast("--from", *runs, "--nodes", "1,2,4", "--network-gbit", "1", "--fit-network")
+    fitted = forecast("--from", *runs, "--nodes", "1,2,4", "--fit-network")
     (second,) = [line for line in fitted.out.splitlines() if line.split()[:1] == ["2"]]
     assert second.split()[-2] == "+0.0"
 
