@@ -10,6 +10,7 @@ from utils.checkpoint import TrainState
 from utils.data import Batches, Loaders
 from utils.distributed import World
 from utils.tracking import Run
+from utils.watch import Watch
 
 
 class TrainStep(Protocol):
@@ -38,6 +39,7 @@ class Job:
     run: Run
     loaders: Loaders
     state: TrainState
+    watch: Watch | None = None  # while it trains
 
     @property
     def train(self) -> Batches:

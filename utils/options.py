@@ -227,6 +227,11 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-p", "--print-freq", type=_positive, default=10, metavar="N", help="steps between lines"
     )
+    group.add_argument(
+        "--profile",
+        action="store_true",
+        help="write a trace of steps 5 to 8 into the run directory (Chrome, Perfetto, TensorBoard)",
+    )
 
 
 def add_amp_options(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ import math
 import statistics
 from typing import Any
 
-from utils import processes, schedules
+from utils import processes, schedules, watch
 from utils.job import Job
 
 WAIT_LIMIT = 0.1  # share of the time waiting for data from which a run is told about it
@@ -99,6 +99,7 @@ def end(job: Job, reason: str, test: dict[str, float], val: dict[str, float] | N
         "val_top5": last.get("Top5/val", math.nan),
         "val_loss": last.get("Loss/val", math.nan),
         "finished_because": reason,
+        **watch.summary(state.history, typical),
     }
     if test:
         summary |= {
