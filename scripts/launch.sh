@@ -18,7 +18,43 @@ need_number() {
     [[ $2 =~ ^$3$ ]] || fail "$1 is $2, which is not a number of the right kind"
 }
 
+# interface_to IP: the network interface by which packets to that address leave; nothing if unknown.
+interface_to() {
+    "$PYTHON" - "$root" "$1" <<'CODE'
+import sys
+
+sys.path.insert(0, sys.argv[1])
+from utils.network import interface_towards
+
+print(interface_towards(sys.argv[2]) or "")
+CODE
+}
+
+# choose_interface IP: tell gloo and NCCL which interface to use, unless the user has.
+#
+# gloo looks up this host's own name, which Debian resolves to 127.0.1.1 and some clusters not at
+# all; NCCL takes the first interface that is up, which may be Docker's. What leads to the master
+# is right on every node. ("=" makes NCCL take the name as a whole, not as a prefix.)
+choose_interface() {
+    local interface
+    interface=$(interface_to "$1")
+    [ -n "$interface" ] || return 0
+    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
+    export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$interface}
+    echo "interface: gloo $GLOO_SOCKET_IFNAME, NCCL ${NCCL_SOCKET_IFNAME#=} ($interface leads to $1;" \
+        "to choose another, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME)"
+}
+
+# log_to FILE: from here on, keep a copy of all output there.
+log_to() {
+    mkdir -p "$(dirname "$1")" || fail "cannot write the log $1"
+    # -i: Ctrl-C reaches tee, too, which is to see the end of the training.
+    exec > >(exec tee -i -a "$1") 2> >(exec tee -i -a "$1" >&2)
+}
+
 # launch HOURS NAME BATCH_SIZE LAUNCHER_OPTION ... [-- TRAINING_OPTION ...]
+#
+# Of several nodes this is number $rank. What is printed goes to node<rank>.log in the run directory.
 launch() {
     local hours=$1 name=$2 batch=$3
     shift 3
@@ -48,12 +84,23 @@ launch() {
     [ -z "${ARCH:-}" ] || command+=(-a "$ARCH")
     command+=("$@")
     [ -z "${DATA:-}" ] || command+=("$DATA")
+
+    local runs=runs number
+    for ((number = 1; number <= $#; number++)); do # as the script will read its options
+        case ${!number} in
+        --output-dir=*) runs=${!number#*=} ;;
+        --output-dir) [ $number -eq $# ] || runs=${@:number+1:1} ;;
+        esac
+    done
+    log_to "$runs/$name/node${rank:-0}.log"
+    [ -z "${rank:-}" ] || choose_interface "$MASTER_ADDR"
     # torchrun would set this to 1, and warn; scripts on the CPU want all cores, shared out.
     if [ -z "${OMP_NUM_THREADS:-}" ]; then
         local cores
         cores=$(nproc)
         export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))
     fi
-    echo "+ ${command[*]}"
+    printf '+ OMP_NUM_THREADS=%s%s\n' "$OMP_NUM_THREADS" "$(printf ' %q' "${command[@]}")"
+    export IMAGENET_SUITE=launcher # by this mark scripts/cleanup.sh knows its own
     exec "${command[@]}"
 }

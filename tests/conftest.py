@@ -1,5 +1,6 @@
 """What the tests share: a tiny image folder, and the scripts run as people run them."""
 
+import contextlib
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +84,7 @@ def shell(*lines: str, timeout: float = TIMEOUT, **env: str) -> list[Result]:
             started.append((typed, files))
         for typed, files in started:
             typed.wait(timeout)
+            _wait_for_group(typed.pid)
             for file in files:
                 file.seek(0)
             results.append(Result(typed.returncode, *(file.read() for file in files)))
@@ -93,6 +96,15 @@ def shell(*lines: str, timeout: float = TIMEOUT, **env: str) -> list[Result]:
             for file in files:
                 file.close()
     return results
+
+
+def _wait_for_group(leader: int) -> None:
+    """Until what a shell has left in the background (tee, at the end of a log) has ended, too."""
+    deadline = time.monotonic() + 10
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(leader, 0)
+            time.sleep(0.02)
 
 
 def train(script: str, *arguments: object, processes: int = 0, **env: str) -> Result:

@@ -157,7 +157,8 @@ def two_nodes(line: str, tmp_path: Path, **env: str) -> list[Result]:
         for rank in (0, 1)
     ]
     results = ends_well(*lines, **env)
-    assert not (tmp_path / "1").exists()
+    others = [path for path in (tmp_path / "1").rglob("*") if path.is_file()]
+    assert [path.name for path in others] == (["node1.log"] if "multi_node_train" in line else [])
     assert_trained(only_run(tmp_path / "0"), world_size=2, nodes=2, global_batch=10)
     for result in results:  # nobody sits before a silent terminal
         assert "Epoch 1/1" in result.out
@@ -240,7 +241,12 @@ def test_multi_node_wrapper(folder, tmp_path):
         " bash scripts/multi_node_train.sh 1.5 {rank} 2 mine 8 --",
         tmp_path,
     )
-    assert only_run(tmp_path / "0").name == "mine"
+    for rank in "01":
+        log = (only_run(tmp_path / rank) / f"node{rank}.log").read_text()
+        assert only_run(tmp_path / rank).name == "mine"
+        assert "Epoch 1/1" in log
+        assert "torch.distributed.run --nnodes=2 --node_rank=" in log
+        assert "interface: gloo lo, NCCL lo (lo leads to 127.0.0.1;" in log
 
 
 @pytest.mark.parametrize(

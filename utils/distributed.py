@@ -178,12 +178,13 @@ def _join(args: Any, place: Place) -> World:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, processes.usable_cores() // place.local_size))
 
-    # gloo looks up this host's own name, which often gives 127.0.1.1 or nothing at all: name the
-    # interface that leads to the master instead.
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        interface = network.interface_towards(place.master) if nodes > 1 else network.LOOPBACK
-        if interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    # gloo looks up this host's own name, which often gives 127.0.1.1 or nothing; NCCL may take
+    # Docker's bridge. The interface that leads to the master is right ("=": not a prefix).
+    interface = network.interface_towards(place.master) if nodes > 1 else network.LOOPBACK
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if nodes > 1:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
     timeout = timedelta(seconds=args.dist_timeout)
     if args.sync_bn and device.type == "cpu":

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 from utils.errors import UserError, report
 
+# In the environment of all that the suite starts; scripts/cleanup.sh looks for it.
+MARKER = "IMAGENET_SUITE"
 GRACE_SECONDS = 15.0  # how long the others may take to end once one process has failed
 _PR_SET_PDEATHSIG = 1
 
@@ -34,6 +36,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 def run_main(main: Callable[[], int | None]) -> None:
     """Call ``main`` and end the process with its exit code, or with a `UserError`'s sentence."""
+    os.environ.setdefault(MARKER, "training")
     try:
         code = main()
     except UserError as error:

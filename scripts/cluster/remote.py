@@ -1,0 +1,50 @@
+"""Run one of our self-contained programs on every host of a file, and show what it prints."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import hosts
+from hosts import SSH_FAILED, Host
+
+from utils import errors
+from utils.errors import UserError
+
+
+def ask_all(file: str, ssh: str, source: str, arguments: dict) -> list[tuple[Host, int, str]]:
+    """Host, exit code and output of the program ``source`` on each host of ``file``, in order.
+
+    Raises: `UserError` for a list that cannot be read. A host that ssh cannot reach has the code
+    `SSH_FAILED`, and ssh's own words are on stderr.
+    """
+
+    def one(host: Host) -> tuple[Host, int, str]:
+        done = subprocess.run(
+            hosts.remote_python(ssh, host),
+            input=hosts.program(Path(source), arguments),
+            stdout=subprocess.PIPE,
+            check=False,
+        )
+        return host, done.returncode, done.stdout.decode(errors="replace")
+
+    listed = hosts.read(Path(file))
+    with ThreadPoolExecutor(len(listed)) as pool:
+        return list(pool.map(one, listed))
+
+
+def everywhere(file: str, ssh: str, source: str, arguments: dict) -> int:
+    """Run ``source`` on each host and print its lines behind its name. Returns the exit code."""
+    worst = 0
+    try:
+        answers = ask_all(file, ssh, source, arguments)
+    except UserError as error:
+        return errors.report(error)
+    for host, code, out in answers:
+        for line in out.splitlines():
+            print(f"[{host.name}] {line}")
+        if code == SSH_FAILED:
+            print(f"error: ssh to {host.name} failed: does `{ssh} {host.address} true` work?",
+                  file=sys.stderr)  # fmt: skip
+        worst = max(worst, errors.BAD_INPUT if code == SSH_FAILED else code)
+    return worst

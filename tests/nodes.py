@@ -1,0 +1,292 @@
+"""Several nodes on one machine: namespaces with a network, host name and processes of their own.
+
+    with Nodes(2) as nodes:
+        nodes[1].run("python3 -c 'import socket; print(socket.gethostname())'").out
+
+Each node is a set of Linux namespaces (network, host name, mounts, processes, IPC) whose interface
+eth0 hangs on a bridge in a namespace of its own. All of it belongs to a few processes that die with
+the test process, however that ends: nothing of it has a name on the machine, nothing can be left.
+The nodes share the file system, apart from /run and /dev/shm, /etc/hosts and /etc/ssh/ssh_config.
+
+Needs root, and of Debian's packages iproute2; start_sshd() openssh-server; block_ports() nftables.
+Where they are missing, the test is skipped and says so.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TIMEOUT, Result, environment
+from running import Process, Running, eventually
+
+_NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--ipc")
+_SSHD = "/usr/sbin/sshd"
+_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "sshd": "openssh-server"}
+# The first program of a node. It has to collect dead orphans: ignoring SIGCHLD does that.
+_FIRST = ("sh", "-c", "echo ready; trap '' CHLD; exec sleep infinity")
+
+
+def need(*programs: str) -> None:
+    """Skip the test unless this is root on Linux and all programs are installed."""
+    if os.geteuid() != 0:
+        pytest.skip("several nodes on one machine (network namespaces) need root")
+    for program in ("unshare", "nsenter", "setpriv", "ip", *programs):
+        if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin"):
+            pytest.skip(f"{program} is missing: apt-get install {_PACKAGES.get(program, program)}")
+
+
+class Namespaces:
+    """One set of namespaces, alive while this object's process is."""
+
+    def __init__(self, kinds: tuple[str, ...]):
+        new = ("unshare", *kinds, "--fork", "--kill-child")
+        new += ("--mount-proc",) if "--pid" in kinds else ()
+        # The kernel kills unshare with this process, and the first program with unshare; with its
+        # first program, a process namespace dies as a whole.
+        self.keeper = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *new, *_FIRST],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if self.keeper.stdout.readline() != "ready\n":
+            self.keeper.wait()
+            pytest.skip(f"namespaces are not allowed here: {self.keeper.stderr.read().strip()}")
+        (self.first,) = _children(self.keeper.pid)
+        self.enter = ("nsenter", f"--target={self.first}", *kinds, "--")
+
+    def close(self) -> None:
+        """End everything inside."""
+        self.keeper.kill()
+        self.keeper.wait()
+        self.keeper.stdout.close()
+        self.keeper.stderr.close()
+        eventually(lambda: not Path(f"/proc/{self.first}").exists())
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except FileNotFoundError:  # it has ended
+        return []
+    return [int(one) for one in text.split()]
+
+
+def _do(*command: str) -> None:
+    """Run a command of the set-up, which must succeed."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+
+
+class Node:
+    """A machine as far as programs can tell: address, host name, firewall, sshd of its own."""
+
+    def __init__(self, number: int, switch: Namespaces, folder: Path):
+        self.name, self.ip = f"node{number}", f"10.77.0.{number + 1}"
+        self.number, self.switch, self.folder = number, switch, folder / self.name
+        self.folder.mkdir()
+        self.spaces = Namespaces(_NAMESPACES)
+        self.port = 2200 + number  # of its sshd
+
+    @property
+    def netns(self) -> str:
+        """Path of the network namespace, for tools that want one (nsenter --net=...)."""
+        return f"/proc/{self.spaces.first}/ns/net"
+
+    def set_up(self, rate: str | None) -> None:
+        """Plug the node in, give it its name, address and private folders."""
+        cable = f"port{self.number}"
+        _do(
+            *(*self.switch.enter, "ip", "link", "add", cable, "type", "veth"),
+            *("peer", "name", "eth0", "netns", str(self.spaces.first)),
+        )
+        self.link(True)
+        script = f"""
+            hostname {self.name}
+            ip link set lo up
+            ip address add {self.ip}/24 dev eth0
+            ip link set eth0 up
+            mkdir -p {self.folder}/cgroup
+            mount --rbind /sys/fs/cgroup {self.folder}/cgroup
+            mount -t sysfs sysfs /sys
+            mount --rbind {self.folder}/cgroup /sys/fs/cgroup
+            umount --lazy {self.folder}/cgroup
+            mount -t tmpfs tmpfs /run
+            mkdir -p /run/sshd /run/lock
+            mount -t tmpfs tmpfs /dev/shm
+        """
+        if rate:
+            need("tc")
+            script += f"tc qdisc add dev eth0 root tbf rate {rate} burst 256kb latency 20ms\n"
+        _do(*self.spaces.enter, "bash", "-ec", script)
+
+    def replace(self, path: str, text: str) -> None:
+        """Give this node another version of an existing file (/etc/hosts, say)."""
+        own = self.folder / path.strip("/").replace("/", "_")
+        own.write_text(text)
+        _do(*self.spaces.enter, "mount", "--bind", str(own), path)
+
+    def popen(self, command: str | list[str], env=None, cwd=ROOT, **how) -> subprocess.Popen:
+        """Start a command (a text: by bash) inside; see `inside` for its process number.
+
+        ``env``: changes to `conftest.environment`. It gets a session of its own, as at a terminal
+        of its own; this Popen's code is its code.
+        """
+        line = ["bash", "-c", command] if isinstance(command, str) else command
+        # Through setsid, so that a signal to its process group spares nsenter, which waits for it.
+        # In another mount namespace nsenter starts at its root.
+        first = [*self.spaces.enter, "setsid", "env", "-C", str(cwd)]
+        return subprocess.Popen([*first, *map(str, line)], env=_environment(env or {}), **how)
+
+    def run(self, command: str | list[str], env=None, cwd=ROOT, timeout: float = TIMEOUT) -> Result:
+        """Run a command inside, wait for it, return its code, output and error output."""
+        how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with self.popen(command, env, cwd, text=True, **how) as started:
+            try:
+                out, err = started.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                os.killpg(inside(started), signal.SIGKILL)
+                raise
+        return Result(started.returncode, out, err)
+
+    def type(self, command: str | list[str], cwd=ROOT, **env: str) -> "Typed":
+        """Start a command inside whose lines can be waited for; see `running.Running`."""
+        return Typed(self, command, cwd, env)
+
+    def processes(self) -> set[Process]:
+        """All that lives in here, but for what belongs to the node: first program, sshd."""
+        own = ("sleep infinity", "sshd: ", "/usr/sbin/sshd", "nsenter ")
+        space, found = os.readlink(f"/proc/{self.spaces.first}/ns/pid"), set()
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and os.readlink(entry / "ns/pid") == space:
+                    found.add(Process(int(entry.name)))
+        return {one for one in found if one.lives() and not one.command.startswith(own)}
+
+    def link(self, up: bool) -> None:
+        """Plug the network cable in or out, without a notice to either side."""
+        plug = ("master", "bridge") if up else ("nomaster",)
+        _do(*self.switch.enter, "ip", "link", "set", f"port{self.number}", "up", *plug)
+
+    def block_ports(self, ports: str) -> None:
+        """Drop new TCP connections from outside to ``ports`` ("8888", "1024-8887, 8889-65535")."""
+        need("nft")
+        new = f'iifname "eth0" tcp flags & (syn | ack) == syn tcp dport {{ {ports} }} drop'
+        hook = "type filter hook input priority 0"
+        rules = f"table inet tests {{\n chain input {{\n {hook}\n {new}\n }}\n }}\n"
+        self.unblock_ports()
+        _do(*self.spaces.enter, "nft", rules)
+
+    def unblock_ports(self) -> None:
+        """Open all ports again."""
+        away = [*self.spaces.enter, "nft", "delete table inet tests"]
+        subprocess.run(away, capture_output=True, check=False)
+
+    def start_sshd(self, **env: str) -> None:
+        """Let root in by the key of `Nodes.ssh_config`; ``env`` is what logins find set."""
+        need("sshd")
+        config = self.folder / "sshd_config"
+        key = self.folder / "host_key"
+        _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+        given = " ".join(f'"{name}={value}"' for name, value in env.items())
+        config.write_text(
+            f"Port {self.port}\nHostKey {key}\nPidFile none\nUsePAM no\nStrictModes no\n"
+            f"PermitRootLogin prohibit-password\nLogLevel ERROR\n"
+            f"AuthorizedKeysFile {self.folder.parent}/key.pub\n" + (given and f"SetEnv {given}\n")
+        )
+        _do(*self.spaces.enter, "setsid", _SSHD, "-f", str(config), "-E", f"{self.folder}/sshd_log")
+
+
+def inside(started: subprocess.Popen) -> int:
+    """The process number, as this machine counts, of what `Node.popen` has started."""
+    assert eventually(lambda: _children(started.pid) or started.poll() is not None)
+    return (_children(started.pid) or [started.pid])[0]
+
+
+def _environment(changes: dict[str, str]) -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
+    return environment(**{"PATH": path, "VIRTUAL_ENV": sys.prefix} | changes)
+
+
+class Typed(Running):
+    """A command typed at a node's terminal; ends, at the latest, with the node."""
+
+    def __init__(self, node: Node, command: str | list[str], cwd: Path, env: dict[str, str]):
+        self.errors = tempfile.TemporaryFile("w+")
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": self.errors}
+        self.process = node.popen(command, env, cwd, text=True, **pipes)
+        self.seen, self.family = [], set()
+        self.pid = inside(self.process)
+        self.limit = threading.Timer(TIMEOUT, lambda: self.send(signal.SIGKILL))
+        self.limit.start()
+
+    def send(self, signum: int, group: bool = False) -> None:
+        """Send a signal to the command, or, as a terminal does, to its whole process group."""
+        with contextlib.suppress(ProcessLookupError):
+            (os.killpg if group else os.kill)(self.pid, signum)
+
+
+class Nodes:
+    """``count`` nodes named node0, node1, ... that reach each other; a list of `Node` in `with`.
+
+    ``rate`` limits what each can send ("1gbit"). `ssh_config` is the ssh configuration by which
+    they reach each other as root, by name; it is each node's own /etc/ssh/ssh_config.
+    """
+
+    def __init__(self, count: int, rate: str | None = None):
+        self.count, self.rate = count, rate
+
+    def __enter__(self) -> list[Node]:
+        need()
+        with contextlib.ExitStack() as stack:
+            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nodes")))
+            switch = Namespaces(("--net",))
+            stack.callback(switch.close)
+            up = "ip link add bridge type bridge forward_delay 0; ip link set bridge up"
+            _do(*switch.enter, "sh", "-ec", up)
+            nodes = []
+            for number in range(self.count):
+                nodes.append(Node(number, switch, self.folder))
+                stack.callback(nodes[-1].spaces.close)
+                nodes[-1].set_up(self.rate)
+            hosts = "127.0.0.1 localhost\n" + "".join(f"{n.ip} {n.name}\n" for n in nodes)
+            for node in nodes:
+                node.replace("/etc/hosts", hosts)
+            self._configure_ssh(nodes)
+            self.nodes, self.stack = nodes, stack.pop_all()
+        return nodes
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            node.spaces.keeper.kill()  # all at once: the kernel takes its time with each
+        self.stack.close()
+
+    @property
+    def ssh_config(self) -> Path:
+        """For ``ssh -F``; only sshd's of `Node.start_sshd` answer."""
+        return self.folder / "ssh_config"
+
+    def _configure_ssh(self, nodes: list[Node]) -> None:
+        system = "/etc/ssh/ssh_config"
+        if not shutil.which("ssh-keygen") or not Path(system).exists():
+            return  # start_sshd() will say what is missing
+        key = self.folder / "key"
+        _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+        text = "".join(
+            f"Host {node.name}\n  HostName {node.ip}\n  Port {node.port}\n" for node in nodes
+        )
+        text += (
+            f"Host *\n  User root\n  IdentityFile {key}\n  IdentitiesOnly yes\n  LogLevel ERROR\n"
+            "  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n"
+        )
+        self.ssh_config.write_text(text)
+        for node in nodes:
+            node.replace(system, text)

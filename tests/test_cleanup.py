@@ -1,0 +1,90 @@
+"""scripts/cleanup.sh ends what is the suite's, gently at first, and nothing else."""
+
+import re
+import sys
+
+import pytest
+from conftest import summary
+from nodes import Node, Nodes
+from running import TORCHRUN, tiny
+
+MODEL, ENV = tiny(step_seconds=0.05)
+LASTING = f"{' '.join(MODEL)} --image-size 32 -b 5 -j 2 --epochs 100000 -p 1 --name run"
+STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True)"
+STUBBORN += "; time.sleep(600)"
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Two nodes; each sees no processes but its own."""
+    with Nodes(2) as both:
+        both[1].start_sshd()
+        yield both
+
+
+def commands(node: Node, part: str) -> list[str]:
+    return [one.command for one in node.processes() if part in one.command]
+
+
+@pytest.mark.parametrize(
+    ("first", "least"),
+    [
+        ("python imagenet_ddp.py -g 2", 5),
+        pytest.param("python imagenet_nd.py", 2, marks=pytest.mark.long),
+        pytest.param(f"python {' '.join(TORCHRUN)} --nproc_per_node=2 imagenet_ddp.py", 5,
+                     marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_a_training_typed_by_hand_gets_time_for_its_snapshot(nodes, folder, tmp_path, first, least):
+    """A process that ignores SIGTERM is killed; other Python programs stay."""
+    node = nodes[0]
+    waiting = "import time; time.sleep(600)"
+    line = f"{first} {LASTING} --output-dir {tmp_path} {folder}"
+    bystander = tmp_path / "bystander.py"
+    bystander.write_text(waiting)
+    with (
+        node.type(["python", bystander, "imagenet_ddp.py", "--rank", "0"]),
+        node.type(["python", "-c", waiting, "bystander of torch.distributed.run"]),
+        # Orphaned: what started it is gone, and it belongs to the first process of the node.
+        node.type(f'(IMAGENET_SUITE=training python -c "{STUBBORN}" & ) ; sleep 1000') as shell,
+        node.type(line, **ENV) as run,
+    ):
+        run.until(r"step +3/")
+        shell.until("up")
+        before = node.processes()
+        seen = node.run("bash scripts/cleanup.sh --dry-run")
+        assert seen.code == 0, seen.err
+        assert len(re.findall(r"^would end \d+", seen.out, re.MULTILINE)) >= least + 1, seen.out
+        assert "(orphaned): python -c import signal" in seen.out
+        assert "bystander" not in seen.out
+        assert "sleep 1000" not in seen.out
+        assert before <= node.processes()
+
+        done = node.run("bash scripts/cleanup.sh --grace 5")
+        assert done.code == 0, done.out + done.err
+        # torchrun has no code of its own for an interruption.
+        assert run.result().code == (1 if "torch" in first else 75), run.result().err
+        assert "1 more ended after SIGKILL" in done.out, done.out
+        assert "port 8888 is free" in done.out
+        assert summary(tmp_path / "run")["finished_because"] == "interrupted"
+        assert (tmp_path / "run" / "snapshot.pt").is_file()
+        assert len(commands(node, "bystander")) >= 2
+        assert "nothing of this suite" in node.run("bash scripts/cleanup.sh").out
+        assert not [one for one in node.processes() if "spawn_main" in one.command]
+
+
+def test_on_the_hosts_of_a_file(nodes, tmp_path):
+    """Ends what runs on them, not here."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node1\nnode0\n")
+    orphan = f'(IMAGENET_SUITE=training {sys.executable} -c "{STUBBORN}" & ) ; sleep 1000'
+    with nodes[0].type(orphan) as here, nodes[1].type(orphan) as there:
+        here.until("up")
+        there.until("up")
+        done = nodes[0].run(f"bash scripts/cleanup.sh {hosts} --grace 0.5")
+        assert "[node1] ending " in done.out
+        assert "[node1] 1 more ended after SIGKILL" in done.out
+        assert "ssh to node0 failed" in done.err
+        assert done.code == 2
+        assert not commands(nodes[1], "signal")
+        assert commands(nodes[0], "signal")

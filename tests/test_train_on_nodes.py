@@ -1,0 +1,198 @@
+"""scripts/train_on_nodes.sh: two and four nodes, each with its own sshd; nothing is left behind."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, summary
+from nodes import Node, Nodes, Typed, need
+from running import Process, eventually, tiny
+
+INTERRUPTED = 75
+MODEL, ENV = tiny()
+QUICK = f"{' '.join(MODEL)} --image-size 32 -b 5 -j 1"
+EMPTY_SECONDS = 25.0  # after this, nothing may be left on a node that has lost its launcher
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """node0 to sit at, node1 and node2 to train on."""
+    with Nodes(3) as all_nodes:
+        for node in all_nodes[1:]:
+            node.start_sshd(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **ENV)
+        yield all_nodes
+
+
+@pytest.fixture
+def hosts(tmp_path) -> Path:
+    """A list of node1 and node2."""
+    path = tmp_path / "hosts"
+    path.write_text("# ssh names\nnode1\nroot@node2  # another user\n")
+    return path
+
+
+def line(hosts: Path, training: str, launcher: str = f"--dir {ROOT}") -> str:
+    """The command as people type it."""
+    return f"bash scripts/train_on_nodes.sh {hosts} {launcher} -- {training}"
+
+
+def ours(nodes: list[Node]) -> set[Process]:
+    """What lives in the nodes."""
+    return set().union(*(node.processes() for node in nodes))
+
+
+def test_two_nodes_sync_and_fetch(nodes, hosts, folder, tmp_path):
+    """The code goes there, the run comes back, and each line says where it is from."""
+    need("rsync")
+    code = tmp_path / "copied"
+    (tmp_path / "here").mkdir()
+    python = "import sys; print(sys.executable)"
+    python = nodes[0].run(["python", "-c", python]).out.strip()
+    launcher = f"--sync --fetch --dir {code} --python {python} --port 8888 --env TIMES=3"
+    training = f"imagenet_ddp.py {QUICK} --epochs 1 --name mine {folder}"
+    typed = line(hosts, training, launcher).replace("scripts/", f"{ROOT}/scripts/")
+    done = nodes[0].run(typed, cwd=tmp_path / "here")
+    assert done.code == 0, done.out + done.err
+    here, there = tmp_path / "here" / "runs" / "mine", code / "runs" / "mine"
+    found = summary(here)
+    assert found == summary(there)
+    assert (found["world_size"], found["nodes"], found["epochs_done"]) == (2, 2, 1)
+    assert (here / "snapshot.pt").read_bytes() == (there / "snapshot.pt").read_bytes()
+    assert not (code / ".git").exists()
+    lines = done.out.splitlines()
+    assert any(one.startswith("[node1] Epoch 1/1") for one in lines), done.out
+    assert any(one.startswith("[node2] [rank 1] Epoch 1/1") for one in lines), done.out
+    assert f"[node1] + cd {code}; MASTER_ADDR=10.77.0.2 MASTER_PORT=8888 WORLD_SIZE=2" in done.out
+    assert "\033[" not in done.out + done.err
+    assert not ours(nodes)
+
+
+@pytest.mark.long
+def test_four_nodes_with_two_processes_each(folder, tmp_path):
+    with Nodes(4) as four:
+        for node in four:
+            node.start_sshd(OMP_NUM_THREADS="1", **ENV)
+        hosts = tmp_path / "hosts"
+        hosts.write_text("".join(f"{node.name} slots=2\n" for node in four))
+        training = f"imagenet_ddp.py {QUICK} -b 2 --epochs 1 --name run --output-dir {tmp_path}"
+        done = four[0].run(line(hosts, f"{training} {folder}"))
+        assert done.code == 0, done.out + done.err
+        assert summary(tmp_path / "run")["world_size"] == 8
+        assert not ours(four)
+
+
+def silent(nodes: list[Node], hosts: Path, folder: Path, runs: Path, step_seconds: float) -> Typed:
+    """A training on both nodes that goes on for ever and prints nothing."""
+    lasting = f"--epochs 100000 -p 1000000 --name run --output-dir {runs} {folder}"
+    launcher = f"--dir {ROOT} --env STEP_SECONDS={step_seconds}"
+    started = nodes[0].type(line(hosts, f"imagenet_ddp.py {QUICK} {lasting}", launcher))
+    log = runs / "run" / "train.log"
+    assert eventually(lambda: log.exists() and "steps an epoch" in log.read_text())
+    assert len(ours(nodes[1:])) >= 6  # guards, scripts, ranks
+    return started
+
+
+@pytest.mark.parametrize(
+    ("way", "step_seconds"),
+    [
+        ("SIGKILL", 0.05),
+        pytest.param("SIGINT", 0.05, marks=pytest.mark.long),
+        pytest.param("SIGTERM", 0.05, marks=pytest.mark.long),
+        pytest.param("SIGHUP", 0.05, marks=pytest.mark.long),
+        # Ranks that are stuck in a step take no notice of a request.
+        pytest.param("SIGINT", 600, marks=pytest.mark.long),
+        pytest.param("SIGTERM", 600, marks=pytest.mark.long),
+        pytest.param("SIGKILL", 600, marks=pytest.mark.long),
+    ],
+)
+def test_a_launcher_that_ends_leaves_no_process(nodes, hosts, folder, tmp_path, way, step_seconds):
+    with silent(nodes, hosts, folder, tmp_path, step_seconds) as run:
+        group = way == "SIGINT"  # from the terminal
+        run.send(getattr(signal, way), group=group)
+        assert eventually(lambda: not ours(nodes), EMPTY_SECONDS), ours(nodes)
+        run.process.wait()
+        if step_seconds < 1:  # it was asked first, and had the time
+            assert summary(tmp_path / "run")["finished_because"] == "interrupted"
+            assert way == "SIGKILL" or run.process.returncode == INTERRUPTED
+
+
+@pytest.mark.long
+def test_a_second_interrupt_ends_at_once(nodes, hosts, folder, tmp_path):
+    with silent(nodes, hosts, folder, tmp_path, 600) as run:
+        run.send(signal.SIGINT, group=True)
+        time.sleep(1)
+        assert ours(nodes)
+        run.send(signal.SIGINT, group=True)
+        assert eventually(lambda: not ours(nodes), 10), ours(nodes)
+        assert run.result().code not in (0, INTERRUPTED)
+
+
+@pytest.mark.parametrize(
+    ("cut", "step_seconds"),
+    [
+        pytest.param(0, 600, marks=pytest.mark.long),
+        pytest.param(0, 0.05, marks=pytest.mark.long),
+        pytest.param(1, 0.05, marks=pytest.mark.long),
+        pytest.param(2, 600, marks=pytest.mark.long),
+    ],
+)
+def test_a_cut_link_leaves_no_process(nodes, hosts, folder, tmp_path, cut, step_seconds):
+    with silent(nodes, hosts, folder, tmp_path, step_seconds) as run:
+        try:
+            nodes[cut].link(False)
+            assert eventually(lambda: not ours(nodes), EMPTY_SECONDS), ours(nodes)
+            assert run.result().code not in (0, INTERRUPTED)
+        finally:
+            nodes[cut].link(True)
+            # Until the switch has found out where the node is.
+            assert eventually(lambda: nodes[0].run("ssh node1 true; ssh node2 true").code == 0)
+
+
+def test_a_failing_node_stops_the_others(nodes, hosts, folder, tmp_path):
+    with silent(nodes, hosts, folder, tmp_path, 0.05) as run:
+        victims = [one for one in ours(nodes[2:]) if "spawn_main" in one.command]
+        assert victims
+        os.kill(victims[0].pid, signal.SIGKILL)
+        result = run.result()
+        assert result.code not in (0, INTERRUPTED)
+        assert "ended with exit code" in result.err
+        assert "[node1]" in result.err
+        assert eventually(lambda: not ours(nodes)), ours(nodes)
+
+
+@pytest.mark.parametrize(
+    ("text", "rest", "named"),
+    [
+        ("node1\nnode2 slot=2\n", "-- imagenet_ddp.py", "line 2"),
+        ("node1\nroot@node1\n", "-- imagenet_ddp.py", "twice"),
+        ("# none\n", "-- imagenet_ddp.py", "no host"),
+        ("node1\nnode2\n", "-- imagenet_nd.py", "one node"),
+        ("node1\n", "-- train.py", "train.py"),
+        ("node1\n", "--fetch -- imagenet_nd.py", "--name"),
+        ("node1\n", "imagenet_nd.py", ""),
+        ("node1 slots=2\nnode2 slots=1\n", "-- imagenet_ddp.py", "slots"),
+        ("node1\nnode0\n", f"--dir {ROOT} -- imagenet_ddp.py", "ssh to node0 failed"),
+        ("node1\n", "--dir /nowhere -- imagenet_ddp.py", "/nowhere"),
+    ],
+)
+def test_errors_are_sentences(nodes, tmp_path, text, rest, named):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    done = nodes[0].run(f"bash scripts/train_on_nodes.sh {path} {rest}")
+    assert done.code == 2, done.out + done.err
+    assert "Traceback" not in done.err
+    assert "error: " in done.err
+    assert named in done.err
+    assert not ours(nodes)
+
+
+def test_colours_only_for_a_terminal(nodes, hosts, folder, tmp_path):
+    need("script")
+    failing = line(hosts, "imagenet_ddp.py", "--dir /nowhere")
+    for given, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
+        done = nodes[0].run(["script", "-qec", failing, "/dev/null"], env=given)
+        assert done.code == 2, done.out
+        assert ("\033[36m[node1]\033[0m error: " in done.out) == coloured, done.out
+        assert ("[node1] error: " in done.out) != coloured
