@@ -227,6 +227,7 @@ def draw(rows: list[Forecast], measured: dict[int, Measured], title: str, out: P
     """Throughput against GPUs, and what a step consists of, into the file ``out``."""
     import matplotlib.style
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
     with matplotlib.style.context(["default", {"font.size": 13, "savefig.dpi": 150}]):
         figure = Figure(figsize=(8, 10), layout="constrained")
@@ -255,18 +256,20 @@ def draw(rows: list[Forecast], measured: dict[int, Measured], title: str, out: P
                       edgecolor="white", label=names.get(name, name))  # fmt: skip
             below = [a + b for a, b in zip(below, value, strict=True)]
         for place, row in zip(places, rows, strict=True):
-            parts.text(place, 1000 * row.step_s, f"{100 * row.efficiency:.0f}", ha="center",
+            parts.text(place, 0, f"{100 * row.efficiency:.0f}", color="white", ha="center",
                        va="bottom")  # fmt: skip
             if row.gpus in measured:
                 parts.plot(place, 1000 * measured[row.gpus].step_s, "X", color="#f28a50",
                            markersize=13, markeredgecolor="black")  # fmt: skip
-        parts.set(ylabel="ms a step (above: efficiency, %)", xlabel="GPUs")
+        parts.set(ylabel="ms a step (in white: efficiency, %)", xlabel="GPUs")
         parts.set_ylim(top=1.25 * max(*below, *(1000 * p.step_s for p in measured.values())))
         for axes in (rate, parts):
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(axis="y", color="0.9")
             axes.set_axisbelow(True)
         rate.set_xticks(gpus, [str(n) for n in gpus])
+        rate.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        rate.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         rate.minorticks_off()
         parts.set_xticks(places, [str(n) for n in gpus])
         parts.legend(frameon=False, loc="upper left", ncols=1)

@@ -1,7 +1,6 @@
 """The forecast of step time on more nodes: arithmetic, errors on published runs, the tool."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -176,9 +175,8 @@ def test_errors_are_one_sentence(arguments, sentence):
     assert sentence in done.sentence
 
 
-def test_the_errors_against_published_runs_can_be_printed():
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "bench" / "forecast_errors.py"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert "forecast, defaults" in done.stdout
+def test_the_errors_against_published_runs_are_printed_and_drawn(tmp_path):
+    done = python("scripts/bench/forecast_errors.py", "--figures", tmp_path)
+    assert done.code == 0, done.err
+    assert "forecast, defaults" in done.out
+    assert {file.name for file in tmp_path.iterdir()} == {"forecast_hal.png", "forecast_g4dn.png"}

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How far is the forecast off? Against published runs, and what the answer hangs on.
 
-    python scripts/bench/forecast_errors.py
+    python scripts/bench/forecast_errors.py [--figures figures]
 
 HAL: a cluster of 16 nodes with 4 V100 (NVLink) each, InfiniBand EDR, shared storage; ResNet-50,
 Apex O2, 208 images a GPU. g4dn: g4dn.2xlarge nodes of one T4, 10 Gbit/s (bursts of 25), VGG-19 with
@@ -9,13 +9,16 @@ Apex O2, 208 images a GPU. g4dn: g4dn.2xlarge nodes of one T4, 10 Gbit/s (bursts
 GPU is an estimate: 118 GFLOP an image (3 x 2 x 19.6 G multiply-adds) at 5 of the T4's 8.1 TFLOP/s.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from forecast_scaling import draw  # noqa: E402
 
 from utils import scaling  # noqa: E402
 from utils.scaling import Cluster, Measured, Workload  # noqa: E402
@@ -62,7 +65,27 @@ def show_both(name: str, hal: Cluster, other: Cluster, rate: float = T4_VGG19) -
     show(name, hal_errors(hal) + g4dn_errors(other, rate))
 
 
+def pictures(folder: Path) -> None:
+    """Draw both forecasts with the measured points into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    work, points = g4dn(T4_VGG19)
+    hal = scaling.fit_compute(HAL_WORK, HAL_CLUSTER, HAL[0])
+    for name, title, what, cluster, measured in (
+        ("hal", "HAL: V100, ResNet-50, 208 images a GPU", hal, HAL_CLUSTER, HAL),
+        ("g4dn", "g4dn.2xlarge: T4, VGG-19, 32 images a GPU", work, G4DN_CLUSTER, points),
+    ):
+        rows = [scaling.forecast(what, cluster, point.gpus) for point in measured]
+        draw(rows, {p.gpus: p for p in measured}, title, folder / f"forecast_{name}.png")
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="draw pictures into it")
+    args = parser.parse_args()
+    if args.figures:
+        pictures(args.figures)
     head = " ".join(f"{n:>6}" for n in (*HAL_RATES, *G4DN_EFFICIENCY))
     print(f"error of the step time, %; within {LIMIT:.0%}\n")
     print(f"{'':<34} {'HAL, GPUs':^41} {'g4dn, nodes':^27}")

@@ -25,6 +25,7 @@ class MeasuredRun:
     gpus: int
     nodes: int
     step_s: float
+    compute_s: float | None = None  # of its step, where the run has measured that
 
     @property
     def measured(self) -> Measured:
@@ -44,11 +45,12 @@ def read_run(path: Path) -> MeasuredRun:
         gpus, rate = int(found["world_size"]), float(found["images_per_s"])
         batch = int(found["global_batch"]) / gpus
         nodes, arch, classes = int(found["nodes"]), found.get("arch"), found.get("classes")
+        compute = found.get("compute_s")
     except FileNotFoundError:
         return _from_events(path)
     except (OSError, ValueError, LookupError, TypeError):
         raise UserError(f"{path}/summary.json has no speed: did an epoch end?") from None
-    return MeasuredRun(path, arch, classes, round(batch), gpus, nodes, gpus * batch / rate)
+    return MeasuredRun(path, arch, classes, round(batch), gpus, nodes, gpus * batch / rate, compute)
 
 
 def _from_events(path: Path) -> MeasuredRun:
