@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, python, scalars, summary, train
+from nodes import Nodes
 from running import eventually
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from utils.scaling import parameters
 from utils.step_time import StepTimer, StepTimes
 from utils.watch import mean_times
 
@@ -239,3 +241,25 @@ def test_the_cost_can_be_measured():
     result = python(ROOT / "scripts" / "bench" / "instruments.py", "--rounds", "2", "--steps", "3")
     assert result.code == 0, result.err
     assert "on/off" in result.out
+
+
+@pytest.mark.long
+def test_a_slow_link_shows_as_communication(folder, tmp_path):
+    seconds = 2 / 2 * parameters("resnet18", 3) * 4 / (150e6 / 8)  # of the all-reduce; 2 nodes
+    with Nodes(2, rate="150mbit") as nodes:
+        command = (
+            "python -m torch.distributed.run --nnodes=2 --node_rank={} --nproc_per_node=1"
+            f" --master_addr={nodes[0].ip} --master_port=8888 imagenet_ddp.py -a resnet18"
+            f" --image-size 32 -j 1 -b 5 --epochs 1 --lr 0.01 --output-dir {tmp_path} --name x"
+            f" {folder}"
+        )
+        typed = [node.type(command.format(rank)) for rank, node in enumerate(nodes)]
+        for one in typed:
+            with one:
+                result = one.result()
+                assert result.code == 0, result.out + result.err
+    found = summary(tmp_path / "x")
+    # At most, all of compute hides communication; and a link gives no more than it can (but for
+    # the first 256 kB, which its bucket holds).
+    assert found["communication_s"] > 0.95 * seconds - found["compute_s"]
+    assert found["communication_s"] > 0.3 * seconds

@@ -178,13 +178,11 @@ class StepTimer:
     def _local_gradients(self) -> None:
         """All local gradients are there. DDP's own callback, queued later, now waits for buckets;
         one that is queued here comes after it."""
-        if self.now is not None:
-            self.now.local = self.clock.mark()
-            _at_end_of_backward(self._all_gradients)
+        self.now.local = self.clock.mark()
+        _at_end_of_backward(self._all_gradients)
 
     def _all_gradients(self) -> None:
-        if self.now is not None:
-            self.now.reduced = self.clock.mark()
+        self.now.reduced = self.clock.mark()
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
