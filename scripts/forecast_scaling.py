@@ -84,7 +84,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         ("network-gbit", default.network_gbit, "a node's link, Gbit/s"),
         ("local-gbit", default.local_gbit, "between the GPUs of a node; NVLink: 400 and more"),
         ("latency-us", default.latency_s * 1e6, "a hop between nodes; InfiniBand: 5"),
-        ("protocol", default.protocol, "share of the link that all-reduce gets"),
+        (
+            "protocol",
+            default.protocol,
+            "share of the link that all-reduce gets; 1 for a measured bandwidth",
+        ),
         ("overlap", default.overlap, "share of backward that hides communication"),
         ("jitter", default.jitter, "how much later the slowest is; quiet clusters: 0.01"),
         ("worth", 0.5, "a node is worth it if it adds this share of what the first one does"),
@@ -219,7 +223,7 @@ def verdict(work: Workload, cluster: Cluster, rows: list[Forecast], worth: float
     if found is None:
         return f"Each node up to {most} is worth it ({rule})."
     node, gain = found
-    what = f"adds {gain:.0%}" if gain >= 0 else f"takes away {-gain:.0%}"
+    what = f"adds {gain:.1%}" if gain >= 0 else f"takes away {-gain:.1%}"
     return f"Not worth it: node {node}, which {what}, and each after it ({rule})."
 
 

@@ -319,5 +319,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         if args.classes and not args.classes.isdecimal():
             raise UserError("--dummy has no folders: give --classes a number", alike=True)
         args.dummy_classes = int(args.classes or 1000)
+    if args.profile and (args.dummy or args.evaluate):
+        raise UserError("--profile is about training: leave --dummy and --evaluate out", alike=True)
     args.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     return args

@@ -94,12 +94,8 @@ class _Micro:
 class StepTimer:
     """Times the micro-batches of one process, and adds them up in ``total``.
 
-    timer.start()
-    for batch in batches:
-        timer.begin()
-        train_step(...)
-        timer.end(update)
-    timer.stop()
+    An epoch: `start`; for each micro-batch `begin`, the training step, `end`, and, when what came
+    after it (printed lines) is to be no part of a step, `wait`; at last `stop`.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, distributed: bool):

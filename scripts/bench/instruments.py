@@ -5,7 +5,8 @@
 
 Trains with DistributedDataParallel in a process group of one, on the GPU if there is one. Rounds
 with and without instruments follow each other in turn, so that a change of the machine's speed
-meets both; the ratio is the median of the rounds' ratios. The calls alone are timed, too.
+meets both; the ratio is the median of the rounds' ratios. On the CPU it is that of CPU time, which
+other programs disturb least. The calls alone are timed, too.
 """
 
 import argparse
@@ -61,13 +62,14 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
     targets = torch.zeros(args.batch_size, dtype=torch.long, device=device)
     timer = StepTimer(model, device, distributed=True)  # its hooks do nothing between epochs
     criterion = nn.CrossEntropyLoss()
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
 
     def steps(number: int, on: bool) -> float:
         """Seconds a step."""
         watcher = monitor.Monitor(sources) if on else None
         if on:
             timer.start()
-        began = time.perf_counter()
+        began = clock()
         for _ in range(number):
             if on:
                 timer.begin()
@@ -79,7 +81,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
                 timer.wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - began
+        seconds = clock() - began
         if watcher is not None:
             timer.stop()
             watcher.ended.set()
@@ -92,11 +94,12 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
         kinds = (True, False) if number % 2 else (False, True)
         times = {on: steps(args.steps, on) for on in kinds}
         pairs.append((times[True], times[False]))
-    ratio = statistics.median(on / off for on, off in pairs)
+    low, ratio, high = statistics.quantiles((on / off for on, off in pairs), n=4)
     step = statistics.median(off for _, off in pairs)
     print(
         f"{args.arch}, {args.batch_size} images of {args.image_size} pixels on {device.type}: "
-        f"{1000 * step:.2f} ms a step; on/off {ratio:.4f} (median of {args.rounds} pairs)"
+        f"{1000 * step:.2f} ms a step; on/off {ratio:.4f} (median of {args.rounds} "
+        f"pairs; half of them from {low:.4f} to {high:.4f})"
     )
     calls = timer_calls(timer) / step
     sample = sampling(sources)

@@ -33,7 +33,7 @@ from utils.scaling import Cluster, Workload  # noqa: E402
 
 ARCH, BATCH, CLASSES = "resnet18", 32, 10
 OPTIONS = (
-    f"-a {ARCH} -b {BATCH} --image-size 48 --val-resize-size 48 --lr 0.02 --epochs 3 -j 1 -p 10"
+    f"-a {ARCH} -b {BATCH} --image-size 48 --val-resize-size 48 --lr 0.02 --epochs 6 -j 1 -p 10"
 )
 
 
@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("data", type=Path, metavar="DATA", help="folder with train/CLASS/*")
     parser.add_argument("--rates", default="1000,300", metavar="LIST", help="Mbit/s (%(default)s)")
     parser.add_argument("--nodes", default="2,4", metavar="LIST", help="(%(default)s)")
-    parser.add_argument("--images", type=int, default=1280, metavar="N", help="(%(default)s)")
+    parser.add_argument("--images", type=int, default=640, metavar="N", help="(%(default)s)")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "runs", metavar="DIR")
     args = parser.parse_args()
     try:
