@@ -27,6 +27,9 @@ from utils.scaling import Cluster, Forecast, Measured, Workload  # noqa: E402
 COLOURS = {"compute": "#2563a0", "slowest GPU": "#f8d060", "communication": "#8e1f24"}
 
 
+MAY_BE_0 = ("latency_us", "overlap", "jitter")
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
@@ -102,10 +105,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def plan(args: argparse.Namespace) -> tuple[Workload, Cluster, list[MeasuredRun]]:
     """Workload, cluster, and the measured runs in the order of their size. Raises `UserError`."""
-    for name in ("network_gbit", "local_gbit", "protocol", "gpu_images_per_s", "gpus_per_node"):
+    positive = ("network_gbit", "local_gbit", "protocol", "gpu_images_per_s", "gpus_per_node")
+    for name in (*positive, "batch_size", "classes", "latency_us", "overlap", "jitter"):
         value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name.replace('_', '-')} {value:g} must be above 0")
+        if value is not None and (value < 0 or (value == 0 and name not in MAY_BE_0)):
+            raise UserError(f"--{name.replace('_', '-')} {value:g} is too small")
     runs = sorted((read_run(path) for path in args.runs), key=lambda run: run.gpus)
     first = runs[0] if runs else None
     if first is not None:

@@ -156,6 +156,19 @@ def test_from_event_files_of_an_older_suite(tmp_path):
     assert row.split()[-3] == "263.0"
 
 
+@pytest.mark.parametrize("found", ["", "[]", '{"arch": "resnet18"}', '{"images_per_s": null}'])
+def test_a_summary_without_a_speed(found, tmp_path):
+    (tmp_path / "summary.json").write_text(found)
+    assert "summary.json has no speed" in forecast("--from", tmp_path).sentence
+    (tmp_path / "summary.json").unlink()
+    assert "has no summary.json, and no" in forecast("--from", tmp_path).sentence
+
+
+def test_a_run_of_another_kind_is_refused(tmp_path):
+    runs = [write_run(tmp_path / str(batch), 1, 1, 100, batch) for batch in (32, 64)]
+    assert "such runs cannot share a forecast" in forecast("--from", *runs).sentence
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -163,7 +176,8 @@ def test_from_event_files_of_an_older_suite(tmp_path):
         (("--gpu-images-per-s", "400", "--nodes", "1,4,2"), "not a rising list"),
         (("--gpu-images-per-s", "400", "--nodes", "...,8"), "not a rising list"),
         (("--gpu-images-per-s", "400", "--nodes", "1,2,..."), "not a rising list"),
-        (("--gpu-images-per-s", "-1"), "must be above 0"),
+        (("--gpu-images-per-s", "-1"), "--gpu-images-per-s -1 is too small"),
+        (("--gpu-images-per-s", "400", "--protocol", "0"), "--protocol 0 is too small"),
         (("--gpu-images-per-s", "400", "-a", "resnet51"), "unknown arch"),
         (("--from", "nowhere"), "nowhere is not a run directory"),
         (("--gpu-images-per-s", "400", "--fit-network"), "needs a second RUN"),

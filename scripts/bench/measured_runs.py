@@ -45,12 +45,12 @@ def read_run(path: Path) -> MeasuredRun:
         gpus, rate = int(found["world_size"]), float(found["images_per_s"])
         batch = int(found["global_batch"]) / gpus
         nodes, arch, classes = int(found["nodes"]), found.get("arch"), found.get("classes")
-        compute = found.get("compute_s")
+        compute, step = found.get("compute_s"), gpus * batch / rate
     except FileNotFoundError:
         return _from_events(path)
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
         raise UserError(f"{path}/summary.json has no speed: did an epoch end?") from None
-    return MeasuredRun(path, arch, classes, round(batch), gpus, nodes, gpus * batch / rate, compute)
+    return MeasuredRun(path, arch, classes, round(batch), gpus, nodes, step, compute)
 
 
 def _from_events(path: Path) -> MeasuredRun:
