@@ -9,8 +9,8 @@ Started by torch.distributed.launch or torchrun, on every node with its own --no
         imagenet_ddp_apex.py -a resnet50 --b 208 --opt-level O2 DATA
 
 or by hand like imagenet_ddp.py. O2 keeps float16 weights and float32 masters of them, scales the
-loss, and skips a step whose gradients overflow. utils/o2.py does this in plain PyTorch, so that
-no Apex needs to be installed.
+loss, and skips a step whose gradients overflow. Apex had amp until its tag 25.04: where that is
+installed it is used, and utils/o2.py computes the same in plain PyTorch everywhere else.
 """
 
 from argparse import Namespace
@@ -18,19 +18,18 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from utils import data, distributed, models, o2, optim, options, processes, tracking, training
+from utils import apex_amp, data, distributed, models, optim, options, processes, tracking, training
 from utils.checkpoint import TrainState
 from utils.distributed import World
 
 
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images a step and process (per GPU)")
-    o2.add_options(parser)
+    apex_amp.add_options(parser)
     options.add_launch_options(parser)
     args = options.parse(parser)
-    o2.choose_level(args)  # a wrong combination is told here, before processes start
+    apex_amp.check(args)  # what does not go together is told before processes start
     return distributed.launch(train, args)
 
 
@@ -38,27 +37,24 @@ def train(args: Namespace, world: World) -> int:
     device = world.device
     torch.manual_seed(args.seed)
 
-    level = o2.choose_level(args)
+    amp = apex_amp.create(args, world)  # that of NVIDIA Apex, or the same in plain PyTorch
 
     # ---- data: batches of this process, in the order that seed and epoch fix
-    loaders = data.build_loaders(args, world, dtype=level.input_dtype)
+    loaders = data.build_loaders(args, world, dtype=amp.level.input_dtype)
 
     # ---- model
     model = models.create(args.arch, len(loaders.classes), args.image_size, args.pretrained)
     model = model.to(device, memory_format=args.memory_format)
+    if args.sync_bn:
+        model = amp.sync_bn(model)
 
-    # ---- Apex opt level: float16 weights and their float32 masters
-    precision = o2.MixedPrecision(model, level, device)
+    # ---- optimiser and mixed precision: float16 weights, of which it gets float32 masters
+    optimizer = optim.sgd(model.parameters(), args.lr, args.momentum, args.weight_decay)
+    criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    model, optimizer = amp.initialize(model, optimizer)
 
     # ---- distributed data parallelism: replicas start equal, and get equal gradients
-    if args.sync_bn:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    replica = DistributedDataParallel(model, device_ids=world.device_ids)
-
-    # ---- optimiser and mixed precision
-    optimizer = optim.sgd(precision.parameters(), args.lr, args.momentum, args.weight_decay)
-    criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
-    scaler = o2.LossScaler(device, level.loss_scale)
+    replica = amp.parallel(model, args.allreduce, args.delay_allreduce)
 
     # ---- the training step
     def train_step(
@@ -66,28 +62,25 @@ def train(args: Namespace, world: World) -> int:
     ) -> tuple[Tensor, Tensor]:
         """One micro-batch; see `utils.job.TrainStep` for what the arguments mean."""
         # Only the last micro-batch of a step pays for the all-reduce.
-        with nullcontext() if update else replica.no_sync():
-            with precision.autocast():
-                logits = replica(images)
-                loss = criterion(logits, targets)
-            scaler.scale(loss * weight).backward()
+        with nullcontext() if update else amp.accumulate(replica):
+            logits = replica(images)
+            loss = criterion(logits, targets)
+            with amp.scale_loss(loss * weight, optimizer, delay_unscale=not update) as scaled_loss:
+                scaled_loss.backward()
         if update:
-            scaler.unscale(precision.gradients_to_masters())
             if args.clip_grad:
-                nn.utils.clip_grad_norm_(precision.parameters(), args.clip_grad)
-            scaler.step(optimizer)
-            scaler.update()
-            precision.masters_to_weights()
+                nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.clip_grad)
+            optimizer.step()
+            optimizer.zero_grad()
         return loss, logits
 
     def predict(images: Tensor) -> Tensor:
         """Logits for evaluation; of the bare model, as ranks may differ in number of batches."""
-        with precision.autocast():
-            return model(images)
+        return model(images)
 
     # ---- resume, train, evaluate
     run = tracking.Run(args, world, mode="apex")
-    state = TrainState(model, optimizer, scaler, weights=precision)
+    state = TrainState(model, optimizer, amp.scaler, weights=amp.weights)
     job = training.Job(args, world, run, loaders, state)
     return training.run(job, train_step, predict)
 

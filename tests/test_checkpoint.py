@@ -19,7 +19,7 @@ from torch import nn
 from utils.checkpoint import TrainState, read, resume, save_atomically, save_best, save_snapshot
 from utils.distributed import World
 from utils.errors import UserError
-from utils.o2 import LossScaler
+from utils.loss_scale import LossScaler
 from utils.optim import sgd
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def trained(seed=0, **options) -> TrainState:
     state.epoch, state.step, state.global_batch = 2, 6, 32
     state.best, state.elapsed = {"epoch": 1, "top1": 40.0, "top5": 80.0}, 12.5
     state.history, state.sums = [{"Loss/val": 1.5}, {"Loss/val": 1.25}], [9.0, 8.0, 7.0, 192.0]
-    state.scaler.load_state_dict({"scale": 1024.0, "clean_steps": 17})
+    state.scaler.load_state_dict({"scale": 1024.0, "clean_steps": 17, "skipped": 2})
     return state
 
 
@@ -73,7 +73,7 @@ def test_snapshot_brings_everything_back(tmp_path):
     assert resume(new, ARGS, WORLD, tmp_path / "snapshot.pt") is True
     assert same_weights(old, new)
     assert same_tensors(momentum(old), momentum(new))
-    assert new.scaler.state_dict() == {"scale": 1024.0, "clean_steps": 17}
+    assert new.scaler.state_dict() == {"scale": 1024.0, "clean_steps": 17, "skipped": 2}
     for name in ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums"):
         assert getattr(new, name) == getattr(old, name), name
     content = read(tmp_path / "snapshot.pt")

@@ -172,10 +172,10 @@ def changes(other: str) -> tuple[list[str], list[str]]:
         ),
         (
             "imagenet_ddp_apex.py",
-            18,
+            19,
             30,
             "distribut|launch|process|replica|sync|nullcontext|ranks|all-reduce|mode=|"
-            "o2|level|precision|float16|masters|scale",
+            "apex|amp\\.|master|float16|scaled_loss",
         ),
     ],
 )
@@ -195,7 +195,7 @@ def test_a_script_is_a_short_lesson(script):
     (step,) = [function for function in functions if function.name == "train_step"]
     body = ast.unparse(step)
     assert ".backward()" in body
-    assert "scaler.step(optimizer)" in body
+    assert "scaler.step(optimizer)" in body or "optimizer.step()" in body
     assert f"python {script}" in text or f" {script} " in text  # a command to type
 
 

@@ -6,164 +6,160 @@ from argparse import ArgumentParser
 import pytest
 import torch
 import torch.nn.functional as F
+from o2_cases import CPU, DECAY, RECIPE, batch, contents, groups, level, network, prepare, train
 from torch import nn
 
+from utils.apex_amp import add_options
 from utils.errors import UserError
-from utils.o2 import LEVELS, LossScaler, MixedPrecision, add_options, choose_level
-from utils.optim import sgd
-
-CPU = torch.device("cpu")
-RECIPE = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, bias=False),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.BatchNorm2d(8, affine=False),
-        nn.Flatten(),
-        nn.Linear(8 * 36, 5),
-    )
-
-
-def batch(step):
-    source = torch.Generator().manual_seed(step)
-    images = torch.randn(6, 3, 8, 8, generator=source)
-    return images, torch.randint(5, (6,), generator=source)
-
-
-def prepare(level="O2", fixed=None):
-    model = network()
-    precision = MixedPrecision(model, LEVELS[level], CPU)
-    scaler = LossScaler(CPU, fixed if fixed else LEVELS[level].loss_scale)
-    return precision, scaler, sgd(precision.parameters(), **RECIPE)
-
-
-def train(precision, scaler, optimizer, step, weight=1.0):
-    """One step as imagenet_ddp_apex.py takes it. Returns the loss."""
-    images, targets = batch(step)
-    with precision.autocast():
-        logits = precision.model(images)
-        assert logits.dtype == torch.float32 or precision.level.autocast
-        loss = F.cross_entropy(logits, targets)
-    scaler.scale(loss * weight).backward()
-    scaler.unscale(precision.gradients_to_masters())
-    scaler.step(optimizer)
-    scaler.update()
-    precision.masters_to_weights()
-    return loss.detach()
-
-
-def contents(precision, optimizer):
-    """Copies of weights, masters and momentum."""
-    tensors = [*precision.model.parameters(), *precision.parameters()]
-    tensors += [state["momentum_buffer"] for state in optimizer.state.values()]
-    return [tensor.detach().clone() for tensor in tensors]
-
+from utils.loss_scale import ENDLESS, SMALLEST, LossScaler
+from utils.opt_levels import LEVELS, choose_level
 
 HALF, FULL = torch.float16, torch.float32
 
 
 @pytest.mark.parametrize(
-    ("level", "conv", "norm", "plain_norm", "masters"),
+    ("name", "conv", "norm", "plain_norm", "masters"),
     [
         ("O0", FULL, FULL, FULL, 0),
         ("O1", FULL, FULL, FULL, 0),
-        ("O2", HALF, FULL, HALF, 3),
+        ("O2", HALF, FULL, HALF, 5),
         ("O3", HALF, HALF, HALF, 0),
     ],
 )
-def test_what_is_half_precision(level, conv, norm, plain_norm, masters):
-    precision, _, _ = prepare(level)
-    model = precision.model
-    assert {model[i].weight.dtype for i in (0, 5)} == {model[5].bias.dtype} == {conv}
+def test_what_is_half_precision(name, conv, norm, plain_norm, masters):
+    amp, model, optimizer = prepare(level(name))
+    assert {model[i].weight.dtype for i in (0, 4, 6, 7)} == {model[7].bias.dtype} == {conv}
     assert {x.dtype for x in (model[1].weight, model[1].bias, model[1].running_var)} == {norm}
     assert model[3].running_mean.dtype == plain_norm, "nothing to lose without affine parameters"
     assert model[1].num_batches_tracked.dtype == torch.int64
-    assert sorted(precision.masters) == ["0.weight", "5.bias", "5.weight"][:masters]
+    assert len(amp.weights.masters) == masters, "the frozen layer has none"
+    momentum = {p.dtype: state["momentum_buffer"].dtype for p, state in optimizer.state.items()}
+    assert all(parameter == own for parameter, own in momentum.items())
 
 
-def test_masters_are_the_rounded_weights_in_the_models_order():
-    original, (precision, _, _) = network(), prepare()
-    for (name, weight), ours in zip(
-        original.named_parameters(), precision.parameters(), strict=True
-    ):
-        assert ours.dtype == torch.float32
-        assert torch.equal(ours, weight if name.startswith("1.") else weight.half().float())
+def test_masters_are_the_rounded_weights_in_their_groups_and_places():
+    original, (amp, _, optimizer) = network(), prepare()
+    for before, group in zip(groups(original), optimizer.param_groups, strict=True):
+        for weight, ours in zip(before["params"], group["params"], strict=True):
+            kept = any(weight is own for own in original[1].parameters())
+            expected = weight if kept else weight.half().to(ours.dtype)
+            assert ours.dtype == (torch.float32 if weight.requires_grad else torch.float16)
+            assert torch.equal(ours, expected)
+    assert amp.master_params(optimizer) == [p for g in optimizer.param_groups for p in g["params"]]
 
 
 def test_forward_takes_and_gives_float32():
-    precision, _, _ = prepare()
+    _, model, _ = prepare()
     seen = []
-    precision.model[0].register_forward_pre_hook(lambda _, x: seen.append(x[0].dtype))
-    assert precision.model(batch(0)[0]).dtype == torch.float32
+    model[0].register_forward_pre_hook(lambda _, x: seen.append(x[0].dtype))
+    assert model(batch(0)[0]).dtype == torch.float32
     assert seen == [torch.float16]
 
 
 def reference(steps, weights):
     """O2 as Apex's tag 25.04 computes it, spelled out. Yields loss, scale, masters, weights."""
     model = network()
-    for i in (0, 3, 5):
+    for i in (0, 3, 4, 6, 7):
         model[i].half()
-    weights16 = list(model.parameters())
-    masters = [nn.Parameter(w.detach().float().clone()) for w in weights16]
-    optimizer = torch.optim.SGD(masters, **RECIPE, fused=True)
+    pairs = []
+    masters = groups(model)
+    for group in masters:
+        for i, weight in enumerate(group["params"]):
+            if weight.requires_grad:
+                group["params"][i] = nn.Parameter(weight.detach().float().clone())
+                pairs.append((weight, group["params"][i]))
+    optimizer = torch.optim.SGD(masters, **RECIPE, foreach=False)
+    assert optimizer.param_groups[1]["weight_decay"] == DECAY
     scale, clean = 65536.0, 0
     for step in range(steps):
         images, targets = batch(step)
         loss = F.cross_entropy(model(images.half()).float(), targets)
         (loss * weights[step] * scale).backward()
-        for weight, master in zip(weights16, masters, strict=True):
+        for weight, master in pairs:
             master.grad = weight.grad.float() / scale
             weight.grad = None
-        if all(bool(master.grad.isfinite().all()) for master in masters):
+        if all(bool(master.grad.isfinite().all()) for _, master in pairs):
             optimizer.step()
             with torch.no_grad():
-                for weight, master in zip(weights16, masters, strict=True):
+                for weight, master in pairs:
                     weight.copy_(master)
             clean += 1
         else:
             scale, clean = scale / 2, 0
         if clean == 2000:
             scale, clean = min(scale * 2, 2.0**24), 0
-        yield loss.detach(), scale, masters, weights16
+        yield loss.detach(), scale, [master for _, master in pairs], list(model.parameters())
 
 
 def test_o2_equals_the_recipe_bit_for_bit():
     """Twelve steps; the loss of some is made so large that the float16 gradients overflow."""
     weights = [1e6, 1, 1, 1e6, 1e6, 1, 1, 1, 1, 1e6, 1, 1]
-    precision, scaler, optimizer = prepare()
+    amp, model, optimizer = prepare()
+    start = contents(amp, model, optimizer)
     scales = []
     for step, expected in enumerate(reference(12, weights)):
-        loss = train(precision, scaler, optimizer, step, weights[step])
+        loss = train(amp, model, optimizer, step, weights[step])
         assert torch.equal(loss, expected[0]), step
-        scales.append(float(scaler.value))
+        scales.append(float(amp.scaler.value))
         assert scales[-1] == expected[1], step
-        for got, want in zip(precision.parameters(), expected[2], strict=True):
+        masters = [p for p in amp.master_params(optimizer) if p.requires_grad]
+        for got, want in zip(masters, expected[2], strict=True):
             assert torch.equal(got, want), step
-        for got, want in zip(precision.model.parameters(), expected[3], strict=True):
+        for got, want in zip(model.parameters(), expected[3], strict=True):
             assert torch.equal(got, want), step
     assert scales[-1] == 2.0**12, "the overflows did happen"
+    assert int(amp.scaler.skipped) == 4
+    end = contents(amp, model, optimizer)
+    assert not any(torch.equal(a, b) for a, b in zip(start, end, strict=True))
 
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("fixed", [None, 1024.0])
 def test_overflow_changes_nothing_but_a_dynamic_scale(fixed, first):
-    precision, scaler, optimizer = prepare(fixed=fixed)
+    amp, model, optimizer = prepare(level(loss_scale=fixed))
     if not first:
-        train(precision, scaler, optimizer, 0)
-    before, scale = contents(precision, optimizer), float(scaler.value)
-    train(precision, scaler, optimizer, 1, weight=1e8)
-    after = contents(precision, optimizer)
+        train(amp, model, optimizer, 0)
+    before, scale = contents(amp, model, optimizer), float(amp.scaler.value)
+    train(amp, model, optimizer, 1, weight=1e8)
+    after = contents(amp, model, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert float(scaler.value) == (fixed or scale / 2)
-    assert all(w.grad is None for w in (*precision.model.parameters(), *precision.parameters()))
-    train(precision, scaler, optimizer, 2)
-    after = contents(precision, optimizer)
+    assert float(amp.scaler.value) == (fixed or scale / 2)
+    assert all(w.grad is None for w in (*model.parameters(), *amp.master_params(optimizer)))
+    train(amp, model, optimizer, 2)
+    after = contents(amp, model, optimizer)
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(tensor.isfinite().all() for tensor in after)
+
+
+def test_an_optimiser_that_knows_no_flag_skips_as_well():
+    amp, model, _ = prepare(level("O0"))
+    amp = type(amp)(level("O2"), amp.world)
+    model, optimizer = amp.initialize(model, torch.optim.Adam(model.parameters(), 0.01))
+    before = [p.detach().clone() for p in model.parameters()]
+    train(amp, model, optimizer, 1, weight=1e8)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+    train(amp, model, optimizer, 1)
+    assert not torch.equal(before[0], next(model.parameters()))
+
+
+def test_gradients_of_micro_batches_add_up():
+    """Two halves with delayed unscaling give the gradient of the whole."""
+    amp, model, optimizer = prepare()
+    images, targets = batch(0)
+    for half, last in ((slice(0, 3), False), (slice(3, 6), True)):
+        model.eval()  # batch norm would see other batches
+        loss = F.cross_entropy(model(images[half]), targets[half]) / 2
+        with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss:
+            scaled_loss.backward()
+    added = [p.grad for p in amp.master_params(optimizer) if p.requires_grad]
+    other, model, optimizer = prepare()
+    model.eval()
+    with other.scale_loss(F.cross_entropy(model(images), targets), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    expected = [p.grad for p in other.master_params(optimizer) if p.requires_grad]
+    for one, both in zip(added, expected, strict=True):
+        assert (one - both).norm() < 0.02 * both.norm()
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -196,9 +192,9 @@ def test_scale_doubles_after_2000_clean_steps_in_a_row():
 
 def test_scale_stops_at_the_cap():
     scaler = LossScaler(CPU)
-    scaler.load_state_dict({"scale": 2.0**23, "clean_steps": 1999})
+    scaler.load_state_dict({"scale": 2.0**23, "clean_steps": 1999, "skipped": 0})
     assert moves(scaler, True) == 2.0**24
-    scaler.load_state_dict({"scale": 2.0**24, "clean_steps": 1999})
+    scaler.load_state_dict({"scale": 2.0**24, "clean_steps": 1999, "skipped": 0})
     assert moves(scaler, True) == 2.0**24
     assert moves(scaler, False) == 2.0**23
 
@@ -211,41 +207,90 @@ def test_fixed_scale_stays():
 def test_scaler_state_is_taken_over():
     scaler, other = LossScaler(CPU), LossScaler(CPU)
     moves(scaler, False, False, True, True, True)
-    assert scaler.state_dict() == {"scale": 2.0**14, "clean_steps": 3}
+    assert scaler.state_dict() == {"scale": 2.0**14, "clean_steps": 3, "skipped": 2}
     other.load_state_dict(scaler.state_dict())
     assert other.state_dict() == scaler.state_dict()
 
 
+def test_each_skipped_step_is_told_once_and_counted():
+    scaler, lines = LossScaler(CPU), []
+    scaler.log = lines.append
+    moves(scaler, True, False, True, False, False)
+    start = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to "
+    assert lines == [start + value for value in ("32768.0", "16384.0", "8192.0")]
+    assert scaler.state_dict()["skipped"] == 3
+
+
+def test_a_scale_that_falls_without_end_is_lost():
+    scaler = LossScaler(CPU)
+    while float(scaler.value) > SMALLEST:
+        assert not scaler.lost
+        moves(scaler, False)
+    moves(scaler, False)
+    assert scaler.lost
+
+
+def test_a_fixed_scale_that_always_overflows_is_lost():
+    scaler = LossScaler(CPU, 8.0)
+    moves(scaler, *[False] * (ENDLESS - 1), True, *[False] * (ENDLESS - 1))
+    assert not scaler.lost
+    moves(scaler, False)
+    assert scaler.lost
+
+
+def test_scale_of_one_without_masters_touches_no_gradient():
+    amp, model, optimizer = prepare(level("O3"))
+    train(amp, model, optimizer, 0)
+    loss = F.cross_entropy(model(batch(1)[0]), batch(1)[1])
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss
+    assert int(amp.scaler.clean_steps) == 0
+
+
 def test_state_dict_is_float32_from_the_masters():
-    precision, scaler, optimizer = prepare()
+    amp, model, optimizer = prepare()
     for step in range(3):
-        train(precision, scaler, optimizer, step)
-    state = precision.state_dict()
+        train(amp, model, optimizer, step)
+    state = amp.weights.state_dict()
     assert list(state) == list(network().state_dict())
     assert {value.dtype for value in state.values()} == {torch.float32, torch.int64}
-    assert torch.equal(state["0.weight"], precision.masters["0.weight"])
     assert not torch.equal(state["0.weight"], state["0.weight"].half().float()), "not rounded"
+    assert torch.equal(state["0.weight"].half(), model[0].weight)
+    assert torch.equal(state["4.weight"], network()[4].weight.half().float()), "frozen"
     network().load_state_dict(state)
 
 
+def test_shared_weights_are_saved_under_both_names():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    amp = type(prepare()[0])(level("O2"), prepare()[0].world)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1))
+    with torch.no_grad():
+        amp.weights.masters[0].add_(1e-6)
+    state = amp.weights.state_dict()
+    assert torch.equal(state["0.weight"], amp.weights.masters[0])
+    assert torch.equal(state["1.weight"], amp.weights.masters[0])
+
+
 def test_loading_continues_bit_for_bit():
-    precision, scaler, optimizer = prepare()
+    first = prepare()
     for step in range(3):
-        train(precision, scaler, optimizer, step)
-    saved = copy.deepcopy([thing.state_dict() for thing in (precision, scaler, optimizer)])
+        train(*first, step)
+    amp, _, optimizer = first
+    saved = copy.deepcopy([x.state_dict() for x in (amp.weights, amp.scaler, optimizer)])
     other = prepare()
-    for thing, state in zip(other, saved, strict=True):
+    for thing, state in zip((other[0].weights, other[0].scaler, other[2]), saved, strict=True):
         thing.load_state_dict(state)
     for step in range(3, 6):
-        assert torch.equal(train(precision, scaler, optimizer, step), train(*other, step))
-    ours, theirs = contents(precision, optimizer), contents(other[0], other[2])
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert torch.equal(train(*first, step), train(*other, step))
+    pairs = zip(contents(*first), contents(*other), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_level_learns(level):
-    precision, scaler, optimizer = prepare(level)
-    losses = [float(train(precision, scaler, optimizer, 0)) for _ in range(12)]
+@pytest.mark.parametrize("name", LEVELS)
+def test_every_level_learns(name):
+    one = prepare(level(name))
+    losses = [float(train(*one, 0)) for _ in range(12)]
     assert losses[-1] < losses[0] / 2
 
 

@@ -137,10 +137,10 @@ def resume(state: TrainState, args: Any, world: World, path: Path | None) -> boo
         return False
     if "optimizer" in content:
         _load_optimizer(state.optimizer, content["optimizer"], path)
+    _load_scaler(state.scaler, content)
     if "progress" not in content:
         _read_foreign_progress(state, content)
         return False
-    state.scaler.load_state_dict(content["scaler"])
     global_batch = state.global_batch
     for name, value in content["progress"].items():
         setattr(state, name, value)
@@ -161,6 +161,23 @@ def _load_optimizer(optimizer: Any, saved: dict[str, Any], path: Path | None) ->
     if theirs != [len(group["params"]) for group in groups]:
         raise UserError(f"the optimiser state in {path} is of another model", alike=True)
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+
+
+def _load_scaler(scaler: Stateful, content: dict[str, Any]) -> None:
+    """Take over the loss scale, whichever script, or Apex's ``amp.state_dict()``, has saved it."""
+    saved = content.get("scaler") or content.get("amp") or {}
+    saved = saved.get("loss_scaler0", saved)
+    alike = {
+        "scale": ("scale", "loss_scale"),
+        "clean_steps": ("clean_steps", "_growth_tracker", "unskipped"),
+        "_growth_tracker": ("clean_steps", "_growth_tracker", "unskipped"),
+    }
+    state = scaler.state_dict()
+    for key in state:
+        for name in alike.get(key, (key,)):
+            if name in saved:
+                state[key] = saved[name]
+    scaler.load_state_dict(state)
 
 
 def _read_foreign_progress(state: TrainState, content: dict[str, Any]) -> None:

@@ -1,183 +1,145 @@
-"""The opt levels O0..O3 of NVIDIA Apex in plain PyTorch.
+"""Apex's amp in plain PyTorch: the opt levels O0..O3 with the numerics of NVIDIA Apex 25.04.
 
-Apex removed its amp module in 2025. What its levels do is small enough to stand here; see
-https://nvidia.github.io/apex/amp.html for the originals.
-
-    O0  float32
-    O1  float32 weights, autocast decides per operation, dynamic loss scale
-    O2  float16 weights except batch norm, float32 master weights, dynamic loss scale
-    O3  float16 throughout, no master weights, loss scale 1
+Apex removed amp in 2025. `TorchAmp` has the calls that scripts know (``initialize``,
+``scale_loss``, ``master_params``); on the same gradients it computes the same weights, bit for bit
+(tests/test_o2.py, and tests/test_real_apex.py against the original).
 """
 
-import argparse
-import math
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
-from utils.errors import UserError
-
-
-@dataclass(frozen=True)
-class OptLevel:
-    """What an opt level does. ``loss_scale`` None means dynamic."""
-
-    half_weights: bool
-    keep_batchnorm_fp32: bool
-    master_weights: bool
-    autocast: bool
-    loss_scale: float | None
-
-    @property
-    def input_dtype(self) -> torch.dtype:
-        """What the first layer computes with."""
-        return torch.float16 if self.half_weights or self.autocast else torch.float32
+from utils.distributed import World
+from utils.loss_scale import LossScaler
+from utils.opt_levels import OptLevel
 
 
-LEVELS = {
-    "O0": OptLevel(False, True, False, False, 1.0),
-    "O1": OptLevel(False, True, False, True, None),
-    "O2": OptLevel(True, True, True, False, None),
-    "O3": OptLevel(True, False, False, False, 1.0),
-}
+class TorchAmp:
+    """One model and one optimiser at an opt level.
 
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Apex's options, with Apex's names."""
-    group = parser.add_argument_group("Apex mixed precision")
-    group.add_argument("--opt-level", choices=tuple(LEVELS), default="O2", help="Apex opt level")
-    group.add_argument(
-        "--keep-batchnorm-fp32",
-        choices=("True", "False"),
-        help="batch norm in float32 though the weights are float16; default: the level's",
-    )
-    group.add_argument(
-        "--loss-scale",
-        metavar="X|dynamic",
-        help="a fixed number or dynamic; default: the level's",
-    )
-
-
-def choose_level(args: argparse.Namespace) -> OptLevel:
-    """The level that the command line asks for, overrides included. Raises `UserError`."""
-    level = LEVELS[args.opt_level]
-    if args.keep_batchnorm_fp32 is not None:
-        if args.opt_level == "O1":
-            raise UserError("--keep-batchnorm-fp32 has no meaning with O1", alike=True)
-        level = replace(level, keep_batchnorm_fp32=args.keep_batchnorm_fp32 == "True")
-    if args.loss_scale is not None:
-        try:
-            scale = None if args.loss_scale == "dynamic" else float(args.loss_scale)
-        except ValueError:
-            raise UserError(
-                f"--loss-scale {args.loss_scale} is neither a number nor dynamic", alike=True
-            ) from None
-        if scale is not None and not 0 < scale < math.inf:
-            raise UserError(f"--loss-scale {args.loss_scale} is not positive", alike=True)
-        level = replace(level, loss_scale=scale)
-    return level
-
-
-class LossScaler:
-    """Apex's loss scale: 2**16 at first, halved on overflow, doubled after 2000 clean steps.
-
-    Scale, counter and overflow flag stay on ``device``, so that no step waits for it. ``fixed``
-    gives a constant scale.
+    ``scaler`` and ``weights`` are what a snapshot keeps: the loss scale, and the model in float32.
     """
 
-    FIRST, LARGEST, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000
+    def __init__(self, level: OptLevel, world: World):
+        self.level, self.world = level, world
+        self.scaler = LossScaler(world.device, level.loss_scale)
+        self.weights: Weights
 
-    def __init__(self, device: torch.device, fixed: float | None = None):
-        self.dynamic = fixed is None
-        self.value = torch.tensor(self.FIRST if fixed is None else fixed, device=device)
-        self.clean_steps = torch.tensor(0, dtype=torch.int32, device=device)
-        self.overflow = torch.tensor(0.0, device=device)
+    def sync_bn(self, model: nn.Module) -> nn.Module:
+        """The model with batch norm over the batches of all ranks. Call it before `initialize`."""
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss (float32 scalar) times the scale."""
-        return loss * self.value
+    def initialize(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Cast ``model`` and give ``optimizer`` (any number of groups) the masters, in place.
 
-    def unscale(self, gradients: list[Tensor]) -> None:
-        """Divide float32 ``gradients`` by the scale in place and note any that is not finite."""
-        self.overflow.zero_()
-        torch._amp_foreach_non_finite_check_and_unscale_(
-            gradients, self.overflow, self.value.reciprocal()
+        From then on the model takes and gives float32; ``optimizer.step()`` does nothing after an
+        overflow, and writes the masters into the model's weights.
+        """
+        if self.level.half_weights:
+            _cast(model, self.level.keep_batchnorm_fp32)
+            model.register_forward_pre_hook(_inputs_to_half)
+        if self.level.autocast:
+            device = self.world.device.type
+            model.forward = torch.autocast(device, torch.float16)(model.forward)
+        if self.level.half_weights or self.level.autocast:
+            model.register_forward_hook(_outputs_to_float)
+        masters = _make_masters(optimizer) if self.level.master_weights else {}
+        # Momentum that is there already takes the type of what it is for.
+        optimizer.load_state_dict(optimizer.state_dict())
+        self.weights = Weights(model, masters)
+        optimizer.register_step_post_hook(lambda *_: self.weights.round_masters())
+        return model, optimizer
+
+    def parallel(
+        self, model: nn.Module, allreduce: str = "sum-divide", delay: bool = False
+    ) -> DistributedDataParallel:
+        """The replica whose gradients are averaged over the ranks.
+
+        ``allreduce``: sum-divide (Apex's order), divide-sum (torch's) or fp32 (sum in float32).
+        ``delay``: not before backward has ended.
+        """
+        replica = DistributedDataParallel(
+            model,
+            device_ids=self.world.device_ids,
+            broadcast_buffers=False,  # as Apex; evaluation shares rank 0's by itself
+            # A bucket that holds all gradients of a type is full when backward ends.
+            bucket_cap_mb=2**20 if delay else None,
         )
+        if allreduce != "divide-sum":
+            replica.register_comm_hook(None, _sum_in_float if allreduce == "fp32" else _sum_first)
+        return replica
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.step()``, which its fused kernel leaves undone after an overflow."""
-        optimizer.grad_scale, optimizer.found_inf = None, self.overflow
-        optimizer.step()
+    def accumulate(self, replica: DistributedDataParallel) -> AbstractContextManager[Any]:
+        """In this context, backward adds up gradients without an all-reduce."""
+        return replica.no_sync()
 
-    def update(self) -> None:
-        """Move a dynamic scale after a step."""
-        if self.dynamic:
-            torch._amp_update_scale_(
-                self.value, self.clean_steps, self.overflow, 2.0, 0.5, self.GROWTH_INTERVAL
-            )
-            self.value.clamp_(max=self.LARGEST)
+    @contextmanager
+    def scale_loss(
+        self, loss: Tensor, optimizer: torch.optim.Optimizer, delay_unscale: bool = False
+    ) -> Iterator[Tensor]:
+        """Give the scaled loss (float32 scalar), whose backward has to be run in this context.
 
-    def state_dict(self) -> dict[str, float]:
-        """Scale and number of clean steps. Waits for the device."""
-        return {"scale": float(self.value), "clean_steps": int(self.clean_steps)}
+        Then unscale the gradients into the masters, look for an overflow and move the scale, unless
+        ``delay_unscale`` says that more gradients will be added. Nothing waits for the device.
+        """
+        if not self.level.checks_overflow:
+            yield loss.float()
+            return
+        yield self.scaler.scale(loss.float())
+        if delay_unscale:
+            return
+        self.weights.gradients_to_masters()
+        parameters = master_params(optimizer)
+        self.scaler.unscale([p.grad for p in parameters if p.grad is not None])
+        self.scaler.prepare(optimizer)
+        self.scaler.update()
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take over what `state_dict` gave."""
-        self.value.fill_(state["scale"])
-        self.clean_steps.fill_(int(state["clean_steps"]))
+    def master_params(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        """What the optimiser updates: masters where there are any, in order."""
+        return master_params(optimizer)
 
 
-class MixedPrecision:
-    """An opt level applied to a model: its float16 weights and their float32 masters.
+def master_params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """All parameters of ``optimizer``, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class Weights:
+    """The weights of a model and the float32 masters of those that are float16.
 
     As a saved object (`state_dict`) it is the model in float32 under its plain names, with the
     masters in place of the rounded weights: a snapshot loses nothing, and fits any other script.
     """
 
-    def __init__(self, model: nn.Module, level: OptLevel, device: torch.device):
-        """Cast ``model`` (on ``device``) in place, and let its forward take and give float32."""
-        self.model, self.level, self.device = model, level, device
-        if level.half_weights:
-            _cast(model, level.keep_batchnorm_fp32)
-            model.register_forward_pre_hook(_inputs_to_half)
-            model.register_forward_hook(_outputs_to_float)
-        # Masters start from the rounded weights, as Apex's do.
-        self.masters: dict[str, nn.Parameter] = {}
-        if level.master_weights:
-            self.masters = {
-                name: nn.Parameter(weight.detach().float(), requires_grad=weight.requires_grad)
-                for name, weight in model.named_parameters()
-                if weight.dtype == torch.float16
-            }
-
-    def parameters(self) -> list[nn.Parameter]:
-        """What the optimiser updates: masters where there are any, in the model's order."""
-        return [self.masters.get(name, weight) for name, weight in self.model.named_parameters()]
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context of the forward pass; it does something at O1 alone."""
-        return torch.autocast(self.device.type, torch.float16, enabled=self.level.autocast)
+    def __init__(self, model: nn.Module, masters: dict[nn.Parameter, nn.Parameter]):
+        """``masters``: the master of each float16 parameter that is trained."""
+        self.model, self.half, self.masters = model, list(masters), list(masters.values())
 
     @torch.no_grad()
-    def gradients_to_masters(self) -> list[Tensor]:
-        """Copy float16 gradients, still scaled, to the masters; return all of `parameters`'."""
-        for name, weight in self.model.named_parameters():
-            if name in self.masters and weight.grad is not None:
-                self.masters[name].grad = weight.grad.float()
-        return [p.grad for p in self.parameters() if p.grad is not None]
+    def gradients_to_masters(self) -> None:
+        """Move the float16 gradients, still scaled, to the masters."""
+        for weight, master in zip(self.half, self.masters, strict=True):
+            master.grad = None if weight.grad is None else torch.empty_like(master)
+        moved = [(m.grad, w.grad) for w, m in zip(self.half, self.masters, strict=True)]
+        moved = [pair for pair in moved if pair[0] is not None]
+        if moved:
+            torch._foreach_copy_(*map(list, zip(*moved, strict=True)))
+        for weight in self.half:
+            weight.grad = None
 
     @torch.no_grad()
-    def masters_to_weights(self) -> None:
-        """Round the masters into the float16 weights, and drop all gradients."""
-        weights = dict(self.model.named_parameters())
-        for name, master in self.masters.items():
-            weights[name].copy_(master)
-            master.grad = None
-        self.model.zero_grad(set_to_none=True)
+    def round_masters(self) -> None:
+        """Copy the masters into the float16 weights."""
+        if self.half:
+            torch._foreach_copy_(self.half, self.masters)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's state dict in float32, taken from the masters where there are any."""
@@ -185,14 +147,37 @@ class MixedPrecision:
             name: value.float() if value.is_floating_point() else value
             for name, value in self.model.state_dict().items()
         }
-        return state | {name: master.detach() for name, master in self.masters.items()}
+        return state | {name: master.detach() for name, master in self._named_masters()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load float32 (or float16) weights into the model and the masters."""
         self.model.load_state_dict(state)
-        for name, master in self.masters.items():
+        for name, master in self._named_masters():
             master.copy_(state[name])
+
+    def _named_masters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        masters = dict(zip(self.half, self.masters, strict=True))
+        # A parameter that two modules share stands in a state dict under both names.
+        for name, weight in self.model.named_parameters(remove_duplicate=False):
+            if weight in masters:
+                yield name, masters[weight]
+
+
+@torch.no_grad()
+def _make_masters(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, nn.Parameter]:
+    """Replace each trained float16 parameter of ``optimizer`` by a float32 copy of it."""
+    masters = {}
+    for group in optimizer.param_groups:
+        for i, weight in enumerate(group["params"]):
+            if weight.dtype != torch.float16 or not weight.requires_grad:
+                continue
+            # From the rounded weight, as Apex does.
+            master = masters[weight] = nn.Parameter(weight.detach().float())
+            group["params"][i] = master
+            if weight in optimizer.state:
+                optimizer.state[master] = optimizer.state.pop(weight)
+    return masters
 
 
 def _cast(model: nn.Module, keep_batchnorm_fp32: bool) -> None:
@@ -211,3 +196,16 @@ def _inputs_to_half(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ..
 
 def _outputs_to_float(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
     return output.float() if isinstance(output, Tensor) else output
+
+
+def _sum_first(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    # A tiny float16 gradient that is divided first can vanish: 6e-8 over two ranks does.
+    size = dist.get_world_size()
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0].mul_(1.0 / size))
+
+
+def _sum_in_float(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    size, gradients = dist.get_world_size(), bucket.buffer()
+    future = dist.all_reduce(gradients.float(), async_op=True).get_future()
+    return future.then(lambda done: gradients.copy_(done.value()[0].mul_(1.0 / size)))

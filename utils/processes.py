@@ -2,6 +2,7 @@
 
 import ctypes
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -52,10 +53,11 @@ def run_main(main: Callable[[], int | None]) -> None:
 def _leave(code: int) -> NoReturn:
     """End this process at once, after an error.
 
-    The process group is still there; Python's own way out can meet its threads at work, and C++ then
-    aborts the process (SIGABRT), whatever its exit code was to be.
+    The process group is still there; Python's own way out can meet its threads at work, and C++
+    then aborts the process (SIGABRT), whatever its exit code was to be.
     """
     _kill_children()
+    multiprocessing.util._exit_function()  # frees semaphores, as at the end of any child process
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

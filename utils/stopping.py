@@ -11,7 +11,7 @@ import torch.distributed as dist
 from utils.distributed import World
 
 # By rising weight: the ranks take the maximum.
-_REASONS = (None, "train_time", "interrupted", "bad_files")
+_REASONS = (None, "train_time", "interrupted", "bad_files", "diverged")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 

@@ -1,4 +1,4 @@
-"""The epoch loop around a script's own train_step, and one evaluation for all scripts.
+"""The epoch loop around a script's own train_step.
 
 Knows nothing of DDP, AMP or Apex: those stand in the scripts.
 """
@@ -7,15 +7,14 @@ import math
 import time
 
 import torch
-import torch.nn.functional as F
 
 from utils import checkpoint, report, schedules, speed
 from utils.checkpoint import TrainState
-from utils.data import Batches
-from utils.distributed import copy_from_main, gather
+from utils.distributed import gather
 from utils.errors import INTERRUPTED, UserError
+from utils.evaluation import evaluate, evaluate_only, test_best
 from utils.job import Job, Predict, TrainStep
-from utils.metrics import UNREADABLE, Sums, to_metrics
+from utils.metrics import Sums, to_metrics
 from utils.stopping import StopRequest
 from utils.watch import Watch
 
@@ -36,13 +35,15 @@ def run(job: Job, train_step: TrainStep, predict: Predict) -> int:
     for batches in (job.loaders.train, job.loaders.val, job.loaders.test):
         if batches is not None:
             batches.bad.log = job.run.log
+    if job.world.is_main and hasattr(job.state.scaler, "log"):
+        job.state.scaler.log = job.run.log  # it has to tell of the steps that it skips
     if job.args.dummy:
         return speed.measure(job.args, job.world, job.run, train_step)
     if job.loaders.train is not None:
         job.state.global_batch = job.train.sampler.global_batch
     resumed = checkpoint.resume(job.state, job.args, job.world, job.run.snapshot)
     if job.args.evaluate:
-        return _evaluate_only(job, predict)
+        return evaluate_only(job, predict)
     if job.args.start_epoch is not None:
         job.state.epoch, job.state.step, job.state.sums = job.args.start_epoch, 0, None
     return fit(job, train_step, predict, resumed)
@@ -64,7 +65,8 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
         if record is None or val is None:
             # Stopped. In the middle of evaluation, the snapshot stands after the last step.
             reason = str(stop.reason)
-            _save_snapshot(job)
+            if reason != "diverged":
+                _save_snapshot(job)
             break
         is_best = _close_epoch(state, {**record, **val, "Seconds": seconds})
         run.epoch(state.history[-1])
@@ -77,10 +79,12 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
             break
     stop.close()
     job.watch.close()
+    if reason == "diverged":
+        raise UserError(_why_diverged(job), alike=True)
     for batches in (job.train, job.loaders.val):
         if batches.bad.too_many:
             raise batches.bad.error()
-    test = _test_best(job, predict) if job.loaders.test and reason != "interrupted" else {}
+    test = test_best(job, predict) if job.loaders.test and reason != "interrupted" else {}
     report.end(job, reason, test)
     return INTERRUPTED if reason == "interrupted" else 0
 
@@ -111,7 +115,9 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
             continue
         state.step += 1
         if state.step % args.print_freq == 0 or state.step == steps:
-            _report_step(job, sums, time.perf_counter() - began, state.step - first)
+            _report_step(job, stop, sums, time.perf_counter() - began, state.step - first)
+        if getattr(state.scaler, "lost", False):
+            stop.ask("diverged")
         if job.train.bad.too_many:
             stop.ask("bad_files")
         if stop.poll():
@@ -134,7 +140,7 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
         "Throughput/train": done * sampler.global_batch / seconds if done else math.nan,
         "Time/train": seconds / done if done else math.nan,
         "Lr": learning_rate_at(job, state.epoch + (steps - 1) / steps),
-        "Amp/scale": _loss_scale(state),
+        **loss_scale(state),
         "IO/bad_files": float(len(job.train.bad.seen)),
         **(input_rates(job, seconds) if done else {}),
         **job.watch.end_epoch(),
@@ -181,12 +187,17 @@ def _seed_dropout(seed: int, place: tuple[int, ...]) -> None:
     torch.manual_seed(key)
 
 
-def _loss_scale(state: TrainState) -> float:
-    return float(state.scaler.state_dict().get("scale", math.nan))
+def loss_scale(state: TrainState) -> dict[str, float]:
+    """The loss scale and, where they are counted, the steps skipped since the run began."""
+    scaler = state.scaler.state_dict()
+    names = {"scale": "Amp/scale", "skipped": "Amp/skipped"}
+    return {names[key]: float(value) for key, value in scaler.items() if key in names}
 
 
-def _report_step(job: Job, sums: Sums, seconds: float, steps: int) -> None:
+def _report_step(job: Job, stop: StopRequest, sums: Sums, seconds: float, steps: int) -> None:
     """Print a line and draw the per-step curves. The one place where a step waits for the device.
+
+    A loss that is not a finite number ends the run.
 
     ``sums`` are this rank's over the epoch so far, so a line shows running means; this process
     has done ``steps`` steps of it in ``seconds``.
@@ -196,10 +207,7 @@ def _report_step(job: Job, sums: Sums, seconds: float, steps: int) -> None:
         return
     metrics = sums.mine()
     if not math.isfinite(metrics.loss):
-        raise UserError(
-            f"the loss is {metrics.loss} in epoch {state.epoch + 1}, step {state.step}: lower "
-            "--lr, add --warmup-epochs or --clip-grad; the last snapshot is intact"
-        )
+        stop.ask("diverged")
     position = state.epoch + state.step / sampler.steps_per_epoch
     rate = steps * sampler.global_batch / seconds
     curves = {"Step/loss": metrics.loss, "Step/throughput": rate, **job.watch.recent()}
@@ -219,6 +227,17 @@ def _report_step(job: Job, sums: Sums, seconds: float, steps: int) -> None:
     job.run.step(place, state.step, values)
 
 
+def _why_diverged(job: Job) -> str:
+    state = job.state
+    where = f"in epoch {state.epoch + 1}, step {state.step}"
+    if getattr(state.scaler, "lost", False):
+        scale = loss_scale(state)["Amp/scale"]
+        fault = f"gradients overflow without end {where}, now at a loss scale of {scale:.3g}"
+    else:
+        fault = f"the loss is not a finite number {where}"
+    return f"{fault}: lower --lr, add --warmup-epochs or --clip-grad; the last snapshot is intact"
+
+
 def _close_epoch(state: TrainState, record: dict[str, float]) -> bool:
     """Add an epoch to the history and go on to the next. Returns whether it is the best so far."""
     state.epoch, state.step, state.sums = state.epoch + 1, 0, None
@@ -234,75 +253,3 @@ def _save_snapshot(job: Job, is_best: bool = False) -> None:
         if is_best:
             checkpoint.save_best(job.state, job.run.folder, job.args.arch, job.loaders.classes)
         checkpoint.save_snapshot(job.state, job.run.folder, job.run.options)
-
-
-@torch.no_grad()
-def evaluate(
-    job: Job, predict: Predict, batches: Batches, stop: StopRequest | None = None
-) -> dict[str, float] | None:
-    """Evaluate over all ranks; every image counts once. Returns None when asked to stop.
-
-    The loss is plain cross entropy, whatever label smoothing training uses. Keys of the result:
-    the ``.../val`` tags, "images" evaluated, and "unreadable", how many could not be.
-    """
-    world, sampler = job.world, batches.sampler
-    # Each rank has seen other batches since DDP last shared the running statistics of batch norm.
-    copy_from_main(job.state.model, world, parameters=False)
-    job.state.model.eval()
-    job.run.start_bar("Evaluation", sampler.rounds)
-    sums = Sums(world.device)
-    began = time.perf_counter()
-    iterator = iter(batches)
-    for number in range(sampler.rounds):
-        batch = next(iterator, None)  # the last round may not reach all ranks
-        if batch is not None:
-            images, targets = batch
-            logits = predict(images).float()
-            loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=UNREADABLE)
-            sums.add(loss, logits, targets)
-        job.run.move_bar(number + 1)
-        if stop is not None and stop.poll():
-            break
-    total = sums.total(world)
-    seconds = time.perf_counter() - began
-    job.run.stop_bar()
-    batches.bad.share(world)
-    if batches.bad.too_many and stop is None:
-        raise batches.bad.error()
-    if stop is not None and (stop.reason or batches.bad.too_many):
-        return None
-    metrics = to_metrics(total)
-    unreadable = sampler.images - metrics.images
-    if unreadable:
-        job.run.log(
-            f"warning: {unreadable} of {sampler.images} images in {batches.bad.index.root} could "
-            "not be read; the accuracy is that of the others"
-        )
-    return {
-        "Loss/val": metrics.loss,
-        "Top1/val": metrics.top1,
-        "Top5/val": metrics.top5,
-        "Throughput/val": sampler.images / seconds,
-        "Time/val": seconds / sampler.rounds,
-        "images": float(metrics.images),
-        "unreadable": float(unreadable),
-    }
-
-
-def _evaluate_only(job: Job, predict: Predict) -> int:
-    job.run.begin(job.state.epoch, job.state.epoch)
-    val = evaluate(job, predict, job.loaders.val)
-    report.evaluation(job, "val", val)
-    report.end(job, "evaluated", {}, val)
-    return 0
-
-
-def _test_best(job: Job, predict: Predict) -> dict[str, float]:
-    """Evaluate DATA/test with the best model of the run."""
-    best = job.run.folder / checkpoint.BEST
-    if job.world.is_main and best.is_file():
-        job.state.load_weights(checkpoint.read(best)["state_dict"])
-    copy_from_main(job.state.model, job.world)
-    test = evaluate(job, predict, job.loaders.test)
-    report.evaluation(job, "test", test)
-    return test
