@@ -84,7 +84,9 @@ def points(run: Path) -> dict[str, list[tuple[int, float]]]:
 def assert_same_curves(run: Path, other: Path, tolerance: float = 0.0, own: tuple = ()) -> None:
     """The same points, each once; the values of ``own`` tags are not looked at."""
     ours, theirs = points(run), points(other)
-    assert ours.keys() == theirs.keys()
+    # A run that was on two processes for a while has curves of the second one's hardware.
+    hardware = {tag for tag in ours.keys() | theirs.keys() if tag.startswith(("CPU/", "GPU/"))}
+    assert ours.keys() - hardware == theirs.keys() - hardware
     assert "Step/loss" in ours
     assert "Top1/val" in ours
     for tag in ours:
