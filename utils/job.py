@@ -10,6 +10,7 @@ from utils.checkpoint import TrainState
 from utils.data import Batches, Loaders
 from utils.distributed import World
 from utils.tracking import Run
+from utils.watch import Watch
 
 
 class TrainStep(Protocol):
@@ -39,6 +40,7 @@ class Job:
     loaders: Loaders
     state: TrainState
     live: Any = None  # utils.live.Live, while it trains
+    watch: Watch | None = None  # while it trains
 
     @property
     def train(self) -> Batches:

@@ -227,6 +227,11 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-p", "--print-freq", type=_positive, default=10, metavar="N", help="steps between lines"
     )
+    group.add_argument(
+        "--profile",
+        action="store_true",
+        help="write a trace of steps 5 to 8 into the run directory (Chrome, Perfetto, TensorBoard)",
+    )
 
 
 def add_amp_options(parser: argparse.ArgumentParser) -> None:
@@ -314,5 +319,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         if args.classes and not args.classes.isdecimal():
             raise UserError("--dummy has no folders: give --classes a number", alike=True)
         args.dummy_classes = int(args.classes or 1000)
+    if args.profile and (args.dummy or args.evaluate):
+        raise UserError("--profile is about training: leave --dummy and --evaluate out", alike=True)
     args.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     return args

@@ -4,7 +4,7 @@ import math
 import statistics
 from typing import Any
 
-from utils import processes, schedules
+from utils import processes, schedules, watch
 from utils.job import Job
 
 WAIT_LIMIT = 0.1  # share of the time waiting for data from which a run is told about it
@@ -81,6 +81,7 @@ def end(job: Job, reason: str, test: dict[str, float], val: dict[str, float] | N
     rate = typical([record["Throughput/train"] for record in state.history])
     summary: dict[str, Any] = {
         "arch": job.args.arch,
+        "classes": len(job.loaders.classes),
         "mode": run.mode,
         "best_top1": state.best.get("top1", math.nan),
         "best_top5": state.best.get("top5", math.nan),
@@ -98,6 +99,7 @@ def end(job: Job, reason: str, test: dict[str, float], val: dict[str, float] | N
         "val_top5": last.get("Top5/val", math.nan),
         "val_loss": last.get("Loss/val", math.nan),
         "finished_because": reason,
+        **watch.summary(state.history, typical),
     }
     if test:
         summary |= {

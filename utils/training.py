@@ -17,6 +17,7 @@ from utils.job import Job, Predict, TrainStep
 from utils.live import Live
 from utils.metrics import Sums, to_metrics
 from utils.stopping import StopRequest
+from utils.watch import Watch
 
 
 def amp_dtype(choice: str, device: torch.device) -> torch.dtype | None:
@@ -54,6 +55,7 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
     args, state, run = job.args, job.state, job.run
     run.begin(state.epoch, state.epoch + state.step / job.train.sampler.steps_per_epoch)
     report.start(job, resumed)
+    job.watch = Watch(args, job.world, run, state.model)
     stop = StopRequest(job.world, args.train_time, state.elapsed)
     job.live = Live(job)
     reason, last, first = "epochs", time.monotonic(), True
@@ -80,6 +82,7 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
             break
     stop.close()
     job.live.close()
+    job.watch.close()
     if reason == "diverged":
         raise UserError(_why_diverged(job), alike=True)
     for batches in (job.train, job.loaders.val):
@@ -100,8 +103,10 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
     job.train.start_count()
     state.model.train()
     run.start_bar(f"Epoch {state.epoch + 1}/{args.epochs}", steps, first)
+    job.watch.start_epoch()
     began = time.perf_counter()
     for micro, (images, targets) in enumerate(job.train if first < steps else ()):
+        job.watch.timer.begin()
         if micro % args.accum_steps == 0:
             _set_learning_rate(job, state.epoch + state.step / steps)
         update = (micro + 1) % args.accum_steps == 0
@@ -109,6 +114,7 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
         weight = len(targets) * world.size / sampler.global_batch
         loss, logits = train_step(images, targets, weight, update)
         sums.add(loss * len(targets), logits, targets)
+        job.watch.end_step(update)
         if not update:
             continue
         state.step += 1
@@ -122,6 +128,7 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
             stop.ask("bad_files")
         if stop.poll():
             break
+        job.watch.timer.wait()
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
     seconds, done = time.perf_counter() - began, state.step - first
@@ -142,6 +149,7 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
         **loss_scale(state),
         "IO/bad_files": float(len(job.train.bad.seen)),
         **(input_rates(job, seconds) if done else {}),
+        **job.watch.end_epoch(),
     }
 
 
@@ -208,7 +216,8 @@ def _report_step(job: Job, stop: StopRequest, sums: Sums, seconds: float, steps:
         stop.ask("diverged")
     position = state.epoch + state.step / sampler.steps_per_epoch
     rate = steps * sampler.global_batch / seconds
-    job.run.scalars({"Step/loss": metrics.loss, "Step/throughput": rate}, round(1000 * position))
+    curves = {"Step/loss": metrics.loss, "Step/throughput": rate, **job.watch.recent()}
+    job.run.scalars(curves, round(1000 * position))
     place = (
         f"Epoch {state.epoch + 1}/{job.args.epochs}"
         f" step {state.step:{len(str(sampler.steps_per_epoch))}}/{sampler.steps_per_epoch}"
