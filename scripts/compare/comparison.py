@@ -215,7 +215,7 @@ def _fill_steps_and_devices(both: Comparison, add: Callable[..., None]) -> None:
     for part in ("data", "compute", "communication"):
         shares = []
         for run in runs:
-            parts = {p: _mean_of_steps(run, f"Step/{p}_s") for p in STEP_PARTS}
+            parts = {p: _part_of_step(run, p) for p in STEP_PARTS}
             whole = sum(value for value in parts.values() if value is not None)
             shares.append(_ratio(parts[part], whole))
         if any(share is not None for share in shares):
@@ -231,7 +231,7 @@ def _fill_steps_and_devices(both: Comparison, add: Callable[..., None]) -> None:
 STEP_PARTS = ("data", "compute", "communication")
 DEVICES = (
     ("GPU utilisation, %", "GPU/utilisation", "gpu_utilisation"),
-    ("GPU memory, GB", "GPU/memory_gb", "gpu_memory_gb"),
+    ("GPU memory, GiB", "GPU/memory_gb", "gpu_memory_gb"),
     ("GPU power, W", "GPU/power_w", "gpu_w"),
     ("CPU utilisation, %", "CPU/utilisation", "cpu_utilisation"),
 )
@@ -252,8 +252,12 @@ def device(run: Run, family: str) -> float | None:
     return sum(medians) / len(medians) if medians else None
 
 
-def _mean_of_steps(run: Run, tag: str) -> float | None:
-    points = run.finite(tag)
+def _part_of_step(run: Run, part: str) -> float | None:
+    """Seconds of a step that went by with data, compute or communication."""
+    seconds = run.median(f"Time/{part}")
+    if seconds is not None:
+        return seconds
+    points = run.finite(f"Step/{part}_s")
     return typical({x / 1000: y for x, y in points.items()}) if points else None
 
 

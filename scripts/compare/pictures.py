@@ -26,7 +26,7 @@ IO = (
 )
 GPU = (
     Panel("GPU/utilisation", "GPU utilisation, mean of all GPUs", "%"),
-    Panel("GPU/memory_gb", "GPU memory, fullest GPU", "GB"),
+    Panel("GPU/memory_gb", "GPU memory, fullest GPU", "GiB"),
 )
 CPU = Panel("CPU/utilisation", "CPU utilisation, mean of all nodes", "%")
 

@@ -16,6 +16,7 @@ EPOCH_TAGS = (
     *("Loss/train", "Loss/val", "Top1/train", "Top1/val", "Top5/train", "Top5/val"),
     *("Throughput/train", "Throughput/val", "Time/train", "Time/val", "Lr"),
 )
+PART_TAGS = ("Time/data", "Time/compute", "Time/communication")  # seconds of a step, an epoch each
 STEP_TAGS = ("Step/data_s", "Step/compute_s", "Step/communication_s")  # x = 1000 x epoch
 FAMILIES = ("IO/", "GPU/", "CPU/")  # and all tags that begin like this
 HPARAMS_START = "_hparams_/session_start_info"
@@ -66,7 +67,7 @@ def _wanted() -> re.Pattern[bytes]:
     def field_of(tag: str) -> bytes:  # as protocol buffers write a string: 10, length, characters
         return b"\n" + bytes([len(tag)]) + tag.encode()
 
-    whole = (*EPOCH_TAGS, *STEP_TAGS, HPARAMS_START, HPARAMS_END)
+    whole = (*EPOCH_TAGS, *PART_TAGS, *STEP_TAGS, HPARAMS_START, HPARAMS_END)
     patterns = [re.escape(field_of(tag)) for tag in whole]
     patterns += [rb"\n[\x00-\xff]" + re.escape(family.encode()) for family in FAMILIES]
     return re.compile(b"|".join(patterns), re.DOTALL)
@@ -128,7 +129,7 @@ def _take(value: Any, event: Any, session: Session) -> None:
     tag = value.tag
     if tag in (HPARAMS_START, HPARAMS_END):
         _take_options(value, session)
-    elif tag in EPOCH_TAGS or tag in STEP_TAGS or tag.startswith(FAMILIES):
+    elif tag in (*EPOCH_TAGS, *PART_TAGS, *STEP_TAGS) or tag.startswith(FAMILIES):
         number = _number(value)
         if number is not None:
             session.points.setdefault(tag, {})[event.step] = (event.wall_time, number)

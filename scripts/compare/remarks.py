@@ -102,7 +102,7 @@ def _missing(both: Comparison) -> list[str]:
             continue  # said above
         if lacking:
             whose = _names(lacking, both)
-            title = row.title.partition(" to ")[0].removesuffix(", %") + HINTS.get(row.key, "")
+            title = row.title.partition(" to ")[0].partition(", ")[0] + HINTS.get(row.key, "")
             by_runs.setdefault(whose, []).append(title)
     if all(run.known("image_size") is None for run in both.runs) and len(both.runs) > 1:
         by_runs.setdefault("all runs", []).append("image size and data (taken to be equal)")

@@ -76,5 +76,14 @@ def origin(run: Run) -> dict[str, str]:
         "commit": str(run.known("commit") or "not recorded"),
         "machine": ", ".join(machine) or "not recorded",
         "data": str(run.known("data_id") or "not recorded"),
-        "options": str(run.known("options") or "not recorded"),
+        "options": _options(run) or "not recorded",
     }
+
+
+def _options(run: Run) -> str:
+    wanted = (
+        *("epochs", "lr", "lr_schedule", "lr_scaling", "warmup_epochs", "weight_decay"),
+        *("label_smoothing", "accum_steps", "image_size", "precision", "workers", "seed"),
+    )
+    known = [(key, run.known(key)) for key in wanted if run.known(key) is not None]
+    return ", ".join(f"{key} {x:g}" if isinstance(x, float) else f"{key} {x}" for key, x in known)

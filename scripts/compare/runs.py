@@ -209,11 +209,11 @@ def _settle_units(run: Run) -> None:
         for tag in ACCURACIES:
             run.scalars[tag] = {x: 100 * y for x, y in run.scalars.get(tag, {}).items()}
         run.notes.append("its accuracies are shares of 1; they are per cent here")
-    rate, seconds = run.median(RATE), run.median(STEP_TIME)
+    rates, seconds = run.finite(RATE), run.finite(STEP_TIME)
+    images = typical({x: rates[x] * seconds[x] for x in rates if x in seconds})
     gpus, batch, whole = (run.known(key) for key in ("gpus", "batch_per_gpu", "global_batch"))
-    if not (rate and seconds and gpus and batch and whole):
+    if not (images and gpus and batch and whole):
         return
-    images = rate * seconds
 
     def is_about(other: float) -> bool:
         return abs(images / other - 1) < SAME
