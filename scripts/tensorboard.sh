@@ -34,12 +34,13 @@ ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10)
 
 # fetch HOST[:PATH]: the event files below PATH. By tar where one of the two sides has no rsync.
 fetch() {
-    local host=${1%%:*} path=$root/runs target quoted
+    local host=${1%%:*} path=$root/runs target quoted there
     case $1 in *:?*) path=${1#*:} ;; esac
     target=$runs/hosts/${host##*@}
     mkdir -p "$target"
     printf -v quoted '%q' "$path"
-    if command -v rsync >/dev/null && "${ssh[@]}" -n "$host" 'command -v rsync' >/dev/null 2>&1; then
+    there=$("${ssh[@]}" -n "$host" "cd $quoted && { command -v rsync || true; }") || return 1
+    if [ -n "$there" ] && command -v rsync >/dev/null; then
         rsync -a -s --prune-empty-dirs -e "${ssh[*]}" --exclude='/hosts' --include='*/' \
             --include='*tfevents*' --exclude='*' "$host:$path/" "$target/"
     else
