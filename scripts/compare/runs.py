@@ -15,6 +15,7 @@ from compare.records import EPOCH_TAGS, Session, is_event_file, read_session
 from utils.errors import UserError
 
 RATE, STEP_TIME = "Throughput/train", "Time/train"
+POSITIVE = (RATE, STEP_TIME, "Throughput/val", "Time/val")
 ACCURACIES = ("Top1/train", "Top1/val", "Top5/train", "Top5/val")
 WHOLE_BATCH = ("nd", "dp")  # the modes where -b is the batch of all GPUs
 SAME = 0.05  # rate x time may miss the batch size by this share: both are means
@@ -54,9 +55,9 @@ class Run:
         return max(found, default=None)
 
     def finite(self, tag: str) -> dict[int, float]:
-        """The points of ``tag`` that are numbers."""
-        points = self.scalars.get(tag, {})
-        return {x: value for x, value in points.items() if math.isfinite(value)}
+        """The points of ``tag`` that can be: numbers, and of speeds and times positive ones."""
+        low = 0.0 if tag in POSITIVE else -math.inf
+        return {x: y for x, y in self.scalars.get(tag, {}).items() if low < y < math.inf}
 
     def median(self, tag: str) -> float | None:
         """The median of ``tag`` over the epochs; None where nothing (finite) was recorded.
