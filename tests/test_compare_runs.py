@@ -289,6 +289,25 @@ def test_labels_and_order(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("labels", "short"),
+    [
+        (["1 node", "2 nodes"], ["1 node", "2 nodes"]),
+        (["the_same_long_name_1", "the_same_long_name_22"], ["…g_name_1", "…_name_22"]),
+        (["the_same_1_long_name", "the_same_2_long_name", "x"], None),
+        (["one_very_long_name", "one_very_long_name"], None),
+        (["a" * 8 + "b" + "c" * 8, "a" * 8 + "d" + "e" * 8, "f" * 20], None),
+    ],
+)
+def test_short_labels_stay_different(labels, short):
+    from compare.labels import shorten
+
+    found = shorten(labels, 10)
+    assert short is None or found == short
+    assert len(set(found)) >= len(set(labels))
+    assert max(map(len, found)) <= 10
+
+
+@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["good", "nowhere"], "nowhere does not exist"),

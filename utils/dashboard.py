@@ -70,8 +70,8 @@ LAYOUT = {
 def entry(options: Mapping[str, Value], group: str) -> list[Summary]:
     """The summaries that open a run's HParams entry: which columns there are, and its values.
 
-    ``group`` names the run; its sessions, before and after a resume, are one line of the page (which
-    shows the options of the first).
+    ``group`` names the run; its sessions, before and after a resume, are one line of the page
+    (which shows the options of the first).
     """
     experiment = Experiment(
         hparam_infos=[HParamInfo(name=name, type=DATA_TYPE_STRING) for name in TEXTS]

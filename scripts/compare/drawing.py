@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compare.comparison import Comparison, number, ranks_of
+from compare.labels import shorten
 from compare.runs import RATE, Run
 
 # From pale to dark, so that the runs differ in grey too and a later curve shows on an earlier one.
@@ -62,18 +63,12 @@ def style(i: int, runs: int) -> dict[str, Any]:
     depth = i / (runs - 1) if runs > 1 else 1.0
     width = 5.0 - 3.0 * depth
     kind = round(depth * (len(COLOURS) - 1)) if runs <= len(COLOURS) else i % len(COLOURS)
+    again = i // len(COLOURS)  # the colours come again, with other lines and marks
     return {
-        "color": COLOURS[kind], "linestyle": DASHES[i % len(DASHES)], "linewidth": width,
-        "marker": MARKERS[kind], "markersize": width + 5, "markeredgecolor": PAPER,
-        "solid_capstyle": "round",
+        "color": COLOURS[kind], "linestyle": DASHES[(i + again) % len(DASHES)], "linewidth": width,
+        "marker": MARKERS[(kind + 3 * again) % len(MARKERS)], "markersize": width + 5,
+        "markeredgecolor": PAPER, "solid_capstyle": "round",
     }  # fmt: skip
-
-
-def _short(label: str, limit: int = 26) -> str:
-    """``label``, or its two ends where it is too long for the margin of a picture."""
-    if len(label) <= limit:
-        return label
-    return f"{label[: limit // 2 - 1]}…{label[-(limit // 2) :]}"
 
 
 def curves(runs: list[Run], panels: Sequence[Panel], hours: bool = False) -> Any:
@@ -81,9 +76,9 @@ def curves(runs: list[Run], panels: Sequence[Panel], hours: bool = False) -> Any
     the curves."""
     from matplotlib.figure import Figure
 
-    labels = [_short(run.label) for run in runs]
+    labels = shorten([run.label for run in runs], 24)
     rows, columns = (2, 2) if len(panels) == 4 else (len(panels), 1)
-    margin = KEY + 0.35 + 0.115 * max(map(len, labels))  # inches, for the names
+    margin = KEY + 0.45 + 0.112 * max(map(len, labels))  # inches, for the names
     width = columns * (5.2 + margin + 0.9)
     height = max(4.2, 1.8 + 0.26 * len(runs)) * rows
     figure = Figure(figsize=(width, height))
@@ -202,16 +197,17 @@ def bars(both: Comparison, title: str, unit: str, rows: Sequence[tuple[float | N
     from matplotlib.ticker import MaxNLocator
 
     runs = both.runs
+    labels = shorten([run.label for run in runs], 60)
     below = 0.65 + 0.25 * unit.count("\n")
     height = 0.7 + below + 0.62 * len(runs)
     figure = Figure(figsize=(7.2, height))
     figure.subplots_adjust(left=0.03, right=0.96, top=1 - 0.5 / height, bottom=below / height)
     axes = figure.subplots()
     longest = max([v or 0 for v, _ in rows] + [v or 0 for v in ideal]) or 1.0
-    for i, (run, (value, text)) in enumerate(zip(runs, rows, strict=True)):
+    for i, (value, text) in enumerate(rows):
         looks = style(i, len(runs))
         axes.barh(i, value or 0, 0.42, color=looks["color"])
-        axes.text(0, i - 0.26, _short(run.label, 60), va="bottom", fontsize=SIZE - 1)
+        axes.text(0, i - 0.26, labels[i], va="bottom", fontsize=SIZE - 1)
         mark = ideal[i] if ideal else None
         right = value or 0.0
         if mark is not None:
@@ -246,17 +242,20 @@ def scaling(both: Comparison) -> Any:
         first, rate = base.known("gpus"), base.median(RATE)
         if not first or not rate:
             continue
-        mine = sorted((g, r) for g, r, i in known if both.bases[i] is base)
+        fastest = {g: r for g, r, i in sorted(known) if both.bases[i] is base}
         axes.plot([first, counts[-1]], [rate, rate * counts[-1] / first], color=INK,
                   linewidth=1, linestyle=(0, (4, 3)))  # fmt: skip
-        axes.plot(*zip(*mine, strict=True), color=INK, linewidth=1.6)
+        axes.plot(fastest.keys(), fastest.values(), color=INK, linewidth=1.6)
+    behind = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 1}
     for gpus, rate, i in known:
         looks = style(i, len(both.runs))
         axes.plot(gpus, rate, marker=looks["marker"], markersize=11, color=looks["color"])
         share = both.efficiency(i)
+        slower = any(g == gpus and r < rate for g, r, _ in known)
+        below = 4 if slower else -15
         text = number(rate) + (f", {100 * share:.0f} %" if share is not None else "")
-        axes.annotate(text, (gpus, rate), xytext=(9, -15), textcoords="offset points",
-                      fontsize=SIZE - 1)  # fmt: skip
+        axes.annotate(text, (gpus, rate), xytext=(9, below), textcoords="offset points",
+                      fontsize=SIZE - 1, bbox=behind)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="GPUs (processes)", ylabel=RATE_UNIT)
     axes.set_title("Scaling: measured (line) and perfect (dashed)")
     # Room for the figures right of the last point.

@@ -33,3 +33,31 @@ def short_labels(runs: Sequence[Run]) -> list[str]:
                 label = label if run.path.is_dir() else f"{run.name}/{run.path.name}"
         chosen.append(label)
     return chosen
+
+
+def shorten(labels: Sequence[str], limit: int) -> list[str]:
+    """The labels, of those of more than ``limit`` letters the part that tells them apart and what
+    fits beside it; different ones stay different."""
+    front = _alike(labels)
+    back = _alike([label[front:][::-1] for label in labels])
+    short = [label if len(label) <= limit else _cut(label, front, back, limit) for label in labels]
+    if len(set(short)) < len(set(labels)):
+        return [f"{i}: {label[: limit - 5]}…" for i, label in enumerate(labels, 1)]
+    return short
+
+
+def _alike(labels: Sequence[str]) -> int:
+    """With how many equal letters all labels begin."""
+    return next(
+        (i for i, signs in enumerate(zip(*labels, strict=False)) if len(set(signs)) > 1),
+        min(map(len, labels)),
+    )
+
+
+def _cut(label: str, front: int, back: int, limit: int) -> str:
+    end = len(label) - back
+    if not 0 < end - front <= limit - 2:  # its two ends
+        return f"{label[: limit // 2 - 1]}…{label[-(limit // 2) :]}"
+    start = max(0, end - (limit - 2))
+    end = min(len(label), start + limit - 2)
+    return "…" * (start > 0) + label[start:end] + "…" * (end < len(label))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from compare.comparison import Comparison, Row
+from compare.labels import shorten
 
 WIDTH = 110  # characters of a line of the text table, before it goes on below
 
@@ -16,11 +17,11 @@ def shown(both: Comparison) -> list[Row]:
 
 
 def as_text(both: Comparison) -> str:
-    """A row a quantity and a column a run; runs that do not fit in a line come below."""
+    """A row a quantity and a column a run; runs that do not fit in a line come below. Then the
+    files of each run that the head of its column does not name."""
+    heads = shorten([run.label for run in both.runs], 20)
     titles = ["", *(row.title for row in shown(both))]
-    columns = [
-        [run.label, *(row.cells[i] for row in shown(both))] for i, run in enumerate(both.runs)
-    ]
+    columns = [[head, *(row.cells[i] for row in shown(both))] for i, head in enumerate(heads)]
     first = max(map(len, titles))
     blocks, taken = [], 0
     while taken < len(columns):
@@ -37,7 +38,9 @@ def as_text(both: Comparison) -> str:
             for title, *cells in zip(titles, *block, strict=True)
         ]
         blocks.append("\n".join(line.rstrip() for line in lines))
-    return "\n\n".join(blocks)
+    pairs = zip(heads, both.runs, strict=True)
+    named = [f"{head}: {run.path}" for head, run in pairs if head != run.path.name]
+    return "\n\n".join([*blocks, *(["\n".join(named)] if named else [])])
 
 
 def escape_markdown(text: str) -> str:
