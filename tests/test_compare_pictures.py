@@ -75,6 +75,21 @@ def test_names_do_not_lie_on_each_other(hal):
     assert min(np.diff(heights)) >= 13  # points, the size of the letters
 
 
+@pytest.mark.parametrize(
+    ("heights", "places"),
+    [
+        ([0.5, 0.5, 0.5], [0.4, 0.5, 0.6]),
+        ([0.0, 0.01, 0.9], [0.0, 0.1, 0.9]),
+        ([0.2, 0.95, 1.0], [0.2, 0.9, 1.0]),
+        ([0.3, 0.35, 0.5], [0.275, 0.375, 0.5]),
+    ],
+)
+def test_names_are_moved_no_further_than_needed(heights, places):
+    from compare.drawing import spread
+
+    assert spread(heights, 0.1) == pytest.approx(places)
+
+
 def test_bars_are_as_long_as_the_medians(hal):
     picture = hal[0] / "out" / "training_throughput.png"
     pale, dark = (int(where(picture, c).sum(axis=1).max()) for c in (PALE, DARK))

@@ -142,7 +142,13 @@ def test_resumed_run(tmp_path):
     rows, notes, both = table(run)
     assert rows["best_top1"] == ["40.00"]
     assert both.runs[0].hours == {1: 1.0, 2: 2.0, 3: 2.5, 4: 3.0}
-    note(notes, "2 of its epochs are in several of its 2 event files")
+    note(notes, "2 of the epochs in its earlier event files were done again")
+    # Killed after one epoch, and resumed once more: what was lost stays lost.
+    later = BEGAN + 4 * 86400
+    write(run, epochs_of(100, 416, (25,), first=1), began=later, seconds=7200)
+    rows, _, both = table(run)
+    assert (rows["epochs"], rows["best_top1"]) == (["2"], ["25.00"])
+    assert both.runs[0].hours == {1: 1.0, 2: 3.0}
 
 
 def test_killed_half_way(tmp_path):

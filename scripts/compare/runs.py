@@ -119,7 +119,7 @@ def find_runs(path: Path) -> list[Path]:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run's event files; of several points of a tag and step the latest counts."""
+    """Read a run's event files; where they overlap the later one counts."""
     run = Run(path)
     sessions = [read_session(file) for file in _event_files(path)]
     for session in sessions:
@@ -129,10 +129,9 @@ def read_run(path: Path) -> Run:
     newest: dict[str, dict[int, tuple[float, float]]] = {}
     for session in sessions:
         for tag, points in session.points.items():
-            kept = newest.setdefault(tag, {})
-            for x, point in points.items():
-                if x not in kept or point[0] >= kept[x][0]:
-                    kept[x] = point
+            # What an earlier session did after the place where a later one begins is lost work.
+            kept = {x: y for x, y in newest.get(tag, {}).items() if x < min(points)}
+            newest[tag] = kept | points
     # Nothing is trained after 0 epochs: a training figure there means that x counts from 0.
     shift = int(any(0 in newest.get(tag, ()) for tag in EPOCH_TAGS if tag.endswith("/train")))
     if shift:
@@ -157,12 +156,12 @@ def _start(session: Session) -> float:
 
 def _note_overlap(run: Run, sessions: Sequence[Session]) -> None:
     again: set[int] = set()
-    for before, after in pairwise(sessions):
-        again |= set(before.epochs) & set(after.epochs)
+    for before, after in pairwise(session for session in sessions if session.epochs):
+        again |= {x for x in before.epochs if x >= after.epochs[0]}
     if again:
         run.notes.append(
-            f"{len(again)} of its epochs are in several of its {len(sessions)} event files; the "
-            "later ones count"
+            f"{len(again)} of the epochs in its earlier event files were done again after a resume; "
+            "the later ones count"
         )
 
 
