@@ -111,6 +111,13 @@ def read(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
     return filled, said
 
 
+def _title(labels: list[str]) -> str:
+    listed = ", ".join(labels)
+    if len(listed) > 60 and len(labels) > 2:
+        listed = f"{labels[0]} to {labels[-1]} ({len(labels)} runs)"
+    return f"Comparison: {listed}"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Compare the runs that ``argv`` names and return the exit code: 0, or 2 after an error."""
     argv = sys.argv[1:] if argv is None else argv
@@ -125,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
         print()
         for note in both.notes:
             print(f"- {note}")
-        title = args.title or "Comparison: " + ", ".join(run.label for run in found)
+        title = args.title or _title([run.label for run in found])
         drawn, missing = pictures.draw(both, args.out, args.prefix)
         written = {
             f"{args.prefix}compare.md": tables.as_markdown(both) + "\n",

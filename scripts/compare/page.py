@@ -24,13 +24,14 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--paper);
   color: var(--ink); font: 16px/1.45 system-ui, "DejaVu Sans", sans-serif; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin: 2rem 0 .6rem; }
+h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.2rem; margin: 2rem 0 .6rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .32rem .7rem; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--grid); }
 th:first-child, .origins td { text-align: left; }
-th:first-child { position: sticky; left: 0; background: var(--paper); font-weight: 500; }
+th:first-child { position: sticky; left: 0; background: var(--paper); font-weight: 500;
+  white-space: normal; min-width: 8rem; max-width: 12rem; overflow-wrap: anywhere; }
 .origins td { white-space: normal; min-width: 9rem; overflow-wrap: anywhere; }
 thead th { font-weight: 700; vertical-align: bottom; white-space: normal; min-width: 5rem;
   overflow-wrap: anywhere; }

@@ -160,8 +160,8 @@ def _note_overlap(run: Run, sessions: Sequence[Session]) -> None:
         again |= {x for x in before.epochs if x >= after.epochs[0]}
     if again:
         run.notes.append(
-            f"{len(again)} of the epochs in its earlier event files were done again after a resume; "
-            "the later ones count"
+            f"{len(again)} of the epochs in its earlier event files were done again after a "
+            "resume; the later ones count"
         )
 
 
