@@ -57,6 +57,7 @@ say "4/4 pictures"
 say "done in $((SECONDS - started)) s"
 cat <<TEXT
 One picture with both runs:  runs/$label/overlay.png
+Table and all pictures:      runs/$label/compare.html
 The curves in TensorBoard:   $PYTHON -m tensorboard.main --logdir runs
 Your own images:             $PYTHON imagenet_nd.py -a resnet50 /path/to/imagenet
 All options of a script:     $PYTHON imagenet_ddp.py --help

@@ -1,156 +1,216 @@
-"""scripts/compare_runs.py on event files that SummaryWriter wrote."""
+"""scripts/compare_runs.py: what it reads from event files, and its table."""
 
-import json
+import csv
 import math
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+import time
 
-import numpy as np
 import pytest
-from PIL import Image
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.util.tensor_util import make_tensor_proto
+from conftest import python
+from event_files import (
+    BEGAN,
+    HAL,
+    HAL_EFFICIENCY,
+    SCRIPT,
+    epochs_of,
+    folder_name,
+    note,
+    table,
+    write,
+    write_hal,
+)
 from torch.utils.tensorboard import SummaryWriter
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "compare_runs.py"
-FIRST, LAST = (0xF8, 0xD0, 0x60), (0x11, 0x14, 0x28)  # colours of the first and the last run
-BELOW = slice(180, None)  # lines of pixels under the legend, which shows every run's colour
-LOSS = [3.0, 2.0, 1.5, 1.2]
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("how", ["folder", "folders", "files", "nested"])
+def test_six_runs_of_2020(tmp_path, tensor, how):
+    root = write_hal(tmp_path / "runs", tensor=tensor)
+    folders = [root / folder_name(gpus) for gpus in HAL]
+    given = {
+        "folder": [root],
+        "folders": folders,
+        "files": [next(folder.iterdir()) for folder in folders],
+        "nested": [tmp_path],
+    }[how]
+    rows, notes, both = table(*given)
+    assert rows["gpus"] == ["2", "4", "8", "16", "32", "64"]
+    assert rows["scaling_efficiency"] == [f"{share} %" for share in HAL_EFFICIENCY.values()]
+    for i, (gpus, rate) in enumerate(HAL.items()):
+        assert both.speed_up(i) == pytest.approx(rate / HAL[2], rel=1e-6)
+        assert rows["images_per_s"][i] == f"{rate}"
+        assert rows["batch_per_gpu"][i] == "208"
+        assert rows["global_batch"][i] == str(208 * gpus)
+    assert set(rows["arch"]) == {"resnet50"}
+    assert set(rows["mode"]) == {"O2"}
+    assert set(rows["nodes"]) == {"-"}, "not to be guessed"
+    assert set(rows["lr"]) == {"0.1"}
+    assert rows["epochs"] == ["4"] * 6
+    assert rows["best_top1"] == ["75.00"] * 6
+    assert [run.label for run in both.runs] == [f"{gpus} GPUs" for gpus in HAL]
+    assert "weak scaling" in note(notes, "speed-up and efficiency")
+    assert "--train-images" in note(notes, "not recorded by all runs: nodes")
 
 
-def compare(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the script in ``cwd``; no run of it may end in a traceback."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
+def test_steps_of_an_epoch_when_the_number_of_images_is_given(tmp_path):
+    rows, _, _ = table(write_hal(tmp_path), "--train-images", 1281167)
+    assert rows["steps_per_epoch"] == ["3080", "1540", "770", "385", "193", "97"]
 
 
-def write_run(
-    folder: Path,
-    scalars: dict[str, Sequence[float]],
-    first_step: int = 1,
-    wall_time: float = 1000.0,
-    new_style: bool = False,
-) -> Path:
-    """Write one event file with a point a step for each tag, and return its path."""
-    before = set(folder.glob("*"))
-    writer = SummaryWriter(str(folder))
-    for tag, values in scalars.items():
-        for step, value in enumerate(values, first_step):
-            writer.add_scalar(tag, value, step, wall_time + step, new_style=new_style)
-    writer.close()
-    (file,) = set(folder.glob("*")) - before
-    return file
+def test_times(tmp_path):
+    write(tmp_path / "a", epochs_of(1000, 64, (10, 30, 50, 70)), seconds=3600)
+    write(tmp_path / "b", epochs_of(2000, 128, (10, 50, 40, 50, 60)), seconds=1800)
+    rows, _, _ = table(tmp_path, "--within", 2, "--target-top1", 0.5, "--gpus", 1, 2)
+    assert rows["epoch_h"] == ["1 h", "30 min"]
+    assert rows["hours"] == ["4 h", "2.5 h"]
+    assert rows["epochs_within"] == ["2", "4"]
+    assert rows["target_h"] == ["3 h", "1 h"]
+    assert rows["target_epochs"] == ["3", "2"]
+    assert rows["best_top1_epoch"] == ["4 (4 h)", "5 (2.5 h)"]
+    # By default what every run has reached.
+    rows, _, both = table(tmp_path)
+    assert (both.within, both.target) == (2.5, 60.0)
+    assert (rows["epochs_within"], rows["target_h"]) == (["2", "5"], ["4 h", "2.5 h"])
 
 
-def rows(stdout: str) -> list[list[str]]:
-    """The cells of the table's lines below its head: label, epochs, best, last, speeds, ratio."""
-    lines = stdout.splitlines()
-    head = next(i for i, line in enumerate(lines) if line.startswith("run "))
-    end = next(i for i, line in enumerate(lines) if line.startswith("(images/s"))
-    return [re.split(r"\s{2,}", line.strip()) for line in lines[head + 1 : end]]
+def test_base_is_the_run_with_the_fewest_gpus(tmp_path):
+    for gpus, rate in ((8, 700), (2, 200), (4, 390)):
+        write(tmp_path / folder_name(gpus, 32, "ddp"), epochs_of(rate, 32 * gpus))
+    typed = [tmp_path / folder_name(gpus, 32, "ddp") for gpus in (8, 2, 4)]
+    rows, _, _ = table(*typed)
+    assert rows["gpus"] == ["8", "2", "4"], "as they were typed"
+    assert rows["speed_up"] == ["3.50", "1.00", "1.95"]
+    assert rows["scaling_efficiency"] == ["88 %", "100 %", "98 %"]
+    assert table(tmp_path)[0]["gpus"] == ["2", "4", "8"], "of a folder: by GPUs"
 
 
-def where(picture: Path, colour: tuple[int, int, int]) -> np.ndarray:
-    """Height x width, bool: which pixels of the picture have exactly this colour."""
-    return (np.asarray(Image.open(picture).convert("RGB")) == colour).all(axis=-1)
+def test_batch_per_gpu_differs(tmp_path):
+    write(tmp_path / folder_name(1, 64, "ddp"), epochs_of(100, 64))
+    write(tmp_path / folder_name(2, 32, "ddp"), epochs_of(180, 64))
+    rows, notes, _ = table(tmp_path)
+    assert rows["nodes"] == ["1", "-"]
+    assert rows["scaling_efficiency"] == ["100 %", "90 %"]
+    assert "strong scaling" in note(notes, "speed-up and efficiency")
+    assert "batch per GPU (32, not 64)" in note(notes, "differs from its base")
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """Two runs of 4 epochs with the same training loss; the folder, and what the script said."""
-    folder = tmp_path_factory.mktemp("pair")
-    base = {
-        "Loss/train": LOSS,
-        "Loss/val": [3.5, 2.5, 2.0, 1.8],
-        "Top1/train": [8.0, 20.0, 28.0, 30.0],
-        "Top1/val": [10.0, 30.0, 25.0, 20.0],
-        "Top5/val": [20.0, 50.0, 45.0, 40.0],
-        "Throughput/train": [900.0, 200.0, 300.0, 220.0],
-        "Throughput/val": [7.0, 7.0, 7.0, 7.0],
-        "Time/train": [9.0, 0.5, 0.25, 0.125],
-        "Step/Loss/train": [99.0] * 6,
-        "Lr": [0.1, 0.1, 0.01, 0.01],
+def test_runs_that_cannot_be_compared_are_named(tmp_path):
+    for gpus in (2, 4):
+        write(tmp_path / folder_name(gpus), epochs_of(800 * gpus, 208 * gpus))
+    write(tmp_path / folder_name(1, arch="vgg19_bn"), epochs_of(120, 208))
+    rows, notes, _ = table(tmp_path)
+    assert rows["arch"] == ["vgg19_bn", "resnet50", "resnet50"]
+    assert rows["speed_up"] == ["-", "1.00", "2.00"]
+    said = note(notes, "NOT COMPARABLE")
+    assert "vgg19_bn differs from 2 GPUs resnet50 in arch (vgg19_bn, not resnet50)" in said
+
+
+def test_throughput_of_one_process_and_time_of_an_epoch(tmp_path):
+    batch, gpus = 208, 4
+    one_process = epochs_of(800, batch)
+    write(tmp_path / folder_name(gpus), one_process)
+    by_epoch = epochs_of(6000, batch * 8)
+    for values in by_epoch.values():
+        values["Time/train"] *= 770
+    write(tmp_path / folder_name(8), by_epoch)
+    odd = epochs_of(9000, 300)
+    write(tmp_path / folder_name(16), odd)
+    rows, notes, _ = table(tmp_path)
+    assert rows["images_per_s"] == ["3200", "6000", "9000"]
+    assert rows["step_ms"][:2] == ["260", "277.3"]
+    assert rows["steps_per_epoch"] == ["-", "770", "-"]
+    assert "multiplied by 4" in note(notes, "4 GPUs: its throughput is that of one process")
+    assert "770 steps" in note(notes, "8 GPUs: its Time/train is that of an epoch")
+    assert "300 images a step" in note(notes, "16 GPUs: .*trust")
+
+
+def test_accuracy_as_a_share(tmp_path):
+    epochs = epochs_of(100, 64, [e / 30 for e in range(30)])
+    for values in epochs.values():
+        values |= {"Top5/val": 0.97, "Top5/train": 0.96, "Top1/train": values["Top1/val"]}
+    write(tmp_path / "a", epochs)
+    rows, notes, _ = table(tmp_path / "a")
+    assert (rows["best_top1"], rows["best_top5"]) == (["96.67"], ["97.00"])
+    note(notes, "shares of 1")
+
+
+def test_resumed_run(tmp_path):
+    run = tmp_path / folder_name(2)
+    write(run, epochs_of(100, 416, (10, 20, 90, 95)), seconds=3600)
+    # Two days later, from the snapshot after 2 epochs.
+    write(run, epochs_of(100, 416, (30, 40), first=2), began=BEGAN + 2 * 86400, seconds=1800)
+    rows, notes, both = table(run)
+    assert rows["best_top1"] == ["40.00"]
+    assert both.runs[0].hours == {1: 1.0, 2: 2.0, 3: 2.5, 4: 3.0}
+    note(notes, "2 of the epochs in its earlier event files were done again")
+    # Killed after one epoch, and resumed once more: what was lost stays lost.
+    later = BEGAN + 4 * 86400
+    write(run, epochs_of(100, 416, (25,), first=1), began=later, seconds=7200)
+    rows, _, both = table(run)
+    assert (rows["epochs"], rows["best_top1"]) == (["2"], ["25.00"])
+    assert both.runs[0].hours == {1: 1.0, 2: 3.0}
+
+
+def test_killed_half_way(tmp_path):
+    write(tmp_path / folder_name(2), epochs_of(100, 416, (10, 20, 30, 40)))
+    write(tmp_path / folder_name(4), epochs_of(190, 832, (10, 20)))
+    rows, _, both = table(tmp_path)
+    assert rows["epochs"] == ["4", "2"]
+    assert both.target == 20.0
+    assert rows["speed_up"] == ["1.00", "1.90"]
+
+
+def test_run_that_goes_on(tmp_path):
+    file = write(tmp_path / "a", epochs_of(100, 64), began=time.time() - 420, seconds=100)
+    file.write_bytes(file.read_bytes()[:-7])  # its last record is being written
+    rows, notes, _ = table(tmp_path / "a")
+    assert rows["state"] == ["going on"]
+    note(notes, "cut off or damaged")
+
+
+@pytest.mark.parametrize("harm", ["cut in a header", "cut in a record", "one bit", "zeros"])
+def test_damaged_file_is_read_up_to_the_damage(tmp_path, harm):
+    file = write(tmp_path / "a", {x: {"Top1/val": 10.0 * x} for x in (1, 2, 3)})
+    data = bytearray(file.read_bytes())
+    start = end = 0
+    while end < len(data):
+        start, end = end, end + 16 + int.from_bytes(data[end : end + 8], "little")
+    if harm == "one bit":
+        data[end - 5] ^= 64  # in the value, before the checksum
+    elif harm == "zeros":  # what some file systems leave of a file after a crash
+        data[start:] = bytes(end - start)
+    else:
+        del data[start + 5 if harm == "cut in a header" else end - 1 :]
+    file.write_bytes(data)
+    rows, notes, _ = table(tmp_path / "a")
+    assert (rows["epochs"], rows["best_top1"]) == (["2"], ["20.00"])
+    assert f"cut off or damaged at byte {start} of" in note(notes, file.name)
+
+
+def test_empty_files_and_runs_without_curves_are_left_out(tmp_path):
+    write_hal(tmp_path / "runs")
+    write(tmp_path / "runs" / "empty", {}).write_bytes(b"")
+    write(tmp_path / "runs" / "other", {1: {"accuracy": 1.0}})
+    (tmp_path / "runs" / "notes").mkdir()
+    _, notes, both = table(tmp_path / "runs")
+    assert len(both.runs) == 6
+    assert "is empty" in note(notes, "empty is left out")
+    assert "other tags" in note(notes, "other is left out")
+
+
+def test_not_a_number(tmp_path):
+    nan, inf = math.nan, math.inf
+    top1, rates = (nan, 7.0, 5.0, inf), (9.0, nan, 10.0, inf)
+    points = {
+        x: {"Top1/val": a, "Throughput/train": r}
+        for x, (a, r) in enumerate(zip(top1, rates, strict=True), 1)
     }
-    fast = {tag: values for tag, values in base.items() if not tag.startswith("Top5")}
-    fast["Throughput/train"] = [1.0, 440.0, 430.0, 5000.0]
-    fast["Time/train"] = [9.0, 0.125, 0.125, 0.125]
-    write_run(folder / "runs" / "base", base)
-    write_run(folder / "runs" / "fast", fast)
-    (folder / "runs" / "fast" / "summary.json").write_text(json.dumps({"world_size": 8}))
-    return folder, compare("runs/base", "runs/fast", "--prefix", "demo_", cwd=folder)
-
-
-def test_table(pair):
-    done = pair[1]
-    assert (done.returncode, done.stderr) == (0, "")
-    assert rows(done.stdout) == [
-        ["base", "4", "30.00 (2)", "20.00", "220", "0.25", "1.00"],
-        ["fast (8 processes)", "4", "30.00 (2)", "20.00", "440", "0.125", "2.00"],
-    ]
-
-
-def test_pictures_drawn_and_not(pair):
-    folder, done = pair
-    names = "top1_train top1_val top5_val loss_train loss_val training_throughput training_time"
-    expected = {f"demo_{name}.png" for name in [*names.split(), "overlay"]}
-    assert {file.name for file in (folder / "figures").iterdir()} == expected
-    said = done.stdout.splitlines()
-    no_run = "demo_top5_train.png is not drawn: no Top5/train in base, fast (8 processes)"
-    assert no_run in said
-    one_run = "demo_top5_val.png is drawn without some runs: no Top5/val in fast (8 processes)"
-    assert one_run in said
-    assert sum(".png is " in line for line in said) == 2
-    for file in (folder / "figures").iterdir():
-        with Image.open(file) as image:
-            assert image.width >= 1000
-            assert not {"Software", "Creation Time", "date"} & set(image.info)
-        assert where(file, FIRST).sum() > 1000, file
-        assert (where(file, LAST)[BELOW].sum() > 300) == (file.name != "demo_top5_val.png"), file
-
-
-def test_identical_curves_are_both_visible(pair):
-    picture = pair[0] / "figures" / "demo_loss_train.png"
-    pale, dark = where(picture, FIRST)[BELOW], where(picture, LAST)[BELOW]
-    assert pale.sum() > 2000
-    assert dark.sum() > 1000
-    # Both over the whole length of the curve, not only where a mark is.
-    across = pale.any(axis=0) & dark.any(axis=0)
-    assert across.sum() > 0.5 * np.ptp(np.flatnonzero(pale.any(axis=0)))
-
-
-def test_bars_are_as_long_as_the_medians(pair):
-    def lengths(name: str) -> list[int]:
-        picture = pair[0] / "figures" / f"demo_{name}.png"
-        return [int(where(picture, colour).sum(axis=1).max()) for colour in (FIRST, LAST)]
-
-    base, fast = lengths("training_throughput")
-    assert fast / base == pytest.approx(2.0, abs=0.05)
-    base, fast = lengths("training_time")
-    assert fast / base == pytest.approx(0.5, abs=0.05)
-
-
-def test_same_input_same_bytes(pair):
-    folder, first = pair
-    arguments = ("runs/base", "runs/fast", "--prefix", "demo_", "--out", "again")
-    again = compare(*arguments, cwd=folder)
-    assert rows(again.stdout) == rows(first.stdout)
-    files = sorted((folder / "again").iterdir())
-    assert len(files) == 8
-    for file in files:
-        assert file.read_bytes() == (folder / "figures" / file.name).read_bytes()
+    write(tmp_path / "a", points)
+    rows, _, _ = table(tmp_path / "a")
+    assert (rows["best_top1"], rows["images_per_s"]) == (["7.00"], ["10"])
+    write(tmp_path / "b", {1: {"Top1/val": nan, "Throughput/train": nan}})
+    rows, _, _ = table(tmp_path)
+    assert rows["best_top1"] == ["7.00", "-"]
 
 
 @pytest.mark.parametrize(
@@ -163,127 +223,94 @@ def test_same_input_same_bytes(pair):
     ],
 )
 def test_first_epoch_is_set_aside_where_there_are_more(tmp_path, first_step, rates, median):
-    write_run(tmp_path / "a", {"Throughput/train": rates}, first_step)
-    epochs = str(first_step + len(rates) - 1)
-    assert rows(compare("a", cwd=tmp_path).stdout) == [["a", epochs, "-", "-", median, "-", "1.00"]]
-
-
-def test_curve_of_one_epoch_is_visible(tmp_path):
-    write_run(tmp_path / "one", {"Top1/val": [3.0]})
-    done = compare("one", cwd=tmp_path)
-    assert rows(done.stdout) == [["one", "1", "3.00 (1)", "3.00", "-", "-", "-"]]
-    assert where(tmp_path / "figures" / "top1_val.png", LAST)[BELOW].sum() > 50
-
-
-def test_later_point_of_a_step_counts(tmp_path):
-    # The file written first, whose name sorts first, holds the later points.
-    late = write_run(tmp_path / "a", {"Top1/val": [40.0, 41.0]}, first_step=2, wall_time=2000)
-    early = write_run(tmp_path / "a", {"Top1/val": [10.0, 90.0, 80.0]})
-    assert late.name < early.name
-    write_run(tmp_path / "b", {"Top1/val": [10.0, 90.0, 80.0]})
-    write_run(tmp_path / "b", {"Top1/val": [40.0, 41.0]}, first_step=2, wall_time=2000)
-    cells = rows(compare("a", "b", cwd=tmp_path).stdout)
-    assert [row[1:4] for row in cells] == [["3", "41.00 (3)", "41.00"]] * 2
-
-
-def test_single_event_file(tmp_path):
-    write_run(tmp_path / "a", {"Top1/val": [10.0, 20.0]})
-    second = write_run(tmp_path / "a", {"Top1/val": [30.0]}, first_step=3)
-    done = compare(second, cwd=tmp_path)
-    assert rows(done.stdout) == [["a", "3", "30.00 (3)", "30.00", "-", "-", "-"]]
-
-
-@pytest.mark.parametrize("new_style", [False, True])
-def test_both_ways_of_writing_a_scalar(tmp_path, new_style):
-    write_run(tmp_path / "a", {"Top1/val": [12.5, 25.0]}, new_style=new_style)
-    assert rows(compare("a", cwd=tmp_path).stdout)[0][:4] == ["a", "2", "25.00 (2)", "25.00"]
-
-
-def test_event_of_several_values(tmp_path):
-    writer = SummaryWriter(str(tmp_path / "a"))
-    values = [
-        Summary.Value(tag="Top1/val", simple_value=5.0),
-        Summary.Value(tag="text", tensor=make_tensor_proto("no number")),
-        Summary.Value(tag="Top1/train", simple_value=6.0),
-    ]
-    writer._get_file_writer().add_summary(Summary(value=values), 7)
-    writer.add_scalar("another tag", 1.0, 100)
-    writer.close()
-    done = compare("a", cwd=tmp_path)
-    assert rows(done.stdout) == [["a", "7", "5.00 (7)", "5.00", "-", "-", "-"]]
-    assert (tmp_path / "figures" / "top1_train.png").exists()
+    points = {x: {"Throughput/train": rate} for x, rate in enumerate(rates, first_step)}
+    write(tmp_path / "a", points)
+    assert table(tmp_path / "a")[0]["images_per_s"] == [median]
 
 
 def test_epochs_counted_from_0(tmp_path):
-    write_run(tmp_path / "old", {"Loss/train": [2.0, 1.0], "Top1/val": [9.0, 8.0]}, first_step=0)
+    write(tmp_path / "old", epochs_of(100, 64, (10, 20), first=0))
     # Validation before any training is at 0 rightly.
-    write_run(tmp_path / "new", {"Top1/val": [1.0, 9.0, 8.0]}, first_step=0)
-    write_run(tmp_path / "new", {"Loss/train": [2.0, 1.0]})
-    done = compare("old", "new", cwd=tmp_path)
-    assert [row[1:4] for row in rows(done.stdout)] == [["2", "9.00 (1)", "8.00"]] * 2
-    assert [line for line in done.stdout.splitlines() if "from 0" in line] == [
-        "old: its event files count epochs from 0; they are counted from 1 here"
-    ]
+    new = {0: {"Top1/val": 1.0}} | epochs_of(100, 64, (10, 20), first=1)
+    write(tmp_path / "new", new)
+    rows, notes, both = table(tmp_path / "old", tmp_path / "new")
+    assert rows["epochs"] == ["2", "2"]
+    assert list(both.runs[1].scalars["Top1/val"]) == [0, 1, 2]
+    assert note(notes, "from 0").startswith("old: ")
 
 
-def test_not_a_number(tmp_path):
-    accuracy = [math.nan, 7.0, 5.0, math.nan]
-    scalars = {"Top1/val": accuracy, "Throughput/train": [9.0, math.nan, 10.0]}
-    write_run(tmp_path / "a", scalars)
-    done = compare("a", cwd=tmp_path)
-    assert rows(done.stdout) == [["a", "4", "7.00 (2)", "nan", "10", "-", "1.00"]]
+def test_clocks_that_cannot_be_right(tmp_path):
+    # A file that was written anew, all points in a moment; and one by a later program.
+    write(tmp_path / "moment", epochs_of(100, 640), seconds=0.001)
+    with SummaryWriter(str(tmp_path / "later")) as writer:
+        for x, values in epochs_of(100, 640, first=1).items():
+            for tag, value in values.items():
+                writer.add_scalar(tag, value, x, BEGAN + 3600 * x)
+    rows, notes, _ = table(tmp_path / "moment", tmp_path / "later")
+    assert rows["hours"] == ["-", "4 h"]
+    note(notes, "moment: .*no hours")
+    note(notes, "later: the beginning of its training is not recorded")
 
 
-@pytest.mark.parametrize("harm", ["cut in a header", "cut in a record", "one bit", "zeros"])
-def test_damaged_file_is_read_up_to_the_damage(tmp_path, harm):
-    file = write_run(tmp_path / "a", {"Top1/val": [10.0, 20.0, 30.0]})
-    data = bytearray(file.read_bytes())
-    start = end = 0
-    while end < len(data):
-        start, end = end, end + 16 + int.from_bytes(data[end : end + 8], "little")
-    if harm == "one bit":
-        data[end - 5] ^= 64  # in the value, before the checksum
-    elif harm == "zeros":  # what some file systems leave of a file after a crash
-        data[start:] = bytes(end - start)
-    else:
-        del data[start + 5 if harm == "cut in a header" else end - 1 :]
-    file.write_bytes(data)
-    done = compare("a", cwd=tmp_path)
-    assert done.returncode == 0
-    assert rows(done.stdout)[0][1:4] == ["2", "20.00 (2)", "20.00"]
-    assert re.fullmatch(
-        rf"warning: .*tfevents.* is cut off or damaged at byte {start} .*\n", done.stderr
-    )
+def test_single_files_of_one_folder_are_runs_of_their_own(tmp_path):
+    one = write(tmp_path / "a", epochs_of(100, 64, (10, 20)))
+    two = write(tmp_path / "a", epochs_of(150, 64, (10, 30)), began=BEGAN + 1000)
+    renamed = one.rename(tmp_path / "a" / "first.bin")  # known by its contents
+    _, _, both = table(renamed, two)
+    assert [run.best("Top1/val")[0] for run in both.runs] == [20.0, 30.0]
+    assert [run.label for run in both.runs] == ["a/first.bin", f"a/{two.name}"]
 
 
-def test_empty_file(tmp_path):
-    file = write_run(tmp_path / "a", {"Top1/val": [10.0]})
-    file.write_bytes(b"")
-    write_run(tmp_path / "b", {"Throughput/train": [10.0]})
-    done = compare("a", "b", cwd=tmp_path)
-    assert done.returncode == 0
-    assert rows(done.stdout) == [["a", *"------"], ["b", "1", "-", "-", "10", "-", "-"]]
-    assert re.fullmatch(r"warning: .*tfevents.* is empty\n", done.stderr)
-    drawn = {"training_throughput.png", "overlay.png"}
-    assert {picture.name for picture in (tmp_path / "figures").iterdir()} == drawn
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        (folder_name(16), {"gpus": 16, "batch": 208, "arch": "resnet50", "mode": "O2"}),
+        (
+            "Jan1_01-02-03_hal-login_2_wide_resnet50_2_gpux4_b32_cpu8_ddp",
+            {"gpus": 4, "batch": 32, "arch": "wide_resnet50_2", "mode": "ddp"},
+        ),
+        ("Aug09_12-33-45_ip-10-0-0-1_mynet_gpux8_b64_cpu4_O1", {"gpus": 8, "arch": "mynet"}),
+        ("Aug09_12-33-45_hal_vit_b_32_gpux8_b64", {"gpus": 8, "batch": 64, "arch": "vit_b_32"}),
+        ("vgg19-4_nodes", {"nodes": 4}),
+        ("two_nodes", {}),
+    ],
+)
+def test_names_of_folders(name, facts):
+    from compare import names  # found since event_files has been imported
+
+    found = names.facts([name])
+    assert {key: found.get(key) for key in facts} == facts
+    assert bool(found) == bool(facts)
 
 
-def test_folder_of_runs_and_labels(tmp_path):
-    for name in ("b", "a"):
-        write_run(tmp_path / "runs" / name, {"Top1/val": [10.0]})
-    write_run(tmp_path / "older" / "a", {"Top1/val": [20.0]})
-    (tmp_path / "runs" / "notes").mkdir()
-    (tmp_path / "runs" / "a" / "events.out.tfevents.1.tmp").write_bytes(b"half rewritten")
-    (tmp_path / "runs" / "a" / "summary.json").write_text('{"world_size": 1}')
-    (tmp_path / "runs" / "b" / "summary.json").write_text("no JSON")
-    cells = rows(compare("runs", "older/a", cwd=tmp_path).stdout)
-    labels = ["runs/a (1 process)", "b", "older/a"]
-    assert [row[0] for row in cells] == labels
-    assert [row[3] for row in cells] == ["10.00", "10.00", "20.00"]
-    labels = ["_x", "$\\y$", "z z"]  # signs with a meaning of their own in matplotlib
-    done = compare("runs", "older/a", "--labels", *labels, cwd=tmp_path)
-    assert [row[0] for row in rows(done.stdout)] == labels
-    assert (done.returncode, done.stderr) == (0, "")
+def test_labels_and_order(tmp_path):
+    for name in ("run10", "run9", "16_gpus"):
+        write(tmp_path / "runs" / name, epochs_of(100, 64))
+    write(tmp_path / "older" / "run9", epochs_of(100, 64))
+    _, _, both = table(tmp_path / "runs", tmp_path / "older")
+    assert [run.label for run in both.runs] == ["16_gpus", "runs/run9", "run10", "older/run9"]
+    labels = ["a", "b", "c", "d"]
+    _, _, both = table(tmp_path / "runs", tmp_path / "older", "--labels", *labels)
+    assert [run.label for run in both.runs] == labels
+
+
+@pytest.mark.parametrize(
+    ("labels", "short"),
+    [
+        (["1 node", "2 nodes"], ["1 node", "2 nodes"]),
+        (["the_same_long_name_1", "the_same_long_name_22"], ["…g_name_1", "…_name_22"]),
+        (["the_same_1_long_name", "the_same_2_long_name", "x"], None),
+        (["one_very_long_name", "one_very_long_name"], None),
+        (["a" * 8 + "b" + "c" * 8, "a" * 8 + "d" + "e" * 8, "f" * 20], None),
+    ],
+)
+def test_short_labels_stay_different(labels, short):
+    from compare.labels import shorten
+
+    found = shorten(labels, 10)
+    assert short is None or found == short
+    assert len(set(found)) >= len(set(labels))
+    assert max(map(len, found)) <= 10
 
 
 @pytest.mark.parametrize(
@@ -292,23 +319,36 @@ def test_folder_of_runs_and_labels(tmp_path):
         (["good", "nowhere"], "nowhere does not exist"),
         (["nothing"], "nothing holds no event file (they are named events.out.tfevents.*)"),
         (["notes.txt"], "notes.txt holds no event file (they are named events.out.tfevents.*)"),
-        (["good", "--labels", "a", "b"], "2 labels for 1 runs; give one label a run"),
+        (["good", "--labels", "a", "b"], "2 labels for 1 runs (good); give one a run"),
+        (["good", "--gpus", "1", "2"], "2 numbers of GPUs for 1 runs (good); give one a run"),
+        (["empty"], "empty is left out: it has none of the curves"),
+        (["good", "--out", "notes.txt"], "notes.txt"),
     ],
 )
 def test_wrong_input_is_one_sentence(tmp_path, arguments, sentence):
-    write_run(tmp_path / "good", {"Top1/val": [10.0]})
+    write(tmp_path / "good", {1: {"Top1/val": 10.0}})
+    write(tmp_path / "empty", {}).write_bytes(b"")
     (tmp_path / "nothing" / "in here").mkdir(parents=True)
     (tmp_path / "notes.txt").write_text("text")
-    # Nobody should wait for a large library in order to be told of a typing error.
-    (tmp_path / "matplotlib.py").write_text("raise SystemExit('imported')")
-    done = compare(*arguments, cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {sentence}\n")
-    assert not (tmp_path / "figures").exists()
+    paths = {name: str(tmp_path / name) for name in ("good", "nowhere", "nothing", "notes.txt")}
+    paths["empty"] = str(tmp_path / "empty")
+    typed = [paths.get(word, word) for word in arguments]
+    done = python(SCRIPT, *typed, *(() if "--out" in typed else ("--out", tmp_path / "out")))
+    assert done.code == 2
+    assert sentence in done.sentence
+    assert not (tmp_path / "out").exists()
 
 
-def test_folder_for_pictures_is_a_file(tmp_path):
-    write_run(tmp_path / "good", {"Top1/val": [10.0]})
-    (tmp_path / "taken").write_text("")
-    done = compare("good", "--out", "taken", cwd=tmp_path)
-    assert done.returncode == 2
-    assert re.fullmatch(r"error: .*'taken'\n", done.stderr)
+def test_csv_has_full_precision(tmp_path):
+    root = write_hal(tmp_path / "runs")
+    done = python(SCRIPT, root, "--out", tmp_path / "out", "--prefix", "hal_")
+    assert (done.code, done.err) == (0, "")
+    with open(tmp_path / "out" / "hal_compare.csv") as file:
+        lines = list(csv.DictReader(file))
+    shares = [float(line["scaling_efficiency"]) for line in lines]
+    assert shares == pytest.approx([r / HAL[2] * 2 / g for g, r in HAL.items()], rel=1e-6)
+    assert [line["nodes"] for line in lines] == [""] * 6
+    markdown = (tmp_path / "out" / "hal_compare.md").read_text().splitlines()
+    assert {line.count("|") for line in markdown} == {8}
+    efficiency = next(line for line in markdown if line.startswith("| scaling efficiency"))
+    assert re.findall(r"\d+(?= %)", efficiency) == [str(s) for s in HAL_EFFICIENCY.values()]

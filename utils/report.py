@@ -2,9 +2,12 @@
 
 import math
 import statistics
+import time
 from typing import Any
 
-from utils import processes, schedules, watch
+import torch
+
+from utils import machine, processes, schedules, watch
 from utils.job import Job
 
 WAIT_LIMIT = 0.1  # share of the time waiting for data from which a run is told about it
@@ -37,6 +40,31 @@ def start(job: Job, resumed: bool) -> None:
             log("note: a scaled-up learning rate usually needs --warmup-epochs 5")
     if resumed:
         log(f"resumed from {job.run.snapshot}: epoch {state.epoch + 1}, step {state.step}")
+
+
+def facts(job: Job) -> dict[str, Any]:
+    """What the event file says about a training besides its options: sizes, data, machine, date.
+
+    ``gpus`` counts processes where there is no GPU.
+    """
+    args, world, sampler = job.args, job.world, job.train.sampler
+    on_gpu = world.device.type == "cuda"
+    gpus = torch.cuda.device_count() if on_gpu and job.run.mode == "dp" else world.size
+    amp = {"auto": "fp16" if on_gpu else "off"}.get(getattr(args, "amp", ""))
+    return {
+        "nodes": world.nodes,
+        "gpus": gpus,
+        "precision": getattr(args, "opt_level", None) or amp or getattr(args, "amp", None),
+        "batch_per_gpu": sampler.global_batch / gpus,
+        "global_batch": sampler.global_batch,
+        "steps_per_epoch": sampler.steps_per_epoch,
+        "train_images": sampler.images,
+        "val_images": job.loaders.val.sampler.images,
+        "class_count": len(job.loaders.classes),
+        "data_id": job.train.bad.index.fingerprint(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        **machine.describe(world.device),
+    }
 
 
 def input_path(job: Job, record: dict[str, float]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from utils import events
+from utils import dashboard, events
 from utils.checkpoint import SNAPSHOT
 from utils.distributed import World, from_main
 from utils.errors import UserError
@@ -67,6 +67,7 @@ class Run:
         self.shows = world.local_rank == 0
         self.bar: tqdm | None = None
         self.writer: SummaryWriter | None = None
+        self.is_training = False  # an entry is open in the event file
 
     @property
     def snapshot(self) -> Path | None:
@@ -76,9 +77,12 @@ class Run:
         own = self.folder / SNAPSHOT
         return own if own.is_file() else None
 
-    def begin(self, epoch: int, position: float) -> None:
+    def begin(
+        self, epoch: int, position: float, facts: dict[str, dashboard.Value] | None = None
+    ) -> None:
         """Open the files. Points past ``epoch`` (finished) and ``position`` (epochs, fractional)
         that a killed run left in the event files are cut off, so that curves never run backward.
+        ``facts`` about a training (see `report.facts`) go into the event file with the options.
         """
         if not self.world.is_main:
             return
@@ -86,6 +90,12 @@ class Run:
         remove_leftovers(self.folder)
         events.cut_off(self.folder, epoch, round(1000 * position))
         self.writer = SummaryWriter(str(self.folder))
+        if facts is not None:
+            for summary in dashboard.entry(self.options | facts, self.folder.name):
+                self.writer.file_writer.add_summary(summary, 0)
+            self.writer.add_custom_scalars(dashboard.LAYOUT)
+            self.writer.flush()  # other programs can tell from now on what is trained here
+            self.is_training = True
 
     def log(self, text: str) -> None:
         """Print a line (first process of each node) and keep it in train.log (rank 0)."""
@@ -159,4 +169,7 @@ class Run:
         text = json.dumps(clean, indent=1) + "\n"
         save_atomically(lambda file: file.write(text.encode()), self.folder / SUMMARY)
         if self.writer is not None:
+            if self.is_training:
+                done = summary["finished_because"] != "interrupted"
+                self.writer.file_writer.add_summary(dashboard.closing(done), 0)
             self.writer.close()

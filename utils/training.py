@@ -53,7 +53,8 @@ def run(job: Job, train_step: TrainStep, predict: Predict) -> int:
 def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False) -> int:
     """Train until the last epoch, the desired accuracy, the time limit or a signal."""
     args, state, run = job.args, job.state, job.run
-    run.begin(state.epoch, state.epoch + state.step / job.train.sampler.steps_per_epoch)
+    position = state.epoch + state.step / job.train.sampler.steps_per_epoch
+    run.begin(state.epoch, position, report.facts(job))
     report.start(job, resumed)
     job.watch = Watch(args, job.world, run, state.model)
     stop = StopRequest(job.world, args.train_time, state.elapsed)

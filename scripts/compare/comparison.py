@@ -1,0 +1,297 @@
+"""What several runs say when they are laid beside each other: a row a quantity, a column a run."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from compare.runs import RATE, STEP_TIME, Run, typical
+
+# What must be equal for a ratio of two runs' speeds to mean anything.
+MUST_AGREE = {
+    "arch": "arch",
+    "image_size": "image size",
+    "data_id": "data",
+}
+NONE = "-"
+
+
+@dataclass
+class Row:
+    """One quantity of all runs: ``cells`` as people read them, ``values`` for programs (CSV)."""
+
+    title: str
+    key: str
+    cells: list[str]
+    values: list[Any]
+
+
+@dataclass
+class Comparison:
+    """Runs and their table.
+
+    ``bases[i]`` is the run that the speed of run i is divided by; None where there is none that it
+    can be compared with.
+    """
+
+    runs: list[Run]
+    bases: list[Run | None] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # see remarks.py
+    within: float | None = None  # hours
+    target: float | None = None  # per cent
+
+    def speed_up(self, i: int) -> float | None:
+        """Images/s of run i to those of its base."""
+        return _ratio(self.runs[i].median(RATE), self._of_base(i, RATE))
+
+    def efficiency(self, i: int) -> float | None:
+        """Images/s per GPU of run i to those of its base: 1 is perfect scaling."""
+        base = self.bases[i]
+        more = _ratio(self.runs[i].known("gpus"), base.known("gpus") if base else None)
+        return _ratio(self.speed_up(i), more)
+
+    def _of_base(self, i: int, tag: str) -> float | None:
+        base = self.bases[i]
+        return base.median(tag) if base else None
+
+
+def _ratio(value: float | None, other: float | None) -> float | None:
+    return value / other if value is not None and other else None
+
+
+def compare(
+    runs: list[Run], within: float | None = None, target: float | None = None
+) -> Comparison:
+    """Compare ``runs``: ``within`` hours for "epochs done", ``target`` top-1 (%) for "time to";
+    chosen so that all runs have reached them where None."""
+    both = Comparison(runs, within=within, target=target)
+    _find_bases(both)
+    if within is None:
+        lasted = [max(run.hours.values()) for run in runs if run.hours]
+        both.within = _round_down(min(lasted)) if len(lasted) == len(runs) else None
+    if target is None:
+        tops = [best[0] for run in runs if (best := run.best("Top1/val"))]
+        both.target = float(math.floor(min(tops))) if tops else None
+    _fill(both)
+    return both
+
+
+def _round_down(hours: float) -> float:
+    """Two digits of ``hours``, none of them too much."""
+    unit = 10.0 ** (math.floor(math.log10(hours)) - 1) if hours > 0 else 1.0
+    return float(f"{math.floor(hours / unit + 1e-9) * unit:.6g}")
+
+
+def _find_bases(both: Comparison) -> None:
+    """In each group of comparable runs the base is the one with the fewest GPUs, or, where their
+    numbers are not known, the first."""
+    groups: list[list[Run]] = []
+    for run in both.runs:
+        for group in groups:
+            if not any(differ(run, other, MUST_AGREE) for other in group):
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    base_of: dict[int, Run] = {}
+    for group in groups:
+        if len(group) == 1 < len(both.runs):
+            continue
+        fast = [run for run in group if run.median(RATE)]
+        if fast:
+            base = min(fast, key=lambda run: run.known("gpus") or math.inf)
+            base_of |= {id(run): base for run in group}
+    both.bases = [base_of.get(id(run)) for run in both.runs]
+
+
+def differ(one: Run, other: Run, keys: dict[str, str]) -> list[str]:
+    """What differs of ``keys`` (fact: its name) as far as both runs know it."""
+    found = []
+    for key, name in keys.items():
+        a, b = one.known(key), other.known(key)
+        if a not in (None, "") and b not in (None, "") and a != b:
+            found.append(name)
+    return found
+
+
+def number(value: float | None) -> str:
+    """A figure with four significant digits; 1000 and more without decimals."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def duration(hours: float | None) -> str:
+    """Hours as 35 s, 12.3 min or 5.21 h."""
+    if hours is None or not math.isfinite(hours):
+        return NONE
+    if hours < 1 / 60:
+        return f"{3600 * hours:.3g} s"
+    return f"{60 * hours:.3g} min" if hours < 1 else f"{number(round(hours, 2))} h"
+
+
+def _share(value: float | None) -> str:
+    return NONE if value is None else f"{100 * value:.0f} %"
+
+
+def _fill(both: Comparison) -> None:
+    runs = both.runs
+
+    def add(
+        title: str, key: str, values: Sequence[Any], show: Callable[[Any], str] = number
+    ) -> None:
+        cells = [NONE if value in (None, "") else show(value) for value in values]
+        both.rows.append(Row(title, key, cells, list(values)))
+
+    def fact(title: str, key: str) -> None:
+        values = [run.known(key) for run in runs]
+        add(title, key, values, lambda x: x if isinstance(x, str) else number(x))
+
+    fact("nodes", "nodes")
+    fact("GPUs (processes)", "gpus")
+    fact("arch", "arch")
+    fact("mode", "mode")
+    add("learning rate (highest)", "lr", [_highest(run, "Lr") for run in runs])
+    fact("batch per GPU", "batch_per_gpu")
+    fact("batch, global", "global_batch")
+    fact("steps an epoch", "steps_per_epoch")
+    rates = [run.median(RATE) for run in runs]
+    add("images/s", "images_per_s", rates)
+    per_gpu = [_ratio(rate, run.known("gpus")) for rate, run in zip(rates, runs, strict=True)]
+    add("images/s per GPU", "images_per_s_per_gpu", per_gpu)
+    places = range(len(runs))
+    add(
+        f"speed-up{_base_title(both)}",
+        "speed_up",
+        [both.speed_up(i) for i in places],
+        lambda x: f"{x:.2f}",
+    )
+    add("scaling efficiency", "scaling_efficiency", [both.efficiency(i) for i in places], _share)
+    add("time of a step, ms", "step_ms", [_times(run.median(STEP_TIME), 1000) for run in runs])
+    epoch_hours = [_ratio(run.epoch_seconds, 3600) for run in runs]
+    add("time of an epoch", "epoch_h", epoch_hours, duration)
+    add("epochs finished", "epochs", [run.epochs for run in runs])
+    if both.within is not None:
+        done = [_done_within(run, both.within) for run in runs]
+        add(f"epochs in {duration(both.within)}", "epochs_within", done)
+    add("time in all", "hours", [max(run.hours.values(), default=None) for run in runs], duration)
+    for tag, name in (("Top1/val", "top-1"), ("Top5/val", "top-5")):
+        best = [run.best(tag) for run in runs]
+        key = tag[:4].lower()
+        both.rows.append(
+            Row(
+                f"best val {name}, %",
+                f"best_{key}",
+                [NONE if b is None else f"{b[0]:.2f}" for b in best],
+                [b and b[0] for b in best],
+            )
+        )
+        epochs = [b and b[1] for b in best]
+        hours = [
+            run.hours.get(epoch) if epoch else None for run, epoch in zip(runs, epochs, strict=True)
+        ]
+        pairs = zip(epochs, hours, strict=True)
+        when = [
+            NONE if e is None else f"{e} ({duration(h)})" if h is not None else str(e)
+            for e, h in pairs
+        ]
+        both.rows.append(Row("  in epoch (after)", f"best_{key}_epoch", when, epochs))
+        both.rows.append(Row("", f"best_{key}_h", [], hours))
+    if both.target is not None:
+        reached = [_reached(run, both.target) for run in runs]
+        title = f"time to top-1 of {both.target:g} %"
+        add(title, "target_h", [r if r is None else r[1] for r in reached], duration)
+        add("  epochs to it", "target_epochs", [r if r is None else r[0] for r in reached])
+    add(
+        "waiting for data", "data_wait_share", [run.median("IO/wait_share") for run in runs], _share
+    )
+    _fill_steps_and_devices(both, add)
+
+
+def _fill_steps_and_devices(both: Comparison, add: Callable[..., None]) -> None:
+    runs = both.runs
+    for part in ("data", "compute", "communication"):
+        shares = []
+        for run in runs:
+            parts = {p: _part_of_step(run, p) for p in STEP_PARTS}
+            whole = sum(value for value in parts.values() if value is not None)
+            shares.append(_ratio(parts[part], whole))
+        if any(share is not None for share in shares):
+            add(f"  of a step: {part}", f"step_{part}_share", shares, _share)
+    for title, tag, key in DEVICES:
+        values = [device(run, tag) for run in runs]
+        if (tag.startswith("GPU/") and key != "gpu_w") or any(v is not None for v in values):
+            add(title, key, values)
+    if any(run.state for run in runs):
+        add("state", "state", [run.state for run in runs], str)
+
+
+STEP_PARTS = ("data", "compute", "communication")
+DEVICES = (
+    ("GPU utilisation, %", "GPU/utilisation", "gpu_utilisation"),
+    ("GPU memory, GiB", "GPU/memory_gb", "gpu_memory_gb"),
+    ("GPU power, W", "GPU/power_w", "gpu_w"),
+    ("CPU utilisation, %", "CPU/utilisation", "cpu_utilisation"),
+)
+
+
+def ranks_of(run: Run, family: str) -> list[str]:
+    """The tags of ``family`` (GPU/utilisation, say), one a rank."""
+    return sorted(tag for tag in run.scalars if tag.startswith(f"{family}_rank"))
+
+
+def device(run: Run, family: str) -> float | None:
+    """The mean over ranks of a device's median; of memory the highest that any rank has used."""
+    tags = ranks_of(run, family)
+    if family.endswith("memory_gb"):
+        values = [y for tag in tags for y in run.finite(tag).values()]
+        return max(values, default=None)
+    medians = [m for tag in tags if (m := run.median(tag)) is not None]
+    return sum(medians) / len(medians) if medians else None
+
+
+def _part_of_step(run: Run, part: str) -> float | None:
+    """Seconds of a step that went by with data, compute or communication."""
+    seconds = run.median(f"Time/{part}")
+    if seconds is not None:
+        return seconds
+    points = run.finite(f"Step/{part}_s")
+    return typical({x / 1000: y for x, y in points.items()}) if points else None
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _highest(run: Run, tag: str) -> float | None:
+    return max(run.finite(tag).values(), default=None)
+
+
+def _done_within(run: Run, hours: float) -> int | None:
+    if not run.hours or (max(run.hours.values()) < hours and run.state == "going on"):
+        return None
+    return max((x for x, h in run.hours.items() if h <= hours * (1 + 1e-9)), default=0)
+
+
+def _reached(run: Run, top1: float) -> tuple[int, float | None] | None:
+    """The first epoch after which ``top1`` was reached, and the hours up to there."""
+    points = run.finite("Top1/val")
+    epoch = next((x for x in sorted(points) if points[x] >= top1), None)
+    return None if epoch is None else (epoch, run.hours.get(epoch))
+
+
+def _base_title(both: Comparison) -> str:
+    bases = {id(base): base for base in both.bases if base}
+    if len(bases) != 1:
+        return ""
+    (base,) = bases.values()
+    gpus = base.known("gpus")
+    return f" to {base.label}" if gpus is None else f" to {gpus:g} GPU{'s' * (gpus != 1)}"
+
+
+def date_of(run: Run) -> str:
+    """The day when a run began, as 2020-08-09."""
+    began = run.known("began")
+    return time.strftime("%Y-%m-%d", time.gmtime(began)) if began else "not recorded"

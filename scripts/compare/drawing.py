@@ -1,0 +1,280 @@
+"""How a picture is drawn: colours, curves with their names at the end, bars, scaling.
+
+Each figure has fixed margins: matplotlib's own layouts draw a figure several times, and take most
+of the time of the whole comparison.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compare.comparison import Comparison, number, ranks_of
+from compare.labels import shorten
+from compare.runs import RATE, Run
+
+# From pale to dark, so that the runs differ in grey too and a later curve shows on an earlier one.
+COLOURS = "#f0b030", "#5cb4e4", "#e8743c", "#38a07c", "#b44c90", "#2c66b0", "#8c1c28", "#15182c"
+DASHES: tuple[Any, ...] = "-", (0, (4, 1.2)), (0, (1.2, 0.9)), (0, (6, 1.2, 1.2, 1.2))
+MARKERS = "osD^vP*X"
+RATE_UNIT = "images/s, all processes"
+# Stand-ins, which the page replaces by the colours of a light or a dark screen.
+INK, GRID, PAPER = "#1a1c1e", "#dcdddf", "#fefefe"
+SIZE = 13  # points
+KEY = 0.42  # inches of a curve's line that stand beside its name
+MATPLOTLIB = {
+    "font.size": SIZE, "font.family": "sans-serif", "axes.titlesize": SIZE + 1,
+    "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 12,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
+    "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
+    "text.color": INK, "figure.facecolor": PAPER, "axes.facecolor": "none",
+    "savefig.facecolor": PAPER, "savefig.dpi": 144, "svg.fonttype": "none",
+    "svg.hashsalt": "compare_runs",  # equal pictures are equal files
+    "text.parse_math": False,  # a label is a name, whatever signs are in it
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves of one quantity: ``tag`` as recorded, and how its axis is called."""
+
+    tag: str
+    title: str
+    unit: str
+    factor: float = 1.0
+
+
+def points_of(run: Run, panel: Panel) -> dict[int, float]:
+    """A panel's curve of a run: the tag's points; for devices the mean (memory: the maximum) over
+    the ranks. What is not a number is left out."""
+    tags = ranks_of(run, panel.tag) or [panel.tag]
+    curves = [run.finite(tag) for tag in tags]
+    points = {}
+    for x in sorted(set().union(*curves)):
+        values = [curve[x] for curve in curves if x in curve]
+        joined = max(values) if panel.tag.endswith("memory_gb") else sum(values) / len(values)
+        points[x] = panel.factor * joined
+    return points
+
+
+def style(i: int, runs: int) -> dict[str, Any]:
+    """How the ``i``-th of ``runs`` curves is drawn: wide and pale below, thin and dark on top, so
+    that of curves that lie exactly over each other every one can be seen."""
+    depth = i / (runs - 1) if runs > 1 else 1.0
+    width = 5.0 - 3.0 * depth
+    kind = round(depth * (len(COLOURS) - 1)) if runs <= len(COLOURS) else i % len(COLOURS)
+    again = i // len(COLOURS)  # the colours come again, with other lines and marks
+    return {
+        "color": COLOURS[kind], "linestyle": DASHES[(i + again) % len(DASHES)], "linewidth": width,
+        "marker": MARKERS[(kind + 3 * again) % len(MARKERS)], "markersize": width + 5,
+        "markeredgecolor": PAPER, "solid_capstyle": "round",
+    }  # fmt: skip
+
+
+def curves(runs: list[Run], panels: Sequence[Panel], hours: bool = False) -> Any:
+    """A figure with a panel below the other (four: two by two), and the runs' names at the ends of
+    the curves."""
+    from matplotlib.figure import Figure
+
+    labels = shorten([run.label for run in runs], 24)
+    rows, columns = (2, 2) if len(panels) == 4 else (len(panels), 1)
+    margin = KEY + 0.45 + 0.112 * max(map(len, labels))  # inches, for the names
+    width = columns * (5.2 + margin + 0.9)
+    height = max(4.2, 1.8 + 0.26 * len(runs)) * rows
+    figure = Figure(figsize=(width, height))
+    figure.subplots_adjust(
+        left=0.9 / width, right=1 - margin / width, top=1 - 0.55 / height, bottom=0.65 / height,
+        hspace=1.2 / (height / rows - 1.2), wspace=(0.9 + margin) / 5.2,
+    )  # fmt: skip
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for one, panel in zip(axes, panels, strict=True):
+        _draw_curves(one, runs, labels, panel, hours)
+    return figure
+
+
+@dataclass(frozen=True)
+class End:
+    """Where a curve ends, what it is called, and how it is drawn."""
+
+    x: float
+    y: float
+    label: str
+    looks: dict[str, Any]
+
+
+def _draw_curves(axes: Any, runs: list[Run], labels: list[str], panel: Panel, hours: bool) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    ends = []
+    for i, run in enumerate(runs):
+        points = points_of(run, panel)
+        x: dict[int, float] = run.hours if hours else {epoch: epoch for epoch in points}
+        epochs = [epoch for epoch in points if epoch in x]
+        if not epochs:
+            continue
+        looks = style(i, len(runs))
+        stride = math.ceil(len(epochs) / 8) or 1  # the runs' marks are at different epochs
+        marks = (i * stride // len(runs), stride) if len(epochs) > 8 else None
+        y = [points[epoch] for epoch in epochs]
+        axes.plot([x[e] for e in epochs], y, markevery=marks, **looks)
+        ends.append(End(x[epochs[-1]], y[-1], labels[i], looks))
+    axes.set(title=panel.title, ylabel=panel.unit)
+    axes.set_xlabel("hours of training" if hours else "epochs finished")
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.margins(x=0.02)
+    axes.tick_params(length=0)
+    if not ends:
+        axes.set(xticks=[], yticks=[])
+        axes.text(0.5, 0.5, f"no run has {panel.tag}", transform=axes.transAxes, ha="center")
+        return
+    if panel.tag in (RATE, "IO/wait_share", "IO/read_mb_s") or panel.tag.startswith("GPU/"):
+        axes.set_ylim(bottom=0)
+    if panel.unit.endswith("%") or "(%)" in panel.unit:
+        axes.set_ylim(max(axes.get_ylim()[0], -2), min(axes.get_ylim()[1], 104))
+    whole = not hours
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=whole, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]))
+    _name_ends(axes, ends)
+
+
+def _name_ends(axes: Any, ends: list[End]) -> None:
+    """Write the curves' names right of the panel, in the order of their ends, none on another."""
+    low, high = axes.get_ylim()
+    left, right = axes.get_xlim()
+    box = axes.get_position()
+    width, height = (
+        72 * inches * part
+        for inches, part in zip(axes.figure.get_size_inches(), (box.width, box.height), strict=True)
+    )
+    ends = sorted(ends, key=lambda end: end.y)
+    heights = [min(max((end.y - low) / (high - low), 0.0), 1.0) for end in ends]
+    places = spread(heights, 1.45 * SIZE / height)
+    inch = 72 / width
+    for end, level, place in zip(ends, heights, places, strict=True):
+        x = (end.x - left) / (right - left)
+        if x > 0.85:  # a longer line would lie on other curves
+            axes.plot(
+                [x, 1.0, 1 + 0.15 * inch], [level, level, place], transform=axes.transAxes,
+                color=end.looks["color"], linewidth=0.8, clip_on=False, zorder=1,
+            )  # fmt: skip
+        key = {**end.looks, "linewidth": min(end.looks["linewidth"], 3.2), "markersize": 8}
+        span = [1 + 0.18 * inch, 1 + (0.18 + KEY / 2) * inch, 1 + (0.18 + KEY) * inch]
+        axes.plot(span, [place] * 3, transform=axes.transAxes, clip_on=False, markevery=[1], **key)
+        axes.text(
+            span[2] + 0.08 * inch, place, end.label, transform=axes.transAxes,
+            va="center_baseline", clip_on=False,
+        )  # fmt: skip
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Places from 0 to 1, ``gap`` apart at least, as near to the ascending ``heights`` as that
+    lets them be. If there is no room for all of them they go on below 0."""
+    places: list[float] = []
+    groups: list[list[float]] = []  # [sum of wishes for the group's lowest place, members]
+    for height in heights:
+        groups.append([height, 1])
+        while len(groups) > 1:
+            (one, n), (two, m) = groups[-2:]
+            if one / n + n * gap <= two / m + 1e-9:
+                break
+            # They overlap: the later group follows the earlier one directly.
+            groups[-2:] = [[one + two - m * n * gap, n + m]]
+    lowest = [(total / n, int(n)) for total, n in groups]
+    top = 1.0
+    for wish, n in reversed(lowest):
+        start = min(max(wish, 0.0), top - (n - 1) * gap)
+        places[:0] = [start + k * gap for k in range(n)]
+        top = start - gap
+    for k in range(1, len(places)):
+        places[k] = max(places[k], places[k - 1] + gap)
+    return places
+
+
+def bars(both: Comparison, title: str, unit: str, rows: Sequence[tuple[float | None, str]],
+          ideal: Sequence[float | None] = ()) -> Any:  # fmt: skip
+    """A bar a run with its figure behind it; ``ideal`` places a mark on or beyond a bar."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    runs = both.runs
+    labels = shorten([run.label for run in runs], 60)
+    below = 0.65 + 0.25 * unit.count("\n")
+    height = 0.7 + below + 0.62 * len(runs)
+    figure = Figure(figsize=(7.2, height))
+    figure.subplots_adjust(left=0.03, right=0.96, top=1 - 0.5 / height, bottom=below / height)
+    axes = figure.subplots()
+    longest = max([v or 0 for v, _ in rows] + [v or 0 for v in ideal]) or 1.0
+    for i, (value, text) in enumerate(rows):
+        looks = style(i, len(runs))
+        axes.barh(i, value or 0, 0.42, color=looks["color"])
+        axes.text(0, i - 0.26, labels[i], va="bottom", fontsize=SIZE - 1)
+        mark = ideal[i] if ideal else None
+        right = value or 0.0
+        if mark is not None:
+            axes.plot([mark, mark], [i - 0.27, i + 0.27], color=INK, linewidth=2)
+            right = max(right, mark)
+        axes.text(right + 0.012 * longest, i, text, va="center", fontsize=SIZE - 1)
+    room = 1.1 + 0.016 * max(len(text) for _, text in rows)
+    axes.set(xlim=(0, room * longest), ylim=(len(runs) - 0.6, -0.75), yticks=[])
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.set_title(title)
+    axes.set_xlabel(unit)
+    return figure
+
+
+def scaling(both: Comparison) -> Any:
+    """Images/s against GPUs, both logarithmic, with perfect scaling as a line."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    figure = Figure(figsize=(7.2, 5.4))
+    figure.subplots_adjust(left=0.14, right=0.95, top=0.9, bottom=0.13)
+    axes = figure.subplots()
+    known = [
+        (run.known("gpus"), run.median(RATE), i)
+        for i, run in enumerate(both.runs)
+        if run.known("gpus") and run.median(RATE)
+    ]
+    counts = sorted({gpus for gpus, _, _ in known})
+    for base in {id(b): b for b in both.bases if b}.values():
+        first, rate = base.known("gpus"), base.median(RATE)
+        if not first or not rate:
+            continue
+        fastest = {g: r for g, r, i in sorted(known) if both.bases[i] is base}
+        axes.plot([first, counts[-1]], [rate, rate * counts[-1] / first], color=INK,
+                  linewidth=1, linestyle=(0, (4, 3)))  # fmt: skip
+        axes.plot(fastest.keys(), fastest.values(), color=INK, linewidth=1.6)
+    behind = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 1}
+    for gpus, rate, i in known:
+        looks = style(i, len(both.runs))
+        axes.plot(gpus, rate, marker=looks["marker"], markersize=11, color=looks["color"])
+        share = both.efficiency(i)
+        slower = any(g == gpus and r < rate for g, r, _ in known)
+        below = 4 if slower else -15
+        text = number(rate) + (f", {100 * share:.0f} %" if share is not None else "")
+        axes.annotate(text, (gpus, rate), xytext=(9, below), textcoords="offset points",
+                      fontsize=SIZE - 1, bbox=behind)  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="GPUs (processes)", ylabel=RATE_UNIT)
+    axes.set_title("Scaling: measured (line) and perfect (dashed)")
+    # Room for the figures right of the last point.
+    widest = counts[-1] / counts[0]
+    axes.set_xlim(counts[0] / widest**0.1, counts[-1] * widest**0.3)
+    axes.margins(y=0.12)
+    axes.xaxis.set_major_locator(FixedLocator(counts))
+    axes.yaxis.set_major_locator(FixedLocator(_decades([rate for _, rate, _ in known])))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.tick_params(length=0)
+    return figure
+
+
+def _decades(values: Sequence[float]) -> list[float]:
+    """Round figures (1, 2, 5 times a power of ten) around ``values``."""
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    ticks = [k * 10.0**power for power in range(low, high + 1) for k in (1, 2, 5)]
+    return [t for t in ticks if min(values) / 2.5 <= t <= max(values) * 2.5]

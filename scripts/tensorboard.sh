@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# TensorBoard on all runs: bash scripts/tensorboard.sh [HOSTS_FILE]
+#
+# With HOSTS_FILE (a host a line, as ssh takes it: user@host, or user@host:/path/to/runs; # begins a
+# comment) the event files of these hosts are fetched first, and again every minute, into
+# runs/hosts/HOST. Without a path the runs are taken from this repository's place on this machine.
+#
+# From the environment:
+#   RUNS   folder of run directories (runs)
+#   PORT   where TensorBoard listens on this machine (6006)
+#   EVERY  seconds between two fetches (60)
+set -euo pipefail
+source "$(dirname "$0")/environment.sh"
+
+fail() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+case ${1:-} in
+-h | --help)
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"
+    exit 0
+    ;;
+esac
+[ $# -le 1 ] || fail "one HOSTS_FILE at most: bash scripts/tensorboard.sh [HOSTS_FILE]"
+runs=${RUNS:-$root/runs} port=${PORT:-6006} every=${EVERY:-60} hosts=${1:-}
+[[ $port =~ ^[0-9]+$ ]] || fail "PORT=$port is not a number"
+[[ $every =~ ^[1-9][0-9]*$ ]] || fail "EVERY=$every is not a whole number of seconds"
+[ -z "$hosts" ] || [ -r "$hosts" ] || fail "cannot read the hosts file $hosts"
+mkdir -p "$runs" || fail "cannot make the folder $runs"
+runs=$(cd "$runs" && pwd)
+ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10)
+
+# fetch HOST[:PATH]: the event files below PATH. By tar where one of the two sides has no rsync.
+fetch() {
+    local host=${1%%:*} path=$root/runs target quoted there
+    case $1 in *:?*) path=${1#*:} ;; esac
+    target=$runs/hosts/${host##*@}
+    mkdir -p "$target"
+    printf -v quoted '%q' "$path"
+    there=$("${ssh[@]}" -n "$host" "cd $quoted && { command -v rsync || true; }") || return 1
+    if [ -n "$there" ] && command -v rsync >/dev/null; then
+        rsync -a -s --prune-empty-dirs -e "${ssh[*]}" --exclude='/hosts' --include='*/' \
+            --include='*tfevents*' --exclude='*' "$host:$path/" "$target/"
+    else
+        "${ssh[@]}" -n "$host" "cd $quoted && find . -path ./hosts -prune -o -name '*tfevents*' \
+            -type f -print0 | tar --null --files-from=- --create --gzip" |
+            tar --extract --gzip --directory="$target"
+    fi
+}
+
+fetch_all() {
+    local line
+    while read -r line || [ -n "$line" ]; do
+        line=${line%%#*}
+        line=${line//[[:space:]]/}
+        [ -n "$line" ] || continue
+        fetch "$line" || echo "note: no event files from $line this time: see the line above" >&2
+    done <"$hosts"
+}
+
+use_environment
+"$PYTHON" - "$port" <<'PY' || fail "port $port is taken: choose another, PORT=6007"
+import socket, sys
+with socket.socket() as probe:
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind(("127.0.0.1", int(sys.argv[1])))
+    except (OSError, OverflowError):
+        sys.exit(1)
+PY
+
+if [ -n "$hosts" ]; then
+    fetch_all
+    # Goes on while this shell's process, which becomes TensorBoard, is there.
+    main=$$
+    (
+        while true; do
+            for ((second = 0; second < every; second++)); do
+                sleep 1
+                kill -0 "$main" 2>/dev/null || exit 0
+            done
+            fetch_all
+        done
+    ) &
+fi
+
+host=$(hostname -I 2>/dev/null | cut -d' ' -f1) || host=
+cat <<TEXT
+On your laptop:  ssh -N -L $port:localhost:$port $(id -un)@${host:-$(hostname)}
+then open        http://localhost:$port/#custom_scalars  (all runs over each other; HPARAMS: a table)
+(On AWS, take the public address of this machine, and -i KEY.pem.)
+TEXT
+exec "$PYTHON" -m tensorboard.main --logdir "$runs" --host 127.0.0.1 --port "$port" \
+    --reload_multifile true

@@ -1,0 +1,107 @@
+"""Event files as suites of 2020 left them, written record by record, without any SummaryWriter;
+and scripts/compare_runs.py without its pictures."""
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from conftest import ROOT
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.summary.writer.record_writer import RecordWriter
+from tensorboard.util.tensor_util import make_tensor_proto
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import compare_runs
+from compare import comparison, remarks
+from compare.comparison import Comparison
+
+SCRIPT = "scripts/compare_runs.py"
+BEGAN = 1_596_976_425.0  # 9 August 2020
+# Published for ResNet-50 on a cluster of V100: images/s on so many GPUs, in per cent of perfect.
+HAL = {2: 1582, 4: 3003, 8: 5819, 16: 11257, 32: 19490, 64: 32619}
+HAL_EFFICIENCY = {2: 100, 4: 95, 8: 92, 16: 89, 32: 77, 64: 64}
+
+
+def folder_name(gpus: int, batch: int = 208, mode: str = "O2", arch: str = "resnet50") -> str:
+    """A run's name as the scripts of 2020 made it up."""
+    return f"Aug09_12-33-45_hal_{arch}_gpux{gpus}_b{batch}_cpu20_{mode}"
+
+
+def scalar(tag: str, number: float, tensor: bool = False) -> Summary.Value:
+    """A scalar as torch 1.x (a plain number) or as TensorFlow 2 (a tensor) writes it."""
+    if not tensor:
+        return Summary.Value(tag=tag, simple_value=number)
+    data = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"))
+    return Summary.Value(tag=tag, tensor=make_tensor_proto(number, dtype="float32"), metadata=data)
+
+
+def write(
+    folder: Path,
+    epochs: Mapping[int, Mapping[str, float]],
+    began: float = BEGAN,
+    seconds: float = 100.0,
+    tensor: bool = False,
+) -> Path:
+    """Write one event file: ``epochs[x][tag]``, each epoch ``seconds`` after the one before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"events.out.tfevents.{began:.0f}.hal01.1234.0"
+    with open(path, "wb") as file:
+        writer = RecordWriter(file)
+        writer.write(Event(wall_time=began, file_version="brain.Event:2").SerializeToString())
+        now = began
+        for x, values in epochs.items():
+            now += seconds
+            for tag, number in values.items():
+                summary = Summary(value=[scalar(tag, number, tensor)])
+                event = Event(wall_time=now, step=x, summary=summary)
+                writer.write(event.SerializeToString())
+    return path
+
+
+def epochs_of(
+    rate: float, batch: int, top1: Sequence[float] = (20, 40, 60, 75), first: int = 0
+) -> dict[int, dict[str, float]]:
+    """All tags of 2020 for some epochs of ``rate`` images/s with a global ``batch``; the first
+    epoch is slow."""
+    found = {}
+    for e, accuracy in enumerate(top1):
+        speed = rate / 3 if e == 0 else rate * (1.01, 1.0, 0.99)[e % 3]
+        found[first + e] = {
+            "Loss/train": 5.0 - accuracy / 20,
+            "Loss/val": 5.1 - accuracy / 20,
+            "Top1/train": accuracy - 3.0,
+            "Top1/val": accuracy,
+            "Top5/train": (accuracy + 100) / 2 - 2,
+            "Top5/val": (accuracy + 100) / 2,
+            "Throughput/train": speed,
+            "Throughput/val": 2 * speed,
+            "Time/train": batch / speed,
+            "Time/val": batch / speed / 2,
+            "Lr": 0.1 * 10.0 ** -(e // 2),
+        }
+    return found
+
+
+def write_hal(root: Path, **changes: object) -> Path:
+    """The six runs of the cluster, in ``root``."""
+    for gpus, rate in HAL.items():
+        write(root / folder_name(gpus), epochs_of(rate, 208 * gpus), **changes)
+    return root
+
+
+def table(*arguments: object) -> tuple[dict[str, list[str]], list[str], Comparison]:
+    """Compare without drawing: the rows by their keys, the notes, the comparison."""
+    args = compare_runs._parser().parse_args([str(argument) for argument in arguments])
+    runs, said = compare_runs.read(args)
+    both = comparison.compare(runs, args.within, args.target_top1)
+    both.notes += said
+    remarks.add_to(both)
+    return {row.key: row.cells for row in both.rows}, both.notes, both
+
+
+def note(notes: list[str], pattern: str) -> str:
+    """The one note with this pattern."""
+    (found,) = [text for text in notes if re.search(pattern, text)]
+    return found

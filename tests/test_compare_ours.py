@@ -1,0 +1,147 @@
+"""What this suite's own trainings say in their event files: to compare_runs.py and TensorBoard."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, environment, summary, train
+from event_files import epochs_of, note, table
+from running import eventually
+from torch.utils.tensorboard import SummaryWriter
+
+from utils import dashboard
+
+STATUSES = ["STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING", "STATUS_UNKNOWN"]
+
+
+@pytest.fixture(scope="module")
+def ours(folder, tmp_path_factory) -> Path:
+    """A run that went on with two processes after an epoch with one."""
+    root = tmp_path_factory.mktemp("ours")
+    options = ("-p", "2", "--lr", "0.01", "--output-dir", root, "--name", "one")
+    train("imagenet_nd.py", "-b", "12", "--epochs", "1", *options, folder)
+    more = ("-b", "6", "--epochs", "2", "--resume", "auto")
+    train("imagenet_ddp.py", *more, *options, folder, processes=2)
+    return root
+
+
+def test_all_is_in_the_event_files(ours, tmp_path):
+    for file in (ours / "one").glob("*tfevents*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    rows, notes, both = table(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2, "one a session"
+    assert {path.is_dir() for path in (ours / "one").iterdir()} == {False}
+    shown = {"nodes": "1", "gpus": "2", "arch": "resnet18", "mode": "ddp", "lr": "0.01"}
+    shown |= {"batch_per_gpu": "6", "global_batch": "12", "steps_per_epoch": "5", "epochs": "2"}
+    assert {key: rows[key] for key in shown} == {key: [text] for key, text in shown.items()}
+    assert rows["state"] == ["finished"]
+    (run,) = both.runs
+    facts = summary(ours / "one")
+    assert run.best("Top1/val") == (pytest.approx(facts["best_top1"]), facts["best_epoch"])
+    assert max(run.hours.values()) * 3600 > 0.5 * facts["elapsed_seconds"]
+    note(notes, "resumed on another number of GPUs \\(1, 2\\)")
+    assert "60 images in 3 classes" in run.known("data_id")
+    assert run.known("command").startswith("imagenet_ddp.py -a resnet18")
+    assert run.known("image_size") == 32
+    for key in ("torch", "cpu", "date", "commit"):
+        assert run.known(key), key
+
+
+def write_run(folder: Path, rate: float, **options: object) -> None:
+    """A run of ours with made-up curves, not closed."""
+    with SummaryWriter(str(folder)) as writer:
+        for part in dashboard.entry(options, folder.name):
+            writer.file_writer.add_summary(part, 0)
+        for x, values in epochs_of(rate, 64, first=1).items():
+            for tag, value in values.items():
+                writer.add_scalar(tag, value, x)
+
+
+def test_differences_in_size_data_and_machine_are_named(tmp_path):
+    usual = {"arch": "resnet50", "gpus": 1, "image_size": 224, "data_id": "9 images", "mode": "nd"}
+    write_run(tmp_path / "a", 100, **usual)
+    write_run(tmp_path / "b", 190, **usual | {"gpus": 2, "cpu": "fast", "mode": "ddp"})
+    write_run(tmp_path / "c", 300, **usual | {"gpus": 4, "image_size": 176})
+    write_run(tmp_path / "d", 400, **usual | {"gpus": 8, "data_id": "8 images"})
+    rows, notes, _ = table(tmp_path)
+    assert rows["speed_up"] == ["1.00", "1.90", "-", "-"]
+    assert "image size (176, not 224)" in note(notes, "NOT COMPARABLE: c ")
+    assert "data (8 images, not 9 images)" in note(notes, "NOT COMPARABLE: d ")
+    assert "mode (ddp, not nd)" in note(notes, "b differs from its base a")
+    assert set(rows["state"]) == {"going on"}
+
+
+@pytest.fixture(scope="module")
+def tensorboard(ours, tmp_path_factory):
+    """A real TensorBoard on the runs: a function that asks it something."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ("--logdir", ours, "--host", "127.0.0.1", "--port", port)
+    log = open(tmp_path_factory.mktemp("log") / "tensorboard", "w+")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tensorboard.main", *map(str, options)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=log,
+        stderr=log,
+    )
+
+    def ask(path: str, body: dict | None = None) -> dict:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/data/{path}",
+            data,
+            {"Content-Type": "application/json"} if data else {},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    def is_ready() -> bool:
+        assert server.poll() is None, Path(log.name).read_text()
+        try:
+            return "one" in ask("runs") and bool(ask("plugin/custom_scalars/layout"))
+        except OSError:
+            return False
+
+    try:
+        assert eventually(is_ready, 120)
+        yield ask
+    finally:
+        server.terminate()
+        server.wait()
+        log.close()
+
+
+def test_tensorboard_shows_one_line_a_run(tensorboard):
+    body = {"allowedStatuses": STATUSES, "colParams": [], "startIndex": 0, "sliceSize": 9}
+    (group,) = tensorboard("plugin/hparams/session_groups", body)["sessionGroups"]
+    assert group["name"] == "one"
+    (session,) = group["sessions"]
+    assert (session["name"], session["status"]) == ("one", "STATUS_SUCCESS")
+    metrics = {metric["name"]["tag"]: metric["trainingStep"] for metric in group["metricValues"]}
+    assert metrics["Top1/val"] == metrics["Throughput/train"] == 2
+    assert group["hparams"]["arch"] == "resnet18"
+    enabled = {name for name, p in tensorboard("plugins_listing").items() if p["enabled"]}
+    assert {"hparams", "custom_scalars", "scalars"} <= enabled
+
+
+def test_tensorboard_has_the_layout_once(tensorboard):
+    layout = tensorboard("plugin/custom_scalars/layout")
+    assert [category["title"] for category in layout["category"]] == list(dashboard.LAYOUT)
+    charts = [chart for category in layout["category"] for chart in category["chart"]]
+    titles = [chart["title"] for chart in charts]
+    assert len(titles) == len(set(titles))
+    tags = list(tensorboard("plugin/scalars/tags")["one"])
+    patterns = [pattern for chart in charts for pattern in chart["multiline"]["tag"]]
+    shown = {tag for pattern in patterns for tag in tags if re.search(pattern, tag)}
+    assert {tag for tag in epochs_of(1, 1)[0] if tag.endswith("/train")} <= shown
+    assert {"Top1/val", "Top5/val", "Loss/val", "Lr", "IO/wait_share"} <= shown
+    path = "plugin/custom_scalars/scalars?run=one&tag=%5ETop1/val%24"
+    points = tensorboard(path)["tag_to_events"]["Top1/val"]
+    assert [step for _, step, _ in points] == [1, 2]
