@@ -4,6 +4,7 @@ Rank 0 writes all files. The first process of every other node prints plain line
 sits before a silent terminal; all further processes are quiet.
 """
 
+import contextlib
 import json
 import math
 import socket
@@ -16,10 +17,10 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from utils import dashboard, events
-from utils.checkpoint import SNAPSHOT
 from utils.distributed import World, from_main
 from utils.errors import UserError
 from utils.files import remove_leftovers, save_atomically
+from utils.snapshots import latest
 
 OPTIONS, SUMMARY, LOG = "options.json", "summary.json", "train.log"
 
@@ -74,8 +75,7 @@ class Run:
         """What to resume from: the file given, or with "auto" the run's own, if it has one."""
         if self.args.resume != "auto":
             return Path(self.args.resume) if self.args.resume else None
-        own = self.folder / SNAPSHOT
-        return own if own.is_file() else None
+        return latest(self.folder)
 
     def begin(
         self, epoch: int, position: float, facts: dict[str, dashboard.Value] | None = None
@@ -107,7 +107,8 @@ class Run:
                     text if self.world.is_main else f"[rank {self.world.rank}] {text}", flush=True
                 )
         if self.world.is_main:
-            with open(self.folder / LOG, "a") as file:
+            # A full disk must not end a training: the line has been printed.
+            with contextlib.suppress(OSError), open(self.folder / LOG, "a") as file:
                 file.write(text + "\n")
 
     def start_bar(self, title: str, steps: int, done: int = 0) -> None:
@@ -135,19 +136,27 @@ class Run:
         elif self.shows:
             self.log(f"{place}  {text}")
 
-    def scalars(self, values: dict[str, float], x: int) -> None:
+    def scalars(self, values: dict[str, float], x: int, flush: bool = False) -> None:
         """Write TensorBoard points at ``x``, in rank 0; NaN (nothing measured) is left out."""
-        if self.writer is not None:
+        if self.writer is None:
+            return
+        try:
             for tag, value in values.items():
                 if not math.isnan(value):
                     self.writer.add_scalar(tag, value, x)
+            if flush:
+                self.writer.flush()
+        except OSError as fault:  # of TensorBoard's thread, which ends with its first
+            self.writer = None
+            self.log(
+                f"warning: cannot write the event file ({fault.strerror}): training goes on, and "
+                "its curves end here"
+            )
 
     def epoch(self, record: dict[str, float]) -> None:
         """Write an epoch's record (TensorBoard tags to values, and "epoch") and its line."""
         tags = {tag: value for tag, value in record.items() if "/" in tag or tag == "Lr"}
-        self.scalars(tags, int(record["epoch"]))
-        if self.writer is not None:
-            self.writer.flush()
+        self.scalars(tags, int(record["epoch"]), flush=True)
         self.log(
             f"Epoch {record['epoch']:.0f}/{self.args.epochs}"
             f"  train: loss {record['Loss/train']:.4f} top-1 {record['Top1/train']:.2f}"
