@@ -62,8 +62,7 @@ def write(content: dict[str, Any], path: Path) -> None:
         cause = fault if isinstance(fault, OSError) else fault.__context__
         reason = cause.strerror if isinstance(cause, OSError) else "is the disk full?"
         raise UserError(
-            f"cannot write {path} ({reason}): what was saved before is intact; make room, then go "
-            "on with --resume"
+            f"cannot write {path} ({reason}): what was saved before is intact"
         ) from fault
 
 
@@ -119,7 +118,7 @@ class SnapshotWriter:
                 self.after(self.folder / name)
         except UserError as failure:
             if self.failure is None:
-                self.log(f"warning: {failure}; training goes on")
+                self.log(f"warning: {failure}, and training goes on")
             self.failure = failure
         else:
             if self.failure is not None:

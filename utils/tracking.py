@@ -68,6 +68,7 @@ class Run:
         self.shows = world.local_rank == 0
         self.bar: tqdm | None = None
         self.writer: SummaryWriter | None = None
+        self.has_gap = False  # the writer was lost to a full disk
         self.is_training = False  # an entry is open in the event file
 
     @property
@@ -147,15 +148,18 @@ class Run:
             if flush:
                 self.writer.flush()
         except OSError as fault:  # of TensorBoard's thread, which ends with its first
-            self.writer = None
+            self.writer, self.has_gap = None, True
             self.log(
                 f"warning: cannot write the event file ({fault.strerror}): training goes on, and "
-                "its curves end here"
+                "its curves have a gap"
             )
 
     def epoch(self, record: dict[str, float]) -> None:
         """Write an epoch's record (TensorBoard tags to values, and "epoch") and its line."""
         tags = {tag: value for tag, value in record.items() if "/" in tag or tag == "Lr"}
+        if self.has_gap:
+            with contextlib.suppress(OSError):  # there may be room again
+                self.writer, self.has_gap = SummaryWriter(str(self.folder)), False
         self.scalars(tags, int(record["epoch"]), flush=True)
         self.log(
             f"Epoch {record['epoch']:.0f}/{self.args.epochs}"
@@ -176,9 +180,12 @@ class Run:
             for key, value in summary.items()
         }
         text = json.dumps(clean, indent=1) + "\n"
-        save_atomically(lambda file: file.write(text.encode()), self.folder / SUMMARY)
-        if self.writer is not None:
-            if self.is_training:
-                done = summary["finished_because"] != "interrupted"
-                self.writer.file_writer.add_summary(dashboard.closing(done), 0)
-            self.writer.close()
+        try:
+            save_atomically(lambda file: file.write(text.encode()), self.folder / SUMMARY)
+            if self.writer is not None:
+                if self.is_training:
+                    done = summary["finished_because"] != "interrupted"
+                    self.writer.file_writer.add_summary(dashboard.closing(done), 0)
+                self.writer.close()
+        except OSError as fault:
+            self.log(f"warning: cannot write {self.folder / SUMMARY} ({fault.strerror})")

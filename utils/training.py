@@ -98,7 +98,7 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
     test = test_best(job, predict) if job.loaders.test and reason != "interrupted" else {}
     report.end(job, reason, test)
     if failure:
-        raise UserError(failure, alike=True)
+        raise UserError(f"{failure}; make room, then go on with --resume", alike=True)
     return INTERRUPTED if reason == "interrupted" else 0
 
 
@@ -280,7 +280,7 @@ def _save_snapshot(job: Job, is_best: bool = False) -> None:
 
 
 def _finish_snapshots(job: Job) -> str | None:
-    """Wait until the last snapshot is on disk. Returns, in every process, why it is not, or None."""
+    """Wait until the last snapshot is on disk. Returns, in every process, why it is not."""
 
     def finish() -> str | None:
         job.snapshots.wait()
