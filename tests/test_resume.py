@@ -330,6 +330,18 @@ def test_a_run_moves_between_numbers_of_processes(tmp_path, images):
     assert_same_curves(moved, whole, tolerance=1e-4, own=("Step/loss",))
 
 
+def test_from_two_processes_to_three_and_to_one(tmp_path, images):
+    """The global batch is 12 in all: the same batches in the same order, on the rest of an epoch."""
+    place = Place(tmp_path, images, full=False)
+    whole = place.finish(DDP, "whole", "-b", "6", "-g", "2")
+    assert place.stop(DDP, "moved", "-b", "6", "-g", "2", at=(1, 2)).code == INTERRUPTED
+    assert place.stop(DDP, "moved", "-b", "4", "-g", "3", at=(2, 2)).code == INTERRUPTED
+    assert position(place.root / "moved")[1] > 0
+    moved = place.finish(ND, "moved", "-b", "12")
+    assert_same_weights(moved, whole, tolerance=1e-5)
+    assert_same_curves(moved, whole, tolerance=1e-4, own=("Step/loss",))
+
+
 # ---- loss scale, accumulation
 
 
