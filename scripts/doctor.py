@@ -287,7 +287,7 @@ def write_json(path: Path, check: Checkup, found: list[Finding]) -> None:
         "ways": check.ways,
         "ring_bytes_per_s": check.ring,
         "torch": check.torch,
-        "link": {"bytes_per_s": link.bandwidth, "latency_s": link.latency} if link else None,
+        "link": {"bytes_per_s": link[0], "latency_s": link[1]} if link else None,
         "forecast": judge_speed.predict(check) if check.nodes > 1 else None,
     }
     try:

@@ -4,7 +4,6 @@ Needs no root.
 """
 
 import json
-import math
 import socket
 import struct
 import threading
@@ -193,20 +192,9 @@ def test_lost_node_and_failed_torch_part_are_faults():
 # ---- numbers
 
 
-def test_forecast():
-    from cluster.forecast import BUCKET, Link, assumed_need, efficiency, exchange_seconds
+def test_assumed_need():
+    from cluster.needs import assumed_need
 
-    ten_gbit = Link(1.25e9, 0.0)
-    # 2 nodes of 4 GPUs, ResNet-50 in float32: 179 MB a node and step.
-    assert exchange_seconds(102.2e6, 8, 2, ten_gbit) == pytest.approx(0.143, abs=1e-3)
-    assert exchange_seconds(102.2e6, 8, 1, ten_gbit) == 0
-    # Latency: two buckets, 2 (P - 1) hops, all of them between nodes.
-    far = Link(math.inf, 0.01)
-    assert exchange_seconds(2 * BUCKET, 4, 4, far) == pytest.approx(2 * 6 * 0.01)
-    # Hidden behind backward but for the last bucket; never above one; worse on a slower link.
-    assert 0.85 < efficiency(0.32, 102.2e6, (2, 8), ten_gbit) < 1
-    assert efficiency(0.05, 102.2e6, (2, 8), ten_gbit) < 0.5
-    assert efficiency(0.32, 102.2e6, (1, 4), ten_gbit) == 1
     assert assumed_need("Tesla T4", 4.09) == 400
     assert assumed_need("NVIDIA A100-SXM4-40GB", 8.18) == 1235
     assert assumed_need("GeForce 9", 4.09) is None

@@ -1,9 +1,12 @@
 """Will the nodes keep up? Judges limits, disk, input path and network, and forecasts the step."""
 
+import math
 from collections.abc import Iterator
 
-from cluster import forecast
+from cluster import needs
 from cluster.findings import FAULT, OK, WARNING, Checkup, Finding
+
+from utils import scaling
 
 OPEN_FILES = 1024
 DISK, DISK_LEAST = 5e9, 0.5e9  # bytes free where runs/ is: warn, refuse
@@ -107,7 +110,7 @@ def need_of(check: Checkup, rank: int) -> tuple[float | None, str]:
         return check.options["need"], "--need"
     names = check.facts[rank]["gpus"]["names"]
     model = check.torch.get(rank, {}).get("model")
-    need = forecast.assumed_need(names[0], model["gflops"]) if names and model else None
+    need = needs.assumed_need(names[0], model["gflops"]) if names and model else None
     return need, f"assumed for {check.options['arch']} on {names[0]}; --need" if need else ""
 
 
@@ -200,8 +203,8 @@ def _network(check: Checkup) -> Iterator[Finding]:
     yield Finding("network", OK, f"network: {trip}{', '.join(parts)}")
 
 
-def link_of(check: Checkup) -> forecast.Link | None:
-    """The slowest link, as the all-reduce sees it where there was one, else plain TCP."""
+def link_of(check: Checkup) -> tuple[float, float] | None:
+    """Bytes a second (one way) and seconds to the other end of the slowest link, as the all-reduce sees it where there was one, else plain TCP."""
     for backend in ("nccl", "gloo"):
         found = [one[backend] for one in check.torch.values() if backend in one]
         if found and len(found) == check.nodes:
@@ -209,28 +212,33 @@ def link_of(check: Checkup) -> forecast.Link | None:
             rounds = 2 * (check.nodes - 1)
             speed = min(one["bytes_per_s"] for one in found)
             latency = max(one["latency_s"] for one in found)
-            return forecast.Link(rounds / check.nodes * speed, latency / rounds)
+            return rounds / check.nodes * speed, latency / rounds
     seconds = [way["seconds"] for way in check.ways if way.get("seconds")]
     if not check.ring or not seconds:
         return None
-    return forecast.Link(min(check.ring[1].values()), max(seconds) / 2)
+    return min(check.ring[1].values()), max(seconds) / 2
 
 
 def predict(check: Checkup) -> dict[str, float] | None:
     """Step time (s) and scaling efficiency of the chosen model on these nodes; None if unknown."""
     link, models = link_of(check), [one["model"] for one in check.torch.values() if "model" in one]
-    needs = [need_of(check, rank)[0] for rank in check.facts]
-    if link is None or not models or None in needs or len(needs) != check.nodes:
+    rates = [need_of(check, rank)[0] for rank in check.facts]
+    if link is None or not models or None in rates or len(rates) != check.nodes:
         return None
-    gradients = models[0]["gradient_bytes"]
     processes = sum(max(1, len(facts["gpus"]["names"])) for facts in check.facts.values())
-    compute = check.options["batch_size"] / min(needs)
-    exchange = forecast.exchange_seconds(gradients, processes, check.nodes, link)
+    nodes = scaling.Cluster(
+        gpus_per_node=math.ceil(processes / check.nodes),
+        network_gbit=8 * link[0] / 1e9,
+        protocol=1.0,  # measured through the same protocol
+        latency_s=link[1],
+    )
+    work = scaling.Workload(check.options["batch_size"], min(rates), models[0]["gradient_bytes"])
+    found = scaling.forecast(work, nodes, processes)
     return {
-        "compute_s": compute,
-        "exchange_s": exchange,
-        "step_s": forecast.step_seconds(compute, exchange, gradients),
-        "efficiency": forecast.efficiency(compute, gradients, (check.nodes, processes), link),
+        "compute_s": found.compute_s,
+        "exchange_s": found.all_reduce_s,
+        "step_s": found.step_s,
+        "efficiency": found.efficiency,
         "processes": processes,
     }
 

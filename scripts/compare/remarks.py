@@ -10,7 +10,8 @@ SHOULD_AGREE = {
     "batch_per_gpu": "batch per GPU",
     "mode": "mode",
     "precision": "precision",
-    "machine": "machine",
+    "gpu": "GPU",
+    "cpu": "CPU",
     "torch": "torch",
 }
 
