@@ -331,7 +331,7 @@ def test_a_run_moves_between_numbers_of_processes(tmp_path, images):
 
 
 def test_from_two_processes_to_three_and_to_one(tmp_path, images):
-    """The global batch is 12 in all: the same batches in the same order, on the rest of an epoch."""
+    """The global batch is 12 in all: the same batches in the same order."""
     place = Place(tmp_path, images, full=False)
     whole = place.finish(DDP, "whole", "-b", "6", "-g", "2")
     assert place.stop(DDP, "moved", "-b", "6", "-g", "2", at=(1, 2)).code == INTERRUPTED

@@ -204,7 +204,10 @@ def _network(check: Checkup) -> Iterator[Finding]:
 
 
 def link_of(check: Checkup) -> tuple[float, float] | None:
-    """Bytes a second (one way) and seconds to the other end of the slowest link, as the all-reduce sees it where there was one, else plain TCP."""
+    """The slowest link: bytes a second one way, and seconds to its other end.
+
+    As the all-reduce sees it where there was one, else plain TCP.
+    """
     for backend in ("nccl", "gloo"):
         found = [one[backend] for one in check.torch.values() if backend in one]
         if found and len(found) == check.nodes:
