@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from o2_cases import CPU, RECIPE, batch, contents, groups, level, network, prepare, train
+from o2_cases import CPU, RECIPE, contents, groups, level, network, prepare, train
 
 from utils.distributed import World
 from utils.legacy_apex import ApexAmp
@@ -65,16 +64,6 @@ def original(device, chosen=LEVELS["O2"]):
     return amp, *amp.initialize(model, optimizer)
 
 
-def step_of(amp, model, optimizer, step, weight=1.0):
-    images, targets = batch(step, amp.world.device)
-    loss = F.cross_entropy(model(images), targets)
-    with amp.scale_loss(loss * weight, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
 def assert_alike(ours, theirs, where):
     for a, b in zip(contents(*ours), contents(*theirs), strict=True):
         assert a.dtype == b.dtype
@@ -87,7 +76,7 @@ def test_o2_is_equal_bit_for_bit(device, chosen):
     weights = [1e6, 1, 1, 1e6, 1e6, 1, 1, 1, 1, 1e6, 1, 1]
     ours, theirs = prepare(chosen, device), original(device, chosen)
     for step, weight in enumerate(weights):
-        assert torch.equal(train(*ours, step, weight), step_of(*theirs, step, weight)), step
+        assert torch.equal(train(*ours, step, weight), train(*theirs, step, weight)), step
         assert float(ours[0].scaler.value) == theirs[0].scaler.value, step
         assert_alike(ours, theirs, step)
     assert theirs[0].scaler.value == 2.0**12
@@ -98,7 +87,7 @@ def test_o2_is_equal_bit_for_bit(device, chosen):
 def test_levels_without_masters_are_equal(device, name):
     ours, theirs = prepare(level(name), device), original(device, level(name))
     for step in range(4):
-        assert torch.equal(train(*ours, step), step_of(*theirs, step))
+        assert torch.equal(train(*ours, step), train(*theirs, step))
         assert_alike(ours, theirs, step)
 
 
@@ -106,7 +95,7 @@ def test_a_snapshot_goes_from_one_to_the_other(device):
     """Masters, momentum and scale pass both ways, though Apex makes its masters late."""
     ours, theirs = prepare(device=device), original(device)
     for step in range(3):
-        step_of(*theirs, step, 1e6 if step == 0 else 1)
+        train(*theirs, step, 1e6 if step == 0 else 1)
     go_on_alike(theirs, ours)
     go_on_alike(ours, original(device))
 
@@ -117,5 +106,5 @@ def go_on_alike(source, target):
     target[2].load_state_dict(copy.deepcopy(source[2].state_dict()))
     assert_alike(source, target, "at once")
     for step in range(3, 6):
-        assert torch.equal(step_of(*source, step), step_of(*target, step))
+        assert torch.equal(train(*source, step), train(*target, step))
         assert_alike(source, target, step)
