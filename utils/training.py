@@ -16,6 +16,7 @@ from utils.evaluation import evaluate, evaluate_only, test_best
 from utils.job import Job, Predict, TrainStep
 from utils.live import Live
 from utils.metrics import Sums, to_metrics
+from utils.spot import SpotWatch
 from utils.stopping import StopRequest
 from utils.watch import Watch
 
@@ -58,6 +59,9 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
     report.start(job, resumed)
     job.watch = Watch(args, job.world, run, state.model)
     stop = StopRequest(job.world, args.train_time, state.elapsed)
+    spot = None
+    if args.spot_notice and job.world.local_rank == 0:  # any of the nodes may be reclaimed
+        spot = SpotWatch(args.spot_notice, lambda: stop.ask("interrupted"), run.log)
     job.live = Live(job)
     reason, last, first = "epochs", time.monotonic(), True
     while state.epoch < args.epochs:
@@ -81,6 +85,8 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
         if args.desired_acc is not None and val["Top1/val"] >= args.desired_acc:
             reason = "desired_acc"
             break
+    if spot is not None:
+        spot.close()
     stop.close()
     job.live.close()
     job.watch.close()
@@ -88,6 +94,7 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
         raise UserError(_why_diverged(job), alike=True)
     for batches in (job.train, job.loaders.val):
         if batches.bad.too_many:
+            run.close_store()
             raise batches.bad.error()
     test = test_best(job, predict) if job.loaders.test and reason != "interrupted" else {}
     report.end(job, reason, test)
@@ -259,4 +266,6 @@ def _save_snapshot(job: Job, is_best: bool = False) -> None:
     if job.world.is_main:
         if is_best:
             checkpoint.save_best(job.state, job.run.folder, job.args.arch, job.loaders.classes)
+            job.run.store.upload(job.run.folder / checkpoint.BEST)
         checkpoint.save_snapshot(job.state, job.run.folder, job.run.options)
+        job.run.store.upload(job.run.folder / checkpoint.SNAPSHOT)
