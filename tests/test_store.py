@@ -13,6 +13,8 @@ import torch
 from conftest import Result, python, summary, train
 from running import TORCHRUN, assert_same_weights, eventually, snapshot, start, tiny
 
+from utils import store
+from utils.errors import UserError
 from utils.network import free_port
 
 pytest.importorskip("moto", reason="the server of moto[server] plays S3")
@@ -147,7 +149,9 @@ def test_a_taken_name_is_refused(folder, tmp_path, server):
 # ---- faults of the store
 
 
-@pytest.mark.parametrize("fault", ["down", "bucket", "credentials"])
+@pytest.mark.parametrize(
+    "fault", ["down", "bucket", pytest.param("credentials", marks=pytest.mark.long)]
+)
 def test_a_failing_store_is_told_once_and_training_ends_well(folder, tmp_path, server, fault):
     env = dict(server.env)
     if fault == "down":
@@ -194,11 +198,13 @@ def test_a_store_that_cannot_be_asked_is_not_resumed_over(folder, tmp_path):
     assert "cannot tell whether" in result.sentence
 
 
-def test_wrong_urls_and_missing_boto3(folder, tmp_path, server):
+def test_wrong_urls():
     for wrong in ("runs/prefix", "s3://"):
-        assert "s3://BUCKET/PREFIX" in attempt(folder, tmp_path, {}, "--store", wrong).sentence
-    absent = attempt(folder, tmp_path, server.env, "--resume", f"{URL}/absent/snapshot.pt")
-    assert f"there is no {URL}/absent/snapshot.pt" in absent.sentence
+        with pytest.raises(UserError, match="s3://BUCKET/PREFIX"):
+            store.check_options(wrong, None)
+
+
+def test_without_boto3(folder, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['boto3'] = None\n")
     env = {"PYTHONPATH": f"{tmp_path}:{tiny()[1]['PYTHONPATH']}"}
     without = attempt(folder, tmp_path, env, "--store", URL)
@@ -211,7 +217,7 @@ def test_wrong_urls_and_missing_boto3(folder, tmp_path, server):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory, folder, server) -> Path:
-    """The undisturbed run "whole"; "half", of which a stop in epoch 2 left only the store's part."""
+    """The undisturbed run "whole", and "half", stopped in epoch 2 and in the store too."""
     runs = tmp_path_factory.mktemp("stopped")
     train("imagenet_nd.py", *line(folder, runs, "whole"), **environment({}))
     where = line(folder, runs, "half", "--store", URL)
@@ -221,11 +227,16 @@ def stopped(tmp_path_factory, folder, server) -> Path:
     return runs
 
 
+def test_a_missing_snapshot_is_told(folder, tmp_path, server):
+    absent = attempt(folder, tmp_path, server.env, "--resume", f"{URL}/absent/snapshot.pt")
+    assert f"there is no {URL}/absent/snapshot.pt" in absent.sentence
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("half", ("--resume", "auto", "--store", URL)),
-        (None, ("--resume", f"{URL}/half/snapshot.pt")),
+        pytest.param(None, ("--resume", f"{URL}/half/snapshot.pt"), marks=pytest.mark.long),
         (None, ("--resume", f"{URL}/half/")),
     ],
     ids=["auto", "file", "folder"],
@@ -246,6 +257,7 @@ def test_a_new_machine_goes_on_bit_for_bit(folder, tmp_path, server, stopped, na
     assert best[0]["epoch"] == best[1]["epoch"]
 
 
+@pytest.mark.long
 def test_two_processes_take_one_snapshot(folder, tmp_path, server, stopped):
     options = ("--resume", f"{URL}/half", "-b", "5", "-e", "-g", "2", "-j", "2")
     result = train(
