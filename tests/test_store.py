@@ -2,8 +2,12 @@
 
 import contextlib
 import signal
+import socket
+import socketserver
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +79,39 @@ class Server:
         self.process.wait()
 
 
+class Slow(socketserver.BaseRequestHandler):
+    """A way to a server's port, which lets each connection wait at first."""
+
+    port: int
+
+    def handle(self) -> None:
+        time.sleep(2)
+        with socket.create_connection(("127.0.0.1", self.port)) as far:
+            back = threading.Thread(target=self._pass, args=(far, self.request), daemon=True)
+            back.start()
+            self._pass(self.request, far)
+            back.join()
+
+    @staticmethod
+    def _pass(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+
+@contextlib.contextmanager
+def slow_way_to(server: Server) -> Iterator[dict[str, str]]:
+    """The environment that leads to ``server``, slowly."""
+    handler = type("SlowTo", (Slow,), {"port": server.port})
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as way:
+        way.daemon_threads = True
+        way.block_on_close = False
+        threading.Thread(target=way.serve_forever, daemon=True).start()
+        yield server.env | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{way.server_address[1]}"}
+        way.shutdown()
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     one = Server()
@@ -130,7 +167,8 @@ def test_the_ranks_wait_for_the_upload_at_the_end(folder, tmp_path, server):
     """torchrun ends all as soon as one has ended with 75."""
     where = line(folder, tmp_path, "pair", "--store", URL)
     launcher = (*TORCHRUN, "--nproc_per_node=2")
-    result = interrupted(server.env, *where, script="imagenet_ddp.py", launcher=launcher)
+    with slow_way_to(server) as env:
+        result = interrupted(env, *where, script="imagenet_ddp.py", launcher=launcher)
     assert result.code != 0
     assert summary(tmp_path / "pair")["finished_because"] == "interrupted"
     for name in ("snapshot.pt", "summary.json"):
