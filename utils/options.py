@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from utils import augment, images, models, processes
+from utils import augment, images, models, processes, spot, store
 from utils.errors import UserError
 
 
@@ -40,6 +40,12 @@ def _accuracy(text: str) -> float:
     return value * 100 if value <= 1 else value
 
 
+def _http(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text} is no http:// URL; the option goes after DATA")
+    return text
+
+
 _accuracy.__name__ = "accuracy"
 _count, _positive = _number(int, 0), _number(int, 1)
 _share, _amount = _number(float, 0, 1), _number(float, 0)
@@ -54,6 +60,7 @@ def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser
     _add_model_options(parser)
     _add_training_options(parser)
     _add_run_options(parser)
+    _add_cloud_options(parser)
     return parser
 
 
@@ -207,9 +214,9 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--resume",
         nargs="?",
         const="auto",
-        metavar="FILE|auto",
-        help="continue from this snapshot; auto (or no value, after DATA): from that of --name, "
-        "if there is one",
+        metavar="FILE|URL|auto",
+        help="continue from this snapshot, a file or s3:// URL; auto (or no value, after DATA): "
+        "from that of --name, here or in --store, if there is one",
     )
     group.add_argument(
         "--snapshot-minutes",
@@ -238,6 +245,24 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--profile",
         action="store_true",
         help="write a trace of steps 5 to 8 into the run directory (Chrome, Perfetto, TensorBoard)",
+    )
+
+
+def _add_cloud_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("spot instances and object stores")
+    group.add_argument(
+        "--store",
+        metavar="s3://BUCKET/PREFIX",
+        help="copy best model and last snapshot to PREFIX/NAME/, in the background; needs boto3",
+    )
+    group.add_argument(
+        "--spot-notice",
+        nargs="?",
+        const=spot.SERVICE,
+        type=_http,
+        metavar="URL",
+        help="stop with a snapshot when EC2 reclaims a node; URL: of the metadata service, if not "
+        f"{spot.SERVICE}; without URL, after DATA",
     )
 
 
@@ -320,6 +345,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         raise UserError(
             f"--name {args.name} is not a plain name: the folder is --output-dir", alike=True
         )
+    store.check_options(args.store, args.resume)
     if args.resume == "auto" and not args.name:
         raise UserError("--resume auto needs --name, the run to continue", alike=True)
     if args.dummy:

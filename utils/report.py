@@ -39,7 +39,8 @@ def start(job: Job, resumed: bool) -> None:
         if scaled > 1.5 * args.lr and not args.warmup_epochs:
             log("note: a scaled-up learning rate usually needs --warmup-epochs 5")
     if resumed:
-        log(f"resumed from {job.run.snapshot}: epoch {state.epoch + 1}, step {state.step}")
+        source = args.resume if job.run.fetched else job.run.snapshot
+        log(f"resumed from {source}: epoch {state.epoch + 1}, step {state.step}")
 
 
 def facts(job: Job) -> dict[str, Any]:

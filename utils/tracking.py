@@ -16,11 +16,11 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from utils import dashboard, events
+from utils import dashboard, events, store
 from utils.distributed import World, from_main
 from utils.errors import UserError
 from utils.files import remove_leftovers, save_atomically
-from utils.snapshots import latest
+from utils.snapshots import BEST, SNAPSHOT, latest
 
 OPTIONS, SUMMARY, LOG = "options.json", "summary.json", "train.log"
 
@@ -29,8 +29,11 @@ def _directory(args: Any, world: World, mode: str) -> Path:
     """The run's directory; made, and refused if another run is in it. For rank 0."""
     root = Path(args.output_dir)
     snapshot = Path(args.resume) if args.resume and args.resume != "auto" else None
-    if args.name:
-        folder = root / args.name
+    name = args.name
+    if not name and store.is_url(args.resume) and not args.evaluate:
+        name = store.run_name(args.resume, SNAPSHOT, mark=OPTIONS)
+    if name:
+        folder = root / name
     elif snapshot and not args.evaluate and (snapshot.parent / OPTIONS).is_file():
         folder = snapshot.parent  # a run goes on where it was
     else:
@@ -70,10 +73,29 @@ class Run:
         self.writer: SummaryWriter | None = None
         self.has_gap = False  # the writer was lost to a full disk
         self.is_training = False  # an entry is open in the event file
+        self.stores = bool(args.store and not args.evaluate and not args.dummy)
+        url = args.store if self.stores and world.is_main else None
+        self.store = store.Store(url, self.folder, self.log)
+        self.fetched: Path | None = from_main(self._open_store, world)
+
+    def _open_store(self) -> Path | None:
+        """Get from the store what it has to resume from. Returns the file that a URL has given."""
+        resume = self.args.resume
+        self.store.open(bool(resume), (BEST, SNAPSHOT) if resume == "auto" else ())
+        if not store.is_url(resume):
+            return None
+        return store.fetch(resume, SNAPSHOT, self.folder, also=BEST)
+
+    def close_store(self) -> None:
+        """Wait for the last uploads. All ranks: a launcher ends the others when one has ended."""
+        if self.stores:
+            from_main(self.store.close, self.world)
 
     @property
     def snapshot(self) -> Path | None:
         """What to resume from: the file given, or with "auto" the run's own, if it has one."""
+        if self.fetched is not None:
+            return self.fetched
         if self.args.resume != "auto":
             return Path(self.args.resume) if self.args.resume else None
         return latest(self.folder)
@@ -90,6 +112,9 @@ class Run:
         (self.folder / OPTIONS).write_text(json.dumps(self.options, indent=1) + "\n")
         remove_leftovers(self.folder)
         events.cut_off(self.folder, epoch, round(1000 * position))
+        # What is here may be newer than what the store has: the last process died while sending.
+        for name in (OPTIONS, BEST, SNAPSHOT):
+            self.store.upload(self.folder / name)
         self.writer = SummaryWriter(str(self.folder))
         if facts is not None:
             for summary in dashboard.entry(self.options | facts, self.folder.name):
@@ -171,9 +196,13 @@ class Run:
         )
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write summary.json and close the event file."""
-        if not self.world.is_main:
-            return
+        """Write summary.json, close the event file, wait for the store. For all ranks."""
+        if self.world.is_main:
+            self._finish(summary)
+            self.store.upload(self.folder / SUMMARY)
+        self.close_store()
+
+    def _finish(self, summary: dict[str, Any]) -> None:
         # JSON has no NaN, and other programs read this file: what was not measured is null.
         clean = {
             key: None if isinstance(value, float) and math.isnan(value) else value

@@ -17,6 +17,7 @@ from utils.job import Job, Predict, TrainStep
 from utils.live import Live
 from utils.metrics import Sums, to_metrics
 from utils.snapshots import BEST, SNAPSHOT, SnapshotWriter
+from utils.spot import SpotWatch
 from utils.stopping import StopRequest
 from utils.watch import Watch
 
@@ -61,8 +62,13 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
     report.start(job, resumed)
     job.watch = Watch(args, job.world, run, state.model)
     stop = StopRequest(job.world, args.train_time, state.elapsed, args.snapshot_minutes)
+    spot = None
+    if args.spot_notice and job.world.local_rank == 0:  # any of the nodes may be reclaimed
+        spot = SpotWatch(args.spot_notice, lambda: stop.ask("interrupted"), run.log)
     job.live = Live(job)
-    job.snapshots = SnapshotWriter(run.folder, run.log) if job.world.is_main else None
+    job.snapshots = (
+        SnapshotWriter(run.folder, run.log, run.store.upload) if job.world.is_main else None
+    )
     reason, first = "epochs", True
     state.tick()
     while state.epoch < args.epochs:
@@ -86,14 +92,18 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
         if args.desired_acc is not None and val["Top1/val"] >= args.desired_acc:
             reason = "desired_acc"
             break
+    if spot is not None:
+        spot.close()
     stop.close()
     job.live.close()
     job.watch.close()
     failure = _finish_snapshots(job)
     if reason == "diverged":
+        run.close_store()
         raise UserError(_why_diverged(job), alike=True)
     for batches in (job.train, job.loaders.val):
         if batches.bad.too_many:
+            run.close_store()
             raise batches.bad.error()
     test = test_best(job, predict) if job.loaders.test and reason != "interrupted" else {}
     report.end(job, reason, test)
