@@ -175,7 +175,7 @@ def changes(other: str) -> tuple[list[str], list[str]]:
             19,
             30,
             "distribut|launch|process|replica|sync|nullcontext|ranks|all-reduce|mode=|"
-            "apex|amp\\.|master|float16|scaled_loss",
+            "apex|amp\\.|master|float16|scaled_loss|optimizer\\.step",
         ),
     ],
 )

@@ -118,7 +118,14 @@ def test_files_of_a_run_and_no_others(run):
     names = {path.name for path in run.iterdir()}
     events = {name for name in names if name.startswith("events.out.tfevents.")}
     assert len(events) == 1
-    own = {"options.json", "snapshot.pt", "best.pt", "summary.json", "train.log"}
+    own = {
+        "options.json",
+        "snapshot.pt",
+        "snapshot_previous.pt",
+        "best.pt",
+        "summary.json",
+        "train.log",
+    }
     assert names - events == own
 
 

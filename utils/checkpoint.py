@@ -160,8 +160,9 @@ def resume(
     if isinstance(arch := saved.get("arch"), str) and arch != args.arch:
         raise UserError(f"{path} is a {arch}: use -a {arch} to load it", alike=True)
     _check_classes(content.get("classes"), classes, path)
+    changed = _changed_options(saved, args)
     if "progress" in content and not args.evaluate and args.start_epoch is None:
-        _check_options(saved, args, path, log if world.is_main else None)
+        _check_options(changed, saved, path)
     weights = content.get("model", content.get("state_dict", content))
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise UserError(f"{path} holds no model weights", alike=True)
@@ -178,6 +179,11 @@ def resume(
     for name, value in content["progress"].items():
         setattr(state, name, value)
     _rescale_position(state, global_batch)
+    if changed and world.is_main:
+        changes = (
+            f"--{key.replace('_', '-')} {vars(args)[key]} (was {saved[key]})" for key in changed
+        )
+        log(f"changed since the snapshot: {', '.join(changes)}")
     if not world.is_main:
         state.sums = None  # they are of all ranks: only one may bring them in again
     return True
@@ -201,12 +207,13 @@ _FIXED = ("seed", "lr_schedule", "warmup_epochs")
 _PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
 
 
-def _check_options(
-    saved: dict[str, Any], args: Any, path: Path | None, log: Callable[[str], None] | None
-) -> None:
-    """Refuse options that contradict the snapshot, and tell which others have changed."""
+def _changed_options(saved: dict[str, Any], args: Any) -> list[str]:
     now = vars(args)
-    changed = [key for key in saved if key in now and key not in _PLACES and saved[key] != now[key]]
+    return [key for key in saved if key in now and key not in _PLACES and saved[key] != now[key]]
+
+
+def _check_options(changed: list[str], saved: dict[str, Any], path: Path | None) -> None:
+    """Refuse options that contradict the snapshot."""
     fixed = [key for key in changed if key in _FIXED]
     # The cosine ends with the last epoch; the other schedules do not know it.
     if "epochs" in changed and saved.get("lr_schedule") == "cosine":
@@ -218,11 +225,6 @@ def _check_options(
             "weights with --start-epoch 0",
             alike=True,
         )
-    if changed and log:
-        changes = ", ".join(
-            f"--{key.replace('_', '-')} {now[key]} (was {saved[key]})" for key in changed
-        )
-        log(f"changed since the snapshot: {changes}")
 
 
 def _plain_name(name: str) -> str:
