@@ -212,7 +212,7 @@ def test_a_failing_store_is_told_once_and_training_ends_well(folder, tmp_path, s
     assert summary(tmp_path / "run")["finished_because"] == "epochs"
 
 
-def test_a_store_that_dies_and_one_that_comes_back(folder, tmp_path):
+def test_a_store_that_dies_while_training(folder, tmp_path):
     server = Server()
     try:
         where = line(folder, tmp_path, "run", "--store", URL, "--epochs", "4")
