@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from utils import dashboard, events
+from utils import dashboard, elastic, events
 from utils.checkpoint import SNAPSHOT
 from utils.distributed import World, from_main
 from utils.errors import UserError
@@ -60,14 +60,18 @@ class Run:
     def __init__(self, args: Any, world: World, mode: str):
         """Choose and make the run directory. Raises `UserError` when it is taken."""
         self.args, self.world, self.mode = args, world, mode
+        restarted = elastic.prepare(args, world, OPTIONS, SNAPSHOT)
         self.folder = from_main(lambda: _directory(args, world, mode), world)
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
         self.options |= {"mode": mode, "command": " ".join(sys.argv)}
+        self.options |= {"elastic_job": elastic.job_id()}
         self.shows = world.local_rank == 0
         self.bar: tqdm | None = None
         self.writer: SummaryWriter | None = None
         self.is_training = False  # an entry is open in the event file
+        if restarted:
+            self.log(restarted)
 
     @property
     def snapshot(self) -> Path | None:
