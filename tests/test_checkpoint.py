@@ -16,15 +16,18 @@ import torch
 import torchvision
 from torch import nn
 
-from utils.checkpoint import TrainState, read, resume, save_atomically, save_best, save_snapshot
+from utils.checkpoint import TrainState, best_of, read, resume, snapshot_of
 from utils.distributed import World
 from utils.errors import UserError
+from utils.files import save_atomically
 from utils.loss_scale import LossScaler
 from utils.optim import sgd
+from utils.snapshots import write
 
 CPU = torch.device("cpu")
+CLASSES = ["a", "b", "c"]
 WORLD = World(CPU)
-ARGS = Namespace(arch="tiny", evaluate=False)
+ARGS = Namespace(arch="tiny", evaluate=False, start_epoch=None)
 OPTIONS = {"arch": "tiny", "lr": 0.1}
 
 
@@ -32,6 +35,14 @@ def build(seed=0, classes=3, lr=0.1, model=None) -> TrainState:
     torch.manual_seed(seed)
     model = model or nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, classes))
     return TrainState(model, sgd(model.parameters(), lr, 0.9, 1e-4), LossScaler(CPU))
+
+
+def save_snapshot(state, folder, options):
+    write(snapshot_of(state, options, CLASSES, state.full_weights()), folder / "snapshot.pt")
+
+
+def save_best(state, folder, arch, classes):
+    write(best_of(state, arch, classes, state.full_weights()), folder / "best.pt")
 
 
 def trained(seed=0, **options) -> TrainState:
@@ -127,7 +138,12 @@ def test_command_line_keeps_its_hyperparameters(tmp_path):
 def test_evaluation_loads_the_weights_alone(tmp_path):
     save_snapshot(trained(), tmp_path, OPTIONS)
     state = build(seed=1)
-    assert not resume(state, Namespace(arch="tiny", evaluate=True), WORLD, tmp_path / "snapshot.pt")
+    assert not resume(
+        state,
+        Namespace(arch="tiny", evaluate=True, start_epoch=None),
+        WORLD,
+        tmp_path / "snapshot.pt",
+    )
     assert same_weights(state, trained())
     assert (state.epoch, state.best) == (0, {})
 

@@ -1,6 +1,11 @@
-"""Snapshots: written atomically, complete enough to go on from, and read without running code."""
+"""What a snapshot holds, and how a run goes on from it or from checkpoints of others.
+
+utils/snapshots.py writes them. Reading runs no code that a file may hold.
+"""
 
 import argparse
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,9 +16,8 @@ from torch import Tensor, nn
 from utils import elastic
 from utils.distributed import World, from_main
 from utils.errors import UserError
-from utils.files import save_atomically
+from utils.snapshots import candidates, check_whole
 
-SNAPSHOT, BEST = "snapshot.pt", "best.pt"
 _PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums")
 
 
@@ -46,6 +50,13 @@ class TrainState:
     elapsed: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
     sums: list[float] | None = None
+    clock: float | None = None  # when ``elapsed`` was brought up to date
+
+    def tick(self) -> None:
+        """Add the time since the last call to ``elapsed``; the first call starts the clock."""
+        now = time.monotonic()
+        self.elapsed += now - self.clock if self.clock is not None else 0.0
+        self.clock = now
 
     def full_weights(self) -> dict[str, Tensor]:
         """The model's state dict in float32, under plain torchvision names."""
@@ -64,51 +75,46 @@ class TrainState:
             ) from None
 
 
-def save_snapshot(state: TrainState, folder: Path, options: dict[str, Any]) -> None:
-    """Write ``folder/snapshot.pt``. Call it in rank 0."""
-    content = {
-        "model": state.full_weights(),
+def snapshot_of(
+    state: TrainState, options: dict[str, Any], classes: list[str], weights: dict[str, Tensor]
+) -> dict[str, Any]:
+    """The content of ``snapshot.pt``; ``weights`` are ``state.full_weights()``."""
+    return {
+        "model": weights,
         "optimizer": state.optimizer.state_dict(),
         "scaler": state.scaler.state_dict(),
         "progress": {name: getattr(state, name) for name in _PROGRESS},
         "options": options,
+        "classes": classes,
     }
-    _save(content, folder / SNAPSHOT)
 
 
-def save_best(state: TrainState, folder: Path, arch: str, classes: list[str]) -> None:
-    """Write ``folder/best.pt``, which torchvision can load without this code. For rank 0."""
-    content = {
-        "state_dict": state.full_weights(),
+def best_of(
+    state: TrainState, arch: str, classes: list[str], weights: dict[str, Tensor]
+) -> dict[str, Any]:
+    """The content of ``best.pt``, which torchvision can load without this code."""
+    return {
+        "state_dict": weights,
         "arch": arch,
         "classes": classes,
         "epoch": state.best["epoch"],
         "top1": state.best["top1"],
         "top5": state.best["top5"],
     }
-    _save(content, folder / BEST)
-
-
-def _save(content: dict[str, Any], path: Path) -> None:
-    try:
-        save_atomically(lambda file: torch.save(content, file), path)
-    except (OSError, RuntimeError) as fault:  # torch hides the cause in a RuntimeError
-        cause = fault if isinstance(fault, OSError) else fault.__context__
-        reason = cause.strerror if isinstance(cause, OSError) else "is the disk full?"
-        raise UserError(
-            f"cannot write {path} ({reason}): what was saved before is intact; make room, then go "
-            "on with --resume"
-        ) from fault
 
 
 def read(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU; no code in it is run. Raises `UserError` if that fails."""
+    if not path.exists():
+        raise UserError(f"there is no snapshot {path}")
+    try:
+        check_whole(path)
+    except OSError as fault:
+        raise UserError(f"{path} cannot be read ({fault.strerror})") from fault
     try:
         # torchvision's reference scripts keep their command line in the file: a plain Namespace.
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"there is no snapshot {path}") from None
     except Exception as fault:  # torch.load reports damage by half a dozen types
         first = (str(fault).splitlines() or [type(fault).__name__])[0]
         raise UserError(f"{path} cannot be read as a checkpoint ({first[:200]})") from fault
@@ -117,19 +123,46 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def resume(state: TrainState, args: Any, world: World, path: Path | None) -> bool:
+def read_latest(path: Path, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Read ``path`` or, if it is a run's snapshot and damaged, the one before, and say so."""
+    failure: UserError | None = None
+    for candidate in candidates(path):
+        try:
+            content = read(candidate)
+        except UserError as fault:
+            failure = failure or fault
+            continue
+        if failure is not None:
+            log(f"warning: {failure}; going on from the one before, {candidate}")
+        return content
+    assert failure is not None
+    raise failure
+
+
+def resume(
+    state: TrainState,
+    args: Any,
+    world: World,
+    path: Path | None,
+    classes: list[str] | None = None,
+    log: Callable[[str], None] = print,
+) -> bool:
     """Load ``path`` (as rank 0 finds it) into every process's ``state``.
 
     Takes our snapshots and best models, checkpoints of pytorch/examples, of the Apex example and of
-    torchvision's references, and bare state dicts. ``args`` are checked against what the file says
-    of itself. Returns: whether it was a full snapshot of ours. Raises: `UserError`.
+    torchvision's references, and bare state dicts. ``args`` and ``classes`` are checked against
+    what the file says of itself. Returns: whether it was a full snapshot of ours. Raises:
+    `UserError`.
     """
-    content = from_main(lambda: read(path) if path else None, world)
+    content = from_main(lambda: read_latest(path, log) if path else None, world)
     if content is None:
         return False
     saved = content.get("options", content)
     if isinstance(arch := saved.get("arch"), str) and arch != args.arch:
         raise UserError(f"{path} is a {arch}: use -a {arch} to load it", alike=True)
+    _check_classes(content.get("classes"), classes, path)
+    if "progress" in content and not args.evaluate and args.start_epoch is None:
+        _check_options(saved, args, path, log if world.is_main else None)
     weights = content.get("model", content.get("state_dict", content))
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise UserError(f"{path} holds no model weights", alike=True)
@@ -147,14 +180,55 @@ def resume(state: TrainState, args: Any, world: World, path: Path | None) -> boo
         setattr(state, name, value)
     repeated = _rescale_position(state, global_batch)
     if repeated and world.is_main:
-        print(
+        log(
             f"note: the global batch is {global_batch} now, so {repeated} images of this epoch are "
-            f"trained on again, from step {state.step} on",
-            flush=True,
+            f"trained on again, from step {state.step} on"
         )
     if not world.is_main:
         state.sums = None  # they are of all ranks: only one may bring them in again
     return True
+
+
+def _check_classes(saved: Any, classes: list[str] | None, path: Path | None) -> None:
+    if saved is None or classes is None or list(saved) == list(classes):
+        return
+    if len(saved) != len(classes):
+        what = f"has {len(saved)} classes, the data {len(classes)}"
+    else:
+        number, one, other = next(
+            (i, a, b) for i, (a, b) in enumerate(zip(saved, classes, strict=True)) if a != b
+        )
+        what = f"has {one} as class {number}, the data {other}"
+    raise UserError(f"{path} {what}: choose the same with DATA and --classes", alike=True)
+
+
+# The run's order of samples and its learning rate curve: another value would break them off.
+_FIXED = ("seed", "lr_schedule", "warmup_epochs")
+_PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
+
+
+def _check_options(
+    saved: dict[str, Any], args: Any, path: Path | None, log: Callable[[str], None] | None
+) -> None:
+    """Refuse options that contradict the snapshot, and tell which others have changed."""
+    now = vars(args)
+    changed = [key for key in saved if key in now and key not in _PLACES and saved[key] != now[key]]
+    fixed = [key for key in changed if key in _FIXED]
+    # The cosine ends with the last epoch; the other schedules do not know it.
+    if "epochs" in changed and saved.get("lr_schedule") == "cosine":
+        fixed.append("epochs")
+    if fixed:
+        wishes = " ".join(f"--{key.replace('_', '-')} {saved[key]}" for key in fixed)
+        raise UserError(
+            f"{path} was made with {wishes}: go on with that, or begin a new schedule from its "
+            "weights with --start-epoch 0",
+            alike=True,
+        )
+    if changed and log:
+        changes = ", ".join(
+            f"--{key.replace('_', '-')} {now[key]} (was {saved[key]})" for key in changed
+        )
+        log(f"changed since the snapshot: {changes}")
 
 
 def _plain_name(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from utils.distributed import World, from_main, gather
 from utils.errors import UserError
+from utils.snapshots import latest
 
 _NO_ID = "none"  # what torchrun calls a job whose user has given no --rdzv-id
 
@@ -23,11 +24,10 @@ def job_id() -> str | None:
     return name if is_elastic() and name != _NO_ID else None
 
 
-def prepare(args: Any, world: World, options: str, snapshot: str) -> str | None:
+def prepare(args: Any, world: World, options: str) -> str | None:
     """Let a restarted run go on: fill in ``args.name`` and ``args.resume``.
 
-    ``options`` and ``snapshot`` are the names of those files in a run directory. torchrun counts a
-    restart only where a process has failed: nodes that make room for one that came back, and that
+    ``options`` is the name of that file in a run directory. torchrun counts a restart only where a process has failed: nodes that make room for one that came back, and that
     one itself, still count 0. So a run is also known by the job that its options name. Returns: a
     line to log, if this is a restart. Raises: `UserError` when there is nothing to know it by.
     """
@@ -46,14 +46,14 @@ def prepare(args: Any, world: World, options: str, snapshot: str) -> str | None:
             )
         args.name = "elastic_" + re.sub(r"[^\w.-]", "_", str(job_id()))
     folder = Path(args.output_dir) / args.name
-    known, saved = from_main(
-        lambda: (_job_of(folder / options), (folder / snapshot).is_file()), world
-    )
+    known, saved = from_main(lambda: (_job_of(folder / options), latest(folder) is not None), world)
     if not restarts and (known is None or known != job_id()):
         return None
     if saved or file is None:
         args.resume = "auto"
-    found = "its snapshot" if saved else "no snapshot"
+    if saved:
+        args.start_epoch = None  # that was where the first attempt began
+    found = "a snapshot" if saved else "no snapshot yet"
     return f"restarted by torchrun (failures so far: {restarts}); {folder} has {found}"
 
 

@@ -10,6 +10,7 @@ from utils.data import Batches
 from utils.distributed import copy_from_main
 from utils.job import Job, Predict
 from utils.metrics import UNREADABLE, Sums, to_metrics
+from utils.snapshots import BEST
 from utils.stopping import StopRequest
 
 
@@ -77,7 +78,7 @@ def evaluate_only(job: Job, predict: Predict) -> int:
 
 def test_best(job: Job, predict: Predict) -> dict[str, float]:
     """Evaluate DATA/test with the best model of the run."""
-    best = job.run.folder / checkpoint.BEST
+    best = job.run.folder / BEST
     if job.world.is_main and best.is_file():
         job.state.load_weights(checkpoint.read(best)["state_dict"])
     copy_from_main(job.state.model, job.world)

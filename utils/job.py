@@ -9,6 +9,7 @@ from torch import Tensor
 from utils.checkpoint import TrainState
 from utils.data import Batches, Loaders
 from utils.distributed import World
+from utils.snapshots import SnapshotWriter
 from utils.tracking import Run
 from utils.watch import Watch
 
@@ -41,6 +42,7 @@ class Job:
     state: TrainState
     live: Any = None  # utils.live.Live, while it trains
     watch: Watch | None = None  # while it trains
+    snapshots: SnapshotWriter | None = None  # in rank 0, while it trains
 
     @property
     def train(self) -> Batches:

@@ -211,6 +211,13 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         help="continue from this snapshot; auto (or no value, after DATA): from that of --name, "
         "if there is one",
     )
+    group.add_argument(
+        "--snapshot-minutes",
+        type=_amount,
+        default=10.0,
+        metavar="MIN",
+        help="time between snapshots within an epoch; one is taken after each epoch as well",
+    )
     group.add_argument("-e", "--evaluate", action="store_true", help="evaluate on DATA/val and end")
     group.add_argument(
         "--desired-acc",

@@ -127,6 +127,10 @@ def end(job: Job, reason: str, test: dict[str, float], val: dict[str, float] | N
         "val_top5": last.get("Top5/val", math.nan),
         "val_loss": last.get("Loss/val", math.nan),
         "finished_because": reason,
+        # The longest time for which training stood still for a snapshot.
+        "snapshot_pause_seconds": max(job.snapshots.pauses, default=math.nan)
+        if job.snapshots
+        else math.nan,
         **watch.summary(state.history, typical),
     }
     if test:

@@ -1,5 +1,6 @@
 """When to stop before the last epoch: time limit and signals, agreed on by all ranks."""
 
+import math
 import os
 import signal
 import time
@@ -23,8 +24,13 @@ class StopRequest:
     ``elapsed`` seconds are used up already; rank 0's clock counts.
     """
 
-    def __init__(self, world: World, hours: float | None, elapsed: float):
+    def __init__(
+        self, world: World, hours: float | None, elapsed: float, minutes: float = math.inf
+    ):
+        """``minutes``: how often `snapshot_due` comes true, in all ranks at the same step."""
         self.world = world
+        self.minutes, self.last_snapshot = minutes, time.monotonic()
+        self.snapshot_due = False
         self.deadline = time.monotonic() + hours * 3600 - elapsed if hours is not None else None
         self.reason: str | None = None  # what the last poll said
         self.code = 0  # this process's own wish
@@ -47,28 +53,32 @@ class StopRequest:
     def poll(self) -> str | None:
         """Reason to stop, or None; all ranks must call it equally often and get the same answer.
 
-        The ranks agree by a one-number all-reduce on the CPU which runs while the next step
-        computes, so the answer is one call old and nobody waits for it.
+        Moves `snapshot_due` on as well. The ranks agree by an all-reduce of two numbers on the CPU
+        which runs while the next step computes, so the answer is one call old and nobody waits.
         """
         if self.deadline is not None and self.world.is_main and time.monotonic() >= self.deadline:
             self.ask("train_time")
+        due = self.world.is_main and time.monotonic() - self.last_snapshot >= 60 * self.minutes
+        if due:
+            self.last_snapshot = time.monotonic()
         if self.world.size == 1:
-            self.reason = _REASONS[self.code]
+            self.reason, self.snapshot_due = _REASONS[self.code], due
             return self.reason
-        agreed = self._finish_pending()
-        vote = torch.tensor([self.code])
+        agreed, self.snapshot_due = self._finish_pending()
+        vote = torch.tensor([self.code, int(due)])
         work = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.world.control, async_op=True)
         self.pending = (work, vote)
         self.reason = _REASONS[agreed]
         return self.reason
 
-    def _finish_pending(self) -> int:
+    def _finish_pending(self) -> tuple[int, bool]:
         if self.pending is None:
-            return 0
+            return 0, False
         work, vote = self.pending
         self.pending = None
         work.wait()
-        return int(vote)
+        code, due = vote.tolist()
+        return code, bool(due)
 
     def close(self) -> None:
         """Finish what is under way between the ranks; put the default signal handlers back."""

@@ -4,6 +4,7 @@ Rank 0 writes all files. The first process of every other node prints plain line
 sits before a silent terminal; all further processes are quiet.
 """
 
+import contextlib
 import json
 import math
 import socket
@@ -16,10 +17,10 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from utils import dashboard, elastic, events
-from utils.checkpoint import SNAPSHOT
 from utils.distributed import World, from_main
 from utils.errors import UserError
 from utils.files import remove_leftovers, save_atomically
+from utils.snapshots import latest
 
 OPTIONS, SUMMARY, LOG = "options.json", "summary.json", "train.log"
 
@@ -60,7 +61,7 @@ class Run:
     def __init__(self, args: Any, world: World, mode: str):
         """Choose and make the run directory. Raises `UserError` when it is taken."""
         self.args, self.world, self.mode = args, world, mode
-        restarted = elastic.prepare(args, world, OPTIONS, SNAPSHOT)
+        restarted = elastic.prepare(args, world, OPTIONS)
         self.folder = from_main(lambda: _directory(args, world, mode), world)
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
@@ -69,6 +70,7 @@ class Run:
         self.shows = world.local_rank == 0
         self.bar: tqdm | None = None
         self.writer: SummaryWriter | None = None
+        self.has_gap = False  # the writer was lost to a full disk
         self.is_training = False  # an entry is open in the event file
         if restarted:
             self.log(restarted)
@@ -78,8 +80,7 @@ class Run:
         """What to resume from: the file given, or with "auto" the run's own, if it has one."""
         if self.args.resume != "auto":
             return Path(self.args.resume) if self.args.resume else None
-        own = self.folder / SNAPSHOT
-        return own if own.is_file() else None
+        return latest(self.folder)
 
     def begin(
         self, epoch: int, position: float, facts: dict[str, dashboard.Value] | None = None
@@ -111,7 +112,8 @@ class Run:
                     text if self.world.is_main else f"[rank {self.world.rank}] {text}", flush=True
                 )
         if self.world.is_main:
-            with open(self.folder / LOG, "a") as file:
+            # A full disk must not end a training: the line has been printed.
+            with contextlib.suppress(OSError), open(self.folder / LOG, "a") as file:
                 file.write(text + "\n")
 
     def start_bar(self, title: str, steps: int, done: int = 0) -> None:
@@ -139,19 +141,30 @@ class Run:
         elif self.shows:
             self.log(f"{place}  {text}")
 
-    def scalars(self, values: dict[str, float], x: int) -> None:
+    def scalars(self, values: dict[str, float], x: int, flush: bool = False) -> None:
         """Write TensorBoard points at ``x``, in rank 0; NaN (nothing measured) is left out."""
-        if self.writer is not None:
+        if self.writer is None:
+            return
+        try:
             for tag, value in values.items():
                 if not math.isnan(value):
                     self.writer.add_scalar(tag, value, x)
+            if flush:
+                self.writer.flush()
+        except OSError as fault:  # of TensorBoard's thread, which ends with its first
+            self.writer, self.has_gap = None, True
+            self.log(
+                f"warning: cannot write the event file ({fault.strerror}): training goes on, and "
+                "its curves have a gap"
+            )
 
     def epoch(self, record: dict[str, float]) -> None:
         """Write an epoch's record (TensorBoard tags to values, and "epoch") and its line."""
         tags = {tag: value for tag, value in record.items() if "/" in tag or tag == "Lr"}
-        self.scalars(tags, int(record["epoch"]))
-        if self.writer is not None:
-            self.writer.flush()
+        if self.has_gap:
+            with contextlib.suppress(OSError):  # there may be room again
+                self.writer, self.has_gap = SummaryWriter(str(self.folder)), False
+        self.scalars(tags, int(record["epoch"]), flush=True)
         self.log(
             f"Epoch {record['epoch']:.0f}/{self.args.epochs}"
             f"  train: loss {record['Loss/train']:.4f} top-1 {record['Top1/train']:.2f}"
@@ -171,9 +184,12 @@ class Run:
             for key, value in summary.items()
         }
         text = json.dumps(clean, indent=1) + "\n"
-        save_atomically(lambda file: file.write(text.encode()), self.folder / SUMMARY)
-        if self.writer is not None:
-            if self.is_training:
-                done = summary["finished_because"] != "interrupted"
-                self.writer.file_writer.add_summary(dashboard.closing(done), 0)
-            self.writer.close()
+        try:
+            save_atomically(lambda file: file.write(text.encode()), self.folder / SUMMARY)
+            if self.writer is not None:
+                if self.is_training:
+                    done = summary["finished_because"] != "interrupted"
+                    self.writer.file_writer.add_summary(dashboard.closing(done), 0)
+                self.writer.close()
+        except OSError as fault:
+            self.log(f"warning: cannot write {self.folder / SUMMARY} ({fault.strerror})")

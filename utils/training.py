@@ -10,12 +10,13 @@ import torch
 
 from utils import checkpoint, report, schedules, speed
 from utils.checkpoint import TrainState
-from utils.distributed import gather
+from utils.distributed import from_main, gather
 from utils.errors import INTERRUPTED, UserError
 from utils.evaluation import evaluate, evaluate_only, test_best
 from utils.job import Job, Predict, TrainStep
 from utils.live import Live
 from utils.metrics import Sums, to_metrics
+from utils.snapshots import BEST, SNAPSHOT, SnapshotWriter
 from utils.stopping import StopRequest
 from utils.watch import Watch
 
@@ -42,7 +43,9 @@ def run(job: Job, train_step: TrainStep, predict: Predict) -> int:
         return speed.measure(job.args, job.world, job.run, train_step)
     if job.loaders.train is not None:
         job.state.global_batch = job.train.sampler.global_batch
-    resumed = checkpoint.resume(job.state, job.args, job.world, job.run.snapshot)
+    resumed = checkpoint.resume(
+        job.state, job.args, job.world, job.run.snapshot, job.loaders.classes, job.run.log
+    )
     if job.args.evaluate:
         return evaluate_only(job, predict)
     if job.args.start_epoch is not None:
@@ -57,22 +60,24 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
     run.begin(state.epoch, position, report.facts(job))
     report.start(job, resumed)
     job.watch = Watch(args, job.world, run, state.model)
-    stop = StopRequest(job.world, args.train_time, state.elapsed)
+    stop = StopRequest(job.world, args.train_time, state.elapsed, args.snapshot_minutes)
     job.live = Live(job)
-    reason, last, first = "epochs", time.monotonic(), True
+    job.snapshots = SnapshotWriter(run.folder, run.log) if job.world.is_main else None
+    reason, first = "epochs", True
+    state.tick()
     while state.epoch < args.epochs:
+        began = time.monotonic()
         record = train_epoch(job, train_step, stop)
         job.live.show("evaluating")
         val = evaluate(job, predict, job.loaders.val, stop) if record else None
-        seconds, last = time.monotonic() - last, time.monotonic()
-        state.elapsed += seconds
+        state.tick()
         if record is None or val is None:
             # Stopped. In the middle of evaluation, the snapshot stands after the last step.
             reason = str(stop.reason)
             if reason != "diverged":
                 _save_snapshot(job)
             break
-        is_best = _close_epoch(state, {**record, **val, "Seconds": seconds})
+        is_best = _close_epoch(state, {**record, **val, "Seconds": time.monotonic() - began})
         run.epoch(state.history[-1])
         if first:
             report.input_path(job, record)
@@ -84,6 +89,7 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
     stop.close()
     job.live.close()
     job.watch.close()
+    failure = _finish_snapshots(job)
     if reason == "diverged":
         raise UserError(_why_diverged(job), alike=True)
     for batches in (job.train, job.loaders.val):
@@ -91,6 +97,8 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
             raise batches.bad.error()
     test = test_best(job, predict) if job.loaders.test and reason != "interrupted" else {}
     report.end(job, reason, test)
+    if failure:
+        raise UserError(f"{failure}; make room, then go on with --resume", alike=True)
     return INTERRUPTED if reason == "interrupted" else 0
 
 
@@ -129,6 +137,10 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
             stop.ask("bad_files")
         if stop.poll():
             break
+        if stop.snapshot_due and state.step < steps:
+            state.sums = sums.total(world)  # of all ranks
+            state.tick()
+            _save_snapshot(job)
         job.watch.timer.wait()
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
@@ -256,7 +268,22 @@ def _close_epoch(state: TrainState, record: dict[str, float]) -> bool:
 
 
 def _save_snapshot(job: Job, is_best: bool = False) -> None:
-    if job.world.is_main:
-        if is_best:
-            checkpoint.save_best(job.state, job.run.folder, job.args.arch, job.loaders.classes)
-        checkpoint.save_snapshot(job.state, job.run.folder, job.run.options)
+    if job.snapshots is None:
+        return
+    state, classes = job.state, job.loaders.classes
+    weights = state.full_weights()
+    files = {SNAPSHOT: checkpoint.snapshot_of(state, job.run.options, classes, weights)}
+    if is_best:
+        # First, so that no snapshot ever speaks of a best model that is not there.
+        files = {BEST: checkpoint.best_of(state, job.args.arch, classes, weights), **files}
+    job.snapshots.save(files)
+
+
+def _finish_snapshots(job: Job) -> str | None:
+    """Wait until the last snapshot is on disk. Returns, in every process, why it is not."""
+
+    def finish() -> str | None:
+        job.snapshots.wait()
+        return str(job.snapshots.failure) if job.snapshots.failure else None
+
+    return from_main(finish, job.world)

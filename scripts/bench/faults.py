@@ -136,11 +136,12 @@ class Trial:
 
     def worker(self, number: int) -> int:
         """The number of a node's training process."""
-        for process in self.nodes[number].processes():
-            command = Path(f"/proc/{process.pid}/environ").read_bytes()
-            if b"\0LOCAL_RANK=" in command and " -u " in process.command:
-                return process.pid
-        raise UserError(f"{self.name}: node{number} is not training; see {self.path}")
+        ours = self.nodes[number].processes()
+        torchrun = {one.pid for one in ours if " -m torch.distributed.run " in one.command}
+        found = [one.pid for one in ours if one.parent in torchrun]
+        if len(found) != 1:
+            raise UserError(f"{self.name}: node{number} is not training; see {self.path}")
+        return found[0]
 
     def outcome(
         self, fault: str, what: str, nodes: int, instants: tuple[float, float]
