@@ -27,12 +27,19 @@ def job_id() -> str | None:
 def prepare(args: Any, world: World, options: str) -> str | None:
     """Let a restarted run go on: fill in ``args.name`` and ``args.resume``.
 
-    ``options`` is the name of that file in a run directory. torchrun counts a restart only where a process has failed: nodes that make room for one that came back, and that
-    one itself, still count 0. So a run is also known by the job that its options name. Returns: a
-    line to log, if this is a restart. Raises: `UserError` when there is nothing to know it by.
+    ``options`` is the name of that file in a run directory. torchrun counts a restart only where a
+    process has failed: nodes that make room for one that came back, and that one itself, still
+    count 0. So a run is also known by the job that its options name. Returns: a line to log, if
+    this is a restart. Raises: `UserError` when there is nothing to know the run by.
     """
     if not is_elastic() or args.evaluate or args.dummy:
         return None
+    if args.start_epoch is not None:
+        raise UserError(
+            "--start-epoch does not go with torchrun --max-restarts: all restarts would begin "
+            "there",
+            alike=True,
+        )
     restarts = max(gather(_number("TORCHELASTIC_RESTART_COUNT"), world))
     file = Path(args.resume) if args.resume not in (None, "auto") else None
     if not args.name:
@@ -51,8 +58,6 @@ def prepare(args: Any, world: World, options: str) -> str | None:
         return None
     if saved or file is None:
         args.resume = "auto"
-    if saved:
-        args.start_epoch = None  # that was where the first attempt began
     found = "a snapshot" if saved else "no snapshot yet"
     return f"restarted by torchrun (failures so far: {restarts}); {folder} has {found}"
 

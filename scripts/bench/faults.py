@@ -138,7 +138,7 @@ class Trial:
         """The number of a node's training process."""
         ours = self.nodes[number].processes()
         torchrun = {one.pid for one in ours if " -m torch.distributed.run " in one.command}
-        found = [one.pid for one in ours if one.parent in torchrun]
+        found = [one.pid for one in ours if one.parent in torchrun and " -u " in one.command]
         if len(found) != 1:
             raise UserError(f"{self.name}: node{number} is not training; see {self.path}")
         return found[0]
