@@ -143,11 +143,8 @@ class Trial:
             raise UserError(f"{self.name}: node{number} is not training; see {self.path}")
         return found[0]
 
-    def outcome(
-        self, fault: str, what: str, nodes: int, instants: tuple[float, float]
-    ) -> "Outcome":
-        """Wait until it goes on; ``instants``: of the fault, and after which to look for steps."""
-        began, since = instants
+    def outcome(self, fault: str, what: str, nodes: int, began: float, since: float) -> "Outcome":
+        """Wait until it goes on after ``since``; the fault was at ``began``."""
         self.wait(lambda: self.goes_on(nodes, since), f"steps on {nodes} nodes")
         lines = list(self.lines)
         before, after = attempts_of(lines, began), attempts_of(lines)

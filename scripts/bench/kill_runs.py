@@ -4,13 +4,13 @@
     python scripts/bench/kill_runs.py [--kills 100] [--seed 0] [--snapshot-minutes 0.01]
 
 Each of imagenet_nd.py, imagenet_ddp.py -g 2 and imagenet_ddp_apex.py -g 2 trains a tiny model of
-tests/stand_in on 300 drawn images: once undisturbed, then in runs that get a signal at an instant
-between their start and their end and are continued with --resume auto, until they reach the end
-undisturbed. SIGKILL goes to the whole process group; SIGTERM to the parent alone, as from `kill`;
-SIGINT to the group, as from a terminal. A run must end with the weights and momentum of the
-undisturbed one, bit for bit; each attempt must see the batches that follow its snapshot, so that
-each image of an epoch counts once; the TensorBoard curves must have the same points, each once and
-in order. Exit code 1 if anything differs. CPU only; needs pytest, as the tests do.
+tests/stand_in on 300 drawn images: once undisturbed, then in runs that get a signal at a random
+instant, most in training and some while the script starts, and are continued with --resume auto,
+until they reach the end. SIGKILL goes to the whole process group; SIGTERM to the parent alone, as
+from `kill`; SIGINT to the group, as from a terminal. A run must end with the weights and momentum
+of the undisturbed one, bit for bit; each attempt must see the batches that follow its snapshot, so
+that each image of an epoch counts once; the TensorBoard curves must have the same points, each once
+and in order. Exit code 1 if anything differs. CPU only; needs pytest, as the tests do.
 """
 
 import argparse
@@ -38,7 +38,9 @@ SCRIPTS = {
     "ddp": ("imagenet_ddp.py", "-g", "2", "-b", "5"),
     "apex": ("imagenet_ddp_apex.py", "-g", "2", "-b", "5"),
 }
-IMAGES, EPOCHS = 300, 3
+IMAGES, EPOCHS = 300, 4
+TRAINING = re.compile(r"^\d+ images in \d+ classes", re.MULTILINE)  # the line before the first step
+IN_TRAINING = 0.8  # share of the signals that wait for that line
 RECIPE = f"-a tiny_full --image-size 32 -j 1 -p 1 --epochs {EPOCHS} --lr 0.05 --crop-scale 0.5"
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 RESUMED = re.compile(r"^resumed from .*: epoch (\d+), step (\d+)", re.MULTILINE)
@@ -57,10 +59,12 @@ class Case:
     root: Path
     data: Path
     snapshot_minutes: float
-    whole_seconds: float = 0.0
+    start_seconds: float = 0.0  # of the undisturbed run, until TRAINING
+    train_seconds: float = 0.0  # and from then on
     signals: Counter = field(default_factory=Counter)
     runs: int = 0
     steps_repeated: int = 0
+    trainings_before: int = 0  # how often the run had begun to train before this attempt
     differences: list[str] = field(default_factory=list)
 
     @property
@@ -75,8 +79,9 @@ class Case:
         folder.mkdir(parents=True, exist_ok=True)
         options = [*SCRIPTS[self.name], *RECIPE.split(), "--name", run, "--resume", "auto"]
         options += ["--snapshot-minutes", str(self.snapshot_minutes), "--output-dir", self.root]
-        env = {"PYTHONPATH": STAND_IN, "STEP_SECONDS": "0.02", "SEEN_IMAGES": str(folder)}
+        env = {"PYTHONPATH": STAND_IN, "STEP_SECONDS": "0.04", "SEEN_IMAGES": str(folder)}
         with open(self.root / f"{run}.log", "a") as log:
+            self.trainings_before = self.trainings(run)
             return subprocess.Popen(
                 [sys.executable, *map(str, options), str(self.data)],
                 cwd=ROOT,
@@ -95,19 +100,37 @@ class Case:
     def finish(self, run: str) -> None:
         """Train to the end without a disturbance."""
         began = time.monotonic()
-        code = self.start(run).wait(LIMIT)
-        self.whole_seconds = self.whole_seconds or time.monotonic() - began
+        process = self.start(run)
+        self.until_training(run, process)
+        start = time.monotonic() - began
+        code = process.wait(LIMIT)
+        if not self.train_seconds:
+            self.start_seconds, self.train_seconds = start, time.monotonic() - began - start
         if code:
             self.differences.append(f"{run} ended with code {code}, see {self.root}/{run}.log")
+
+    def until_training(self, run: str, process: subprocess.Popen) -> None:
+        """Wait until the attempt that has just begun is about to train, or ends."""
+        while process.poll() is None and self.trainings(run) <= self.trainings_before:
+            time.sleep(0.01)
+
+    def trainings(self, run: str) -> int:
+        """How often a run has begun to train."""
+        return len(TRAINING.findall((self.root / f"{run}.log").read_text()))
 
     def disturb(self, run: str, source: random.Random, kills: int) -> int:
         """Kill a run until it ends before that, at most so often. Returns how often it was."""
         for done in range(kills):
-            signum = source.choice(SIGNALS)
+            signum, in_training = source.choice(SIGNALS), source.random() < IN_TRAINING
+            seconds = source.uniform(0, self.train_seconds if in_training else self.start_seconds)
             process = self.start(run)
+            if in_training:
+                self.until_training(run, process)
             try:
-                process.wait(source.uniform(0, self.whole_seconds))
+                process.wait(seconds)
+                sent = False
             except subprocess.TimeoutExpired:
+                sent = True
                 with contextlib.suppress(ProcessLookupError):
                     if signum == signal.SIGTERM:
                         process.terminate()
@@ -116,6 +139,9 @@ class Case:
             code = process.wait(LIMIT)
             _wait_for_group(process.pid)
             if code == 0:
+                return done
+            if not sent:
+                self.differences.append(f"{run} failed by itself, see {self.root}/{run}.log")
                 return done
             self.signals[signum.name] += 1
         self.finish(run)
