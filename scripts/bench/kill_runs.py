@@ -120,6 +120,8 @@ class Case:
 
     def disturb(self, run: str, source: random.Random, kills: int) -> int:
         """Kill a run until it ends before that, at most so often. Returns how often it was."""
+        from conftest import summary
+
         for done in range(kills):
             signum, in_training = source.choice(SIGNALS), source.random() < IN_TRAINING
             seconds = source.uniform(0, self.train_seconds if in_training else self.start_seconds)
@@ -144,6 +146,10 @@ class Case:
                 self.differences.append(f"{run} failed by itself, see {self.root}/{run}.log")
                 return done
             self.signals[signum.name] += 1
+            folder = self.root / run
+            if (folder / "summary.json").is_file() and summary(folder)["epochs_done"] == EPOCHS:
+                self.finish(run)  # the signal came after its last step
+                return done + 1
         self.finish(run)
         return kills
 
