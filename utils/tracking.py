@@ -66,7 +66,8 @@ class Run:
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
         self.options |= {"mode": mode, "command": " ".join(sys.argv)}
-        self.options |= {"elastic_job": elastic.job_id()}
+        if elastic.job_id():
+            self.options["elastic_job"] = elastic.job_id()
         self.shows = world.local_rank == 0
         self.bar: tqdm | None = None
         self.writer: SummaryWriter | None = None

@@ -149,9 +149,9 @@ class Trial:
         lines = list(self.lines)
         before, after = attempts_of(lines, began), attempts_of(lines)
         first = next(one for one in after[-1].times if one > since)
-        ends = [one.end for one in [before[-1], *after[len(before) : -1]]]
+        ends = [one.end for one in after[len(before) - 1 : -1]]
         starts = [one.start for one in after[len(before) :]]
-        repeated = sum(end - start for end, start in zip(ends, starts, strict=False))
+        repeated = sum(end - start for end, start in zip(ends, starts, strict=True))
         return Outcome(fault, what, nodes, first - began, repeated, len(starts))
 
 
