@@ -1,4 +1,4 @@
-# Sourced by one_node_train.sh and multi_node_train.sh: what they have in common.
+# Sourced by one_node_train.sh, multi_node_train.sh and elastic_train.sh: what they have in common.
 #
 # From the environment:
 #   SCRIPT   training script (imagenet_ddp.py)
@@ -18,15 +18,15 @@ need_number() {
     [[ $2 =~ ^$3$ ]] || fail "$1 is $2, which is not a number of the right kind"
 }
 
-# interface_to IP: the network interface by which packets to that address leave; nothing if unknown.
-interface_to() {
-    "$PYTHON" - "$root" "$1" <<'CODE'
+# ask_network QUESTION IP: the answer of that function of utils/network.py; nothing if unknown.
+ask_network() {
+    "$PYTHON" - "$root" "$@" <<'CODE'
 import sys
 
 sys.path.insert(0, sys.argv[1])
-from utils.network import interface_towards
+from utils import network
 
-print(interface_towards(sys.argv[2]) or "")
+print(getattr(network, sys.argv[2])(sys.argv[3]) or "")
 CODE
 }
 
@@ -37,7 +37,7 @@ CODE
 # is right on every node. ("=" makes NCCL take the name as a whole, not as a prefix.)
 choose_interface() {
     local interface
-    interface=$(interface_to "$1")
+    interface=$(ask_network interface_towards "$1")
     [ -n "$interface" ] || return 0
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
     export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$interface}
@@ -54,7 +54,7 @@ log_to() {
 
 # launch HOURS NAME BATCH_SIZE LAUNCHER_OPTION ... [-- TRAINING_OPTION ...]
 #
-# Of several nodes this is number $rank. What is printed goes to node<rank>.log in the run directory.
+# Of several nodes this is number (or name) $rank. What is printed goes to node<rank>.log in the run directory.
 launch() {
     local hours=$1 name=$2 batch=$3
     shift 3

@@ -93,8 +93,9 @@ class Node:
         self.name, self.ip = f"node{number}", f"10.77.0.{number + 1}"
         self.number, self.switch, self.folder = number, switch, folder / self.name
         self.folder.mkdir()
-        self.spaces = Namespaces(_NAMESPACES)
         self.port = 2200 + number  # of its sshd
+        self.files: dict[str, str] = {}  # its own versions of files
+        self.spaces = Namespaces(_NAMESPACES)
 
     @property
     def netns(self) -> str:
@@ -109,6 +110,7 @@ class Node:
             *("peer", "name", "eth0", "netns", str(self.spaces.first)),
         )
         self.link(True)
+        self.rate = rate
         script = f"""
             hostname {self.name}
             ip link set lo up
@@ -128,10 +130,24 @@ class Node:
             script += f"tc qdisc add dev eth0 root tbf rate {rate} burst 256kb latency 20ms\n"
         _do(*self.spaces.enter, "bash", "-ec", script)
 
+    def kill(self) -> None:
+        """Switch the node off: nothing in it has time for a last word to the others."""
+        # With its cable, as connections that nobody answers would keep the network for minutes.
+        _do(*self.switch.enter, "ip", "link", "delete", f"port{self.number}")
+        self.spaces.close()
+
+    def start_again(self) -> None:
+        """Boot a node that was killed; its sshd is not started."""
+        self.spaces = Namespaces(_NAMESPACES)
+        self.set_up(self.rate)
+        for path, text in self.files.items():
+            self.replace(path, text)
+
     def replace(self, path: str, text: str) -> None:
         """Give this node another version of an existing file (/etc/hosts, say)."""
         own = self.folder / path.strip("/").replace("/", "_")
         own.write_text(text)
+        self.files[path] = text
         _do(*self.spaces.enter, "mount", "--bind", str(own), path)
 
     def popen(self, command: str | list[str], env=None, cwd=ROOT, **how) -> subprocess.Popen:
@@ -255,7 +271,7 @@ class Nodes:
             nodes = []
             for number in range(self.count):
                 nodes.append(Node(number, switch, self.folder))
-                stack.callback(nodes[-1].spaces.close)
+                stack.callback(lambda node=nodes[-1]: node.spaces.close())
                 nodes[-1].set_up(self.rate)
             hosts = "127.0.0.1 localhost\n" + "".join(f"{n.ip} {n.name}\n" for n in nodes)
             for node in nodes:

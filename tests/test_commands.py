@@ -259,6 +259,10 @@ def test_multi_node_wrapper(folder, tmp_path):
         ("multi_node_train.sh 1 0 2 mine", "NODE_RANK"),
         ("multi_node_train.sh 1 2 2 mine 5", "2"),
         ("multi_node_train.sh 1 0 2 mine 5", "MASTER_ADDR"),
+        ("elastic_train.sh 1 1:2 mine", "MIN:MAX"),
+        ("elastic_train.sh 1 2 mine 5", "MIN:MAX is 2"),
+        ("elastic_train.sh 1 3:2 mine 5", "3:2"),
+        ("elastic_train.sh 1 1:2 mine 5", "MASTER_ADDR"),
     ],
 )
 def test_wrappers_name_a_wrong_argument(line, named):

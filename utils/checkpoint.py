@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from utils import elastic
 from utils.distributed import World, from_main
 from utils.errors import UserError
 from utils.snapshots import candidates, check_whole
@@ -178,7 +179,12 @@ def resume(
     global_batch = state.global_batch
     for name, value in content["progress"].items():
         setattr(state, name, value)
-    _rescale_position(state, global_batch)
+    repeated = _rescale_position(state, global_batch)
+    if repeated and world.is_main:
+        log(
+            f"note: the global batch is {global_batch} now, so {repeated} images of this epoch are "
+            f"trained on again, from step {state.step} on"
+        )
     if changed and world.is_main:
         changes = (
             f"--{key.replace('_', '-')} {vars(args)[key]} (was {saved[key]})" for key in changed
@@ -268,14 +274,22 @@ def _read_foreign_progress(state: TrainState, content: dict[str, Any]) -> None:
         state.best = {"top1": float(best), "top5": float("nan"), "epoch": state.epoch}
 
 
-def _rescale_position(state: TrainState, global_batch: int) -> None:
-    """Express the position within the epoch in steps of this run's global batch."""
+def _rescale_position(state: TrainState, global_batch: int) -> int:
+    """Express the position within the epoch in steps of this run's global batch.
+
+    Where a launcher restarts the job on the nodes that are left, nobody is there to choose another
+    batch size: it goes on at the last step boundary before. Returns how many images that repeats.
+    """
     images = state.step * state.global_batch
-    if images % global_batch:
+    repeated = images % global_batch
+    if repeated and not elastic.is_elastic():
         raise UserError(
             f"the snapshot was taken in the middle of an epoch, after {images} images, which is no "
             f"whole number of global batches of {global_batch}: resume with the global batch "
             f"{state.global_batch} that it was made with",
             alike=True,
         )
+    if repeated and state.sums:  # the means stay what they are, and each image counts once
+        state.sums = [value * (images - repeated) / images for value in state.sums]
     state.step, state.global_batch = images // global_batch, global_batch
+    return repeated

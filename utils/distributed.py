@@ -4,7 +4,6 @@ Facts about ranks are computed once, into a `World`; nothing else asks torch.dis
 """
 
 import os
-import re
 import socket
 import sys
 from collections.abc import Callable
@@ -17,11 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from utils import network, preflight, processes
+from utils import failures, network, preflight, processes
 from utils.errors import UserError
-
-# How gloo and NCCL put it that another process is gone or stuck.
-_PEER_FAILURE = re.compile(r"gloo|nccl|connection (reset|closed|refused)|timed out", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -148,17 +144,18 @@ def _run(train: Callable[[Any, World], int], args: Any, place: Place) -> int:
     os.environ["RANK"] = str(place.rank)
     os.environ["LOCAL_RANK"] = str(place.local_rank)
     world = _join(args, place)
+    peers: list[failures.Peer] = []
     try:
+        peers = gather(
+            failures.Peer(_node_name(world), network.address_towards(place.master)), world
+        )
         check_versions(world)
         code = train(args, world)
-    except RuntimeError as fault:
-        if not _PEER_FAILURE.search(str(fault)):
+    except (RuntimeError, TimeoutError) as fault:
+        sentence = failures.explain(fault, world.rank, peers, args.dist_timeout)
+        if sentence is None:
             raise
-        reason = str(fault).splitlines()[0][:200]
-        raise UserError(
-            "lost touch with another process of the job: look for the first error of the other "
-            f"ranks, then go on with --resume ({reason})"
-        ) from fault
+        raise UserError(sentence) from fault
     dist.destroy_process_group()
     return code
 

@@ -27,12 +27,31 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def interface_towards(host: str) -> str | None:
-    """Name of the network interface that packets to ``host`` leave by; None if unknown (IPv6)."""
+def address_towards(host: str) -> str | None:
+    """This machine's IPv4 address as ``host`` sees it; None if unknown (no route, IPv6)."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # UDP: only a route is looked up, nothing is sent
-            own_ip = probe.getsockname()[0]
+            return probe.getsockname()[0]
+    except OSError:
+        return None
+
+
+def is_here(host: str) -> bool:
+    """Whether the name or IPv4 address ``host`` is one of this machine's own."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+            return True
+    except OSError:
+        return False
+
+
+def interface_towards(host: str) -> str | None:
+    """Name of the network interface that packets to ``host`` leave by; None if unknown (IPv6)."""
+    own_ip = address_towards(host)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", name.encode()[:15])
                 try:

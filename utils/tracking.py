@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from utils import dashboard, events, store
+from utils import dashboard, elastic, events, store
 from utils.distributed import World, from_main
 from utils.errors import UserError
 from utils.files import remove_leftovers, save_atomically
@@ -64,15 +64,20 @@ class Run:
     def __init__(self, args: Any, world: World, mode: str):
         """Choose and make the run directory. Raises `UserError` when it is taken."""
         self.args, self.world, self.mode = args, world, mode
+        restarted = elastic.prepare(args, world, OPTIONS)
         self.folder = from_main(lambda: _directory(args, world, mode), world)
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
         self.options |= {"mode": mode, "command": " ".join(sys.argv)}
+        if elastic.job_id():
+            self.options["elastic_job"] = elastic.job_id()
         self.shows = world.local_rank == 0
         self.bar: tqdm | None = None
         self.writer: SummaryWriter | None = None
         self.has_gap = False  # the writer was lost to a full disk
         self.is_training = False  # an entry is open in the event file
+        if restarted:
+            self.log(restarted)
         self.stores = bool(args.store and not args.evaluate and not args.dummy)
         url = args.store if self.stores and world.is_main else None
         self.store = store.Store(url, self.folder, self.log)

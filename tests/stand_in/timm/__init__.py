@@ -3,16 +3,21 @@
 A test that puts tests/stand_in into PYTHONPATH can ask a script for ``-a tiny_plain``: no batch
 norm and no dropout, so that the gradient of a batch is the mean over its images; or for
 ``-a tiny_full``, which has both. STEP_SECONDS in the environment makes a forward pass take that
-long, without using the CPU, so that a signal can meet it half-way.
+long, without using the CPU, so that a signal can meet it half-way. With SEEN_IMAGES=FOLDER each
+process keeps a file there, <rank>_<start>, with a line for each training batch that it has seen:
+the checksums of its images, which crop and flip make different in each epoch.
 """
 
 import os
 import time
+import zlib
+from pathlib import Path
 
 from torch import Tensor, nn
 
 MODELS = ("tiny_plain", "tiny_full")
 LONG = 10.0  # seconds
+STARTED = time.time_ns()
 
 
 class Tiny(nn.Sequential):
@@ -23,8 +28,17 @@ class Tiny(nn.Sequential):
         if images.device.type != "meta":
             if seconds >= LONG:
                 print("a long step begins", flush=True)
+            if self.training and "SEEN_IMAGES" in os.environ:
+                note(images, Path(os.environ["SEEN_IMAGES"]))
             time.sleep(seconds)
         return super().forward(images)
+
+
+def note(images: Tensor, folder: Path) -> None:
+    """Add a batch to this process's file."""
+    sums = [zlib.crc32(image.contiguous().numpy().tobytes()) for image in images.float().cpu()]
+    with open(folder / f"{os.environ.get('RANK', '0')}_{STARTED}", "a") as file:
+        file.write(" ".join(map(str, sums)) + "\n")
 
 
 def list_models() -> list[str]:

@@ -1,0 +1,142 @@
+"""Processes that die: the others name them, and torchrun's restarts go on in the same run."""
+
+import os
+import re
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import python, summary
+from running import Running, descendants, start, tiny
+
+from utils import checkpoint, elastic, failures, network
+from utils.distributed import World
+from utils.errors import UserError
+from utils.failures import Peer
+
+RESTARTS = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1")
+PEERS = [Peer("a (node 0)", "10.0.0.1"), Peer("a (node 0)", "10.0.0.1")]
+PEERS += [Peer("b (node 1)", "10.0.0.2"), Peer("b (node 1)", "10.0.0.2")]
+CLOSED = "[/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1234"
+REMOTE = "NCCL error in: a.cpp:1, remote process exited or there was a network error"
+
+
+@pytest.mark.parametrize(
+    ("fault", "peers", "words"),
+    [
+        (RuntimeError(CLOSED), PEERS, ("rank 0 of 4 on a", "ranks 2, 3 on b", "was killed")),
+        (RuntimeError(CLOSED), PEERS[:1] + PEERS[2:3], ("rank 1 on b (node 1), 10.0.0.2",)),
+        (RuntimeError("gloo: Timed out waiting 5000ms"), PEERS[1:3], ("rank 1", "within 9 s")),
+        (RuntimeError("gloo: No route to host"), PEERS, ("the link between", "ranks 1, 2, 3")),
+        (dist.DistBackendError(REMOTE), PEERS, ("has ended",)),
+        (dist.DistBackendError("unhandled cuda error"), PEERS, ("CUDA failed",)),
+        (dist.DistStoreError("wait timeout after 9000ms"), [], ("rank 0 lost", "within 9 s")),
+        (TimeoutError("the store"), PEERS * 4, ("another process of the job",)),
+    ],
+)
+def test_a_failed_collective_is_explained(fault, peers, words):
+    sentence = failures.explain(fault, 0, peers, 9)
+    assert "/src/gloo" not in sentence
+    assert "--resume" in sentence
+    for word in words:
+        assert word in sentence
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("shapes differ"), TimeoutError(110, "NFS")])
+def test_other_faults_are_left_alone(fault):
+    assert failures.explain(fault, 0, PEERS, 9) is None
+
+
+def workers(run: Running, pattern: str) -> list[int]:
+    """The training processes of a launcher, in the order of their start."""
+    found = [one for one in descendants(run.process.pid) if re.search(pattern, one.command)]
+    return sorted(one.pid for one in found if one.parent == run.process.pid)
+
+
+def test_the_other_process_names_the_killed_one(folder, tmp_path):
+    model, env = tiny(step_seconds=0.05)
+    options = ("-b", "5", "-p", "1", "--epochs", "500", "--dist-timeout", "20")
+    where = ("--output-dir", tmp_path, folder)
+    with start("imagenet_ddp.py", *model, *options, "-g", "2", *where, **env) as run:
+        run.until(r"Epoch 1/\d+ step +2/")
+        os.kill(workers(run, "spawn_main")[1], signal.SIGKILL)
+        result = run.result()
+    assert result.code not in (0, None)
+    assert "Traceback" not in result.err
+    (line,) = [line for line in result.err.splitlines() if line.startswith("error (rank 0)")]
+    assert "lost touch with rank 1 on" in line
+    assert "has ended or was killed" in line
+
+
+def test_torchrun_restarts_go_on_from_the_snapshot(folder, tmp_path):
+    """Without --name and --resume; the second attempt does the rest of the epochs."""
+    model, env = tiny(step_seconds=0.05)
+    options = ("-b", "5", "-p", "1", "--epochs", "3", "--output-dir", tmp_path, folder)
+    launcher = (*RESTARTS, "--nproc_per_node=2")
+    with start("imagenet_ddp.py", *model, *options, launcher=launcher, **env) as run:
+        run.until(r"Epoch 2/3 step +3/")
+        os.kill(workers(run, r" -u imagenet_ddp\.py")[0], signal.SIGKILL)
+        result = run.result()
+    assert result.code == 0, result.out + result.err
+    assert "restarted by torchrun (failures so far: 1)" in result.out
+    assert re.search(r"resumed from \S+: epoch 2, step 0", result.out)
+    (only,) = tmp_path.iterdir()
+    assert only.name.startswith("elastic_")
+    assert (summary(only)["finished_because"], summary(only)["epochs_done"]) == ("epochs", 3)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"), [((), "--name"), (("--name", "a", "--start-epoch", "1"), "--start-epoch")]
+)
+def test_what_restarts_cannot_do_is_refused(folder, tmp_path, more, named):
+    model, env = tiny()
+    env |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": str(network.free_port()), "TORCHELASTIC_MAX_RESTARTS": "3"}
+    arguments = (*model, "-j", "0", "--image-size", "32", *more, "--output-dir", tmp_path, folder)
+    result = python("imagenet_ddp.py", *arguments, **env)
+    assert result.code == 2
+    assert named in result.sentence
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_known_by_its_job(monkeypatch, tmp_path):
+    """A node that joins restarts everybody, but nobody has failed."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job/1")
+
+    def prepare() -> SimpleNamespace:
+        args = SimpleNamespace(evaluate=False, dummy=False, start_epoch=None, name=None)
+        args.resume, args.output_dir = None, str(tmp_path)
+        elastic.prepare(args, World(torch.device("cpu")), "options.json")
+        return args
+
+    first = prepare()
+    assert (first.name, first.resume) == ("elastic_job_1", None)
+    (tmp_path / first.name).mkdir()
+    for job, resume in (("other", None), ("job/1", "auto")):
+        (tmp_path / first.name / "options.json").write_text(f'{{"elastic_job": "{job}"}}')
+        assert prepare().resume == resume
+
+
+def test_fewer_processes_go_on_at_the_step_boundary_before(monkeypatch):
+    """Half an epoch of 20 steps of 10 images; then there are 3 processes of 5, or one of 5."""
+    state = checkpoint.TrainState(None, None, None, global_batch=10, step=7, sums=[70.0, 7, 35, 70])
+    with pytest.raises(UserError, match="global batch 10 "):
+        checkpoint._rescale_position(state, 15)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert checkpoint._rescale_position(state, 15) == 10
+    assert (state.step, state.global_batch, state.sums) == (4, 15, [60.0, 6.0, 30.0, 60.0])
+    assert checkpoint._rescale_position(state, 5) == 0
+    assert (state.step, state.global_batch) == (12, 5)
+
+
+def test_which_addresses_are_here():
+    assert network.is_here("127.0.0.1")
+    assert network.is_here("localhost")
+    assert not network.is_here("192.0.2.1")
+    assert network.address_towards("127.0.0.1") == "127.0.0.1"

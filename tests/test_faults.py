@@ -1,0 +1,54 @@
+"""The fault scripts themselves: a part of a training on two nodes fails; runs are killed."""
+
+import argparse
+import sys
+
+import pytest
+from conftest import ROOT, python
+from nodes import need
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from bench import faults, kill_runs
+
+pytestmark = pytest.mark.long
+
+
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_training_goes_on_after_a_fault(name, tmp_path):
+    need("ip")
+    args = argparse.Namespace(output_dir=tmp_path / "runs", dist_timeout=20)
+    faults.prepare(args, tmp_path)
+    outcomes = faults.try_fault(name, args)
+    wanted = {"node_killed": [1, 2], "master_killed": [1]}.get(name, [2])
+    assert [one.nodes for one in outcomes] == wanted
+    for one in outcomes:
+        assert one.restarts or name == "link_down"
+        assert 0 <= one.repeated <= faults.IMAGES * max(1, one.restarts)  # at most an epoch
+
+
+def test_killed_runs_end_like_undisturbed_ones():
+    done = python("scripts/bench/kill_runs.py", "--kills", "9", "--seed", "1", timeout=600)
+    assert done.code == 0, done.out + done.err
+    rows = [line.split(" | ") for line in done.out.splitlines() if "imagenet" in line]
+    assert [int(row[1]) for row in rows] == [3, 3, 3]
+
+
+def test_kill_runs_sees_what_differs(tmp_path):
+    """A batch left out, one seen twice without a snapshot, and one of other images."""
+    case = kill_runs.Case("nd", tmp_path, tmp_path, 1.0)
+    order = [str(step) for step in range(4 * kill_runs.EPOCHS)]
+    for run, attempts, log in [
+        ("whole", [order], ""),
+        ("good", [order[:6], order[4:]], "resumed from a: epoch 2, step 0"),
+        ("gap", [order[:6], order[8:]], "resumed from a: epoch 3, step 0"),
+        ("again", [order[:6], order[5:]], "resumed from a: epoch 2, step 0"),
+        ("other", [order[:5], ["7", *order[5:]]], ""),
+        ("short", [order[:-1]], ""),
+    ]:
+        (tmp_path / f"{run}_seen").mkdir()
+        (tmp_path / f"{run}.log").write_text(log)
+        for number, seen in enumerate(attempts):
+            (tmp_path / f"{run}_seen" / f"0_{number}").write_text("\n".join(seen) + "\n")
+        before = len(case.differences)
+        case.compare_images(run, "whole")
+        assert (len(case.differences) > before) == (run not in ("whole", "good")), run
