@@ -176,21 +176,31 @@ def make_package(root, *folders, init=""):
         (("lib", "scaffolds", "static"), "not NVIDIA's"),
     ],
 )
-def test_why_apex_is_not_used(packages, reason, tmp_path, folder):
+def test_why_apex_is_not_used(packages, reason, tmp_path):
     path = make_package(tmp_path / "site", *packages) if packages else ""
-    options = (*SMALL, "-a", "tiny_plain", "--dummy", "-b", 2, "-g", 1, "--opt-level", "O0")
-    _, env = tiny()
-    env["PYTHONPATH"] += f":{path}"
-    chosen = python("imagenet_ddp_apex.py", *options, "--output-dir", tmp_path, **env)
+    code = (
+        "import argparse, torch; from utils import apex_amp; from utils.distributed import World\n"
+        "from utils.processes import run_main\n"
+        "parser = argparse.ArgumentParser(); apex_amp.add_options(parser)\n"
+        "args = parser.parse_args()\n"
+        "run_main(lambda: apex_amp.create(args, World(torch.device('cpu'))) and None)"
+    )
+    chosen = python("-c", code, PYTHONPATH=f"{ROOT}:{path}")
     assert chosen.code == 0, chosen.err
-    (line,) = [line for line in chosen.out.splitlines() if "opt level" in line]
-    assert re.search(rf"plain PyTorch \(utils/o2.py\): .*{reason}", line)
-
-    refused = python("imagenet_ddp_apex.py", *options, "--amp-impl", "apex", **env)
+    assert re.search(rf"opt level O2 .* by plain PyTorch \(utils/o2.py\): .*{reason}", chosen.out)
+    refused = python("-c", code, "--amp-impl", "apex", PYTHONPATH=f"{ROOT}:{path}")
     assert refused.code == 2
     assert reason in refused.sentence
     assert "25.04" in refused.sentence
     assert "--amp-impl torch" in refused.sentence
+
+
+def test_an_apex_that_is_missing_is_told_before_processes_start(tmp_path, folder):
+    options = (*SMALL, "--amp-impl", "apex", "-g", 2, "--output-dir", tmp_path / "runs", folder)
+    refused = python("imagenet_ddp_apex.py", *options)
+    assert refused.code == 2
+    assert "not installed" in refused.sentence
+    assert not (tmp_path / "runs").exists()
 
 
 def test_torch_is_taken_when_asked_for_though_apex_is_there(run_with_stand_in):

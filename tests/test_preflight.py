@@ -32,6 +32,7 @@ def test_nodes_with_other_code(folder, tmp_path):
         )
 
 
+@pytest.mark.long
 def test_nodes_with_another_torch(folder, tmp_path):
     """The torch of node 1 says that it is another release."""
     import torch.version

@@ -123,6 +123,7 @@ def test_a_notice_for_one_node_stops_both(folder, tmp_path):
     assert steps[0] == steps[1]
 
 
+@pytest.mark.long
 def test_a_service_that_does_not_answer_changes_nothing(folder, tmp_path):
     model, env = tiny()
     url = f"http://127.0.0.1:{free_port()}"

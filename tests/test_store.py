@@ -163,6 +163,7 @@ def test_best_and_last_arrive(folder, tmp_path, server):
     assert torch.load(tmp_path / "copy.pt", weights_only=True)["progress"]["epoch"] == 2
 
 
+@pytest.mark.long
 def test_the_ranks_wait_for_the_upload_at_the_end(folder, tmp_path, server):
     """torchrun ends all as soon as one has ended with 75."""
     where = line(folder, tmp_path, "pair", "--store", URL)
@@ -212,6 +213,7 @@ def test_a_failing_store_is_told_once_and_training_ends_well(folder, tmp_path, s
     assert summary(tmp_path / "run")["finished_because"] == "epochs"
 
 
+@pytest.mark.long
 def test_a_store_that_dies_while_training(folder, tmp_path):
     server = Server()
     try:
@@ -228,6 +230,7 @@ def test_a_store_that_dies_while_training(folder, tmp_path):
         server.kill()
 
 
+@pytest.mark.long
 def test_a_store_that_cannot_be_asked_is_not_resumed_over(folder, tmp_path):
     """There may be a snapshot, which a run that begins anew would replace."""
     env = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}", **KEYS}
