@@ -4,6 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 from conftest import ROOT, Result, shell
 from test_errors import LINE, assert_one_sentence
 
