@@ -227,7 +227,7 @@ def master_killed(trial: Trial) -> list[Outcome]:
     ended = time.monotonic()
     trial.type(1)
     what = (
-        f"**does not go on**: noticed after {noticed - now:.1f} s; the same line typed there again, "
+        f"**does not go on**: noticed after {noticed - now:.1f} s; the same line typed again, "
         "with its own MASTER_ADDR, goes on (time from then)"
     )
     found = trial.outcome("master node killed", what, 1, now, ended)
