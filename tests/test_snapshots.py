@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import python, summary, train
+from conftest import SMALL, python, summary, train
 from running import assert_same_weights, snapshot, start, tiny
 from test_checkpoint import (
     ARGS,
@@ -286,6 +286,10 @@ def test_a_full_disk_does_not_end_a_training(folder, tmp_path):
             r"warning: cannot write \S+snapshot.pt \(No space left on device\)", done.out
         )
         assert "make room" in done.err
+        assert read(disk / "x" / SNAPSHOT)["progress"]["epoch"] == 1
+        again = python("imagenet_nd.py", *SMALL, *line, "--resume", "auto", **env)
+        assert again.code == 2
+        assert "cannot write into the run directory" in again.sentence
         assert read(disk / "x" / SNAPSHOT)["progress"]["epoch"] == 1
         (disk / "ballast").unlink()
         done = train("imagenet_nd.py", *line, "--resume", "auto", **env)

@@ -112,10 +112,23 @@ class Run:
         that a killed run left in the event files are cut off, so that curves never run backward.
         ``facts`` about a training (see `report.facts`) go into the event file with the options.
         """
-        if not self.world.is_main:
-            return
-        (self.folder / OPTIONS).write_text(json.dumps(self.options, indent=1) + "\n")
-        remove_leftovers(self.folder)
+        from_main(lambda: self._begin(epoch, position, facts), self.world)
+
+    def _begin(self, epoch: int, position: float, facts: dict[str, dashboard.Value] | None) -> None:
+        try:
+            remove_leftovers(self.folder)
+            self._open_files(epoch, position, facts)
+        except OSError as fault:
+            raise UserError(
+                f"cannot write into the run directory {self.folder} ({fault.strerror}): what is "
+                "there is intact; make room"
+            ) from fault
+
+    def _open_files(
+        self, epoch: int, position: float, facts: dict[str, dashboard.Value] | None
+    ) -> None:
+        text = json.dumps(self.options, indent=1) + "\n"
+        save_atomically(lambda file: file.write(text.encode()), self.folder / OPTIONS)
         events.cut_off(self.folder, epoch, round(1000 * position))
         # What is here may be newer than what the store has: the last process died while sending.
         for name in (OPTIONS, BEST, SNAPSHOT):

@@ -150,7 +150,8 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
         if stop.snapshot_due and state.step < steps:
             state.sums = sums.total(world)  # of all ranks
             state.tick()
-            _save_snapshot(job)
+            if job.snapshots is not None and not job.snapshots.busy:  # a slow disk: the next time
+                _save_snapshot(job)
         job.watch.timer.wait()
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
