@@ -176,6 +176,7 @@ def test_two_nodes_by_dist_url(folder, tmp_path):
     assert "nccl" in notes[0]
 
 
+@pytest.mark.long
 def test_two_nodes_by_environment(folder, tmp_path):
     two_nodes(
         "MASTER_PORT={port} MASTER_ADDR=127.0.0.1 WORLD_SIZE=2 NODE_RANK={rank}"

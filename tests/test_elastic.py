@@ -75,6 +75,7 @@ def test_torchrun_restarts_go_on_from_the_snapshot(folder, tmp_path):
     model, env = tiny(step_seconds=0.05)
     options = ("-b", "5", "-p", "1", "--epochs", "3", "--output-dir", tmp_path, folder)
     launcher = (*RESTARTS, "--nproc_per_node=2")
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with start("imagenet_ddp.py", *model, *options, launcher=launcher, **env) as run:
         run.until(r"Epoch 2/3 step +3/")
         os.kill(workers(run, r" -u imagenet_ddp\.py")[0], signal.SIGKILL)

@@ -330,6 +330,7 @@ def test_a_run_moves_between_numbers_of_processes(tmp_path, images):
     assert_same_curves(moved, whole, tolerance=1e-4, own=("Step/loss",))
 
 
+@pytest.mark.long
 def test_from_two_processes_to_three_and_to_one(tmp_path, images):
     """The global batch is 12 in all: the same batches in the same order."""
     place = Place(tmp_path, images, full=False)
@@ -361,6 +362,7 @@ def test_masters_loss_scale_and_accumulation_go_on(tmp_path, images):
     assert scaler["clean_steps"] > STEPS  # so that a counter begun again would show
 
 
+@pytest.mark.long
 def test_the_launch_module_with_o2_goes_on(tmp_path, images):
     """Ctrl-C, in a terminal, on two processes of torch.distributed.launch."""
     place = Place(tmp_path, images, "--b", "5", "--opt-level", "O2")

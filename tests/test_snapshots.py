@@ -214,7 +214,9 @@ def whole(tmp_path_factory, folder) -> Path:
     return root / "whole"
 
 
-@pytest.mark.parametrize("script", ["imagenet_nd.py", "imagenet_ddp.py"])
+@pytest.mark.parametrize(
+    "script", ["imagenet_nd.py", pytest.param("imagenet_ddp.py", marks=pytest.mark.long)]
+)
 def test_a_killed_run_loses_no_more_than_since_the_last_snapshot(whole, folder, tmp_path, script):
     """Snapshots at each step; killed in the middle of an epoch, then again; the same outcome."""
     model, env = tiny(full=True, step_seconds=0.05)

@@ -87,6 +87,15 @@ def _place_from_torchrun() -> Place:
             f"LOCAL_RANK is set but {missing} is not: start with torchrun, or unset LOCAL_RANK",
             alike=True,
         ) from None
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env["RANK"] == "0":
+        # torch 2.14 no longer tells attempts apart in the store that it shares with torchrun.
+        print(
+            "note: a restart may meet the addresses of processes that have ended: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun --max-restarts, as "
+            "scripts/elastic_train.sh does",
+            flush=True,
+        )
     return Place(
         rank=int(env["RANK"]),
         size=int(env["WORLD_SIZE"]),
