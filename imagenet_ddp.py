@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils import data, distributed, models, optim, options, processes, tracking, training
+from utils import data, launch, models, optim, options, processes, tracking, training
 from utils.checkpoint import TrainState
 from utils.distributed import World
 
@@ -31,9 +31,9 @@ from utils.distributed import World
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images a step and process (per GPU)")
     options.add_amp_options(parser)
-    options.add_launch_options(parser)
+    launch.add_options(parser)
     args = options.parse(parser)
-    return distributed.launch(train, args)
+    return launch.run(train, args)
 
 
 def train(args: Namespace, world: World) -> int:

@@ -19,7 +19,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from utils import apex_amp, data, distributed, models, optim, options, processes, tracking, training
+from utils import apex_amp, data, launch, models, optim, options, processes, tracking, training
 from utils.checkpoint import TrainState
 from utils.distributed import World
 
@@ -27,10 +27,10 @@ from utils.distributed import World
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images a step and process (per GPU)")
     apex_amp.add_options(parser)
-    options.add_launch_options(parser)
+    launch.add_options(parser)
     args = options.parse(parser)
     apex_amp.check(args)  # what does not go together is told before processes start
-    return distributed.launch(train, args)
+    return launch.run(train, args)
 
 
 def train(args: Namespace, world: World) -> int:

@@ -15,7 +15,7 @@ from argparse import Namespace
 import torch
 from torch import Tensor, nn
 
-from utils import data, distributed, models, optim, options, processes, tracking, training
+from utils import data, launch, models, optim, options, processes, tracking, training
 from utils.checkpoint import TrainState
 from utils.distributed import World
 
@@ -24,7 +24,7 @@ def main() -> int:
     parser = options.build_parser(__doc__, batch="images a step")
     options.add_amp_options(parser)
     args = options.parse(parser)
-    return train(args, distributed.single_process())
+    return train(args, launch.single_process())
 
 
 def train(args: Namespace, world: World) -> int:

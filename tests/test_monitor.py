@@ -10,7 +10,7 @@ import pytest
 import torch
 from running import eventually
 
-from utils import distributed, monitor, watch
+from utils import launch, monitor, watch
 
 GPU = "GPU-11111111-2222-3333-4444-555555555555"
 
@@ -213,7 +213,7 @@ class Log(list):
 
 def watching(monkeypatch, busy: float, parts=(0.0, 1.0, 0.0)):
     """A watch of a rank 0 whose GPU is ``busy``, beside a rank 1 at 97 %; a step has ``parts``."""
-    args, world = types.SimpleNamespace(profile=False), distributed.single_process()
+    args, world = types.SimpleNamespace(profile=False), launch.single_process()
     log = Log()
     found = watch.Watch(args, world, log, torch.nn.Linear(1, 1))
     found.monitor.sources = [Fake(busy)]

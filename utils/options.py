@@ -1,60 +1,19 @@
 """The command line that the scripts share; each script adds the groups of its own mode."""
 
 import argparse
-import math
 import os
-from collections.abc import Callable
 
 import torch
 
 from utils import augment, images, models, processes, spot, store
 from utils.errors import UserError
-
-
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keep the docstring's lines, and show the defaults where there are any."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False:
-            return action.help
-        return super()._get_help_string(action)
-
-
-def _number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not low <= value <= high:
-            limits = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-            raise argparse.ArgumentTypeError(f"{text} is not {limits}")
-        return value
-
-    parse.__name__ = "number" if kind is float else "whole number"
-    return parse
-
-
-def _accuracy(text: str) -> float:
-    """Per cent; up to 1 it is a share, so 0.75 and 75 mean the same, and 1 is 100 %."""
-    value = float(text)
-    if not 0 < value <= 100:
-        raise argparse.ArgumentTypeError(f"{text} is neither a share (0.75) nor per cent (75)")
-    return value * 100 if value <= 1 else value
-
-
-def _http(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"{text} is no http:// URL; the option goes after DATA")
-    return text
-
-
-_accuracy.__name__ = "accuracy"
-_count, _positive = _number(int, 0), _number(int, 1)
-_share, _amount = _number(float, 0, 1), _number(float, 0)
+from utils.option_types import Formatter, accuracy, amount, count, http, positive, share
 
 
 def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser:
     """The shared options. ``batch`` is the help text of ``--batch-size`` in this mode."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=_Formatter, allow_abbrev=False
+        description=description, formatter_class=Formatter, allow_abbrev=False
     )
     _add_data_options(parser, batch)
     _add_model_options(parser)
@@ -79,11 +38,11 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         help="train on a part of the class folders: the first N, those in FILE, or a list",
     )
     group.add_argument(
-        "--image-size", type=_positive, default=224, metavar="PX", help="side of the crop, pixels"
+        "--image-size", type=positive, default=224, metavar="PX", help="side of the crop, pixels"
     )
     group.add_argument(
         "--crop-scale",
-        type=_share,
+        type=share,
         default=images.CROP_SCALE,
         metavar="S",
         help="training crops cover this share of the image at least; short trainings and small "
@@ -91,7 +50,7 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
     )
     group.add_argument(
         "--val-resize-size",
-        type=_positive,
+        type=positive,
         metavar="PX",
         help="short side of a validation image before the centre crop; default: image size x "
         "256/224. The image size itself shows the whole image",
@@ -103,7 +62,7 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
     )
     group.add_argument(
         "--random-erasing",
-        type=_share,
+        type=share,
         default=0.0,
         metavar="P",
         help="probability of a grey box in a training crop",
@@ -118,7 +77,7 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         "-b",
         "--batch-size",
         "--b",
-        type=_positive,
+        type=positive,
         default=128,
         metavar="N",
         help=batch,
@@ -126,14 +85,14 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
     group.add_argument(
         "-j",
         "--workers",
-        type=_count,
+        type=count,
         default=processes.usable_cores(),
         metavar="N",
         help="data loading workers of this node, shared by its processes",
     )
     group.add_argument(
         "--max-bad-files",
-        type=_count,
+        type=count,
         default=100,
         metavar="N",
         help="stop when more image files than this cannot be read",
@@ -164,14 +123,14 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--epochs", type=_count, default=90, metavar="N", help="epochs in all")
-    group.add_argument("--start-epoch", type=_count, metavar="N", help="epochs to count as done")
+    group.add_argument("--epochs", type=count, default=90, metavar="N", help="epochs in all")
+    group.add_argument("--start-epoch", type=count, metavar="N", help="epochs to count as done")
     group.add_argument(
-        "--lr", "--learning-rate", type=_amount, default=0.1, help="learning rate after warm-up"
+        "--lr", "--learning-rate", type=amount, default=0.1, help="learning rate after warm-up"
     )
-    group.add_argument("--momentum", type=_share, default=0.9, help="of SGD")
+    group.add_argument("--momentum", type=share, default=0.9, help="of SGD")
     group.add_argument(
-        "--wd", "--weight-decay", dest="weight_decay", type=_amount, default=1e-4, help="L2 penalty"
+        "--wd", "--weight-decay", dest="weight_decay", type=amount, default=1e-4, help="L2 penalty"
     )
     group.add_argument(
         "--lr-schedule",
@@ -180,7 +139,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         help="step: x0.1 every 30 epochs and once more at 80; cosine: to 0 at the last epoch",
     )
     group.add_argument(
-        "--warmup-epochs", type=_amount, default=0.0, metavar="N", help="linear warm-up from 0"
+        "--warmup-epochs", type=amount, default=0.0, metavar="N", help="linear warm-up from 0"
     )
     group.add_argument(
         "--lr-scaling",
@@ -189,19 +148,19 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         help="scale --lr with the global batch: linear, lr x batch/256; sqrt, lr x (batch/256)^0.5",
     )
     group.add_argument(
-        "--label-smoothing", type=_share, default=0.0, metavar="E", help="0.1 is usual"
+        "--label-smoothing", type=share, default=0.0, metavar="E", help="0.1 is usual"
     )
     group.add_argument(
         "--accum-steps",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="N",
         help="batches a process adds up for one step; the global batch grows by this factor",
     )
     group.add_argument(
-        "--clip-grad", type=_amount, default=0.0, metavar="NORM", help="gradient norm limit; 0: off"
+        "--clip-grad", type=amount, default=0.0, metavar="NORM", help="gradient norm limit; 0: off"
     )
-    group.add_argument("--seed", type=_count, default=0, help="of weights, order and augmentation")
+    group.add_argument("--seed", type=count, default=0, help="of weights, order and augmentation")
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -220,7 +179,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--snapshot-minutes",
-        type=_amount,
+        type=amount,
         default=10.0,
         metavar="MIN",
         help="time between snapshots within an epoch; one is taken after each epoch as well",
@@ -228,18 +187,18 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-e", "--evaluate", action="store_true", help="evaluate on DATA/val and end")
     group.add_argument(
         "--desired-acc",
-        type=_accuracy,
+        type=accuracy,
         metavar="A",
         help="stop when this validation top-1 is reached; 0.75 and 75 mean the same",
     )
     group.add_argument(
         "--train-time",
-        type=_amount,
+        type=amount,
         metavar="HOURS",
         help="stop with a snapshot after this",
     )
     group.add_argument(
-        "-p", "--print-freq", type=_positive, default=10, metavar="N", help="steps between lines"
+        "-p", "--print-freq", type=positive, default=10, metavar="N", help="steps between lines"
     )
     group.add_argument(
         "--profile",
@@ -259,7 +218,7 @@ def _add_cloud_options(parser: argparse.ArgumentParser) -> None:
         "--spot-notice",
         nargs="?",
         const=spot.SERVICE,
-        type=_http,
+        type=http,
         metavar="URL",
         help="stop with a snapshot when EC2 reclaims a node; URL: of the metadata service, if not "
         f"{spot.SERVICE}; without URL, after DATA",
@@ -274,45 +233,6 @@ def add_amp_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "fp16", "bf16", "off"),
         default="auto",
         help="fp16 with loss scaling, bf16, or off: float32; auto: fp16 on a GPU, else off",
-    )
-
-
-def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """How the processes of a distributed run find each other."""
-    group = parser.add_argument_group(
-        "processes and nodes",
-        "Under torchrun or torch.distributed.launch the environment decides, and the first four "
-        "are not\nlooked at. Started by hand, type the same line on each node with its own --rank.",
-    )
-    group.add_argument(
-        "-n", "--world-size", type=_positive, metavar="NODES", help="number of nodes; default 1"
-    )
-    group.add_argument(
-        "-nr", "--rank", type=_count, metavar="R", help="rank of this node, 0 to NODES - 1"
-    )
-    group.add_argument(
-        "-g",
-        "--gpus",
-        type=_positive,
-        metavar="N",
-        help="processes on this node; default: one a GPU, or one without GPUs",
-    )
-    group.add_argument("--dist-url", metavar="tcp://IP:PORT", help="address of node 0")
-    group.add_argument(
-        "--dist-backend",
-        choices=("nccl", "gloo"),
-        help="nccl with GPUs, else gloo; nccl without a GPU falls back to gloo and says so",
-    )
-    group.add_argument(
-        "--dist-timeout",
-        type=_amount,
-        default=300.0,
-        metavar="SECONDS",
-        help="how long to wait for other nodes before giving up",
-    )
-    group.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
-    group.add_argument(
-        "--sync-bn", action="store_true", help="batch norm over the batches of all GPUs"
     )
 
 

@@ -1,0 +1,46 @@
+"""What values the options of the command line may have, and how its help is laid out."""
+
+import argparse
+import math
+from collections.abc import Callable
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keep the docstring's lines, and show the defaults where there are any."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def _number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            limits = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"{text} is not {limits}")
+        return value
+
+    parse.__name__ = "number" if kind is float else "whole number"
+    return parse
+
+
+def accuracy(text: str) -> float:
+    """Per cent; up to 1 it is a share, so 0.75 and 75 mean the same, and 1 is 100 %."""
+    value = float(text)
+    if not 0 < value <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is neither a share (0.75) nor per cent (75)")
+    return value * 100 if value <= 1 else value
+
+
+def http(text: str) -> str:
+    """The URL of a service."""
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text} is no http:// URL; the option goes after DATA")
+    return text
+
+
+accuracy.__name__ = "accuracy"
+count, positive = _number(int, 0), _number(int, 1)
+share, amount = _number(float, 0, 1), _number(float, 0)
