@@ -25,12 +25,7 @@ need_number MIN:MAX "$nodes" '[1-9][0-9]*:[1-9][0-9]*'
 [ "${nodes%:*}" -le "${nodes#*:}" ] || fail "MIN:MAX is $nodes, and the first is the larger one"
 restarts=${MAX_RESTARTS:-100}
 need_number MAX_RESTARTS "$restarts" '[1-9][0-9]*'
-[ -n "${MASTER_ADDR:-}" ] ||
-    fail "MASTER_ADDR is not set: on every node, export MASTER_ADDR=<IP address of the first node>" \
-        "(this node has $(hostname -I 2>/dev/null || echo '?'))"
-case ${SCRIPT:-} in
-imagenet_nd.py | imagenet_dp.py) fail "$SCRIPT trains on one node: use imagenet_ddp.py" ;;
-esac
+need_master
 use_environment
 address=$(ask_network address_towards "$MASTER_ADDR")
 [ -n "$address" ] || fail "there is no way from here to MASTER_ADDR=$MASTER_ADDR: is the link up?"
@@ -39,7 +34,8 @@ rank=_$(hostname) # node ranks change with the nodes that are there; the log has
 # the others meet here.
 is_host=false
 [ -z "$(ask_network is_here "$MASTER_ADDR")" ] || is_host=true
-# Or else training's own meeting point is torchrun's, and a node that comes back finds it in use.
+# Or else training's own meeting point is torchrun's: a node that comes back finds it in use, and a
+# restart may find the addresses of processes that have ended.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 launch "$hours" "$name" "$batch" "--nnodes=$nodes" --rdzv_backend=c10d "--rdzv_id=$name" \
     "--rdzv_endpoint=$MASTER_ADDR:${MASTER_PORT:-8888}" "--rdzv_conf=is_host=$is_host" \

@@ -18,6 +18,16 @@ need_number() {
     [[ $2 =~ ^$3$ ]] || fail "$1 is $2, which is not a number of the right kind"
 }
 
+# need_master: MASTER_ADDR must say where several nodes meet, and the script must be one for them.
+need_master() {
+    [ -n "${MASTER_ADDR:-}" ] ||
+        fail "MASTER_ADDR is not set: on every node, export MASTER_ADDR=<IP address of node 0>" \
+            "(this node has $(hostname -I 2>/dev/null || echo '?'))"
+    case ${SCRIPT:-} in
+    imagenet_nd.py | imagenet_dp.py) fail "$SCRIPT trains on one node: use imagenet_ddp.py" ;;
+    esac
+}
+
 # ask_network QUESTION IP: the answer of that function of utils/network.py; nothing if unknown.
 ask_network() {
     "$PYTHON" - "$root" "$@" <<'CODE'
@@ -54,7 +64,8 @@ log_to() {
 
 # launch HOURS NAME BATCH_SIZE LAUNCHER_OPTION ... [-- TRAINING_OPTION ...]
 #
-# Of several nodes this is number (or name) $rank. What is printed goes to node<rank>.log in the run directory.
+# Of several nodes this is number (or name) $rank. What is printed goes to node<rank>.log in the run
+# directory.
 launch() {
     local hours=$1 name=$2 batch=$3
     shift 3

@@ -23,12 +23,7 @@ shift 5
 need_number NODE_RANK "$rank" '[0-9]+'
 need_number NODES "$nodes" '[1-9][0-9]*'
 [ "$rank" -lt "$nodes" ] || fail "NODE_RANK $rank is not one of 0 to $((nodes - 1))"
-[ -n "${MASTER_ADDR:-}" ] ||
-    fail "MASTER_ADDR is not set: on every node, export MASTER_ADDR=<IP address of node 0>" \
-        "(this node has $(hostname -I 2>/dev/null || echo '?'))"
-case ${SCRIPT:-} in
-imagenet_nd.py | imagenet_dp.py) fail "$SCRIPT trains on one node: use imagenet_ddp.py" ;;
-esac
+need_master
 # Static rendezvous: with c10d a node whose own name does not resolve could not join.
 launch "$hours" "$name" "$batch" "--nnodes=$nodes" "--node_rank=$rank" \
     "--master_addr=$MASTER_ADDR" "--master_port=${MASTER_PORT:-8888}" "$@"

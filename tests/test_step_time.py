@@ -77,7 +77,7 @@ def test_parts_add_up_and_reports_are_no_part():
     timer.wait()  # 1001
     timer.begin()  # 1002
     timer.end(update=True)  # 1003
-    assert astuple(timer.stop()) == (2, 12.0, 12.0, 0.0)
+    assert astuple(timer.stop()) == (2, 12.0, 12.0, 0.0, 12.0)
 
 
 def test_an_epoch_starts_from_nothing():
@@ -163,11 +163,28 @@ def test_accumulation_without_all_reduce_has_no_communication_to_speak_of(group)
     timer.start()
     for update in (False, True):
         timer.begin()
-        timer.clock.marks += 100
         with replica.no_sync():
-            replica(torch.ones(2, 8)).sum().backward()
+            loss = replica(torch.ones(2, 8)).sum()
+            timer.clock.marks += 100
+            loss.backward()
         timer.end(update)
-    assert timer.stop().communication == 2  # two marks in a row, twice
+    assert timer.stop().communication == 4  # two pairs of marks in a row, twice
+
+
+def test_waiting_for_buffers_is_communication_and_not_a_process_own_part(group):
+    model = small()
+    timer = counting(model, distributed=True)
+    timer.clock.device = 10**6
+    timer.start()
+    timer.begin()
+    timer.clock.marks += 100  # DDP waits for rank 0, whose buffers all ranks take
+    loss = model(torch.ones(2, 8)).sum()
+    timer.clock.marks += 10
+    loss.backward()
+    timer.end(update=True)
+    total = timer.stop()
+    assert (total.communication, total.own) == (101 + 1, 11)
+    assert total.compute == 11 + 1  # and what comes after backward
 
 
 def test_weights_are_the_same_bit_for_bit_with_a_timer(group):

@@ -10,68 +10,15 @@ import json
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+
+from utils.step_time import StepTimes
 
 FOLDER = Path("/dev/shm") / f"imagenet-suite-{os.getuid()}"
-
-
-class Pace:
-    """Times a process's own part of a step: forward, and backward until its gradients are there.
-
-    In synchronous training every process shows the same images/s, that of the slowest, since all
-    wait for all gradients. What differs is how long each computes before it has to wait. The clock
-    starts when the bare model is called (DDP has shared its buffers by then) and stops when the
-    gradient of the model's first parameter, the last that backward reaches, has been computed, and
-    before any all-reduce is waited for. On a GPU both are events in its stream, which no step waits
-    for. (With --sync-bn the forward pass itself waits for the others.)
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device):
-        self.device = device
-        self.due = True  # the next step is to be timed
-        self.marks: list[Any] = []
-        self.seconds: float | None = None
-        first = next(one for one in model.parameters() if one.requires_grad)
-        self.hooks = [
-            model.register_forward_pre_hook(self._begin),
-            first.register_post_accumulate_grad_hook(self._end),
-        ]
-
-    def _mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _begin(self, model: nn.Module, inputs: Any) -> None:
-        if self.due and model.training:
-            self.marks = [self._mark()]
-
-    def _end(self, parameter: Tensor) -> None:
-        if self.due and self.marks:
-            self.marks = [self.marks[0], self._mark()]
-            self.due = False
-
-    def read(self) -> float | None:
-        """Seconds of the step that was timed last, if there is one; lets the next be timed."""
-        if len(self.marks) == 2:
-            begin, end = self.marks
-            if self.device.type != "cuda":
-                self.seconds = end - begin
-            elif end.query():
-                self.seconds = begin.elapsed_time(end) / 1000
-        self.marks, self.due = [], True
-        return self.seconds
-
-    def close(self) -> None:
-        """Leave the model as it was."""
-        for hook in self.hooks:
-            hook.remove()
 
 
 class Live:
@@ -79,9 +26,9 @@ class Live:
 
     def __init__(self, job: Any):
         self.job, world = job, job.world
-        self.pace = Pace(job.state.model, world.device)
         self.path = FOLDER / f"{socket.gethostname()}-{os.getpid()}.json"
-        self.last = (-1, 0.0, 0, 0.0)  # epoch; in it: seconds, steps, seconds waited for data
+        self.last = (-1, 0.0, 0)  # epoch; in it: seconds, steps
+        self.times = StepTimes()  # of this epoch
         self.facts = {
             "pid": os.getpid(),
             "started": Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19],
@@ -113,19 +60,22 @@ class Live:
 
     def training(self, seconds: float, steps: int) -> None:
         """A line is due, ``steps`` steps and ``seconds`` into this epoch: write what is new."""
-        state, sampler, waited = self.job.state, self.job.train.sampler, self.job.train.waited
-        before = self.last if self.last[0] == state.epoch else (state.epoch, 0.0, 0, 0.0)
-        self.last = (state.epoch, seconds, steps, waited)
-        new = steps - before[2]
+        state, sampler = self.job.state, self.job.train.sampler
+        if self.last[0] != state.epoch:
+            self.last, self.times = (state.epoch, 0.0, 0), StepTimes()
+        total = replace(self.job.watch.timer.total)
+        since, self.times = total - self.times, total
+        new, spent = steps - self.last[2], seconds - self.last[1]
+        self.last = (state.epoch, seconds, steps)
         self.show(
             "training",
             steps=sampler.steps_per_epoch,
-            images_per_s=new * sampler.global_batch / (seconds - before[1]),
-            data_seconds=(waited - before[3]) / new,
-            compute_seconds=self.pace.read(),
+            images_per_s=new * sampler.global_batch / spent,
+            # A process's own part: in synchronous training all show the images/s of the slowest.
+            **({"data_seconds": since.data / since.steps} if since.steps else {}),
+            **({"compute_seconds": since.own / since.steps} if since.steps else {}),
         )
 
     def close(self) -> None:
         """The run has ended."""
-        self.pace.close()
         self.path.unlink(missing_ok=True)
