@@ -294,6 +294,40 @@ def test_torchrun_missing_data_folder(tmp_path):
     assert_one_sentence_of_many(torchrun(tmp_path / "none"), tmp_path / "none")
 
 
+def test_torchrun_wrong_option(folder):
+    done = torchrun("--lr", "fast", folder)
+    assert done.code != 0
+    assert done.err.count("usage:") == 1, done.err
+    assert done.err.count("error: argument --lr") == 1, done.err
+
+
+def test_torchrun_tells_what_the_slowest_process_was_to_tell(folder, tmp_path):
+    """torchrun ends rank 0 when rank 1 has ended, and rank 0 alone prints what both find."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import os, time\n"
+        "from utils import processes\n"
+        "from utils.errors import UserError\n"
+        "def main():\n"
+        "    time.sleep(0 if os.environ['LOCAL_RANK'] == '1' else 4)\n"
+        "    raise UserError('the data folder is missing', alike=True)\n"
+        "processes.run_main(main)\n"
+    )
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    assert_one_sentence_of_many(python(*launcher, slow, PYTHONPATH=str(ROOT)), "folder is missing")
+
+
+def test_a_fault_that_the_first_process_does_not_find_is_told_by_the_other():
+    code = (
+        "from utils import processes\n"
+        "from utils.errors import UserError\n"
+        "processes.TELL_SECONDS = 0.1\n"
+        "def main(): raise UserError('found by one', alike=True)\n"
+        "processes.run_main(main)\n"
+    )
+    assert_one_sentence(python("-c", code, LOCAL_RANK="1", PYTHONPATH=str(ROOT)), "found by one")
+
+
 def test_torchrun_damaged_checkpoint(folder, tmp_path):
     """Rank 0 finds it."""
     (tmp_path / "damaged.pt").write_text("hello")

@@ -19,10 +19,20 @@ class UserError(Exception):
         self.alike = alike
 
 
+def is_told_by_another(error: UserError) -> bool:
+    """Whether another process of this node finds the same ``error`` and is to print it."""
+    return error.alike and os.environ.get("LOCAL_RANK", "0") != "0"
+
+
 def report(error: UserError) -> int:
     """Print ``error`` as one line on stderr and return the exit code for it."""
-    if not (error.alike and os.environ.get("LOCAL_RANK", "0") != "0"):
-        rank = os.environ.get("RANK")
-        where = f" (rank {rank})" if rank and not error.alike else ""
-        print(f"error{where}: {error}", file=sys.stderr, flush=True)
+    if not is_told_by_another(error):
+        tell(error)
     return BAD_INPUT
+
+
+def tell(error: UserError) -> None:
+    """Print ``error`` as one line on stderr."""
+    rank = os.environ.get("RANK")
+    where = f" (rank {rank})" if rank and not error.alike else ""
+    print(f"error{where}: {error}", file=sys.stderr, flush=True)

@@ -3,6 +3,20 @@
 import argparse
 import math
 from collections.abc import Callable
+from typing import NoReturn
+
+from utils.errors import UserError, is_told_by_another
+
+
+class Parser(argparse.ArgumentParser):
+    """Under torchrun, one process of a node prints the usage, not all that read the same line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with ``message``; raises `UserError` where another process prints it."""
+        error = UserError(message, alike=True)
+        if is_told_by_another(error):
+            raise error
+        super().error(message)
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

@@ -7,14 +7,12 @@ import torch
 
 from utils import augment, images, models, processes, spot, store
 from utils.errors import UserError
-from utils.option_types import Formatter, accuracy, amount, count, http, positive, share
+from utils.option_types import Formatter, Parser, accuracy, amount, count, http, positive, share
 
 
 def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser:
     """The shared options. ``batch`` is the help text of ``--batch-size`` in this mode."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=Formatter, allow_abbrev=False
-    )
+    parser = Parser(description=description, formatter_class=Formatter, allow_abbrev=False)
     _add_data_options(parser, batch)
     _add_model_options(parser)
     _add_training_options(parser)

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
-from utils.errors import UserError, report
+from utils.errors import UserError, is_told_by_another, report, tell
 
 # In the environment of all that the suite starts; scripts/cleanup.sh looks for it.
 MARKER = "IMAGENET_SUITE"
 GRACE_SECONDS = 15.0  # how long the others may take to end once one process has failed
+TELL_SECONDS = 60.0  # how long the first process of a node may take to find what others found
 _PR_SET_PDEATHSIG = 1
 
 
@@ -41,6 +42,8 @@ def run_main(main: Callable[[], int | None]) -> None:
     try:
         code = main()
     except UserError as error:
+        if is_told_by_another(error):
+            _wait_for_the_end(error)
         _leave(report(error))
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was lost", file=sys.stderr)
@@ -48,6 +51,21 @@ def run_main(main: Callable[[], int | None]) -> None:
     finally:
         _kill_children()
     sys.exit(code)
+
+
+def _wait_for_the_end(error: UserError) -> None:
+    """Let the node's first process, which tells ``error``, be the first to end.
+
+    torchrun ends all processes of a node as soon as one of them has ended: the sentence would be
+    lost whenever another process was the faster one. Nobody ends this one if the first does not
+    find the same fault after all; then it has its own say.
+    """
+    _kill_children()
+    die_with_parent()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_DFL)
+    time.sleep(TELL_SECONDS)
+    tell(error)
 
 
 def _leave(code: int) -> NoReturn:
