@@ -372,6 +372,30 @@ def test_a_loss_scale_that_falls_without_end_leaves_the_last_snapshot(folder, tm
     assert not (tmp_path / "one" / "snapshot.pt").exists()
 
 
+def test_no_snapshot_is_written_once_the_loss_is_no_number(folder, tmp_path):
+    """It is due after each step, long before the line that would show the loss."""
+    code = (
+        "from torch import nn; import imagenet_nd as script\n"
+        "from utils import processes\n"
+        "class Spoilt(nn.CrossEntropyLoss):\n"
+        "    calls = 0\n"
+        "    def forward(self, *a):\n"
+        "        Spoilt.calls += 1\n"
+        "        return super().forward(*a) * (1 if Spoilt.calls < 4 else float('nan'))\n"
+        "script.nn.CrossEntropyLoss = Spoilt\n"
+        "processes.run_main(script.main)"
+    )
+    model, env = tiny(step_seconds=0.1)
+    env["PYTHONPATH"] += f":{ROOT}"
+    often = ("-b", "5", "-j", "0", "-p", "1000", "--snapshot-minutes", "0")
+    where = ("--output-dir", tmp_path, "--name", "one", folder)
+    done = python("-c", code, *model, *often, *where, **env)
+    assert_one_sentence(done, "loss", "nan", "step 5", "last snapshot is intact")
+    snapshot = torch.load(tmp_path / "one" / "snapshot.pt", weights_only=True)
+    assert 1 <= snapshot["progress"]["step"] <= 3
+    assert all(tensor.isfinite().all() for tensor in snapshot["model"].values())
+
+
 @pytest.mark.parametrize(
     "script",
     ["imagenet_ddp.py", pytest.param("imagenet_ddp_apex.py", marks=pytest.mark.long)],

@@ -55,7 +55,11 @@ def run(job: Job, train_step: TrainStep, predict: Predict) -> int:
 
 
 def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False) -> int:
-    """Train until the last epoch, the desired accuracy, the time limit or a signal."""
+    """Train until the last epoch, the desired accuracy, the time limit or a signal.
+
+    Returns the process's exit code. Raises: `UserError` when the loss is no number any more, when
+    too many images are unreadable, and when the last snapshot could not be written.
+    """
     args, state, run = job.args, job.state, job.run
     position = state.epoch + state.step / job.train.sampler.steps_per_epoch
     run.begin(state.epoch, position, report.facts(job))
@@ -66,10 +70,32 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
     if args.spot_notice and job.world.local_rank == 0:  # any of the nodes may be reclaimed
         spot = SpotWatch(args.spot_notice, lambda: stop.ask("interrupted"), run.log)
     job.live = Live(job)
-    job.snapshots = (
-        SnapshotWriter(run.folder, run.log, run.store.upload) if job.world.is_main else None
-    )
-    reason, first = "epochs", True
+    if job.world.is_main:
+        job.snapshots = SnapshotWriter(run.folder, run.log, run.store.upload)
+
+    # After an exception the process ends at once: what follows waits for the other ranks.
+    reason = train_epochs(job, train_step, predict, stop)
+    if spot is not None:
+        spot.close()
+    stop.close()
+    job.live.close()
+    job.watch.close()
+    failure = _finish_snapshots(job)
+    fault = _why_ended_badly(job, reason)
+    if fault is not None:
+        run.close_store()
+        raise fault
+    test = test_best(job, predict) if job.loaders.test and reason != "interrupted" else {}
+    report.end(job, reason, test)
+    if failure:
+        raise UserError(f"{failure}; make room, then go on with --resume", alike=True)
+    return INTERRUPTED if reason == "interrupted" else 0
+
+
+def train_epochs(job: Job, train_step: TrainStep, predict: Predict, stop: StopRequest) -> str:
+    """Train, evaluate and save, epoch by epoch. Returns why it ended, a word of summary.json."""
+    args, state = job.args, job.state
+    first = True
     state.tick()
     while state.epoch < args.epochs:
         began = time.monotonic()
@@ -79,37 +105,18 @@ def fit(job: Job, train_step: TrainStep, predict: Predict, resumed: bool = False
         state.tick()
         if record is None or val is None:
             # Stopped. In the middle of evaluation, the snapshot stands after the last step.
-            reason = str(stop.reason)
-            if reason != "diverged":
+            if stop.reason != "diverged":
                 _save_snapshot(job)
-            break
+            return str(stop.reason)
         is_best = _close_epoch(state, {**record, **val, "Seconds": time.monotonic() - began})
-        run.epoch(state.history[-1])
+        job.run.epoch(state.history[-1])
         if first:
             report.input_path(job, record)
             first = False
         _save_snapshot(job, is_best)
         if args.desired_acc is not None and val["Top1/val"] >= args.desired_acc:
-            reason = "desired_acc"
-            break
-    if spot is not None:
-        spot.close()
-    stop.close()
-    job.live.close()
-    job.watch.close()
-    failure = _finish_snapshots(job)
-    if reason == "diverged":
-        run.close_store()
-        raise UserError(_why_diverged(job), alike=True)
-    for batches in (job.train, job.loaders.val):
-        if batches.bad.too_many:
-            run.close_store()
-            raise batches.bad.error()
-    test = test_best(job, predict) if job.loaders.test and reason != "interrupted" else {}
-    report.end(job, reason, test)
-    if failure:
-        raise UserError(f"{failure}; make room, then go on with --resume", alike=True)
-    return INTERRUPTED if reason == "interrupted" else 0
+            return "desired_acc"
+    return "epochs"
 
 
 def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str, float] | None:
@@ -150,7 +157,9 @@ def train_epoch(job: Job, train_step: TrainStep, stop: StopRequest) -> dict[str,
         if stop.snapshot_due and state.step < steps:
             state.sums = sums.total(world)  # of all ranks
             state.tick()
-            if job.snapshots is not None and not job.snapshots.busy:  # a slow disk: the next time
+            if not math.isfinite(state.sums[0]):  # no line has shown it yet
+                stop.ask("diverged")
+            elif job.snapshots is not None and not job.snapshots.busy:  # a slow disk: the next time
                 _save_snapshot(job)
         job.watch.timer.wait()
     if world.device.type == "cuda":
@@ -255,6 +264,14 @@ def _report_step(job: Job, stop: StopRequest, sums: Sums, seconds: float, steps:
         "waiting %": 100 * job.train.waited / seconds,
     }
     job.run.step(place, state.step, values)
+
+
+def _why_ended_badly(job: Job, reason: str) -> UserError | None:
+    """The error with which a training ends that ``reason`` has stopped; None if there is none."""
+    if reason == "diverged":
+        return UserError(_why_diverged(job), alike=True)
+    bad = [batches.bad for batches in (job.train, job.loaders.val) if batches.bad.too_many]
+    return bad[0].error() if bad else None
 
 
 def _why_diverged(job: Job) -> str:
