@@ -11,6 +11,7 @@ from conftest import ROOT, Result, draw_folder, python, shell, train
 from running import tiny
 from torchvision.models import get_model
 
+from utils.errors import explain
 from utils.network import free_port
 
 TINY = ("-a", "resnet18", "--image-size", "32", "-b", "5", "-j", "0", "--epochs", "2")
@@ -229,6 +230,36 @@ def test_loss_that_is_no_number_leaves_the_last_snapshot(run, folder, tmp_path):
     done = attempt("imagenet_nd.py", *options, "--resume", "auto", folder)
     assert_one_sentence(done, "loss", "nan", "--lr")
     assert {name: (mine / name).read_bytes() for name in before} == before
+
+
+def test_batch_larger_than_memory():
+    done = attempt("imagenet_nd.py", "--dummy", "-b", "1000000000")
+    assert_one_sentence(done, "memory of this machine", "bytes", "-b", "--accum-steps")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (
+            "CUDA out of memory. Tried to allocate 3.06 GiB. GPU 0 has a total capacity of 14 GiB",
+            ("memory of the GPU", "3.06 GiB", "smaller -b"),
+        ),
+        (
+            "DataLoader worker (pid 77) is killed by signal: Bus error. It is possible that "
+            "dataloader's workers are out of shared memory.",
+            ("worker 77", "/dev/shm", "-j"),
+        ),
+        ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", ("worker 7, 8 exited", "-j")),
+    ],
+)
+def test_shortages_that_torch_reports(text, parts):
+    sentence = explain(RuntimeError(text))
+    for part in parts:
+        assert part in sentence
+
+
+def test_other_faults_of_torch_keep_their_traceback():
+    assert explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied (5x4 and 3x2)")) is None
 
 
 def test_full_disk_ends_the_run_and_leaves_the_last_snapshot(run, folder, tmp_path):

@@ -1,6 +1,7 @@
 """No orphans: when a launcher or a rank dies, nothing that the run has started lives on."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -77,6 +78,30 @@ def test_a_killed_rank_ends_the_other_with_a_sentence(folder, tmp_path, victim):
         (of_rank,) = [line for line in errors if line.startswith(f"error (rank {1 - victim})")]
         assert "--resume" in of_rank
         assert "SIGKILL" in next(line for line in errors if line != of_rank)
+        assert all_gone(run)
+
+
+@pytest.mark.parametrize("way", ["nd", pytest.param("spawn", marks=pytest.mark.long)])
+def test_a_killed_loader_worker_is_named(folder, tmp_path, way):
+    """As the kernel kills one when memory runs out."""
+    with endless(way, folder, tmp_path) as run:
+        run.until(r"step +3/")
+        family = run.meet_family()
+        parents = {member.parent for member in family}
+        workers = [
+            one
+            for one in family
+            if one.pid not in parents and "resource_tracker" not in one.command
+        ]
+        victim = max(workers, key=lambda one: (one.started, one.pid))
+        os.kill(victim.pid, signal.SIGKILL)
+        result = run.result()
+        assert result.code == 2, result.err
+        assert "Traceback" not in result.err
+        (told,) = [line for line in result.err.splitlines() if "data loading worker" in line]
+        assert told.startswith("error")
+        assert re.search(rf"worker {victim.pid} (is killed by signal: Killed|exited)", told)
+        assert "-j" in told
         assert all_gone(run)
 
 

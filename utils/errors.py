@@ -1,6 +1,7 @@
 """Errors that a user can mend: one sentence, a non-zero exit code, no traceback."""
 
 import os
+import re
 import sys
 
 BAD_INPUT = 2  # exit code of argparse for wrong options; ours for everything of that kind
@@ -17,6 +18,32 @@ class UserError(Exception):
     def __init__(self, sentence: str, alike: bool = False):
         super().__init__(sentence)
         self.alike = alike
+
+
+def explain(fault: RuntimeError) -> str | None:
+    """The sentence for what torch reports of a machine's shortage; None for any other ``fault``."""
+    text = " ".join(str(fault).split())
+    worker = re.search(
+        r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (is killed by [^.]*|exited)", text
+    )
+    if worker and "Bus error" in text:
+        return (
+            f"data loading worker {worker[1]} found no room in /dev/shm: make that larger (docker "
+            "run --shm-size=8g), or use fewer workers (-j) or a smaller -b; go on with --resume"
+        )
+    if worker:
+        return (
+            f"data loading worker {worker[1]} {worker[2]}: if nobody did it by hand, memory was "
+            "short (dmesg shows it): use fewer workers (-j), and go on with --resume"
+        )
+    wanted = re.search(r"ried to allocate ([\d.]+ \w+)", text)
+    if wanted and re.search(r"out of memory|can't allocate memory", text):
+        place = "the GPU" if "CUDA" in text else "this machine"
+        return (
+            f"the memory of {place} is too small, at an attempt to allocate {wanted[1]}: use a "
+            "smaller -b, with --accum-steps where the global batch is to stay as it is"
+        )
+    return None
 
 
 def is_told_by_another(error: UserError) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
-from utils.errors import UserError, is_told_by_another, report, tell
+from utils.errors import UserError, explain, is_told_by_another, report, tell
 
 # In the environment of all that the suite starts; scripts/cleanup.sh looks for it.
 MARKER = "IMAGENET_SUITE"
@@ -45,12 +45,22 @@ def run_main(main: Callable[[], int | None]) -> None:
         if is_told_by_another(error):
             _wait_for_the_end(error)
         _leave(report(error))
+    except RuntimeError as fault:
+        _explain(fault)
+        raise
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was lost", file=sys.stderr)
         code = 130
     finally:
         _kill_children()
     sys.exit(code)
+
+
+def _explain(fault: RuntimeError) -> None:
+    """End this process with a sentence if there is one for ``fault``."""
+    sentence = explain(fault)
+    if sentence is not None:
+        _leave(report(UserError(sentence)))
 
 
 def _wait_for_the_end(error: UserError) -> None:
@@ -160,6 +170,9 @@ def _child(function: Callable[..., int], *arguments: Any) -> None:
         code = function(*arguments)
     except UserError as error:
         _leave(report(error))
+    except RuntimeError as fault:
+        _explain(fault)
+        raise
     finally:
         _kill_children()
     sys.exit(code)
