@@ -60,7 +60,7 @@ def test_a_training_typed_by_hand_gets_time_for_its_snapshot(nodes, folder, tmp_
         assert "sleep 1000" not in seen.out
         assert before <= node.processes()
 
-        done = node.run("bash scripts/cleanup.sh --grace 20")
+        done = node.run("bash scripts/cleanup.sh --grace 10")
         assert done.code == 0, done.out + done.err
         # torchrun has no code of its own for an interruption.
         assert run.result().code == (1 if "torch" in first else 75), run.result().err

@@ -118,6 +118,7 @@ def test_uneven_shares_weigh_by_their_images(folder, tmp_path):
     assert_same_weights(tmp_path / "three", tmp_path / "one", tolerance=1e-5)
 
 
+@pytest.mark.long
 def test_batch_norm_on_two_processes_stays_near_one(folder, tmp_path):
     """Batch norm sees the batch of its process: curves lie near each other, not on each other."""
     options = split("--epochs 1 -p 2 --lr 0.01") + ["--output-dir", tmp_path, folder]
