@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from argparse import Namespace
 
 import numpy as np
@@ -133,6 +134,30 @@ def test_persistent_workers_follow_the_sampler(index):
         expected = epoch_pixels(index, epoch=epoch)
         order = [i for asked in sampler for i in asked.indices]
         assert torch.equal(got, torch.stack([expected[i][0] for i in order]))
+
+
+def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named(index):
+    """What comes first is the end of its socket; what tells more is SIGCHLD. An alarm plays it."""
+
+    class Broken:
+        def __iter__(self):
+            yield from ()
+            raise EOFError
+
+    def handler(signum, frame):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    sampler = EvalSampler(IMAGES, 8, (0, 1))
+    batches = Batches(ImageBatches(index, SIZE, SEED, False), sampler, BadFiles(index, 0), PLACE, 0)
+    batches.loader = Broken()
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(RuntimeError, match="pid 7"):
+            list(batches)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_unreadable_image_is_replaced_by_the_next_readable_one(index):

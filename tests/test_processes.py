@@ -18,7 +18,7 @@ WAYS = {
 }
 
 
-def endless(way: str, folder: Path, runs: Path, step_seconds: float = 0.05) -> Running:
+def endless(way: str, folder: Path, runs: Path, step_seconds: float = 0.05, **more: str) -> Running:
     """A run with two loader workers that goes on until something ends it."""
     script, options, launcher = WAYS[way]
     model, env = tiny(step_seconds=step_seconds)
@@ -26,7 +26,7 @@ def endless(way: str, folder: Path, runs: Path, step_seconds: float = 0.05) -> R
     if way == "nd":
         lasting = lasting[:-2]
     where = ("--output-dir", runs, "--name", "run", folder)
-    return start(script, *options, *model, *lasting, *where, launcher=launcher, **env)
+    return start(script, *options, *model, *lasting, *where, launcher=launcher, **env, **more)
 
 
 def ranks(run: Running) -> list[Process]:
@@ -116,7 +116,9 @@ def test_torchrun_ends_the_others_of_a_killed_rank(folder, tmp_path):
 @pytest.mark.parametrize("step", [3, 6], ids=["training", "evaluation"])
 def test_a_terminals_interrupt_ends_two_processes_with_a_snapshot(folder, tmp_path, step):
     """It reaches the launcher, the ranks and their loader workers, old and new, all at once."""
-    with endless("spawn", folder, tmp_path) as run:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with endless("spawn", folder, tmp_path, TMPDIR=str(temporary)) as run:
         run.until(rf"Epoch 1/10000 step {step}/6")
         run.meet_family()
         run.send(signal.SIGINT, group=True)
@@ -126,6 +128,7 @@ def test_a_terminals_interrupt_ends_two_processes_with_a_snapshot(folder, tmp_pa
         assert summary(tmp_path / "run")["finished_because"] == "interrupted"
         assert (tmp_path / "run" / "snapshot.pt").is_file()
         assert all_gone(run)
+    assert not list(temporary.glob("pymp-*"))  # where the processes had their sockets
 
 
 @pytest.mark.parametrize("way", ["nd", "spawn"])

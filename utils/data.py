@@ -107,7 +107,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         before = time.perf_counter()
-        for images, targets, reading, *raw in self.loader:
+        for images, targets, reading, *raw in self._loaded():
             self.waited += time.perf_counter() - before
             self.reading.add(reading)
             if reading.faults:
@@ -115,6 +115,16 @@ class Batches:
             self._check(targets)
             yield self._upload(images, targets, *raw)
             before = time.perf_counter()
+
+    def _loaded(self) -> Iterator[Any]:
+        """The workers' batches."""
+        try:
+            yield from self.loader
+        except (EOFError, ConnectionError, FileNotFoundError):
+            # A worker has died while it handed a batch over. SIGCHLD, whose handler raises the
+            # error that names it, is about to come.
+            time.sleep(5)
+            raise
 
     def _upload(
         self, images: Tensor, targets: Tensor, raw: RawFiles | None = None

@@ -39,6 +39,9 @@ def die_with_parent(parent: int | None = None) -> None:
 def run_main(main: Callable[[], int | None]) -> None:
     """Call ``main`` and end the process with its exit code, or with a `UserError`'s sentence."""
     os.environ.setdefault(MARKER, "training")
+    # One folder for the sockets of all processes below this one: each loader worker would make its
+    # own, and, as it is killed in the end, leave it behind.
+    multiprocessing.util.get_temp_dir()
     try:
         code = main()
     except UserError as error:
