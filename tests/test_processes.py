@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import summary
+from conftest import ROOT, python, summary
 from running import TORCHRUN, Process, Running, eventually, start, tiny
+
+from utils import processes
 
 INTERRUPTED = 75
 WAYS = {
@@ -148,3 +150,54 @@ def test_a_second_interrupt_ends_at_once(folder, tmp_path, way):
         assert "Traceback" not in result.err
         assert not (tmp_path / "run" / "snapshot.pt").exists()
         assert all_gone(run)
+
+
+def leave_a_child(path: str) -> int:
+    """Fork a process that lives on, and write down its number."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    Path(path).write_text(str(child))
+    os._exit(3)
+
+
+def test_the_end_of_a_process_is_seen_though_its_child_lives_on(tmp_path):
+    """The child has inherited the pipe by which multiprocessing tells the end of its parent."""
+    file = tmp_path / "child"
+    code = processes.supervise([(leave_a_child, (str(file),))])
+    child = Process(int(file.read_text()))
+    try:
+        assert code == 3
+        assert child.lives()
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+
+
+STUCK_FORK = """
+import os, sys, time
+import torch
+from torch.utils.data import DataLoader
+from utils import workers
+
+workers.BEGIN_SECONDS = 1.0
+parent, forks = os.getpid(), []
+os.register_at_fork(before=lambda: forks.append(1))
+stuck = {number for number in range(1, 10) if number in map(int, sys.argv[1:])}
+os.register_at_fork(after_in_child=lambda: len(forks) in stuck and time.sleep(600))
+context = workers.WorkerContext()
+loader = DataLoader(range(20), batch_size=4, num_workers=2, multiprocessing_context=context)
+print(torch.cat(list(loader)).tolist() == list(range(20)), len(forks), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("stuck", "forks"), [((), 2), ((1, 3), 4)])
+def test_a_worker_whose_fork_gets_stuck_is_forked_again(stuck, forks):
+    done = python("-c", STUCK_FORK, *stuck, PYTHONPATH=str(ROOT))
+    assert done.out.split() == ["True", str(forks)], done.err
+
+
+def test_a_worker_that_never_begins_is_an_error():
+    done = python("-c", STUCK_FORK, *range(1, 6), PYTHONPATH=str(ROOT))
+    assert done.code == 1
+    assert "none of 5 forks of a data loading worker came to run" in done.err

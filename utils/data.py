@@ -19,6 +19,7 @@ from utils.gpu_decode import RawBatches, RawFiles
 from utils.index import ImageIndex, check_same_classes, class_folders, select_classes
 from utils.metrics import UNREADABLE
 from utils.samplers import EvalSampler, TrainSampler
+from utils.workers import WorkerContext
 
 MEAN = (0.485, 0.456, 0.406)  # ImageNet's, per channel, for pixels in 0..1
 STD = (0.229, 0.224, 0.225)
@@ -94,7 +95,7 @@ class Batches:
             worker_init_fn=_quiet_worker,
             # A process that was itself spawned would spawn its workers: each would import torch
             # anew, for seconds in which a Ctrl-C could still end it.
-            multiprocessing_context="fork" if workers else None,
+            multiprocessing_context=WorkerContext() if workers else None,
             persistent_workers=workers > 0,
         )
 

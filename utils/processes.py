@@ -1,6 +1,7 @@
 """Processes of one node: start them, end them together, leave none behind."""
 
 import ctypes
+import math
 import multiprocessing
 import multiprocessing.util
 import os
@@ -142,20 +143,20 @@ def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...]]]) -> int:
 
 def _wait_for(children: list[Any]) -> int:
     first_code = 0
-    deadline = None
+    deadline = math.inf
     running = list(children)
     while running:
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait([child.sentinel for child in running], timeout)
-        if not ready:
+        # A look each second, too: the sentinel of a dead process comes late where a process that
+        # it has forked lives on.
+        left = max(0.05, min(1.0, deadline - time.monotonic()))
+        wait([child.sentinel for child in running], left)
+        if time.monotonic() >= deadline:
             for child in running:
                 child.kill()
         for child in running:
-            if child.sentinel in ready:
-                child.join()
-                first_code = first_code or child.exitcode
-        running = [child for child in running if child.sentinel not in ready]
-        if first_code and deadline is None:
+            first_code = first_code or child.exitcode or 0
+        running = [child for child in running if child.exitcode is None]
+        if first_code and deadline == math.inf:
             deadline = time.monotonic() + GRACE_SECONDS
     if first_code < 0:
         name = signal.Signals(-first_code).name
