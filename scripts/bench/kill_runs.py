@@ -103,11 +103,20 @@ class Case:
         process = self.start(run)
         self.until_training(run, process)
         start = time.monotonic() - began
-        code = process.wait(LIMIT)
+        code = self.end_of(run, process)
         if not self.train_seconds:
             self.start_seconds, self.train_seconds = start, time.monotonic() - began - start
         if code:
             self.differences.append(f"{run} ended with code {code}, see {self.root}/{run}.log")
+
+    def end_of(self, run: str, process: subprocess.Popen) -> int:
+        """An attempt's exit code; one that does not end is a difference, and is killed."""
+        try:
+            return process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            self.differences.append(f"{run} hung, see {self.root}/{run}.log")
+            os.killpg(process.pid, signal.SIGKILL)
+            return process.wait()
 
     def until_training(self, run: str, process: subprocess.Popen) -> None:
         """Wait until the attempt that has just begun is about to train, or ends."""
@@ -138,7 +147,7 @@ class Case:
                         process.terminate()
                     else:
                         os.killpg(process.pid, signum)
-            code = process.wait(LIMIT)
+            code = self.end_of(run, process)
             _wait_for_group(process.pid)
             if code == 0:
                 return done
