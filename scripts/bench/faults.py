@@ -219,16 +219,16 @@ def master_killed(trial: Trial) -> list[Outcome]:
     lost = "lost touch with"
     trial.wait(lambda: any(lost in line.text for line in list(trial.lines)), "a sentence")
     noticed = time.monotonic()
-    # What is left of the launcher waits for the meeting point, for minutes: the user ends it.
-    for process in trial.nodes[1].processes():
-        os.kill(process.pid, signal.SIGKILL)
+    # torchrun waits for the meeting point, for many minutes, and is deaf to Ctrl-C.
+    cleaned = trial.nodes[1].run("bash scripts/cleanup.sh --grace 10")
+    trial.say(cleaned.out + cleaned.err)
     trial.typed[1].wait()
     trial.master = 1
     ended = time.monotonic()
     trial.type(1)
     what = (
-        f"**does not go on**: noticed after {noticed - now:.1f} s; the same line typed again, "
-        "with its own MASTER_ADDR, goes on (time from then)"
+        f"**does not go on**, noticed after {noticed - now:.1f} s; scripts/cleanup.sh there, and "
+        "the same line with its own MASTER_ADDR (time from typing it)"
     )
     found = trial.outcome("master node killed", what, 1, now, ended)
     return [found._replace(seconds=found.seconds - (ended - now))]
