@@ -219,7 +219,7 @@ def master_killed(trial: Trial) -> list[Outcome]:
     lost = "lost touch with"
     trial.wait(lambda: any(lost in line.text for line in list(trial.lines)), "a sentence")
     noticed = time.monotonic()
-    # torchrun waits for the meeting point, for many minutes, and is deaf to Ctrl-C.
+    # torchrun waits for the meeting point, for many minutes, and may be deaf to Ctrl-C.
     cleaned = trial.nodes[1].run("bash scripts/cleanup.sh --grace 10")
     trial.say(cleaned.out + cleaned.err)
     trial.typed[1].wait()

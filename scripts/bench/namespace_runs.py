@@ -69,7 +69,8 @@ def part_of(data: Path, out: Path, images: int) -> Path:
     if not (data / "train").is_dir():
         raise UserError(f"{data} has no train/: make it with scripts/prepare_data.py fashion-mnist")
     for part, count in (("train", images), ("val", images // 6)):
-        for folder in sorted((data / part).iterdir())[:CLASSES]:
+        folders = sorted(path for path in (data / part).iterdir() if path.is_dir())
+        for folder in folders[:CLASSES]:
             place = out / part / folder.name
             place.mkdir(parents=True, exist_ok=True)
             for file in sorted(folder.iterdir())[: count // CLASSES]:
