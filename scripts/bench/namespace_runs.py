@@ -47,16 +47,20 @@ def main() -> int:
     parser.add_argument("--images", type=int, default=640, metavar="N", help="(%(default)s)")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "runs", metavar="DIR")
     args = parser.parse_args()
+    # The nodes type their lines here, and event files keep them: short paths read better.
+    output = Path(os.path.relpath(args.output_dir, ROOT))
+    args.data = args.data.resolve()
+    os.chdir(ROOT)
     try:
-        data = part_of(args.data, args.output_dir / "namespace_data", args.images)
-        alone = train(1, None, data, args.output_dir)
+        data = part_of(args.data, output / "namespace_data", args.images)
+        alone = train(1, None, data, output)
         print(head())
         work = Workload(BATCH, 1.0, scaling.parameters(ARCH, CLASSES) * scaling.BYTES["fp32"])
         work = scaling.fit_compute(work, Cluster(), read_run(alone).measured)
         print(line("no link", 1, read_run(alone), work, Cluster()))
         for rate in map(int, args.rates.split(",")):
             for nodes in map(int, args.nodes.split(",")):
-                run = read_run(train(nodes, rate, data, args.output_dir))
+                run = read_run(train(nodes, rate, data, output))
                 cluster = Cluster(network_gbit=rate / 1000)
                 print(line(f"{rate} Mbit/s", nodes, run, work, cluster), flush=True)
     except UserError as error:
