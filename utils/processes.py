@@ -1,5 +1,6 @@
 """Processes of one node: start them, end them together, leave none behind."""
 
+import contextlib
 import ctypes
 import math
 import multiprocessing
@@ -41,8 +42,9 @@ def run_main(main: Callable[[], int | None]) -> None:
     """Call ``main`` and end the process with its exit code, or with a `UserError`'s sentence."""
     os.environ.setdefault(MARKER, "training")
     # One folder for the sockets of all processes below this one: each loader worker would make its
-    # own, and, as it is killed in the end, leave it behind.
-    multiprocessing.util.get_temp_dir()
+    # own, and, as it is killed in the end, leave it behind. (A full disk is told by what needs it.)
+    with contextlib.suppress(OSError):
+        multiprocessing.util.get_temp_dir()
     try:
         code = main()
     except UserError as error:
