@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -115,12 +116,19 @@ def test_torchrun_ends_the_others_of_a_killed_rank(folder, tmp_path):
         assert all_gone(run)
 
 
+@pytest.fixture
+def short_folder():
+    """A folder for temporary files whose path leaves room for names of sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("step", [3, 6], ids=["training", "evaluation"])
-def test_a_terminals_interrupt_ends_two_processes_with_a_snapshot(folder, tmp_path, step):
+def test_a_terminals_interrupt_ends_two_processes_with_a_snapshot(
+    folder, tmp_path, short_folder, step
+):
     """It reaches the launcher, the ranks and their loader workers, old and new, all at once."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    with endless("spawn", folder, tmp_path, TMPDIR=str(temporary)) as run:
+    with endless("spawn", folder, tmp_path, TMPDIR=str(short_folder)) as run:
         run.until(rf"Epoch 1/10000 step {step}/6")
         run.meet_family()
         run.send(signal.SIGINT, group=True)
@@ -130,7 +138,16 @@ def test_a_terminals_interrupt_ends_two_processes_with_a_snapshot(folder, tmp_pa
         assert summary(tmp_path / "run")["finished_because"] == "interrupted"
         assert (tmp_path / "run" / "snapshot.pt").is_file()
         assert all_gone(run)
-    assert not list(temporary.glob("pymp-*"))  # where the processes had their sockets
+    assert not list(short_folder.glob("pymp-*"))  # where the processes had their sockets
+
+
+def test_a_long_path_of_temporary_files_is_not_used(folder, tmp_path):
+    """No socket fits there: workers could hand nothing over, and training would wait for ever."""
+    long = tmp_path / ("long_" * 20)
+    long.mkdir()
+    with endless("nd", folder, tmp_path, TMPDIR=str(long)) as run:
+        run.until(r"step +3/")
+    assert not list(long.glob("pymp-*"))
 
 
 @pytest.mark.parametrize("way", ["nd", "spawn"])

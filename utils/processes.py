@@ -8,6 +8,7 @@ import multiprocessing.util
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -41,10 +42,7 @@ def die_with_parent(parent: int | None = None) -> None:
 def run_main(main: Callable[[], int | None]) -> None:
     """Call ``main`` and end the process with its exit code, or with a `UserError`'s sentence."""
     os.environ.setdefault(MARKER, "training")
-    # One folder for the sockets of all processes below this one: each loader worker would make its
-    # own, and, as it is killed in the end, leave it behind. (A full disk is told by what needs it.)
-    with contextlib.suppress(OSError):
-        multiprocessing.util.get_temp_dir()
+    _make_folder_for_sockets()
     try:
         code = main()
     except UserError as error:
@@ -60,6 +58,19 @@ def run_main(main: Callable[[], int | None]) -> None:
     finally:
         _kill_children()
     sys.exit(code)
+
+
+def _make_folder_for_sockets() -> None:
+    """Make one for all processes below this one, by which loader workers hand batches over.
+
+    Each worker would make its own, and, as it is killed in the end, leave it behind. The path of a
+    socket has 107 bytes at most (unix(7)); workers fail, and training waits, where TMPDIR is too
+    long for that.
+    """
+    with contextlib.suppress(OSError):  # a full disk is told by what needs it
+        if len(os.fsencode(tempfile.gettempdir())) > 107 - len("/pymp-01234567/listener-01234567"):
+            tempfile.tempdir = "/tmp"
+        multiprocessing.util.get_temp_dir()
 
 
 def _explain(fault: RuntimeError) -> None:
@@ -155,9 +166,10 @@ def _wait_for(children: list[Any]) -> int:
         if time.monotonic() >= deadline:
             for child in running:
                 child.kill()
-        for child in running:
-            first_code = first_code or child.exitcode or 0
-        running = [child for child in running if child.exitcode is None]
+        ended = [child for child in running if child.exitcode is not None]
+        for child in ended:
+            first_code = first_code or child.exitcode
+        running = [child for child in running if child not in ended]
         if first_code and deadline == math.inf:
             deadline = time.monotonic() + GRACE_SECONDS
     if first_code < 0:
