@@ -1,6 +1,7 @@
 """Command lines as people type them; image size, epochs and model made small at their end."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -19,8 +20,11 @@ def ends_well(*lines: str, **env: str) -> list[Result]:
     results = shell(*lines, **env)
     for result in results:
         assert result.code == 0, result.out + result.err
-        assert "Traceback" not in result.err, result.err
-        assert "error" not in result.err, result.err
+        # When all is done, the torchrun with the store may be gone before the other one has its
+        # answer; torch logs that with a traceback, and counts the run as a success.
+        said = re.sub(r"(?m)^E\d{4} .*agent/server/api\.py.*\n", "", result.err)
+        assert "Traceback" not in said, result.err
+        assert "error" not in said, result.err
     return results
 
 
