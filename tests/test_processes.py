@@ -211,7 +211,9 @@ print(torch.cat(list(loader)).tolist() == list(range(20)), len(forks), flush=Tru
 @pytest.mark.parametrize(("stuck", "forks"), [((), 2), ((1, 3), 4)])
 def test_a_worker_whose_fork_gets_stuck_is_forked_again(stuck, forks):
     done = python("-c", STUCK_FORK, *stuck, PYTHONPATH=str(ROOT))
-    assert done.out.split() == ["True", str(forks)], done.err
+    complete, found = done.out.split()
+    assert complete == "True", done.err
+    assert int(found) >= forks  # a busy machine may take a slow fork for a stuck one
 
 
 def test_a_worker_that_never_begins_is_an_error():
