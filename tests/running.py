@@ -101,7 +101,7 @@ class Process:
 
     def __init__(self, pid: int):
         self.pid = pid
-        _, self.parent, self.started = _stat(pid)
+        _, self.parent, self.group, self.started = _stat(pid)
         self.command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
     def __eq__(self, other: object) -> bool:
@@ -119,28 +119,34 @@ class Process:
     def lives(self) -> bool:
         """Whether it still runs; a dead one that nobody has asked for yet does not."""
         try:
-            state, _, started = _stat(self.pid)
+            state, *_, started = _stat(self.pid)
         except OSError:
             return False
         return started == self.started and state not in "ZX"
 
 
-def _stat(pid: int) -> tuple[str, int, int]:
-    """State, parent and start time of a process. Raises OSError when it is gone."""
+def _stat(pid: int) -> tuple[str, int, int, int]:
+    """State, parent, group and start time of a process. Raises OSError when it is gone."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[1]), int(fields[19])
+    return fields[0], int(fields[1]), int(fields[2]), int(fields[19])
+
+
+def everyone() -> list[Process]:
+    """All processes of the machine, dead ones whom nobody has asked for their code among them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                found.append(Process(int(entry.name)))
+    return found
 
 
 def descendants(pid: int) -> set[Process]:
     """All living processes below ``pid``."""
-    everyone = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                everyone.append(Process(int(entry.name)))
+    others = everyone()
     family, parents = set(), {pid}
     while parents:
-        children = {one for one in everyone if one.parent in parents} - family
+        children = {one for one in others if one.parent in parents} - family
         family |= children
         parents = {child.pid for child in children}
     return {one for one in family if one.lives()}

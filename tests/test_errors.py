@@ -253,7 +253,7 @@ def test_batch_larger_than_memory():
     ],
 )
 def test_shortages_that_torch_reports(text, parts):
-    sentence = explain(RuntimeError(text))
+    sentence = str(explain(RuntimeError(text)))
     for part in parts:
         assert part in sentence
 

@@ -8,7 +8,8 @@ from conftest import ROOT, python
 from nodes import need
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from bench import faults, kill_runs
+from bench import faults
+from bench.kill_checks import Checks
 
 pytestmark = pytest.mark.long
 
@@ -35,11 +36,12 @@ def test_killed_runs_end_like_undisturbed_ones():
 
 def test_kill_runs_sees_what_differs(tmp_path):
     """A batch left out, one seen twice without a snapshot, and one of other images."""
-    case = kill_runs.Case("nd", tmp_path, tmp_path, 1.0)
-    order = [str(step) for step in range(4 * kill_runs.EPOCHS)]
+    checks = Checks(tmp_path, ranks=1, epochs=4)
+    order = [str(step) for step in range(16)]
     for run, attempts, log in [
         ("whole", [order], ""),
         ("good", [order[:6], order[4:]], "resumed from a: epoch 2, step 0"),
+        ("epoch", [order[:4], order[4:]], "resumed from a: epoch 1, step 4"),
         ("gap", [order[:6], order[8:]], "resumed from a: epoch 3, step 0"),
         ("again", [order[:6], order[5:]], "resumed from a: epoch 2, step 0"),
         ("other", [order[:5], ["7", *order[5:]]], ""),
@@ -49,6 +51,6 @@ def test_kill_runs_sees_what_differs(tmp_path):
         (tmp_path / f"{run}.log").write_text(log)
         for number, seen in enumerate(attempts):
             (tmp_path / f"{run}_seen" / f"0_{number}").write_text("\n".join(seen) + "\n")
-        before = len(case.differences)
-        case.compare_images(run, "whole")
-        assert (len(case.differences) > before) == (run not in ("whole", "good")), run
+        before = len(checks.differences)
+        checks.compare_images(run, "whole")
+        assert (len(checks.differences) > before) == (run not in ("whole", "good", "epoch")), run

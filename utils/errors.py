@@ -20,26 +20,26 @@ class UserError(Exception):
         self.alike = alike
 
 
-def explain(fault: RuntimeError) -> str | None:
-    """The sentence for what torch reports of a machine's shortage; None for any other ``fault``."""
+def explain(fault: RuntimeError) -> UserError | None:
+    """The error for what torch reports of a machine's shortage; None for any other ``fault``."""
     text = " ".join(str(fault).split())
     worker = re.search(
         r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (is killed by [^.]*|exited)", text
     )
     if worker and "Bus error" in text:
-        return (
+        return UserError(
             f"data loading worker {worker[1]} found no room in /dev/shm: make that larger (docker "
             "run --shm-size=8g), or use fewer workers (-j) or a smaller -b; go on with --resume"
         )
     if worker:
-        return (
+        return UserError(
             f"data loading worker {worker[1]} {worker[2]}: if nobody did it by hand, memory was "
             "short (dmesg shows it): use fewer workers (-j), and go on with --resume"
         )
     wanted = re.search(r"ried to allocate ([\d.]+ \w+)", text)
     if wanted and re.search(r"out of memory|can't allocate memory", text):
         place = "the GPU" if "CUDA" in text else "this machine"
-        return (
+        return UserError(
             f"the memory of {place} is too small, at an attempt to allocate {wanted[1]}: use a "
             "smaller -b, with --accum-steps where the global batch is to stay as it is"
         )

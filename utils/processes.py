@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
@@ -43,20 +43,12 @@ def run_main(main: Callable[[], int | None]) -> None:
     """Call ``main`` and end the process with its exit code, or with a `UserError`'s sentence."""
     os.environ.setdefault(MARKER, "training")
     _make_folder_for_sockets()
-    try:
-        code = main()
-    except UserError as error:
-        if is_told_by_another(error):
-            _wait_for_the_end(error)
-        _leave(report(error))
-    except RuntimeError as fault:
-        _explain(fault)
-        raise
-    except KeyboardInterrupt:
-        print("interrupted before training began; nothing was lost", file=sys.stderr)
-        code = 130
-    finally:
-        _kill_children()
+    with _faults_told(by_torchrun=True):
+        try:
+            code = main()
+        except KeyboardInterrupt:
+            print("interrupted before training began; nothing was lost", file=sys.stderr)
+            code = 130
     sys.exit(code)
 
 
@@ -73,11 +65,23 @@ def _make_folder_for_sockets() -> None:
         multiprocessing.util.get_temp_dir()
 
 
-def _explain(fault: RuntimeError) -> None:
-    """End this process with a sentence if there is one for ``fault``."""
-    sentence = explain(fault)
-    if sentence is not None:
-        _leave(report(UserError(sentence)))
+@contextlib.contextmanager
+def _faults_told(by_torchrun: bool) -> Iterator[None]:
+    """End this process with one sentence at a fault that has one; leave no child behind.
+
+    Unlike `supervise`, torchrun does not wait for the process that tells a fault.
+    """
+    try:
+        yield
+    except (UserError, RuntimeError) as fault:
+        error = explain(fault) if isinstance(fault, RuntimeError) else fault
+        if error is None:
+            raise
+        if by_torchrun and is_told_by_another(error):
+            _wait_for_the_end(error)
+        _leave(report(error))
+    finally:
+        _kill_children()
 
 
 def _wait_for_the_end(error: UserError) -> None:
@@ -184,13 +188,6 @@ def _child(function: Callable[..., int], *arguments: Any) -> None:
     # training has put its own handlers in place.
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with _faults_told(by_torchrun=False):
         code = function(*arguments)
-    except UserError as error:
-        _leave(report(error))
-    except RuntimeError as fault:
-        _explain(fault)
-        raise
-    finally:
-        _kill_children()
     sys.exit(code)

@@ -147,9 +147,11 @@ class _Copies:
     def _copy(self, tensor: Tensor, place: str) -> Tensor:
         # Fresh memory would have to be mapped page by page, which takes longer than the copy.
         old = self.buffers.get(place)
-        if old is None or old.shape != tensor.shape or old.stride() != tensor.stride():
-            old = None
-        if old is None or old.dtype != tensor.dtype:
+        if old is None or _layout(old) != _layout(tensor):
             old = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self.buffers[place] = old
         return old.copy_(tensor, non_blocking=True)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype

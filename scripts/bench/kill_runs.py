@@ -29,7 +29,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+
+from bench.kill_checks import Checks  # noqa: E402
 
 from utils.errors import UserError, report  # noqa: E402
 
@@ -43,11 +45,6 @@ TRAINING = re.compile(r"^\d+ images in \d+ classes", re.MULTILINE)  # the line b
 IN_TRAINING = 0.8  # share of the signals that wait for that line
 RECIPE = f"-a tiny_full --image-size 32 -j 1 -p 1 --epochs {EPOCHS} --lr 0.05 --crop-scale 0.5"
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-RESUMED = re.compile(r"^resumed from .*: epoch (\d+), step (\d+)", re.MULTILINE)
-# Never the same twice: what is measured of an epoch, which may be missing as well, and of a step.
-# After a resume rank 0's running mean begins with the sums of all ranks.
-OF_EPOCHS = ("Throughput/", "Time/", "IO/", "CPU/", "GPU/")
-OF_STEPS = ("Step/throughput", "Step/data_s", "Step/compute_s", "Step/communication_s")
 LIMIT = 120  # seconds that an attempt may take
 
 
@@ -63,16 +60,15 @@ class Case:
     train_seconds: float = 0.0  # and from then on
     signals: Counter = field(default_factory=Counter)
     runs: int = 0
-    steps_repeated: int = 0
     trainings_before: int = 0  # how often the run had begun to train before this attempt
-    differences: list[str] = field(default_factory=list)
 
-    @property
-    def ranks(self) -> int:
-        return 1 if self.name == "nd" else 2
+    def __post_init__(self) -> None:
+        self.checks = Checks(self.root, 1 if self.name == "nd" else 2, EPOCHS)
+        self.differences = self.checks.differences
 
     def start(self, run: str) -> subprocess.Popen:
         """Start or continue a run, in a process group of its own; output goes to its log."""
+        from conftest import environment
         from running import STAND_IN
 
         folder = self.root / f"{run}_seen"
@@ -85,17 +81,12 @@ class Case:
             return subprocess.Popen(
                 [sys.executable, *map(str, options), str(self.data)],
                 cwd=ROOT,
-                env=self._environment() | env,
+                env=environment(**env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-
-    def _environment(self) -> dict[str, str]:
-        from conftest import environment
-
-        return environment()
 
     def finish(self, run: str) -> None:
         """Train to the end without a disturbance."""
@@ -162,93 +153,16 @@ class Case:
         self.finish(run)
         return kills
 
-    def attempts(self, run: str, rank: int) -> list[list[str]]:
-        """What each attempt of a run has seen in one rank, a text a step."""
-        files = (self.root / f"{run}_seen").glob(f"{rank}_*")
-        files = sorted(files, key=lambda file: int(file.name.split("_")[1]))
-        return [file.read_text().splitlines() for file in files]
-
-    def compare(self, run: str, whole: str) -> None:
-        """Note all that makes a run another one than the undisturbed one."""
-        from running import assert_same_weights
-
-        self.runs += 1
-        try:
-            assert_same_weights(self.root / run, self.root / whole)
-        except (AssertionError, OSError) as fault:
-            self.differences.append(f"{run}: weights or momentum of {fault} differ")
-        self.compare_images(run, whole)
-        self.compare_curves(run, whole)
-
-    def compare_images(self, run: str, whole: str) -> None:
-        """Each attempt has to begin where its snapshot stands, and to go on step by step."""
-        resumed = RESUMED.findall((self.root / f"{run}.log").read_text())
-        for rank in range(self.ranks):
-            (order,) = self.attempts(whole, rank)
-            per_epoch = len(order) // EPOCHS
-            # After the last step of an epoch that is not evaluated yet, the next one stands first.
-            stands = {0} | {(int(epoch) - 1) * per_epoch + int(step) for epoch, step in resumed}
-            reached, place = 0, {sums: number for number, sums in enumerate(order)}
-            for number, seen in enumerate(self.attempts(run, rank)):
-                first = place.get(seen[0], -1)
-                if first < 0 or seen != order[first : first + len(seen)]:
-                    self.differences.append(f"{run}: attempt {number} saw other images or order")
-                elif first not in stands or first > reached:
-                    self.differences.append(f"{run}: attempt {number} began at another step")
-                self.steps_repeated += max(0, reached - first) if rank == 0 else 0
-                reached = first + len(seen)
-            if reached != len(order):
-                self.differences.append(f"{run}: rank {rank} saw {reached} of {len(order)} steps")
-
-    def check_epochs(self, whole: str) -> None:
-        """The undisturbed run has to see each image of an epoch once."""
-        ranks = [self.attempts(whole, rank)[0] for rank in range(self.ranks)]
-        per_epoch = len(ranks[0]) // EPOCHS
-        for epoch in range(EPOCHS):
-            steps = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
-            sums = [one for seen in ranks for line in seen[steps] for one in line.split()]
-            if len(sums) != IMAGES or len(set(sums)) != IMAGES:
-                self.differences.append(
-                    f"{whole}: epoch {epoch + 1} has {len(sums)} images, {len(set(sums))} different"
-                )
-
-    def compare_curves(self, run: str, whole: str) -> None:
-        """The same points, each once and in order; and equal values but for what is measured."""
-        from conftest import scalars
-
-        ours, theirs = scalars(self.root / run), scalars(self.root / whole)
-        for tag in sorted(ours.keys() | theirs.keys()):
-            x = [x for x, _ in ours.get(tag, [])]
-            if x != sorted(set(x)):
-                self.differences.append(f"{run}: {tag} has doubled or backward steps")
-            if tag.startswith(OF_EPOCHS):
-                continue
-            if x != [x for x, _ in theirs.get(tag, [])]:
-                self.differences.append(f"{run}: {tag} has a gap or other points")
-            elif tag in OF_STEPS or (tag == "Step/loss" and self.ranks > 1):
-                continue
-            elif ours[tag] != theirs[tag]:
-                self.differences.append(f"{run}: {tag} has other values")
-
 
 def _wait_for_group(group: int) -> None:
     """Until all processes of a group are gone; they may not outlive the first one for long."""
-    from running import eventually
+    from running import eventually, everyone
 
-    if not eventually(lambda: not _living(group)):
-        raise UserError(f"processes {_living(group)} have outlived the run that started them")
+    def living() -> list[int]:
+        return [one.pid for one in everyone() if one.group == group and one.lives()]
 
-
-def _living(group: int) -> list[int]:
-    """The processes of a group; the dead whom nobody has asked for their code do not count."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[2]) == group and fields[0] not in "ZX":
-                    found.append(int(entry.name))
-    return found
+    if not eventually(lambda: not living()):
+        raise UserError(f"processes {living()} have outlived the run that started them")
 
 
 def try_case(case: Case, kills: int, seed: str) -> Case:
@@ -258,7 +172,8 @@ def try_case(case: Case, kills: int, seed: str) -> Case:
     while kills > 0 and not case.differences:
         run = f"{case.name}_{number}"
         kills -= case.disturb(run, source, kills)
-        case.compare(run, f"{case.name}_whole")
+        case.checks.compare(run, f"{case.name}_whole")
+        case.runs += 1
         number += 1
     return case
 
@@ -301,7 +216,7 @@ def prepare(args: argparse.Namespace, root: Path, temporary: Path) -> list[Case]
         whole = f"{case.name}_whole"
         case.finish(whole)
         if not case.differences:
-            case.check_epochs(whole)
+            case.checks.check_epochs(whole, IMAGES)
     return cases
 
 
@@ -321,7 +236,7 @@ def summarize(cases: list[Case]) -> int:
     for case in cases:
         signals = [case.signals[name] for name in ("SIGKILL", "SIGTERM", "SIGINT")]
         cells = [" ".join(SCRIPTS[case.name][:-2]), sum(signals), *signals, case.runs]
-        cells += [case.steps_repeated, len(case.differences)]
+        cells += [case.checks.steps_repeated, len(case.differences)]
         print("".join(f"| {cell} " for cell in cells) + "|")
     found = [text for case in cases for text in case.differences]
     for text in found:

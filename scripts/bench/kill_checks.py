@@ -1,0 +1,93 @@
+"""What makes a run that was killed and continued another one than the undisturbed run."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RESUMED = re.compile(r"^resumed from .*: epoch (\d+), step (\d+)", re.MULTILINE)
+# Never the same twice: what is measured of an epoch, which may be missing as well, and of a step.
+# After a resume rank 0's running mean begins with the sums of all ranks.
+OF_EPOCHS = ("Throughput/", "Time/", "IO/", "CPU/", "GPU/")
+OF_STEPS = ("Step/throughput", "Step/data_s", "Step/compute_s", "Step/communication_s")
+
+
+@dataclass
+class Checks:
+    """Compares runs in the folder ``root``, of so many ranks and epochs, and keeps what differs.
+
+    A run NAME has its directory NAME, its output in NAME.log, and what each attempt has seen in
+    each rank in NAME_seen/RANK_TIME, a line a step.
+    """
+
+    root: Path
+    ranks: int
+    epochs: int
+    differences: list[str] = field(default_factory=list)
+    steps_repeated: int = 0
+
+    def attempts(self, run: str, rank: int) -> list[list[str]]:
+        """What each attempt of a run has seen in one rank, a text a step."""
+        files = (self.root / f"{run}_seen").glob(f"{rank}_*")
+        files = sorted(files, key=lambda file: int(file.name.split("_")[1]))
+        return [file.read_text().splitlines() for file in files]
+
+    def compare(self, run: str, whole: str) -> None:
+        """Note all that makes a run another one than the undisturbed one."""
+        from running import assert_same_weights
+
+        try:
+            assert_same_weights(self.root / run, self.root / whole)
+        except (AssertionError, OSError) as fault:
+            self.differences.append(f"{run}: weights or momentum of {fault} differ")
+        self.compare_images(run, whole)
+        self.compare_curves(run, whole)
+
+    def compare_images(self, run: str, whole: str) -> None:
+        """Each attempt has to begin where its snapshot stands, and to go on step by step."""
+        resumed = RESUMED.findall((self.root / f"{run}.log").read_text())
+        for rank in range(self.ranks):
+            (order,) = self.attempts(whole, rank)
+            per_epoch = len(order) // self.epochs
+            # After the last step of an epoch that is not evaluated yet, the next one stands first.
+            stands = {0} | {(int(epoch) - 1) * per_epoch + int(step) for epoch, step in resumed}
+            reached, place = 0, {sums: number for number, sums in enumerate(order)}
+            for number, seen in enumerate(self.attempts(run, rank)):
+                first = place.get(seen[0], -1)
+                if first < 0 or seen != order[first : first + len(seen)]:
+                    self.differences.append(f"{run}: attempt {number} saw other images or order")
+                elif first not in stands or first > reached:
+                    self.differences.append(f"{run}: attempt {number} began at another step")
+                self.steps_repeated += max(0, reached - first) if rank == 0 else 0
+                reached = first + len(seen)
+            if reached != len(order):
+                self.differences.append(f"{run}: rank {rank} saw {reached} of {len(order)} steps")
+
+    def check_epochs(self, whole: str, images: int) -> None:
+        """The undisturbed run has to see each of its ``images`` once an epoch."""
+        ranks = [self.attempts(whole, rank)[0] for rank in range(self.ranks)]
+        per_epoch = len(ranks[0]) // self.epochs
+        for epoch in range(self.epochs):
+            steps = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
+            sums = [one for seen in ranks for line in seen[steps] for one in line.split()]
+            if not len(sums) == len(set(sums)) == images:
+                self.differences.append(
+                    f"{whole}: epoch {epoch + 1} has {len(sums)} images, {len(set(sums))} different"
+                )
+
+    def compare_curves(self, run: str, whole: str) -> None:
+        """The same points, each once and in order; and equal values but for what is measured."""
+        from conftest import scalars
+
+        ours, theirs = scalars(self.root / run), scalars(self.root / whole)
+        for tag in sorted(ours.keys() | theirs.keys()):
+            x = [x for x, _ in ours.get(tag, [])]
+            if x != sorted(set(x)):
+                self.differences.append(f"{run}: {tag} has doubled or backward steps")
+            if tag.startswith(OF_EPOCHS):
+                continue
+            if x != [x for x, _ in theirs.get(tag, [])]:
+                self.differences.append(f"{run}: {tag} has a gap or other points")
+            elif tag in OF_STEPS or (tag == "Step/loss" and self.ranks > 1):
+                continue
+            elif ours[tag] != theirs[tag]:
+                self.differences.append(f"{run}: {tag} has other values")
