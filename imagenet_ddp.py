@@ -23,9 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils import data, launch, models, optim, options, processes, tracking, training
-from utils.checkpoint import TrainState
-from utils.distributed import World
+from utils import models, optim, options
+from utils.data.loaders import build_loaders
+from utils.processes import launch, supervise
+from utils.processes.distributed import World
+from utils.run import tracking
+from utils.run.checkpoint import TrainState
+from utils.training import loop
 
 
 def main() -> int:
@@ -40,10 +44,10 @@ def train(args: Namespace, world: World) -> int:
     device = world.device
     torch.manual_seed(args.seed)
 
-    amp = training.amp_dtype(args.amp, device)
+    amp = loop.amp_dtype(args.amp, device)
 
     # ---- data: batches of this process, in the order that seed and epoch fix
-    loaders = data.build_loaders(args, world, dtype=amp or torch.float32)
+    loaders = build_loaders(args, world, dtype=amp or torch.float32)
 
     # ---- model
     model = models.create(args.arch, len(loaders.classes), args.image_size, args.pretrained)
@@ -63,7 +67,7 @@ def train(args: Namespace, world: World) -> int:
     def train_step(
         images: Tensor, targets: Tensor, weight: float, update: bool
     ) -> tuple[Tensor, Tensor]:
-        """One micro-batch; see `utils.job.TrainStep` for what the arguments mean."""
+        """One micro-batch; see `utils.training.session.TrainStep` for what the arguments mean."""
         # Only the last micro-batch of a step pays for the all-reduce.
         with nullcontext() if update else replica.no_sync():
             with torch.autocast(device.type, amp, enabled=amp is not None):
@@ -87,9 +91,9 @@ def train(args: Namespace, world: World) -> int:
     # ---- resume, train, evaluate
     run = tracking.Run(args, world, mode="ddp")
     state = TrainState(model, optimizer, scaler)
-    job = training.Job(args, world, run, loaders, state)
-    return training.run(job, train_step, predict)
+    job = loop.Job(args, world, run, loaders, state)
+    return loop.run(job, train_step, predict)
 
 
 if __name__ == "__main__":
-    processes.run_main(main)
+    supervise.run_main(main)

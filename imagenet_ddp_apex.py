@@ -10,7 +10,7 @@ Started by torch.distributed.launch or torchrun, on every node with its own --no
 
 or by hand like imagenet_ddp.py. O2 keeps float16 weights and float32 masters of them, scales the
 loss, and skips a step whose gradients overflow. Apex had amp until its tag 25.04: where that is
-installed it is used, and utils/o2.py computes the same in plain PyTorch everywhere else.
+installed it is used, and utils/amp/plain.py computes the same in plain PyTorch everywhere else.
 """
 
 from argparse import Namespace
@@ -19,17 +19,22 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from utils import apex_amp, data, launch, models, optim, options, processes, tracking, training
-from utils.checkpoint import TrainState
-from utils.distributed import World
+from utils import models, optim, options
+from utils.amp import choice
+from utils.data.loaders import build_loaders
+from utils.processes import launch, supervise
+from utils.processes.distributed import World
+from utils.run import tracking
+from utils.run.checkpoint import TrainState
+from utils.training import loop
 
 
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images a step and process (per GPU)")
-    apex_amp.add_options(parser)
+    choice.add_options(parser)
     launch.add_options(parser)
     args = options.parse(parser)
-    apex_amp.check(args)  # what does not go together is told before processes start
+    choice.check(args)  # what does not go together is told before processes start
     return launch.run(train, args)
 
 
@@ -37,10 +42,10 @@ def train(args: Namespace, world: World) -> int:
     device = world.device
     torch.manual_seed(args.seed)
 
-    amp = apex_amp.create(args, world)  # that of NVIDIA Apex, or the same in plain PyTorch
+    amp = choice.create(args, world)  # that of NVIDIA Apex, or the same in plain PyTorch
 
     # ---- data: batches of this process, in the order that seed and epoch fix
-    loaders = data.build_loaders(args, world, dtype=amp.level.input_dtype)
+    loaders = build_loaders(args, world, dtype=amp.level.input_dtype)
 
     # ---- model
     model = models.create(args.arch, len(loaders.classes), args.image_size, args.pretrained)
@@ -60,7 +65,7 @@ def train(args: Namespace, world: World) -> int:
     def train_step(
         images: Tensor, targets: Tensor, weight: float, update: bool
     ) -> tuple[Tensor, Tensor]:
-        """One micro-batch; see `utils.job.TrainStep` for what the arguments mean."""
+        """One micro-batch; see `utils.training.session.TrainStep` for what the arguments mean."""
         # Only the last micro-batch of a step pays for the all-reduce.
         with nullcontext() if update else amp.accumulate(replica):
             logits = replica(images)
@@ -81,9 +86,9 @@ def train(args: Namespace, world: World) -> int:
     # ---- resume, train, evaluate
     run = tracking.Run(args, world, mode="apex")
     state = TrainState(model, optimizer, amp.scaler, weights=amp.weights)
-    job = training.Job(args, world, run, loaders, state)
-    return training.run(job, train_step, predict)
+    job = loop.Job(args, world, run, loaders, state)
+    return loop.run(job, train_step, predict)
 
 
 if __name__ == "__main__":
-    processes.run_main(main)
+    supervise.run_main(main)

@@ -35,9 +35,10 @@ sys.path.insert(0, str(ROOT))
 
 from bench import photographs, pipelines  # noqa: E402
 
-from utils import index_cache, processes  # noqa: E402
+from utils.data import listing  # noqa: E402
+from utils.data.index import ImageIndex, class_folders  # noqa: E402
 from utils.errors import UserError  # noqa: E402
-from utils.index import ImageIndex, class_folders  # noqa: E402
+from utils.processes import supervise  # noqa: E402
 from utils.samplers import Batch, epoch_order  # noqa: E402
 
 BATCH = 64
@@ -136,7 +137,7 @@ def machine() -> dict[str, Any]:
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor(),
-        "cores": processes.usable_cores(),
+        "cores": supervise.usable_cores(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
@@ -263,14 +264,14 @@ def fill_with_names(root: Path) -> None:
         (root / name).mkdir()
         os.utime(root / name, (1e9, 1e9))  # long ago, or the cache would not be believed
         paths = [b"%s/%s_%d.JPEG" % (name.encode(), name.encode(), i) for i in share]
-        listings[name] = index_cache.Listing(
+        listings[name] = listing.Listing(
             b"".join(paths),
             np.array([len(path) for path in paths]),
             np.full(len(paths), 110_000),
             {name: os.stat(root / name).st_mtime_ns},
         )
-    index_cache.write(root, listings)
+    listing.write(root, listings)
 
 
 if __name__ == "__main__":
-    processes.run_main(main)
+    supervise.run_main(main)

@@ -6,4 +6,4 @@
 # Training processes, loader workers, launchers and orphans get SIGTERM and time for a snapshot,
 # then SIGKILL. No other program is touched, Python or not. --dry-run only lists them.
 set -euo pipefail
-exec "${PYTHON:-python3}" "$(dirname "$0")/cluster/cleanup.py" "$@"
+exec "${PYTHON:-python3}" "$(dirname "$0")/ssh/cleanup.py" "$@"

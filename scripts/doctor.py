@@ -24,9 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from cluster import facts, findings, judge_network, judge_nodes, judge_speed, links, meeting  # noqa: E402
-from cluster.findings import FAULT, Checkup, Finding  # noqa: E402
-from cluster.meeting import Host, Message, NoMeeting  # noqa: E402
+from checkup import facts, findings, judge_network, judge_nodes, judge_speed, links, meeting  # noqa: E402
+from checkup.findings import FAULT, Checkup, Finding  # noqa: E402
+from checkup.meeting import Host, Message, NoMeeting  # noqa: E402
 
 from utils.errors import UserError, report  # noqa: E402
 
@@ -153,7 +153,7 @@ class Node:
         order = {"arch": args.arch, "image_size": args.image_size, "ring": request["ring"]}
         if request["data"]:
             order["data"] = args.data
-        line = [sys.executable, str(ROOT / "scripts/cluster/torch_part.py"), json.dumps(order)]
+        line = [sys.executable, str(ROOT / "scripts/checkup/torch_part.py"), json.dumps(order)]
         error = None
         try:
             done = subprocess.run(

@@ -8,7 +8,7 @@
 
 With --from, the run on the fewest processes tells how fast one of them computes; further runs stand
 in the table beside the forecast, with its error. --fit-network lets the second of them also tell
-what the network really gives. The model is that of utils/scaling.py.
+what the network really gives. The model is that of scripts/forecast/scaling.py.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.measured_runs import MeasuredRun, read_run  # noqa: E402
+from forecast import scaling  # noqa: E402
+from forecast.measured import MeasuredRun, read_run  # noqa: E402
+from forecast.scaling import Cluster, Forecast, Measured, Workload  # noqa: E402
 
-from utils import scaling  # noqa: E402
 from utils.errors import UserError, report  # noqa: E402
-from utils.scaling import Cluster, Forecast, Measured, Workload  # noqa: E402
 
 COLOURS = {"compute": "#2563a0", "slowest GPU": "#f8d060", "communication": "#8e1f24"}
 

@@ -34,7 +34,7 @@ ask_network() {
 import sys
 
 sys.path.insert(0, sys.argv[1])
-from utils import network
+from utils.processes import network
 
 print(getattr(network, sys.argv[2])(sys.argv[3]) or "")
 CODE

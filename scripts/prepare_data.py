@@ -31,7 +31,7 @@ from prepare.files import PrepareError, png_bytes, reading
 from prepare.folder import SPLITS, Item, Plan, prepare
 from prepare.shrink import shrink_folder
 
-from utils.processes import usable_cores
+from utils.processes.supervise import usable_cores
 
 FASHION_CLASSES = (
     *("0_tshirt_top", "1_trouser", "2_pullover", "3_dress", "4_coat"),

@@ -8,4 +8,4 @@
 # part is more than a quarter longer than the median is marked as the straggler that the others
 # wait for.
 set -euo pipefail
-exec "${PYTHON:-python3}" "$(dirname "$0")/cluster/status.py" "$@"
+exec "${PYTHON:-python3}" "$(dirname "$0")/ssh/status.py" "$@"

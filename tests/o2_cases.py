@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from utils.distributed import World
-from utils.o2 import TorchAmp
-from utils.opt_levels import LEVELS
+from utils.amp.levels import LEVELS
+from utils.amp.plain import TorchAmp
 from utils.optim import sgd
+from utils.processes.distributed import World
 
 CPU = torch.device("cpu")
 RECIPE = {"lr": 0.05, "momentum": 0.9}

@@ -28,7 +28,7 @@ def main():
     return code
 
 if __name__ == "__main__":
-    apex_amp._gpu_is_there = lambda: True
+    choice._gpu_is_there = lambda: True
 {change}
     processes.run_main(main)
 """
@@ -101,12 +101,12 @@ def test_options_reach_apex(options, changes):
     """Only what differs from the level's own is passed on."""
     code = (
         "from unittest.mock import Mock; import torch; from torch import nn\n"
-        "import argparse; from utils import apex_amp, legacy_apex, opt_levels\n"
-        "from utils.distributed import World; import apex\n"
-        "parser = argparse.ArgumentParser(); apex_amp.add_options(parser)\n"
-        f"level = opt_levels.choose_level(parser.parse_args({list(options)!r}))\n"
+        "import argparse; from utils.amp import choice, levels, nvidia\n"
+        "from utils.processes.distributed import World; import apex\n"
+        "parser = argparse.ArgumentParser(); choice.add_options(parser)\n"
+        f"level = levels.choose_level(parser.parse_args({list(options)!r}))\n"
         "model = nn.Linear(2, 2)\n"
-        "amp = legacy_apex.ApexAmp(level, World(torch.device('cpu')))\n"
+        "amp = nvidia.ApexAmp(level, World(torch.device('cpu')))\n"
         "amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1))\n"
         "print(repr(apex.calls[0]))"
     )
@@ -142,10 +142,10 @@ def test_with_apex_a_run_goes_on_exactly(run_with_stand_in, tmp_path):
     """Stopped after one epoch of two; masters come back, though Apex makes them late."""
     whole = ("--epochs", 2, "--lr-schedule", "cosine", "--name")
     calls(run_with_stand_in(*whole, "whole"))
-    stop = "from utils import training\n_f = training._close_epoch\n"
+    stop = "from utils.training import loop\n_f = loop._close_epoch\n"
     stop += "def once(*a):\n    import os, signal\n"
     stop += "    os.kill(os.getpid(), signal.SIGTERM)\n    return _f(*a)\n"
-    stop += "training._close_epoch = once"
+    stop += "loop._close_epoch = once"
     result = run_with_stand_in(*whole, "parts", change=stop)
     assert "interrupted" in result.out
     seen = calls(run_with_stand_in(*whole, "parts", "--resume", "auto"))
@@ -179,15 +179,17 @@ def make_package(root, *folders, init=""):
 def test_why_apex_is_not_used(packages, reason, tmp_path):
     path = make_package(tmp_path / "site", *packages) if packages else ""
     code = (
-        "import argparse, torch; from utils import apex_amp; from utils.distributed import World\n"
-        "from utils.processes import run_main\n"
-        "parser = argparse.ArgumentParser(); apex_amp.add_options(parser)\n"
+        "import argparse, torch; from utils.amp import choice\n"
+        "from utils.processes.distributed import World\n"
+        "from utils.processes.supervise import run_main\n"
+        "parser = argparse.ArgumentParser(); choice.add_options(parser)\n"
         "args = parser.parse_args()\n"
-        "run_main(lambda: apex_amp.create(args, World(torch.device('cpu'))) and None)"
+        "run_main(lambda: choice.create(args, World(torch.device('cpu'))) and None)"
     )
     chosen = python("-c", code, PYTHONPATH=f"{ROOT}:{path}")
     assert chosen.code == 0, chosen.err
-    assert re.search(rf"opt level O2 .* by plain PyTorch \(utils/o2.py\): .*{reason}", chosen.out)
+    by = r"opt level O2 .* by plain PyTorch \(utils/amp/plain.py\)"
+    assert re.search(f"{by}: .*{reason}", chosen.out)
     refused = python("-c", code, "--amp-impl", "apex", PYTHONPATH=f"{ROOT}:{path}")
     assert refused.code == 2
     assert reason in refused.sentence
@@ -206,14 +208,14 @@ def test_an_apex_that_is_missing_is_told_before_processes_start(tmp_path, folder
 def test_torch_is_taken_when_asked_for_though_apex_is_there(run_with_stand_in):
     result = run_with_stand_in("--amp-impl", "torch", "--opt-level", "O0")
     assert calls(result) == []
-    assert "plain PyTorch (utils/o2.py): as --amp-impl says" in result.out
+    assert "plain PyTorch (utils/amp/plain.py): as --amp-impl says" in result.out
 
 
 def test_an_apex_that_cannot_be_imported(tmp_path):
     path = make_package(tmp_path, "amp", "parallel", init="raise OSError('undefined symbol')")
     code = (
-        "from utils import apex_amp\napex_amp._gpu_is_there = lambda: True\n"
-        "print(apex_amp._why_not_apex())"
+        "from utils.amp import choice\nchoice._gpu_is_there = lambda: True\n"
+        "print(choice._why_not_apex())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

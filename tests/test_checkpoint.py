@@ -16,13 +16,13 @@ import torch
 import torchvision
 from torch import nn
 
-from utils.checkpoint import TrainState, best_of, read, resume, snapshot_of
-from utils.distributed import World
+from utils.amp.loss_scale import LossScaler
+from utils.atomic import save_atomically
 from utils.errors import UserError
-from utils.files import save_atomically
-from utils.loss_scale import LossScaler
 from utils.optim import sgd
-from utils.snapshots import write
+from utils.processes.distributed import World
+from utils.run.checkpoint import TrainState, best_of, read, resume, snapshot_of
+from utils.run.snapshots import write
 
 CPU = torch.device("cpu")
 CLASSES = ["a", "b", "c"]

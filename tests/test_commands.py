@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, Result, shell, summary
 
-from utils.network import free_port
+from utils.processes.network import free_port
 
 # The last of several equal options counts, so these shrink a line without changing its form.
 TINY = "-a resnet18 --image-size 32 -b 5 --workers 0 --epochs 1 --lr 0.01"

@@ -14,7 +14,7 @@ from event_files import epochs_of, note, table
 from running import eventually
 from torch.utils.tensorboard import SummaryWriter
 
-from utils import dashboard
+from utils.run.tensorboard import LAYOUT, entry
 
 STATUSES = ["STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING", "STATUS_UNKNOWN"]
 
@@ -55,7 +55,7 @@ def test_all_is_in_the_event_files(ours, tmp_path):
 def write_run(folder: Path, rate: float, **options: object) -> None:
     """A run of ours with made-up curves, not closed."""
     with SummaryWriter(str(folder)) as writer:
-        for part in dashboard.entry(options, folder.name):
+        for part in entry(options, folder.name):
             writer.file_writer.add_summary(part, 0)
         for x, values in epochs_of(rate, 64, first=1).items():
             for tag, value in values.items():
@@ -133,7 +133,7 @@ def test_tensorboard_shows_one_line_a_run(tensorboard):
 
 def test_tensorboard_has_the_layout_once(tensorboard):
     layout = tensorboard("plugin/custom_scalars/layout")
-    assert [category["title"] for category in layout["category"]] == list(dashboard.LAYOUT)
+    assert [category["title"] for category in layout["category"]] == list(LAYOUT)
     charts = [chart for category in layout["category"] for chart in category["chart"]]
     titles = [chart["title"] for chart in charts]
     assert len(titles) == len(set(titles))

@@ -12,14 +12,14 @@ from conftest import eval_view
 from PIL import Image
 from torchvision.transforms.v2 import functional as tv
 
-from utils import augment
-from utils import images as im
-from utils.data import MEAN, STD, BadFiles, Batches, build_loaders
-from utils.dataset import ImageBatches
-from utils.distributed import World
+from utils.data import augment
+from utils.data import images as im
+from utils.data.dataset import ImageBatches
+from utils.data.index import ImageIndex
+from utils.data.loaders import MEAN, STD, BadFiles, Batches, build_loaders
 from utils.errors import UserError
-from utils.index import ImageIndex
 from utils.metrics import UNREADABLE
+from utils.processes.distributed import World
 from utils.samplers import Batch, EvalSampler, TrainSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -11,8 +11,8 @@ import threading
 import pytest
 from conftest import ROOT, Result, python, shell
 
-from utils import preflight
-from utils.network import free_port
+from utils.processes import agreement
+from utils.processes.network import free_port
 
 DOCTOR = "scripts/doctor.py"
 SMALL = "--quick --batch-size 16 --image-size 32 --workers 1"
@@ -20,7 +20,7 @@ SMALL = "--quick --batch-size 16 --image-size 32 --workers 1"
 
 @pytest.fixture(autouse=True, scope="module")
 def scripts_on_path():
-    """Modules of scripts/cluster, as scripts/doctor.py finds them."""
+    """Modules of scripts/checkup, as scripts/doctor.py finds them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
         yield
@@ -41,7 +41,7 @@ def facts(rank: int, **changes) -> dict:
             "python": "3.11.2",
             "torch": "2.14.1+cu130",
             "nccl": "2.30.7",
-            "code": {"utils/data.py": "0"},
+            "code": {"utils/data/loaders.py": "0"},
             "commit": None,
         },
         "gpus": {"names": ["Tesla T4"] * 4, "driver": "580.1"},
@@ -79,7 +79,7 @@ def facts(rank: int, **changes) -> dict:
 
 def check(*nodes: dict, **measured):
     """A checkup of nodes that tell ``nodes``."""
-    from cluster.findings import Checkup
+    from checkup.findings import Checkup
 
     ways = [
         {"from": a, "to": b, "address": one["ways"]["address"], "port": 40000, "reason": None}
@@ -106,7 +106,7 @@ def check(*nodes: dict, **measured):
 
 def troubles(checkup) -> dict[str, str]:
     """Findings that are not good: name -> level and sentence."""
-    from cluster import judge_network, judge_nodes, judge_speed
+    from checkup import judge_network, judge_nodes, judge_speed
 
     judges = (judge_network, judge_nodes, judge_speed)
     found = [finding for module in judges for finding in module.judge(checkup)]
@@ -193,7 +193,7 @@ def test_lost_node_and_failed_torch_part_are_faults():
 
 
 def test_assumed_need():
-    from cluster.needs import assumed_need
+    from checkup.judge_speed import assumed_need
 
     assert assumed_need("Tesla T4", 4.09) == 400
     assert assumed_need("NVIDIA A100-SXM4-40GB", 8.18) == 1235
@@ -202,7 +202,7 @@ def test_assumed_need():
 
 
 def test_shared_memory_of_imagenet_batches():
-    from cluster.judge_speed import shm_need
+    from checkup.judge_speed import shm_need
 
     assert shm_need(workers=8, batch=128, image_size=224) == 17 * 128 * 150_528
 
@@ -219,7 +219,7 @@ def test_shared_memory_of_imagenet_batches():
     ],
 )
 def test_what_nccl_takes(value, chosen):
-    from cluster.facts import _nccl_choice
+    from checkup.facts import _nccl_choice
 
     own = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1"}
     assert _nccl_choice(value, own) == chosen
@@ -227,19 +227,19 @@ def test_what_nccl_takes(value, chosen):
 
 def test_unlike():
     a, b = {"this code": {"x.py": "1", "y.py": "1"}, "torch": "2.14"}, {}
-    assert preflight.unlike([("n0", a), ("n1", a)]) is None
+    assert agreement.unlike([("n0", a), ("n1", a)]) is None
     b = a | {"this code": {"x.py": "1", "y.py": "2", "z.py": "3"}}
-    sentence = preflight.unlike([("n0", a), ("n1", a), ("n2", b)])
+    sentence = agreement.unlike([("n0", a), ("n1", a), ("n2", b)])
     assert "this code differs" in sentence
     assert "y.py: 1 on n0 and n1, 2 on n2 (and 1 more)" in sentence
-    sentence = preflight.unlike([("n0", a), ("n1", a | {"torch": "2.11"})])
+    sentence = agreement.unlike([("n0", a), ("n1", a | {"torch": "2.11"})])
     assert "torch differs between the nodes: n0 has 2.14; n1 has 2.11: install" in sentence
 
 
 def test_versions_without_importing_torch():
     done = python(
         "-c",
-        "import sys; from utils import preflight as p; "
+        "import sys; from utils.processes import agreement as p; "
         "print(p.torch_version(), 'torch' in sys.modules); import torch; print(torch.__version__)",
     )
     first, second = done.out.splitlines()

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from conftest import python, summary
 from running import Running, descendants, start, tiny
 
-from utils import checkpoint, elastic, failures, network
-from utils.distributed import World
 from utils.errors import UserError
-from utils.failures import Peer
+from utils.processes import faults, network
+from utils.processes.distributed import World
+from utils.processes.faults import Peer
+from utils.run import checkpoint, elastic
 
 RESTARTS = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1")
 PEERS = [Peer("a (node 0)", "10.0.0.1"), Peer("a (node 0)", "10.0.0.1")]
@@ -37,7 +38,7 @@ REMOTE = "NCCL error in: a.cpp:1, remote process exited or there was a network e
     ],
 )
 def test_a_failed_collective_is_explained(fault, peers, words):
-    sentence = failures.explain(fault, 0, peers, 9)
+    sentence = faults.explain(fault, 0, peers, 9)
     assert "/src/gloo" not in sentence
     assert "--resume" in sentence
     for word in words:
@@ -46,7 +47,7 @@ def test_a_failed_collective_is_explained(fault, peers, words):
 
 @pytest.mark.parametrize("fault", [RuntimeError("shapes differ"), TimeoutError(110, "NFS")])
 def test_other_faults_are_left_alone(fault):
-    assert failures.explain(fault, 0, PEERS, 9) is None
+    assert faults.explain(fault, 0, PEERS, 9) is None
 
 
 def workers(run: Running, pattern: str) -> list[int]:

@@ -12,7 +12,7 @@ from running import tiny
 from torchvision.models import get_model
 
 from utils.errors import explain
-from utils.network import free_port
+from utils.processes.network import free_port
 
 TINY = ("-a", "resnet18", "--image-size", "32", "-b", "5", "-j", "0", "--epochs", "2")
 LINE = " ".join(TINY)
@@ -337,12 +337,12 @@ def test_torchrun_tells_what_the_slowest_process_was_to_tell(folder, tmp_path):
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import os, time\n"
-        "from utils import processes\n"
+        "from utils.processes import supervise\n"
         "from utils.errors import UserError\n"
         "def main():\n"
         "    time.sleep(0 if os.environ['LOCAL_RANK'] == '1' else 4)\n"
         "    raise UserError('the data folder is missing', alike=True)\n"
-        "processes.run_main(main)\n"
+        "supervise.run_main(main)\n"
     )
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     assert_one_sentence_of_many(python(*launcher, slow, PYTHONPATH=str(ROOT)), "folder is missing")
@@ -350,11 +350,11 @@ def test_torchrun_tells_what_the_slowest_process_was_to_tell(folder, tmp_path):
 
 def test_a_fault_that_the_first_process_does_not_find_is_told_by_the_other():
     code = (
-        "from utils import processes\n"
+        "from utils.processes import supervise\n"
         "from utils.errors import UserError\n"
-        "processes.TELL_SECONDS = 0.1\n"
+        "supervise.TELL_SECONDS = 0.1\n"
         "def main(): raise UserError('found by one', alike=True)\n"
-        "processes.run_main(main)\n"
+        "supervise.run_main(main)\n"
     )
     assert_one_sentence(python("-c", code, LOCAL_RANK="1", PYTHONPATH=str(ROOT)), "found by one")
 
@@ -384,11 +384,11 @@ def test_a_loss_scale_that_falls_without_end_leaves_the_last_snapshot(folder, tm
     spoilt = ("--image-size", "32", "--clip-grad", "1", "--output-dir", tmp_path, "--name", "one")
     code = (
         "import sys; from torch import nn; import imagenet_ddp_apex as script\n"
-        "from utils import processes\n"
+        "from utils.processes import supervise\n"
         "class Endless(nn.CrossEntropyLoss):\n"
         "    def forward(self, *a): return super().forward(*a) * 1e30\n"
         "script.nn.CrossEntropyLoss = Endless\n"
-        "processes.run_main(script.main)"
+        "supervise.run_main(script.main)"
     )
     line = ("-j", "1", *options, *spoilt, folder)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -407,14 +407,14 @@ def test_no_snapshot_is_written_once_the_loss_is_no_number(folder, tmp_path):
     """It is due after each step, long before the line that would show the loss."""
     code = (
         "from torch import nn; import imagenet_nd as script\n"
-        "from utils import processes\n"
+        "from utils.processes import supervise\n"
         "class Spoilt(nn.CrossEntropyLoss):\n"
         "    calls = 0\n"
         "    def forward(self, *a):\n"
         "        Spoilt.calls += 1\n"
         "        return super().forward(*a) * (1 if Spoilt.calls < 4 else float('nan'))\n"
         "script.nn.CrossEntropyLoss = Spoilt\n"
-        "processes.run_main(script.main)"
+        "supervise.run_main(script.main)"
     )
     model, env = tiny(step_seconds=0.1)
     env["PYTHONPATH"] += f":{ROOT}"

@@ -8,8 +8,8 @@ from conftest import ROOT, python
 from nodes import need
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from bench import faults
-from bench.kill_checks import Checks
+from trials import faults
+from trials.kill_checks import Checks
 
 pytestmark = pytest.mark.long
 
@@ -28,7 +28,7 @@ def test_training_goes_on_after_a_fault(name, tmp_path):
 
 
 def test_killed_runs_end_like_undisturbed_ones():
-    done = python("scripts/bench/kill_runs.py", "--kills", "9", "--seed", "1", timeout=600)
+    done = python("tests/trials/kill_runs.py", "--kills", "9", "--seed", "1", timeout=600)
     assert done.code == 0, done.out + done.err
     rows = [line.split(" | ") for line in done.out.splitlines() if "imagenet" in line]
     assert [int(row[1]) for row in rows] == [3, 3, 3]

@@ -6,10 +6,10 @@ import torch
 from conftest import draw_folder
 from PIL import Image
 
-from utils import gpu_decode
-from utils.dataset import ImageBatches
-from utils.gpu_decode import RawBatches, whole_jpeg
-from utils.index import ImageIndex
+from utils.data import gpu_decode
+from utils.data.dataset import ImageBatches
+from utils.data.gpu_decode import RawBatches, whole_jpeg
+from utils.data.index import ImageIndex
 from utils.samplers import Batch
 
 SIZE = 24

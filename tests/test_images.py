@@ -13,7 +13,7 @@ from conftest import eval_view, train_view
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop, v2
 
-from utils import images as im
+from utils.data import images as im
 
 
 def picture(width=500, height=375, seed=0) -> Image.Image:

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from utils.data.index import ImageIndex, check_same_classes, class_folders, select_classes
 from utils.errors import UserError
-from utils.index import ImageIndex, check_same_classes, class_folders, select_classes
 
 
 def make(root, *names):

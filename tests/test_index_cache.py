@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from utils import index_cache
+from utils.data import listing
+from utils.data.index import ImageIndex
 from utils.errors import UserError
-from utils.index import ImageIndex
 
 CLASSES = ["a", "b", "Ünï côde"]
 
@@ -39,13 +39,13 @@ def age(root):
 def scans(monkeypatch):
     """The names of the classes that are listed from now on."""
     seen = []
-    real = index_cache.list_class
+    real = listing.list_class
 
     def noted(root, name):
         seen.append(name)
         return real(root, name)
 
-    monkeypatch.setattr(index_cache, "list_class", noted)
+    monkeypatch.setattr(listing, "list_class", noted)
     return seen
 
 
@@ -78,7 +78,7 @@ def test_change_lists_that_class_anew(root, scans, place, change):
         victim.unlink() if change == "remove" else victim.rename(folder / "other.jpg")
     index = ImageIndex(root, CLASSES)
     assert scans == ["b"]
-    (root / index_cache.CACHE).unlink()
+    (root / listing.CACHE).unlink()
     assert contents(index) == contents(ImageIndex(root, CLASSES))
 
 
@@ -104,7 +104,7 @@ def test_folder_that_has_just_changed_is_not_believed(root, scans):
 @pytest.mark.parametrize("damage", ["cut", "noise", "empty", "version", "other arrays"])
 def test_damaged_cache_is_made_again(root, scans, damage):
     expected = contents(ImageIndex(root, CLASSES))
-    cache = root / index_cache.CACHE
+    cache = root / listing.CACHE
     data = cache.read_bytes()
     if damage == "version":
         with np.load(cache) as file:
@@ -133,7 +133,7 @@ def test_read_only_folder_is_told_and_used(root, capsys, monkeypatch):
     def refuse(write, path):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(index_cache, "save_atomically", refuse)
+    monkeypatch.setattr(listing, "save_atomically", refuse)
     assert len(ImageIndex(root, CLASSES, shows=True)) == 15
     assert "cannot be kept there (Read-only file system)" in capsys.readouterr().out
     ImageIndex(root, CLASSES)
@@ -153,23 +153,21 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 from pathlib import Path
-from utils import index_cache
-from utils.index import ImageIndex
+from utils.data import index, listing
 root, count = Path(sys.argv[1]), int(sys.argv[2])
 paths = [b"n%08d/n%08d_%08d.JPEG" % (7, 7, i) for i in range(count)]
-import utils.index
 lengths, sizes = np.array([len(path) for path in paths]), np.zeros(count, np.int64)
-listing = index_cache.Listing(b"".join(paths), lengths, sizes, {})
+found = listing.Listing(b"".join(paths), lengths, sizes, {})
 del paths
-utils.index.listings = lambda root, classes, shows: [listing]
-index = ImageIndex(root, ["n00000007"])
+index.listings = lambda root, classes, shows: [found]
+images = index.ImageIndex(root, ["n00000007"])
 def private():
     lines = open("/proc/self/smaps_rollup").read().split("\\n")
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private"))
 class Touch(Dataset):
     def __len__(self): return count
     def __getitems__(self, indices):
-        for i in indices: index.path(i), int(index.targets[i])
+        for i in indices: images.path(i), int(images.targets[i])
         return private()
 order = np.random.permutation(count)
 batches = [order[i:i + 4096] for i in range(0, count, 4096)]

@@ -10,7 +10,8 @@ import pytest
 import torch
 from running import eventually
 
-from utils import launch, monitor, watch
+from utils.instruments import monitor, watch
+from utils.processes import launch
 
 GPU = "GPU-11111111-2222-3333-4444-555555555555"
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from utils.errors import UserError
-from utils.network import free_port, interface_towards, parse_tcp_url, wait_for_master
+from utils.processes.network import free_port, interface_towards, parse_tcp_url, wait_for_master
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from o2_cases import CPU, DECAY, RECIPE, batch, contents, groups, level, network, prepare, train
 from torch import nn
 
-from utils.apex_amp import add_options
+from utils.amp.choice import add_options
+from utils.amp.levels import LEVELS, choose_level
+from utils.amp.loss_scale import ENDLESS, SMALLEST, LossScaler
 from utils.errors import UserError
-from utils.loss_scale import ENDLESS, SMALLEST, LossScaler
-from utils.opt_levels import LEVELS, choose_level
 
 HALF, FULL = torch.float16, torch.float32
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from o2_cases import CPU, level
 from torch import nn
 
-from utils.distributed import World
-from utils.o2 import TorchAmp
+from utils.amp.plain import TorchAmp
 from utils.optim import sgd
+from utils.processes.distributed import World
 
 STEPS = 4
 

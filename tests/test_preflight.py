@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, Result, shell
 from test_errors import LINE, assert_one_sentence
 
-from utils.network import free_port
+from utils.processes.network import free_port
 
 
 def both_refuse(folder: Path, tmp_path: Path, other: Path = ROOT, path: str = "") -> list[Result]:

@@ -187,8 +187,8 @@ def test_pixels_are_those_of_a_careful_reduction(source, shrunk):
 
 
 def test_the_training_reads_the_copy_in_the_same_order(source, shrunk):
-    from utils import images as files
-    from utils.index import ImageIndex
+    from utils.data import images as files
+    from utils.data.index import ImageIndex
 
     old, new = (ImageIndex(root / "train", ["a", "odd"]) for root in (source, shrunk[0]))
     assert old.fingerprint() == new.fingerprint() and (old.targets == new.targets).all()

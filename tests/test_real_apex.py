@@ -1,4 +1,4 @@
-"""utils/o2.py against NVIDIA Apex's own code, where an Apex with amp (25.04 or older) is installed.
+"""utils/amp/plain.py against NVIDIA Apex's own code, where an Apex with amp (25.04) is installed.
 
 Without a GPU, the tests make Apex believe that the CPU is one: its Python code computes the same.
 """
@@ -11,10 +11,10 @@ import pytest
 import torch
 from o2_cases import CPU, RECIPE, contents, groups, level, network, prepare, train
 
-from utils.distributed import World
-from utils.legacy_apex import ApexAmp
-from utils.opt_levels import LEVELS
+from utils.amp.levels import LEVELS
+from utils.amp.nvidia import ApexAmp
 from utils.optim import sgd
+from utils.processes.distributed import World
 
 
 def real_apex_is_there() -> bool:

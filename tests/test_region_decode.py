@@ -11,10 +11,10 @@ import torch
 from conftest import ROOT
 from PIL import Image
 
-from utils import images as im
-from utils import region_decode
-from utils.dataset import ImageBatches
-from utils.index import ImageIndex
+from utils.data import images as im
+from utils.data import region_decode
+from utils.data.dataset import ImageBatches
+from utils.data.index import ImageIndex
 from utils.samplers import Batch
 
 needs_library = pytest.mark.skipif(
@@ -121,7 +121,7 @@ def test_library_says_nothing(tmp_path):
     """It complains about each codec for GPUs that is not there; nobody wants to read that."""
     (tmp_path / "x.jpg").write_bytes(jpeg(picture()))
     code = (
-        "import sys; from utils import region_decode as r; "
+        "import sys; from utils.data import region_decode as r; "
         "print(r.open_jpeg(open(sys.argv[1], 'rb').read()).decode((1, 2, 30, 40)).shape)"
     )
     done = subprocess.run(

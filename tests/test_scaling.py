@@ -8,13 +8,12 @@ import pytest
 import torch
 import torchvision
 from conftest import ROOT, python
+from forecast import scaling
+from forecast.scaling import Cluster, Measured, Workload
 from torch.utils.tensorboard import SummaryWriter
 
-from utils import scaling
-from utils.scaling import Cluster, Measured, Workload
-
 sys.path.insert(0, str(ROOT / "scripts"))
-from bench import forecast_errors
+from forecast import published
 
 TOOL = "scripts/forecast_scaling.py"
 WORK = Workload(batch=128, images_per_s=400, gradient_bytes=100e6)
@@ -29,7 +28,8 @@ def test_parameters_are_those_of_torchvision(arch):
 
 def test_it_needs_no_torch():
     code = (
-        "import sys; from utils import scaling; scaling.parameters('resnet50'); print(*sys.modules)"
+        "import sys; sys.path.insert(0, 'scripts'); from forecast import scaling\n"
+        "scaling.parameters('resnet50'); print(*sys.modules)"
     )
     assert "torch" not in python("-c", code).out.split()
 
@@ -68,8 +68,8 @@ def test_communication_hides_behind_backward_except_its_end():
 
 
 def test_published_runs_are_met():
-    errors = forecast_errors.hal_errors(forecast_errors.HAL_CLUSTER)
-    errors += forecast_errors.g4dn_errors(forecast_errors.G4DN_CLUSTER)
+    errors = published.hal_errors(published.HAL_CLUSTER)
+    errors += published.g4dn_errors(published.G4DN_CLUSTER)
     assert len(errors) == 10
     assert sum(abs(error) <= 0.15 for error in errors) >= 8
 
@@ -190,7 +190,7 @@ def test_errors_are_one_sentence(arguments, sentence):
 
 
 def test_the_errors_against_published_runs_are_printed_and_drawn(tmp_path):
-    done = python("scripts/bench/forecast_errors.py", "--figures", tmp_path)
+    done = python("scripts/forecast/published.py", "--figures", tmp_path)
     assert done.code == 0, done.err
     assert "forecast, defaults" in done.out
     assert {file.name for file in tmp_path.iterdir()} == {"forecast_hal.png", "forecast_g4dn.png"}

@@ -23,10 +23,11 @@ from test_checkpoint import (
     trained,
 )
 
-from utils import files, snapshots
-from utils.checkpoint import read, read_latest, resume, snapshot_of
+from utils import atomic
 from utils.errors import UserError
-from utils.snapshots import PREVIOUS, SNAPSHOT, SnapshotWriter, write
+from utils.run import snapshots
+from utils.run.checkpoint import read, read_latest, resume, snapshot_of
+from utils.run.snapshots import PREVIOUS, SNAPSHOT, SnapshotWriter, write
 
 
 def save_epoch(folder, epoch):
@@ -113,7 +114,7 @@ def test_both_damaged_is_a_sentence(tmp_path):
 # ---- faults at every call of a write
 
 
-CALLS = [(files.os, name) for name in ("fsync", "link", "replace", "open", "unlink")]
+CALLS = [(atomic.os, name) for name in ("fsync", "link", "replace", "open", "unlink")]
 
 
 @pytest.mark.parametrize(("module", "name"), CALLS, ids=lambda x: x if isinstance(x, str) else "")

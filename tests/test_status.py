@@ -106,7 +106,7 @@ def test_gpus_and_an_unreachable_host(nodes, tmp_path):
     tool.write_text(f"#!/bin/sh\necho '{GPU}, 97, 11000, 15360'\n")
     tool.chmod(0o755)
     code = f"""
-import sys; sys.path.insert(0, "{ROOT}/scripts/cluster")
+import sys; sys.path.insert(0, "{ROOT}/scripts/ssh")
 import status
 print(status.gpus()["{GPU}"])
 rank = dict(rank=3, node="a", epoch=1, epochs=9, phase="starting", age=1)

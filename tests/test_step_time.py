@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, python, scalars, summary, train
+from forecast.scaling import parameters
 from nodes import Nodes
 from running import eventually
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.scaling import parameters
-from utils.step_time import StepTimer, StepTimes
-from utils.watch import mean_times
+from utils.instruments.step_time import StepTimer, StepTimes
+from utils.instruments.watch import mean_times
 
 CPU = torch.device("cpu")
 

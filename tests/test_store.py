@@ -17,9 +17,9 @@ import torch
 from conftest import Result, python, summary, train
 from running import TORCHRUN, assert_same_weights, eventually, snapshot, start, tiny
 
-from utils import store
 from utils.errors import UserError
-from utils.network import free_port
+from utils.processes.network import free_port
+from utils.run import store
 
 pytest.importorskip("moto", reason="the server of moto[server] plays S3")
 boto3 = pytest.importorskip("boto3", reason="boto3 talks to the store")

@@ -1,1 +1,1 @@
-"""What the training scripts have in common. Imports point downward only; see README.md."""
+"""What the training scripts have in common. Imports point downward only; see README.md here."""

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from utils.distributed import World, sum_over_ranks
+from utils.processes.distributed import World, sum_over_ranks
 
 UNREADABLE = -1  # target of an image that could not be read; it counts nowhere
 

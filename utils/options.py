@@ -5,9 +5,13 @@ import os
 
 import torch
 
-from utils import augment, images, models, processes, spot, store
+from utils import models
+from utils.data import augment, images
 from utils.errors import UserError
 from utils.option_types import Formatter, Parser, accuracy, amount, count, http, positive, share
+from utils.processes import supervise
+from utils.run import store
+from utils.training import spot
 
 
 def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser:
@@ -84,7 +88,7 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         "-j",
         "--workers",
         type=count,
-        default=processes.usable_cores(),
+        default=supervise.usable_cores(),
         metavar="N",
         help="data loading workers of this node, shared by its processes",
     )

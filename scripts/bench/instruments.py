@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from utils import models, monitor  # noqa: E402
-from utils.step_time import StepTimer  # noqa: E402
+from utils import models  # noqa: E402
+from utils.instruments import monitor  # noqa: E402
+from utils.instruments.step_time import StepTimer  # noqa: E402
 
 
 def main() -> int:

@@ -10,10 +10,10 @@ from PIL import Image
 from torch.utils.data import Dataset, default_collate
 from torchvision import transforms
 
-from utils import region_decode
-from utils.data import MEAN, STD
-from utils.dataset import ImageBatches
-from utils.index import ImageIndex
+from utils.data import region_decode
+from utils.data.dataset import ImageBatches
+from utils.data.index import ImageIndex
+from utils.data.loaders import MEAN, STD
 from utils.samplers import Batch
 
 SIZE = 224

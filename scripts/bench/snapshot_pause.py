@@ -19,10 +19,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils import models
-from utils.checkpoint import TrainState, snapshot_of
-from utils.loss_scale import LossScaler
+from utils.amp.loss_scale import LossScaler
 from utils.optim import sgd
-from utils.snapshots import SNAPSHOT, SnapshotWriter, write
+from utils.run.checkpoint import TrainState, snapshot_of
+from utils.run.snapshots import SNAPSHOT, SnapshotWriter, write
 
 
 def main() -> None:

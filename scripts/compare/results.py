@@ -8,8 +8,8 @@ from compare.comparison import Comparison, date_of
 from compare.runs import Run
 from compare.tables import as_markdown, escape_markdown, markdown_table
 
+from utils.atomic import save_atomically
 from utils.errors import UserError
-from utils.files import save_atomically
 
 
 def update(file: Path, both: Comparison, title: str, command: str, pictures: list[Path]) -> bool:

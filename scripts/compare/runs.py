@@ -170,7 +170,7 @@ def _facts(run: Run, sessions: Sequence[Session]) -> dict[str, Any]:
 
     Keys, of those that are known: gpus nodes arch mode batch_per_gpu global_batch steps_per_epoch
     began (seconds since 1970), automatic (its name was made up by a training script), and all
-    others that `utils.dashboard` writes.
+    others that `utils.training.report.facts` writes.
     """
     entries = [session.options for session in sessions if session.options]
     told = names.facts([run.path.name, *(p.name for p in (run.path, *run.path.parents)[:3])])

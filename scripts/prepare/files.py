@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from utils.files import SUFFIXES
+from utils.data.listing import SUFFIXES
 
 
 class PrepareError(Exception):

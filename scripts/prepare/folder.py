@@ -6,6 +6,8 @@ whether it is finished, so that a preparation can always be run again to finish 
 
 import json
 import os
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prepare.files import PrepareError, class_folders, image_files, remove_parts, write_whole
-from prepare.progress import Progress
+from tqdm import tqdm
 
 try:
     import fcntl
@@ -23,6 +25,7 @@ except ImportError:  # not a Unix system: no protection from two preparations at
 SPLITS = ("train", "val")
 ALL_SPLITS = (*SPLITS, "test")
 PREPARING, PREPARED = ".preparing.json", ".prepared.json"
+SECONDS_BETWEEN_LINES = 10.0
 
 
 class Item(NamedTuple):
@@ -51,6 +54,36 @@ class Plan(NamedTuple):
     full: dict[str, int]
     notes: list[str]
     same_classes: bool = True
+
+
+class Progress:
+    """How far the work is: a bar on a terminal; a line every ten seconds elsewhere."""
+
+    def __init__(self, total: int):
+        self.total, self.number = total, 0
+        self.said = time.monotonic(), 0  # when the last line was printed, and its number
+        self.bar = tqdm(total=total, unit=" images") if sys.stderr.isatty() else None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def advance(self) -> None:
+        """Counts one image more."""
+        self.number += 1
+        if self.bar is not None:
+            self.bar.update()
+            return
+        seconds = time.monotonic() - self.said[0]
+        if seconds >= SECONDS_BETWEEN_LINES:
+            rate = (self.number - self.said[1]) / seconds
+            left = tqdm.format_interval(max(0, self.total - self.number) / rate)
+            line = f"{self.number} of {self.total} images, {rate:.0f} images/s, {left} left"
+            print(line, file=sys.stderr, flush=True)
+            self.said = time.monotonic(), self.number
 
 
 # Writes images that are missing, each to its path, and yields once for each that is written.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from prepare.files import PrepareError
 
-from utils.processes import die_with_parent
+from utils.processes.supervise import die_with_parent
 
 Job = TypeVar("Job")
 Answer = TypeVar("Answer")

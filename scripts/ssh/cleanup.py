@@ -1,0 +1,228 @@
+"""Finds and ends this suite's processes of this user; see scripts/cleanup.sh for the command.
+
+What is ours carries IMAGENET_SUITE in its environment: launchers and scripts put it there for all
+that they start. The first process of a line typed by hand has not inherited it (and /proc shows the
+environment that a process started with); it, and what it forks, is known by its command line: a
+Python that runs, itself or through torchrun, imagenet_*.py of a folder that holds this suite.
+
+With a list of hosts this file is sent to each of them; it needs nothing but Python (3.7 or newer).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+import time
+
+MARKER = b"IMAGENET_SUITE="
+_SCRIPT = re.compile(r"imagenet_\w+\.py")
+_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "torchrun")
+DEFAULT_PORT = 8888
+ARGUMENTS = globals().get("ARGUMENTS")  # given when this file was sent over ssh
+
+
+class Process:
+    """A process of this user as /proc shows it. Raises: OSError when it is gone or another's."""
+
+    def __init__(self, pid):
+        self.pid = pid
+        folder = f"/proc/{pid}"
+        if os.stat(folder).st_uid != os.getuid():
+            raise PermissionError
+        with open(folder + "/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        self.state, self.parent, self.started = fields[0], int(fields[1]), fields[19]
+        with open(folder + "/cmdline", "rb") as file:
+            self.words = file.read().decode(errors="replace").rstrip("\0").split("\0")
+        with open(folder + "/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+        self.marked = any(one.startswith(MARKER) for one in variables)
+        self.ranked = any(one.startswith(b"LOCAL_RANK=") for one in variables)
+        self.python = os.path.basename(os.readlink(folder + "/exe")).startswith("python")
+        self.folder = os.readlink(folder + "/cwd")
+
+    @property
+    def ours(self):
+        return self.marked or (self.python and self.script is not None)
+
+    @property
+    def agent(self):
+        """Whether it is torchrun itself."""
+        return self.python and not self.ranked and _launcher_at(self.words) > 0
+
+    @property
+    def script(self):
+        """The script of this suite that a Python command line runs, or None."""
+        if not self.python:
+            return None
+        first = _launcher_at(self.words)
+        if first:
+            words = [word for word in self.words[first + 1 :] if word.endswith(".py")][:1]
+        else:
+            words = _program(self.words)
+        for word in words:
+            path = os.path.join(self.folder, word)
+            beside = os.path.join(os.path.dirname(path), "utils", "training", "stopping.py")
+            if _SCRIPT.fullmatch(os.path.basename(word)) and os.path.exists(beside):
+                return word
+        return None
+
+    def lives(self):
+        with contextlib.suppress(OSError):
+            now = Process(self.pid)
+            return now.started == self.started and now.state not in "ZX"
+        return False
+
+    def send(self, signum):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, signum)
+
+    def __str__(self):
+        orphan = " (orphaned)" if self.parent == 1 else ""
+        line = " ".join(" ".join(self.words).split())
+        return f"{self.pid}{orphan}: {line[:120]}{'...' if len(line) > 120 else ''}"
+
+
+def _program(words):
+    """The file that a Python command line runs, as a list; empty for -m, -c and no file."""
+    for number, word in enumerate(words[1:], 1):
+        if word in ("-W", "-X") or words[number - 1] in ("-W", "-X"):
+            continue
+        if not word.startswith("-"):
+            return [word]
+        if word.startswith(("-m", "-c")):
+            break
+    return []
+
+
+def _launcher_at(words):
+    """Where torchrun, or the module behind it, stands on a Python command line; 0: nowhere."""
+    for number, word in enumerate(words[1:4], 1):
+        if word in _LAUNCHERS and words[number - 1] == "-m":
+            return number
+    program = _program(words)
+    return words.index(program[0]) if program and os.path.basename(program[0]) == "torchrun" else 0
+
+
+def find():
+    """All living processes of this suite and user, apart from this one and those above it."""
+    everyone = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                everyone[int(entry)] = Process(int(entry))
+    pid = os.getpid()
+    while pid in everyone:
+        pid = everyone.pop(pid).parent
+    return [one for one in everyone.values() if one.ours and one.state not in "ZX"]
+
+
+def listening(processes):
+    """TCP ports on which these processes listen."""
+    sockets = set()
+    for one in processes:
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{one.pid}/fd"):
+                with contextlib.suppress(OSError):
+                    sockets.add(os.readlink(f"/proc/{one.pid}/fd/{fd}"))
+    ports = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/net/{table}") as file:
+            for line in file.readlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                    ports.add(int(fields[1].rpartition(":")[2], 16))
+    return ports
+
+
+def is_free(port):
+    """Whether a server could listen on ``port`` now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError:
+            return False
+    return True
+
+
+def wait(processes, seconds):
+    """Those of the processes that still live after at most so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = [one for one in processes if one.lives()]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.2)
+
+
+def ask(processes):
+    """SIGTERM to whoever can write a snapshot, or pass the request on.
+
+    Not to torchrun, which would kill its workers 30 s later, unless it has none; not to ssh and
+    the like, through which a launcher talks to its nodes.
+    """
+    parents = {one.parent for one in processes}
+    for one in processes:
+        if one.python and not (one.agent and one.pid in parents):
+            one.send(signal.SIGTERM)
+            one.send(signal.SIGCONT)  # a stopped process, too, must hear it
+
+
+def clean(grace, dry_run, say=print):
+    """Find, list and end. Returns the exit code: 1 when something could not be ended."""
+    found = find()
+    ports = listening(found)
+    if not found:
+        say("nothing of this suite is running")
+    for one in found:
+        say(f"{'would end' if dry_run else 'ending'} {one}")
+    if dry_run:
+        return 0
+    ask(found)
+    stubborn = wait(found, grace)
+    if found:
+        say(f"{len(found) - len(stubborn)} of {len(found)} ended after SIGTERM")
+    left = find()  # what they have started since is ours as well
+    killed = set()
+    deadline = time.monotonic() + 10
+    while left and time.monotonic() < deadline:
+        for one in left:
+            one.send(signal.SIGKILL)
+            killed.add(one.pid)
+        wait(left, 2)
+        left = find()
+    if killed:
+        say(f"{len(killed) - len(left)} more ended after SIGKILL")
+    for one in left:
+        say(f"error: could not end {one}")
+    for port in sorted(ports | {int(os.environ.get("MASTER_PORT") or DEFAULT_PORT)}):
+        say(f"port {port} is {'free' if is_free(port) else 'in use by another program'}")
+    return 1 if left else 0
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="cleanup.sh", allow_abbrev=False)
+    parser.add_argument("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host a line")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be ended")
+    parser.add_argument(
+        "--grace", type=float, default=30.0, metavar="SECONDS", help="between SIGTERM and SIGKILL"
+    )
+    parser.add_argument("--ssh", default="ssh", help="ssh command with its options")
+    options = parser.parse_args()
+    if not options.hosts:
+        return clean(options.grace, options.dry_run)
+    import remote  # only here: this file is sent to nodes without it
+
+    arguments = {"grace": options.grace, "dry_run": options.dry_run}
+    return remote.everywhere(options.hosts, options.ssh, __file__, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(clean(**ARGUMENTS) if ARGUMENTS is not None else main())

@@ -1,0 +1,197 @@
+"""Runs on a node, for scripts/ssh/launcher.py, and leaves nothing behind.
+
+Sent over ssh's standard input, so it needs nothing there but Python (3.7 or newer). Then a line of
+JSON says what to start, and after it lines keep coming: an empty one as a heartbeat, TERM to ask
+for a snapshot and the end, KILL for the end. When they stop coming (the launcher or the link is
+gone) it asks for the end itself. Whatever was started below it is ended before it ends: it adopts
+all orphans (a child subreaper), and tells apart by that what is its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+HELLO = "@@guard "
+# A node that cannot hear the launcher must be empty 25 s later: 15 s could still be a hiccup.
+SILENCE_SECONDS = 15.0
+GRACE_WHEN_LOST = 6.0
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def descendants(root):
+    """Numbers of all living processes below ``root``."""
+    children = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                with open(f"/proc/{entry}/stat") as file:
+                    state, parent = file.read().rpartition(")")[2].split()[:2]
+                if state not in "ZX":
+                    children.setdefault(int(parent), []).append(int(entry))
+    found, new = [], [root]
+    while new:
+        new = [child for parent in new for child in children.get(parent, [])]
+        found += new
+    return found
+
+
+def kill_everything():
+    """SIGKILL whatever is below this process, until nothing is."""
+    while True:
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.05)
+
+
+def listen(events):
+    """Turn what the launcher says into events; end of file into "lost"."""
+    with contextlib.suppress(OSError):
+        for line in sys.stdin.buffer:
+            events.put(line.decode().strip())
+    events.put("lost")
+
+
+def relay(source, target):
+    """Pass output on; when nobody takes it any more, drop it, so that the writer lives on."""
+    broken = False
+    while True:
+        data = os.read(source, 65536)
+        if not data:
+            return
+        while data and not broken:
+            try:
+                data = data[os.write(target, data) :]
+            except OSError:
+                broken = True
+
+
+def start(job):
+    """Start the job's command in a session of its own; its output goes through this process."""
+    libc = ctypes.CDLL(None)
+
+    def die_with_guard():
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    child = subprocess.Popen(
+        job["command"],
+        cwd=job["folder"],
+        env=dict(os.environ, **job["environment"]),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=die_with_guard,  # noqa: PLW1509 (the threads come later)
+    )
+    pipes = ((child.stdout, 1), (child.stderr, 2))
+    threads = [
+        threading.Thread(target=relay, args=(p.fileno(), fd), daemon=True) for p, fd in pipes
+    ]
+    for thread in threads:
+        thread.start()
+    return child, threads
+
+
+def wait_for(pid, events, grace):
+    """Wait for the end of ``pid``, or for reasons to end it. Returns its exit code."""
+    heard = time.monotonic()
+    deadline = None
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while True:  # orphans too
+                ended, status = os.waitpid(-1, os.WNOHANG)
+                if ended == pid:
+                    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + (status & 127)
+                if not ended:
+                    break
+        try:
+            event = events.get(timeout=0.2)
+        except queue.Empty:
+            event = None
+        now = time.monotonic()
+        if event is not None:
+            heard = now
+        elif now - heard > SILENCE_SECONDS:
+            event = "silence"
+        if event in ("TERM", "lost", "silence") and deadline is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+            deadline = now + (GRACE_WHEN_LOST if event == "silence" else grace)
+        if event == "KILL" or (deadline is not None and now > deadline):
+            for below in descendants(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(below, signal.SIGKILL)
+
+
+def free_port():
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def receive(events):
+    """The job, or None when the launcher has given up or is gone."""
+    while True:
+        try:
+            event = events.get(timeout=SILENCE_SECONDS)
+        except queue.Empty:
+            return None
+        if event.startswith("{"):
+            return json.loads(event)
+        if event:
+            return None
+
+
+def main():
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    events = queue.SimpleQueue()
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda *_: events.put("TERM"))
+    # The address by which the launcher has reached this node, as the node itself knows it.
+    reached = os.environ.get("SSH_CONNECTION", "").split()
+    hello = {"address": reached[2] if len(reached) == 4 else None, "port": free_port()}
+    print(HELLO + json.dumps(hello), flush=True)
+    threading.Thread(target=listen, args=(events,), daemon=True).start()
+    job = receive(events)
+    if job is None:
+        return 1
+    folder = job["folder"] = os.path.join(os.path.expanduser("~"), job["folder"])
+    own = os.path.join(folder, ".venv", "bin", "python")
+    python = job["python"] or (own if os.path.exists(own) else "python3")
+    job["command"].insert(0, python)
+    try:
+        child, threads = start(job)
+    except OSError as fault:
+        text = "error: cannot start {} in {}: {}; is the code there (--sync, --dir, --python)?"
+        print(text.format(python, folder, fault.strerror), file=sys.stderr)
+        return 2
+    try:
+        code = wait_for(child.pid, events, job["grace"])
+    finally:
+        kill_everything()
+    for thread in threads:
+        thread.join(2)
+    return code
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # past the thread that still reads standard input

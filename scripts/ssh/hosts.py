@@ -1,0 +1,106 @@
+"""The file that lists the nodes of a job, and programs that run on them without being there.
+
+    # one ssh host a line: a name of ~/.ssh/config, an address, with or without a user
+    node0
+    ubuntu@172.31.0.11  slots=4  ip=10.0.0.11     # 4 processes; its address for the others
+
+The order of the lines is the order of node ranks. ``ip`` matters for the first only.
+"""
+
+import json
+import os
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # what is imported needs nothing but Python
+
+from utils.errors import UserError  # noqa: E402
+from utils.processes.supervise import MARKER  # noqa: E402
+
+# Reads the program, then goes on with what follows on the same standard input.
+_BOOTSTRAP = (
+    "import sys,json;p=json.loads(sys.stdin.buffer.readline());"
+    "exec(compile(p['source'],p['name'],'exec'),{'__name__':'__main__','ARGUMENTS':p['arguments']})"
+)
+# A dead connection is noticed after 15 s; nobody is asked for a password in the middle of a job.
+_SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3")
+SSH_FAILED = 255  # exit code of ssh itself
+
+
+@dataclass(frozen=True)
+class Host:
+    """A line of the file: what ssh is given, processes to start (None: one a GPU), own address."""
+
+    address: str
+    slots: int | None = None
+    ip: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Without the user, for people to read."""
+        return self.address.rpartition("@")[2]
+
+
+def read(path: Path) -> list[Host]:
+    """The hosts of a file. Raises: `UserError`, which names the line."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UserError(f"cannot read the list of hosts {path}: {fault}") from None
+    hosts: list[Host] = []
+    for number, line in enumerate(lines, 1):
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        facts = dict(word.partition("=")[::2] for word in words[1:])
+        slots = facts.pop("slots", None)
+        ip = facts.pop("ip", None)
+        host = Host(words[0], int(slots) if slots and slots.isdecimal() else None, ip)
+        wrong = facts or (slots is not None and not host.slots) or words[0].startswith("-")
+        if wrong or ip == "" or "=" in words[0]:
+            raise UserError(
+                f"{path}, line {number}: {line.strip()!r} is not of the form "
+                "[USER@]HOST [slots=N] [ip=ADDRESS]"
+            )
+        if host.name in [other.name for other in hosts]:
+            raise UserError(f"{path}, line {number}: {host.name} is listed twice")
+        hosts.append(host)
+    if not hosts:
+        raise UserError(f"{path} names no host: write one ssh host a line")
+    return hosts
+
+
+def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:
+    """The command that runs a `program` on ``host``; ``ssh`` is ssh with options of the user.
+
+    ``mark`` is the value of the environment variable by which clean-up knows what is ours.
+    """
+    marked = f"env {MARKER}={mark} " if mark else ""
+    line = f"{marked}python3 -u -c {shlex.quote(_BOOTSTRAP)}"
+    return [*shlex.split(ssh), *_SSH_OPTIONS, host.address, line]
+
+
+def program(path: Path, arguments: dict) -> bytes:
+    """A Python file with its arguments as the first line of input for `remote_python`."""
+    whole = {"source": path.read_text(), "name": path.name, "arguments": arguments}
+    return json.dumps(whole).encode() + b"\n"
+
+
+def default_directory() -> str:
+    """Where this code is on the nodes: as here, seen from the home directory if it is in there."""
+    home = Path(os.path.expanduser("~"))
+    return str(ROOT.relative_to(home)) if ROOT.is_relative_to(home) else str(ROOT)
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can name an environment variable."""
+    return re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text) is not None
+
+
+def note(text: str) -> None:
+    """A line of the launcher itself."""
+    print(f"launcher: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,304 @@
+"""Starts a training on several nodes over ssh, shows what they print, and ends them together.
+
+See scripts/train_on_nodes.sh for the command. What holds the nodes is scripts/ssh/guard.py.
+"""
+
+import argparse
+import json
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import copying
+import hosts
+from hosts import ROOT, SSH_FAILED, Host, note
+
+from utils import errors
+from utils.errors import UserError
+
+HEARTBEAT_SECONDS = 3.0
+HELLO_SECONDS = 30.0
+LOST_SECONDS = 6.0  # for the others to end when a node is out of reach
+_HELLO = b"@@guard "
+_COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
+
+
+class Screen:
+    """Standard output and error of this process, shared by all nodes, a line at a time."""
+
+    def __init__(self, names: list[str]):
+        self.lock = threading.Lock()
+        self.width = max(map(len, names)) + 2
+        self.colour = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
+
+    def line(self, name: str, text: bytes, stream: Any = None) -> None:
+        """Show a line of a node; nothing happens when nobody reads us any more."""
+        stream = stream or sys.stdout
+        label = f"[{name}]".ljust(self.width)
+        if stream.isatty() and "NO_COLOR" not in os.environ:
+            label = f"\033[{self.colour[name]}m{label}\033[0m"
+        try:
+            with self.lock:
+                stream.buffer.write(label.encode() + b" " + text.rstrip(b"\r\n") + b"\n")
+                stream.flush()
+        except OSError:
+            pass
+
+
+class Node:
+    """A host with the ssh that holds its guard. Its events go to ``events`` as (node, what, more):
+    ("hello", dict), then ("ended", exit code).
+    """
+
+    def __init__(self, host: Host, ssh: str, screen: Screen, events: queue.SimpleQueue):
+        self.host, self.screen, self.events = host, screen, events
+        self.code: int | None = None
+        self.hello: dict | None = None
+        self.started = False
+        # A session of its own: Ctrl-C at the terminal is ours to pass on, not ssh's.
+        self.ssh = subprocess.Popen(
+            hosts.remote_python(ssh, host, mark="guard"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.lock = threading.Lock()
+        self.say(hosts.program(Path(__file__).with_name("guard.py"), {}))
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def say(self, data: bytes) -> None:
+        """Send to the guard; a guard that is gone will be reported as ended."""
+        try:
+            with self.lock:
+                self.ssh.stdin.write(data)
+                self.ssh.stdin.flush()
+        except OSError:
+            pass
+
+    def _follow(self) -> None:
+        other = threading.Thread(target=self._show, args=(self.ssh.stderr, sys.stderr), daemon=True)
+        other.start()
+        self._show(self.ssh.stdout, sys.stdout)
+        other.join()
+        self.events.put((self, "ended", self.ssh.wait()))
+
+    def _show(self, source: BinaryIO, stream: Any) -> None:
+        for line in source:
+            if self.hello is None and line.startswith(_HELLO):
+                self.hello = json.loads(line[len(_HELLO) :])
+                self.events.put((self, "hello", self.hello))
+            else:
+                self.screen.line(self.host.name, line, stream)
+
+
+class Job:
+    """All nodes of one training, from the first connection to the last exit code."""
+
+    def __init__(self, options: argparse.Namespace, machines: list[Host], command: list[str]):
+        self.options, self.machines, self.command = options, machines, command
+        self.screen = Screen([host.name for host in machines])
+        self.events: queue.SimpleQueue = queue.SimpleQueue()
+        self.interrupts = 0
+        self.code: int | None = None  # of the job: the first that is not 0
+        self.nodes: list[Node] = []
+
+    def run(self) -> int:
+        """Start everywhere, wait for all. Returns the job's exit code."""
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, lambda number, _: self.events.put((None, "signal", number)))
+        # A launcher that stands still would let its nodes believe that it is dead.
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        for host in self.machines:
+            self.nodes.append(Node(host, self.options.ssh, self.screen, self.events))
+        late = threading.Timer(HELLO_SECONDS, self.events.put, ((None, "late", None),))
+        for thread in (late, threading.Thread(target=self._beat)):
+            thread.daemon = True
+            thread.start()
+        while any(node.code is None for node in self.nodes):
+            node, what, more = self.events.get()
+            if what == "signal":
+                self._interrupt(more)
+            elif what == "hello" and all(node.hello for node in self.nodes):
+                self._start()
+            elif what == "late":
+                self._give_up_on_silent()
+            elif what == "ended":
+                node.code = more
+                self._ended(node)
+        return self.code or 0
+
+    def _beat(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(HEARTBEAT_SECONDS):
+            for node in self.nodes:
+                if node.code is None:
+                    node.say(b"\n")
+
+    def _start(self) -> None:
+        if self.code is not None or self.nodes[0].started:
+            return
+        first, several = self.nodes[0], len(self.nodes) > 1
+        address = self.machines[0].ip or (first.hello["address"] if several else "127.0.0.1")
+        if several and (address is None or address.startswith("127.")):
+            self._stop(
+                f"{first.host.name} was reached at {address}, where the other nodes cannot reach "
+                "it: write its address into the list of hosts, ip=ADDRESS"
+            )
+            return
+        meeting = {
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(self.options.port or first.hello["port"]),
+            "WORLD_SIZE": str(len(self.nodes)),
+        }
+        for rank, node in enumerate(self.nodes):
+            environment = meeting | {"NODE_RANK": str(rank)} | dict(self.options.env)
+            slots = [] if node.host.slots is None else ["-g", str(node.host.slots)]
+            command = [*self.command[:1], *slots, *self.command[1:]]
+            shown = [f"{name}={value}" for name, value in environment.items()]
+            line = f"+ cd {self.options.dir}; {shlex.join(shown)} python {shlex.join(command)}"
+            self.screen.line(node.host.name, line.encode())
+            job = {
+                "command": command,
+                "folder": self.options.dir,
+                "environment": environment,
+                "python": self.options.python,
+                "grace": self.options.grace,
+            }
+            node.say(json.dumps(job).encode() + b"\n")
+            node.started = True
+
+    def _interrupt(self, signum: int) -> None:
+        self.interrupts += 1
+        if self.interrupts > 1 and signum == signal.SIGINT:
+            note("ending all nodes at once")
+            self._say_all(b"KILL\n")
+        elif not any(node.started for node in self.nodes):
+            self._stop("interrupted before the training began", 128 + signum)
+        else:
+            note(f"asking all nodes for a snapshot and the end, {self.options.grace:g} s at most")
+            self._say_all(b"TERM\n")
+
+    def _give_up_on_silent(self) -> None:
+        silent = [n.host.name for n in self.nodes if n.hello is None and n.code is None]
+        if silent:
+            self._stop(
+                f"no answer from {', '.join(silent)} within {HELLO_SECONDS:g} s: does "
+                f"`{self.options.ssh} {silent[0]} python3 -V` work?"
+            )
+
+    def _ended(self, node: Node) -> None:
+        name = node.host.name
+        if node.hello is None and self.code is None:
+            if node.code == SSH_FAILED:
+                why = f"ssh to {name} failed: does `{self.options.ssh} {name} true` work here?"
+            else:
+                why = f"{name} has no python3 that works (exit code {node.code})"
+            self._stop(why)
+        elif node.code == SSH_FAILED and self.code is None:
+            self._stop(f"lost the connection to {name}; its guard ends what runs there", 1)
+            # Without that node's ranks the others cannot agree on a snapshot, and may never answer.
+            timer = threading.Timer(LOST_SECONDS, self._say_all, (b"KILL\n",))
+            timer.daemon = True
+            timer.start()
+        elif node.code and self.code is None:
+            self.code = node.code
+            if node.code != errors.INTERRUPTED:
+                rest = any(other.code is None for other in self.nodes)
+                note(f"{name} ended with exit code {node.code}{'; stopping the rest' * rest}")
+            self._say_all(b"TERM\n")
+
+    def _stop(self, sentence: str, code: int = errors.BAD_INPUT) -> None:
+        """Report why the job cannot go on, and end it."""
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        self.code = code
+        self._say_all(b"TERM\n")
+        for node in self.nodes:  # a guard without a job ends at the end of its input; ssh too
+            if node.code is None and not node.started:
+                node.ssh.terminate()
+
+    def _say_all(self, order: bytes) -> None:
+        for node in self.nodes:
+            if node.code is None:
+                node.say(order)
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    if not hosts.is_name(name) or "=" not in text:
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
+    return name, value
+
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The launcher's own options, and SCRIPT with its options. Raises: `UserError`."""
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    own, command = arguments[:cut], arguments[cut + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="train_on_nodes.sh",
+        usage="bash scripts/train_on_nodes.sh HOSTS_FILE [options] -- SCRIPT TRAINING OPTIONS",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("hosts", type=Path, metavar="HOSTS_FILE", help="one ssh host a line, node rank 0 first")
+    add("--sync", action="store_true", help="first copy this code to the nodes")
+    add("--fetch", action="store_true", help="bring the run directory back; needs --name")
+    add("--dir", default=hosts.default_directory(), help="of this code on the nodes")
+    add("--python", help="on the nodes; default: DIR/.venv/bin/python if there, else python3")
+    add("--port", type=int, help="of the master; default: one that is free there")
+    add("--env", type=_variable, action="append", default=[], help="NAME=VALUE for the training")
+    add("--ssh", default="ssh", help="ssh command with its options, such as 'ssh -F FILE'")
+    add(
+        *("--grace", "--grace-seconds"),
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="how long a stopped training may take for its snapshot before it is killed",
+    )
+    options = parser.parse_args(own)
+    if not command:
+        raise UserError("what to train is missing: ... HOSTS_FILE -- imagenet_ddp.py OPTIONS DATA")
+    return options, command
+
+
+def main() -> int:
+    options, command = parse(sys.argv[1:])
+    machines = hosts.read(options.hosts)
+    script = command[0]
+    if not (ROOT / script).is_file() or "/" in script or not script.startswith("imagenet_"):
+        raise UserError(f"{script} is no training script of {ROOT}")
+    if script in ("imagenet_nd.py", "imagenet_dp.py") and (len(machines) > 1 or machines[0].slots):
+        raise UserError(f"{script} is one process on one node: use imagenet_ddp.py")
+    if len({host.slots for host in machines}) > 1:
+        raise UserError(f"{options.hosts}: all nodes must have the same number of slots, or none")
+    training = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    training.add_argument("--name")
+    training.add_argument("--output-dir", default="runs")
+    known, _ = training.parse_known_args(command[1:])
+    if options.fetch and not known.name:
+        raise UserError("--fetch needs --name among the training options, the run to bring back")
+    if options.sync:
+        copying.sync(options, machines)
+    job = Job(options, machines, command)
+    code = job.run()
+    if options.fetch and job.nodes[0].hello and job.nodes[0].code != SSH_FAILED:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_DFL)
+        copying.fetch(options, machines[0], known)
+    return code
+
+
+if __name__ == "__main__":
+    try:
+        ending = main()
+    except UserError as error:
+        ending = errors.report(error)
+    sys.stdout.flush()
+    os._exit(ending)  # past the threads

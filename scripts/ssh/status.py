@@ -1,0 +1,169 @@
+"""Shows what the ranks of this user's trainings are doing; see scripts/status.sh for the command.
+
+Reads the files of utils/instruments/status_file.py, and asks nvidia-smi where there is one. With a
+list of hosts this file is sent to each of them; it needs nothing but Python (3.7 or newer).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+
+STRAGGLES = 1.25  # times the median of the ranks' own parts of a step
+COLUMNS = "  {:>4}  {:10.10} {:>8}  {:>10}  {:>10}  {:>6}  {:>6}  {:>5}  {:>11}  {}"
+HEADINGS = ("rank", "node", "epoch", "step", "images/s", "data_s", "comp_s", "GPU_%", "MiB", "seen")
+ARGUMENTS = globals().get("ARGUMENTS")  # given when this file was sent over ssh
+
+
+def started(pid):
+    """Start time of a process as /proc has it; None when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def gpus():
+    """Utilisation (%), memory used and there (MiB) of each GPU by its uuid; empty without any."""
+    query = "--query-gpu=uuid,utilization.gpu,memory.used,memory.total"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    rows = [line.split(", ") for line in done.stdout.decode().splitlines()]
+    return {row[0]: row[1:] for row in rows if len(row) == 4}
+
+
+def node(folder):
+    """This node: its name, and what its living ranks say, with the disk and GPU under each."""
+    ranks, devices = [], None
+    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+        path = os.path.join(folder, name)
+        if not name.endswith(".json"):
+            continue
+        try:
+            with open(path) as file:
+                rank = json.load(file)
+        except (OSError, ValueError):
+            continue  # it has just ended
+        if started(rank["pid"]) != rank["started"]:
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # it was killed
+            continue
+        if rank["gpu"]:
+            devices = gpus() if devices is None else devices
+            rank["gpu"] = devices.get(rank["gpu"])
+        rank["age"] = time.time() - rank.pop("at")  # by this node's clock
+        with contextlib.suppress(OSError):
+            disk = shutil.disk_usage(rank["run"])
+            rank["disk"] = [disk.free, disk.total]
+            rank["snapshot_age"] = time.time() - os.stat(rank["run"] + "/snapshot.pt").st_mtime
+        ranks.append(rank)
+    home = shutil.disk_usage(os.path.expanduser("~"))
+    return {"host": socket.gethostname(), "home": [home.free, home.total], "ranks": ranks}
+
+
+def own_seconds(rank):
+    """A rank's own part of a step, in seconds; None while it has not been measured."""
+    if rank.get("compute_seconds") is None:
+        return None
+    return rank["compute_seconds"] + rank["data_seconds"]
+
+
+def stragglers(ranks):
+    """Numbers of the ranks of one run that the others wait for."""
+    own = {rank["rank"]: own_seconds(rank) for rank in ranks}
+    own = {number: seconds for number, seconds in own.items() if seconds is not None}
+    if len(own) < 2:
+        return set()
+    usual = statistics.median_low(own.values())  # of two, the faster
+    return {number for number, seconds in own.items() if seconds > STRAGGLES * usual}
+
+
+def ago(seconds):
+    """A length of time for people: 12 s, 5 min, 3 h."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def gib(pair):
+    return f"{pair[0] / 2**30:.1f} of {pair[1] / 2**30:.0f} GiB free"
+
+
+def describe(answers):
+    """The lines that show ``answers``: (name, result of `node`, or None if out of reach)."""
+    runs = {}
+    for name, answer in answers:
+        if answer is None:
+            yield f"{name}: no answer"
+            continue
+        count = len(answer["ranks"])
+        yield f"{name}: {count} rank{'s' * (count != 1)}, home {gib(answer['home'])}"
+        for rank in answer["ranks"]:
+            runs.setdefault((rank["run"], rank["size"]), []).append(dict(rank, node=name))
+    for (folder, size), ranks in sorted(runs.items()):
+        ranks.sort(key=lambda rank: rank["rank"])
+        first = ranks[0]
+        yield ""
+        yield f"{folder} ({first['arch']}, {first['mode']})"
+        if first["rank"] == 0:
+            snapshot = first.get("snapshot_age")
+            saved = "no snapshot yet" if snapshot is None else f"snapshot {ago(snapshot)} ago"
+            yield f"  {saved}; disk {gib(first['disk'])}" if "disk" in first else f"  {saved}"
+        yield COLUMNS.format(*HEADINGS)
+        slow = stragglers(ranks)
+        for rank in ranks:
+            yield row(rank) + ("  << straggler" if rank["rank"] in slow else "")
+        if len(ranks) < size:
+            seen = {rank["rank"] for rank in ranks}
+            missing = ", ".join(str(number) for number in range(size) if number not in seen)
+            yield f"  not seen here: rank {missing}"
+
+
+def row(rank):
+    """The line of one rank."""
+
+    def number(key, digits):
+        value = rank.get(key)
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    epoch = f"{min(rank['epoch'] + 1, rank['epochs'])}/{rank['epochs']}"
+    step = f"{rank['step']}/{rank['steps']}" if rank["phase"] == "training" else rank["phase"]
+    use, used, total = rank["gpu"] or ("-", "-", "")
+    memory = f"{used}/{total}" if total else used
+    figures = number("images_per_s", 1), number("data_seconds", 3), number("compute_seconds", 3)
+    seen = ago(rank["age"])
+    return COLUMNS.format(rank["rank"], rank["node"], epoch, step, *figures, use, memory, seen)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="status.sh", allow_abbrev=False)
+    parser.add_argument("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host a line")
+    parser.add_argument("--ssh", default="ssh", help="ssh command with its options")
+    options = parser.parse_args()
+    if options.hosts:
+        import remote  # only here: this file is sent to nodes without it
+
+        return remote.show_status(options.hosts, options.ssh, __file__, describe)
+    here = node(f"/dev/shm/imagenet-suite-{os.getuid()}")
+    for line in describe([(here["host"], here)]):
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    if ARGUMENTS is None:
+        sys.exit(main())
+    print(json.dumps(node(f"/dev/shm/imagenet-suite-{os.getuid()}")))

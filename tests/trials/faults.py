@@ -1,0 +1,297 @@
+#!/usr/bin/env python3
+"""What happens when a part of a training on two nodes fails, and how long until it goes on.
+
+    sudo python tests/trials/faults.py [--only node_killed,link_down] [--dist-timeout 30]
+
+The nodes are network namespaces of this machine (tests/nodes.py; needs root, iproute2 and pytest),
+each with one process of scripts/elastic_train.sh, 1:2 nodes. The model costs next to nothing and
+sleeps 0.1 s a step, so that the times are those of detection, rendezvous and start-up. Prints a
+Markdown table; the log of every trial is kept in --output-dir.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from utils.errors import UserError, report  # noqa: E402
+
+IMAGES, CLASSES, BATCH = 600, 3, 5  # an epoch; a step and process
+LIMIT = 300  # seconds after which a trial that does not go on is given up
+STEADY = 15  # seconds that training has to go on, as one restart may follow another
+LINK_DOWN, AWAY = 20, 10  # seconds
+ATTEMPT = re.compile(r"\S+ on \d+ process\w* \((\d+) node")
+BATCHES = re.compile(r"steps an epoch, global batch (\d+)")
+RESUMED = re.compile(r"resumed from .*: epoch (\d+), step (\d+)")
+STEP = re.compile(r"Epoch (\d+)/\d+ step +(\d+)/")
+
+
+class Line(NamedTuple):
+    """A line that a node printed, and when (seconds, monotonic)."""
+
+    time: float
+    text: str
+
+
+@dataclass
+class Attempt:
+    """One start of the training, as rank 0 tells of it; positions in images."""
+
+    nodes: int
+    batch: int = 0  # global
+    start: int = 0
+    times: list[float] = field(default_factory=list)  # of the steps
+    end: int = 0
+
+
+def attempts_of(lines: list[Line], until: float = float("inf")) -> list[Attempt]:
+    """What rank 0 has printed until an instant, attempt by attempt."""
+    found: list[Attempt] = []
+
+    def images(match: re.Match) -> int:
+        return (int(match[1]) - 1) * IMAGES + int(match[2]) * found[-1].batch
+
+    for line in lines:
+        if line.time > until:
+            break
+        if match := ATTEMPT.match(line.text):
+            found.append(Attempt(int(match[1])))
+        elif match := BATCHES.search(line.text):
+            if not line.text.startswith("["):  # of another rank
+                found[-1].batch = int(match[1])
+        elif match := RESUMED.match(line.text):
+            found[-1].start = found[-1].end = images(match)
+        elif match := STEP.match(line.text):
+            found[-1].times.append(line.time)
+            found[-1].end = images(match)
+    return found
+
+
+class Trial:
+    """A training on two nodes, and all lines that it has printed so far."""
+
+    def __init__(self, nodes: list, name: str, args: argparse.Namespace):
+        self.nodes, self.name, self.args = nodes, name, args
+        self.master = 0  # the node where they meet
+        self.lines: list[Line] = []
+        self.path = args.output_dir / f"{name}.log"
+        self.path.unlink(missing_ok=True)
+        self.began = time.monotonic()
+        self.typed: dict[int, subprocess.Popen] = {}
+
+    def type(self, number: int) -> None:
+        """Type the command line on a node."""
+        command = (
+            f"bash scripts/elastic_train.sh 1 1:2 {self.name} {BATCH} -- --image-size 32 -j 1 -p 1"
+            f" --epochs 10000 --dist-timeout {self.args.dist_timeout:g} {self.args.snapshots}"
+            f" --output-dir {self.args.output_dir}"
+        )
+        env = {"MASTER_ADDR": self.nodes[self.master].ip, "DATA": str(self.args.data)}
+        env |= {"ARCH": "tiny_plain", "PYTHONPATH": str(ROOT / "tests" / "stand_in")}
+        env |= {"NPROC": "1", "STEP_SECONDS": "0.1"}
+        how = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT, "text": True}
+        self.typed[number] = self.nodes[number].popen(command, env, **how)
+        self.say(f"typed on node{number}: {command}")
+        threading.Thread(target=self._read, args=(number, self.typed[number])).start()
+
+    def _read(self, number: int, typed: subprocess.Popen) -> None:
+        for text in typed.stdout:
+            self.lines.append(Line(time.monotonic(), text.rstrip("\n")))
+            self.say(f"node{number}: {text.rstrip()}")
+        typed.wait()
+
+    def say(self, text: str) -> None:
+        """Write a line into the trial's log."""
+        with open(self.path, "a") as log:
+            log.write(f"{time.monotonic() - self.began:7.2f} {text}\n")
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Until ``condition``. Raises: `UserError` when that takes too long."""
+        end = time.monotonic() + LIMIT
+        while not condition():
+            if time.monotonic() > end:
+                raise UserError(f"{self.name}: waited {LIMIT} s for {what}; see {self.path}")
+            time.sleep(0.1)
+
+    def goes_on(self, nodes: int, since: float) -> bool:
+        """Whether, after ``since``, training has been under way for a while on so many nodes."""
+        attempts = attempts_of(list(self.lines))
+        if not attempts or attempts[-1].nodes != nodes:
+            return False
+        times = [one for one in attempts[-1].times if one > since]
+        return bool(times) and times[-1] - times[0] > STEADY
+
+    def worker(self, number: int) -> int:
+        """The number of a node's training process."""
+        ours = self.nodes[number].processes()
+        torchrun = {one.pid for one in ours if " -m torch.distributed.run " in one.command}
+        found = [one.pid for one in ours if one.parent in torchrun and " -u " in one.command]
+        if len(found) != 1:
+            raise UserError(f"{self.name}: node{number} is not training; see {self.path}")
+        return found[0]
+
+    def outcome(self, fault: str, what: str, nodes: int, began: float, since: float) -> "Outcome":
+        """Wait until it goes on after ``since``; the fault was at ``began``."""
+        self.wait(lambda: self.goes_on(nodes, since), f"steps on {nodes} nodes")
+        lines = list(self.lines)
+        before, after = attempts_of(lines, began), attempts_of(lines)
+        first = next(one for one in after[-1].times if one > since)
+        ends = [one.end for one in after[len(before) - 1 : -1]]
+        starts = [one.start for one in after[len(before) :]]
+        repeated = sum(end - start for end, start in zip(ends, starts, strict=True))
+        return Outcome(fault, what, nodes, first - began, repeated, len(starts))
+
+
+class Outcome(NamedTuple):
+    """A row of the table: ``seconds`` from the fault to the first step after it on ``nodes``."""
+
+    fault: str
+    what: str
+    nodes: int
+    seconds: float
+    repeated: int  # images
+    restarts: int
+
+    def row(self) -> str:
+        """As Markdown."""
+        return (
+            f"| {self.fault} | {self.what} | {self.nodes} | {self.seconds:.1f} | {self.restarts} "
+            f"| {self.repeated} | {self.repeated / (2 * BATCH):g} |"
+        )
+
+
+def worker_killed(trial: Trial) -> list[Outcome]:
+    os.kill(trial.worker(1), signal.SIGKILL)
+    now = time.monotonic()
+    return [trial.outcome("worker killed (-9)", "both nodes start it again", 2, now, now)]
+
+
+def node_killed(trial: Trial) -> list[Outcome]:
+    trial.nodes[1].kill()
+    now = time.monotonic()
+    return [trial.outcome("node killed", "the other goes on alone", 1, now, now)]
+
+
+def node_back(trial: Trial) -> list[Outcome]:
+    found = node_killed(trial)
+    trial.nodes[1].start_again()
+    now = time.monotonic()
+    trial.type(1)
+    what = "it joins; time from typing its line again"
+    return [*found, trial.outcome("... and started again", what, 2, now, now)]
+
+
+def node_back_soon(trial: Trial) -> list[Outcome]:
+    now = time.monotonic()
+    trial.nodes[1].kill()
+    time.sleep(AWAY)
+    trial.nodes[1].start_again()
+    trial.type(1)
+    what = "both nodes start it again"
+    return [trial.outcome(f"node killed, started again after {AWAY} s", what, 2, now, now)]
+
+
+def link_down(trial: Trial) -> list[Outcome]:
+    now = time.monotonic()
+    trial.nodes[1].link(False)
+    time.sleep(LINK_DOWN)
+    trial.nodes[1].link(True)
+    up = time.monotonic()
+    return [trial.outcome(f"link down {LINK_DOWN} s", "both go on", 2, now, up)]
+
+
+def master_killed(trial: Trial) -> list[Outcome]:
+    now = time.monotonic()
+    trial.nodes[0].kill()
+    lost = "lost touch with"
+    trial.wait(lambda: any(lost in line.text for line in list(trial.lines)), "a sentence")
+    noticed = time.monotonic()
+    # torchrun waits for the meeting point, for many minutes, and may be deaf to Ctrl-C.
+    cleaned = trial.nodes[1].run("bash scripts/cleanup.sh --grace 10")
+    trial.say(cleaned.out + cleaned.err)
+    trial.typed[1].wait()
+    trial.master = 1
+    ended = time.monotonic()
+    trial.type(1)
+    what = (
+        f"**does not go on**, noticed after {noticed - now:.1f} s; scripts/cleanup.sh there, and "
+        "the same line with its own MASTER_ADDR (time from typing it)"
+    )
+    found = trial.outcome("master node killed", what, 1, now, ended)
+    return [found._replace(seconds=found.seconds - (ended - now))]
+
+
+FAULTS = {
+    "worker_killed": worker_killed,
+    "node_killed": node_back,
+    "node_back_soon": node_back_soon,
+    "link_down": link_down,
+    "master_killed": master_killed,
+}
+
+
+def try_fault(name: str, args: argparse.Namespace) -> list[Outcome]:
+    """Train on two nodes, let the fault happen, and see what comes of it."""
+    from nodes import Nodes
+
+    with Nodes(2) as nodes:
+        trial = Trial(nodes, f"faults_{name}_{os.getpid()}", args)
+        for number in (0, 1):
+            trial.type(number)
+        trial.wait(lambda: trial.goes_on(2, 0), "the first steps")
+        trial.say(f"fault: {name}")
+        return FAULTS[name](trial)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default=",".join(FAULTS), metavar="LIST", help="(%(default)s)")
+    parser.add_argument("--dist-timeout", type=float, default=30, metavar="S", help="(%(default)s)")
+    parser.add_argument("--output-dir", type=Path, default=ROOT / "runs", metavar="DIR")
+    args = parser.parse_args()
+    try:
+        if os.geteuid() != 0:
+            raise UserError("network namespaces need root: sudo python tests/trials/faults.py")
+        if unknown := set(args.only.split(",")) - set(FAULTS):
+            raise UserError(f"--only {unknown.pop()} is none of {', '.join(FAULTS)}")
+        with tempfile.TemporaryDirectory(prefix="faults") as folder:
+            prepare(args, Path(folder))
+            print("| fault | what happens | then nodes | s to the next step | restarts |", end="")
+            print(" images repeated | steps |\n|---|---|---|---|---|---|---|", flush=True)
+            for name in args.only.split(","):
+                for outcome in try_fault(name, args):
+                    print(outcome.row(), flush=True)
+    except UserError as error:
+        return report(error)
+    return 0
+
+
+def prepare(args: argparse.Namespace, folder: Path) -> None:
+    """Draw the images; find out how often these scripts can write snapshots."""
+    from conftest import draw_folder
+
+    args.output_dir = args.output_dir.resolve()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    args.data = draw_folder(folder / "data", train=IMAGES // CLASSES, classes=CLASSES)
+    line = [sys.executable, str(ROOT / "imagenet_ddp.py"), "--help"]
+    known = "--snapshot-minutes" in subprocess.check_output(line, text=True)
+    args.snapshots = "--snapshot-minutes 0.05" if known else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+#!/usr/bin/env python3
+"""Kill trainings at random instants, continue them, and see whether that has changed anything.
+
+    python tests/trials/kill_runs.py [--kills 100] [--seed 0] [--snapshot-minutes 0.01]
+
+Each of imagenet_nd.py, imagenet_ddp.py -g 2 and imagenet_ddp_apex.py -g 2 trains a tiny model of
+tests/stand_in on 300 drawn images: once undisturbed, then in runs that get a signal at a random
+instant, most in training and some while the script starts, and are continued with --resume auto,
+until they reach the end. SIGKILL goes to the whole process group; SIGTERM to the parent alone, as
+from `kill`; SIGINT to the group, as from a terminal. A run must end with the weights and momentum
+of the undisturbed one, bit for bit; each attempt must see the batches that follow its snapshot, so
+that each image of an epoch counts once; the TensorBoard curves must have the same points, each once
+and in order. Exit code 1 if anything differs. CPU only; needs pytest, as the tests do.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+
+from trials.kill_checks import Checks  # noqa: E402
+
+from utils.errors import UserError, report  # noqa: E402
+
+SCRIPTS = {
+    "nd": ("imagenet_nd.py", "-b", "10"),
+    "ddp": ("imagenet_ddp.py", "-g", "2", "-b", "5"),
+    "apex": ("imagenet_ddp_apex.py", "-g", "2", "-b", "5"),
+}
+IMAGES, EPOCHS = 300, 4
+TRAINING = re.compile(r"^\d+ images in \d+ classes", re.MULTILINE)  # the line before the first step
+IN_TRAINING = 0.8  # share of the signals that wait for that line
+RECIPE = f"-a tiny_full --image-size 32 -j 1 -p 1 --epochs {EPOCHS} --lr 0.05 --crop-scale 0.5"
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+LIMIT = 120  # seconds that an attempt may take
+
+
+@dataclass
+class Case:
+    """A script's runs."""
+
+    name: str
+    root: Path
+    data: Path
+    snapshot_minutes: float
+    start_seconds: float = 0.0  # of the undisturbed run, until TRAINING
+    train_seconds: float = 0.0  # and from then on
+    signals: Counter = field(default_factory=Counter)
+    runs: int = 0
+    trainings_before: int = 0  # how often the run had begun to train before this attempt
+
+    def __post_init__(self) -> None:
+        self.checks = Checks(self.root, 1 if self.name == "nd" else 2, EPOCHS)
+        self.differences = self.checks.differences
+
+    def start(self, run: str) -> subprocess.Popen:
+        """Start or continue a run, in a process group of its own; output goes to its log."""
+        from conftest import environment
+        from running import STAND_IN
+
+        folder = self.root / f"{run}_seen"
+        folder.mkdir(parents=True, exist_ok=True)
+        options = [*SCRIPTS[self.name], *RECIPE.split(), "--name", run, "--resume", "auto"]
+        options += ["--snapshot-minutes", str(self.snapshot_minutes), "--output-dir", self.root]
+        env = {"PYTHONPATH": STAND_IN, "STEP_SECONDS": "0.04", "SEEN_IMAGES": str(folder)}
+        with open(self.root / f"{run}.log", "a") as log:
+            self.trainings_before = self.trainings(run)
+            return subprocess.Popen(
+                [sys.executable, *map(str, options), str(self.data)],
+                cwd=ROOT,
+                env=environment(**env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def finish(self, run: str) -> None:
+        """Train to the end without a disturbance."""
+        began = time.monotonic()
+        process = self.start(run)
+        self.until_training(run, process)
+        start = time.monotonic() - began
+        code = self.end_of(run, process)
+        if not self.train_seconds:
+            self.start_seconds, self.train_seconds = start, time.monotonic() - began - start
+        if code:
+            self.differences.append(f"{run} ended with code {code}, see {self.root}/{run}.log")
+
+    def end_of(self, run: str, process: subprocess.Popen) -> int:
+        """An attempt's exit code; one that does not end is a difference, and is killed."""
+        try:
+            return process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            self.differences.append(f"{run} hung, see {self.root}/{run}.log")
+            os.killpg(process.pid, signal.SIGKILL)
+            return process.wait()
+
+    def until_training(self, run: str, process: subprocess.Popen) -> None:
+        """Wait until the attempt that has just begun is about to train, or ends."""
+        while process.poll() is None and self.trainings(run) <= self.trainings_before:
+            time.sleep(0.01)
+
+    def trainings(self, run: str) -> int:
+        """How often a run has begun to train."""
+        return len(TRAINING.findall((self.root / f"{run}.log").read_text()))
+
+    def disturb(self, run: str, source: random.Random, kills: int) -> int:
+        """Kill a run until it ends before that, at most so often. Returns how often it was."""
+        from conftest import summary
+
+        for done in range(kills):
+            signum, in_training = source.choice(SIGNALS), source.random() < IN_TRAINING
+            seconds = source.uniform(0, self.train_seconds if in_training else self.start_seconds)
+            process = self.start(run)
+            if in_training:
+                self.until_training(run, process)
+            try:
+                process.wait(seconds)
+                sent = False
+            except subprocess.TimeoutExpired:
+                sent = True
+                with contextlib.suppress(ProcessLookupError):
+                    if signum == signal.SIGTERM:
+                        process.terminate()
+                    else:
+                        os.killpg(process.pid, signum)
+            code = self.end_of(run, process)
+            _wait_for_group(process.pid)
+            if code == 0:
+                return done
+            if not sent:
+                self.differences.append(f"{run} failed by itself, see {self.root}/{run}.log")
+                return done
+            self.signals[signum.name] += 1
+            folder = self.root / run
+            if (folder / "summary.json").is_file() and summary(folder)["epochs_done"] == EPOCHS:
+                self.finish(run)  # the signal came after its last step
+                return done + 1
+        self.finish(run)
+        return kills
+
+
+def _wait_for_group(group: int) -> None:
+    """Until all processes of a group are gone; they may not outlive the first one for long."""
+    from running import eventually, everyone
+
+    def living() -> list[int]:
+        return [one.pid for one in everyone() if one.group == group and one.lives()]
+
+    if not eventually(lambda: not living()):
+        raise UserError(f"processes {living()} have outlived the run that started them")
+
+
+def try_case(case: Case, kills: int, seed: str) -> Case:
+    """Kill runs of one script so often in all."""
+    source = random.Random(seed)
+    number = 0
+    while kills > 0 and not case.differences:
+        run = f"{case.name}_{number}"
+        kills -= case.disturb(run, source, kills)
+        case.checks.compare(run, f"{case.name}_whole")
+        case.runs += 1
+        number += 1
+    return case
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=100, metavar="N", help="in all (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")
+    parser.add_argument(
+        "--snapshot-minutes", type=float, default=0.01, metavar="MIN", help="(%(default)s)"
+    )
+    parser.add_argument(
+        "--scripts", default=",".join(SCRIPTS), metavar="LIST", help="(%(default)s)"
+    )
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="keep the runs there")
+    args = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kill_runs")))
+        root = (args.output_dir or temporary / "runs").resolve()
+        try:
+            if unknown := set(args.scripts.split(",")) - set(SCRIPTS):
+                raise UserError(f"--scripts {unknown.pop()} is none of {', '.join(SCRIPTS)}")
+            return summarize(run_all(prepare(args, root, temporary), args))
+        except UserError as error:
+            return report(error)
+
+
+def prepare(args: argparse.Namespace, root: Path, temporary: Path) -> list[Case]:
+    """Draw the images and train the undisturbed runs."""
+    from conftest import draw_folder
+
+    data = draw_folder(temporary / "data", train=IMAGES // 3)
+    cases = [
+        Case(name, root / f"seed{args.seed}_{os.getpid()}", data, args.snapshot_minutes)
+        for name in args.scripts.split(",")
+    ]
+    for case in cases:
+        whole = f"{case.name}_whole"
+        case.finish(whole)
+        if not case.differences:
+            case.checks.check_epochs(whole, IMAGES)
+    return cases
+
+
+def run_all(cases: list[Case], args: argparse.Namespace) -> list[Case]:
+    """Let the scripts' runs be killed, those of different scripts at the same time."""
+    count = len(cases)
+    shares = [args.kills * (i + 1) // count - args.kills * i // count for i in range(count)]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        seeds = [f"{args.seed} {case.name}" for case in cases]
+        return list(pool.map(try_case, cases, shares, seeds))
+
+
+def summarize(cases: list[Case]) -> int:
+    """Print a table and what differs. Returns the exit code."""
+    print("| script | kills | SIGKILL | SIGTERM | SIGINT | runs | steps repeated | differences |")
+    print("|---|---|---|---|---|---|---|---|")
+    for case in cases:
+        signals = [case.signals[name] for name in ("SIGKILL", "SIGTERM", "SIGINT")]
+        cells = [" ".join(SCRIPTS[case.name][:-2]), sum(signals), *signals, case.runs]
+        cells += [case.checks.steps_repeated, len(case.differences)]
+        print("".join(f"| {cell} " for cell in cells) + "|")
+    found = [text for case in cases for text in case.differences]
+    for text in found:
+        print(f"error: {text}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

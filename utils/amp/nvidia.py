@@ -1,0 +1,148 @@
+"""NVIDIA Apex's own amp (until its tag 25.04), with the calls of `utils.amp.plain.TorchAmp`."""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from utils.amp.levels import LEVELS, OptLevel
+from utils.amp.loss_scale import SMALLEST
+from utils.amp.plain import master_params
+from utils.processes.distributed import World
+
+
+class ApexAmp:
+    """One model and one optimiser at an opt level."""
+
+    def __init__(self, level: OptLevel, world: World):
+        self.level, self.world = level, world
+        self.amp = importlib.import_module("apex.amp")
+        self.apex_parallel = importlib.import_module("apex.parallel")
+        self.scaler = ApexScaler(self.amp)
+        self.weights: ApexWeights
+
+    def sync_bn(self, model: nn.Module) -> nn.Module:
+        """The model with batch norm over the batches of all ranks."""
+        return self.apex_parallel.convert_syncbn_model(model)
+
+    def initialize(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """``amp.initialize``: cast, and make masters."""
+        level, usual = self.level, LEVELS[self.level.name]
+        changes: dict[str, Any] = {}  # Apex takes offence at some overrides that override nothing
+        if level.keep_batchnorm_fp32 != usual.keep_batchnorm_fp32:
+            changes["keep_batchnorm_fp32"] = level.keep_batchnorm_fp32
+        if level.loss_scale != usual.loss_scale:
+            changes["loss_scale"] = "dynamic" if level.loss_scale is None else level.loss_scale
+        model, optimizer = self.amp.initialize(model, optimizer, opt_level=level.name, **changes)
+        self.weights = ApexWeights(model, optimizer)
+        return model, optimizer
+
+    def parallel(
+        self, model: nn.Module, allreduce: str = "sum-divide", delay: bool = False
+    ) -> nn.Module:
+        """``apex.parallel.DistributedDataParallel``, with its options for the three orders."""
+        return self.apex_parallel.DistributedDataParallel(
+            model,
+            delay_allreduce=delay,
+            allreduce_always_fp32=allreduce == "fp32",
+            gradient_predivide_factor=float(self.world.size) if allreduce == "divide-sum" else 1.0,
+        )
+
+    @contextmanager
+    def _no_allreduce(self, replica: Any) -> Iterator[None]:
+        replica.disable_allreduce()
+        try:
+            yield
+        finally:
+            replica.enable_allreduce()
+
+    def accumulate(self, replica: nn.Module) -> AbstractContextManager[Any]:
+        """In this context, backward adds up gradients without an all-reduce."""
+        return self._no_allreduce(replica)
+
+    @contextmanager
+    def scale_loss(
+        self, loss: Tensor, optimizer: torch.optim.Optimizer, delay_unscale: bool = False
+    ) -> Iterator[Tensor]:
+        """``amp.scale_loss``. It waits for the device in every step."""
+        before = self.scaler.value
+        with self.amp.scale_loss(loss, optimizer, delay_unscale=delay_unscale) as scaled_loss:
+            yield scaled_loss
+        self.scaler.skipped += self.scaler.value < before
+
+    def master_params(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        """What the optimiser updates, in order."""
+        return list(self.amp.master_params(optimizer))
+
+
+class ApexScaler:
+    """The loss scaler inside Apex, saved in the form of `utils.amp.loss_scale.LossScaler`.
+
+    Apex itself prints that a step is skipped, in rank 0.
+    """
+
+    def __init__(self, amp: Any):
+        self.amp, self.skipped = amp, 0
+
+    @property
+    def value(self) -> float:
+        """The loss scale."""
+        return float(self.amp.state_dict()["loss_scaler0"]["loss_scale"])
+
+    @property
+    def lost(self) -> bool:
+        """Whether the scale keeps falling without end."""
+        return self.value < SMALLEST
+
+    def state_dict(self) -> dict[str, float]:
+        """Scale, number of clean steps in a row and of skipped ones."""
+        state = self.amp.state_dict()["loss_scaler0"]
+        return {
+            "scale": float(state["loss_scale"]),
+            "clean_steps": int(state["unskipped"]),
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take over what `state_dict` gave."""
+        self.skipped = int(state["skipped"])
+        saved = {"loss_scale": state["scale"], "unskipped": int(state["clean_steps"])}
+        self.amp.load_state_dict({"loss_scaler0": saved})
+
+
+class ApexWeights:
+    """The model in float32 with Apex's masters, which Apex's own checkpoints leave out."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.model, self.optimizer = model, optimizer
+        # Apex will put its masters in the places of the weights.
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.names = [names[parameter] for parameter in master_params(optimizer)]
+
+    def _masters(self) -> dict[str, nn.Parameter]:
+        # Apex makes its masters only when the first backward begins: later than a snapshot is
+        # loaded.
+        if hasattr(self.optimizer, "_amp_lazy_init"):
+            self.optimizer._amp_lazy_init()
+        return dict(zip(self.names, master_params(self.optimizer), strict=True))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's state dict in float32, taken from the masters where there are any."""
+        state = {
+            name: value.float() if value.is_floating_point() else value
+            for name, value in self.model.state_dict().items()
+        }
+        return state | {name: value.detach().float() for name, value in self._masters().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load float32 (or float16) weights into the model and the masters."""
+        masters = self._masters()
+        self.model.load_state_dict(state)
+        for name, master in masters.items():
+            master.copy_(state[name])

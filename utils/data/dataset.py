@@ -1,0 +1,132 @@
+"""What a loader worker does: read, decode and crop a batch of images."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from utils.data import images as im
+from utils.data import region_decode
+from utils.data.index import ImageIndex
+from utils.metrics import UNREADABLE
+from utils.samplers import Batch
+
+LONGEST_SEARCH = 10_000  # unreadable files in one batch: it is the disk then, not the files
+
+
+@dataclass
+class Reading:
+    """What making batches took: files and bytes read, seconds of reading and in all, bad files."""
+
+    files: int = 0
+    bytes: int = 0
+    read_seconds: float = 0.0
+    seconds: float = 0.0
+    faults: list[tuple[int, str]] = field(default_factory=list)  # (image, reason)
+
+    def add(self, other: "Reading") -> None:
+        """Add what another batch took; its faults are left to the caller."""
+        self.files += other.files
+        self.bytes += other.bytes
+        self.read_seconds += other.read_seconds
+        self.seconds += other.seconds
+
+
+class ImageBatches(Dataset):
+    """Whole batches of ``index``: training crops if ``train``, else centre crops.
+
+    A batch is (images uint8 [n, size, size, 3], targets int64 [n], `Reading`). A training image
+    that cannot be read is replaced by the next readable one in the index, so that no other sample
+    moves; in evaluation its target is `UNREADABLE`. Augmentation is a function of (seed, epoch,
+    image): see `utils.samplers.Batch`. ``augment`` is called on each training crop (uint8
+    [3, size, size]) with torch's random state set by the same three numbers.
+    """
+
+    def __init__(
+        self,
+        index: ImageIndex,
+        size: int,
+        seed: int,
+        train: bool,
+        crop_scale: float = im.CROP_SCALE,
+        resize: int | None = None,
+    ):
+        self.index, self.size, self.seed, self.train = index, size, seed, train
+        self.crop_scale, self.resize = crop_scale, resize
+        self.augment: Callable[[Tensor], Tensor] | None = None
+        self.regions = train  # decode no more than a crop needs, where that is possible
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitems__(self, batch: Batch) -> tuple[Tensor, Tensor, Reading]:
+        began = time.perf_counter()
+        n = len(batch.indices)
+        images = torch.zeros(n, self.size, self.size, 3, dtype=torch.uint8)
+        targets = torch.full((n,), UNREADABLE, dtype=torch.int64)
+        reading = Reading()
+        for row, wanted in enumerate(batch.indices.tolist()):
+            found, view = self._sample(wanted, batch.epoch, reading)
+            if view is not None:
+                images[row] = view
+                targets[row] = int(self.index.targets[found])
+        reading.seconds = time.perf_counter() - began
+        return images, targets, reading
+
+    def _sample(self, wanted: int, epoch: int, reading: Reading) -> tuple[int, Tensor | None]:
+        """The view of image ``wanted``, or of the one that stands in for it, and which that is."""
+        for step in range(len(self) if self.train else 1):
+            if len(reading.faults) >= LONGEST_SEARCH:
+                break
+            found = (wanted + step) % len(self)
+            try:
+                return found, self._view(self._read(found, reading), epoch, wanted)
+            except (OSError, ValueError) as fault:
+                reading.faults.append((found, str(fault)))
+        return wanted, None
+
+    def _read(self, image: int, reading: Reading) -> bytes:
+        began = time.perf_counter()
+        with open(self.index.path(image), "rb", buffering=0) as file:
+            data = file.readall()
+        reading.files += 1
+        reading.bytes += len(data)
+        reading.read_seconds += time.perf_counter() - began
+        return data
+
+    def _cut(self, shape: tuple[int, int], epoch: int, wanted: int) -> im.Cut:
+        if not self.train:
+            return im.eval_cut(shape, self.size, self.resize)
+        draw = random.Random(self._key(epoch, wanted))
+        return im.train_cut(shape, self.size, draw, self.crop_scale)
+
+    def _key(self, epoch: int, wanted: int) -> int:
+        return (self.seed << 72) | (epoch << 48) | wanted
+
+    def _view(self, data: bytes, epoch: int, wanted: int) -> Tensor:
+        """Decode a file and cut its view out: uint8 [size, size, 3]. Raises: ValueError."""
+        view = self._part(data, epoch, wanted) if self.regions else None
+        if view is None:
+            image = im.decode(data)
+            view = im.view(image, self._cut(tuple(image.shape[1:]), epoch, wanted))
+        if not (self.train and self.augment):
+            return view
+        # Without workers this is the training process, whose own random state must not be touched.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(random.Random(self._key(epoch, wanted)).getrandbits(63))
+            return self.augment(view.permute(2, 0, 1)).permute(1, 2, 0)
+
+    def _part(self, data: bytes, epoch: int, wanted: int) -> Tensor | None:
+        """The same view by decoding no more than it needs, where that can be done."""
+        jpeg = region_decode.open_jpeg(data)
+        if jpeg is None:
+            return None
+        cut = self._cut(jpeg.shape, epoch, wanted)
+        pixels = jpeg.decode(cut.box)
+        if pixels is None:
+            return None
+        return im.view(pixels, cut._replace(box=(0, 0, *pixels.shape[1:])))

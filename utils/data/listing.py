@@ -1,0 +1,181 @@
+"""What is in a folder of class folders, remembered from one run to the next.
+
+Listing 1.28 million files takes seconds on a warm local disk and minutes on a cold network disk.
+The listing is kept in the folder itself, class by class, with the modification times of the folders
+it was made from: adding, removing or renaming a file changes one of them, and that class is listed
+anew.
+"""
+
+import os
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from utils.atomic import save_atomically
+from utils.errors import UserError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
+CACHE = ".index.npz"
+VERSION = 1
+# A folder that changed this short a time before it was listed may change once more within the same
+# tick of the file system's clock, unnoticed: such a listing is not kept.
+RACY_SECONDS = 2.0
+THREADS = 8  # a network disk answers many questions at once
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The images of one class, sorted by path."""
+
+    paths: bytes  # relative to the root, one after another
+    lengths: np.ndarray  # int64 [n]: of each path, bytes
+    sizes: np.ndarray  # int64 [n]: of each file, bytes
+    folders: dict[str, int]  # relative to the root: st_mtime_ns, or 0 for one never to be believed
+
+
+def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listing]:
+    """The listing of each class folder ``root/CLASS``, from the cache where that is up to date.
+
+    Classes that had to be listed are added to the cache. With ``shows`` a progress bar is drawn on
+    a terminal, and a line tells when the cache cannot be written. Raises: `UserError`.
+    """
+    known = _read(root)
+    found = {name: known[name] for name in classes if name in known and _fresh(root, known[name])}
+    missing = [name for name in classes if name not in found]
+    if missing:
+        with ThreadPoolExecutor(THREADS) as pool:
+            fresh = pool.map(lambda name: list_class(root, name), missing)
+            bar = tqdm(
+                zip(missing, fresh, strict=True),
+                total=len(missing),
+                desc=f"Indexing {root}",
+                unit="class",
+                leave=False,
+                disable=not (shows and sys.stderr.isatty()),
+            )
+            found |= dict(bar)
+        write(root, known | found, shows)
+    return [found[name] for name in classes]
+
+
+def list_class(root: Path, name: str) -> Listing:
+    """List the images of class folder ``name``, sub-folders included. Raises: `UserError`."""
+    folders: dict[str, int] = {}
+    images = sorted(_images(str(root), name, folders))
+    return Listing(
+        b"".join(path for path, _ in images),
+        np.array([len(path) for path, _ in images], np.int64),
+        np.array([size for _, size in images], np.int64),
+        folders,
+    )
+
+
+def _images(root: str, folder: str, folders: dict[str, int]) -> Iterator[tuple[bytes, int]]:
+    place = os.path.join(root, folder)
+    try:
+        changed = os.stat(place).st_mtime_ns
+        racy = abs(time.time() - changed / 1e9) < RACY_SECONDS
+        folders[folder] = 0 if racy else changed
+        with os.scandir(place) as entries:
+            for entry in entries:
+                # A hidden file is no sample: editors, copies under way and macOS leave them behind.
+                if entry.name.startswith("."):
+                    continue
+                path = f"{folder}/{entry.name}"
+                if entry.name.lower().endswith(SUFFIXES):
+                    yield os.fsencode(path), _size(entry)
+                elif entry.is_dir():
+                    yield from _images(root, path, folders)
+    except FileNotFoundError:
+        raise UserError(f"class folder {place} is missing", alike=True) from None
+    except NotADirectoryError:
+        raise UserError(f"{place} is not a folder", alike=True) from None
+    except OSError as fault:
+        raise UserError(f"cannot read the folder {place}: {fault.strerror}", alike=True) from None
+
+
+def _size(entry: "os.DirEntry[str]") -> int:
+    try:
+        return entry.stat().st_size
+    except OSError:
+        return 0  # a dangling link: reading it will tell
+
+
+def _fresh(root: Path, listing: Listing) -> bool:
+    try:
+        return all(
+            seen and os.stat(root / folder).st_mtime_ns == seen
+            for folder, seen in listing.folders.items()
+        )
+    except OSError:
+        return False
+
+
+def _read(root: Path) -> dict[str, Listing]:
+    """The cached listings by class; none if there is no cache, or none that can be read."""
+    try:
+        with np.load(root / CACHE) as file:
+            if int(file["version"]) != VERSION:
+                return {}
+            paths = file["paths"].tobytes()
+            lengths, sizes = file["lengths"], file["sizes"]
+            counts, folder_counts = file["counts"], file["folder_counts"]
+            folders = list(zip(_split(file["folders"]), file["changed"].tolist(), strict=True))
+            names = _split(file["classes"])
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return {}
+    ends = np.cumsum(np.concatenate([[0], lengths]))
+    listings, image, folder = {}, 0, 0
+    for name, count, folder_count in zip(names, counts, folder_counts, strict=True):
+        here = slice(image, image + count)
+        listings[name] = Listing(
+            paths[ends[image] : ends[image + count]],
+            lengths[here],
+            sizes[here],
+            dict(folders[folder : folder + folder_count]),
+        )
+        image, folder = image + count, folder + folder_count
+    return listings
+
+
+def write(root: Path, known: dict[str, Listing], shows: bool = False) -> None:
+    """Keep the listings ``known`` (by class) in ``root``; with ``shows``, say if that fails."""
+    values = [known[name] for name in sorted(known)]
+    folders = [item for listing in values for item in listing.folders.items()]
+    content = {
+        "version": np.array(VERSION),
+        "classes": _join(sorted(known)),
+        "counts": np.array([len(listing.sizes) for listing in values], np.int64),
+        "paths": np.frombuffer(b"".join(listing.paths for listing in values), np.uint8),
+        "lengths": np.concatenate([listing.lengths for listing in values]),
+        "sizes": np.concatenate([listing.sizes for listing in values]),
+        "folders": _join([folder for folder, _ in folders]),
+        "changed": np.array([changed for _, changed in folders], np.int64),
+        "folder_counts": np.array([len(listing.folders) for listing in values], np.int64),
+    }
+    try:
+        save_atomically(lambda file: np.savez(file, **content), root / CACHE)
+    except OSError as fault:
+        if shows:
+            print(
+                f"note: the index of {root} cannot be kept there ({fault.strerror}), so each run "
+                "lists the folder anew",
+                flush=True,
+            )
+
+
+def _join(names: list[str]) -> np.ndarray:
+    # No file name holds a zero byte; arrays of Python strings would need pickle.
+    return np.frombuffer(b"\0".join(map(os.fsencode, names)), np.uint8)
+
+
+def _split(joined: np.ndarray) -> list[str]:
+    text = joined.tobytes()
+    return [os.fsdecode(name) for name in text.split(b"\0")] if text else []

@@ -1,0 +1,241 @@
+"""From image folders to batches on the device."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from utils.data import augment
+from utils.data.dataset import ImageBatches, Reading
+from utils.data.gpu_decode import RawBatches, RawFiles
+from utils.data.index import ImageIndex, check_same_classes, class_folders, select_classes
+from utils.data.workers import WorkerContext
+from utils.errors import UserError
+from utils.metrics import UNREADABLE
+from utils.processes import supervise
+from utils.processes.distributed import World, check_alike, first_on_node, gather
+from utils.samplers import EvalSampler, TrainSampler
+
+MEAN = (0.485, 0.456, 0.406)  # ImageNet's, per channel, for pixels in 0..1
+STD = (0.229, 0.224, 0.225)
+
+
+@dataclass
+class BadFiles:
+    """Unreadable files of one loader: each is named once; more than ``limit`` are `too_many`."""
+
+    index: ImageIndex
+    limit: int
+    log: Callable[[str], None] = print
+    seen: dict[int, str] = field(default_factory=dict)  # image: reason
+
+    @property
+    def too_many(self) -> bool:
+        """True if the run should end, with `error`."""
+        return len(self.seen) > self.limit
+
+    def note(self, faults: list[tuple[int, str]]) -> None:
+        """Name the new ones among ``faults``; none any more once there are too many."""
+        for image, reason in faults:
+            if image not in self.seen and not self.too_many:
+                self.seen[image] = reason
+                self.log(f"unreadable image {self.index.path(image)}: {reason}")
+
+    def share(self, world: World) -> None:
+        """Let every rank know what all have seen, so that rank 0's log names each file."""
+        for seen in gather(dict(self.seen), world):
+            self.note(list(seen.items()))
+
+    def error(self) -> UserError:
+        """What to raise in every rank, after `share`, when there are too many."""
+        last = self.index.path(list(self.seen)[-1])
+        return UserError(
+            f"more than {self.limit} image files could not be read (--max-bad-files), the last "
+            f"one {last}: check the disk and the copy of the data set",
+            alike=True,
+        )
+
+
+class Batches:
+    """Batches on the device.
+
+    Iterating gives (images, targets): ``dtype`` [n, 3, size, size], normalised, and int64 [n].
+    ``waited`` counts the seconds that the caller stood still for them, ``reading`` what the workers
+    did for them; `start_count` sets both to zero.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageBatches,
+        sampler: TrainSampler | EvalSampler,
+        bad: BadFiles,
+        place: tuple[torch.device, torch.memory_format, torch.dtype],
+        workers: int,
+    ):
+        self.dataset, self.sampler, self.bad = dataset, sampler, bad
+        self.device, self.layout, self.dtype = place
+        self.start_count()
+        cuda = self.device.type == "cuda"
+        self.stream = torch.cuda.Stream(self.device) if cuda else None
+        scale = torch.tensor([1 / (255 * s) for s in STD])
+        shift = torch.tensor([-m / s for m, s in zip(MEAN, STD, strict=True)])
+        self.scale = scale.view(1, 3, 1, 1).to(self.device)
+        self.shift = shift.view(1, 3, 1, 1).to(self.device)
+        self.loader = DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            pin_memory=cuda,
+            worker_init_fn=_quiet_worker,
+            # A process that was itself spawned would spawn its workers: each would import torch
+            # anew, for seconds in which a Ctrl-C could still end it.
+            multiprocessing_context=WorkerContext() if workers else None,
+            persistent_workers=workers > 0,
+        )
+
+    def start_count(self) -> None:
+        """Count waiting and reading from now on."""
+        self.waited, self.reading = 0.0, Reading()
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        before = time.perf_counter()
+        for images, targets, reading, *raw in self._loaded():
+            self.waited += time.perf_counter() - before
+            self.reading.add(reading)
+            if reading.faults:
+                self.bad.note(reading.faults)
+            self._check(targets)
+            yield self._upload(images, targets, *raw)
+            before = time.perf_counter()
+
+    def _loaded(self) -> Iterator[Any]:
+        """The workers' batches."""
+        try:
+            yield from self.loader
+        except (EOFError, ConnectionError, FileNotFoundError):
+            # A worker has died while it handed a batch over. SIGCHLD, whose handler raises the
+            # error that names it, is about to come.
+            time.sleep(5)
+            raise
+
+    def _upload(
+        self, images: Tensor, targets: Tensor, raw: RawFiles | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self.stream is None:
+            return self._normalise(images), targets
+        # On a stream of its own the copy runs while the device still computes the last step.
+        with torch.cuda.stream(self.stream):
+            images = images.to(self.device, non_blocking=True)
+            if raw is not None:
+                self.bad.note(self.dataset.finish(images, targets, raw))
+                self._check(targets)
+            images = self._normalise(images)
+            targets = targets.to(self.device, non_blocking=True)
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self.stream)
+        images.record_stream(current)
+        targets.record_stream(current)
+        return images, targets
+
+    def _check(self, targets: Tensor) -> None:
+        if self.dataset.train and bool((targets == UNREADABLE).any()):
+            # Not even a replacement was found. Other ranks may not have noticed: this one speaks.
+            raise UserError(str(self.bad.error()))
+
+    def _normalise(self, images: Tensor) -> Tensor:
+        """uint8 [n, s, s, 3] to (x / 255 - MEAN) / STD as ``dtype`` [n, 3, s, s].
+
+        One kernel, which computes in float32 and rounds once.
+        """
+        images = images.permute(0, 3, 1, 2)
+        out = torch.empty_like(images, dtype=self.dtype, memory_format=self.layout)
+        return torch.addcmul(self.shift, images, self.scale, out=out)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _quiet_worker(_: int) -> None:
+    # Ctrl-C and a scheduler's SIGTERM reach the whole process group; only the training process
+    # decides what to do, and it needs its workers until the snapshot is written.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    supervise.die_with_parent()
+
+
+@dataclass
+class Loaders:
+    """The batches of a run; None where there is no such part, or no use for it."""
+
+    classes: list[str]
+    train: Batches | None = None
+    val: Batches | None = None
+    test: Batches | None = None
+
+
+def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
+    """Index DATA/train, DATA/val and, if present, DATA/test; make their loaders for this rank.
+
+    ``dtype`` is what the first layer computes with. Raises: `UserError` for missing folders,
+    classes that differ between train and val, too few images, or a data set that differs between
+    nodes.
+    """
+    if args.dummy:
+        return Loaders([str(number) for number in range(args.dummy_classes)])
+    root = Path(args.data)
+    evaluate_only = args.evaluate and not (root / "train").is_dir()
+    folders = class_folders(root / ("val" if evaluate_only else "train"))
+    classes = select_classes(args.classes, folders)
+    parts = ["val"] + (["test"] if (root / "test").is_dir() else [])
+    for part in parts:
+        check_same_classes(root, part, classes, subset=bool(args.classes))
+
+    workers = -(-args.workers // world.local_size)
+    ranks = (world.rank, world.size)
+
+    def batches(part: str, train: bool) -> Batches:
+        # The first process of a node lists the folder, the others find the list in the cache.
+        index = first_on_node(
+            lambda: ImageIndex(root / part, classes, shows=world.local_rank == 0), world
+        )
+        check_alike(
+            f"the data set {root / part}", index.fingerprint(), world, index.class_fingerprints
+        )
+        sampler: TrainSampler | EvalSampler
+        if train:
+            if len(index) < 2 * world.size * args.accum_steps:
+                raise UserError(
+                    f"{len(index)} training images are too few for {world.size} processes x "
+                    f"{args.accum_steps} accumulation steps (at least 2 each)",
+                    alike=True,
+                )
+            sampler = TrainSampler(len(index), args.batch_size, ranks, args.accum_steps, args.seed)
+        else:
+            sampler = EvalSampler(len(index), args.batch_size, ranks)
+        kind = RawBatches if args.decode == "gpu" else ImageBatches
+        dataset = kind(
+            index, args.image_size, args.seed, train, args.crop_scale, args.val_resize_size
+        )
+        if train:
+            dataset.augment = augment.build(args.auto_augment, args.random_erasing)
+        bad = BadFiles(index, args.max_bad_files)
+        place = (world.device, args.memory_format, dtype)
+        return Batches(dataset, sampler, bad, place, workers)
+
+    return Loaders(
+        classes,
+        train=None if args.evaluate else batches("train", train=True),
+        val=batches("val", train=False),
+        test=batches("test", train=False) if "test" in parts else None,
+    )

@@ -1,0 +1,50 @@
+"""Loader workers that are known to have begun: one whose fork got stuck is forked again.
+
+A thread of C++ code that enters Python, and torch has such threads, holds a lock of the interpreter
+for an instant. When another thread forks then, the child waits for that lock for ever, before any
+code of its own, and DataLoader waits for the child: https://github.com/python/cpython/issues/112275,
+mended in Python 3.12 and in late releases of 3.9 to 3.11. tests/trials/kill_runs.py met it, as
+evaluation's workers were forked beside the threads of gloo.
+"""
+
+import multiprocessing.connection
+import os
+from multiprocessing.context import ForkContext, ForkProcess
+
+BEGIN_SECONDS = 10.0  # a fork takes milliseconds; a slow one that is done again costs nothing else
+TRIES = 5
+
+
+class Worker(ForkProcess):
+    """A forked process; `start` returns when it runs."""
+
+    def start(self) -> None:
+        """Fork until the child says that it runs. Raises: RuntimeError when none ever does."""
+        task = self._target, self._args, self._kwargs  # start() forgets them
+        for _ in range(TRIES):
+            self._target, self._args, self._kwargs = task
+            self._pipe = os.pipe()
+            super().start()
+            os.close(self._pipe[1])
+            # The end of the pipe counts as well: who has died is DataLoader's to find.
+            begun = multiprocessing.connection.wait([self._pipe[0]], BEGIN_SECONDS)
+            os.close(self._pipe[0])
+            if begun:
+                return
+            self.kill()
+            self.join()
+            self._popen = None
+        raise RuntimeError(f"none of {TRIES} forks of a data loading worker came to run")
+
+    def run(self) -> None:
+        """In the child: say that it runs, and do the task."""
+        os.write(self._pipe[1], b".")
+        for end in self._pipe:
+            os.close(end)
+        super().run()
+
+
+class WorkerContext(ForkContext):
+    """For ``DataLoader(multiprocessing_context=...)``."""
+
+    Process = Worker

@@ -1,0 +1,1 @@
+"""How processes start, meet, agree, talk to each other and end."""

@@ -1,0 +1,1 @@
+"""What a run leaves behind: its directory, TensorBoard curves, snapshots, copies in a store."""

@@ -1,0 +1,295 @@
+"""What a snapshot holds, and how a run goes on from it or from checkpoints of others.
+
+utils/run/snapshots.py writes them. Reading runs no code that a file may hold.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from utils.errors import UserError
+from utils.processes.distributed import World, from_main
+from utils.run import elastic
+from utils.run.snapshots import candidates, check_whole
+
+_PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums")
+
+
+class Stateful(Protocol):
+    """Anything that can be saved and loaded like a module."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+@dataclass
+class TrainState:
+    """All that the future of a run depends on.
+
+    ``epoch`` epochs are finished, and ``step`` steps of ``global_batch`` images of the next one.
+    ``sums`` are that epoch's metric sums so far (see `utils.metrics.Sums`), ``elapsed`` the
+    seconds of training, ``history`` a dictionary an epoch, ``best`` that of the best one. The order
+    of samples, augmentation and dropout are functions of seed and position, so no random state
+    needs keeping. ``weights`` saves the model as float32 where it trains in another precision.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: Stateful
+    weights: Stateful | None = None
+    global_batch: int = 0
+    epoch: int = 0
+    step: int = 0
+    best: dict[str, float] = field(default_factory=dict)
+    elapsed: float = 0.0
+    history: list[dict[str, float]] = field(default_factory=list)
+    sums: list[float] | None = None
+    clock: float | None = None  # when ``elapsed`` was brought up to date
+
+    def tick(self) -> None:
+        """Add the time since the last call to ``elapsed``; the first call starts the clock."""
+        now = time.monotonic()
+        self.elapsed += now - self.clock if self.clock is not None else 0.0
+        self.clock = now
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """The model's state dict in float32, under plain torchvision names."""
+        return (self.weights or self.model).state_dict()
+
+    def load_weights(self, state: dict[str, Tensor]) -> None:
+        """Load what `full_weights` gives. Raises `UserError` when it is of another model."""
+        try:
+            (self.weights or self.model).load_state_dict(state)
+        except RuntimeError as fault:
+            reason = str(fault).split("\n\t")[1] if "\n\t" in str(fault) else str(fault)
+            raise UserError(
+                f"the snapshot does not fit this model, another arch or number of classes? "
+                f"({reason[:200]})",
+                alike=True,
+            ) from None
+
+
+def snapshot_of(
+    state: TrainState, options: dict[str, Any], classes: list[str], weights: dict[str, Tensor]
+) -> dict[str, Any]:
+    """The content of ``snapshot.pt``; ``weights`` are ``state.full_weights()``."""
+    return {
+        "model": weights,
+        "optimizer": state.optimizer.state_dict(),
+        "scaler": state.scaler.state_dict(),
+        "progress": {name: getattr(state, name) for name in _PROGRESS},
+        "options": options,
+        "classes": classes,
+    }
+
+
+def best_of(
+    state: TrainState, arch: str, classes: list[str], weights: dict[str, Tensor]
+) -> dict[str, Any]:
+    """The content of ``best.pt``, which torchvision can load without this code."""
+    return {
+        "state_dict": weights,
+        "arch": arch,
+        "classes": classes,
+        "epoch": state.best["epoch"],
+        "top1": state.best["top1"],
+        "top5": state.best["top5"],
+    }
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint to the CPU; no code in it is run. Raises `UserError` if that fails."""
+    if not path.exists():
+        raise UserError(f"there is no snapshot {path}")
+    try:
+        check_whole(path)
+    except OSError as fault:
+        raise UserError(f"{path} cannot be read ({fault.strerror})") from fault
+    try:
+        # torchvision's reference scripts keep their command line in the file: a plain Namespace.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as fault:  # torch.load reports damage by half a dozen types
+        first = (str(fault).splitlines() or [type(fault).__name__])[0]
+        raise UserError(f"{path} cannot be read as a checkpoint ({first[:200]})") from fault
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a checkpoint: it holds a {type(content).__name__}")
+    return content
+
+
+def read_latest(path: Path, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Read ``path`` or, if it is a run's snapshot and damaged, the one before, and say so."""
+    failure: UserError | None = None
+    for candidate in candidates(path):
+        try:
+            content = read(candidate)
+        except UserError as fault:
+            failure = failure or fault
+            continue
+        if failure is not None:
+            log(f"warning: {failure}; going on from the one before, {candidate}")
+        return content
+    assert failure is not None
+    raise failure
+
+
+def resume(
+    state: TrainState,
+    args: Any,
+    world: World,
+    path: Path | None,
+    classes: list[str] | None = None,
+    log: Callable[[str], None] = print,
+) -> bool:
+    """Load ``path`` (as rank 0 finds it) into every process's ``state``.
+
+    Takes our snapshots and best models, checkpoints of pytorch/examples, of the Apex example and of
+    torchvision's references, and bare state dicts. ``args`` and ``classes`` are checked against
+    what the file says of itself. Returns: whether it was a full snapshot of ours. Raises:
+    `UserError`.
+    """
+    content = from_main(lambda: read_latest(path, log) if path else None, world)
+    if content is None:
+        return False
+    saved = content.get("options", content)
+    if isinstance(arch := saved.get("arch"), str) and arch != args.arch:
+        raise UserError(f"{path} is a {arch}: use -a {arch} to load it", alike=True)
+    _check_classes(content.get("classes"), classes, path)
+    changed = _changed_options(saved, args)
+    if "progress" in content and not args.evaluate and args.start_epoch is None:
+        _check_options(changed, saved, path)
+    weights = content.get("model", content.get("state_dict", content))
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
+        raise UserError(f"{path} holds no model weights", alike=True)
+    state.load_weights({_plain_name(name): value for name, value in weights.items()})
+    if args.evaluate:
+        return False
+    if "optimizer" in content:
+        _load_optimizer(state.optimizer, content["optimizer"], path)
+    _load_scaler(state.scaler, content)
+    if "progress" not in content:
+        _read_foreign_progress(state, content)
+        return False
+    global_batch = state.global_batch
+    for name, value in content["progress"].items():
+        setattr(state, name, value)
+    repeated = _rescale_position(state, global_batch)
+    if repeated and world.is_main:
+        log(
+            f"note: the global batch is {global_batch} now, so {repeated} images of this epoch are "
+            f"trained on again, from step {state.step} on"
+        )
+    if changed and world.is_main:
+        changes = (
+            f"--{key.replace('_', '-')} {vars(args)[key]} (was {saved[key]})" for key in changed
+        )
+        log(f"changed since the snapshot: {', '.join(changes)}")
+    if not world.is_main:
+        state.sums = None  # they are of all ranks: only one may bring them in again
+    return True
+
+
+def _check_classes(saved: Any, classes: list[str] | None, path: Path | None) -> None:
+    if saved is None or classes is None or list(saved) == list(classes):
+        return
+    if len(saved) != len(classes):
+        what = f"has {len(saved)} classes, the data {len(classes)}"
+    else:
+        number, one, other = next(
+            (i, a, b) for i, (a, b) in enumerate(zip(saved, classes, strict=True)) if a != b
+        )
+        what = f"has {one} as class {number}, the data {other}"
+    raise UserError(f"{path} {what}: choose the same with DATA and --classes", alike=True)
+
+
+# The run's order of samples and its learning rate curve: another value would break them off.
+_FIXED = ("seed", "lr_schedule", "warmup_epochs")
+_PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
+
+
+def _changed_options(saved: dict[str, Any], args: Any) -> list[str]:
+    now = vars(args)
+    return [key for key in saved if key in now and key not in _PLACES and saved[key] != now[key]]
+
+
+def _check_options(changed: list[str], saved: dict[str, Any], path: Path | None) -> None:
+    """Refuse options that contradict the snapshot."""
+    fixed = [key for key in changed if key in _FIXED]
+    # The cosine ends with the last epoch; the other schedules do not know it.
+    if "epochs" in changed and saved.get("lr_schedule") == "cosine":
+        fixed.append("epochs")
+    if fixed:
+        wishes = " ".join(f"--{key.replace('_', '-')} {saved[key]}" for key in fixed)
+        raise UserError(
+            f"{path} was made with {wishes}: go on with that, or begin a new schedule from its "
+            "weights with --start-epoch 0",
+            alike=True,
+        )
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix("module.")
+
+
+def _load_optimizer(optimizer: Any, saved: dict[str, Any], path: Path | None) -> None:
+    """Take over the saved momentum, but no hyperparameters: those are the command line's."""
+    groups = optimizer.state_dict()["param_groups"]
+    theirs = [len(group["params"]) for group in saved["param_groups"]]
+    if theirs != [len(group["params"]) for group in groups]:
+        raise UserError(f"the optimiser state in {path} is of another model", alike=True)
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+
+
+def _load_scaler(scaler: Stateful, content: dict[str, Any]) -> None:
+    """Take over the loss scale, whichever script, or Apex's ``amp.state_dict()``, has saved it."""
+    saved = content.get("scaler") or content.get("amp") or {}
+    saved = saved.get("loss_scaler0", saved)
+    alike = {
+        "scale": ("scale", "loss_scale"),
+        "clean_steps": ("clean_steps", "_growth_tracker", "unskipped"),
+        "_growth_tracker": ("clean_steps", "_growth_tracker", "unskipped"),
+    }
+    state = scaler.state_dict()
+    for key in state:
+        for name in alike.get(key, (key,)):
+            if name in saved:
+                state[key] = saved[name]
+    scaler.load_state_dict(state)
+
+
+def _read_foreign_progress(state: TrainState, content: dict[str, Any]) -> None:
+    if "optimizer" not in content:
+        return  # weights only: a start, not a continuation
+    # pytorch/examples counts finished epochs; torchvision's references, whose files have an
+    # "lr_scheduler", number the last one from 0.
+    state.epoch = int(content.get("epoch", 0)) + ("lr_scheduler" in content)
+    best = content.get("best_acc1", content.get("best_prec1"))
+    if best is not None:
+        state.best = {"top1": float(best), "top5": float("nan"), "epoch": state.epoch}
+
+
+def _rescale_position(state: TrainState, global_batch: int) -> int:
+    """Express the position within the epoch in steps of this run's global batch.
+
+    Where a launcher restarts the job on the nodes that are left, nobody is there to choose another
+    batch size: it goes on at the last step boundary before. Returns how many images that repeats.
+    """
+    images = state.step * state.global_batch
+    repeated = images % global_batch
+    if repeated and not elastic.is_elastic():
+        raise UserError(
+            f"the snapshot was taken in the middle of an epoch, after {images} images, which is no "
+            f"whole number of global batches of {global_batch}: resume with the global batch "
+            f"{state.global_batch} that it was made with",
+            alike=True,
+        )
+    if repeated and state.sums:  # the means stay what they are, and each image counts once
+        state.sums = [value * (images - repeated) / images for value in state.sums]
+    state.step, state.global_batch = images // global_batch, global_batch
+    return repeated

@@ -1,0 +1,74 @@
+"""Restarts by ``torchrun --max-restarts``: every attempt goes on in one run directory."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from utils.errors import UserError
+from utils.processes.distributed import World, from_main, gather
+from utils.run.snapshots import latest
+
+_NO_ID = "none"  # what torchrun calls a job whose user has given no --rdzv-id
+
+
+def is_elastic() -> bool:
+    """Whether a launcher restarts this job's processes when one of them fails."""
+    return "LOCAL_RANK" in os.environ and _number("TORCHELASTIC_MAX_RESTARTS") > 0
+
+
+def job_id() -> str | None:
+    """What all attempts of this elastic job have in common; None if nothing is sure to be."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", _NO_ID)
+    return name if is_elastic() and name != _NO_ID else None
+
+
+def prepare(args: Any, world: World, options: str) -> str | None:
+    """Let a restarted run go on: fill in ``args.name`` and ``args.resume``.
+
+    ``options`` is the name of that file in a run directory. torchrun counts a restart only where a
+    process has failed: nodes that make room for one that came back, and that one itself, still
+    count 0. So a run is also known by the job that its options name. Returns: a line to log, if
+    this is a restart. Raises: `UserError` when there is nothing to know the run by.
+    """
+    if not is_elastic() or args.evaluate or args.dummy:
+        return None
+    if args.start_epoch is not None:
+        raise UserError(
+            "--start-epoch does not go with torchrun --max-restarts: all restarts would begin "
+            "there",
+            alike=True,
+        )
+    restarts = max(gather(_number("TORCHELASTIC_RESTART_COUNT"), world))
+    file = Path(args.resume) if args.resume not in (None, "auto") else None
+    if not args.name:
+        if file and (file.parent / options).is_file():
+            return None  # that run is continued where it is, each time from its latest snapshot
+        if job_id() is None:
+            raise UserError(
+                "restarts by torchrun --max-restarts go on in one run directory: give it a --name "
+                "(or torchrun an --rdzv-id)",
+                alike=True,
+            )
+        args.name = "elastic_" + re.sub(r"[^\w.-]", "_", str(job_id()))
+    folder = Path(args.output_dir) / args.name
+    known, saved = from_main(lambda: (_job_of(folder / options), latest(folder) is not None), world)
+    if not restarts and (known is None or known != job_id()):
+        return None
+    if saved or file is None:
+        args.resume = "auto"
+    found = "a snapshot" if saved else "no snapshot yet"
+    return f"restarted by torchrun (failures so far: {restarts}); {folder} has {found}"
+
+
+def _job_of(path: Path) -> str | None:
+    """The elastic job that wrote this options.json."""
+    try:
+        return json.loads(path.read_text()).get("elastic_job")
+    except (OSError, ValueError):
+        return None
+
+
+def _number(name: str) -> int:
+    return int(os.environ.get(name, "0"))

@@ -1,0 +1,157 @@
+"""Writing snapshots beside training, and finding a whole one again.
+
+Training stands still only while the state is copied to the host; a thread then writes it. At any
+instant, also in the middle of a write, ``snapshot.pt`` or the one before it is whole on disk.
+"""
+
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.atomic import save_atomically
+from utils.errors import UserError
+
+SNAPSHOT, PREVIOUS, BEST = "snapshot.pt", "snapshot_previous.pt", "best.pt"
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest snapshot in a run directory, if there is any; see `candidates`."""
+    return next((folder / name for name in (SNAPSHOT, PREVIOUS) if (folder / name).is_file()), None)
+
+
+def candidates(path: Path) -> Iterator[Path]:
+    """``path``, then, if it is a run's snapshot, the one before it."""
+    yield path
+    if path.name == SNAPSHOT and path.with_name(PREVIOUS).is_file():
+        yield path.with_name(PREVIOUS)
+
+
+def check_whole(path: Path) -> None:
+    """Compare a file that torch.save has written with its checksums (CRC-32 of each record).
+
+    torch.load does not: a flipped bit in a weight would be trained on. Raises: `UserError`. Files
+    of torch before 1.6 have no checksums, and pass.
+    """
+    with open(path, "rb") as file:
+        if file.read(2) != b"PK":
+            return
+        try:
+            with zipfile.ZipFile(file) as archive:
+                damaged = archive.testzip()
+        except Exception as fault:  # zipfile reports damage by half a dozen types
+            raise UserError(f"{path} cannot be read as a checkpoint ({fault})") from fault
+    if damaged is not None:
+        raise UserError(f"{path} cannot be read as a checkpoint (checksum of {damaged} is wrong)")
+
+
+def write(content: dict[str, Any], path: Path) -> None:
+    """torch.save to ``path``, atomically; of ``snapshot.pt`` the one before is kept.
+
+    Raises: `UserError`, which says what has become of it; the old file is then as it was.
+    """
+    previous = path.with_name(PREVIOUS) if path.name == SNAPSHOT else None
+    try:
+        save_atomically(lambda file: torch.save(content, file), path, previous)
+    except (OSError, RuntimeError) as fault:  # torch hides the cause in a RuntimeError
+        cause = fault if isinstance(fault, OSError) else fault.__context__
+        reason = cause.strerror if isinstance(cause, OSError) else "is the disk full?"
+        raise UserError(
+            f"cannot write {path} ({reason}): what was saved before is intact"
+        ) from fault
+
+
+class SnapshotWriter:
+    """Writes one set of files after the other into a folder, in a thread. For rank 0.
+
+    ``log`` is called when a write fails, and when one succeeds again. ``after`` is called with the
+    path of each file that has been written, in that thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        log: Callable[[str], None],
+        after: Callable[[Path], None] = lambda path: None,
+    ):
+        self.folder, self.log, self.after = folder, log, after
+        self.failure: UserError | None = None  # of the last write
+        self.pauses: list[float] = []  # seconds for which training stood still, one a snapshot
+        self._thread: threading.Thread | None = None
+        self._buffers: dict[str, Tensor] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether the last snapshot is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, files: dict[str, dict[str, Any]]) -> None:
+        """Copy the contents (file name -> what torch.save takes) and begin to write them.
+
+        Waits for the write before. Returns when the copy is made: what it was made from may change.
+        """
+        self.wait()
+        began = time.perf_counter()
+        copies = _Copies(self._buffers)
+        contents = {name: copies.of(content, name) for name, content in files.items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.pauses.append(time.perf_counter() - began)
+        self._thread = threading.Thread(target=self._write, args=(contents,), name="snapshot")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, contents: dict[str, dict[str, Any]]) -> None:
+        try:
+            for name, content in contents.items():
+                write(content, self.folder / name)
+                self.after(self.folder / name)
+        except UserError as failure:
+            if self.failure is None:
+                self.log(f"warning: {failure}, and training goes on")
+            self.failure = failure
+        else:
+            if self.failure is not None:
+                self.log(f"{self.folder / SNAPSHOT} could be written again")
+            self.failure = None
+
+
+class _Copies:
+    """Deep copies on the host of what may be saved, into the buffers of the last time."""
+
+    def __init__(self, buffers: dict[str, Tensor]):
+        self.buffers = buffers
+        self.made: dict[int, Tensor] = {}  # a tensor that stands in two files is copied once
+
+    def of(self, value: Any, place: str) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in self.made:
+                self.made[id(value)] = self._copy(value.detach(), place)
+            return self.made[id(value)]
+        if isinstance(value, dict):
+            return {key: self.of(entry, f"{place}/{key}") for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.of(entry, f"{place}/{i}") for i, entry in enumerate(value))
+        return value
+
+    def _copy(self, tensor: Tensor, place: str) -> Tensor:
+        # Fresh memory would have to be mapped page by page, which takes longer than the copy.
+        old = self.buffers.get(place)
+        if old is None or _layout(old) != _layout(tensor):
+            old = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self.buffers[place] = old
+        return old.copy_(tensor, non_blocking=True)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype

@@ -1,0 +1,235 @@
+"""What a run leaves behind and shows: its directory, console lines, TensorBoard, summary.
+
+Rank 0 writes all files. The first process of every other node prints plain lines, so that nobody
+sits before a silent terminal; all further processes are quiet.
+"""
+
+import contextlib
+import json
+import math
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from utils.atomic import remove_leftovers, save_atomically
+from utils.errors import UserError
+from utils.processes.distributed import World, from_main
+from utils.run import elastic, store, tensorboard
+from utils.run.snapshots import BEST, SNAPSHOT, latest
+
+Facts = dict[str, tensorboard.Value]
+OPTIONS, SUMMARY, LOG = "options.json", "summary.json", "train.log"
+
+
+def _directory(args: Any, world: World, mode: str) -> Path:
+    """The run's directory; made, and refused if another run is in it. For rank 0."""
+    root = Path(args.output_dir)
+    snapshot = Path(args.resume) if args.resume and args.resume != "auto" else None
+    name = args.name
+    if not name and store.is_url(args.resume) and not args.evaluate:
+        name = store.run_name(args.resume, SNAPSHOT, mark=OPTIONS)
+    if name:
+        folder = root / name
+    elif snapshot and not args.evaluate and (snapshot.parent / OPTIONS).is_file():
+        folder = snapshot.parent  # a run goes on where it was
+    else:
+        host = socket.gethostname().split(".")[0]
+        now = time.strftime("%b%d_%H-%M-%S")
+        name = (
+            f"{now}_{host}_{args.arch}_gpux{world.size}_b{args.batch_size}_cpu{args.workers}_{mode}"
+        )
+        # Two runs may start in the same second.
+        names = (name + (f"-{number}" if number else "") for number in range(1000))
+        folder = next(root / name for name in names if not (root / name).exists())
+    goes_on = args.resume and not args.evaluate
+    if (folder / OPTIONS).exists() and not goes_on:
+        raise UserError(
+            f"{folder} holds a run already: continue it with --resume, or choose another --name"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LOG).touch()
+    except OSError as fault:
+        raise UserError(f"cannot write the run directory {folder}: {fault.strerror}") from None
+    return folder
+
+
+class Run:
+    """Where this process reports to. ``mode`` is the script's short name (nd, dp, ddp, ...)."""
+
+    def __init__(self, args: Any, world: World, mode: str):
+        """Choose and make the run directory. Raises `UserError` when it is taken."""
+        self.args, self.world, self.mode = args, world, mode
+        restarted = elastic.prepare(args, world, OPTIONS)
+        self.folder = from_main(lambda: _directory(args, world, mode), world)
+        plain = (int, float, str, type(None))
+        self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
+        self.options |= {"mode": mode, "command": " ".join(sys.argv)}
+        if elastic.job_id():
+            self.options["elastic_job"] = elastic.job_id()
+        self.shows = world.local_rank == 0
+        self.bar: tqdm | None = None
+        self.writer: SummaryWriter | None = None
+        self.has_gap = False  # the writer was lost to a full disk
+        self.is_training = False  # an entry is open in the event file
+        if restarted:
+            self.log(restarted)
+        self.stores = bool(args.store and not args.evaluate and not args.dummy)
+        url = args.store if self.stores and world.is_main else None
+        self.store = store.Store(url, self.folder, self.log)
+        self.fetched: Path | None = from_main(self._open_store, world)
+
+    def _open_store(self) -> Path | None:
+        """Get from the store what it has to resume from. Returns the file that a URL has given."""
+        resume = self.args.resume
+        self.store.open(bool(resume), (BEST, SNAPSHOT) if resume == "auto" else ())
+        if not store.is_url(resume):
+            return None
+        return store.fetch(resume, SNAPSHOT, self.folder, also=BEST)
+
+    def close_store(self) -> None:
+        """Wait for the last uploads. All ranks: a launcher ends the others when one has ended."""
+        if self.stores:
+            from_main(self.store.close, self.world)
+
+    @property
+    def snapshot(self) -> Path | None:
+        """What to resume from: the file given, or with "auto" the run's own, if it has one."""
+        if self.fetched is not None:
+            return self.fetched
+        if self.args.resume != "auto":
+            return Path(self.args.resume) if self.args.resume else None
+        return latest(self.folder)
+
+    def begin(self, epoch: int, position: float, facts: Facts | None = None) -> None:
+        """Open the files. Points past ``epoch`` (finished) and ``position`` (epochs, fractional)
+        that a killed run left in the event files are cut off, so that curves never run backward.
+        ``facts`` about a training (see `report.facts`) go into the event file with the options.
+        """
+        from_main(lambda: self._begin(epoch, position, facts), self.world)
+
+    def _begin(self, epoch: int, position: float, facts: Facts | None) -> None:
+        try:
+            remove_leftovers(self.folder)
+            self._open_files(epoch, position, facts)
+        except OSError as fault:
+            raise UserError(
+                f"cannot write into the run directory {self.folder} ({fault.strerror}): what is "
+                "there is intact; make room"
+            ) from fault
+
+    def _open_files(self, epoch: int, position: float, facts: Facts | None) -> None:
+        text = json.dumps(self.options, indent=1) + "\n"
+        save_atomically(lambda file: file.write(text.encode()), self.folder / OPTIONS)
+        tensorboard.cut_off(self.folder, epoch, round(1000 * position))
+        # What is here may be newer than what the store has: the last process died while sending.
+        for name in (OPTIONS, BEST, SNAPSHOT):
+            self.store.upload(self.folder / name)
+        self.writer = SummaryWriter(str(self.folder))
+        if facts is not None:
+            for summary in tensorboard.entry(self.options | facts, self.folder.name):
+                self.writer.file_writer.add_summary(summary, 0)
+            self.writer.add_custom_scalars(tensorboard.LAYOUT)
+            self.writer.flush()  # other programs can tell from now on what is trained here
+            self.is_training = True
+
+    def log(self, text: str) -> None:
+        """Print a line (first process of each node) and keep it in train.log (rank 0)."""
+        if self.shows:
+            if self.bar is not None:
+                tqdm.write(text)
+            else:
+                print(
+                    text if self.world.is_main else f"[rank {self.world.rank}] {text}", flush=True
+                )
+        if self.world.is_main:
+            # A full disk must not end a training: the line has been printed.
+            with contextlib.suppress(OSError), open(self.folder / LOG, "a") as file:
+                file.write(text + "\n")
+
+    def start_bar(self, title: str, steps: int, done: int = 0) -> None:
+        """Show a progress bar for ``steps`` steps if rank 0 sits at a terminal."""
+        if self.world.is_main and sys.stderr.isatty():
+            self.bar = tqdm(total=steps, initial=done, desc=title, leave=False, unit="step")
+
+    def move_bar(self, done: int) -> None:
+        """Let the bar, if there is one, show ``done`` steps."""
+        if self.bar is not None:
+            self.bar.update(done - self.bar.n)
+
+    def stop_bar(self) -> None:
+        """Take the bar away."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+    def step(self, place: str, done: int, values: dict[str, float]) -> None:
+        """Report ``done`` steps of an epoch: move the bar, or print a line."""
+        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        if self.bar is not None:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.move_bar(done)
+        elif self.shows:
+            self.log(f"{place}  {text}")
+
+    def scalars(self, values: dict[str, float], x: int, flush: bool = False) -> None:
+        """Write TensorBoard points at ``x``, in rank 0; NaN (nothing measured) is left out."""
+        if self.writer is None:
+            return
+        try:
+            for tag, value in values.items():
+                if not math.isnan(value):
+                    self.writer.add_scalar(tag, value, x)
+            if flush:
+                self.writer.flush()
+        except OSError as fault:  # of TensorBoard's thread, which ends with its first
+            self.writer, self.has_gap = None, True
+            self.log(
+                f"warning: cannot write the event file ({fault.strerror}): training goes on, and "
+                "its curves have a gap"
+            )
+
+    def epoch(self, record: dict[str, float]) -> None:
+        """Write an epoch's record (TensorBoard tags to values, and "epoch") and its line."""
+        tags = {tag: value for tag, value in record.items() if "/" in tag or tag == "Lr"}
+        if self.has_gap:
+            with contextlib.suppress(OSError):  # there may be room again
+                self.writer, self.has_gap = SummaryWriter(str(self.folder)), False
+        self.scalars(tags, int(record["epoch"]), flush=True)
+        self.log(
+            f"Epoch {record['epoch']:.0f}/{self.args.epochs}"
+            f"  train: loss {record['Loss/train']:.4f} top-1 {record['Top1/train']:.2f}"
+            f" top-5 {record['Top5/train']:.2f}"
+            f"  val: loss {record['Loss/val']:.4f} top-1 {record['Top1/val']:.2f}"
+            f" top-5 {record['Top5/val']:.2f}"
+            f"  lr {record['Lr']:.3g}  {record['Throughput/train']:.1f} images/s"
+        )
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write summary.json, close the event file, wait for the store. For all ranks."""
+        if self.world.is_main:
+            self._finish(summary)
+            self.store.upload(self.folder / SUMMARY)
+        self.close_store()
+
+    def _finish(self, summary: dict[str, Any]) -> None:
+        # JSON has no NaN, and other programs read this file: what was not measured is null.
+        clean = {
+            key: None if isinstance(value, float) and math.isnan(value) else value
+            for key, value in summary.items()
+        }
+        text = json.dumps(clean, indent=1) + "\n"
+        try:
+            save_atomically(lambda file: file.write(text.encode()), self.folder / SUMMARY)
+            if self.writer is not None:
+                if self.is_training:
+                    done = summary["finished_because"] != "interrupted"
+                    self.writer.file_writer.add_summary(tensorboard.closing(done), 0)
+                self.writer.close()
+        except OSError as fault:
+            self.log(f"warning: cannot write {self.folder / SUMMARY} ({fault.strerror})")

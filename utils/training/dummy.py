@@ -1,0 +1,74 @@
+"""``--dummy``: the speed of the training step alone, on batches that live on the device."""
+
+import resource
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from utils.processes.distributed import World
+from utils.run.tracking import Run
+from utils.training.session import TrainStep
+
+WARMUP_STEPS, TIMED_STEPS = 5, 20
+
+
+def measure(args: Any, world: World, run: Run, train_step: TrainStep) -> int:
+    """Time the step on random images and print images/s, ms a step and peak memory.
+
+    The same step as in training, optimiser and all-reduce included; no loader, no metrics. Writes
+    the figures to summary.json. Returns: exit code 0.
+    """
+    run.begin(0, 0)
+    device = world.device
+    size = (args.batch_size, 3, args.image_size, args.image_size)
+    generator = torch.Generator(device).manual_seed(args.seed + world.rank)
+    images = torch.randn(size, generator=generator, device=device).to(
+        memory_format=args.memory_format
+    )
+    targets = torch.randint(0, args.dummy_classes, size[:1], generator=generator, device=device)
+
+    def steps(number: int) -> float:
+        _wait_for_all(world)
+        began = time.perf_counter()
+        for _ in range(number):
+            for micro in range(args.accum_steps):
+                update = micro + 1 == args.accum_steps
+                train_step(images, targets, 1 / args.accum_steps, update)
+        _wait_for_all(world)
+        return time.perf_counter() - began
+
+    steps(WARMUP_STEPS)
+    seconds = steps(TIMED_STEPS) / TIMED_STEPS
+    if device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated(device)
+    else:
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    global_batch = args.batch_size * world.size * args.accum_steps
+    run.log(
+        f"dummy data, {args.arch}, {world.size} x {device.type}, global batch {global_batch}: "
+        f"{global_batch / seconds:.1f} images/s, {1000 * seconds:.1f} ms a step, peak memory of "
+        f"rank 0 {memory / 2**30:.2f} GiB"
+    )
+    run.finish(
+        {
+            "arch": args.arch,
+            "mode": run.mode,
+            "images_per_s": global_batch / seconds,
+            "ms_per_step": 1000 * seconds,
+            "peak_memory_bytes": memory,
+            "world_size": world.size,
+            "nodes": world.nodes,
+            "global_batch": global_batch,
+            "finished_because": "dummy",
+        }
+    )
+    return 0
+
+
+def _wait_for_all(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    if world.size > 1:
+        dist.barrier(group=world.control)

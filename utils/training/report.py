@@ -1,0 +1,172 @@
+"""The words before and after a run: what will be trained, what came out, summary.json."""
+
+import math
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from utils import schedules
+from utils.instruments import watch
+from utils.processes import supervise
+from utils.run import provenance
+from utils.training.session import Job
+
+WAIT_LIMIT = 0.1  # share of the time waiting for data from which a run is told about it
+LARGE_FILE = 50_000  # bytes; ImageNet's files have 110,000 on average, shrunk to 256 pixels 27,000
+
+
+def start(job: Job, resumed: bool) -> None:
+    """Say what is about to be trained: processes, global batch, steps, learning rate."""
+    args, world, state, log = job.args, job.world, job.state, job.run.log
+    sampler = job.train.sampler
+    count = f"{world.size} process{'es' * (world.size > 1)}"
+    place = f"{world.nodes} node{'s' * (world.nodes > 1)}, {world.device.type}"
+    log(f"{args.arch} on {count} ({place}); run directory {job.run.folder}")
+    factors = f"{args.batch_size} a process x {world.size}"
+    if args.accum_steps > 1:
+        factors += f" x {args.accum_steps} accumulation steps"
+    log(
+        f"{sampler.images} images in {len(job.loaders.classes)} classes: {sampler.steps_per_epoch} "
+        f"steps an epoch, global batch {sampler.global_batch} ({factors}); "
+        f"evaluation on {job.loaders.val.sampler.images}"
+    )
+    global_batch = args.batch_size * world.size * args.accum_steps
+    scaled = schedules.scale_lr(args.lr, global_batch, args.lr_scaling)
+    if args.lr_scaling != "none":
+        log(
+            f"lr {scaled:.4g}: --lr {args.lr:g} by the {args.lr_scaling} rule for "
+            f"{global_batch}/{schedules.REFERENCE_BATCH}"
+        )
+        if scaled > 1.5 * args.lr and not args.warmup_epochs:
+            log("note: a scaled-up learning rate usually needs --warmup-epochs 5")
+    if resumed:
+        source = args.resume if job.run.fetched else job.run.snapshot
+        log(f"resumed from {source}: epoch {state.epoch + 1}, step {state.step}")
+
+
+def facts(job: Job) -> dict[str, Any]:
+    """What the event file says about a training besides its options: sizes, data, machine, date.
+
+    ``gpus`` counts processes where there is no GPU.
+    """
+    args, world, sampler = job.args, job.world, job.train.sampler
+    on_gpu = world.device.type == "cuda"
+    gpus = torch.cuda.device_count() if on_gpu and job.run.mode == "dp" else world.size
+    amp = {"auto": "fp16" if on_gpu else "off"}.get(getattr(args, "amp", ""))
+    return {
+        "nodes": world.nodes,
+        "gpus": gpus,
+        "precision": getattr(args, "opt_level", None) or amp or getattr(args, "amp", None),
+        "batch_per_gpu": sampler.global_batch / gpus,
+        "global_batch": sampler.global_batch,
+        "steps_per_epoch": sampler.steps_per_epoch,
+        "train_images": sampler.images,
+        "val_images": job.loaders.val.sampler.images,
+        "class_count": len(job.loaders.classes),
+        "data_id": job.train.bad.index.fingerprint(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        **provenance.describe(world.device),
+    }
+
+
+def input_path(job: Job, record: dict[str, float]) -> None:
+    """Say so if the first epoch was limited by the input path, and what would help."""
+    share, train = record.get("IO/wait_share", 0.0), job.train
+    if share < WAIT_LIMIT:
+        return
+    reading, cores = train.reading, supervise.usable_cores()
+    of_reading = reading.read_seconds / max(reading.seconds, 1e-9)
+    job.run.log(
+        f"note: {share:.0%} of the time went by waiting for images: the input path, not the "
+        f"{'GPU' if job.world.device.type == 'cuda' else 'model'}, is the limit"
+    )
+    advice = []
+    if of_reading > 0.5:
+        size = train.bad.index.sizes.sum() / 2**30
+        advice.append(
+            f"the workers spent {of_reading:.0%} of their time reading files: a faster disk (local "
+            f"NVMe), or memory that holds the {size:.3g} GiB of the data set"
+        )
+    if job.args.workers < cores:
+        advice.append(f"more workers: -j {cores} on this node")
+    if reading.bytes > LARGE_FILE * reading.files:
+        advice.append("smaller files: scripts/prepare_data.py shrink DATA OUT, then train on OUT")
+    elif job.args.workers >= cores and of_reading <= 0.5:
+        advice.append("a machine with more cores for each GPU")
+    job.run.log("what helps: " + "; ".join(advice))
+
+
+def evaluation(job: Job, part: str, result: dict[str, float]) -> None:
+    """Print the metrics of an evaluation of DATA/``part``."""
+    job.run.log(
+        f"{part}: loss {result['Loss/val']:.4f}  top-1 {result['Top1/val']:.3f} %  "
+        f"top-5 {result['Top5/val']:.3f} %  ({result['images']:.0f} images)"
+    )
+
+
+def end(job: Job, reason: str, test: dict[str, float], val: dict[str, float] | None = None) -> None:
+    """Print the closing line and write summary.json. ``val`` defaults to the last epoch's."""
+    state, run, world = job.state, job.run, job.world
+    last: dict[str, float] = val or (state.history[-1] if state.history else {})
+    rate = typical([record["Throughput/train"] for record in state.history])
+    summary: dict[str, Any] = {
+        "arch": job.args.arch,
+        "classes": len(job.loaders.classes),
+        "mode": run.mode,
+        "best_top1": state.best.get("top1", math.nan),
+        "best_top5": state.best.get("top5", math.nan),
+        "best_epoch": state.best.get("epoch"),
+        "epochs_done": state.epoch,
+        "images_per_s": rate,
+        "epoch_seconds": typical([record["Seconds"] for record in state.history]),
+        "elapsed_seconds": state.elapsed,
+        "world_size": world.size,
+        "nodes": world.nodes,
+        "global_batch": job.args.batch_size * world.size * job.args.accum_steps,
+        "val_images": int(last.get("images", 0)),
+        "val_unreadable": int(last.get("unreadable", 0)),
+        "val_top1": last.get("Top1/val", math.nan),
+        "val_top5": last.get("Top5/val", math.nan),
+        "val_loss": last.get("Loss/val", math.nan),
+        "finished_because": reason,
+        # The longest time for which training stood still for a snapshot.
+        "snapshot_pause_seconds": max(job.snapshots.pauses, default=math.nan)
+        if job.snapshots
+        else math.nan,
+        **watch.summary(state.history, typical),
+    }
+    if test:
+        summary |= {
+            f"test_{name.lower()}": test[f"{name}/val"] for name in ("Top1", "Top5", "Loss")
+        }
+        summary["test_images"] = int(test["images"])
+    run.finish(summary)
+    if reason != "evaluated":
+        why = {
+            "epochs": "all epochs done",
+            "desired_acc": "desired accuracy reached",
+            "train_time": "time limit reached; --resume goes on from here",
+            "interrupted": "interrupted by a signal; --resume goes on from here",
+        }[reason]
+        best = (
+            f"best top-1 {state.best['top1']:.2f} % (epoch {state.best['epoch']})"
+            if state.best
+            else "no epoch finished"
+        )
+        speed = "" if math.isnan(rate) else f", {rate:.1f} images/s"
+        run.log(f"Training time {hours_minutes(state.elapsed)}, {best}{speed}: {why}")
+
+
+def typical(values: list[float]) -> float:
+    """Median over epochs; the first, which warms caches up, is set aside when there are more."""
+    measured = [value for value in values[1:] if not math.isnan(value)]
+    measured = measured or [value for value in values if not math.isnan(value)]
+    return statistics.median(measured) if measured else math.nan
+
+
+def hours_minutes(seconds: float) -> str:
+    """Seconds as 1:02:03."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
