@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train an ImageNet classifier with one process a GPU and the opt levels of NVIDIA Apex (DDP, O2).
+"""Train an ImageNet classifier with one process per GPU and NVIDIA Apex's opt levels (DDP, O2).
 
 Started by torch.distributed.launch or torchrun, on every node with its own --node_rank:
 
@@ -20,54 +20,78 @@ import torch
 from torch import Tensor, nn
 
 from utils import models, optim, options
-from utils.amp import choice
+from utils.amp import choice, levels
 from utils.data.loaders import build_loaders
 from utils.processes import launch, supervise
 from utils.processes.distributed import World
-from utils.run import tracking
 from utils.run.checkpoint import TrainState
-from utils.training import loop
+from utils.run.tracking import Run
+from utils.training import dummy, epoch, evaluation, loop
+from utils.training.session import Session
 
 
 def main() -> int:
-    parser = options.build_parser(__doc__, batch="images a step and process (per GPU)")
+    parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
     choice.add_options(parser)
     launch.add_options(parser)
     args = options.parse(parser)
-    choice.check(args)  # what does not go together is told before processes start
-    return launch.run(train, args)
+    choice.check(args)  # options that do not go together are reported before processes start
+    return launch.run(worker, args)  # in each process of this node
+
+
+def worker(args: Namespace, place: launch.Place) -> int:
+    """One process of the job: join the process group, train, leave it."""
+    with launch.process_group(args, place) as world:  # torch.distributed.init_process_group
+        return train(args, world)
 
 
 def train(args: Namespace, world: World) -> int:
+    """Everything from the options to the last epoch. Returns the exit code."""
     device = world.device
     torch.manual_seed(args.seed)
 
-    amp = choice.create(args, world)  # that of NVIDIA Apex, or the same in plain PyTorch
+    amp, parallel = choice.amp_and_parallel(args, world)  # from apex import amp, parallel
 
-    # ---- data: batches of this process, in the order that seed and epoch fix
-    loaders = build_loaders(args, world, dtype=amp.level.input_dtype)
+    # ---- data: an order of images that seed and epoch fix (utils/samplers.py); each rank takes its
+    # slice of every global batch of DATA/train, and each image of DATA/val is evaluated once
+    loaders = build_loaders(args, world, dtype=levels.of(args).input_dtype)
 
     # ---- model
     model = models.create(args.arch, len(loaders.classes), args.image_size, args.pretrained)
     model = model.to(device, memory_format=args.memory_format)
     if args.sync_bn:
-        model = amp.sync_bn(model)
+        model = parallel.convert_syncbn_model(model)
 
     # ---- optimiser and mixed precision: float16 weights, of which it gets float32 masters
     optimizer = optim.sgd(model.parameters(), args.lr, args.momentum, args.weight_decay)
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
-    model, optimizer = amp.initialize(model, optimizer)
+    model, optimizer = amp.initialize(
+        model,
+        optimizer,
+        opt_level=args.opt_level,
+        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
+        loss_scale=args.loss_scale,
+    )
 
     # ---- distributed data parallelism: replicas start equal, and get equal gradients
-    replica = amp.parallel(model, args.allreduce, args.delay_allreduce)
+    replica = parallel.DistributedDataParallel(
+        model,
+        delay_allreduce=args.delay_allreduce,
+        allreduce_always_fp32=args.allreduce == "fp32",
+        gradient_predivide_factor=float(world.size) if args.allreduce == "divide-sum" else 1.0,
+    )
 
     # ---- the training step
     def train_step(
         images: Tensor, targets: Tensor, weight: float, update: bool
     ) -> tuple[Tensor, Tensor]:
-        """One micro-batch; see `utils.training.session.TrainStep` for what the arguments mean."""
+        """One micro-batch: images float [n, 3, size, size], targets int64 [n] -> loss, logits.
+
+        ``weight`` scales its mean loss, so that gradients, averaged over ranks and added up over
+        micro-batches, are those of the global batch. With ``update`` the step ends: weights change.
+        """
         # Only the last micro-batch of a step pays for the all-reduce.
-        with nullcontext() if update else amp.accumulate(replica):
+        with nullcontext() if update else replica.no_sync():
             logits = replica(images)
             loss = criterion(logits, targets)
             with amp.scale_loss(loss * weight, optimizer, delay_unscale=not update) as scaled_loss:
@@ -83,11 +107,21 @@ def train(args: Namespace, world: World) -> int:
         """Logits for evaluation; of the bare model, as ranks may differ in number of batches."""
         return model(images)
 
-    # ---- resume, train, evaluate
-    run = tracking.Run(args, world, mode="apex")
+    # ---- resume, then train and evaluate, epoch by epoch
+    run = Run(args, world, mode="apex")
     state = TrainState(model, optimizer, amp.scaler, weights=amp.weights)
-    job = loop.Job(args, world, run, loaders, state)
-    return loop.run(job, train_step, predict)
+    session = Session(args, world, run, loaders, state)
+    if args.dummy:
+        return dummy.time_step(session, train_step)
+    loop.resume(session)
+    if args.evaluate:
+        return evaluation.evaluate_only(session, predict)
+    loop.begin(session)
+    while loop.goes_on(session):
+        trained = epoch.train(session, train_step)
+        evaluated = evaluation.evaluate(session, predict, loaders.val)
+        loop.close_epoch(session, trained, evaluated)  # curves, best model, snapshot
+    return loop.end(session, predict)
 
 
 if __name__ == "__main__":

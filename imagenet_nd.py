@@ -16,29 +16,33 @@ import torch
 from torch import Tensor, nn
 
 from utils import models, optim, options
+from utils.amp import native
 from utils.data.loaders import build_loaders
 from utils.processes import launch, supervise
 from utils.processes.distributed import World
-from utils.run import tracking
 from utils.run.checkpoint import TrainState
-from utils.training import loop
+from utils.run.tracking import Run
+from utils.training import dummy, epoch, evaluation, loop
+from utils.training.session import Session
 
 
 def main() -> int:
-    parser = options.build_parser(__doc__, batch="images a step")
-    options.add_amp_options(parser)
+    parser = options.build_parser(__doc__, batch="images per step")
+    native.add_options(parser)
     args = options.parse(parser)
     return train(args, launch.single_process())
 
 
 def train(args: Namespace, world: World) -> int:
+    """Everything from the options to the last epoch. Returns the exit code."""
     device = world.device
     torch.manual_seed(args.seed)
 
-    amp = loop.amp_dtype(args.amp, device)
+    amp_dtype = native.autocast_dtype(args.amp, device)
 
-    # ---- data: batches of this process, in the order that seed and epoch fix
-    loaders = build_loaders(args, world, dtype=amp or torch.float32)
+    # ---- data: an order of images that seed and epoch fix (utils/samplers.py); each rank takes its
+    # slice of every global batch of DATA/train, and each image of DATA/val is evaluated once
+    loaders = build_loaders(args, world, dtype=amp_dtype or torch.float32)
 
     # ---- model
     model = models.create(args.arch, len(loaders.classes), args.image_size, args.pretrained)
@@ -47,14 +51,18 @@ def train(args: Namespace, world: World) -> int:
     # ---- optimiser and mixed precision
     optimizer = optim.sgd(model.parameters(), args.lr, args.momentum, args.weight_decay)
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
-    scaler = torch.amp.GradScaler(device.type, enabled=amp is torch.float16)
+    scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
     # ---- the training step
     def train_step(
         images: Tensor, targets: Tensor, weight: float, update: bool
     ) -> tuple[Tensor, Tensor]:
-        """One micro-batch; see `utils.training.session.TrainStep` for what the arguments mean."""
-        with torch.autocast(device.type, amp, enabled=amp is not None):
+        """One micro-batch: images float [n, 3, size, size], targets int64 [n] -> loss, logits.
+
+        ``weight`` scales its mean loss, so that gradients, averaged over ranks and added up over
+        micro-batches, are those of the global batch. With ``update`` the step ends: weights change.
+        """
+        with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
             logits = model(images)
             loss = criterion(logits, targets)
         scaler.scale(loss * weight).backward()
@@ -69,14 +77,24 @@ def train(args: Namespace, world: World) -> int:
 
     def predict(images: Tensor) -> Tensor:
         """Logits for evaluation."""
-        with torch.autocast(device.type, amp, enabled=amp is not None):
+        with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
             return model(images)
 
-    # ---- resume, train, evaluate
-    run = tracking.Run(args, world, mode="nd")
+    # ---- resume, then train and evaluate, epoch by epoch
+    run = Run(args, world, mode="nd")
     state = TrainState(model, optimizer, scaler)
-    job = loop.Job(args, world, run, loaders, state)
-    return loop.run(job, train_step, predict)
+    session = Session(args, world, run, loaders, state)
+    if args.dummy:
+        return dummy.time_step(session, train_step)
+    loop.resume(session)
+    if args.evaluate:
+        return evaluation.evaluate_only(session, predict)
+    loop.begin(session)
+    while loop.goes_on(session):
+        trained = epoch.train(session, train_step)
+        evaluated = evaluation.evaluate(session, predict, loaders.val)
+        loop.close_epoch(session, trained, evaluated)  # curves, best model, snapshot
+    return loop.end(session, predict)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,6 +169,22 @@ def draw_image(path: Path, number: int, seed: str) -> None:
     pen, x = ImageDraw.Draw(image), source.randrange(20)
     (pen.ellipse if number % 2 else pen.rectangle)((x, 8, x + 20, 28), fill=(240, 240, 240))
     image.save(path, "JPEG", quality=90)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """The lines that modules of utils log meanwhile, as a run prints them."""
+    from utils.run.console import as_line
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            found.append(as_line(record))
+
+    found, handler, logger = [], Lines(), logging.getLogger("utils")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

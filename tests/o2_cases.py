@@ -1,13 +1,10 @@
 """A small network, its batches, and one training step, for the tests of O2."""
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from utils.amp.levels import LEVELS
-from utils.amp.plain import TorchAmp
+from utils.amp.plain import Amp
 from utils.optim import sgd
 from utils.processes.distributed import World
 
@@ -51,21 +48,20 @@ def batch(step: int, device=CPU):
 
 
 def level(name="O2", **changes):
-    """An opt level with changes."""
-    return replace(LEVELS[name], **changes)
+    """What `initialize` takes: an opt level, and changes to it."""
+    return {"opt_level": name, **changes}
 
 
 def prepare(chosen=None, device=CPU):
-    """A `TorchAmp`, its model and its optimiser."""
-    amp = TorchAmp(chosen or LEVELS["O2"], World(device))
-    model = network(device)
+    """A plain `Amp`, its model and its optimiser."""
+    amp, model = Amp(World(device)), network(device)
     optimizer = sgd(groups(model), RECIPE["lr"], RECIPE["momentum"], 0.0)
-    return amp, *amp.initialize(model, optimizer)
+    return amp, *amp.initialize(model, optimizer, **chosen or level())
 
 
 def train(amp, model, optimizer, step, weight=1.0):
     """One step as imagenet_ddp_apex.py takes it. Returns the loss."""
-    images, targets = batch(step, amp.world.device)
+    images, targets = batch(step, next(model.parameters()).device)
     logits = model(images)
     assert logits.dtype == torch.float32
     loss = F.cross_entropy(logits, targets)

@@ -19,7 +19,8 @@ RUNNER = """
 import sys
 sys.argv = ["imagenet_ddp_apex.py", *sys.argv[1:]]
 import apex, apex.amp
-from utils import apex_amp, processes
+from utils.amp import choice
+from utils.processes import supervise
 import imagenet_ddp_apex
 
 def main():
@@ -30,7 +31,7 @@ def main():
 if __name__ == "__main__":
     choice._gpu_is_there = lambda: True
 {change}
-    processes.run_main(main)
+    supervise.run_main(main)
 """
 
 
@@ -101,13 +102,13 @@ def test_options_reach_apex(options, changes):
     """Only what differs from the level's own is passed on."""
     code = (
         "from unittest.mock import Mock; import torch; from torch import nn\n"
-        "import argparse; from utils.amp import choice, levels, nvidia\n"
-        "from utils.processes.distributed import World; import apex\n"
+        "import argparse; from utils.amp import choice, nvidia\n"
+        "import apex\n"
         "parser = argparse.ArgumentParser(); choice.add_options(parser)\n"
-        f"level = levels.choose_level(parser.parse_args({list(options)!r}))\n"
+        f"args = parser.parse_args({list(options)!r})\n"
         "model = nn.Linear(2, 2)\n"
-        "amp = nvidia.ApexAmp(level, World(torch.device('cpu')))\n"
-        "amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1))\n"
+        "nvidia.Amp().initialize(model, torch.optim.SGD(model.parameters(), 0.1), args.opt_level,\n"
+        "    args.keep_batchnorm_fp32, args.loss_scale)\n"
         "print(repr(apex.calls[0]))"
     )
     result = python("-c", code, PYTHONPATH=f"{STAND_IN_APEX}:{ROOT}")
@@ -142,10 +143,10 @@ def test_with_apex_a_run_goes_on_exactly(run_with_stand_in, tmp_path):
     """Stopped after one epoch of two; masters come back, though Apex makes them late."""
     whole = ("--epochs", 2, "--lr-schedule", "cosine", "--name")
     calls(run_with_stand_in(*whole, "whole"))
-    stop = "from utils.training import loop\n_f = loop._close_epoch\n"
+    stop = "from utils.training import loop\n_f = loop.close_epoch\n"
     stop += "def once(*a):\n    import os, signal\n"
     stop += "    os.kill(os.getpid(), signal.SIGTERM)\n    return _f(*a)\n"
-    stop += "loop._close_epoch = once"
+    stop += "loop.close_epoch = once"
     result = run_with_stand_in(*whole, "parts", change=stop)
     assert "interrupted" in result.out
     seen = calls(run_with_stand_in(*whole, "parts", "--resume", "auto"))
@@ -184,7 +185,7 @@ def test_why_apex_is_not_used(packages, reason, tmp_path):
         "from utils.processes.supervise import run_main\n"
         "parser = argparse.ArgumentParser(); choice.add_options(parser)\n"
         "args = parser.parse_args()\n"
-        "run_main(lambda: choice.create(args, World(torch.device('cpu'))) and None)"
+        "run_main(lambda: choice.amp_and_parallel(args, World(torch.device('cpu'))) and None)"
     )
     chosen = python("-c", code, PYTHONPATH=f"{ROOT}:{path}")
     assert chosen.code == 0, chosen.err

@@ -200,33 +200,32 @@ def test_evaluation_shows_centre_crops(index):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_files_are_named_once_and_limited(index, workers):
+def test_bad_files_are_named_once_and_limited(index, logged, workers):
     spoil(index, 4, 5, 15)
-    named = []
     sampler = TrainSampler(IMAGES, 12, (0, 1), 1, SEED)
     dataset = ImageBatches(index, SIZE, SEED, train=True)
-    bad = BadFiles(index, 3, named.append)
+    bad = BadFiles(index, 3)
     batches = Batches(dataset, sampler, bad, PLACE, workers)
     for epoch in range(2):
         sampler.start_at(epoch, 0)
         assert sum(len(images) for images, _ in batches) == IMAGES
     assert set(bad.seen) == {4, 5, 15}
-    assert len(named) == 3
-    assert all(any(index.path(i) in line for line in named) for i in (4, 5, 15))
+    assert len(logged) == 3
+    assert all(any(index.path(i) in line for line in logged) for i in (4, 5, 15))
     assert not bad.too_many
     bad.limit = 2
     assert bad.too_many
     assert re.search(r"more than 2 image files.*--max-bad-files", str(bad.error()))
     bad.seen.clear()
-    named.clear()
+    logged.clear()
     list(batches)
-    assert len(bad.seen) == len(named) == 3, "past the limit nothing more is named"
+    assert len(bad.seen) == len(logged) == 3, "past the limit nothing more is named"
 
 
 def test_all_files_unreadable_ends_by_the_limit(index):
     spoil(index, *range(IMAGES))
     sampler = TrainSampler(IMAGES, 12, (0, 1), 1, SEED)
-    bad = BadFiles(index, IMAGES - 1, lambda _: None)
+    bad = BadFiles(index, IMAGES - 1)
     with pytest.raises(UserError, match="--max-bad-files"):
         list(Batches(ImageBatches(index, SIZE, SEED, train=True), sampler, bad, PLACE, 0))
 
@@ -297,7 +296,7 @@ def test_extra_augmentation_is_a_function_of_seed_epoch_and_image(index, policy,
 def options(root, **changes):
     plain = {"data": str(root), "dummy": False, "classes": None, "evaluate": False, "workers": 0}
     plain |= {"batch_size": 4, "accum_steps": 1, "seed": 0, "image_size": 32, "crop_scale": 0.08}
-    plain |= {"val_resize_size": None, "decode": "cpu", "auto_augment": None, "random_erasing": 0.0}
+    plain |= {"val_resize_size": None, "auto_augment": None, "random_erasing": 0.0}
     plain |= {"max_bad_files": 0, "memory_format": torch.contiguous_format}
     return Namespace(**plain | changes)
 

@@ -110,11 +110,10 @@ def test_a_run_is_known_by_its_job(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job/1")
 
-    def prepare() -> SimpleNamespace:
+    def prepare() -> elastic.Plan:
         args = SimpleNamespace(evaluate=False, dummy=False, start_epoch=None, name=None)
         args.resume, args.output_dir = None, str(tmp_path)
-        elastic.prepare(args, World(torch.device("cpu")), "options.json")
-        return args
+        return elastic.plan(args, World(torch.device("cpu")), "options.json")
 
     first = prepare()
     assert (first.name, first.resume) == ("elastic_job_1", None)

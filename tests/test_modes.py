@@ -3,7 +3,6 @@
 import ast
 import difflib
 import re
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from shlex import split
 
@@ -144,6 +143,12 @@ def test_training_learns_the_classes(folder, tmp_path, way):
 
 # ---- the scripts as texts
 
+LOOP = """
+    while loop.goes_on(session):
+        trained = epoch.train(session, train_step)
+        evaluated = evaluation.evaluate(session, predict, loaders.val)
+        loop.close_epoch(session, trained, evaluated)"""
+
 
 def code(path: Path) -> list[str]:
     """Lines of a script below its docstring."""
@@ -164,19 +169,21 @@ def changes(other: str) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize(
     ("script", "most_removed", "most_added", "about"),
     [
-        ("imagenet_dp.py", 5, 8, "parallel|GPUs|mode="),
+        ("imagenet_dp.py", 4, 6, "parallel|GPUs|mode="),
         (
             "imagenet_ddp.py",
-            8,
-            20,
-            "distribut|launch|process|replica|sync|nullcontext|ranks|all-reduce|mode=",
+            5,
+            18,
+            "distribut|launch|worker|train\\(args, world|process|replica|sync|nullcontext|ranks|"
+            "all-reduce|mode=",
         ),
         (
             "imagenet_ddp_apex.py",
             19,
-            30,
-            "distribut|launch|process|replica|sync|nullcontext|ranks|all-reduce|mode=|"
-            "apex|amp\\.|master|float16|scaled_loss|optimizer\\.step",
+            40,
+            "distribut|launch|worker|train\\(args, world|process|replica|sync|nullcontext|ranks|"
+            "all-reduce|mode=|apex|amp\\.|master|float16|levels|level=|_fp32=|scale_loss|loss_scale|scaled_loss|"
+            "allreduce|factor|^(model,|optimizer,|\\))$|optimizer\\.step|choice",
         ),
     ],
 )
@@ -191,12 +198,13 @@ def test_a_script_differs_from_nd_by_its_mode_alone(script, most_removed, most_a
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_is_a_short_lesson(script):
     text = (ROOT / script).read_text()
-    assert len(text.splitlines()) <= 200
+    assert len(text.splitlines()) <= 150
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     (step,) = [function for function in functions if function.name == "train_step"]
     body = ast.unparse(step)
     assert ".backward()" in body
     assert "scaler.step(optimizer)" in body or "optimizer.step()" in body
+    assert LOOP in text
     assert f"python {script}" in text or f" {script} " in text  # a command to type
 
 
@@ -210,19 +218,3 @@ def imports(path: Path) -> set[str]:
             assert node.level == 0, f"{path.name} imports relatively"
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return {name for name in found if re.match(r"(utils\.|imagenet|scripts|tests|conftest)", name)}
-
-
-def test_imports_inside_utils_point_one_way():
-    files = {f"utils.{path.stem}": path for path in (ROOT / "utils").glob("*.py")}
-    graph = {}
-    for module, path in files.items():
-        names = imports(path)
-        assert all(name.startswith("utils.") for name in names), f"{module} looks up: {names}"
-        graph[module] = names & files.keys()
-    try:
-        order = list(TopologicalSorter(graph).static_order())
-    except CycleError as cycle:
-        pytest.fail(f"import cycle: {cycle.args[1]}")
-    assert len(order) == len(files) > 10
-    assert not graph["utils.samplers"]
-    assert not graph["utils.errors"]

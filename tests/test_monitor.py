@@ -5,6 +5,7 @@ import stat
 import sys
 import threading
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -203,20 +204,10 @@ def test_likely_cause(data, communication, cause):
 # ---- all together
 
 
-class Log(list):
-    """In place of a `tracking.Run`."""
-
-    folder = "."
-
-    def log(self, text):
-        self.append(text)
-
-
 def watching(monkeypatch, busy: float, parts=(0.0, 1.0, 0.0)):
     """A watch of a rank 0 whose GPU is ``busy``, beside a rank 1 at 97 %; a step has ``parts``."""
     args, world = types.SimpleNamespace(profile=False), launch.single_process()
-    log = Log()
-    found = watch.Watch(args, world, log, torch.nn.Linear(1, 1))
+    found = watch.Watch(args, world, Path("."), torch.nn.Linear(1, 1))
     found.monitor.sources = [Fake(busy)]
 
     def gather(mine, world):
@@ -226,7 +217,7 @@ def watching(monkeypatch, busy: float, parts=(0.0, 1.0, 0.0)):
         return [mine, (times, other, None if median is None else 97.0)]
 
     monkeypatch.setattr(watch, "gather", gather)
-    return found, log
+    return found
 
 
 def epoch(found, samples: int):
@@ -244,23 +235,23 @@ def epoch(found, samples: int):
         ((0.0, 1.0, 0.0), "a small batch"),
     ],
 )
-def test_it_warns_once_and_names_the_cause(slow, monkeypatch, parts, cause):
-    found, log = watching(monkeypatch, 60.0, parts)
+def test_it_warns_once_and_names_the_cause(slow, monkeypatch, logged, parts, cause):
+    found = watching(monkeypatch, 60.0, parts)
     values = epoch(found, 10)
     assert values["GPU/utilisation_rank0"] == 60.0
     assert values["GPU/utilisation_rank1"] == 97.0
     assert values["GPU/memory_gb_rank0"] == 6.0
-    assert log == []  # ten samples are not enough
+    assert logged == []  # ten samples are not enough
     for _ in range(3):
         epoch(found, 40)
-    (text,) = log
+    (text,) = logged
     assert "rank 0 is 60 % busy" in text
     assert cause in text
     found.close()
 
 
-def test_it_is_silent_about_a_busy_gpu(slow, monkeypatch):
-    found, log = watching(monkeypatch, 96.0)
+def test_it_is_silent_about_a_busy_gpu(slow, monkeypatch, logged):
+    found = watching(monkeypatch, 96.0)
     epoch(found, 40)
-    assert log == []
+    assert logged == []
     found.close()

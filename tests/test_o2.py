@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from o2_cases import CPU, DECAY, RECIPE, batch, contents, groups, level, network, prepare, train
 from torch import nn
 
+from utils.amp import levels
 from utils.amp.choice import add_options
-from utils.amp.levels import LEVELS, choose_level
+from utils.amp.levels import LEVELS
 from utils.amp.loss_scale import ENDLESS, SMALLEST, LossScaler
+from utils.amp.plain import Amp
 from utils.errors import UserError
+from utils.processes.distributed import World
 
 HALF, FULL = torch.float16, torch.float32
 
@@ -133,8 +136,8 @@ def test_overflow_changes_nothing_but_a_dynamic_scale(fixed, first):
 
 def test_an_optimiser_that_knows_no_flag_skips_as_well():
     amp, model, _ = prepare(level("O0"))
-    amp = type(amp)(level("O2"), amp.world)
-    model, optimizer = amp.initialize(model, torch.optim.Adam(model.parameters(), 0.01))
+    amp = Amp(World(CPU))
+    model, optimizer = amp.initialize(model, torch.optim.Adam(model.parameters(), 0.01), "O2")
     before = [p.detach().clone() for p in model.parameters()]
     train(amp, model, optimizer, 1, weight=1e8)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -212,12 +215,12 @@ def test_scaler_state_is_taken_over():
     assert other.state_dict() == scaler.state_dict()
 
 
-def test_each_skipped_step_is_told_once_and_counted():
-    scaler, lines = LossScaler(CPU), []
-    scaler.log = lines.append
+def test_each_skipped_step_is_reported_once_and_counted(logged):
+    scaler = LossScaler(CPU)
+    moves(LossScaler(CPU, reports=False), True, False)
     moves(scaler, True, False, True, False, False)
     start = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to "
-    assert lines == [start + value for value in ("32768.0", "16384.0", "8192.0")]
+    assert logged == [start + value for value in ("32768.0", "16384.0", "8192.0")]
     assert scaler.state_dict()["skipped"] == 3
 
 
@@ -263,8 +266,8 @@ def test_state_dict_is_float32_from_the_masters():
 def test_shared_weights_are_saved_under_both_names():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    amp = type(prepare()[0])(level("O2"), prepare()[0].world)
-    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1))
+    amp = Amp(World(CPU))
+    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2")
     with torch.no_grad():
         amp.weights.masters[0].add_(1e-6)
     state = amp.weights.state_dict()
@@ -297,7 +300,7 @@ def test_every_level_learns(name):
 def level_of(*arguments):
     parser = ArgumentParser()
     add_options(parser)
-    return choose_level(parser.parse_args(arguments))
+    return levels.of(parser.parse_args(arguments))
 
 
 def test_options_override_the_level():

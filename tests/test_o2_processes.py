@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from o2_cases import CPU, level
 from torch import nn
 
-from utils.amp.plain import TorchAmp
+from utils.amp.plain import Amp, DistributedDataParallel
 from utils.optim import sgd
 from utils.processes.distributed import World
 
@@ -34,11 +34,11 @@ def train(rank, size, port, options, weights, results):
     """``weights[rank][step]`` multiplies the loss. Puts (rank, masters, scales, reduces)."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    amp = TorchAmp(level("O2"), World(CPU, rank, size))
+    amp = Amp(World(CPU, rank, size))
     model = network()
     optimizer = sgd(model.parameters(), 0.05, 0.9, 1e-3)
-    model, optimizer = amp.initialize(model, optimizer)
-    replica = amp.parallel(model, **options)
+    model, optimizer = amp.initialize(model, optimizer, **level())
+    replica = DistributedDataParallel(model, **options)
     scales = []
     for step in range(STEPS):
         images, targets = (part.chunk(size)[rank] for part in batch(step))
@@ -82,7 +82,13 @@ def alone():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"delay": True}, {"allreduce": "divide-sum"}, {"allreduce": "fp32", "delay": True}],
+    [
+        {},
+        {"delay_allreduce": True},
+        {"gradient_predivide_factor": 2.0},  # torch's own order
+        {"gradient_predivide_factor": 4.0},
+        {"allreduce_always_fp32": True, "delay_allreduce": True},
+    ],
     ids=str,
 )
 def test_two_processes_update_as_one_on_the_joined_batch(options, alone):

@@ -11,10 +11,8 @@ import pytest
 import torch
 from o2_cases import CPU, RECIPE, contents, groups, level, network, prepare, train
 
-from utils.amp.levels import LEVELS
-from utils.amp.nvidia import ApexAmp
+from utils.amp import nvidia
 from utils.optim import sgd
-from utils.processes.distributed import World
 
 
 def real_apex_is_there() -> bool:
@@ -57,11 +55,10 @@ def device(request, monkeypatch):
     return request.param
 
 
-def original(device, chosen=LEVELS["O2"]):
-    amp = ApexAmp(chosen, World(device))
-    model = network(device)
+def original(device, chosen=None):
+    amp, model = nvidia.Amp(), network(device)
     optimizer = sgd(groups(model), RECIPE["lr"], RECIPE["momentum"], 0.0)
-    return amp, *amp.initialize(model, optimizer)
+    return amp, *amp.initialize(model, optimizer, **chosen or level())
 
 
 def assert_alike(ours, theirs, where):

@@ -143,13 +143,12 @@ def test_a_url_that_is_none(folder):
 
 
 class Watched:
-    """A `SpotWatch` that asks without pause; its lines and notices."""
+    """A `SpotWatch` that asks without pause; its notices."""
 
     def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(spot, "INTERVAL", 0.01)
-        self.lines: list[str] = []
         self.notices: list[str] = []
-        self.watch = spot.SpotWatch(url, lambda: self.notices.append("now"), self.lines.append)
+        self.watch = spot.SpotWatch(url, lambda: self.notices.append("now"))
 
     def __enter__(self) -> "Watched":
         return self
@@ -159,7 +158,7 @@ class Watched:
         self.watch.thread.join()
 
 
-def test_an_expired_token_is_renewed(service, monkeypatch):
+def test_an_expired_token_is_renewed(service, monkeypatch, logged):
     with Watched(service.url, monkeypatch) as watched:
         assert eventually(lambda: service.asked > 2)
         assert service.tokens == 1
@@ -168,23 +167,23 @@ def test_an_expired_token_is_renewed(service, monkeypatch):
         service.texts[ACTION] = NOTICE
         assert eventually(lambda: watched.notices)
     assert watched.notices == ["now"]
-    assert len(watched.lines) == 1
+    assert len(logged) == 1
 
 
-def test_advice_to_rebalance_is_told_once_and_stops_nothing(service, monkeypatch):
+def test_advice_to_rebalance_is_told_once_and_stops_nothing(service, monkeypatch, logged):
     service.texts[REBALANCE] = json.dumps({"noticeTime": "2026-11-21T08:20:00Z"})
     with Watched(service.url, monkeypatch) as watched:
         assert eventually(lambda: service.asked > 3)
-    assert len(watched.lines) == 1
-    assert "elevated risk" in watched.lines[0]
+    assert len(logged) == 1
+    assert "elevated risk" in logged[0]
     assert not watched.notices
 
 
-def test_a_service_that_comes_late_is_heard(service, monkeypatch):
+def test_a_service_that_comes_late_is_heard(service, monkeypatch, logged):
     """And a notice that cannot be read is a notice."""
     service.texts[ACTION] = "no JSON"
     with Watched(f"http://127.0.0.1:{free_port()}", monkeypatch) as watched:
-        assert eventually(lambda: watched.lines)
+        assert eventually(lambda: logged)
         watched.watch.url = service.url
         assert eventually(lambda: watched.notices)
-    assert len(watched.lines) == 2
+    assert len(logged) == 2

@@ -70,12 +70,6 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         help="probability of a grey box in a training crop",
     )
     group.add_argument(
-        "--decode",
-        choices=("cpu", "gpu"),
-        default="cpu",
-        help="where JPEG files are decoded: gpu (nvJPEG) spares CPU cores and costs GPU time",
-    )
-    group.add_argument(
         "-b",
         "--batch-size",
         "--b",
@@ -227,17 +221,6 @@ def _add_cloud_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_amp_options(parser: argparse.ArgumentParser) -> None:
-    """Native automatic mixed precision, for the scripts that use torch.amp."""
-    group = parser.add_argument_group("mixed precision")
-    group.add_argument(
-        "--amp",
-        choices=("auto", "fp16", "bf16", "off"),
-        default="auto",
-        help="fp16 with loss scaling, bf16, or off: float32; auto: fp16 on a GPU, else off",
-    )
-
-
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line. Raises: `UserError` for options that do not fit together."""
     args = parser.parse_args()
@@ -254,10 +237,6 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
             f"{args.image_size}",
             alike=True,
         )
-    if args.decode == "gpu" and not torch.cuda.is_available():
-        raise UserError("--decode gpu needs a CUDA GPU, and there is none here", alike=True)
-    if args.decode == "gpu" and args.auto_augment:
-        raise UserError("--auto-augment works on the CPU: leave --decode gpu out", alike=True)
     if args.warmup_epochs and args.warmup_epochs > args.epochs:
         raise UserError(
             f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",

@@ -5,6 +5,7 @@ global batch into equal slices for micro-batches and ranks, so that global batch
 images on any number of processes as long as the global batch size is the same.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -28,6 +29,15 @@ def epoch_order(images: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.RandomState(source).permutation(images)
 
 
+def global_batch(batch: int, ranks: int, accum: int, images: float = math.inf) -> int:
+    """Images per optimiser step over all processes.
+
+    ``batch`` images per process and micro-batch, ``accum`` micro-batches per step; a data set of
+    fewer ``images`` is one step.
+    """
+    return int(min(images, batch * ranks * accum))
+
+
 class TrainSampler:
     """Batches of one rank, epoch by epoch, from any step on; a ``batch_sampler`` for DataLoader.
 
@@ -42,7 +52,7 @@ class TrainSampler:
         self.rank, self.ranks = ranks
         self.accum = accum
         self.seed = seed
-        self.global_batch = min(images, batch * self.ranks * accum)
+        self.global_batch = global_batch(batch, self.ranks, accum, images)
         self.steps_per_epoch = images // self.global_batch
         self.epoch = 0
         self.first_step = 0

@@ -40,7 +40,7 @@ def main() -> None:
 
     waits, pauses, writes = [], [], []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        writer = SnapshotWriter(Path(folder), print)
+        writer = SnapshotWriter(Path(folder))
         for _ in range(args.rounds + 1):  # the first of each makes its buffers
             began = time.perf_counter()
             write(content(), Path(folder) / SNAPSHOT)

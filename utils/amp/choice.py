@@ -1,16 +1,15 @@
-"""Which amp there is: that of NVIDIA Apex, as long as it had one, or utils/amp/plain.py."""
+"""Which amp to use: NVIDIA Apex's own, where one is installed, or utils/amp/plain.py."""
 
 import argparse
 import importlib
 import importlib.metadata
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from utils.amp.levels import LEVELS, choose_level
-from utils.amp.nvidia import ApexAmp
-from utils.amp.plain import TorchAmp
+from utils.amp import levels, nvidia, plain
 from utils.errors import UserError
 from utils.processes.distributed import World
 
@@ -24,7 +23,9 @@ HOW_TO_GET_APEX = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Apex's options, with Apex's names."""
     group = parser.add_argument_group("Apex mixed precision")
-    group.add_argument("--opt-level", choices=tuple(LEVELS), default="O2", help="Apex opt level")
+    group.add_argument(
+        "--opt-level", choices=tuple(levels.LEVELS), default="O2", help="Apex opt level"
+    )
     group.add_argument(
         "--keep-batchnorm-fp32",
         choices=("True", "False"),
@@ -58,17 +59,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raise `UserError` for options that do not go together, or an Apex that cannot be used."""
-    choose_level(args)
+    levels.of(args)
     _choose(args)
 
 
-def create(args: argparse.Namespace, world: World) -> TorchAmp | ApexAmp:
-    """The amp that ``args`` ask for; rank 0 says in a line which it is and why."""
-    level, (use_apex, why) = choose_level(args), _choose(args)
+def amp_and_parallel(args: argparse.Namespace, world: World) -> tuple[Any, Any]:
+    """What ``from apex import amp, parallel`` gives, or the same in plain PyTorch.
+
+    ``--amp-impl`` decides; rank 0 prints which it is and why.
+    """
+    use_apex, why = _choose(args)
     if world.is_main:
         by = "NVIDIA Apex" if use_apex else "plain PyTorch (utils/amp/plain.py)"
-        print(f"opt level {level} by {by}: {why}", flush=True)
-    return (ApexAmp if use_apex else TorchAmp)(level, world)
+        print(f"opt level {levels.of(args)} by {by}: {why}", flush=True)
+    return (nvidia.Amp(), nvidia.parallel()) if use_apex else (plain.Amp(world), plain)
 
 
 def _choose(args: argparse.Namespace) -> tuple[bool, str]:

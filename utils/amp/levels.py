@@ -58,21 +58,34 @@ LEVELS = {
 }
 
 
-def choose_level(args: argparse.Namespace) -> OptLevel:
-    """The level that the command line asks for, overrides included. Raises `UserError`."""
-    level = LEVELS[args.opt_level]
-    if args.keep_batchnorm_fp32 is not None:
-        if args.opt_level == "O1":
+def choose(
+    opt_level: str,
+    keep_batchnorm_fp32: bool | str | None = None,
+    loss_scale: float | str | None = None,
+) -> OptLevel:
+    """The opt level that `amp.initialize` is asked for; None leaves a property as the level has it.
+
+    Takes what Apex takes: ``keep_batchnorm_fp32`` may be the text True or False, ``loss_scale`` a
+    number, also as text, or "dynamic". Raises: `UserError` for what does not go together.
+    """
+    level = LEVELS[opt_level]
+    if keep_batchnorm_fp32 is not None:
+        if opt_level == "O1":
             raise UserError("--keep-batchnorm-fp32 has no meaning with O1", alike=True)
-        level = replace(level, keep_batchnorm_fp32=args.keep_batchnorm_fp32 == "True")
-    if args.loss_scale is not None:
+        level = replace(level, keep_batchnorm_fp32=str(keep_batchnorm_fp32) == "True")
+    if loss_scale is not None:
         try:
-            scale = None if args.loss_scale == "dynamic" else float(args.loss_scale)
+            scale = None if loss_scale == "dynamic" else float(loss_scale)
         except ValueError:
             raise UserError(
-                f"--loss-scale {args.loss_scale} is neither a number nor dynamic", alike=True
+                f"--loss-scale {loss_scale} is neither a number nor dynamic", alike=True
             ) from None
         if scale is not None and not 0 < scale < math.inf:
-            raise UserError(f"--loss-scale {args.loss_scale} is not positive", alike=True)
+            raise UserError(f"--loss-scale {loss_scale} is not positive", alike=True)
         level = replace(level, loss_scale=scale)
     return level
+
+
+def of(args: argparse.Namespace) -> OptLevel:
+    """The opt level that the command line asks for. Raises: `UserError`."""
+    return choose(args.opt_level, args.keep_batchnorm_fp32, args.loss_scale)

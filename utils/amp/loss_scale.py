@@ -1,11 +1,13 @@
 """Apex's dynamic loss scale, on the device."""
 
+import logging
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 SMALLEST = 2.0**-14  # a gradient that float16 cannot hold at this scale is above 10**9
 ENDLESS = 40  # skipped steps in a row
@@ -15,19 +17,19 @@ class LossScaler:
     """Apex's loss scale: 2**16 at first, halved on overflow, doubled after 2000 clean steps.
 
     Scale, counters and overflow flag stay on ``device``, so that no step waits for it. ``fixed``
-    gives a constant scale. ``log`` is called with a line for each skipped step, as soon as the host
-    hears of it, and ``lost`` becomes true when there is no end of them.
+    gives a constant scale. A scaler that ``reports`` logs each skipped step as soon as the host
+    hears of it; ``lost`` becomes true when there is no end of them.
     """
 
     FIRST, LARGEST, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000
 
-    def __init__(self, device: torch.device, fixed: float | None = None):
+    def __init__(self, device: torch.device, fixed: float | None = None, reports: bool = True):
         self.dynamic = fixed is None
         self.value = torch.tensor(self.FIRST if fixed is None else fixed, device=device)
         self.clean_steps = torch.tensor(0, dtype=torch.int32, device=device)
         self.overflow = torch.tensor(0.0, device=device)
         self.skipped = torch.tensor(0.0, dtype=torch.float64, device=device)
-        self.log: Callable[[str], None] | None = None
+        self.reports = reports
         self.lost = False
         self._in_a_row = 0
         self._on_the_way: deque[tuple[Tensor, Any]] = deque()
@@ -84,11 +86,11 @@ class LossScaler:
     def _note(self, overflow: float, scale: float) -> None:
         self._in_a_row = self._in_a_row + 1 if overflow else 0
         self.lost = scale < SMALLEST if self.dynamic else self._in_a_row >= ENDLESS
-        if overflow and self.log:
+        if overflow and self.reports:
             change = (
                 f"reducing loss scale to {scale}" if self.dynamic else f"scale {scale} is fixed"
             )
-            self.log(f"Gradient overflow.  Skipping step, loss scaler 0 {change}")
+            log.info(f"Gradient overflow.  Skipping step, loss scaler 0 {change}")
 
     def state_dict(self) -> dict[str, float]:
         """Scale, number of clean steps in a row and of skipped ones. Waits for the device."""

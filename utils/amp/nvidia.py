@@ -1,69 +1,48 @@
-"""NVIDIA Apex's own amp (until its tag 25.04), with the calls of `utils.amp.plain.TorchAmp`."""
+"""NVIDIA Apex's own amp and parallel (until its tag 25.04), so that their state can be saved."""
 
 import importlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from utils.amp.levels import LEVELS, OptLevel
+from utils.amp import levels
 from utils.amp.loss_scale import SMALLEST
 from utils.amp.plain import master_params
-from utils.processes.distributed import World
 
 
-class ApexAmp:
-    """One model and one optimiser at an opt level."""
+class Amp:
+    """The module ``apex.amp``, for one model and one optimiser, whose masters can be saved."""
 
-    def __init__(self, level: OptLevel, world: World):
-        self.level, self.world = level, world
+    scaler: "Scaler"
+    weights: "Weights"
+
+    def __init__(self) -> None:
         self.amp = importlib.import_module("apex.amp")
-        self.apex_parallel = importlib.import_module("apex.parallel")
-        self.scaler = ApexScaler(self.amp)
-        self.weights: ApexWeights
-
-    def sync_bn(self, model: nn.Module) -> nn.Module:
-        """The model with batch norm over the batches of all ranks."""
-        return self.apex_parallel.convert_syncbn_model(model)
 
     def initialize(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        opt_level: str = "O1",
+        keep_batchnorm_fp32: bool | str | None = None,
+        loss_scale: float | str | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """``amp.initialize``: cast, and make masters."""
-        level, usual = self.level, LEVELS[self.level.name]
+        level = levels.choose(opt_level, keep_batchnorm_fp32, loss_scale)
+        usual = levels.LEVELS[opt_level]
         changes: dict[str, Any] = {}  # Apex takes offence at some overrides that override nothing
         if level.keep_batchnorm_fp32 != usual.keep_batchnorm_fp32:
             changes["keep_batchnorm_fp32"] = level.keep_batchnorm_fp32
         if level.loss_scale != usual.loss_scale:
             changes["loss_scale"] = "dynamic" if level.loss_scale is None else level.loss_scale
-        model, optimizer = self.amp.initialize(model, optimizer, opt_level=level.name, **changes)
-        self.weights = ApexWeights(model, optimizer)
+        model, optimizer = self.amp.initialize(model, optimizer, opt_level=opt_level, **changes)
+        self.scaler = Scaler(self.amp)
+        self.weights = Weights(model, optimizer)
         return model, optimizer
-
-    def parallel(
-        self, model: nn.Module, allreduce: str = "sum-divide", delay: bool = False
-    ) -> nn.Module:
-        """``apex.parallel.DistributedDataParallel``, with its options for the three orders."""
-        return self.apex_parallel.DistributedDataParallel(
-            model,
-            delay_allreduce=delay,
-            allreduce_always_fp32=allreduce == "fp32",
-            gradient_predivide_factor=float(self.world.size) if allreduce == "divide-sum" else 1.0,
-        )
-
-    @contextmanager
-    def _no_allreduce(self, replica: Any) -> Iterator[None]:
-        replica.disable_allreduce()
-        try:
-            yield
-        finally:
-            replica.enable_allreduce()
-
-    def accumulate(self, replica: nn.Module) -> AbstractContextManager[Any]:
-        """In this context, backward adds up gradients without an all-reduce."""
-        return self._no_allreduce(replica)
 
     @contextmanager
     def scale_loss(
@@ -80,7 +59,7 @@ class ApexAmp:
         return list(self.amp.master_params(optimizer))
 
 
-class ApexScaler:
+class Scaler:
     """The loss scaler inside Apex, saved in the form of `utils.amp.loss_scale.LossScaler`.
 
     Apex itself prints that a step is skipped, in rank 0.
@@ -115,7 +94,7 @@ class ApexScaler:
         self.amp.load_state_dict({"loss_scaler0": saved})
 
 
-class ApexWeights:
+class Weights:
     """The model in float32 with Apex's masters, which Apex's own checkpoints leave out."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
@@ -146,3 +125,23 @@ class ApexWeights:
         self.model.load_state_dict(state)
         for name, master in masters.items():
             master.copy_(state[name])
+
+
+def parallel() -> Any:
+    """The module ``apex.parallel``, with a ``no_sync()`` like torch's on its replicas."""
+    original = importlib.import_module("apex.parallel")
+
+    class DistributedDataParallel(original.DistributedDataParallel):
+        @contextmanager
+        def no_sync(self) -> Iterator[None]:
+            """In this context, backward adds up gradients without an all-reduce."""
+            self.disable_allreduce()
+            try:
+                yield
+            finally:
+                self.enable_allreduce()
+
+    return SimpleNamespace(
+        DistributedDataParallel=DistributedDataParallel,
+        convert_syncbn_model=original.convert_syncbn_model,
+    )

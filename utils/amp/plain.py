@@ -1,84 +1,70 @@
 """Apex's amp in plain PyTorch: the opt levels O0..O3 with the numerics of NVIDIA Apex 25.04.
 
-Apex removed amp in 2025. `TorchAmp` has the calls that scripts know (``initialize``,
-``scale_loss``, ``master_params``); on the same gradients it computes the same weights, bit for bit
-(tests/test_o2.py, and tests/test_real_apex.py against the original).
+Apex removed amp in 2025. `Amp` and `DistributedDataParallel` have the calls and arguments of
+``apex.amp`` and ``apex.parallel`` that training scripts use; on the same gradients they compute the
+same weights, bit for bit (tests/test_o2.py, and tests/test_real_apex.py against the original).
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import parallel
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
+from utils.amp import levels
 from utils.amp.levels import OptLevel
 from utils.amp.loss_scale import LossScaler
 from utils.processes.distributed import World
 
 
-class TorchAmp:
-    """One model and one optimiser at an opt level.
+class Amp:
+    """In place of the module ``apex.amp``, for one model and one optimiser.
 
-    ``scaler`` and ``weights`` are what a snapshot keeps: the loss scale, and the model in float32.
+    From `initialize` on, ``scaler`` and ``weights`` are what a snapshot keeps: the loss scale, and
+    the model in float32.
     """
 
-    def __init__(self, level: OptLevel, world: World):
-        self.level, self.world = level, world
-        self.scaler = LossScaler(world.device, level.loss_scale)
-        self.weights: Weights
+    level: OptLevel
+    scaler: LossScaler
+    weights: "Weights"
 
-    def sync_bn(self, model: nn.Module) -> nn.Module:
-        """The model with batch norm over the batches of all ranks. Call it before `initialize`."""
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    def __init__(self, world: World):
+        self.world = world
 
     def initialize(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        opt_level: str = "O1",
+        keep_batchnorm_fp32: bool | str | None = None,
+        loss_scale: float | str | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Cast ``model`` and give ``optimizer`` (any number of groups) the masters, in place.
 
         From then on the model takes and gives float32; ``optimizer.step()`` does nothing after an
-        overflow, and writes the masters into the model's weights.
+        overflow, and writes the masters into the model's weights. The overrides: see
+        `levels.choose`. Raises: `UserError`.
         """
-        if self.level.half_weights:
-            _cast(model, self.level.keep_batchnorm_fp32)
+        level = self.level = levels.choose(opt_level, keep_batchnorm_fp32, loss_scale)
+        world = self.world
+        self.scaler = LossScaler(world.device, level.loss_scale, reports=world.is_main)
+        if level.half_weights:
+            _cast(model, level.keep_batchnorm_fp32)
             model.register_forward_pre_hook(_inputs_to_half)
-        if self.level.autocast:
-            device = self.world.device.type
-            model.forward = torch.autocast(device, torch.float16)(model.forward)
-        if self.level.half_weights or self.level.autocast:
+        if level.autocast:
+            model.forward = torch.autocast(world.device.type, torch.float16)(model.forward)
+        if level.half_weights or level.autocast:
             model.register_forward_hook(_outputs_to_float)
-        masters = _make_masters(optimizer) if self.level.master_weights else {}
-        # Momentum that is there already takes the type of what it is for.
+        masters = _make_masters(optimizer) if level.master_weights else {}
+        # Momentum that exists already takes the dtype of the weights that it is for.
         optimizer.load_state_dict(optimizer.state_dict())
         self.weights = Weights(model, masters)
         optimizer.register_step_post_hook(lambda *_: self.weights.round_masters())
         return model, optimizer
-
-    def parallel(
-        self, model: nn.Module, allreduce: str = "sum-divide", delay: bool = False
-    ) -> DistributedDataParallel:
-        """The replica whose gradients are averaged over the ranks.
-
-        ``allreduce``: sum-divide (Apex's order), divide-sum (torch's) or fp32 (sum in float32).
-        ``delay``: not before backward has ended.
-        """
-        replica = DistributedDataParallel(
-            model,
-            device_ids=self.world.device_ids,
-            # A bucket that holds all gradients of a type is full when backward ends.
-            bucket_cap_mb=2**20 if delay else None,
-        )
-        if allreduce != "divide-sum":
-            replica.register_comm_hook(None, _sum_in_float if allreduce == "fp32" else _sum_first)
-        return replica
-
-    def accumulate(self, replica: DistributedDataParallel) -> AbstractContextManager[Any]:
-        """In this context, backward adds up gradients without an all-reduce."""
-        return replica.no_sync()
 
     @contextmanager
     def scale_loss(
@@ -104,6 +90,40 @@ class TorchAmp:
     def master_params(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
         """What the optimiser updates: masters where there are any, in order."""
         return master_params(optimizer)
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel):
+    """torch's, with the arguments of ``apex.parallel.DistributedDataParallel``.
+
+    Apex sums float16 gradients over the ranks, then divides; torch divides first, as a
+    ``gradient_predivide_factor`` equal to the world size asks for. ``allreduce_always_fp32`` sums
+    them in float32; ``delay_allreduce`` waits until backward has ended.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        delay_allreduce: bool = False,
+        allreduce_always_fp32: bool = False,
+        gradient_predivide_factor: float = 1.0,
+    ):
+        device = next(module.parameters()).device
+        super().__init__(
+            module,
+            device_ids=[device] if device.type == "cuda" else None,
+            # A bucket that holds all gradients of a type is full when backward ends.
+            bucket_cap_mb=2**20 if delay_allreduce else None,
+        )
+        factor = gradient_predivide_factor
+        if allreduce_always_fp32:
+            self.register_comm_hook(factor, _sum_in_float)
+        elif factor != dist.get_world_size() or factor == 1:
+            self.register_comm_hook(factor, _sum_in_half)
+
+
+def convert_syncbn_model(model: nn.Module) -> nn.Module:
+    """The model with batch norm over the batches of all ranks. Call it before `Amp.initialize`."""
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -197,14 +217,16 @@ def _outputs_to_float(module: nn.Module, inputs: tuple[Any, ...], output: Any) -
     return output.float() if isinstance(output, Tensor) else output
 
 
-def _sum_first(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _sum_in_half(factor: float, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     # A tiny float16 gradient that is divided first can vanish: 6e-8 over two ranks does.
-    size = dist.get_world_size()
-    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return future.then(lambda done: done.value()[0].mul_(1.0 / size))
+    rest, gradients = factor / dist.get_world_size(), bucket.buffer()
+    if factor != 1:
+        gradients.mul_(1 / factor)
+    future = dist.all_reduce(gradients, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0].mul_(rest))
 
 
-def _sum_in_float(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    size, gradients = dist.get_world_size(), bucket.buffer()
-    future = dist.all_reduce(gradients.float(), async_op=True).get_future()
-    return future.then(lambda done: gradients.copy_(done.value()[0].mul_(1.0 / size)))
+def _sum_in_float(factor: float, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    rest, gradients = factor / dist.get_world_size(), bucket.buffer()
+    future = dist.all_reduce(gradients.float().mul_(1 / factor), async_op=True).get_future()
+    return future.then(lambda done: gradients.copy_(done.value()[0].mul_(rest)))

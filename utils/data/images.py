@@ -132,11 +132,7 @@ def crop_and_resize(image: Tensor, box: Box, size: tuple[int, int]) -> Tensor:
     # is channels-last, and cost half of the speed.
     crop = image.permute(1, 2, 0)[top : top + height, left : left + width][None]
     crop = crop.permute(0, 3, 1, 2)
-    if image.device.type == "cuda":  # which has this resize in floating point only
-        out = F.interpolate(crop.float(), size=size, mode="bilinear", antialias=True)
-        out = out.round_().clamp_(0, 255).byte()
-    else:
-        out = F.interpolate(crop, size=size, mode="bilinear", antialias=True)
+    out = F.interpolate(crop, size=size, mode="bilinear", antialias=True)
     return out[0].permute(1, 2, 0)
 
 

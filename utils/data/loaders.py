@@ -1,8 +1,9 @@
 """From image folders to batches on the device."""
 
+import logging
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from utils.data import augment
 from utils.data.dataset import ImageBatches, Reading
-from utils.data.gpu_decode import RawBatches, RawFiles
 from utils.data.index import ImageIndex, check_same_classes, class_folders, select_classes
 from utils.data.workers import WorkerContext
 from utils.errors import UserError
@@ -21,6 +21,8 @@ from utils.metrics import UNREADABLE
 from utils.processes import supervise
 from utils.processes.distributed import World, check_alike, first_on_node, gather
 from utils.samplers import EvalSampler, TrainSampler
+
+log = logging.getLogger(__name__)
 
 MEAN = (0.485, 0.456, 0.406)  # ImageNet's, per channel, for pixels in 0..1
 STD = (0.229, 0.224, 0.225)
@@ -32,7 +34,6 @@ class BadFiles:
 
     index: ImageIndex
     limit: int
-    log: Callable[[str], None] = print
     seen: dict[int, str] = field(default_factory=dict)  # image: reason
 
     @property
@@ -45,7 +46,7 @@ class BadFiles:
         for image, reason in faults:
             if image not in self.seen and not self.too_many:
                 self.seen[image] = reason
-                self.log(f"unreadable image {self.index.path(image)}: {reason}")
+                log.info(f"unreadable image {self.index.path(image)}: {reason}")
 
     def share(self, world: World) -> None:
         """Let every rank know what all have seen, so that rank 0's log names each file."""
@@ -109,13 +110,13 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         before = time.perf_counter()
-        for images, targets, reading, *raw in self._loaded():
+        for images, targets, reading in self._loaded():
             self.waited += time.perf_counter() - before
             self.reading.add(reading)
             if reading.faults:
                 self.bad.note(reading.faults)
             self._check(targets)
-            yield self._upload(images, targets, *raw)
+            yield self._upload(images, targets)
             before = time.perf_counter()
 
     def _loaded(self) -> Iterator[Any]:
@@ -128,18 +129,12 @@ class Batches:
             time.sleep(5)
             raise
 
-    def _upload(
-        self, images: Tensor, targets: Tensor, raw: RawFiles | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _upload(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if self.stream is None:
             return self._normalise(images), targets
         # On a stream of its own the copy runs while the device still computes the last step.
         with torch.cuda.stream(self.stream):
-            images = images.to(self.device, non_blocking=True)
-            if raw is not None:
-                self.bad.note(self.dataset.finish(images, targets, raw))
-                self._check(targets)
-            images = self._normalise(images)
+            images = self._normalise(images.to(self.device, non_blocking=True))
             targets = targets.to(self.device, non_blocking=True)
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
@@ -223,8 +218,7 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
             sampler = TrainSampler(len(index), args.batch_size, ranks, args.accum_steps, args.seed)
         else:
             sampler = EvalSampler(len(index), args.batch_size, ranks)
-        kind = RawBatches if args.decode == "gpu" else ImageBatches
-        dataset = kind(
+        dataset = ImageBatches(
             index, args.image_size, args.seed, train, args.crop_scale, args.val_resize_size
         )
         if train:

@@ -1,11 +1,13 @@
 """``--profile``: a trace of a few training steps, for chrome://tracing, Perfetto or TensorBoard."""
 
+import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
+
+log = logging.getLogger(__name__)
 
 SKIPPED, WARM_UP, ACTIVE = 3, 1, 4  # steps
 TRACE = "rank0.pt.trace.json"  # TensorBoard's profiler plugin looks for this ending
@@ -14,8 +16,8 @@ TRACE = "rank0.pt.trace.json"  # TensorBoard's profiler plugin looks for this en
 class Profiler:
     """Records steps 5 to 8 of this process into ``folder``; `step` is called after each."""
 
-    def __init__(self, folder: Path, log: Callable[[str], None]):
-        self.path, self.log, self.done = folder / TRACE, log, False
+    def __init__(self, folder: Path):
+        self.path, self.done = folder / TRACE, False
         # The profiler's library calls a machine without a GPU an error, and its start news.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [ProfilerActivity.CPU]
@@ -43,10 +45,10 @@ class Profiler:
             return
         self.profile.stop()
         if not self.done:
-            self.log(f"--profile: no trace, as it needs more than {SKIPPED + WARM_UP} steps")
+            log.info(f"--profile: no trace, as it needs more than {SKIPPED + WARM_UP} steps")
             self.done = True
 
     def _write(self, done: profile) -> None:
         done.export_chrome_trace(str(self.path))
         self.done = True
-        self.log(f"trace of {self.steps - SKIPPED - WARM_UP} steps: {self.path}")
+        log.info(f"trace of {self.steps - SKIPPED - WARM_UP} steps: {self.path}")

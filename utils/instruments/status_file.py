@@ -21,11 +21,11 @@ from utils.instruments.step_time import StepTimes
 FOLDER = Path("/dev/shm") / f"imagenet-suite-{os.getuid()}"
 
 
-class Live:
+class StatusFile:
     """The file of this process. What cannot be written is left out: it never ends a training."""
 
-    def __init__(self, job: Any):
-        self.job, world = job, job.world
+    def __init__(self, session: Any):
+        self.session, world = session, session.world
         self.path = FOLDER / f"{socket.gethostname()}-{os.getpid()}.json"
         self.last = (-1, 0.0, 0)  # epoch; in it: seconds, steps
         self.times = StepTimes()  # of this epoch
@@ -33,13 +33,13 @@ class Live:
             "pid": os.getpid(),
             "started": Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19],
             "host": socket.gethostname(),
-            "run": str(job.run.folder.resolve()),
-            "mode": job.run.mode,
-            "arch": job.args.arch,
+            "run": str(session.run.folder.resolve()),
+            "mode": session.run.mode,
+            "arch": session.args.arch,
             "rank": world.rank,
             "size": world.size,
             "local_rank": world.local_rank,
-            "epochs": job.args.epochs,
+            "epochs": session.args.epochs,
             "gpu": None,
         }
         if world.device.type == "cuda":
@@ -48,7 +48,7 @@ class Live:
 
     def show(self, phase: str, **values: Any) -> None:
         """Write what this process is at: its ``phase``, and figures, which stay until new ones."""
-        state = self.job.state
+        state = self.session.state
         self.facts |= values
         place = {"phase": phase, "epoch": state.epoch, "step": state.step, "at": time.time()}
         text = json.dumps(self.facts | place)
@@ -60,17 +60,17 @@ class Live:
 
     def training(self, seconds: float, steps: int) -> None:
         """A line is due, ``steps`` steps and ``seconds`` into this epoch: write what is new."""
-        state, sampler = self.job.state, self.job.train.sampler
+        state, sampler = self.session.state, self.session.train.sampler
         if self.last[0] != state.epoch:
             self.last, self.times = (state.epoch, 0.0, 0), StepTimes()
-        total = replace(self.job.watch.timer.total)
+        total = replace(self.session.watch.timer.total)
         since, self.times = total - self.times, total
         new, spent = steps - self.last[2], seconds - self.last[1]
         self.last = (state.epoch, seconds, steps)
         self.show(
             "training",
             steps=sampler.steps_per_epoch,
-            images_per_s=new * sampler.global_batch / spent,
+            images_per_s=new * self.session.global_batch / spent,
             # A process's own part: in synchronous training all show the images/s of the slowest.
             **({"data_seconds": since.data / since.steps} if since.steps else {}),
             **({"compute_seconds": since.own / since.steps} if since.steps else {}),

@@ -1,5 +1,6 @@
-"""What a training says about its own speed: step times, hardware, a trace; see `training.fit`."""
+"""What a training says about its own speed: step times, hardware, a trace; see `training.epoch`."""
 
+import logging
 import statistics
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from torch import nn
 from utils.instruments import monitor, profiling
 from utils.instruments.step_time import StepTimer, StepTimes
 from utils.processes.distributed import World, gather
-from utils.run.tracking import Run
+
+log = logging.getLogger(__name__)
 
 PARTS = ("Time/data", "Time/compute", "Time/communication")
 
@@ -17,8 +19,8 @@ PARTS = ("Time/data", "Time/compute", "Time/communication")
 class Watch:
     """The instruments of one process. `close` ends them."""
 
-    def __init__(self, args: Any, world: World, run: Run, model: nn.Module):
-        self.world, self.run = world, run
+    def __init__(self, args: Any, world: World, folder: Path, model: nn.Module):
+        self.world = world
         self.timer = StepTimer(model, world.device, distributed=world.size > 1)
         sources: list[monitor.Source] = [monitor.Cpu()]
         if world.device.type == "cuda":
@@ -26,12 +28,12 @@ class Watch:
             if gpu is not None:
                 sources.append(gpu)
             else:
-                run.log(monitor.NOTHING)
+                log.info(monitor.NOTHING)
         self.monitor = monitor.Monitor(sources)
         self.warned = False
         self.profiler: profiling.Profiler | None = None
         if args.profile and world.is_main:
-            self.profiler = profiling.Profiler(Path(run.folder), run.log)
+            self.profiler = profiling.Profiler(folder)
 
     def start_epoch(self) -> None:
         """Count from here."""
@@ -71,7 +73,7 @@ class Watch:
         cause = monitor.likely_cause(
             values.get("Time/data", 0.0) / step, values.get("Time/communication", 0.0) / step
         )
-        self.run.log(
+        log.info(
             f"note: the GPU of rank {rank} is {median:.0f} % busy (median), not {monitor.BUSY:.0f}"
             f" % or more; likely cause: {cause}"
         )

@@ -3,7 +3,8 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -76,8 +77,8 @@ def single_process() -> World:
     return World(device)
 
 
-def run(train: Callable[[Any, World], int], args: Any) -> int:
-    """Run ``train(args, world)`` in each process that this node owes to the job.
+def run(worker: Callable[[Any, Place], int], args: Any) -> int:
+    """Run ``worker(args, place)`` in each process of this node.
 
     Under torchrun or torch.distributed.launch this process is one of them. Otherwise it starts
     ``-g`` processes (default: one a GPU; one without GPUs) of node ``--rank`` of ``--world-size``
@@ -88,9 +89,9 @@ def run(train: Callable[[Any, World], int], args: Any) -> int:
     """
     if "LOCAL_RANK" in os.environ:
         supervise.die_with_parent()
-        return _run(train, args, _place_from_torchrun())
+        return worker(args, _place_from_torchrun())
     places = _places_of_this_node(args)
-    return supervise.supervise([(_run, (train, args, place)) for place in places])
+    return supervise.supervise([(worker, (args, place)) for place in places])
 
 
 def _place_from_torchrun() -> Place:
@@ -163,22 +164,29 @@ def _env_int(name: str, default: int) -> int:
         raise UserError(f"{name}={os.environ[name]} in the environment is not a number") from None
 
 
-def _run(train: Callable[[Any, World], int], args: Any, place: Place) -> int:
+@contextmanager
+def process_group(args: Any, place: Place) -> Iterator[World]:
+    """torch.distributed's process group, which all processes of the job join at the master's port.
+
+    Gives this process's `World`. Raises: `UserError` when the processes do not meet, when their
+    nodes differ in code or versions, and, inside the context, when the communication fails.
+    """
     os.environ["RANK"] = str(place.rank)
     os.environ["LOCAL_RANK"] = str(place.local_rank)
     world = _join(args, place)
     peers: list[faults.Peer] = []
     try:
-        peers = gather(faults.Peer(node_name(world), network.address_towards(place.master)), world)
+        me = faults.Peer(node_name(world), network.address_towards(place.master))
+        peers = gather(me, world)
         _check_versions(world)
-        code = train(args, world)
+        yield world
     except (RuntimeError, TimeoutError) as fault:
         sentence = faults.explain(fault, world.rank, peers, args.dist_timeout)
         if sentence is None:
             raise
         raise UserError(sentence) from fault
+    # Not after an exception: the process then ends at once, instead of waiting for the others.
     dist.destroy_process_group()
-    return code
 
 
 def _join(args: Any, place: Place) -> World:

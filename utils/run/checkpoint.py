@@ -4,8 +4,8 @@ utils/run/snapshots.py writes them. Reading runs no code that a file may hold.
 """
 
 import argparse
+import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,8 @@ from utils.errors import UserError
 from utils.processes.distributed import World, from_main
 from utils.run import elastic
 from utils.run.snapshots import candidates, check_whole
+
+log = logging.getLogger(__name__)
 
 _PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums")
 
@@ -123,7 +125,7 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_latest(path: Path, log: Callable[[str], None] = print) -> dict[str, Any]:
+def read_latest(path: Path) -> dict[str, Any]:
     """Read ``path`` or, if it is a run's snapshot and damaged, the one before, and say so."""
     failure: UserError | None = None
     for candidate in candidates(path):
@@ -133,7 +135,7 @@ def read_latest(path: Path, log: Callable[[str], None] = print) -> dict[str, Any
             failure = failure or fault
             continue
         if failure is not None:
-            log(f"warning: {failure}; going on from the one before, {candidate}")
+            log.warning(f"{failure}; going on from the one before, {candidate}")
         return content
     assert failure is not None
     raise failure
@@ -145,7 +147,6 @@ def resume(
     world: World,
     path: Path | None,
     classes: list[str] | None = None,
-    log: Callable[[str], None] = print,
 ) -> bool:
     """Load ``path`` (as rank 0 finds it) into every process's ``state``.
 
@@ -154,7 +155,7 @@ def resume(
     what the file says of itself. Returns: whether it was a full snapshot of ours. Raises:
     `UserError`.
     """
-    content = from_main(lambda: read_latest(path, log) if path else None, world)
+    content = from_main(lambda: read_latest(path) if path else None, world)
     if content is None:
         return False
     saved = content.get("options", content)
@@ -181,7 +182,7 @@ def resume(
         setattr(state, name, value)
     repeated = _rescale_position(state, global_batch)
     if repeated and world.is_main:
-        log(
+        log.info(
             f"note: the global batch is {global_batch} now, so {repeated} images of this epoch are "
             f"trained on again, from step {state.step} on"
         )
@@ -189,7 +190,7 @@ def resume(
         changes = (
             f"--{key.replace('_', '-')} {vars(args)[key]} (was {saved[key]})" for key in changed
         )
-        log(f"changed since the snapshot: {', '.join(changes)}")
+        log.info(f"changed since the snapshot: {', '.join(changes)}")
     if not world.is_main:
         state.sums = None  # they are of all ranks: only one may bring them in again
     return True

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from utils.errors import UserError
 from utils.processes.distributed import World, from_main, gather
@@ -24,16 +24,25 @@ def job_id() -> str | None:
     return name if is_elastic() and name != _NO_ID else None
 
 
-def prepare(args: Any, world: World, options: str) -> str | None:
-    """Let a restarted run go on: fill in ``args.name`` and ``args.resume``.
+class Plan(NamedTuple):
+    """The name of the run directory and what to resume from; a line to log if this is a restart."""
+
+    name: str | None
+    resume: str | None
+    note: str | None = None
+
+
+def plan(args: Any, world: World, options: str) -> Plan:
+    """``--name`` and ``--resume`` as given, or what continues the run of an earlier attempt.
 
     ``options`` is the name of that file in a run directory. torchrun counts a restart only where a
     process has failed: nodes that make room for one that came back, and that one itself, still
-    count 0. So a run is also known by the job that its options name. Returns: a line to log, if
-    this is a restart. Raises: `UserError` when there is nothing to know the run by.
+    count 0. So a run is also known by the job that its options name. Raises: `UserError` when there
+    is nothing to know the run by.
     """
+    given = Plan(args.name, args.resume)
     if not is_elastic() or args.evaluate or args.dummy:
-        return None
+        return given
     if args.start_epoch is not None:
         raise UserError(
             "--start-epoch does not go with torchrun --max-restarts: all restarts would begin "
@@ -42,24 +51,24 @@ def prepare(args: Any, world: World, options: str) -> str | None:
         )
     restarts = max(gather(_number("TORCHELASTIC_RESTART_COUNT"), world))
     file = Path(args.resume) if args.resume not in (None, "auto") else None
-    if not args.name:
+    name = args.name
+    if not name:
         if file and (file.parent / options).is_file():
-            return None  # that run is continued where it is, each time from its latest snapshot
+            return given  # that run is continued where it is, each time from its latest snapshot
         if job_id() is None:
             raise UserError(
-                "restarts by torchrun --max-restarts go on in one run directory: give it a --name "
-                "(or torchrun an --rdzv-id)",
+                "restarts by torchrun --max-restarts continue in one run directory: give it a "
+                "--name (or torchrun an --rdzv-id)",
                 alike=True,
             )
-        args.name = "elastic_" + re.sub(r"[^\w.-]", "_", str(job_id()))
-    folder = Path(args.output_dir) / args.name
+        name = "elastic_" + re.sub(r"[^\w.-]", "_", str(job_id()))
+    folder = Path(args.output_dir) / name
     known, saved = from_main(lambda: (_job_of(folder / options), latest(folder) is not None), world)
     if not restarts and (known is None or known != job_id()):
-        return None
-    if saved or file is None:
-        args.resume = "auto"
+        return Plan(name, args.resume)
     found = "a snapshot" if saved else "no snapshot yet"
-    return f"restarted by torchrun (failures so far: {restarts}); {folder} has {found}"
+    note = f"restarted by torchrun (failures so far: {restarts}); {folder} has {found}"
+    return Plan(name, "auto" if saved or file is None else args.resume, note)
 
 
 def _job_of(path: Path) -> str | None:

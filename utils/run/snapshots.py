@@ -4,6 +4,7 @@ Training stands still only while the state is copied to the host; a thread then 
 instant, also in the middle of a write, ``snapshot.pt`` or the one before it is whole on disk.
 """
 
+import logging
 import threading
 import time
 import zipfile
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from utils.atomic import save_atomically
 from utils.errors import UserError
+
+log = logging.getLogger(__name__)
 
 SNAPSHOT, PREVIOUS, BEST = "snapshot.pt", "snapshot_previous.pt", "best.pt"
 
@@ -69,17 +72,16 @@ def write(content: dict[str, Any], path: Path) -> None:
 class SnapshotWriter:
     """Writes one set of files after the other into a folder, in a thread. For rank 0.
 
-    ``log`` is called when a write fails, and when one succeeds again. ``after`` is called with the
+    A write that fails is logged, and so is the next one that succeeds. ``after`` is called with the
     path of each file that has been written, in that thread.
     """
 
     def __init__(
         self,
         folder: Path,
-        log: Callable[[str], None],
         after: Callable[[Path], None] = lambda path: None,
     ):
-        self.folder, self.log, self.after = folder, log, after
+        self.folder, self.after = folder, after
         self.failure: UserError | None = None  # of the last write
         self.pauses: list[float] = []  # seconds for which training stood still, one a snapshot
         self._thread: threading.Thread | None = None
@@ -118,11 +120,11 @@ class SnapshotWriter:
                 self.after(self.folder / name)
         except UserError as failure:
             if self.failure is None:
-                self.log(f"warning: {failure}, and training goes on")
+                log.warning(f"{failure}, and training goes on")
             self.failure = failure
         else:
             if self.failure is not None:
-                self.log(f"{self.folder / SNAPSHOT} could be written again")
+                log.info(f"{self.folder / SNAPSHOT} could be written again")
             self.failure = None
 
 

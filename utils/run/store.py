@@ -5,15 +5,17 @@ fault of the store stops or delays training.
 """
 
 import importlib.util
+import logging
 import os
 import re
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from utils.atomic import save_atomically
 from utils.errors import UserError
+
+log = logging.getLogger(__name__)
 
 SCHEME = "s3://"
 END_WAIT = 100.0  # seconds for the last uploads; a spot instance has 120 from its notice on
@@ -139,18 +141,12 @@ def fetch(url: str, default: str, folder: Path, also: str) -> Path:
 class Store:
     """``URL/NAME OF THE RUN/``, where copies of a run's files go. For rank 0.
 
-    Without ``url`` all methods do nothing. ``log`` gets lines to print; ``end_wait`` is the limit
-    in seconds for the uploads that are left at the end.
+    Without ``url`` all methods do nothing. ``end_wait`` is the limit in seconds for the uploads
+    that are left at the end.
     """
 
-    def __init__(
-        self,
-        url: str | None,
-        folder: Path,
-        log: Callable[[str], None],
-        end_wait: float = END_WAIT,
-    ):
-        self.folder, self.log, self.end_wait = folder, log, end_wait
+    def __init__(self, url: str | None, folder: Path, end_wait: float = END_WAIT):
+        self.folder, self.end_wait = folder, end_wait
         self.url = f"{url.rstrip('/')}/{folder.name}" if url else None
         self.bucket, self.prefix = _split(self.url) if self.url else ("", "")
         self.client: Any = None
@@ -181,7 +177,7 @@ class Store:
                     _download(
                         self.client, self.bucket, _join(self.prefix, name), self.folder / name
                     )
-                    self.log(f"took {self.url}/{name}")
+                    log.info(f"took {self.url}/{name}")
         except Exception as fault:
             if missing and _code(fault) != "NoSuchBucket":
                 raise UserError(
@@ -210,7 +206,7 @@ class Store:
         except FileNotFoundError:
             return
         except OSError as fault:
-            self.log(f"warning: cannot read {path} to upload it ({fault.strerror})")
+            log.warning(f"cannot read {path} to upload it ({fault.strerror})")
             return
         with self.changed:
             older = self.waiting.pop(path.name, None)
@@ -231,7 +227,7 @@ class Store:
         with self.changed:
             lost = {*self.waiting, *([self.sending] if self.sending else [])}
         if lost:
-            self.log(
+            log.info(
                 f"note: {', '.join(sorted(lost))} did not get to {self.url}: see {self.folder}"
             )
 
@@ -277,13 +273,13 @@ class Store:
             copy.seek(0)
             self.client.upload_fileobj(copy, self.bucket, _join(self.prefix, name), Config=config)
         if self.failures:
-            self.log(f"the store {self.url} works again")
+            log.info(f"the store {self.url} works again")
         self.failures = 0
 
     def _count_failure(self, fault: Exception) -> None:
         self.failures += 1
         if self.failures == 1:
-            self.log(
-                f"warning: the store {self.url} cannot be used "
+            log.warning(
+                f"the store {self.url} cannot be used "
                 f"({_reason(fault, self.bucket)}): training goes on, uploads are tried again"
             )

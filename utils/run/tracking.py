@@ -1,11 +1,12 @@
-"""What a run leaves behind and shows: its directory, console lines, TensorBoard, summary.
+"""What a run leaves behind: its directory, TensorBoard curves, summary; rank 0 writes all files.
 
-Rank 0 writes all files. The first process of every other node prints plain lines, so that nobody
-sits before a silent terminal; all further processes are quiet.
+The first process of every other node prints plain lines (see utils/run/console.py), so that nobody
+sits in front of a silent terminal; all further processes are quiet.
 """
 
 import contextlib
 import json
+import logging
 import math
 import socket
 import sys
@@ -14,25 +15,27 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError
 from utils.processes.distributed import World, from_main
 from utils.run import elastic, store, tensorboard
+from utils.run.console import LOG, Console
 from utils.run.snapshots import BEST, SNAPSHOT, latest
 
 Facts = dict[str, tensorboard.Value]
-OPTIONS, SUMMARY, LOG = "options.json", "summary.json", "train.log"
+OPTIONS, SUMMARY = "options.json", "summary.json"
+
+log = logging.getLogger(__name__)
 
 
-def _directory(args: Any, world: World, mode: str) -> Path:
+def _directory(args: Any, plan: elastic.Plan, world: World, mode: str) -> Path:
     """The run's directory; made, and refused if another run is in it. For rank 0."""
     root = Path(args.output_dir)
-    snapshot = Path(args.resume) if args.resume and args.resume != "auto" else None
-    name = args.name
-    if not name and store.is_url(args.resume) and not args.evaluate:
-        name = store.run_name(args.resume, SNAPSHOT, mark=OPTIONS)
+    snapshot = Path(plan.resume) if plan.resume and plan.resume != "auto" else None
+    name = plan.name
+    if not name and store.is_url(plan.resume) and not args.evaluate:
+        name = store.run_name(plan.resume, SNAPSHOT, mark=OPTIONS)
     if name:
         folder = root / name
     elif snapshot and not args.evaluate and (snapshot.parent / OPTIONS).is_file():
@@ -46,7 +49,7 @@ def _directory(args: Any, world: World, mode: str) -> Path:
         # Two runs may start in the same second.
         names = (name + (f"-{number}" if number else "") for number in range(1000))
         folder = next(root / name for name in names if not (root / name).exists())
-    goes_on = args.resume and not args.evaluate
+    goes_on = plan.resume and not args.evaluate
     if (folder / OPTIONS).exists() and not goes_on:
         raise UserError(
             f"{folder} holds a run already: continue it with --resume, or choose another --name"
@@ -65,28 +68,30 @@ class Run:
     def __init__(self, args: Any, world: World, mode: str):
         """Choose and make the run directory. Raises `UserError` when it is taken."""
         self.args, self.world, self.mode = args, world, mode
-        restarted = elastic.prepare(args, world, OPTIONS)
-        self.folder = from_main(lambda: _directory(args, world, mode), world)
+        plan = elastic.plan(args, world, OPTIONS)
+        self.resume = plan.resume  # --resume, or what a restart has made of it
+        self.folder = from_main(lambda: _directory(args, plan, world, mode), world)
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
+        self.options |= {"name": plan.name, "resume": plan.resume}
         self.options |= {"mode": mode, "command": " ".join(sys.argv)}
         if elastic.job_id():
             self.options["elastic_job"] = elastic.job_id()
-        self.shows = world.local_rank == 0
-        self.bar: tqdm | None = None
+        self.console = Console(self.folder, world)
+        self.console.attach()
         self.writer: SummaryWriter | None = None
         self.has_gap = False  # the writer was lost to a full disk
         self.is_training = False  # an entry is open in the event file
-        if restarted:
-            self.log(restarted)
+        if plan.note:
+            log.info(plan.note)
         self.stores = bool(args.store and not args.evaluate and not args.dummy)
         url = args.store if self.stores and world.is_main else None
-        self.store = store.Store(url, self.folder, self.log)
+        self.store = store.Store(url, self.folder)
         self.fetched: Path | None = from_main(self._open_store, world)
 
     def _open_store(self) -> Path | None:
         """Get from the store what it has to resume from. Returns the file that a URL has given."""
-        resume = self.args.resume
+        resume = self.resume
         self.store.open(bool(resume), (BEST, SNAPSHOT) if resume == "auto" else ())
         if not store.is_url(resume):
             return None
@@ -102,8 +107,8 @@ class Run:
         """What to resume from: the file given, or with "auto" the run's own, if it has one."""
         if self.fetched is not None:
             return self.fetched
-        if self.args.resume != "auto":
-            return Path(self.args.resume) if self.args.resume else None
+        if self.resume != "auto":
+            return Path(self.resume) if self.resume else None
         return latest(self.folder)
 
     def begin(self, epoch: int, position: float, facts: Facts | None = None) -> None:
@@ -119,8 +124,8 @@ class Run:
             self._open_files(epoch, position, facts)
         except OSError as fault:
             raise UserError(
-                f"cannot write into the run directory {self.folder} ({fault.strerror}): what is "
-                "there is intact; make room"
+                f"cannot write into the run directory {self.folder} ({fault.strerror}): existing "
+                "files are intact; free disk space"
             ) from fault
 
     def _open_files(self, epoch: int, position: float, facts: Facts | None) -> None:
@@ -138,44 +143,13 @@ class Run:
             self.writer.flush()  # other programs can tell from now on what is trained here
             self.is_training = True
 
-    def log(self, text: str) -> None:
-        """Print a line (first process of each node) and keep it in train.log (rank 0)."""
-        if self.shows:
-            if self.bar is not None:
-                tqdm.write(text)
-            else:
-                print(
-                    text if self.world.is_main else f"[rank {self.world.rank}] {text}", flush=True
-                )
-        if self.world.is_main:
-            # A full disk must not end a training: the line has been printed.
-            with contextlib.suppress(OSError), open(self.folder / LOG, "a") as file:
-                file.write(text + "\n")
-
-    def start_bar(self, title: str, steps: int, done: int = 0) -> None:
-        """Show a progress bar for ``steps`` steps if rank 0 sits at a terminal."""
-        if self.world.is_main and sys.stderr.isatty():
-            self.bar = tqdm(total=steps, initial=done, desc=title, leave=False, unit="step")
-
-    def move_bar(self, done: int) -> None:
-        """Let the bar, if there is one, show ``done`` steps."""
-        if self.bar is not None:
-            self.bar.update(done - self.bar.n)
-
-    def stop_bar(self) -> None:
-        """Take the bar away."""
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
-
     def step(self, place: str, done: int, values: dict[str, float]) -> None:
         """Report ``done`` steps of an epoch: move the bar, or print a line."""
         text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-        if self.bar is not None:
-            self.bar.set_postfix_str(text, refresh=False)
-            self.move_bar(done)
-        elif self.shows:
-            self.log(f"{place}  {text}")
+        if self.console.bar is not None:
+            self.console.move_bar(done, text)
+        else:
+            log.info(f"{place}  {text}")
 
     def scalars(self, values: dict[str, float], x: int, flush: bool = False) -> None:
         """Write TensorBoard points at ``x``, in rank 0; NaN (nothing measured) is left out."""
@@ -189,8 +163,8 @@ class Run:
                 self.writer.flush()
         except OSError as fault:  # of TensorBoard's thread, which ends with its first
             self.writer, self.has_gap = None, True
-            self.log(
-                f"warning: cannot write the event file ({fault.strerror}): training goes on, and "
+            log.warning(
+                f"cannot write the event file ({fault.strerror}): training goes on, and "
                 "its curves have a gap"
             )
 
@@ -201,7 +175,7 @@ class Run:
             with contextlib.suppress(OSError):  # there may be room again
                 self.writer, self.has_gap = SummaryWriter(str(self.folder)), False
         self.scalars(tags, int(record["epoch"]), flush=True)
-        self.log(
+        log.info(
             f"Epoch {record['epoch']:.0f}/{self.args.epochs}"
             f"  train: loss {record['Loss/train']:.4f} top-1 {record['Top1/train']:.2f}"
             f" top-5 {record['Top5/train']:.2f}"
@@ -232,4 +206,4 @@ class Run:
                     self.writer.file_writer.add_summary(tensorboard.closing(done), 0)
                 self.writer.close()
         except OSError as fault:
-            self.log(f"warning: cannot write {self.folder / SUMMARY} ({fault.strerror})")
+            log.warning(f"cannot write {self.folder / SUMMARY} ({fault.strerror})")

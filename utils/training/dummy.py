@@ -1,25 +1,29 @@
 """``--dummy``: the speed of the training step alone, on batches that live on the device."""
 
+import logging
 import resource
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from utils.processes.distributed import World
-from utils.run.tracking import Run
-from utils.training.session import TrainStep
+from utils.training.session import Session, TrainStep
+from utils.training.stopping import Reason
 
 WARMUP_STEPS, TIMED_STEPS = 5, 20
 
 
-def measure(args: Any, world: World, run: Run, train_step: TrainStep) -> int:
-    """Time the step on random images and print images/s, ms a step and peak memory.
+log = logging.getLogger(__name__)
+
+
+def time_step(session: Session, train_step: TrainStep) -> int:
+    """Time the step on random images and print images/s, ms per step and peak memory.
 
     The same step as in training, optimiser and all-reduce included; no loader, no metrics. Writes
     the figures to summary.json. Returns: exit code 0.
     """
+    args, world, run, global_batch = session.args, session.world, session.run, session.global_batch
     run.begin(0, 0)
     device = world.device
     size = (args.batch_size, 3, args.image_size, args.image_size)
@@ -45,10 +49,9 @@ def measure(args: Any, world: World, run: Run, train_step: TrainStep) -> int:
         memory = torch.cuda.max_memory_allocated(device)
     else:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    global_batch = args.batch_size * world.size * args.accum_steps
-    run.log(
+    log.info(
         f"dummy data, {args.arch}, {world.size} x {device.type}, global batch {global_batch}: "
-        f"{global_batch / seconds:.1f} images/s, {1000 * seconds:.1f} ms a step, peak memory of "
+        f"{global_batch / seconds:.1f} images/s, {1000 * seconds:.1f} ms per step, peak memory of "
         f"rank 0 {memory / 2**30:.2f} GiB"
     )
     run.finish(
@@ -61,7 +64,7 @@ def measure(args: Any, world: World, run: Run, train_step: TrainStep) -> int:
             "world_size": world.size,
             "nodes": world.nodes,
             "global_batch": global_batch,
-            "finished_because": "dummy",
+            "finished_because": Reason.DUMMY,
         }
     )
     return 0

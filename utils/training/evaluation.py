@@ -1,5 +1,6 @@
 """One evaluation for all scripts: exact at any world size."""
 
+import logging
 import time
 
 import torch
@@ -11,24 +12,29 @@ from utils.processes.distributed import copy_from_main
 from utils.run import checkpoint
 from utils.run.snapshots import BEST
 from utils.training import report
-from utils.training.session import Job, Predict
-from utils.training.stopping import StopRequest
+from utils.training.session import Predict, Session
+from utils.training.stopping import Reason
+
+log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def evaluate(
-    job: Job, predict: Predict, batches: Batches, stop: StopRequest | None = None
-) -> dict[str, float] | None:
+def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
     """Evaluate over all ranks; every image counts once. Returns None when asked to stop.
 
     The loss is plain cross entropy, whatever label smoothing training uses. Keys of the result:
-    the ``.../val`` tags, "images" evaluated, and "unreadable", how many could not be.
+    the ``.../val`` tags, "images" evaluated, and "unreadable", how many could not be. Raises:
+    `UserError` when too many images are unreadable, unless a training is under way, which stops.
     """
-    world, sampler = job.world, batches.sampler
+    world, sampler, stop = session.world, batches.sampler, session.stop
+    if stop is not None and stop.reason:  # the epoch was cut short
+        return None
+    if session.status is not None:
+        session.status.show("evaluating")
     # Each rank has seen other batches since DDP last shared the running statistics of batch norm.
-    copy_from_main(job.state.model, world, parameters=False)
-    job.state.model.eval()
-    job.run.start_bar("Evaluation", sampler.rounds)
+    copy_from_main(session.state.model, world, parameters=False)
+    session.state.model.eval()
+    session.run.console.start_bar("Evaluation", sampler.rounds)
     sums = Sums(world.device)
     began = time.perf_counter()
     iterator = iter(batches)
@@ -39,22 +45,24 @@ def evaluate(
             logits = predict(images).float()
             loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=UNREADABLE)
             sums.add(loss, logits, targets)
-        job.run.move_bar(number + 1)
+        session.run.console.move_bar(number + 1)
         if stop is not None and stop.poll():
             break
     total = sums.total(world)
     seconds = time.perf_counter() - began
-    job.run.stop_bar()
+    session.run.console.stop_bar()
     batches.bad.share(world)
-    if batches.bad.too_many and stop is None:
-        raise batches.bad.error()
-    if stop is not None and (stop.reason or batches.bad.too_many):
+    if batches.bad.too_many:
+        if stop is None:
+            raise batches.bad.error()
+        stop.reason = stop.reason or Reason.BAD_FILES
+    if stop is not None and stop.reason:
         return None
     metrics = to_metrics(total)
     unreadable = sampler.images - metrics.images
     if unreadable:
-        job.run.log(
-            f"warning: {unreadable} of {sampler.images} images in {batches.bad.index.root} could "
+        log.warning(
+            f"{unreadable} of {sampler.images} images in {batches.bad.index.root} could "
             "not be read; the accuracy is that of the others"
         )
     return {
@@ -68,21 +76,21 @@ def evaluate(
     }
 
 
-def evaluate_only(job: Job, predict: Predict) -> int:
+def evaluate_only(session: Session, predict: Predict) -> int:
     """``-e``: evaluate the model that was loaded, and write the summary. Returns exit code 0."""
-    job.run.begin(job.state.epoch, job.state.epoch)
-    val = evaluate(job, predict, job.loaders.val)
-    report.evaluation(job, "val", val)
-    report.end(job, "evaluated", {}, val)
+    session.run.begin(session.state.epoch, session.state.epoch)
+    val = evaluate(session, predict, session.loaders.val)
+    report.evaluation(session, "val", val)
+    report.end(session, Reason.EVALUATED, {}, val)
     return 0
 
 
-def test_best(job: Job, predict: Predict) -> dict[str, float]:
+def test_best(session: Session, predict: Predict) -> dict[str, float]:
     """Evaluate DATA/test with the best model of the run."""
-    best = job.run.folder / BEST
-    if job.world.is_main and best.is_file():
-        job.state.load_weights(checkpoint.read(best)["state_dict"])
-    copy_from_main(job.state.model, job.world)
-    test = evaluate(job, predict, job.loaders.test)
-    report.evaluation(job, "test", test)
+    best = session.run.folder / BEST
+    if session.world.is_main and best.is_file():
+        session.state.load_weights(checkpoint.read(best)["state_dict"])
+    copy_from_main(session.state.model, session.world)
+    test = evaluate(session, predict, session.loaders.test)
+    report.evaluation(session, "test", test)
     return test

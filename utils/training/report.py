@@ -1,5 +1,6 @@
 """The words before and after a run: what will be trained, what came out, summary.json."""
 
+import logging
 import math
 import statistics
 import time
@@ -11,76 +12,78 @@ from utils import schedules
 from utils.instruments import watch
 from utils.processes import supervise
 from utils.run import provenance
-from utils.training.session import Job
+from utils.training.session import Session
+from utils.training.stopping import Reason
+
+log = logging.getLogger(__name__)
 
 WAIT_LIMIT = 0.1  # share of the time waiting for data from which a run is told about it
 LARGE_FILE = 50_000  # bytes; ImageNet's files have 110,000 on average, shrunk to 256 pixels 27,000
 
 
-def start(job: Job, resumed: bool) -> None:
-    """Say what is about to be trained: processes, global batch, steps, learning rate."""
-    args, world, state, log = job.args, job.world, job.state, job.run.log
-    sampler = job.train.sampler
+def start(session: Session) -> None:
+    """Print what is about to be trained: processes, global batch, steps, learning rate."""
+    args, world, state, run = session.args, session.world, session.state, session.run
+    sampler, global_batch = session.train.sampler, session.global_batch
     count = f"{world.size} process{'es' * (world.size > 1)}"
     place = f"{world.nodes} node{'s' * (world.nodes > 1)}, {world.device.type}"
-    log(f"{args.arch} on {count} ({place}); run directory {job.run.folder}")
+    log.info(f"{args.arch} on {count} ({place}); run directory {run.folder}")
     factors = f"{args.batch_size} a process x {world.size}"
     if args.accum_steps > 1:
         factors += f" x {args.accum_steps} accumulation steps"
-    log(
-        f"{sampler.images} images in {len(job.loaders.classes)} classes: {sampler.steps_per_epoch} "
-        f"steps an epoch, global batch {sampler.global_batch} ({factors}); "
-        f"evaluation on {job.loaders.val.sampler.images}"
+    log.info(
+        f"{sampler.images} images in {len(session.loaders.classes)} classes: "
+        f"{sampler.steps_per_epoch} steps per epoch, global batch {global_batch} ({factors}); "
+        f"evaluation on {session.loaders.val.sampler.images}"
     )
-    global_batch = args.batch_size * world.size * args.accum_steps
     scaled = schedules.scale_lr(args.lr, global_batch, args.lr_scaling)
     if args.lr_scaling != "none":
-        log(
+        log.info(
             f"lr {scaled:.4g}: --lr {args.lr:g} by the {args.lr_scaling} rule for "
             f"{global_batch}/{schedules.REFERENCE_BATCH}"
         )
         if scaled > 1.5 * args.lr and not args.warmup_epochs:
-            log("note: a scaled-up learning rate usually needs --warmup-epochs 5")
-    if resumed:
-        source = args.resume if job.run.fetched else job.run.snapshot
-        log(f"resumed from {source}: epoch {state.epoch + 1}, step {state.step}")
+            log.info("note: a scaled-up learning rate usually needs --warmup-epochs 5")
+    if session.resumed:
+        source = run.resume if run.fetched else run.snapshot
+        log.info(f"resumed from {source}: epoch {state.epoch + 1}, step {state.step}")
 
 
-def facts(job: Job) -> dict[str, Any]:
+def facts(session: Session) -> dict[str, Any]:
     """What the event file says about a training besides its options: sizes, data, machine, date.
 
     ``gpus`` counts processes where there is no GPU.
     """
-    args, world, sampler = job.args, job.world, job.train.sampler
+    args, world, sampler = session.args, session.world, session.train.sampler
     on_gpu = world.device.type == "cuda"
-    gpus = torch.cuda.device_count() if on_gpu and job.run.mode == "dp" else world.size
+    gpus = torch.cuda.device_count() if on_gpu and session.run.mode == "dp" else world.size
     amp = {"auto": "fp16" if on_gpu else "off"}.get(getattr(args, "amp", ""))
     return {
         "nodes": world.nodes,
         "gpus": gpus,
         "precision": getattr(args, "opt_level", None) or amp or getattr(args, "amp", None),
-        "batch_per_gpu": sampler.global_batch / gpus,
-        "global_batch": sampler.global_batch,
+        "batch_per_gpu": session.global_batch / gpus,
+        "global_batch": session.global_batch,
         "steps_per_epoch": sampler.steps_per_epoch,
         "train_images": sampler.images,
-        "val_images": job.loaders.val.sampler.images,
-        "class_count": len(job.loaders.classes),
-        "data_id": job.train.bad.index.fingerprint(),
+        "val_images": session.loaders.val.sampler.images,
+        "class_count": len(session.loaders.classes),
+        "data_id": session.train.bad.index.fingerprint(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         **provenance.describe(world.device),
     }
 
 
-def input_path(job: Job, record: dict[str, float]) -> None:
+def input_path(session: Session, record: dict[str, float]) -> None:
     """Say so if the first epoch was limited by the input path, and what would help."""
-    share, train = record.get("IO/wait_share", 0.0), job.train
+    share, train = record.get("IO/wait_share", 0.0), session.train
     if share < WAIT_LIMIT:
         return
     reading, cores = train.reading, supervise.usable_cores()
     of_reading = reading.read_seconds / max(reading.seconds, 1e-9)
-    job.run.log(
+    log.info(
         f"note: {share:.0%} of the time went by waiting for images: the input path, not the "
-        f"{'GPU' if job.world.device.type == 'cuda' else 'model'}, is the limit"
+        f"{'GPU' if session.world.device.type == 'cuda' else 'model'}, is the limit"
     )
     advice = []
     if of_reading > 0.5:
@@ -89,31 +92,36 @@ def input_path(job: Job, record: dict[str, float]) -> None:
             f"the workers spent {of_reading:.0%} of their time reading files: a faster disk (local "
             f"NVMe), or memory that holds the {size:.3g} GiB of the data set"
         )
-    if job.args.workers < cores:
+    if session.args.workers < cores:
         advice.append(f"more workers: -j {cores} on this node")
     if reading.bytes > LARGE_FILE * reading.files:
         advice.append("smaller files: scripts/prepare_data.py shrink DATA OUT, then train on OUT")
-    elif job.args.workers >= cores and of_reading <= 0.5:
+    elif session.args.workers >= cores and of_reading <= 0.5:
         advice.append("a machine with more cores for each GPU")
-    job.run.log("what helps: " + "; ".join(advice))
+    log.info("what helps: " + "; ".join(advice))
 
 
-def evaluation(job: Job, part: str, result: dict[str, float]) -> None:
+def evaluation(session: Session, part: str, result: dict[str, float]) -> None:
     """Print the metrics of an evaluation of DATA/``part``."""
-    job.run.log(
+    log.info(
         f"{part}: loss {result['Loss/val']:.4f}  top-1 {result['Top1/val']:.3f} %  "
         f"top-5 {result['Top5/val']:.3f} %  ({result['images']:.0f} images)"
     )
 
 
-def end(job: Job, reason: str, test: dict[str, float], val: dict[str, float] | None = None) -> None:
+def end(
+    session: Session,
+    reason: Reason,
+    test: dict[str, float],
+    val: dict[str, float] | None = None,
+) -> None:
     """Print the closing line and write summary.json. ``val`` defaults to the last epoch's."""
-    state, run, world = job.state, job.run, job.world
+    state, run, world = session.state, session.run, session.world
     last: dict[str, float] = val or (state.history[-1] if state.history else {})
     rate = typical([record["Throughput/train"] for record in state.history])
     summary: dict[str, Any] = {
-        "arch": job.args.arch,
-        "classes": len(job.loaders.classes),
+        "arch": session.args.arch,
+        "classes": len(session.loaders.classes),
         "mode": run.mode,
         "best_top1": state.best.get("top1", math.nan),
         "best_top5": state.best.get("top5", math.nan),
@@ -124,7 +132,7 @@ def end(job: Job, reason: str, test: dict[str, float], val: dict[str, float] | N
         "elapsed_seconds": state.elapsed,
         "world_size": world.size,
         "nodes": world.nodes,
-        "global_batch": job.args.batch_size * world.size * job.args.accum_steps,
+        "global_batch": session.global_batch,
         "val_images": int(last.get("images", 0)),
         "val_unreadable": int(last.get("unreadable", 0)),
         "val_top1": last.get("Top1/val", math.nan),
@@ -132,8 +140,8 @@ def end(job: Job, reason: str, test: dict[str, float], val: dict[str, float] | N
         "val_loss": last.get("Loss/val", math.nan),
         "finished_because": reason,
         # The longest time for which training stood still for a snapshot.
-        "snapshot_pause_seconds": max(job.snapshots.pauses, default=math.nan)
-        if job.snapshots
+        "snapshot_pause_seconds": max(session.snapshots.pauses, default=math.nan)
+        if session.snapshots
         else math.nan,
         **watch.summary(state.history, typical),
     }
@@ -143,12 +151,12 @@ def end(job: Job, reason: str, test: dict[str, float], val: dict[str, float] | N
         }
         summary["test_images"] = int(test["images"])
     run.finish(summary)
-    if reason != "evaluated":
+    if reason is not Reason.EVALUATED:
         why = {
-            "epochs": "all epochs done",
-            "desired_acc": "desired accuracy reached",
-            "train_time": "time limit reached; --resume goes on from here",
-            "interrupted": "interrupted by a signal; --resume goes on from here",
+            Reason.EPOCHS: "all epochs done",
+            Reason.DESIRED_ACC: "desired accuracy reached",
+            Reason.TRAIN_TIME: "time limit reached; --resume continues from here",
+            Reason.INTERRUPTED: "interrupted by a signal; --resume continues from here",
         }[reason]
         best = (
             f"best top-1 {state.best['top1']:.2f} % (epoch {state.best['epoch']})"
@@ -156,7 +164,7 @@ def end(job: Job, reason: str, test: dict[str, float], val: dict[str, float] | N
             else "no epoch finished"
         )
         speed = "" if math.isnan(rate) else f", {rate:.1f} images/s"
-        run.log(f"Training time {hours_minutes(state.elapsed)}, {best}{speed}: {why}")
+        log.info(f"Training time {hours_minutes(state.elapsed)}, {best}{speed}: {why}")
 
 
 def typical(values: list[float]) -> float:

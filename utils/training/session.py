@@ -1,51 +1,60 @@
-"""What a script hands to `utils.training.loop.run`."""
+"""One process's part in a run, from its start or resume to its end."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
+from utils import samplers
 from utils.data.loaders import Batches, Loaders
+from utils.instruments.status_file import StatusFile
 from utils.instruments.watch import Watch
 from utils.processes.distributed import World
 from utils.run.checkpoint import TrainState
 from utils.run.snapshots import SnapshotWriter
 from utils.run.tracking import Run
+from utils.training.spot import SpotWatch
+from utils.training.stopping import Reason, StopRequest
 
-
-class TrainStep(Protocol):
-    """A script's training step on one micro-batch.
-
-    images float [n, 3, size, size], targets int64 [n]. The loss is to be multiplied by ``weight``
-    before ``backward``, so that gradients, averaged over ranks and summed over micro-batches, are
-    those of the mean loss of the global batch. With ``update`` the step ends: the optimiser moves.
-    Returns the unweighted mean loss (scalar) and the logits [n, classes].
-    """
-
-    def __call__(
-        self, images: Tensor, targets: Tensor, weight: float, update: bool
-    ) -> tuple[Tensor, Tensor]: ...
-
-
+# A script's train_step(images, targets, weight, update) -> (loss, logits); its docstring in each
+# script says what the arguments mean.
+TrainStep = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 Predict = Callable[[Tensor], Tensor]  # images to logits, with the mode's precision
 
 
 @dataclass
-class Job:
-    """A script's options and what it has built with them."""
+class Session:
+    """A script's options and what it has built with them.
+
+    What comes after ``state`` is there only between `loop.begin` and `loop.end`.
+    """
 
     args: Any
     world: World
     run: Run
     loaders: Loaders
     state: TrainState
-    live: Any = None  # utils.live.Live, while it trains
-    watch: Watch | None = None  # while it trains
-    snapshots: SnapshotWriter | None = None  # in rank 0, while it trains
+    resumed: bool = False  # from a full snapshot
+    stop: StopRequest | None = None
+    spot: SpotWatch | None = None  # in one process per node, with --spot-notice
+    watch: Watch | None = None
+    status: StatusFile | None = None
+    snapshots: SnapshotWriter | None = None  # in rank 0 alone
+    epochs: int = 0  # finished in this session
+    epoch_began: float = 0.0  # time.monotonic()
+    ended_because: Reason | None = None
 
     @property
     def train(self) -> Batches:
         """The training batches."""
         assert self.loaders.train is not None
         return self.loaders.train
+
+    @property
+    def global_batch(self) -> int:
+        """Images per optimiser step over all processes; without training data, what -b asks for."""
+        if self.loaders.train is not None:
+            return self.train.sampler.global_batch
+        args = self.args
+        return samplers.global_batch(args.batch_size, self.world.size, args.accum_steps)

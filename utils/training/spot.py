@@ -1,11 +1,14 @@
 """Spot instances: asks EC2's instance metadata service (IMDSv2) whether this node is reclaimed."""
 
 import json
+import logging
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from datetime import datetime, timezone
+
+log = logging.getLogger(__name__)
 
 SERVICE = "http://169.254.169.254"
 INTERVAL = 5.0  # seconds between two questions; AWS advises this
@@ -21,13 +24,13 @@ _OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 class SpotWatch:
     """A thread that polls the service at ``url`` and calls ``on_notice()`` once, at the notice.
 
-    ``log`` gets lines to print. A service that does not answer is told once, and asked on.
+    A service that does not answer is reported once, and polled on silently.
     """
 
-    def __init__(self, url: str, on_notice: Callable[[], None], log: Callable[[str], None]):
-        self.url, self.on_notice, self.log = url.rstrip("/"), on_notice, log
+    def __init__(self, url: str, on_notice: Callable[[], None]):
+        self.url, self.on_notice = url.rstrip("/"), on_notice
         self.token: str | None = None
-        self.told = False  # of a service that does not answer
+        self.reported = False  # of a service that does not answer
         self.rebalance: str | None = None  # the last recommendation
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._work, name="spot", daemon=True)
@@ -43,11 +46,11 @@ class SpotWatch:
                 if self._poll():
                     return
             except Exception as fault:  # OSError, HTTPException, nonsense: none may end the thread
-                if not self.told:
-                    self.told = True
-                    self.log(
-                        f"warning: {self.url} does not tell of spot notices "
-                        f"({getattr(fault, 'reason', None) or fault}): asked on, quietly"
+                if not self.reported:
+                    self.reported = True
+                    log.warning(
+                        f"{self.url} did not answer "
+                        f"({getattr(fault, 'reason', None) or fault}): will keep polling silently"
                     )
             self.ended.wait(INTERVAL)
 
@@ -55,13 +58,13 @@ class SpotWatch:
         """Whether there is a notice. Raises OSError when the service does not answer as it must."""
         notice = self._get(_ACTION)
         if notice is not None and not self.ended.is_set():
-            self.log(f"spot notice: {_describe(notice)}: stopping with a snapshot")
+            log.info(f"spot notice: {_describe(notice)}: stopping with a snapshot")
             self.on_notice()
             return True
         advice = self._get(_REBALANCE)
         if advice is not None and advice != self.rebalance:
             self.rebalance = advice
-            self.log("note: EC2 says that this node is at an elevated risk of a spot interruption")
+            log.info("note: EC2 says that this node is at an elevated risk of a spot interruption")
         return False
 
     def _get(self, path: str) -> str | None:

@@ -1,5 +1,6 @@
 """When to stop before the last epoch: time limit and signals, agreed on by all ranks."""
 
+import enum
 import math
 import os
 import signal
@@ -11,8 +12,22 @@ import torch.distributed as dist
 
 from utils.processes.distributed import World
 
-# By rising weight: the ranks take the maximum.
-_REASONS = (None, "train_time", "interrupted", "bad_files", "diverged")
+
+class Reason(str, enum.Enum):
+    """Why a training ended; the values stand in summary.json as ``finished_because``."""
+
+    EPOCHS = "epochs"
+    DESIRED_ACC = "desired_acc"
+    TRAIN_TIME = "train_time"
+    INTERRUPTED = "interrupted"
+    BAD_FILES = "bad_files"
+    DIVERGED = "diverged"
+    EVALUATED = "evaluated"  # -e
+    DUMMY = "dummy"  # --dummy
+
+
+# Those on which the ranks vote, by rising weight: the maximum counts.
+_VOTES = (None, Reason.TRAIN_TIME, Reason.INTERRUPTED, Reason.BAD_FILES, Reason.DIVERGED)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -32,7 +47,7 @@ class StopRequest:
         self.minutes, self.last_snapshot = minutes, time.monotonic()
         self.snapshot_due = False
         self.deadline = time.monotonic() + hours * 3600 - elapsed if hours is not None else None
-        self.reason: str | None = None  # what the last poll said
+        self.reason: Reason | None = None  # what the last poll said
         self.code = 0  # this process's own wish
         self.interrupts = 0
         self.pending: tuple[Any, torch.Tensor] | None = None
@@ -40,35 +55,35 @@ class StopRequest:
             signal.signal(signum, self._on_signal)
 
     def _on_signal(self, signum: int, frame: Any) -> None:
-        self.ask("interrupted")
+        self.ask(Reason.INTERRUPTED)
         if signum == signal.SIGINT:
             self.interrupts += 1
             if self.interrupts > 1:
                 os._exit(128 + signum)
 
-    def ask(self, reason: str) -> None:
+    def ask(self, reason: Reason) -> None:
         """Wish for the end of the run, as far as this rank is concerned."""
-        self.code = max(self.code, _REASONS.index(reason))
+        self.code = max(self.code, _VOTES.index(reason))
 
-    def poll(self) -> str | None:
+    def poll(self) -> Reason | None:
         """Reason to stop, or None; all ranks must call it equally often and get the same answer.
 
         Moves `snapshot_due` on as well. The ranks agree by an all-reduce of two numbers on the CPU
         which runs while the next step computes, so the answer is one call old and nobody waits.
         """
         if self.deadline is not None and self.world.is_main and time.monotonic() >= self.deadline:
-            self.ask("train_time")
+            self.ask(Reason.TRAIN_TIME)
         due = self.world.is_main and time.monotonic() - self.last_snapshot >= 60 * self.minutes
         if due:
             self.last_snapshot = time.monotonic()
         if self.world.size == 1:
-            self.reason, self.snapshot_due = _REASONS[self.code], due
+            self.reason, self.snapshot_due = _VOTES[self.code], due
             return self.reason
         agreed, self.snapshot_due = self._finish_pending()
         vote = torch.tensor([self.code, int(due)])
         work = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.world.control, async_op=True)
         self.pending = (work, vote)
-        self.reason = _REASONS[agreed]
+        self.reason = _VOTES[agreed]
         return self.reason
 
     def _finish_pending(self) -> tuple[int, bool]:

@@ -1,0 +1,112 @@
+"""The rooms: imports point down, and what must do without torch does."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, python
+
+UTILS = ROOT / "utils"
+ROOMS = sorted(path.name for path in UTILS.iterdir() if (path / "__init__.py").is_file())
+# From the top: a room imports from those behind it alone.
+FLOORS = ("training", "data", "instruments", "run", "amp", "processes")
+TORCH_FREE = (
+    *("errors", "option_types", "atomic", "samplers", "schedules"),
+    *("processes.agreement", "processes.network", "processes.supervise"),
+    *("data.listing", "data.index", "run.provenance"),
+)
+# Sent to nodes as single files, whose Python may be 3.7 and have no package.
+SENT_TO_NODES = ("guard", "status", "cleanup")
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def imports(path: Path, inside: bool = True) -> set[str]:
+    """Modules that a file imports, at its top or, unless told otherwise, inside a function."""
+    found, tree = set(), ast.parse(path.read_text())
+    for node in ast.walk(tree) if inside else tree.body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively"
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def graph() -> dict[str, set[str]]:
+    """The modules of utils and which of each other they import."""
+    files = {module_of(path): path for path in UTILS.rglob("*.py") if path.stem != "__init__"}
+    return {module: imports(path) & files.keys() for module, path in files.items()}
+
+
+def room(module: str) -> str:
+    """The room that a module is in; one in the hall is a room of its own."""
+    return module.split(".")[1]
+
+
+def order_of(arrows: dict[str, set[str]]) -> list[str]:
+    try:
+        return list(TopologicalSorter(arrows).static_order())
+    except CycleError as cycle:
+        pytest.fail(f"import cycle: {cycle.args[1]}")
+
+
+def test_no_import_leads_in_a_circle():
+    modules = graph()
+    assert len(order_of(modules)) == len(modules) > 40
+    between = {room(module): set() for module in modules}
+    for module, names in modules.items():
+        between[room(module)] |= {room(name) for name in names} - {room(module)}
+    order_of(between)
+
+
+def test_rooms_import_downwards():
+    assert sorted(FLOORS) == ROOMS
+    for module, names in graph().items():
+        if room(module) in FLOORS:
+            below = FLOORS[FLOORS.index(room(module)) :]
+            up = [name for name in names if room(name) in FLOORS and room(name) not in below]
+            assert not up, f"{module} imports {up}"
+
+
+def test_utils_imports_nothing_from_above():
+    for path in UTILS.rglob("*.py"):
+        up = [name for name in imports(path) if name.startswith(("imagenet", "scripts", "tests"))]
+        assert not up, f"{module_of(path)} imports {up}"
+
+
+def test_the_hall_and_the_rooms_are_small():
+    """A glance is enough: few doors in the hall, no file that is two."""
+    doors = [path for path in UTILS.iterdir() if path.suffix == ".py" or path.name in ROOMS]
+    assert len(doors) <= 17, sorted(path.name for path in doors)
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for folder in (UTILS, ROOT / "scripts")
+        for path in folder.rglob("*.py")
+        if (lines := len(path.read_text().splitlines())) > 320
+    }
+    assert not long
+
+
+def test_a_room_says_what_it_is_for_and_no_more():
+    for name in ROOMS:
+        (sentence,) = ast.parse((UTILS / name / "__init__.py").read_text()).body
+        assert isinstance(sentence, ast.Expr), f"utils/{name}/__init__.py has code in it"
+        assert sentence.value.value.endswith(".")
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_what_runs_without_torch_does_not_import_it(module):
+    done = python("-c", f"import sys, utils.{module}; print('torch' in sys.modules)")
+    assert done.out.strip() == "False", done.err
+
+
+@pytest.mark.parametrize("name", SENT_TO_NODES)
+def test_what_is_sent_to_nodes_imports_nothing_of_this_repository(name):
+    path = ROOT / "scripts/ssh" / f"{name}.py"
+    found = {one.split(".")[0] for one in imports(path, inside=False)}
+    here = {path.stem for path in (ROOT / "scripts/ssh").glob("*.py")}
+    assert not found & (here | {"utils", "torch", "numpy"})

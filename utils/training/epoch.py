@@ -1,0 +1,189 @@
+"""The steps of one epoch, around a script's own train_step."""
+
+import math
+import time
+
+import torch
+
+from utils import schedules
+from utils.metrics import Sums, to_metrics
+from utils.processes.distributed import gather
+from utils.run import checkpoint
+from utils.run.checkpoint import TrainState
+from utils.run.snapshots import BEST, SNAPSHOT
+from utils.training.session import Session, TrainStep
+from utils.training.stopping import Reason
+
+
+def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
+    """Train the rest of the current epoch. Returns its record, or None when asked to stop."""
+    args, state, world, run = session.args, session.state, session.world, session.run
+    batches, stop, watch = session.train, session.stop, session.watch
+    steps, first = batches.sampler.steps_per_epoch, state.step
+    session.epoch_began = time.monotonic()
+    batches.sampler.start_at(state.epoch, first)
+    sums = Sums(world.device, state.sums)
+    batches.start_count()
+    state.model.train()
+    run.console.start_bar(f"Epoch {state.epoch + 1}/{args.epochs}", steps, first)
+    watch.start_epoch()
+    began = time.perf_counter()
+    for micro, (images, targets) in enumerate(batches if first < steps else ()):
+        watch.timer.begin()
+        if micro % args.accum_steps == 0:
+            _set_learning_rate(session, state.epoch + state.step / steps)
+        update = (micro + 1) % args.accum_steps == 0
+        _seed_dropout(args.seed, (state.epoch, state.step, micro % args.accum_steps, world.rank))
+        weight = len(targets) * world.size / session.global_batch
+        loss, logits = train_step(images, targets, weight, update)
+        sums.add(loss * len(targets), logits, targets)
+        watch.end_step(update)
+        if not update:
+            continue
+        state.step += 1
+        if state.step % args.print_freq == 0 or state.step == steps:
+            seconds = time.perf_counter() - began
+            session.status.training(seconds, state.step - first)
+            _report_step(session, sums, seconds, state.step - first)
+        if getattr(state.scaler, "lost", False):
+            stop.ask(Reason.DIVERGED)
+        if batches.bad.too_many:
+            stop.ask(Reason.BAD_FILES)
+        if stop.poll():
+            break
+        if stop.snapshot_due and state.step < steps:
+            state.sums = sums.total(world)  # of all ranks
+            state.tick()
+            if not math.isfinite(state.sums[0]):  # no line has shown it yet
+                stop.ask(Reason.DIVERGED)
+            elif session.snapshots is not None and not session.snapshots.busy:
+                save_snapshot(session)  # on a slow disk: the next time
+        watch.timer.wait()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    seconds, done = time.perf_counter() - began, state.step - first
+    run.console.stop_bar()
+    total = sums.total(world)
+    batches.bad.share(world)
+    state.sums = total  # if evaluation is stopped, the epoch is not closed, and they are needed
+    if batches.bad.too_many:
+        stop.reason = stop.reason or Reason.BAD_FILES
+    if stop.reason:
+        return None
+    metrics = to_metrics(total)
+    return {
+        "Loss/train": metrics.loss,
+        "Top1/train": metrics.top1,
+        "Top5/train": metrics.top5,
+        "Throughput/train": done * session.global_batch / seconds if done else math.nan,
+        "Time/train": seconds / done if done else math.nan,
+        "Lr": learning_rate_at(session, state.epoch + (steps - 1) / steps),
+        **loss_scale(state),
+        "IO/bad_files": float(len(batches.bad.seen)),
+        **(_input_rates(session, seconds) if done else {}),
+        **watch.end_epoch(),
+    }
+
+
+def learning_rate_at(session: Session, position: float) -> float:
+    """Learning rate at ``position`` (epochs since the start, fractional)."""
+    args = session.args
+    return schedules.learning_rate(
+        position,
+        lr=schedules.scale_lr(args.lr, session.global_batch, args.lr_scaling),
+        epochs=args.epochs,
+        warmup=args.warmup_epochs,
+        schedule=args.lr_schedule,
+    )
+
+
+def loss_scale(state: TrainState) -> dict[str, float]:
+    """The loss scale and, where they are counted, the steps skipped since the run began."""
+    scaler = state.scaler.state_dict()
+    names = {"scale": "Amp/scale", "skipped": "Amp/skipped"}
+    return {names[key]: float(value) for key, value in scaler.items() if key in names}
+
+
+def why_diverged(session: Session) -> str:
+    """The sentence for a loss that is no longer a finite number, or a scale that keeps falling."""
+    state = session.state
+    where = f"in epoch {state.epoch + 1}, step {state.step}"
+    if getattr(state.scaler, "lost", False):
+        scale = loss_scale(state)["Amp/scale"]
+        fault = f"gradients overflow without end {where}, now at a loss scale of {scale:.3g}"
+    else:
+        fault = f"the loss is nan or infinite {where}"
+    return f"{fault}: lower --lr, add --warmup-epochs or --clip-grad; the last snapshot is intact"
+
+
+def save_snapshot(session: Session, is_best: bool = False) -> None:
+    """Begin to write ``snapshot.pt``, and ``best.pt`` if this is the best model; in rank 0."""
+    if session.snapshots is None:
+        return
+    state, classes = session.state, session.loaders.classes
+    weights = state.full_weights()
+    files = {SNAPSHOT: checkpoint.snapshot_of(state, session.run.options, classes, weights)}
+    if is_best:
+        # First, so that no snapshot ever speaks of a best model that is not there.
+        files = {BEST: checkpoint.best_of(state, session.args.arch, classes, weights), **files}
+    session.snapshots.save(files)
+
+
+def _set_learning_rate(session: Session, position: float) -> None:
+    lr = learning_rate_at(session, position)
+    for group in session.state.optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _seed_dropout(seed: int, place: tuple[int, ...]) -> None:
+    # Randomness inside the model as a function of the position: no random state needs saving.
+    key = seed
+    for number in place:
+        key = (key * 1_000_003 + number) % 2**63
+    torch.manual_seed(key)
+
+
+def _input_rates(session: Session, seconds: float) -> dict[str, float]:
+    """What the input path did in ``seconds`` of training: all ranks' reading, the worst waiting."""
+    train = session.train
+    mine = (train.waited, train.reading.bytes, train.reading.files)
+    waited, size, files = zip(*gather(mine, session.world), strict=True)
+    return {
+        # One rank that waits for its data makes all others wait for its gradients.
+        "IO/wait_share": min(1.0, max(waited) / seconds),
+        "IO/read_mb_s": sum(size) / seconds / 1e6,
+        "IO/files_s": sum(files) / seconds,
+    }
+
+
+def _report_step(session: Session, sums: Sums, seconds: float, steps: int) -> None:
+    """Print a line and draw the per-step curves. The one place where a step waits for the device.
+
+    A loss that is not a finite number ends the run.
+
+    ``sums`` are this rank's over the epoch so far, so a line shows running means; this process
+    has done ``steps`` steps of it in ``seconds``.
+    """
+    state, sampler, run = session.state, session.train.sampler, session.run
+    if not (run.console.shows or session.world.is_main):
+        return
+    metrics = sums.mine()
+    if not math.isfinite(metrics.loss):
+        session.stop.ask(Reason.DIVERGED)
+    position = state.epoch + state.step / sampler.steps_per_epoch
+    rate = steps * session.global_batch / seconds
+    curves = {"Step/loss": metrics.loss, "Step/throughput": rate, **session.watch.recent()}
+    run.scalars(curves, round(1000 * position))
+    place = (
+        f"Epoch {state.epoch + 1}/{session.args.epochs}"
+        f" step {state.step:{len(str(sampler.steps_per_epoch))}}/{sampler.steps_per_epoch}"
+    )
+    values = {
+        "loss": metrics.loss,
+        "top-1": metrics.top1,
+        "top-5": metrics.top5,
+        "images/s": rate,
+        "s/step": seconds / steps,
+        "waiting %": 100 * session.train.waited / seconds,
+    }
+    run.step(place, state.step, values)
