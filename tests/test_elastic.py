@@ -38,7 +38,7 @@ REMOTE = "NCCL error in: a.cpp:1, remote process exited or there was a network e
     ],
 )
 def test_a_failed_collective_is_explained(fault, peers, words):
-    sentence = faults.explain(fault, 0, peers, 9)
+    sentence = faults.of_collective(fault, 0, peers, 9)
     assert "/src/gloo" not in sentence
     assert "--resume" in sentence
     for word in words:
@@ -47,7 +47,7 @@ def test_a_failed_collective_is_explained(fault, peers, words):
 
 @pytest.mark.parametrize("fault", [RuntimeError("shapes differ"), TimeoutError(110, "NFS")])
 def test_other_faults_are_left_alone(fault):
-    assert faults.explain(fault, 0, PEERS, 9) is None
+    assert faults.of_collective(fault, 0, PEERS, 9) is None
 
 
 def workers(run: Running, pattern: str) -> list[int]:

@@ -11,7 +11,7 @@ from conftest import ROOT, Result, draw_folder, python, shell, train
 from running import tiny
 from torchvision.models import get_model
 
-from utils.errors import explain
+from utils.errors import of_shortage
 from utils.processes.network import free_port
 
 TINY = ("-a", "resnet18", "--image-size", "32", "-b", "5", "-j", "0", "--epochs", "2")
@@ -253,13 +253,15 @@ def test_batch_larger_than_memory():
     ],
 )
 def test_shortages_that_torch_reports(text, parts):
-    sentence = str(explain(RuntimeError(text)))
+    sentence = str(of_shortage(RuntimeError(text)))
     for part in parts:
         assert part in sentence
 
 
 def test_other_faults_of_torch_keep_their_traceback():
-    assert explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied (5x4 and 3x2)")) is None
+    assert (
+        of_shortage(RuntimeError("mat1 and mat2 shapes cannot be multiplied (5x4 and 3x2)")) is None
+    )
 
 
 def test_full_disk_ends_the_run_and_leaves_the_last_snapshot(run, folder, tmp_path):
@@ -352,7 +354,7 @@ def test_a_fault_that_the_first_process_does_not_find_is_told_by_the_other():
     code = (
         "from utils.processes import supervise\n"
         "from utils.errors import UserError\n"
-        "supervise.TELL_SECONDS = 0.1\n"
+        "supervise.REPORT_SECONDS = 0.1\n"
         "def main(): raise UserError('found by one', alike=True)\n"
         "supervise.run_main(main)\n"
     )

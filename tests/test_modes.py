@@ -105,6 +105,17 @@ def test_summaries_count_the_global_batch(splits):
     assert two == {"spawned", "torchrun", "both"}
 
 
+def test_a_data_set_below_the_global_batch_has_one_size(folder, tmp_path):
+    """60 images at -b 100: log, event file, summary and the scaling of the rate all say 60."""
+    model, env = tiny()
+    options = ("-b", "100", "--epochs", "1", "--lr", "0.256", "--lr-scaling", "linear")
+    where = ("--output-dir", tmp_path, "--name", "one", folder)
+    result = train("imagenet_nd.py", *model, *options, *where, **env)
+    assert "global batch 60 " in result.out
+    assert summary(tmp_path / "one")["global_batch"] == 60
+    assert scalars(tmp_path / "one")["Lr"] == [(1, pytest.approx(0.060))]
+
+
 def test_uneven_shares_weigh_by_their_images(folder, tmp_path):
     """Forty images on three ranks: 13, 13 and 14 in the only step of an epoch."""
     model, env = tiny()

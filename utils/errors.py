@@ -1,11 +1,13 @@
-"""Errors that a user can mend: one sentence, a non-zero exit code, no traceback."""
+"""Errors that a user can correct: one sentence, a non-zero exit code, no traceback."""
 
 import os
 import re
 import sys
 
-BAD_INPUT = 2  # exit code of argparse for wrong options; ours for everything of that kind
-INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, a snapshot is there, run again
+BAD_INPUT = 2  # exit code of argparse for wrong options; ours for all bad input
+INTERRUPTED = (
+    75  # EX_TEMPFAIL of sysexits.h: stopped by a signal with a snapshot written, run again
+)
 
 
 class UserError(Exception):
@@ -20,8 +22,8 @@ class UserError(Exception):
         self.alike = alike
 
 
-def explain(fault: RuntimeError) -> UserError | None:
-    """The error for what torch reports of a machine's shortage; None for any other ``fault``."""
+def of_shortage(fault: RuntimeError) -> UserError | None:
+    """The error for what torch reports when memory or /dev/shm runs short; else None."""
     text = " ".join(str(fault).split())
     worker = re.search(
         r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (is killed by [^.]*|exited)", text
@@ -29,36 +31,36 @@ def explain(fault: RuntimeError) -> UserError | None:
     if worker and "Bus error" in text:
         return UserError(
             f"data loading worker {worker[1]} found no room in /dev/shm: make that larger (docker "
-            "run --shm-size=8g), or use fewer workers (-j) or a smaller -b; go on with --resume"
+            "run --shm-size=8g), or use fewer workers (-j) or a smaller -b; continue with --resume"
         )
     if worker:
         return UserError(
             f"data loading worker {worker[1]} {worker[2]}: if nobody did it by hand, memory was "
-            "short (dmesg shows it): use fewer workers (-j), and go on with --resume"
+            "short (dmesg shows it): use fewer workers (-j), and continue with --resume"
         )
     wanted = re.search(r"ried to allocate ([\d.]+ \w+)", text)
     if wanted and re.search(r"out of memory|can't allocate memory", text):
         place = "the GPU" if "CUDA" in text else "this machine"
         return UserError(
             f"the memory of {place} is too small, at an attempt to allocate {wanted[1]}: use a "
-            "smaller -b, with --accum-steps where the global batch is to stay as it is"
+            "smaller -b, with --accum-steps where the global batch is to stay the same"
         )
     return None
 
 
-def is_told_by_another(error: UserError) -> bool:
+def is_reported_by_another(error: UserError) -> bool:
     """Whether another process of this node finds the same ``error`` and is to print it."""
     return error.alike and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def report(error: UserError) -> int:
     """Print ``error`` as one line on stderr and return the exit code for it."""
-    if not is_told_by_another(error):
-        tell(error)
+    if not is_reported_by_another(error):
+        show(error)
     return BAD_INPUT
 
 
-def tell(error: UserError) -> None:
+def show(error: UserError) -> None:
     """Print ``error`` as one line on stderr."""
     rank = os.environ.get("RANK")
     where = f" (rank {rank})" if rank and not error.alike else ""

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import NoReturn
 
-from utils.errors import UserError, is_told_by_another
+from utils.errors import UserError, is_reported_by_another
 
 
 class Parser(argparse.ArgumentParser):
@@ -14,7 +14,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with ``message``; raises `UserError` where another process prints it."""
         error = UserError(message, alike=True)
-        if is_told_by_another(error):
+        if is_reported_by_another(error):
             raise error
         super().error(message)
 
@@ -51,7 +51,9 @@ def accuracy(text: str) -> float:
 def http(text: str) -> str:
     """The URL of a service."""
     if not text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"{text} is no http:// URL; the option goes after DATA")
+        raise argparse.ArgumentTypeError(
+            f"{text} is not an http:// URL; the option goes after DATA"
+        )
     return text
 
 

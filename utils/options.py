@@ -1,4 +1,4 @@
-"""The command line that the scripts share; each script adds the groups of its own mode."""
+"""The command line that the scripts share; each script adds the options of its own mode."""
 
 import argparse
 import os
@@ -37,7 +37,7 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
     group.add_argument(
         "--classes",
         metavar="N|FILE|A,B,C",
-        help="train on a part of the class folders: the first N, those in FILE, or a list",
+        help="train on some of the class folders: the first N, those listed in FILE, or a list",
     )
     group.add_argument(
         "--image-size", type=positive, default=224, metavar="PX", help="side of the crop, pixels"
@@ -47,7 +47,7 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         type=share,
         default=images.CROP_SCALE,
         metavar="S",
-        help="training crops cover this share of the image at least; short trainings and small "
+        help="training crops cover at least this share of the image; short trainings and small "
         "images want 0.25 to 0.5",
     )
     group.add_argument(
@@ -55,7 +55,7 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         type=positive,
         metavar="PX",
         help="short side of a validation image before the centre crop; default: image size x "
-        "256/224. The image size itself shows the whole image",
+        "256/224. Equal to the image size, no border is cut off",
     )
     group.add_argument(
         "--auto-augment",
@@ -119,12 +119,14 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--epochs", type=count, default=90, metavar="N", help="epochs in all")
-    group.add_argument("--start-epoch", type=count, metavar="N", help="epochs to count as done")
+    group.add_argument(
+        "--epochs", type=count, default=90, metavar="N", help="total number of epochs"
+    )
+    group.add_argument("--start-epoch", type=count, metavar="N", help="start from this epoch")
     group.add_argument(
         "--lr", "--learning-rate", type=amount, default=0.1, help="learning rate after warm-up"
     )
-    group.add_argument("--momentum", type=share, default=0.9, help="of SGD")
+    group.add_argument("--momentum", type=share, default=0.9, help="SGD momentum")
     group.add_argument(
         "--wd", "--weight-decay", dest="weight_decay", type=amount, default=1e-4, help="L2 penalty"
     )
@@ -144,24 +146,26 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         help="scale --lr with the global batch: linear, lr x batch/256; sqrt, lr x (batch/256)^0.5",
     )
     group.add_argument(
-        "--label-smoothing", type=share, default=0.0, metavar="E", help="0.1 is usual"
+        "--label-smoothing", type=share, default=0.0, metavar="E", help="0.1 is common"
     )
     group.add_argument(
         "--accum-steps",
         type=positive,
         default=1,
         metavar="N",
-        help="batches a process adds up for one step; the global batch grows by this factor",
+        help="batches accumulated for one step; the global batch grows by this factor",
     )
     group.add_argument(
         "--clip-grad", type=amount, default=0.0, metavar="NORM", help="gradient norm limit; 0: off"
     )
-    group.add_argument("--seed", type=count, default=0, help="of weights, order and augmentation")
+    group.add_argument(
+        "--seed", type=count, default=0, help="seed of weights, order and augmentation"
+    )
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
-    group.add_argument("--name", help="of the run directory; default: date, host, arch, sizes")
+    group.add_argument("--name", help="name of the run directory; default: date, host, arch, sizes")
     group.add_argument(
         "--output-dir", default="runs", metavar="DIR", help="parent of run directories"
     )
@@ -171,16 +175,18 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         const="auto",
         metavar="FILE|URL|auto",
         help="continue from this snapshot, a file or s3:// URL; auto (or no value, after DATA): "
-        "from that of --name, here or in --store, if there is one",
+        "from the snapshot of --name, here or in --store, if one exists",
     )
     group.add_argument(
         "--snapshot-minutes",
         type=amount,
         default=10.0,
         metavar="MIN",
-        help="time between snapshots within an epoch; one is taken after each epoch as well",
+        help="minutes between snapshots within an epoch; one is also taken after each epoch",
     )
-    group.add_argument("-e", "--evaluate", action="store_true", help="evaluate on DATA/val and end")
+    group.add_argument(
+        "-e", "--evaluate", action="store_true", help="evaluate on DATA/val and exit"
+    )
     group.add_argument(
         "--desired-acc",
         type=accuracy,
@@ -191,10 +197,15 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--train-time",
         type=amount,
         metavar="HOURS",
-        help="stop with a snapshot after this",
+        help="stop after this many hours, with a snapshot",
     )
     group.add_argument(
-        "-p", "--print-freq", type=positive, default=10, metavar="N", help="steps between lines"
+        "-p",
+        "--print-freq",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="steps between printed lines",
     )
     group.add_argument(
         "--profile",
@@ -208,7 +219,8 @@ def _add_cloud_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--store",
         metavar="s3://BUCKET/PREFIX",
-        help="copy best model and last snapshot to PREFIX/NAME/, in the background; needs boto3",
+        help="copy the best model and the last snapshot to PREFIX/NAME/, in the background; "
+        "needs boto3",
     )
     group.add_argument(
         "--spot-notice",
@@ -216,8 +228,8 @@ def _add_cloud_options(parser: argparse.ArgumentParser) -> None:
         const=spot.SERVICE,
         type=http,
         metavar="URL",
-        help="stop with a snapshot when EC2 reclaims a node; URL: of the metadata service, if not "
-        f"{spot.SERVICE}; without URL, after DATA",
+        help="stop with a snapshot when EC2 reclaims a node; URL of the metadata service, if not "
+        f"{spot.SERVICE}; without a URL, after DATA",
     )
 
 
@@ -254,6 +266,6 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
             raise UserError("--dummy has no folders: give --classes a number", alike=True)
         args.dummy_classes = int(args.classes or 1000)
     if args.profile and (args.dummy or args.evaluate):
-        raise UserError("--profile is about training: leave --dummy and --evaluate out", alike=True)
+        raise UserError("--profile traces training: leave out --dummy and --evaluate", alike=True)
     args.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     return args

@@ -41,8 +41,8 @@ def global_batch(batch: int, ranks: int, accum: int, images: float = math.inf) -
 class TrainSampler:
     """Batches of one rank, epoch by epoch, from any step on; a ``batch_sampler`` for DataLoader.
 
-    ``batch`` is the size of a micro-batch per process and ``accum`` the number of micro-batches of
-    a step, so a global batch has batch x ranks x accum images. What is left at the end of an epoch
+    ``batch`` is the size of a micro-batch per process and ``accum`` the number of micro-batches per
+    step, so a global batch has batch x ranks x accum images. What is left at the end of an epoch
     and fills no global batch is left out (another rest each epoch). A data set smaller than one
     global batch makes one smaller step an epoch, shared out as evenly as possible.
     """

@@ -8,7 +8,7 @@ LAST_STEP_EPOCH = 80
 
 
 def scale_lr(lr: float, global_batch: int, rule: str) -> float:
-    """Scale a learning rate given for 256 images a step to ``global_batch`` images.
+    """Scale a learning rate given for 256 images per step to ``global_batch`` images.
 
     ``rule``: "none"; "linear", Goyal et al. 2017 (arXiv:1706.02677); "sqrt", Krizhevsky 2014
     (arXiv:1404.5997).

@@ -51,7 +51,7 @@ class ImageIndex:
         return f"{len(self)} images in {len(self.classes)} classes ({zlib.crc32(self.blob):08x})"
 
     def class_fingerprints(self) -> dict[str, str]:
-        """The same for each class, by its name: tells which one differs."""
+        """The same for each class, by its name: shows which one differs."""
         ends = np.searchsorted(self.targets, np.arange(len(self.classes) + 1))
         parts = zip(self.classes, ends[:-1], ends[1:], strict=True)
         return {
@@ -76,7 +76,7 @@ def class_folders(root: Path) -> list[str]:
 
 
 def select_classes(choice: str | None, folders: list[str]) -> list[str]:
-    """The classes named by ``--classes``: a number, a file with a name a line, or a list a,b,c."""
+    """The classes named by ``--classes``: a number, a file of names, one per line, or a,b,c."""
     if not choice:
         return folders
     if choice.isdecimal():
@@ -90,7 +90,7 @@ def select_classes(choice: str | None, folders: list[str]) -> list[str]:
     unknown = [name for name in wanted if name not in folders]
     if unknown or not wanted:
         named = ", ".join(unknown[:3]) or "nothing"
-        raise UserError(f"--classes names {named}, which is no class folder", alike=True)
+        raise UserError(f"--classes names {named}, which is not a class folder", alike=True)
     return wanted
 
 

@@ -44,7 +44,7 @@ def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listin
     """The listing of each class folder ``root/CLASS``, from the cache where that is up to date.
 
     Classes that had to be listed are added to the cache. With ``shows`` a progress bar is drawn on
-    a terminal, and a line tells when the cache cannot be written. Raises: `UserError`.
+    a terminal, and a line says when the cache cannot be written. Raises: `UserError`.
     """
     known = _read(root)
     found = {name: known[name] for name in classes if name in known and _fresh(root, known[name])}
@@ -105,7 +105,7 @@ def _size(entry: "os.DirEntry[str]") -> int:
     try:
         return entry.stat().st_size
     except OSError:
-        return 0  # a dangling link: reading it will tell
+        return 0  # a dangling link: reading it will show that
 
 
 def _fresh(root: Path, listing: Listing) -> bool:

@@ -1,9 +1,9 @@
 """Loader workers that are known to have begun: one whose fork got stuck is forked again.
 
 A thread of C++ code that enters Python, and torch has such threads, holds a lock of the interpreter
-for an instant. When another thread forks then, the child waits for that lock for ever, before any
+for an instant. When another thread forks then, the child waits for that lock forever, before any
 code of its own, and DataLoader waits for the child: https://github.com/python/cpython/issues/112275,
-mended in Python 3.12 and in late releases of 3.9 to 3.11. tests/trials/kill_runs.py met it, as
+fixed in Python 3.12 and in late releases of 3.9 to 3.11. tests/trials/kill_runs.py met it, as
 evaluation's workers were forked beside the threads of gloo.
 """
 

@@ -1,7 +1,7 @@
-"""How busy the hardware is: one sample a second of this process's GPU and CPU, in the background.
+"""How busy the hardware is: one sample per second of this process's GPU and CPU, in the background.
 
 The GPU's figures come from NVML (package nvidia-ml-py, optional), else from nvidia-smi; the CPU's
-from /proc. What cannot be had is left out.
+from /proc. What is not available is left out.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from utils.processes.supervise import usable_cores
 
 SECONDS = 1.0  # between samples
 BUSY = 95.0  # per cent; below, the GPU could do more
-ENOUGH = 30  # samples from which on a median says something
+ENOUGH = 30  # samples; a median of fewer says little
 GIB = 2**30
 NOTHING = "GPU utilisation is not recorded: pip install nvidia-ml-py, or put nvidia-smi on the PATH"
 
@@ -76,7 +76,7 @@ SMI_FIELDS = {
 
 
 class NvidiaSmi:
-    """A GPU by an nvidia-smi that goes on printing; it ends when nobody reads it any more."""
+    """A GPU by an nvidia-smi that keeps printing; it ends when nobody reads it any more."""
 
     def __init__(self, gpu: str):
         """Raises: OSError without nvidia-smi, or when it has nothing to say about ``gpu``."""
@@ -236,5 +236,5 @@ def likely_cause(data: float, communication: float) -> str:
     return (
         f"the network: {communication:.0%} of the time is communication that compute does not "
         "hide; a larger -b, --accum-steps, or a faster link between the nodes "
-        "(scripts/forecast_scaling.py tells what it would bring)"
+        "(scripts/forecast_scaling.py says what that would bring)"
     )

@@ -74,8 +74,8 @@ class StepTimes:
             self.own - other.own,
         )
 
-    def a_step(self, prefix: str, suffix: str = "") -> dict[str, float]:
-        """Seconds a step under three tags; nothing where there was no step."""
+    def per_step(self, prefix: str, suffix: str = "") -> dict[str, float]:
+        """Seconds per step under three tags; empty if there was no step."""
         if not self.steps:
             return {}
         return {
@@ -147,7 +147,7 @@ class StepTimer:
             self._add(self.pending.popleft())
 
     def wait(self) -> None:
-        """The next data are asked for; lines may have been printed since `end`."""
+        """The next batch is requested; lines may have been printed since `end`."""
         self.last = self.clock.mark()
 
     def stop(self) -> StepTimes:

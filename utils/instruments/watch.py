@@ -1,4 +1,4 @@
-"""What a training says about its own speed: step times, hardware, a trace; see `training.epoch`."""
+"""What a training measures of itself: step times, hardware, a trace."""
 
 import logging
 import statistics
@@ -47,8 +47,8 @@ class Watch:
             self.profiler.step()
 
     def recent(self) -> dict[str, float]:
-        """The ``Step/`` curves: seconds a step since the last call, of this process."""
-        return self.timer.recent().a_step("Step/", "_s")
+        """The ``Step/`` curves: seconds per step since the last call, of this process."""
+        return self.timer.recent().per_step("Step/", "_s")
 
     def end_epoch(self) -> dict[str, float]:
         """The epoch's values of all processes, for all of them. The device must be idle.
@@ -86,8 +86,8 @@ class Watch:
 
 
 def mean_times(times: tuple[StepTimes, ...]) -> dict[str, float]:
-    """Means over processes, in seconds a step, under the epoch's tags."""
-    each = [found.a_step("Time/") for found in times if found.steps]
+    """Means over processes, in seconds per step, under the epoch's tags."""
+    each = [found.per_step("Time/") for found in times if found.steps]
     return {part: statistics.fmean(one[part] for one in each) for part in PARTS} if each else {}
 
 

@@ -1,4 +1,4 @@
-"""Where a process stands in the job, and what processes tell each other.
+"""Where a process stands in the job, and how processes share values.
 
 Facts about ranks are computed once, into a `World`; nothing else asks torch.distributed for them.
 """
@@ -35,7 +35,7 @@ class World:
 
     @property
     def device_ids(self) -> list[int] | None:
-        """What DistributedDataParallel wants to hear: this process's GPU, or None on the CPU."""
+        """For DistributedDataParallel: this process's GPU, or None on the CPU."""
         return [self.local_rank] if self.device.type == "cuda" else None
 
 
@@ -104,7 +104,7 @@ def check_alike(
 
 def node_name(world: World) -> str:
     """Host name and number of this process's node."""
-    # Cloned machines often have one name: the number of the node tells them apart.
+    # Cloned machines often have one name: the node's number tells them apart.
     return f"{socket.gethostname()} (node {world.rank // world.local_size})"
 
 
@@ -117,7 +117,7 @@ def sum_over_ranks(values: Tensor, world: World) -> Tensor:
 
 @torch.no_grad()
 def copy_from_main(model: nn.Module, world: World, parameters: bool = True) -> None:
-    """Give every process rank 0's buffers and, unless told otherwise, parameters."""
+    """Give every process rank 0's buffers and, by default, parameters."""
     if world.size > 1:
         tensors = list(model.buffers()) + (list(model.parameters()) if parameters else [])
         for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Why a collective operation failed, as far as the text of the error tells, in one sentence."""
+"""Why a collective operation failed, in one sentence, as far as the error's text says."""
 
 import re
 from typing import NamedTuple
@@ -13,7 +13,7 @@ class Peer(NamedTuple):
     address: str | None
 
 
-# How gloo, NCCL and the store put it that another process is gone or stuck.
+# What gloo, NCCL and the store write when another process is gone or stuck.
 _FAILURE = re.compile(
     r"gloo|nccl|connection (reset|closed|refused)|broken pipe|timed out", re.IGNORECASE
 )
@@ -30,14 +30,14 @@ _CAUSES = {
 }
 
 
-def explain(fault: Exception, rank: int, peers: list[Peer], seconds: float) -> str | None:
+def of_collective(fault: Exception, rank: int, peers: list[Peer], seconds: float) -> str | None:
     """The sentence for a collective of ``rank`` that failed; None if it is another kind of fault.
 
     ``peers`` are all processes in the order of ranks (empty: not known yet), ``seconds`` is
     ``--dist-timeout``.
     """
     text = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(fault).split()))  # gloo: a line of its source
-    # An errno tells of a file or a socket of Python's own, not of a collective.
+    # An errno means a file or a socket of Python's own, not a collective.
     is_timeout = isinstance(fault, TimeoutError) and fault.errno is None
     if not (is_timeout or isinstance(fault, dist.DistError) or _FAILURE.search(text)):
         return None
@@ -49,7 +49,7 @@ def explain(fault: Exception, rank: int, peers: list[Peer], seconds: float) -> s
     me = f"rank {rank}" + (f" of {len(peers)} on {peers[rank].node}" if peers else "")
     return (
         f"{me} lost touch with {_who(text, rank, peers)}: {cause}; look for the first error of the "
-        f"other ranks, then go on with --resume ({text[:200]})"
+        f"other ranks, then continue with --resume ({text[:200]})"
     )
 
 

@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "processes and nodes",
         "Under torchrun or torch.distributed.launch the environment decides, and the first four "
-        "are not\nlooked at. Started by hand, type the same line on each node with its own --rank.",
+        "are\nignored. Started by hand, type the same line on each node with its own --rank.",
     )
     group.add_argument(
         "-n", "--world-size", type=positive, metavar="NODES", help="number of nodes; default 1"
@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=positive,
         metavar="N",
-        help="processes on this node; default: one a GPU, or one without GPUs",
+        help="processes on this node; default: one per GPU, or one without GPUs",
     )
     group.add_argument("--dist-url", metavar="tcp://IP:PORT", help="address of node 0")
     group.add_argument(
@@ -81,7 +81,7 @@ def run(worker: Callable[[Any, Place], int], args: Any) -> int:
     """Run ``worker(args, place)`` in each process of this node.
 
     Under torchrun or torch.distributed.launch this process is one of them. Otherwise it starts
-    ``-g`` processes (default: one a GPU; one without GPUs) of node ``--rank`` of ``--world-size``
+    ``-g`` processes (default: one per GPU; one without GPUs) of node ``--rank`` of ``--world-size``
     nodes. MASTER_ADDR, MASTER_PORT, WORLD_SIZE (nodes) and NODE_RANK in the environment stand in
     for ``--dist-url``, ``--world-size`` and ``--rank``.
 
@@ -181,7 +181,7 @@ def process_group(args: Any, place: Place) -> Iterator[World]:
         _check_versions(world)
         yield world
     except (RuntimeError, TimeoutError) as fault:
-        sentence = faults.explain(fault, world.rank, peers, args.dist_timeout)
+        sentence = faults.of_collective(fault, world.rank, peers, args.dist_timeout)
         if sentence is None:
             raise
         raise UserError(sentence) from fault
@@ -197,7 +197,7 @@ def _join(args: Any, place: Place) -> World:
         if place.local_rank >= torch.cuda.device_count():
             raise UserError(
                 f"{place.local_size} processes on this node, but it has only "
-                f"{torch.cuda.device_count()} GPUs: start one process a GPU"
+                f"{torch.cuda.device_count()} GPUs: start one process per GPU"
             )
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
@@ -251,7 +251,7 @@ def _why_no_group(fault: Exception, place: Place, seconds: float) -> str:
         return f"port {place.port} of {place.master} is taken by another program: choose another"
     if place.rank == 0:
         return (
-            f"the {place.size} processes of the job did not all come to {master} within "
+            f"the {place.size} processes of the job did not all arrive at {master} within "
             f"{seconds:g} s: are all nodes started, with different node ranks, and is every port "
             f"between them open? ({text.splitlines()[0] if text else type(fault).__name__})"
         )

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
-from utils.errors import UserError, explain, is_told_by_another, report, tell
+from utils.errors import UserError, is_reported_by_another, of_shortage, report, show
 
 # In the environment of all that the suite starts; scripts/cleanup.sh looks for it.
 MARKER = "IMAGENET_SUITE"
 GRACE_SECONDS = 15.0  # how long the others may take to end once one process has failed
-TELL_SECONDS = 60.0  # how long the first process of a node may take to find what others found
+REPORT_SECONDS = 60.0  # how long a node's first process may take to find what others found
 _PR_SET_PDEATHSIG = 1
 
 
@@ -43,7 +43,7 @@ def run_main(main: Callable[[], int | None]) -> None:
     """Call ``main`` and end the process with its exit code, or with a `UserError`'s sentence."""
     os.environ.setdefault(MARKER, "training")
     _make_folder_for_sockets()
-    with _faults_told(by_torchrun=True):
+    with _errors_reported(by_torchrun=True):
         try:
             code = main()
         except KeyboardInterrupt:
@@ -59,25 +59,25 @@ def _make_folder_for_sockets() -> None:
     socket has 107 bytes at most (unix(7)); workers fail, and training waits, where TMPDIR is too
     long for that.
     """
-    with contextlib.suppress(OSError):  # a full disk is told by what needs it
+    with contextlib.suppress(OSError):  # what needs the disk reports that it is full
         if len(os.fsencode(tempfile.gettempdir())) > 107 - len("/pymp-01234567/listener-01234567"):
             tempfile.tempdir = "/tmp"
         multiprocessing.util.get_temp_dir()
 
 
 @contextlib.contextmanager
-def _faults_told(by_torchrun: bool) -> Iterator[None]:
-    """End this process with one sentence at a fault that has one; leave no child behind.
+def _errors_reported(by_torchrun: bool) -> Iterator[None]:
+    """End this process with one sentence if its fault has one; leave no child behind.
 
-    Unlike `supervise`, torchrun does not wait for the process that tells a fault.
+    Unlike `supervise`, torchrun does not wait for the process that reports a fault.
     """
     try:
         yield
     except (UserError, RuntimeError) as fault:
-        error = explain(fault) if isinstance(fault, RuntimeError) else fault
+        error = of_shortage(fault) if isinstance(fault, RuntimeError) else fault
         if error is None:
             raise
-        if by_torchrun and is_told_by_another(error):
+        if by_torchrun and is_reported_by_another(error):
             _wait_for_the_end(error)
         _leave(report(error))
     finally:
@@ -85,18 +85,18 @@ def _faults_told(by_torchrun: bool) -> Iterator[None]:
 
 
 def _wait_for_the_end(error: UserError) -> None:
-    """Let the node's first process, which tells ``error``, be the first to end.
+    """Let the node's first process, which reports ``error``, be the first to end.
 
     torchrun ends all processes of a node as soon as one of them has ended: the sentence would be
     lost whenever another process was the faster one. Nobody ends this one if the first does not
-    find the same fault after all; then it has its own say.
+    find the same fault after all; then it reports it itself.
     """
     _kill_children()
     die_with_parent()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)
-    time.sleep(TELL_SECONDS)
-    tell(error)
+    time.sleep(REPORT_SECONDS)
+    show(error)
 
 
 def _leave(code: int) -> NoReturn:
@@ -188,6 +188,6 @@ def _child(function: Callable[..., int], *arguments: Any) -> None:
     # training has put its own handlers in place.
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with _faults_told(by_torchrun=False):
+    with _errors_reported(by_torchrun=False):
         code = function(*arguments)
     sys.exit(code)

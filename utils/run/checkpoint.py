@@ -1,4 +1,4 @@
-"""What a snapshot holds, and how a run goes on from it or from checkpoints of others.
+"""What a snapshot holds, and how a run continues from it or from other programs' checkpoints.
 
 utils/run/snapshots.py writes them. Reading runs no code that a file may hold.
 """
@@ -228,7 +228,7 @@ def _check_options(changed: list[str], saved: dict[str, Any], path: Path | None)
     if fixed:
         wishes = " ".join(f"--{key.replace('_', '-')} {saved[key]}" for key in fixed)
         raise UserError(
-            f"{path} was made with {wishes}: go on with that, or begin a new schedule from its "
+            f"{path} was made with {wishes}: continue with that, or begin a new schedule from its "
             "weights with --start-epoch 0",
             alike=True,
         )
@@ -279,7 +279,7 @@ def _rescale_position(state: TrainState, global_batch: int) -> int:
     """Express the position within the epoch in steps of this run's global batch.
 
     Where a launcher restarts the job on the nodes that are left, nobody is there to choose another
-    batch size: it goes on at the last step boundary before. Returns how many images that repeats.
+    batch size: it continues at the last step boundary before. Returns how many images are repeated.
     """
     images = state.step * state.global_batch
     repeated = images % global_batch

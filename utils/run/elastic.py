@@ -1,4 +1,4 @@
-"""Restarts by ``torchrun --max-restarts``: every attempt goes on in one run directory."""
+"""Restarts by ``torchrun --max-restarts``: every attempt continues in one run directory."""
 
 import json
 import os

@@ -162,7 +162,7 @@ class Store:
 
         ``wanted`` names files, the last one being the snapshot, that are brought from the store
         when the run's folder has no snapshot. ``goes_on``: the run may have files there already.
-        A store that fails is told. Raises: `UserError` when going on could overwrite a run.
+        A store that fails is reported. Raises: `UserError` when continuing could overwrite a run.
         """
         if self.url is None:
             return
@@ -181,8 +181,8 @@ class Store:
         except Exception as fault:
             if missing and _code(fault) != "NoSuchBucket":
                 raise UserError(
-                    f"cannot tell whether {self.url} has a snapshot to go on from "
-                    f"({_reason(fault, self.bucket)}): leave --resume out to begin anew"
+                    f"cannot tell whether {self.url} has a snapshot to continue from "
+                    f"({_reason(fault, self.bucket)}): leave out --resume to begin anew"
                 ) from fault
             self._count_failure(fault)
         if names and not goes_on:
@@ -281,5 +281,5 @@ class Store:
         if self.failures == 1:
             log.warning(
                 f"the store {self.url} cannot be used "
-                f"({_reason(fault, self.bucket)}): training goes on, uploads are tried again"
+                f"({_reason(fault, self.bucket)}): training goes on, uploads will be retried"
             )

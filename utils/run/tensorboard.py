@@ -45,7 +45,7 @@ METRICS = {
     "Top5/val": "top-5, %",
     "Loss/val": "loss",
     "Throughput/train": "images/s",
-    "Time/train": "s a step",
+    "Time/train": "s per step",
     "IO/wait_share": "waiting for data",
 }
 # Tags are regular expressions to the custom scalars page; a chart shows all runs that are ticked.
@@ -105,7 +105,7 @@ def entry(options: Mapping[str, Value], group: str) -> list[Summary]:
 
 
 def closing(success: bool) -> Summary:
-    """The summary that closes an entry. A run without it is going on, or was killed."""
+    """The summary that closes an entry. A run without it is still running, or was killed."""
     status = STATUS_SUCCESS if success else STATUS_FAILURE
     end = SessionEndInfo(status=status, end_time_secs=time.time())
     return _summary(metadata.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=end))

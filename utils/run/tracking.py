@@ -39,7 +39,7 @@ def _directory(args: Any, plan: elastic.Plan, world: World, mode: str) -> Path:
     if name:
         folder = root / name
     elif snapshot and not args.evaluate and (snapshot.parent / OPTIONS).is_file():
-        folder = snapshot.parent  # a run goes on where it was
+        folder = snapshot.parent  # a run continues where it was
     else:
         host = socket.gethostname().split(".")[0]
         now = time.strftime("%b%d_%H-%M-%S")
@@ -140,7 +140,7 @@ class Run:
             for summary in tensorboard.entry(self.options | facts, self.folder.name):
                 self.writer.file_writer.add_summary(summary, 0)
             self.writer.add_custom_scalars(tensorboard.LAYOUT)
-            self.writer.flush()  # other programs can tell from now on what is trained here
+            self.writer.flush()  # from now on other programs can see what is trained here
             self.is_training = True
 
     def step(self, place: str, done: int, values: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""The words before and after a run: what will be trained, what came out, summary.json."""
+"""The words before and after a run: what will be trained, what the result is, summary.json."""
 
 import logging
 import math
@@ -17,7 +17,7 @@ from utils.training.stopping import Reason
 
 log = logging.getLogger(__name__)
 
-WAIT_LIMIT = 0.1  # share of the time waiting for data from which a run is told about it
+WAIT_LIMIT = 0.1  # share of the time waiting for data; above, a run says so
 LARGE_FILE = 50_000  # bytes; ImageNet's files have 110,000 on average, shrunk to 256 pixels 27,000
 
 
@@ -28,7 +28,7 @@ def start(session: Session) -> None:
     count = f"{world.size} process{'es' * (world.size > 1)}"
     place = f"{world.nodes} node{'s' * (world.nodes > 1)}, {world.device.type}"
     log.info(f"{args.arch} on {count} ({place}); run directory {run.folder}")
-    factors = f"{args.batch_size} a process x {world.size}"
+    factors = f"{args.batch_size} per process x {world.size}"
     if args.accum_steps > 1:
         factors += f" x {args.accum_steps} accumulation steps"
     log.info(
@@ -75,14 +75,14 @@ def facts(session: Session) -> dict[str, Any]:
 
 
 def input_path(session: Session, record: dict[str, float]) -> None:
-    """Say so if the first epoch was limited by the input path, and what would help."""
+    """Say whether the input path limited the first epoch, and what would help."""
     share, train = record.get("IO/wait_share", 0.0), session.train
     if share < WAIT_LIMIT:
         return
     reading, cores = train.reading, supervise.usable_cores()
     of_reading = reading.read_seconds / max(reading.seconds, 1e-9)
     log.info(
-        f"note: {share:.0%} of the time went by waiting for images: the input path, not the "
+        f"note: {share:.0%} of the time was spent waiting for images: the input path, not the "
         f"{'GPU' if session.world.device.type == 'cuda' else 'model'}, is the limit"
     )
     advice = []

@@ -1,4 +1,4 @@
-"""Spot instances: asks EC2's instance metadata service (IMDSv2) whether this node is reclaimed."""
+"""Spot instances: asks EC2's metadata service (IMDSv2) whether this node will be reclaimed."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ class SpotWatch:
         self.thread.start()
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         self.ended.set()
 
     def _work(self) -> None:
