@@ -132,7 +132,8 @@ def test_killed_again_and_again_it_still_finishes(sample, tmp_path):
         kills += process.wait() == -signal.SIGKILL
         check_images_whole(out)
     assert kills == 4 and 40 <= len(list(out.rglob("*.JPEG"))) < 140
-    (out / "train" / "circle" / ".circle_00000.JPEG.part").write_bytes(b"half")
+    for name in ("train/circle/.circle_00000.JPEG.part", "train/circle/.1f.tmp", ".2f.tmp"):
+        (out / name).write_bytes(b"half")
     (out / "train" / "circle" / "circle_00003.JPEG").write_bytes(b"")
     left = tree(out)
     message = fail("sample", out, "--classes", 3)
@@ -151,7 +152,7 @@ def test_ctrl_c_says_how_to_go_on(sample, tmp_path):
     process.send_signal(signal.SIGINT)
     message = process.communicate(timeout=30)[1]
     assert process.returncode == 130 and message.count("\n") == 1 and "same command" in message
-    assert not list(tmp_path.rglob("*.part"))
+    assert not list(tmp_path.rglob("*.tmp"))
     succeed("sample", tmp_path / "out", *SAMPLE)
     assert tree(tmp_path / "out") == tree(sample)
 
@@ -162,7 +163,7 @@ def test_full_disk_leaves_no_half_image(sample, tmp_path):
 
     message = fail("sample", tmp_path / "out", *SAMPLE, preexec_fn=small_files_only)
     assert "cannot write" in message and "same command" in message
-    assert not list(tmp_path.rglob("*.part"))
+    assert not list(tmp_path.rglob("*.tmp"))
     check_images_whole(tmp_path)
     succeed("sample", tmp_path / "out", *SAMPLE)
     assert tree(tmp_path / "out") == tree(sample)
@@ -183,7 +184,7 @@ def test_folders_of_something_else_are_left_alone(sample, tmp_path):
     assert "has 20 classes" in fail("sample", tmp_path / "many", "--classes", 21)
     assert not (tmp_path / "many").exists()
     wrong = run("sample", tmp_path / "many", "--train", 0)
-    assert wrong.returncode == 2 and "0 is not a positive number" in wrong.stderr
+    assert wrong.returncode == 2 and "0 is not at least 1" in wrong.stderr
     fcntl = pytest.importorskip("fcntl")
     (tmp_path / "busy").mkdir()
     handle = os.open(tmp_path / "busy", os.O_RDONLY)

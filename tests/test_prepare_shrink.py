@@ -345,7 +345,8 @@ def test_killed_again_and_again_it_still_finishes(many, tmp_path):
         all_end(children)
         check_no_damaged_image(source, out)
     assert 36 <= len(written(out)) < 120
-    put(out, {"train/b/sub/.77.part": b"half", "train/b/sub/001.JPEG": b""})
+    left = dict.fromkeys(("train/b/sub/.77.part", "train/b/sub/.7f.tmp", ".8f.tmp"), b"half")
+    put(out, {**left, "train/b/sub/001.JPEG": b""})
     refused = run(source, out, "--size", 32)
     assert refused.returncode == 2 and "not shrink" in refused.stderr
     done = succeed(source, out, *OPTIONS)
@@ -364,7 +365,7 @@ def test_ctrl_c_says_how_to_go_on(many, tmp_path):
     lines = [line for line in message.splitlines() if not line.startswith("copied as it is")]
     assert process.returncode == 130 and len(lines) == 1 and "same command" in lines[0], message
     all_end(children)
-    assert not list(out.rglob("*.part")) and len(written(out)) < 120
+    assert not list(out.rglob("*.tmp")) and len(written(out)) < 120
     check_no_damaged_image(source, out)
     succeed(source, out, *OPTIONS)
     same_tree(out, finished)
@@ -379,7 +380,14 @@ def test_full_disk_leaves_no_half_image(many, tmp_path):
     errors = [line for line in done.stderr.splitlines() if not line.startswith("copied as it is")]
     assert done.returncode == 2 and len(errors) == 1, done.stderr
     assert errors[0].startswith("error: cannot write ") and "same command" in errors[0]
-    assert not list(tmp_path.rglob("*.part")) and not written(tmp_path)
+    assert not list(tmp_path.rglob("*.tmp")) and not written(tmp_path)
+
+
+def test_preparation_needs_no_torch():
+    """Its import takes seconds, in each worker process of `shrink` again."""
+    code = "import sys, prepare_data; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS, timeout=60, check=False)
+    assert done.returncode == 0
 
 
 # ---------------------------------------------------------------------------- refusals
@@ -447,8 +455,14 @@ def test_targets_of_other_origin_and_wrong_numbers_are_refused(source, refusal, 
     put(tmp_path, {"foreign/test/a/x.JPEG": b"x", "file": b"x"})
     assert "has a test folder of other origin" in refusal(source, tmp_path / "foreign")
     assert "is not a folder" in refusal(source, tmp_path / "file")
-    for option in (("--size", 0), ("--quality", 101), ("--quality", 0), ("--workers", 0)):
+    for option, value, limits in (
+        ("--size", 0, "at least 1"),
+        ("--quality", 101, "from 1 to 100"),
+        ("--quality", 0, "from 1 to 100"),
+        ("--workers", 0, "at least 1"),
+    ):
         with pytest.raises(SystemExit) as stopped:
-            refusal(source, tmp_path / "out", *option)
-        assert stopped.value.code == 2 and f"{option[1]} is not a" in capsys.readouterr().err
+            refusal(source, tmp_path / "out", option, value)
+        assert stopped.value.code == 2
+        assert f"{option}: {value} is not {limits}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -20,8 +20,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import numpy as np
-from prepare.files import PrepareError, png_bytes, reading
+from prepare.files import png_bytes, reading
 from prepare.folder import Item, Plan
+
+from utils.errors import UserError
 
 CIFAR_CLASSES = (
     *("airplane", "automobile", "bird", "cat", "deer"),
@@ -79,7 +81,7 @@ def open_cifar10(source: Path) -> Plan:
     """Opens CIFAR-10, cifar-10-python.tar.gz or the folder extracted from it.
 
     `source` may also be the folder that either is in. The images are 32 x 32 RGB PNG files; the
-    test images become the split "val". Raises PrepareError where a batch is missing or damaged,
+    test images become the split "val". Raises UserError where a batch is missing or damaged,
     or is a pickle of anything but arrays.
     """
     archive, inner = "cifar-10-python.tar.gz", "cifar-10-batches-py"
@@ -88,7 +90,7 @@ def open_cifar10(source: Path) -> Plan:
         if path.is_file() or (path / "data_batch_1").is_file():
             break
     else:
-        raise PrepareError(f"neither {archive} nor the folder {inner} is at {source}")
+        raise UserError(f"neither {archive} nor the folder {inner} is at {source}")
     pickles: dict[str, bytes] = {}
     if path.is_dir():
         pickles = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
@@ -99,7 +101,7 @@ def open_cifar10(source: Path) -> Plan:
                 if member.isfile() and name in names:
                     pickles[name] = tar.extractfile(member).read()
     for name in sorted(names - set(pickles)):
-        raise PrepareError(f"{path} lacks {name}")
+        raise UserError(f"{path} lacks {name}")
     batches = {}
     for name, data in pickles.items():
         with reading(f"{name} in {path}"):
@@ -175,7 +177,7 @@ def _synset_wnids(mat: bytes) -> dict[int, str]:
 
 
 def _read_all(file: BinaryIO, what: object) -> bytes:
-    """The rest of a file, such as one that _tar_members gave; PrepareError where it is damaged."""
+    """The rest of a file, such as one that _tar_members gave; UserError where it is damaged."""
     with reading(what):
         return file.read()
 
@@ -193,7 +195,7 @@ def _tar_members(
         pattern: what the whole base name of every member must match.
 
     Raises:
-        PrepareError: the tar is damaged or cut short, or has a member with any other name, with a
+        UserError: the tar is damaged or cut short, or has a member with any other name, with a
             path that leads out of the current folder, without content, or that is no plain file.
     """
     with reading(what), tarfile.open(fileobj=file, mode="r:") as tar:
@@ -208,12 +210,12 @@ def _tar_members(
                 or ".." in path.parts
                 or not pattern.fullmatch(path.name)
             ):
-                raise PrepareError(f"{what} holds {member.name!r}, which does not belong there")
+                raise UserError(f"{what} holds {member.name!r}, which does not belong there")
             yield path.name, tar.extractfile(member)
         # tarfile takes a damaged header for the end; the real end is a block of zeros.
         file.seek(tar.offset)
         if file.read(512) != bytes(512):
-            raise PrepareError(f"{what} is damaged or cut short at byte {tar.offset}")
+            raise UserError(f"{what} is damaged or cut short at byte {tar.offset}")
 
 
 def _val_labels(source: Path) -> tuple[dict[str, str], str]:
@@ -233,12 +235,12 @@ def _val_labels(source: Path) -> tuple[dict[str, str], str]:
                 f"ILSVRC2012_val_{i:08d}.JPEG": wnids[n] for i, n in enumerate(numbers, start=1)
             }
     else:
-        raise PrepareError(
+        raise UserError(
             f"the classes of the validation images are not known: neither {KAGGLE_CSV} "
             f"nor {DEVKIT} is in {source}"
         )
     if not labels or not all(WNID.fullmatch(wnid) for wnid in labels.values()):
-        raise PrepareError(f"{source / told} does not give a WordNet id for each image")
+        raise UserError(f"{source / told} does not give a WordNet id for each image")
     return labels, told
 
 
@@ -247,7 +249,7 @@ def _folder_images(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[str
         if path.name.startswith("."):
             continue
         if not pattern.fullmatch(path.name) or not path.is_file() or path.stat().st_size == 0:
-            raise PrepareError(f"{path} does not belong there")
+            raise UserError(f"{path} does not belong there")
         yield path.name, path
 
 
@@ -256,7 +258,7 @@ def _imagenet_train(source: Path) -> Iterator[Item]:
     if source.is_dir():
         for folder in sorted(path for path in source.iterdir() if path.is_dir()):
             if not WNID.fullmatch(folder.name):
-                raise PrepareError(f"{folder} is not named like a class of ImageNet")
+                raise UserError(f"{folder} is not named like a class of ImageNet")
             for name, path in _folder_images(folder, TRAIN_IMAGE):
                 yield Item("train", folder.name, name, path)
         return
@@ -273,18 +275,18 @@ def _imagenet_val(source: Path, labels: dict[str, str]) -> Iterator[Item]:
         tar = file and _tar_members(file, source, VAL_IMAGE)
         for name, image in tar or _folder_images(source, VAL_IMAGE):
             if name not in labels:
-                raise PrepareError(f"{source} holds {name}, whose class is not known")
+                raise UserError(f"{source} holds {name}, whose class is not known")
             content = partial(_read_all, image, source) if tar else image
             yield Item("val", labels.pop(name), name, content)
     if labels:
-        raise PrepareError(f"{source} lacks {len(labels)} images, such as {min(labels)}")
+        raise UserError(f"{source} lacks {len(labels)} images, such as {min(labels)}")
 
 
 def open_imagenet(source: Path, done: tuple[str, ...]) -> Plan:
     """Opens ImageNet 2012: the published archives, or the folders of Kaggle's, in `source`.
 
     The splits in `done` are left out. The images are the original files; those of Kaggle's folders
-    are hard-linked where the file system can. Raises PrepareError where there is nothing to read or
+    are hard-linked where the file system can. Raises UserError where there is nothing to read or
     the classes of the validation images are not known; reading the plan's items raises it where an
     archive is damaged or holds anything that does not belong there.
     """
@@ -297,7 +299,7 @@ def open_imagenet(source: Path, done: tuple[str, ...]) -> Plan:
         elif split not in done:
             notes.append(f"not prepared: {split}, as neither {archive} nor {places[1]} is there")
     if not found and not done:
-        raise PrepareError(
+        raise UserError(
             f"neither {' nor '.join(ARCHIVES.values())} nor the folder {KAGGLE_IMAGES} "
             f"is in {source}"
         )

@@ -19,12 +19,15 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from PIL import Image, UnidentifiedImageError
-from prepare.files import PrepareError, class_folders, image_files, write_whole
+from prepare.files import images_by_class, write_whole
 from prepare.folder import ALL_SPLITS, PREPARING, Item, Plan, prepare
 from prepare.workers import spread
 from tqdm import tqdm
+
+from utils.data.listing import class_names
+from utils.data.rgb import to_rgb
+from utils.errors import UserError
 
 UNREADABLE = ".unreadable.txt"
 # Seen through the evaluation's resize to 256 and crop, bicubic images are nearer to the originals
@@ -33,16 +36,6 @@ FILTER = Image.Resampling.BICUBIC
 # A JPEG decoder can leave out every second pixel for little work, but how it does blurs; with so
 # many times the wanted size left, the filter alone decides what the image looks like.
 DRAFT_MARGIN = 2
-
-
-def _rgb(image: Image.Image) -> Image.Image:
-    """The image as RGB, as the training sees it."""
-    if image.mode.startswith("I"):
-        # 16 bits a pixel: Pillow's own conversion to RGB would clip instead of scale.
-        wide = np.asarray(image, dtype=np.int64)
-        grey = (wide >> 8 if wide.max(initial=0) > 255 else wide).astype(np.uint8)
-        image = Image.fromarray(grey)
-    return image.convert("RGB")
 
 
 def _reduced_size(width: float, height: float, size: int) -> tuple[int, int]:
@@ -71,7 +64,7 @@ def shrink(data: bytes, size: int, quality: int) -> bytes:
                 return data
             rough = _reduced_size(*image.size, size)
             drafted = image.draft(None, (DRAFT_MARGIN * rough[0], DRAFT_MARGIN * rough[1]))
-            rgb = _rgb(image)
+            rgb = to_rgb(image)
             # A drafted image's last row and column may be of fractions of a pixel.
             box = drafted[1] if drafted else (0, 0, *rgb.size)
             small = rgb.resize(_reduced_size(*box[2:], size), FILTER, box)
@@ -82,7 +75,7 @@ def shrink(data: bytes, size: int, quality: int) -> bytes:
     except UnidentifiedImageError as error:
         raise ValueError("it is no image, or of an unknown format") from error
     except MemoryError as error:
-        raise PrepareError("the memory is too small; use fewer --workers") from error
+        raise UserError("the memory is too small; use fewer --workers") from error
     except Exception as error:  # damaged data makes the decoders raise nearly anything
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(reason or type(error).__name__) from error
@@ -94,7 +87,7 @@ def _shrink_file(size: int, quality: int, job: tuple[str, str]) -> tuple[str, st
     try:
         data = Path(source).read_bytes()
     except OSError as error:
-        raise PrepareError(f"cannot read {source} ({error.strerror})") from error
+        raise UserError(f"cannot read {source} ({error.strerror})") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata and of images near the size limit
@@ -121,9 +114,7 @@ def _write(
 
 
 def _images(folder: Path) -> Iterator[tuple[str, str]]:
-    for label in class_folders(folder):
-        for name in image_files(folder / label):
-            yield label, name
+    return ((label, name) for label, names in images_by_class(folder) for name in names)
 
 
 def _size(folder: Path) -> tuple[int, int]:
@@ -135,7 +126,7 @@ def _size(folder: Path) -> tuple[int, int]:
 def _items(source: Path, out: Path, splits: tuple[str, ...]) -> Iterator[Item]:
     for split in splits:
         # Also those without images: the numbers of the classes must stay.
-        for label in class_folders(source / split):
+        for label in class_names(source / split):
             (out / split / label).mkdir(parents=True, exist_ok=True)
         for label, name in _images(source / split):
             yield Item(split, label, name, source / split / label / name)
@@ -167,24 +158,22 @@ def shrink_folder(source: Path, out: Path, size: int, quality: int, workers: int
         workers: the number of processes.
 
     Raises:
-        PrepareError: `source` has no images, one of them cannot be opened, it is not finished, or
+        UserError: `source` has no images, one of them cannot be opened, it is not finished, or
             one folder is inside the other; and whatever `prepare` raises it for.
     """
     source, out = source.expanduser().resolve(), out.expanduser().resolve()
     if source == out:
-        raise PrepareError(
-            f"{source} and the copy are the same folder; choose another for the copy"
-        )
+        raise UserError(f"{source} and the copy are the same folder; choose another for the copy")
     for one, other in ((source, out), (out, source)):
         if one in other.parents:
-            raise PrepareError(f"{other} is inside {one}; choose another folder for the copy")
+            raise UserError(f"{other} is inside {one}; choose another folder for the copy")
     if (source / PREPARING).exists():
-        raise PrepareError(f"{source} is not finished; run the command that makes it again first")
+        raise UserError(f"{source} is not finished; run the command that makes it again first")
     if not source.is_dir():
-        raise PrepareError(f"there is no folder {source}")
+        raise UserError(f"there is no folder {source}")
     splits = tuple(split for split in ALL_SPLITS if next(_images(source / split), None))
     if not splits:
-        raise PrepareError(f"{source} has no images in train/CLASS/ or val/CLASS/")
+        raise UserError(f"{source} has no images in train/CLASS/ or val/CLASS/")
     before: dict[str, tuple[int, int]] = {}
 
     def open_plan(done: tuple[str, ...]) -> Plan:

@@ -10,8 +10,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from prepare.files import PrepareError
-
+from utils.errors import UserError
 from utils.processes.supervise import die_with_parent
 
 Job = TypeVar("Job")
@@ -27,7 +26,7 @@ def _serve(parent: int, jobs: Connection, function: Callable[[Job], Answer]) -> 
         while True:
             try:
                 answers, error = [function(job) for job in jobs.recv()], None
-            except PrepareError as refusal:
+            except UserError as refusal:
                 answers, error = [], str(refusal)
             jobs.send((answers, error))
 
@@ -60,7 +59,7 @@ def spread(
         what `function` returned, in no certain order.
 
     Raises:
-        PrepareError: `function` raised it, or a process died.
+        UserError: `function` raised it, or a process died.
     """
     # Spawned, not forked: numpy's threads are there already. The new processes need none.
     context = multiprocessing.get_context("spawn")
@@ -98,12 +97,12 @@ def _answers(pipes: list[Connection], jobs: Iterator[Any]) -> Iterator[Any]:
             try:
                 answers, error = pipe.recv()
             except (EOFError, OSError) as end:
-                raise PrepareError(
+                raise UserError(
                     "a worker process died, perhaps for lack of memory; run the same command "
                     "again, with fewer --workers, to finish the work"
                 ) from end
             busy.remove(pipe)
             idle.append(pipe)
             if error:
-                raise PrepareError(error)
+                raise UserError(error)
             yield from answers
