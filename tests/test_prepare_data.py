@@ -11,13 +11,12 @@ import struct
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from preparing import SCRIPT, fail, images, run, succeed, tree
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "prepare_data.py"
 SAMPLE = ("--classes", "4", "--train", "30", "--val", "5")
 CLOTHES = [
     "tshirt_top",
@@ -31,36 +30,6 @@ CLOTHES = [
     "bag",
     "ankle_boot",
 ]
-
-
-def run(*arguments, **options):
-    command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, **options
-    )
-
-
-def succeed(*arguments, **options):
-    done = run(*arguments, **options)
-    assert (done.returncode, done.stderr) == (0, ""), done
-    return done.stdout
-
-
-def fail(*arguments, **options):
-    """The error message of a command that must fail with exit code 2 and one line."""
-    done = run(*arguments, **options)
-    assert done.returncode == 2 and done.stderr.startswith("error: "), done
-    assert done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
-
-
-def tree(folder):
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def images(folder):
-    return {name: data for name, data in tree(folder).items() if not name.startswith(".")}
 
 
 def check_images_whole(folder):

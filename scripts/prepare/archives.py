@@ -279,7 +279,7 @@ def _imagenet_val(source: Path, labels: dict[str, str]) -> Iterator[Item]:
             content = partial(_read_all, image, source) if tar else image
             yield Item("val", labels.pop(name), name, content)
     if labels:
-        raise UserError(f"{source} lacks {len(labels)} images, such as {min(labels)}")
+        raise UserError(f"{source} lacks {len(labels)} of the images, such as {min(labels)}")
 
 
 def open_imagenet(source: Path, done: tuple[str, ...]) -> Plan:

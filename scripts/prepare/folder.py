@@ -180,10 +180,14 @@ def _check(out: Path, plan: Plan, seen: Counter[str], counts: dict[str, dict[str
         counts[split] = {"classes": len(found), "images": sum(found.values())}
     # A class that only one split has would shift the numbers of all classes after it.
     both = plan.same_classes and classes.keys() >= {"train", "val"}
-    if both and (odd := classes["train"] ^ classes["val"]):
+    if both and classes["train"] != classes["val"]:
+        only = {
+            one: ", ".join(sorted(classes[one] - classes[other])[:3])
+            for one, other in (("train", "val"), ("val", "train"))
+        }
         raise UserError(
-            f"train and val in {out} do not have the same classes: {len(odd)} are in one "
-            f"only, such as {min(odd)}"
+            f"train and val in {out} do not have the same classes: "
+            + "; ".join(f"only {split} has {names}" for split, names in only.items() if names)
         )
 
 
