@@ -344,6 +344,13 @@ def refusal(monkeypatch, capsys, tmp_path):
 GOOD = {TRAIN_TAR: train_tar(), VAL_TAR: val_tar(), DEVKIT: devkit()}
 
 
+def with_bad_header(name):
+    """The training archive with a letter wrong in the header of a member."""
+    whole = name.encode() + b"\0"
+    assert whole in GOOD[TRAIN_TAR]
+    return GOOD[TRAIN_TAR].replace(whole, b"?" + whole[1:], 1)
+
+
 def in_class_tar(name, data=b"x"):
     """A training archive with one file more in a class."""
     return train_tar(**{TENCH: tar_bytes([(name, data)])})
@@ -355,6 +362,9 @@ def in_class_tar(name, data=b"x"):
         ({TRAIN_TAR: b""}, "is damaged"),
         ({TRAIN_TAR: b"<html>404</html>" * 99}, "is damaged"),
         ({TRAIN_TAR: train_tar(**{TENCH: b"noise" * 999})}, f"{TENCH}.tar in"),
+        # tarfile takes a damaged header, here of a class and of an image, for the end.
+        ({TRAIN_TAR: with_bad_header(f"{TENCH}.tar")}, f"{TRAIN_TAR} is damaged or cut short at"),
+        ({TRAIN_TAR: with_bad_header(f"{TENCH}_3.JPEG")}, f"{TENCH}.tar in"),
         ({TRAIN_TAR: train_tar(dog=class_tar(TENCH))}, "holds 'dog.tar', which does not belong"),
         ({TRAIN_TAR: in_class_tar("../n01440764_1.JPEG")}, "holds '../n01440764_1.JPEG'"),
         ({TRAIN_TAR: in_class_tar("/n01440764_1.JPEG")}, "holds '/n01440764_1.JPEG'"),
