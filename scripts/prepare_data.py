@@ -1,8 +1,7 @@
 """Makes image folders OUT/train/CLASS/ and OUT/val/CLASS/, as torchvision's ImageFolder reads them.
 
-Run `python scripts/prepare_data.py --help` for the data sets there are; `shrink` copies any image
-folder with smaller images. A preparation that was interrupted goes on where it was when the same
-command is run again.
+Run `python scripts/prepare_data.py --help` for the data sets; `shrink` copies any image folder with
+smaller images. An interrupted preparation continues when the same command is run again.
 """
 
 import argparse
@@ -87,7 +86,7 @@ def _idx(folder: Path, name: str, shape: tuple[int, ...]) -> np.ndarray:
     if tuple(sizes) != shape:
         raise UserError(f"{path} holds images of {sizes} pixels instead of {list(shape)}")
     if len(data) != 4 * words + count * int(np.prod(shape)):
-        raise UserError(f"{path} says it has {count} entries, but its length is another")
+        raise UserError(f"{path} says it has {count} entries, but its length does not match")
     return np.frombuffer(data, np.uint8, offset=4 * words).reshape(count, *shape)
 
 
@@ -95,7 +94,7 @@ def open_fashion_mnist(source: Path) -> Plan:
     """Opens Fashion-MNIST, the four idx files in `source`.
 
     The images are 28 x 28 greyscale PNG files; the test images become the split "val". Raises
-    UserError where a file is missing, damaged, or does not fit the others.
+    UserError if a file is missing, damaged, or does not match the others.
     """
     arrays = {}
     for split, prefix in (("train", "train"), ("val", "t10k")):
@@ -103,7 +102,7 @@ def open_fashion_mnist(source: Path) -> Plan:
         labels = _idx(source, f"{prefix}-labels-idx1-ubyte", ())
         if len(images) != len(labels) or len(labels) == 0 or labels.max() > 9:
             raise UserError(
-                f"the {prefix} files in {source} do not fit each other: {len(images)} images, "
+                f"the {prefix} files in {source} do not match each other: {len(images)} images, "
                 f"{len(labels)} labels up to {labels.max(initial=0)}"
             )
         arrays[split] = images, labels
@@ -119,9 +118,9 @@ def open_fashion_mnist(source: Path) -> Plan:
 
 
 def open_sample(classes: int, train: int, val: int, seed: int) -> Plan:
-    """Plans the drawn images of prepare/sample.py: `train` and `val` images for each class.
+    """Plans the drawn images of prepare/sample.py: `train` and `val` images per class.
 
-    Raises UserError where more classes are asked for than there are.
+    Raises UserError if more classes are asked for than it can draw.
     """
     names = sample_drawings.CLASS_NAMES
     if classes > len(names):
@@ -202,7 +201,7 @@ def build_parser() -> argparse.ArgumentParser:
     ):
         text = f"{what} (default: %(default)s)"
         sample.add_argument(flag, type=positive, default=default, metavar="N", help=text)
-    text = "another number, other images (default: %(default)s)"
+    text = "random seed: another number gives other images (default: %(default)s)"
     sample.add_argument("--seed", type=int, default=0, metavar="N", help=text)
 
     text = "Fashion-MNIST: 70,000 greyscale images of clothes, 28 x 28 pixels"
@@ -225,9 +224,9 @@ def build_parser() -> argparse.ArgumentParser:
     examples = ("data/imagenet data/imagenet256", "DATA SMALL --size 400 --quality 95")
     shrink = add("shrink", _run_shrink, text, *examples, source="the image folder to copy")
     shrink.add_argument("--size", type=positive, default=256, metavar="N", help=SIZE_HELP)
-    text = "of the JPEG files, 1 to 100 (default: %(default)s)"
+    text = "JPEG quality, 1 to 100 (default: %(default)s)"
     shrink.add_argument("--quality", type=number(int, 1, 100), default=90, metavar="Q", help=text)
-    text = "processes (default: the usable cores, here %(default)s)"
+    text = "processes (default: one per usable core, here %(default)s)"
     shrink.add_argument("--workers", type=positive, default=usable_cores(), metavar="N", help=text)
     return parser
 

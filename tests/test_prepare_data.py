@@ -144,7 +144,8 @@ def test_folders_of_something_else_are_left_alone(sample, tmp_path):
     assert "not cifar10" in fail("cifar10", sample, "--source", tmp_path)
     assert tree(sample) == before
     (tmp_path / "foreign" / "train").mkdir(parents=True)
-    assert "of other origin" in fail("sample", tmp_path / "foreign")
+    message = fail("sample", tmp_path / "foreign")
+    assert "has a train folder that this command did not make" in message
     (tmp_path / "file").write_text("")
     assert "is not a folder" in fail("sample", tmp_path / "file")
     (tmp_path / "bad").mkdir()
@@ -208,7 +209,7 @@ def test_fashion_mnist(tmp_path, suffix):
     [
         ("images-idx3", lambda data: b"\x00\x00\x08\x01" + data[4:], "does not begin like an idx"),
         ("images-idx3", lambda data: data[:3], "does not begin like an idx"),
-        ("images-idx3", lambda data: data[:-1], "its length is another"),
+        ("images-idx3", lambda data: data[:-1], "its length does not match"),
         ("images-idx3", lambda data: data[:8] + struct.pack(">2I", 14, 56) + data[16:], "[14, 56]"),
         ("labels-idx1", lambda data: data[:-1] + b"\x0a", "labels up to 10"),
         ("labels-idx1", lambda data: struct.pack(">2I", 0x801, 1) + b"\x01", "1 labels"),

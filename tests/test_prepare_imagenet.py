@@ -240,7 +240,7 @@ def test_the_training_finds_the_same_classes(source, tmp_path):
 
 
 def stamps(out):
-    """What tells of each image whether it was written again: path -> (inode, time)."""
+    """What changes when an image is written again: path -> (inode, time)."""
     found = {path: path.stat() for path in out.rglob("*.JPEG")}
     return {str(path): (stat.st_ino, stat.st_mtime_ns) for path, stat in found.items()}
 
@@ -375,7 +375,7 @@ def in_class_tar(name, data=b"x"):
         ({DEVKIT: None}, "the classes of the validation images are not known: neither"),
         ({DEVKIT: GOOD[DEVKIT][:-50]}, f"{DEVKIT} is damaged"),
         ({DEVKIT: tar_bytes([("readme.txt", b"x")], "w:gz")}, "does not hold what it should"),
-        ({DEVKIT: devkit(b"noise" * 99)}, "meta.mat is no little-endian MAT file"),
+        ({DEVKIT: devkit(b"noise" * 99)}, "meta.mat is not a little-endian MAT file"),
         ({DEVKIT: devkit(meta_mat()[:-40])}, "it is cut short"),
         ({DEVKIT: devkit(MAT_HEADER)}, "meta.mat has no synsets"),
         ({DEVKIT: devkit(meta_mat([(1, "dog", "dog"), (2, TENCH, "")]))}, "a WordNet id for each"),
@@ -403,7 +403,7 @@ def test_classes_that_only_one_split_has_are_refused(source, tmp_path):
 @pytest.mark.parametrize(
     ("stranger", "message"),
     [
-        ("train/dog/n01440764_1.JPEG", "dog is not named like a class of ImageNet"),
+        ("train/dog/n01440764_1.JPEG", "dog is not named like an ImageNet class"),
         (f"train/{TENCH}/notes.txt", "notes.txt does not belong there"),
         (f"val/{val_name(4)}", f"holds {val_name(4)}, whose class is not known"),
     ],

@@ -43,7 +43,7 @@ def tree(folder):
 
 
 def photo(width, height, seed=0, mode="RGB"):
-    """Soft colours with fine grain; the grain tells a careful reduction from a rough one."""
+    """Soft colours with fine grain, which shows whether a reduction was careful or rough."""
     numbers = np.random.default_rng(seed)
     coarse = Image.fromarray(numbers.integers(0, 256, (5, 7, 3), dtype=np.uint8))
     pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), int)
@@ -52,7 +52,7 @@ def photo(width, height, seed=0, mode="RGB"):
 
 
 def blocks(width, height):
-    """Random colours in blocks of 8 x 8 pixels: to reduce it by leaving out pixels shows."""
+    """Random colours in blocks of 8 x 8 pixels: leaving out pixels in a reduction shows."""
     numbers = np.random.default_rng(0)
     small = numbers.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
     return Image.fromarray(np.kron(small, np.ones((8, 8, 1), np.uint8))[:height, :width])
@@ -76,7 +76,7 @@ def pixels(data):
 
 
 def reference(data, size, quality):
-    """Reduced after a full decode, without any short cut."""
+    """Reduced after a full decode, without any shortcut."""
     with Image.open(io.BytesIO(data)) as image:
         rgb = image.convert("RGB")
     factor = size / min(rgb.size)
@@ -87,7 +87,7 @@ def reference(data, size, quality):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """An image folder with most of what such folders have been seen to hold."""
+    """An image folder with most of the oddities that such folders have been seen to hold."""
     folder = tmp_path_factory.mktemp("source") / "images"
     exif = Image.Exif()
     exif[0x0112] = 6  # to be shown turned by 90 degrees
@@ -211,7 +211,7 @@ def test_what_cannot_be_read_is_named_counted_and_listed(source, shrunk):
     assert len(lines) == 3 and all(line.startswith("copied as it is: ") for line in lines)
     for name in ODD:
         assert sum(f"{source}/train/odd/{name}: " in line for line in lines) == 1
-    assert "truncated" in done.stderr and "it is no image" in done.stderr
+    assert "truncated" in done.stderr and "it is not an image" in done.stderr
     assert f"3 images cannot be read, and were copied as they are: {out}/.unr" in done.stdout
     listed = (out / ".unreadable.txt").read_text().splitlines()
     assert sorted(listed) == [f"train/odd/{name}" for name in ODD]
@@ -287,7 +287,7 @@ def written(out):
 
 
 def start_and_wait_for(images, source, out):
-    """A command that has written so many images more, and the numbers of its processes."""
+    """A command that has written that many more images, and the ids of its processes."""
     before = len(written(out))
     process = subprocess.Popen(
         command(source, out, *OPTIONS),
@@ -453,7 +453,8 @@ def test_sources_that_are_no_image_folders_are_refused(refusal, tmp_path):
 
 def test_targets_of_other_origin_and_wrong_numbers_are_refused(source, refusal, tmp_path, capsys):
     put(tmp_path, {"foreign/test/a/x.JPEG": b"x", "file": b"x"})
-    assert "has a test folder of other origin" in refusal(source, tmp_path / "foreign")
+    message = refusal(source, tmp_path / "foreign")
+    assert "has a test folder that this command did not make" in message
     assert "is not a folder" in refusal(source, tmp_path / "file")
     for option, value, limits in (
         ("--size", 0, "at least 1"),

@@ -21,7 +21,7 @@ from utils.errors import UserError
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Turns what reading damaged data raises into a UserError that names `what` is read."""
+    """Turns the errors of reading damaged data into a UserError that names `what` was read."""
     try:
         yield
     except (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, struct.error) as error:
@@ -43,7 +43,7 @@ def png_bytes(pixels: np.ndarray) -> bytes:
 def write_whole(path: Path, content: bytes | Path) -> None:
     """Writes bytes, or links or copies a file, so that `path` never exists half-written.
 
-    Raises UserError where it cannot be written.
+    Raises UserError if it cannot be written.
     """
     try:
         if isinstance(content, Path):

@@ -1,6 +1,6 @@
 """Writes image folders OUT/SPLIT/CLASS/IMAGE in such a way that an interruption never hurts.
 
-An image appears under its name only when it is whole, and marker files tell what a folder holds and
+An image appears under its name only when it is whole, and marker files say what a folder holds and
 whether it is finished, so that a preparation can always be run again to finish the work.
 """
 
@@ -32,7 +32,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Item(NamedTuple):
-    """One image: its place OUT/split/label/name, and a file to copy or what gives its bytes.
+    """One image: its place OUT/split/label/name, and a file to copy or a function for its bytes.
 
     The name may begin with sub-folders of the class.
     """
@@ -60,11 +60,11 @@ class Plan(NamedTuple):
 
 
 class Progress:
-    """How far the work is: a bar on a terminal; a line every ten seconds elsewhere."""
+    """Shows the progress: as a bar on a terminal, as a line every ten seconds elsewhere."""
 
     def __init__(self, total: int):
         self.total, self.number = total, 0
-        self.said = time.monotonic(), 0  # when the last line was printed, and its number
+        self.said = time.monotonic(), 0  # time and number of images of the last line printed
         self.bar = tqdm(total=total, unit=" images") if sys.stderr.isatty() else None
 
     def __enter__(self) -> "Progress":
@@ -75,7 +75,7 @@ class Progress:
             self.bar.close()
 
     def advance(self) -> None:
-        """Counts one image more."""
+        """Counts one more image."""
         self.number += 1
         if self.bar is not None:
             self.bar.update()
@@ -116,7 +116,7 @@ def _summary(counts: dict[str, dict[str, int]]) -> str:
 
 @contextmanager
 def _only_writer(folder: Path) -> Iterator[None]:
-    """Holds a lock on `folder`, which the system lets go however the process ends."""
+    """Holds a lock on `folder`, which the system releases however the process ends."""
     if fcntl is None:
         yield
         return
@@ -207,7 +207,9 @@ def _prepare_locked(
             )
     foreign = next((split for split in ALL_SPLITS if (out / split).exists()), None)
     if not done and not begun and foreign:
-        raise UserError(f"{out} has a {foreign} folder of other origin; choose another folder")
+        raise UserError(
+            f"{out} has a {foreign} folder that this command did not make; choose another folder"
+        )
     counts = done.get("counts", {}) if done else {}
     plan = open_plan(tuple(counts)) if set(splits) - set(counts) else None
     for note in plan.notes if plan else []:
@@ -242,15 +244,15 @@ def prepare(
 
     Args:
         out: the folder to make.
-        source: the source's name; together with `options` it tells what the folder holds.
-        options: what else decides the content, as JSON can store it.
+        source: the source's name; together with `options` it says what the folder holds.
+        options: what else determines the content, in types that JSON can store.
         open_plan: opens the source; is given the splits that are finished already.
         write: writes the images that are missing.
         splits: the splits that `out` will have when nothing is left to do.
 
     Raises:
-        UserError: `out` holds or is to hold something else, another process is writing it, it
-            cannot be written, or the source is missing or damaged.
+        UserError: `out` holds something else, another process is writing it, it cannot be
+            written, or the source is missing or damaged.
     """
     is_new = not out.exists()
     try:

@@ -1,14 +1,14 @@
 """Copies an image folder with every image reduced to a short side of at most N pixels.
 
-Training crops are 224 pixels wide, so of a large photograph most is decoded in vain: RESULTS.md has
-what reading the copy costs beside the original. The price is that the smallest training crops,
-which are enlarged, become softer.
+Training crops are 224 pixels wide, so most of a large photograph is decoded in vain; RESULTS.md
+compares the cost of reading the copy and the original. The price is that the smallest training
+crops, which are enlarged, become softer.
 
 An image that is small enough is copied byte for byte. Any other one becomes a JPEG file with the
 pixels of `PIL.Image.convert("RGB")`, reduced, without EXIF and other metadata. It keeps its name,
-whatever its suffix, as the order of training is the order of the names: the training decodes by
-content. What cannot be decoded is named, counted and copied as it is, so that the training's own
-rule for bad files meets it as in the original folder.
+whatever its suffix, as the order of training is the order of the names; training recognises formats
+by content. What cannot be decoded is named, counted and copied as it is, so that training's own
+rule for bad files applies to it as in the original folder.
 """
 
 import io
@@ -33,8 +33,8 @@ UNREADABLE = ".unreadable.txt"
 # Seen through the evaluation's resize to 256 and crop, bicubic images are nearer to the originals
 # than Lanczos ones, and their files smaller; through training crops both are equally near.
 FILTER = Image.Resampling.BICUBIC
-# A JPEG decoder can leave out every second pixel for little work, but how it does blurs; with so
-# many times the wanted size left, the filter alone decides what the image looks like.
+# A JPEG decoder can halve an image for little work, but the way it does so blurs; with this many
+# times the wanted size left, the filter alone determines what the image looks like.
 DRAFT_MARGIN = 2
 
 
@@ -48,8 +48,8 @@ def shrink(data: bytes, size: int, quality: int) -> bytes:
 
     Args:
         data: an image file of any format that Pillow reads.
-        size: what its short side may have, in pixels.
-        quality: of the JPEG file, 1 to 100, as libjpeg counts.
+        size: its largest short side, in pixels.
+        quality: of the JPEG file, 1 to 100, on libjpeg's scale.
 
     Returns:
         `data` itself when the image is small enough, else a JPEG file.
@@ -65,7 +65,7 @@ def shrink(data: bytes, size: int, quality: int) -> bytes:
             rough = _reduced_size(*image.size, size)
             drafted = image.draft(None, (DRAFT_MARGIN * rough[0], DRAFT_MARGIN * rough[1]))
             rgb = to_rgb(image)
-            # A drafted image's last row and column may be of fractions of a pixel.
+            # A drafted image's last row and column may cover only a fraction of a pixel.
             box = drafted[1] if drafted else (0, 0, *rgb.size)
             small = rgb.resize(_reduced_size(*box[2:], size), FILTER, box)
             small.info.clear()
@@ -73,16 +73,16 @@ def shrink(data: bytes, size: int, quality: int) -> bytes:
             small.save(file, "JPEG", quality=quality)
             return file.getvalue()
     except UnidentifiedImageError as error:
-        raise ValueError("it is no image, or of an unknown format") from error
+        raise ValueError("it is not an image, or of an unknown format") from error
     except MemoryError as error:
-        raise UserError("the memory is too small; use fewer --workers") from error
+        raise UserError("out of memory; use fewer --workers") from error
     except Exception as error:  # damaged data makes the decoders raise nearly anything
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(reason or type(error).__name__) from error
 
 
 def _shrink_file(size: int, quality: int, job: tuple[str, str]) -> tuple[str, str, str] | None:
-    """Writes one reduced image; returns source, target and reason of one that cannot be read."""
+    """Writes one reduced image; for one that cannot be read, returns source, target and reason."""
     source, target = job
     try:
         data = Path(source).read_bytes()
@@ -90,7 +90,7 @@ def _shrink_file(size: int, quality: int, job: tuple[str, str]) -> tuple[str, st
         raise UserError(f"cannot read {source} ({error.strerror})") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata and of images near the size limit
+            warnings.simplefilter("ignore")  # about odd metadata and images near the size limit
             data = shrink(data, size, quality)
     except ValueError as error:
         return source, target, str(error)
@@ -125,7 +125,7 @@ def _size(folder: Path) -> tuple[int, int]:
 
 def _items(source: Path, out: Path, splits: tuple[str, ...]) -> Iterator[Item]:
     for split in splits:
-        # Also those without images: the numbers of the classes must stay.
+        # Also those without images: the numbers of the classes must not change.
         for label in class_names(source / split):
             (out / split / label).mkdir(parents=True, exist_ok=True)
         for label, name in _images(source / split):
@@ -153,7 +153,7 @@ def shrink_folder(source: Path, out: Path, size: int, quality: int, workers: int
     Args:
         source: the folder of train/CLASS/, val/CLASS/ and test/CLASS/, or of some of them.
         out: the folder to make.
-        size: what the short sides of its images may have, in pixels.
+        size: the largest short side of its images, in pixels.
         quality: of the JPEG files, 1 to 100.
         workers: the number of processes.
 
@@ -168,7 +168,7 @@ def shrink_folder(source: Path, out: Path, size: int, quality: int, workers: int
         if one in other.parents:
             raise UserError(f"{other} is inside {one}; choose another folder for the copy")
     if (source / PREPARING).exists():
-        raise UserError(f"{source} is not finished; run the command that makes it again first")
+        raise UserError(f"{source} is not finished; first run the command that makes it again")
     if not source.is_dir():
         raise UserError(f"there is no folder {source}")
     splits = tuple(split for split in ALL_SPLITS if next(_images(source / split), None))

@@ -88,7 +88,7 @@ def class_names(root: Path) -> list[str]:
 def image_files(
     root: str, folder: str, folders: dict[str, int]
 ) -> Iterator[tuple[str, "os.DirEntry[str]"]]:
-    """Every image in ``root/folder`` and its sub-folders, in no certain order.
+    """Every image in ``root/folder`` and its sub-folders, in no particular order.
 
     Yields its path relative to ``root`` and its directory entry, and adds the folders to
     ``folders`` (see `Listing`). Raises: `UserError` for a folder that cannot be read.
