@@ -1,8 +1,7 @@
 """Makes image folders OUT/train/CLASS/ and OUT/val/CLASS/, as torchvision's ImageFolder reads them.
 
-Run `python scripts/prepare_data.py --help` for the data sets there are; `shrink` copies any image
-folder with smaller images. A preparation that was interrupted goes on where it was when the same
-command is run again.
+Run `python scripts/prepare_data.py --help` for the data sets; `shrink` copies any image folder with
+smaller images. An interrupted preparation continues when the same command is run again.
 """
 
 import argparse
@@ -27,10 +26,12 @@ from prepare.archives import (
     open_cifar10,
     open_imagenet,
 )
-from prepare.files import PrepareError, png_bytes, reading
+from prepare.files import png_bytes, reading
 from prepare.folder import SPLITS, Item, Plan, prepare
 from prepare.shrink import shrink_folder
 
+from utils.errors import UserError, report
+from utils.option_types import number, positive
 from utils.processes.supervise import usable_cores
 
 FASHION_CLASSES = (
@@ -51,7 +52,7 @@ def _download(data_set: str, folder: Path, advice: str) -> Path:
         getattr(datasets, data_set)(folder, download=True)
     except (ImportError, OSError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise PrepareError(f"cannot download {data_set} ({reason}); {advice}") from error
+        raise UserError(f"cannot download {data_set} ({reason}); {advice}") from error
     return folder / "FashionMNIST" / "raw" if data_set == "FashionMNIST" else folder
 
 
@@ -67,25 +68,25 @@ def _idx(folder: Path, name: str, shape: tuple[int, ...]) -> np.ndarray:
         the entries, N x shape, uint8.
 
     Raises:
-        PrepareError: the file is missing, is no idx file of that shape, or is not as long as its
+        UserError: the file is missing, is no idx file of that shape, or is not as long as its
             header says.
     """
     path = folder / name
     if not path.is_file():
         path = folder / f"{name}.gz"
     if not path.is_file():
-        raise PrepareError(f"neither {name} nor {name}.gz is in {folder}")
+        raise UserError(f"neither {name} nor {name}.gz is in {folder}")
     with reading(path):
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     words = 2 + len(shape)
     # The magic number: two zero bytes, 8 for unsigned bytes, the number of dimensions.
     if len(data) < 4 * words or data[:4] != bytes((0, 0, 8, 1 + len(shape))):
-        raise PrepareError(f"{path} does not begin like an idx file of {1 + len(shape)} dimensions")
+        raise UserError(f"{path} does not begin like an idx file of {1 + len(shape)} dimensions")
     count, *sizes = struct.unpack(f">{words - 1}I", data[4 : 4 * words])
     if tuple(sizes) != shape:
-        raise PrepareError(f"{path} holds images of {sizes} pixels instead of {list(shape)}")
+        raise UserError(f"{path} holds images of {sizes} pixels instead of {list(shape)}")
     if len(data) != 4 * words + count * int(np.prod(shape)):
-        raise PrepareError(f"{path} says it has {count} entries, but its length is another")
+        raise UserError(f"{path} says it has {count} entries, but its length does not match")
     return np.frombuffer(data, np.uint8, offset=4 * words).reshape(count, *shape)
 
 
@@ -93,37 +94,37 @@ def open_fashion_mnist(source: Path) -> Plan:
     """Opens Fashion-MNIST, the four idx files in `source`.
 
     The images are 28 x 28 greyscale PNG files; the test images become the split "val". Raises
-    PrepareError where a file is missing, damaged, or does not fit the others.
+    UserError if a file is missing, damaged, or does not match the others.
     """
     arrays = {}
     for split, prefix in (("train", "train"), ("val", "t10k")):
         images = _idx(source, f"{prefix}-images-idx3-ubyte", (28, 28))
         labels = _idx(source, f"{prefix}-labels-idx1-ubyte", ())
         if len(images) != len(labels) or len(labels) == 0 or labels.max() > 9:
-            raise PrepareError(
-                f"the {prefix} files in {source} do not fit each other: {len(images)} images, "
+            raise UserError(
+                f"the {prefix} files in {source} do not match each other: {len(images)} images, "
                 f"{len(labels)} labels up to {labels.max(initial=0)}"
             )
         arrays[split] = images, labels
 
     def items() -> Iterator[Item]:
         for split, (images, labels) in arrays.items():
-            for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+            for i, (image, label) in enumerate(zip(images, labels, strict=True)):
                 make = partial(png_bytes, image)
-                yield Item(split, FASHION_CLASSES[label], f"{number:05d}.png", make)
+                yield Item(split, FASHION_CLASSES[label], f"{i:05d}.png", make)
 
     notes = [f"reading the idx files in {source}"]
     return Plan(items(), ("train", "val"), {"train": 60_000, "val": 10_000}, notes)
 
 
 def open_sample(classes: int, train: int, val: int, seed: int) -> Plan:
-    """Plans the drawn images of prepare/sample.py: `train` and `val` images for each class.
+    """Plans the drawn images of prepare/sample.py: `train` and `val` images per class.
 
-    Raises PrepareError where more classes are asked for than there are.
+    Raises UserError if more classes are asked for than it can draw.
     """
     names = sample_drawings.CLASS_NAMES
     if classes > len(names):
-        raise PrepareError(f"--classes {classes} is too many: the sample has {len(names)} classes")
+        raise UserError(f"--classes {classes} is too many: the sample has {len(names)} classes")
     numbers = {"train": train, "val": val}
     items = (
         Item(
@@ -166,20 +167,6 @@ def _run_shrink(args: argparse.Namespace) -> None:
     shrink_folder(args.source, args.out, args.size, args.quality, args.workers)
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
-
-
-def _quality(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= 100:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to 100")
-    return number
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line; each sub-command sets `run`, which is given the arguments."""
     parser = argparse.ArgumentParser(
@@ -207,14 +194,14 @@ def build_parser() -> argparse.ArgumentParser:
 
     text = "a small data set of drawn shapes and textures"
     sample = add("sample", _run_sample, text, "data/sample", "data/big --classes 20 --train 1000")
-    for flag, number, what in (
+    for flag, default, what in (
         ("--classes", 10, f"number of classes, at most {len(sample_drawings.CLASS_NAMES)}"),
         ("--train", 100, "training images per class"),
         ("--val", 20, "validation images per class"),
     ):
         text = f"{what} (default: %(default)s)"
-        sample.add_argument(flag, type=_positive, default=number, metavar="N", help=text)
-    text = "another number, other images (default: %(default)s)"
+        sample.add_argument(flag, type=positive, default=default, metavar="N", help=text)
+    text = "random seed: another number gives other images (default: %(default)s)"
     sample.add_argument("--seed", type=int, default=0, metavar="N", help=text)
 
     text = "Fashion-MNIST: 70,000 greyscale images of clothes, 28 x 28 pixels"
@@ -236,11 +223,11 @@ def build_parser() -> argparse.ArgumentParser:
     text = "a copy of an image folder, its images reduced to a short side of at most N pixels"
     examples = ("data/imagenet data/imagenet256", "DATA SMALL --size 400 --quality 95")
     shrink = add("shrink", _run_shrink, text, *examples, source="the image folder to copy")
-    shrink.add_argument("--size", type=_positive, default=256, metavar="N", help=SIZE_HELP)
-    text = "of the JPEG files, 1 to 100 (default: %(default)s)"
-    shrink.add_argument("--quality", type=_quality, default=90, metavar="Q", help=text)
-    text = "processes (default: the usable cores, here %(default)s)"
-    shrink.add_argument("--workers", type=_positive, default=usable_cores(), metavar="N", help=text)
+    shrink.add_argument("--size", type=positive, default=256, metavar="N", help=SIZE_HELP)
+    text = "JPEG quality, 1 to 100 (default: %(default)s)"
+    shrink.add_argument("--quality", type=number(int, 1, 100), default=90, metavar="Q", help=text)
+    text = "processes (default: one per usable core, here %(default)s)"
+    shrink.add_argument("--workers", type=positive, default=usable_cores(), metavar="N", help=text)
     return parser
 
 
@@ -249,12 +236,10 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         args.run(args)
-    except PrepareError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except UserError as error:
+        return report(error)
     except OSError as error:
-        print(f"error: {error.filename or args.out}: {error.strerror or error}", file=sys.stderr)
-        return 2
+        return report(UserError(f"{error.filename or args.out}: {error.strerror or error}"))
     except KeyboardInterrupt:
         text = "interrupted; running the same command again finishes the work"
         print(f"\n{text}" if sys.stderr.isatty() else text, file=sys.stderr)

@@ -1,22 +1,18 @@
-"""Tests of scripts/prepare_data.py with archives: CIFAR-10 and ImageNet 2012.
+"""Tests of `scripts/prepare_data.py cifar10`.
 
 They run real processes, on miniature archives that they make themselves.
 """
 
-import io
 import os
 import pickle
 import struct
-import subprocess
-import sys
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from preparing import fail, images, succeed, tar_bytes
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "prepare_data.py"
 CIFAR_NAMES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
 CIFAR_CLASSES = [
     "airplane",
@@ -30,58 +26,6 @@ CIFAR_CLASSES = [
     "ship",
     "truck",
 ]
-TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
-CSV, DEVKIT = "LOC_val_solution.csv", "ILSVRC2012_devkit_t12.tar.gz"
-TENCH, GOLDFISH = "n01440764", "n01443537"
-VAL_CLASSES = [GOLDFISH, TENCH, TENCH]
-# ILSVRC2012_ID 1 is the goldfish, 2 the tench, and 3 a node above them.
-SYNSETS = [(1, GOLDFISH, "goldfish"), (2, TENCH, "tench"), (3, "n00001740", "entity")]
-MAT_HEADER = b"MATLAB 5.0 MAT-file".ljust(124) + b"\x00\x01IM"
-# The same as scipy.io.savemat(..., do_compression=True) writes it, without the header.
-SCIPY_SYNSETS = """
-DwAAADMBAAB4nONjYGC4wcbAAEQMHEDMxAABrFA+MxAzQjE7EBdX5hWnlhQD5VkYBKHiHUDs6RMcFuRsZGBoFO/pAjIg
-3A9Cw0F5flFKMbJAek5+MYpAXmlufHJGZk5KUWoeWACFAzMjL7UkPiM1Mz2jBKqlpCgxMy8+MzcxPbWYgQ8oaMGA8A8b
-mn8YkTAIcELFIeCDPUi/A5J+Fiz6OZH0C0D5eQaGJibGpsbmUHF0d2AzhwPNHBA/PT8nJS2zOIMY/exo+kH8RAVIsFIW
-DhD3G+DRDwPI+rH5mxx7ydYfMMWBQvsdKIp/A3MzExz+wGYOK5o5IH5Jal5yBpH6R+Of2vHPQUH8A4GhuYkBDn9gM4cN
-zRwQPzWvJLOkcsDjHyMcsOlnQtMvANf+wR7ZHErLY0rSAwA3cUyS"""
-
-
-def run(*arguments, **options):
-    command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, **options
-    )
-
-
-def succeed(*arguments, **options):
-    done = run(*arguments, **options)
-    assert (done.returncode, done.stderr) == (0, ""), done
-    return done.stdout
-
-
-def fail(*arguments, **options):
-    """The error message of a command that must fail with exit code 2 and one line."""
-    done = run(*arguments, **options)
-    assert done.returncode == 2 and done.stderr.startswith("error: "), done
-    assert done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
-
-
-def images(folder):
-    found = (*folder.rglob("*.JPEG"), *folder.rglob("*.png"))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
-
-
-def tar_bytes(members, mode="w"):
-    """A tar of (name, bytes) pairs; bytes of None make a symbolic link."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode=mode) as tar:
-        for name, data in members:
-            member = tarfile.TarInfo(name)
-            member.type = tarfile.SYMTYPE if data is None else tarfile.REGTYPE
-            member.size = len(data or b"")
-            tar.addfile(member, io.BytesIO(data or b""))
-    return file.getvalue()
 
 
 def python2_pickle(pixels, labels):

@@ -11,13 +11,12 @@ import struct
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from preparing import SCRIPT, fail, images, run, succeed, tree
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "prepare_data.py"
 SAMPLE = ("--classes", "4", "--train", "30", "--val", "5")
 CLOTHES = [
     "tshirt_top",
@@ -31,36 +30,6 @@ CLOTHES = [
     "bag",
     "ankle_boot",
 ]
-
-
-def run(*arguments, **options):
-    command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, **options
-    )
-
-
-def succeed(*arguments, **options):
-    done = run(*arguments, **options)
-    assert (done.returncode, done.stderr) == (0, ""), done
-    return done.stdout
-
-
-def fail(*arguments, **options):
-    """The error message of a command that must fail with exit code 2 and one line."""
-    done = run(*arguments, **options)
-    assert done.returncode == 2 and done.stderr.startswith("error: "), done
-    assert done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
-
-
-def tree(folder):
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def images(folder):
-    return {name: data for name, data in tree(folder).items() if not name.startswith(".")}
 
 
 def check_images_whole(folder):
@@ -132,7 +101,8 @@ def test_killed_again_and_again_it_still_finishes(sample, tmp_path):
         kills += process.wait() == -signal.SIGKILL
         check_images_whole(out)
     assert kills == 4 and 40 <= len(list(out.rglob("*.JPEG"))) < 140
-    (out / "train" / "circle" / ".circle_00000.JPEG.part").write_bytes(b"half")
+    for name in ("train/circle/.circle_00000.JPEG.part", "train/circle/.1f.tmp", ".2f.tmp"):
+        (out / name).write_bytes(b"half")
     (out / "train" / "circle" / "circle_00003.JPEG").write_bytes(b"")
     left = tree(out)
     message = fail("sample", out, "--classes", 3)
@@ -151,7 +121,7 @@ def test_ctrl_c_says_how_to_go_on(sample, tmp_path):
     process.send_signal(signal.SIGINT)
     message = process.communicate(timeout=30)[1]
     assert process.returncode == 130 and message.count("\n") == 1 and "same command" in message
-    assert not list(tmp_path.rglob("*.part"))
+    assert not list(tmp_path.rglob("*.tmp"))
     succeed("sample", tmp_path / "out", *SAMPLE)
     assert tree(tmp_path / "out") == tree(sample)
 
@@ -162,7 +132,7 @@ def test_full_disk_leaves_no_half_image(sample, tmp_path):
 
     message = fail("sample", tmp_path / "out", *SAMPLE, preexec_fn=small_files_only)
     assert "cannot write" in message and "same command" in message
-    assert not list(tmp_path.rglob("*.part"))
+    assert not list(tmp_path.rglob("*.tmp"))
     check_images_whole(tmp_path)
     succeed("sample", tmp_path / "out", *SAMPLE)
     assert tree(tmp_path / "out") == tree(sample)
@@ -174,7 +144,8 @@ def test_folders_of_something_else_are_left_alone(sample, tmp_path):
     assert "not cifar10" in fail("cifar10", sample, "--source", tmp_path)
     assert tree(sample) == before
     (tmp_path / "foreign" / "train").mkdir(parents=True)
-    assert "of other origin" in fail("sample", tmp_path / "foreign")
+    message = fail("sample", tmp_path / "foreign")
+    assert "has a train folder that this command did not make" in message
     (tmp_path / "file").write_text("")
     assert "is not a folder" in fail("sample", tmp_path / "file")
     (tmp_path / "bad").mkdir()
@@ -183,7 +154,7 @@ def test_folders_of_something_else_are_left_alone(sample, tmp_path):
     assert "has 20 classes" in fail("sample", tmp_path / "many", "--classes", 21)
     assert not (tmp_path / "many").exists()
     wrong = run("sample", tmp_path / "many", "--train", 0)
-    assert wrong.returncode == 2 and "0 is not a positive number" in wrong.stderr
+    assert wrong.returncode == 2 and "0 is not at least 1" in wrong.stderr
     fcntl = pytest.importorskip("fcntl")
     (tmp_path / "busy").mkdir()
     handle = os.open(tmp_path / "busy", os.O_RDONLY)
@@ -238,7 +209,7 @@ def test_fashion_mnist(tmp_path, suffix):
     [
         ("images-idx3", lambda data: b"\x00\x00\x08\x01" + data[4:], "does not begin like an idx"),
         ("images-idx3", lambda data: data[:3], "does not begin like an idx"),
-        ("images-idx3", lambda data: data[:-1], "its length is another"),
+        ("images-idx3", lambda data: data[:-1], "its length does not match"),
         ("images-idx3", lambda data: data[:8] + struct.pack(">2I", 14, 56) + data[16:], "[14, 56]"),
         ("labels-idx1", lambda data: data[:-1] + b"\x0a", "labels up to 10"),
         ("labels-idx1", lambda data: struct.pack(">2I", 0x801, 1) + b"\x01", "1 labels"),

@@ -43,7 +43,7 @@ def tree(folder):
 
 
 def photo(width, height, seed=0, mode="RGB"):
-    """Soft colours with fine grain; the grain tells a careful reduction from a rough one."""
+    """Soft colours with fine grain, which shows whether a reduction was careful or rough."""
     numbers = np.random.default_rng(seed)
     coarse = Image.fromarray(numbers.integers(0, 256, (5, 7, 3), dtype=np.uint8))
     pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), int)
@@ -52,7 +52,7 @@ def photo(width, height, seed=0, mode="RGB"):
 
 
 def blocks(width, height):
-    """Random colours in blocks of 8 x 8 pixels: to reduce it by leaving out pixels shows."""
+    """Random colours in blocks of 8 x 8 pixels: leaving out pixels in a reduction shows."""
     numbers = np.random.default_rng(0)
     small = numbers.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
     return Image.fromarray(np.kron(small, np.ones((8, 8, 1), np.uint8))[:height, :width])
@@ -76,7 +76,7 @@ def pixels(data):
 
 
 def reference(data, size, quality):
-    """Reduced after a full decode, without any short cut."""
+    """Reduced after a full decode, without any shortcut."""
     with Image.open(io.BytesIO(data)) as image:
         rgb = image.convert("RGB")
     factor = size / min(rgb.size)
@@ -87,7 +87,7 @@ def reference(data, size, quality):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """An image folder with most of what such folders have been seen to hold."""
+    """An image folder with most of the oddities that such folders have been seen to hold."""
     folder = tmp_path_factory.mktemp("source") / "images"
     exif = Image.Exif()
     exif[0x0112] = 6  # to be shown turned by 90 degrees
@@ -211,7 +211,7 @@ def test_what_cannot_be_read_is_named_counted_and_listed(source, shrunk):
     assert len(lines) == 3 and all(line.startswith("copied as it is: ") for line in lines)
     for name in ODD:
         assert sum(f"{source}/train/odd/{name}: " in line for line in lines) == 1
-    assert "truncated" in done.stderr and "it is no image" in done.stderr
+    assert "truncated" in done.stderr and "it is not an image" in done.stderr
     assert f"3 images cannot be read, and were copied as they are: {out}/.unr" in done.stdout
     listed = (out / ".unreadable.txt").read_text().splitlines()
     assert sorted(listed) == [f"train/odd/{name}" for name in ODD]
@@ -287,7 +287,7 @@ def written(out):
 
 
 def start_and_wait_for(images, source, out):
-    """A command that has written so many images more, and the numbers of its processes."""
+    """A command that has written that many more images, and the ids of its processes."""
     before = len(written(out))
     process = subprocess.Popen(
         command(source, out, *OPTIONS),
@@ -345,7 +345,8 @@ def test_killed_again_and_again_it_still_finishes(many, tmp_path):
         all_end(children)
         check_no_damaged_image(source, out)
     assert 36 <= len(written(out)) < 120
-    put(out, {"train/b/sub/.77.part": b"half", "train/b/sub/001.JPEG": b""})
+    left = dict.fromkeys(("train/b/sub/.77.part", "train/b/sub/.7f.tmp", ".8f.tmp"), b"half")
+    put(out, {**left, "train/b/sub/001.JPEG": b""})
     refused = run(source, out, "--size", 32)
     assert refused.returncode == 2 and "not shrink" in refused.stderr
     done = succeed(source, out, *OPTIONS)
@@ -364,7 +365,7 @@ def test_ctrl_c_says_how_to_go_on(many, tmp_path):
     lines = [line for line in message.splitlines() if not line.startswith("copied as it is")]
     assert process.returncode == 130 and len(lines) == 1 and "same command" in lines[0], message
     all_end(children)
-    assert not list(out.rglob("*.part")) and len(written(out)) < 120
+    assert not list(out.rglob("*.tmp")) and len(written(out)) < 120
     check_no_damaged_image(source, out)
     succeed(source, out, *OPTIONS)
     same_tree(out, finished)
@@ -379,7 +380,14 @@ def test_full_disk_leaves_no_half_image(many, tmp_path):
     errors = [line for line in done.stderr.splitlines() if not line.startswith("copied as it is")]
     assert done.returncode == 2 and len(errors) == 1, done.stderr
     assert errors[0].startswith("error: cannot write ") and "same command" in errors[0]
-    assert not list(tmp_path.rglob("*.part")) and not written(tmp_path)
+    assert not list(tmp_path.rglob("*.tmp")) and not written(tmp_path)
+
+
+def test_preparation_needs_no_torch():
+    """Its import takes seconds, in each worker process of `shrink` again."""
+    code = "import sys, prepare_data; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS, timeout=60, check=False)
+    assert done.returncode == 0
 
 
 # ---------------------------------------------------------------------------- refusals
@@ -445,10 +453,17 @@ def test_sources_that_are_no_image_folders_are_refused(refusal, tmp_path):
 
 def test_targets_of_other_origin_and_wrong_numbers_are_refused(source, refusal, tmp_path, capsys):
     put(tmp_path, {"foreign/test/a/x.JPEG": b"x", "file": b"x"})
-    assert "has a test folder of other origin" in refusal(source, tmp_path / "foreign")
+    message = refusal(source, tmp_path / "foreign")
+    assert "has a test folder that this command did not make" in message
     assert "is not a folder" in refusal(source, tmp_path / "file")
-    for option in (("--size", 0), ("--quality", 101), ("--quality", 0), ("--workers", 0)):
+    for option, value, limits in (
+        ("--size", 0, "at least 1"),
+        ("--quality", 101, "from 1 to 100"),
+        ("--quality", 0, "from 1 to 100"),
+        ("--workers", 0, "at least 1"),
+    ):
         with pytest.raises(SystemExit) as stopped:
-            refusal(source, tmp_path / "out", *option)
-        assert stopped.value.code == 2 and f"{option[1]} is not a" in capsys.readouterr().err
+            refusal(source, tmp_path / "out", option, value)
+        assert stopped.value.code == 2
+        assert f"{option}: {value} is not {limits}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -1,49 +1,94 @@
-"""Files that are either there as a whole or not at all."""
+"""Files that exist either as a whole or not at all."""
 
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files that a killed process has left in ``folder``."""
-    for path in folder.glob(".*.tmp"):
-        path.unlink(missing_ok=True)
+TEMPORARY = (".tmp", ".part")  # the second one: by preparations of earlier versions
 
 
-def save_atomically(write: Callable[[Any], None], path: Path, previous: Path | None = None) -> None:
+def save_atomically(
+    write: Callable[[Any], None], path: Path, previous: Path | None = None, durable: bool = True
+) -> None:
     """Let ``write(file)`` fill a temporary file, flush it to disk, then give it its name.
 
     At any instant ``path`` is either the old file or the whole new one; the old one is kept as
-    ``previous``, if that is given. Raises: OSError, and whatever ``write`` raises; ``path`` is then
-    as it was.
+    ``previous``, if that is given. Without ``durable`` nothing is flushed: a killed process still
+    leaves only whole files, but a crash of the whole system may leave an empty one. Raises:
+    OSError, and whatever ``write`` raises; ``path`` is then as it was.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with _temporary(path) as temporary:
         with open(temporary, "wb") as file:
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         if previous is not None and path.exists():
             _keep(path, previous)
         os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
+        if durable:
+            _flush_names(path.parent)
+
+
+def link_atomically(source: Path, path: Path) -> None:
+    """Make ``path`` a hard link to the file ``source``, or a copy where that is impossible.
+
+    Nothing is flushed, as without ``durable`` above. Raises: OSError; ``path`` is then as it was.
+    """
+    with _temporary(path) as temporary:
         try:
-            os.fsync(folder)  # the new name, too, must outlive a power cut
-        finally:
-            os.close(folder)
+            # The resolved path, as a link to a symbolic link would not be a file of its own.
+            os.link(source.resolve(), temporary)
+        except OSError:
+            shutil.copyfile(source, temporary)
+        os.replace(temporary, path)
+
+
+def remove_leftovers(folder: Path, recursive: bool = False) -> None:
+    """Remove the temporary files that a killed process has left in ``folder``.
+
+    ``recursive``: in all folders below it, too. Raises: OSError.
+    """
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if name.startswith(".") and name.endswith(TEMPORARY):
+                Path(parent, name).unlink(missing_ok=True)
+        if not recursive:
+            break
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    """A new name beside ``path``, for a file that an exception removes."""
+    # Random, so that no two threads, processes or nodes share it; not made of the name of ``path``,
+    # which may be as long as the file system allows.
+    temporary = path.with_name(f".{os.urandom(8).hex()}.tmp")
+    try:
+        yield temporary
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _flush_names(folder: Path) -> None:
+    """Let the names in ``folder``, too, outlive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(handle)
 
 
 def _keep(path: Path, name: Path) -> None:
     """Give the file ``path`` a second ``name``."""
-    link = name.with_name(f".{name.name}.{os.getpid()}.tmp")
     try:
-        link.unlink(missing_ok=True)
-        os.link(path, link)
-        os.replace(link, name)
-    except OSError:  # a file system without hard links: for an instant there is ``name`` alone
-        link.unlink(missing_ok=True)
+        with _temporary(name) as link:
+            os.link(path, link)
+            os.replace(link, name)
+            link.unlink(missing_ok=True)  # replace() leaves it where both were the same file
+    except OSError:  # a file system without hard links: for an instant only ``name`` exists
         os.replace(path, name)

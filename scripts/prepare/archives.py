@@ -1,8 +1,8 @@
 """The data sets that come in archives: CIFAR-10 and ImageNet 2012.
 
 Each `open_...` function checks what it can at once and returns a Plan, whose images are read only
-when they are asked for, so that those already written cost little. Archives may be damaged or
-hostile: nothing is unpickled but arrays, and no path in a tar is ever followed.
+on demand, so that those already written cost little. Archives may be damaged or hostile: nothing
+but arrays is unpickled, and no path in a tar is ever followed.
 """
 
 import csv
@@ -20,8 +20,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import numpy as np
-from prepare.files import PrepareError, png_bytes, reading
+from prepare.files import png_bytes, reading
 from prepare.folder import Item, Plan
+
+from utils.errors import UserError
 
 CIFAR_CLASSES = (
     *("airplane", "automobile", "bird", "cat", "deer"),
@@ -40,7 +42,7 @@ VAL_IMAGE = re.compile(r"ILSVRC2012_val_\d{8}\.JPEG")
 class _ArrayUnpickler(pickle.Unpickler):
     """Unpickles numpy arrays and plain containers, and refuses every other name.
 
-    A pickle can call whatever its names are looked up as; here these are three harmless ones.
+    A pickle can call whatever its names resolve to; here only three harmless ones do.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -59,7 +61,7 @@ def _cifar_batch(data: bytes) -> tuple[np.ndarray, list[int]]:
     """Reads a batch of CIFAR-10 from the bytes of its pickle.
 
     Returns the images (N x 32 x 32 x 3, uint8) and their labels (0 to 9). Raises ValueError,
-    UnpicklingError and what else `reading` knows where it is not such a pickle.
+    UnpicklingError or another error that `reading` translates if it is not such a pickle.
     """
     # latin1, as the files were pickled by Python 2, whose strings were bytes.
     batch = _ArrayUnpickler(io.BytesIO(data), encoding="latin1").load()
@@ -78,9 +80,9 @@ def _cifar_batch(data: bytes) -> tuple[np.ndarray, list[int]]:
 def open_cifar10(source: Path) -> Plan:
     """Opens CIFAR-10, cifar-10-python.tar.gz or the folder extracted from it.
 
-    `source` may also be the folder that either is in. The images are 32 x 32 RGB PNG files; the
-    test images become the split "val". Raises PrepareError where a batch is missing or damaged,
-    or is a pickle of anything but arrays.
+    `source` may also be the folder that contains either. The images are 32 x 32 RGB PNG files; the
+    test images become the split "val". Raises UserError if a batch is missing or damaged, or is a
+    pickle of anything but arrays.
     """
     archive, inner = "cifar-10-python.tar.gz", "cifar-10-batches-py"
     names = {name for batches in CIFAR_BATCHES.values() for name in batches}
@@ -88,7 +90,7 @@ def open_cifar10(source: Path) -> Plan:
         if path.is_file() or (path / "data_batch_1").is_file():
             break
     else:
-        raise PrepareError(f"neither {archive} nor the folder {inner} is at {source}")
+        raise UserError(f"neither {archive} nor the folder {inner} was found at {source}")
     pickles: dict[str, bytes] = {}
     if path.is_dir():
         pickles = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
@@ -99,7 +101,7 @@ def open_cifar10(source: Path) -> Plan:
                 if member.isfile() and name in names:
                     pickles[name] = tar.extractfile(member).read()
     for name in sorted(names - set(pickles)):
-        raise PrepareError(f"{path} lacks {name}")
+        raise UserError(f"{path} lacks {name}")
     batches = {}
     for name, data in pickles.items():
         with reading(f"{name} in {path}"):
@@ -153,11 +155,11 @@ def _synset_wnids(mat: bytes) -> dict[int, str]:
     """Reads WordNet id by ILSVRC2012 id from the bytes of the development kit's meta.mat.
 
     This is a MAT version 5 file with a struct array `synsets`, of which only the fields
-    ILSVRC2012_ID and WNID are read. Raises ValueError, struct.error, zlib.error, and what else
-    `reading` knows where it is not.
+    ILSVRC2012_ID and WNID are read. Raises ValueError, struct.error, zlib.error or another error
+    that `reading` translates if it is not.
     """
     if mat[124:128] != b"\x00\x01IM":
-        raise ValueError("meta.mat is no little-endian MAT file of version 5")
+        raise ValueError("meta.mat is not a little-endian MAT file of version 5")
     for _, matrix in _mat_elements(mat[128:]):
         # Flags, dimensions, name, length of a field's name, names of the fields, values.
         _, _, (_, name), *rest = _mat_elements(matrix)
@@ -175,7 +177,7 @@ def _synset_wnids(mat: bytes) -> dict[int, str]:
 
 
 def _read_all(file: BinaryIO, what: object) -> bytes:
-    """The rest of a file, such as one that _tar_members gave; PrepareError where it is damaged."""
+    """Reads the rest of a file, such as one of _tar_members; UserError if it is damaged."""
     with reading(what):
         return file.read()
 
@@ -193,8 +195,8 @@ def _tar_members(
         pattern: what the whole base name of every member must match.
 
     Raises:
-        PrepareError: the tar is damaged or cut short, or has a member with any other name, with a
-            path that leads out of the current folder, without content, or that is no plain file.
+        UserError: the tar is damaged or cut short, or has a member with any other name, with a
+            path that leads out of the current folder, without content, or that is no regular file.
     """
     with reading(what), tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
@@ -208,23 +210,23 @@ def _tar_members(
                 or ".." in path.parts
                 or not pattern.fullmatch(path.name)
             ):
-                raise PrepareError(f"{what} holds {member.name!r}, which does not belong there")
+                raise UserError(f"{what} holds {member.name!r}, which does not belong there")
             yield path.name, tar.extractfile(member)
         # tarfile takes a damaged header for the end; the real end is a block of zeros.
         file.seek(tar.offset)
         if file.read(512) != bytes(512):
-            raise PrepareError(f"{what} is damaged or cut short at byte {tar.offset}")
+            raise UserError(f"{what} is damaged or cut short at byte {tar.offset}")
 
 
 def _val_labels(source: Path) -> tuple[dict[str, str], str]:
-    """WordNet id by file name of the validation images, and the name of the file that told."""
+    """WordNet id by file name of the validation images, and the name of the file it is from."""
     if (source / KAGGLE_CSV).is_file():
         with reading(source / KAGGLE_CSV), (source / KAGGLE_CSV).open(newline="") as file:
             rows = [(row["ImageId"], row["PredictionString"]) for row in csv.DictReader(file)]
             labels = {f"{image}.JPEG": boxes.split()[0] for image, boxes in rows}
-        told = KAGGLE_CSV
+        origin = KAGGLE_CSV
     elif (source / DEVKIT).is_file():
-        told, truth, meta = DEVKIT, "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
+        origin, truth, meta = DEVKIT, "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
         with reading(source / DEVKIT), tarfile.open(source / DEVKIT, "r:*") as tar:
             files = {PurePosixPath(m.name).name: m for m in tar if m.isfile()}
             wnids = _synset_wnids(tar.extractfile(files[meta]).read())
@@ -233,13 +235,13 @@ def _val_labels(source: Path) -> tuple[dict[str, str], str]:
                 f"ILSVRC2012_val_{i:08d}.JPEG": wnids[n] for i, n in enumerate(numbers, start=1)
             }
     else:
-        raise PrepareError(
+        raise UserError(
             f"the classes of the validation images are not known: neither {KAGGLE_CSV} "
             f"nor {DEVKIT} is in {source}"
         )
     if not labels or not all(WNID.fullmatch(wnid) for wnid in labels.values()):
-        raise PrepareError(f"{source / told} does not give a WordNet id for each image")
-    return labels, told
+        raise UserError(f"{source / origin} does not give a WordNet id for each image")
+    return labels, origin
 
 
 def _folder_images(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[str, Path]]:
@@ -247,16 +249,16 @@ def _folder_images(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[str
         if path.name.startswith("."):
             continue
         if not pattern.fullmatch(path.name) or not path.is_file() or path.stat().st_size == 0:
-            raise PrepareError(f"{path} does not belong there")
+            raise UserError(f"{path} does not belong there")
         yield path.name, path
 
 
 def _imagenet_train(source: Path) -> Iterator[Item]:
-    """The training images in a tar of one tar for each class, or in one folder for each class."""
+    """The training images in a tar of one tar per class, or in one folder per class."""
     if source.is_dir():
         for folder in sorted(path for path in source.iterdir() if path.is_dir()):
             if not WNID.fullmatch(folder.name):
-                raise PrepareError(f"{folder} is not named like a class of ImageNet")
+                raise UserError(f"{folder} is not named like an ImageNet class")
             for name, path in _folder_images(folder, TRAIN_IMAGE):
                 yield Item("train", folder.name, name, path)
         return
@@ -273,19 +275,19 @@ def _imagenet_val(source: Path, labels: dict[str, str]) -> Iterator[Item]:
         tar = file and _tar_members(file, source, VAL_IMAGE)
         for name, image in tar or _folder_images(source, VAL_IMAGE):
             if name not in labels:
-                raise PrepareError(f"{source} holds {name}, whose class is not known")
+                raise UserError(f"{source} holds {name}, whose class is not known")
             content = partial(_read_all, image, source) if tar else image
             yield Item("val", labels.pop(name), name, content)
     if labels:
-        raise PrepareError(f"{source} lacks {len(labels)} images, such as {min(labels)}")
+        raise UserError(f"{source} lacks {len(labels)} of the images, such as {min(labels)}")
 
 
 def open_imagenet(source: Path, done: tuple[str, ...]) -> Plan:
-    """Opens ImageNet 2012: the published archives, or the folders of Kaggle's, in `source`.
+    """Opens ImageNet 2012: the published archives, or Kaggle's folders, in `source`.
 
-    The splits in `done` are left out. The images are the original files; those of Kaggle's folders
-    are hard-linked where the file system can. Raises PrepareError where there is nothing to read or
-    the classes of the validation images are not known; reading the plan's items raises it where an
+    The splits in `done` are left out. The images are the original files; those in Kaggle's folders
+    are hard-linked where the file system allows it. Raises UserError if there is nothing to read or
+    the classes of the validation images are not known; reading the plan's items raises it if an
     archive is damaged or holds anything that does not belong there.
     """
     found, notes = {}, []
@@ -295,9 +297,9 @@ def open_imagenet(source: Path, done: tuple[str, ...]) -> Plan:
         if place:
             found[split] = place
         elif split not in done:
-            notes.append(f"not prepared: {split}, as neither {archive} nor {places[1]} is there")
+            notes.append(f"not prepared: {split}, as neither {archive} nor {places[1]} exists")
     if not found and not done:
-        raise PrepareError(
+        raise UserError(
             f"neither {' nor '.join(ARCHIVES.values())} nor the folder {KAGGLE_IMAGES} "
             f"is in {source}"
         )
@@ -308,7 +310,7 @@ def open_imagenet(source: Path, done: tuple[str, ...]) -> Plan:
         if split == "train":
             streams.append(_imagenet_train(found[split]))
         else:
-            labels, told = _val_labels(source)
-            notes.append(f"the classes of the validation images are from {told}")
+            labels, origin = _val_labels(source)
+            notes.append(f"the classes of the validation images are from {origin}")
             streams.append(_imagenet_val(found[split], labels))
     return Plan(chain(*streams), splits, {"train": 1_281_167, "val": 50_000}, notes)

@@ -1,6 +1,6 @@
 """Writes image folders OUT/SPLIT/CLASS/IMAGE in such a way that an interruption never hurts.
 
-An image appears under its name only when it is whole, and marker files tell what a folder holds and
+An image appears under its name only when it is whole, and marker files say what a folder holds and
 whether it is finished, so that a preparation can always be run again to finish the work.
 """
 
@@ -14,8 +14,11 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prepare.files import PrepareError, class_folders, image_files, remove_parts, write_whole
+from prepare.files import images_by_class, write_whole
 from tqdm import tqdm
+
+from utils.atomic import remove_leftovers
+from utils.errors import UserError
 
 try:
     import fcntl
@@ -29,7 +32,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Item(NamedTuple):
-    """One image: its place OUT/split/label/name, and a file to copy or what gives its bytes.
+    """One image: its place OUT/split/label/name, and a file to copy or a function for its bytes.
 
     The name may begin with sub-folders of the class.
     """
@@ -57,11 +60,11 @@ class Plan(NamedTuple):
 
 
 class Progress:
-    """How far the work is: a bar on a terminal; a line every ten seconds elsewhere."""
+    """Shows the progress: as a bar on a terminal, as a line every ten seconds elsewhere."""
 
     def __init__(self, total: int):
         self.total, self.number = total, 0
-        self.said = time.monotonic(), 0  # when the last line was printed, and its number
+        self.said = time.monotonic(), 0  # time and number of images of the last line printed
         self.bar = tqdm(total=total, unit=" images") if sys.stderr.isatty() else None
 
     def __enter__(self) -> "Progress":
@@ -72,7 +75,7 @@ class Progress:
             self.bar.close()
 
     def advance(self) -> None:
-        """Counts one image more."""
+        """Counts one more image."""
         self.number += 1
         if self.bar is not None:
             self.bar.update()
@@ -97,7 +100,7 @@ def _read_marker(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
-        raise PrepareError(f"{path} is damaged; remove the folder {path.parent}") from error
+        raise UserError(f"{path} is damaged; remove the folder {path.parent}") from error
 
 
 def _describe(marker: dict[str, Any]) -> str:
@@ -113,7 +116,7 @@ def _summary(counts: dict[str, dict[str, int]]) -> str:
 
 @contextmanager
 def _only_writer(folder: Path) -> Iterator[None]:
-    """Holds a lock on `folder`, which the system lets go however the process ends."""
+    """Holds a lock on `folder`, which the system releases however the process ends."""
     if fcntl is None:
         yield
         return
@@ -122,7 +125,7 @@ def _only_writer(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise PrepareError(f"another process is preparing {folder} right now") from error
+            raise UserError(f"another process is preparing {folder} right now") from error
         except OSError:
             pass  # some network file systems have no locks
         yield
@@ -140,8 +143,9 @@ def write_in_turn(missing: Iterator[tuple[Path, Item]]) -> Iterator[None]:
 
 def _write_items(out: Path, plan: Plan, write: Writer) -> Counter[str]:
     """Writes the images that `out` lacks and returns how many the plan has, by split."""
+    remove_leftovers(out)
     for split in plan.splits:
-        remove_parts(out / split)
+        remove_leftovers(out / split, recursive=True)
     seen: Counter[str] = Counter()
 
     def missing() -> Iterator[tuple[Path, Item]]:
@@ -162,28 +166,28 @@ def _write_items(out: Path, plan: Plan, write: Writer) -> Counter[str]:
     return seen
 
 
-def _images_by_class(folder: Path) -> dict[str, int]:
-    return {label: sum(1 for _ in image_files(folder / label)) for label in class_folders(folder)}
-
-
 def _check(out: Path, plan: Plan, seen: Counter[str], counts: dict[str, dict[str, int]]) -> None:
     """Compares what lies in `out` with what the source had, and adds it to `counts`."""
     classes = {}
     for split in (*counts, *seen):
-        found = _images_by_class(out / split)
+        found = {label: len(names) for label, names in images_by_class(out / split)}
         classes[split] = set(found)
         if split in seen and sum(found.values()) != seen[split]:
-            raise PrepareError(
+            raise UserError(
                 f"{out / split} has {sum(found.values())} images but the source {seen[split]}: "
                 "remove what does not belong there"
             )
         counts[split] = {"classes": len(found), "images": sum(found.values())}
     # A class that only one split has would shift the numbers of all classes after it.
     both = plan.same_classes and classes.keys() >= {"train", "val"}
-    if both and (odd := classes["train"] ^ classes["val"]):
-        raise PrepareError(
-            f"train and val in {out} do not have the same classes: {len(odd)} are in one "
-            f"only, such as {min(odd)}"
+    if both and classes["train"] != classes["val"]:
+        only = {
+            one: ", ".join(sorted(classes[one] - classes[other])[:3])
+            for one, other in (("train", "val"), ("val", "train"))
+        }
+        raise UserError(
+            f"train and val in {out} do not have the same classes: "
+            + "; ".join(f"only {split} has {names}" for split, names in only.items() if names)
         )
 
 
@@ -197,13 +201,15 @@ def _prepare_locked(
     done, begun = _read_marker(out / PREPARED), _read_marker(out / PREPARING)
     for marker in (done, begun):
         if marker and {key: marker[key] for key in wanted} != wanted:
-            raise PrepareError(
+            raise UserError(
                 f"{out} holds {_describe(marker)}, not {_describe(wanted)}; "
                 "choose another folder or remove that one"
             )
     foreign = next((split for split in ALL_SPLITS if (out / split).exists()), None)
     if not done and not begun and foreign:
-        raise PrepareError(f"{out} has a {foreign} folder of other origin; choose another folder")
+        raise UserError(
+            f"{out} has a {foreign} folder that this command did not make; choose another folder"
+        )
     counts = done.get("counts", {}) if done else {}
     plan = open_plan(tuple(counts)) if set(splits) - set(counts) else None
     for note in plan.notes if plan else []:
@@ -238,21 +244,21 @@ def prepare(
 
     Args:
         out: the folder to make.
-        source: the source's name; together with `options` it tells what the folder holds.
-        options: what else decides the content, as JSON can store it.
+        source: the source's name; together with `options` it says what the folder holds.
+        options: what else determines the content, in types that JSON can store.
         open_plan: opens the source; is given the splits that are finished already.
         write: writes the images that are missing.
         splits: the splits that `out` will have when nothing is left to do.
 
     Raises:
-        PrepareError: `out` holds or is to hold something else, another process is writing it, it
-            cannot be written, or the source is missing or damaged.
+        UserError: `out` holds something else, another process is writing it, it cannot be
+            written, or the source is missing or damaged.
     """
     is_new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise PrepareError(f"{out} is not a folder") from error
+        raise UserError(f"{out} is not a folder") from error
     try:
         with _only_writer(out):
             wanted = {"source": source, "options": options}

@@ -1,12 +1,12 @@
 """Draws the images of the sample data set: shapes and textures that a small network can learn.
 
 The class is what is drawn (a circle, stripes, ...); colours, background, clutter, position, size
-and rotation are random and say nothing about it. Only that a shape is lighter than what is behind
-it is always so, which lets a network learn the classes from a hundred images of each.
+and rotation are random and say nothing about it. A shape is always lighter than what is behind it,
+which lets a network learn the classes from a hundred images of each.
 
 Every random choice of an image depends on (seed, split, class, number) only, never on the images
-drawn before it, so an interrupted preparation that goes on later writes the same bytes as one that
-ran through.
+drawn before it, so an interrupted preparation that is finished later writes the same bytes as an
+uninterrupted one.
 """
 
 import io

@@ -1,14 +1,14 @@
 """Copies an image folder with every image reduced to a short side of at most N pixels.
 
-Training crops are 224 pixels wide, so of a large photograph most is decoded in vain: RESULTS.md has
-what reading the copy costs beside the original. The price is that the smallest training crops,
-which are enlarged, become softer.
+Training crops are 224 pixels wide, so most of a large photograph is decoded in vain; RESULTS.md
+compares the cost of reading the copy and the original. The price is that the smallest training
+crops, which are enlarged, become softer.
 
 An image that is small enough is copied byte for byte. Any other one becomes a JPEG file with the
 pixels of `PIL.Image.convert("RGB")`, reduced, without EXIF and other metadata. It keeps its name,
-whatever its suffix, as the order of training is the order of the names: the training decodes by
-content. What cannot be decoded is named, counted and copied as it is, so that the training's own
-rule for bad files meets it as in the original folder.
+whatever its suffix, as the order of training is the order of the names; training recognises formats
+by content. What cannot be decoded is named, counted and copied as it is, so that training's own
+rule for bad files applies to it as in the original folder.
 """
 
 import io
@@ -19,30 +19,23 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from PIL import Image, UnidentifiedImageError
-from prepare.files import PrepareError, class_folders, image_files, write_whole
+from prepare.files import images_by_class, write_whole
 from prepare.folder import ALL_SPLITS, PREPARING, Item, Plan, prepare
 from prepare.workers import spread
 from tqdm import tqdm
+
+from utils.data.listing import class_names
+from utils.data.rgb import to_rgb
+from utils.errors import UserError
 
 UNREADABLE = ".unreadable.txt"
 # Seen through the evaluation's resize to 256 and crop, bicubic images are nearer to the originals
 # than Lanczos ones, and their files smaller; through training crops both are equally near.
 FILTER = Image.Resampling.BICUBIC
-# A JPEG decoder can leave out every second pixel for little work, but how it does blurs; with so
-# many times the wanted size left, the filter alone decides what the image looks like.
+# A JPEG decoder can halve an image for little work, but the way it does so blurs; with this many
+# times the wanted size left, the filter alone determines what the image looks like.
 DRAFT_MARGIN = 2
-
-
-def _rgb(image: Image.Image) -> Image.Image:
-    """The image as RGB, as the training sees it."""
-    if image.mode.startswith("I"):
-        # 16 bits a pixel: Pillow's own conversion to RGB would clip instead of scale.
-        wide = np.asarray(image, dtype=np.int64)
-        grey = (wide >> 8 if wide.max(initial=0) > 255 else wide).astype(np.uint8)
-        image = Image.fromarray(grey)
-    return image.convert("RGB")
 
 
 def _reduced_size(width: float, height: float, size: int) -> tuple[int, int]:
@@ -55,8 +48,8 @@ def shrink(data: bytes, size: int, quality: int) -> bytes:
 
     Args:
         data: an image file of any format that Pillow reads.
-        size: what its short side may have, in pixels.
-        quality: of the JPEG file, 1 to 100, as libjpeg counts.
+        size: its largest short side, in pixels.
+        quality: of the JPEG file, 1 to 100, on libjpeg's scale.
 
     Returns:
         `data` itself when the image is small enough, else a JPEG file.
@@ -71,8 +64,8 @@ def shrink(data: bytes, size: int, quality: int) -> bytes:
                 return data
             rough = _reduced_size(*image.size, size)
             drafted = image.draft(None, (DRAFT_MARGIN * rough[0], DRAFT_MARGIN * rough[1]))
-            rgb = _rgb(image)
-            # A drafted image's last row and column may be of fractions of a pixel.
+            rgb = to_rgb(image)
+            # A drafted image's last row and column may cover only a fraction of a pixel.
             box = drafted[1] if drafted else (0, 0, *rgb.size)
             small = rgb.resize(_reduced_size(*box[2:], size), FILTER, box)
             small.info.clear()
@@ -80,24 +73,24 @@ def shrink(data: bytes, size: int, quality: int) -> bytes:
             small.save(file, "JPEG", quality=quality)
             return file.getvalue()
     except UnidentifiedImageError as error:
-        raise ValueError("it is no image, or of an unknown format") from error
+        raise ValueError("it is not an image, or of an unknown format") from error
     except MemoryError as error:
-        raise PrepareError("the memory is too small; use fewer --workers") from error
+        raise UserError("out of memory; use fewer --workers") from error
     except Exception as error:  # damaged data makes the decoders raise nearly anything
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(reason or type(error).__name__) from error
 
 
 def _shrink_file(size: int, quality: int, job: tuple[str, str]) -> tuple[str, str, str] | None:
-    """Writes one reduced image; returns source, target and reason of one that cannot be read."""
+    """Writes one reduced image; for one that cannot be read, returns source, target and reason."""
     source, target = job
     try:
         data = Path(source).read_bytes()
     except OSError as error:
-        raise PrepareError(f"cannot read {source} ({error.strerror})") from error
+        raise UserError(f"cannot read {source} ({error.strerror})") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata and of images near the size limit
+            warnings.simplefilter("ignore")  # about odd metadata and images near the size limit
             data = shrink(data, size, quality)
     except ValueError as error:
         return source, target, str(error)
@@ -121,9 +114,7 @@ def _write(
 
 
 def _images(folder: Path) -> Iterator[tuple[str, str]]:
-    for label in class_folders(folder):
-        for name in image_files(folder / label):
-            yield label, name
+    return ((label, name) for label, names in images_by_class(folder) for name in names)
 
 
 def _size(folder: Path) -> tuple[int, int]:
@@ -134,8 +125,8 @@ def _size(folder: Path) -> tuple[int, int]:
 
 def _items(source: Path, out: Path, splits: tuple[str, ...]) -> Iterator[Item]:
     for split in splits:
-        # Also those without images: the numbers of the classes must stay.
-        for label in class_folders(source / split):
+        # Also those without images: the numbers of the classes must not change.
+        for label in class_names(source / split):
             (out / split / label).mkdir(parents=True, exist_ok=True)
         for label, name in _images(source / split):
             yield Item(split, label, name, source / split / label / name)
@@ -162,29 +153,27 @@ def shrink_folder(source: Path, out: Path, size: int, quality: int, workers: int
     Args:
         source: the folder of train/CLASS/, val/CLASS/ and test/CLASS/, or of some of them.
         out: the folder to make.
-        size: what the short sides of its images may have, in pixels.
+        size: the largest short side of its images, in pixels.
         quality: of the JPEG files, 1 to 100.
         workers: the number of processes.
 
     Raises:
-        PrepareError: `source` has no images, one of them cannot be opened, it is not finished, or
+        UserError: `source` has no images, one of them cannot be opened, it is not finished, or
             one folder is inside the other; and whatever `prepare` raises it for.
     """
     source, out = source.expanduser().resolve(), out.expanduser().resolve()
     if source == out:
-        raise PrepareError(
-            f"{source} and the copy are the same folder; choose another for the copy"
-        )
+        raise UserError(f"{source} and the copy are the same folder; choose another for the copy")
     for one, other in ((source, out), (out, source)):
         if one in other.parents:
-            raise PrepareError(f"{other} is inside {one}; choose another folder for the copy")
+            raise UserError(f"{other} is inside {one}; choose another folder for the copy")
     if (source / PREPARING).exists():
-        raise PrepareError(f"{source} is not finished; run the command that makes it again first")
+        raise UserError(f"{source} is not finished; first run the command that makes it again")
     if not source.is_dir():
-        raise PrepareError(f"there is no folder {source}")
+        raise UserError(f"there is no folder {source}")
     splits = tuple(split for split in ALL_SPLITS if next(_images(source / split), None))
     if not splits:
-        raise PrepareError(f"{source} has no images in train/CLASS/ or val/CLASS/")
+        raise UserError(f"{source} has no images in train/CLASS/ or val/CLASS/")
     before: dict[str, tuple[int, int]] = {}
 
     def open_plan(done: tuple[str, ...]) -> Plan:

@@ -10,8 +10,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from prepare.files import PrepareError
-
+from utils.errors import UserError
 from utils.processes.supervise import die_with_parent
 
 Job = TypeVar("Job")
@@ -27,7 +26,7 @@ def _serve(parent: int, jobs: Connection, function: Callable[[Job], Answer]) -> 
         while True:
             try:
                 answers, error = [function(job) for job in jobs.recv()], None
-            except PrepareError as refusal:
+            except UserError as refusal:
                 answers, error = [], str(refusal)
             jobs.send((answers, error))
 
@@ -35,7 +34,7 @@ def _serve(parent: int, jobs: Connection, function: Callable[[Job], Answer]) -> 
 @contextmanager
 def _children_without_ctrl_c() -> Iterator[None]:
     """Processes started here never get SIGINT: a terminal sends it to all, one has to decide."""
-    resource_tracker.ensure_running()  # as its start, else within that of a child, unblocks SIGINT
+    resource_tracker.ensure_running()  # now: its start, else along with a child's, unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -49,20 +48,20 @@ def spread(
     """Calls `function` for each job in one of several processes.
 
     Jobs are taken only as processes are free for them. Closing this iterator, or an exception
-    such as Ctrl-C in it, lets the processes end what they have in hand, and waits for them.
+    such as Ctrl-C in it, lets the processes finish what they have in hand, and waits for them.
 
     Args:
-        function: what to call; it can be pickled.
+        function: what to call; it must be picklable.
         jobs: its arguments.
         workers: the number of processes.
 
     Yields:
-        what `function` returned, in no certain order.
+        what `function` returned, in no particular order.
 
     Raises:
-        PrepareError: `function` raised it, or a process died.
+        UserError: `function` raised it, or a process died.
     """
-    # Spawned, not forked: numpy's threads are there already. The new processes need none.
+    # Spawned, not forked: numpy has started threads already. The new processes need none.
     context = multiprocessing.get_context("spawn")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     pipes: list[Connection] = []
@@ -98,12 +97,12 @@ def _answers(pipes: list[Connection], jobs: Iterator[Any]) -> Iterator[Any]:
             try:
                 answers, error = pipe.recv()
             except (EOFError, OSError) as end:
-                raise PrepareError(
+                raise UserError(
                     "a worker process died, perhaps for lack of memory; run the same command "
                     "again, with fewer --workers, to finish the work"
                 ) from end
             busy.remove(pipe)
             idle.append(pipe)
             if error:
-                raise PrepareError(error)
+                raise UserError(error)
             yield from answers

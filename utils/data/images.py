@@ -16,6 +16,8 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
+from utils.data.rgb import to_rgb
+
 JPEG_MAGIC, JPEG_END = b"\xff\xd8", b"\xff\xd9"
 CROP_SCALE = 0.08  # smallest share of the image's area that a training crop covers
 RATIO = (3 / 4, 4 / 3)  # its width : height
@@ -61,12 +63,7 @@ def decode(data: bytes) -> Tensor:
             pass  # damaged: Pillow's reason is the more readable one
     try:
         with Image.open(io.BytesIO(data)) as picture:
-            if picture.mode.startswith("I"):
-                # 16 bits a pixel: Pillow's own conversion to RGB would clip instead of scale.
-                wide = np.asarray(picture, dtype=np.int64)
-                grey = (wide >> 8 if wide.max(initial=0) > 255 else wide).astype(np.uint8)
-                picture = Image.fromarray(grey)  # noqa: PLW2901
-            pixels = np.array(picture.convert("RGB"))
+            pixels = np.array(to_rgb(picture))
     except UnidentifiedImageError:
         raise ValueError("not an image, or of an unknown format") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as fault:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.data.listing import SUFFIXES, listings
+from utils.data.listing import SUFFIXES, class_names, listings
 from utils.errors import UserError
 
 
@@ -69,7 +69,7 @@ def class_folders(root: Path) -> list[str]:
             "(scripts/prepare_data.py makes them)",
             alike=True,
         )
-    found = sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith("."))
+    found = class_names(root)
     if not found:
         raise UserError(f"folder {root} has no class folders in it", alike=True)
     return found

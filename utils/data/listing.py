@@ -68,7 +68,8 @@ def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listin
 def list_class(root: Path, name: str) -> Listing:
     """List the images of class folder ``name``, sub-folders included. Raises: `UserError`."""
     folders: dict[str, int] = {}
-    images = sorted(_images(str(root), name, folders))
+    found = image_files(str(root), name, folders)
+    images = sorted((os.fsencode(path), _size(entry)) for path, entry in found)
     return Listing(
         b"".join(path for path, _ in images),
         np.array([len(path) for path, _ in images], np.int64),
@@ -77,7 +78,21 @@ def list_class(root: Path, name: str) -> Listing:
     )
 
 
-def _images(root: str, folder: str, folders: dict[str, int]) -> Iterator[tuple[bytes, int]]:
+def class_names(root: Path) -> list[str]:
+    """Sorted names of the class folders in ``root``; none where that is no folder."""
+    if not root.is_dir():
+        return []
+    return sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith("."))
+
+
+def image_files(
+    root: str, folder: str, folders: dict[str, int]
+) -> Iterator[tuple[str, "os.DirEntry[str]"]]:
+    """Every image in ``root/folder`` and its sub-folders, in no particular order.
+
+    Yields its path relative to ``root`` and its directory entry, and adds the folders to
+    ``folders`` (see `Listing`). Raises: `UserError` for a folder that cannot be read.
+    """
     place = os.path.join(root, folder)
     try:
         changed = os.stat(place).st_mtime_ns
@@ -90,9 +105,9 @@ def _images(root: str, folder: str, folders: dict[str, int]) -> Iterator[tuple[b
                     continue
                 path = f"{folder}/{entry.name}"
                 if entry.name.lower().endswith(SUFFIXES):
-                    yield os.fsencode(path), _size(entry)
+                    yield path, entry
                 elif entry.is_dir():
-                    yield from _images(root, path, folders)
+                    yield from image_files(root, path, folders)
     except FileNotFoundError:
         raise UserError(f"class folder {place} is missing", alike=True) from None
     except NotADirectoryError:

@@ -1,0 +1,55 @@
+"""scripts/prepare_data.py run in real processes, and what it has written."""
+
+import io
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+SCRIPT = SCRIPTS / "prepare_data.py"
+
+
+def run(*arguments, **options):
+    command = [sys.executable, SCRIPT, *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, **options
+    )
+
+
+def succeed(*arguments, **options):
+    """What a command prints that must succeed without a word on its error output."""
+    done = run(*arguments, **options)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
+
+
+def fail(*arguments, **options):
+    """The error message of a command that must fail with exit code 2 and one line."""
+    done = run(*arguments, **options)
+    assert done.returncode == 2 and done.stderr.startswith("error: "), done
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def tree(folder):
+    """All files below a folder: path -> bytes."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def images(folder):
+    """The same without the preparation's own files."""
+    return {name: data for name, data in tree(folder).items() if not name.startswith(".")}
+
+
+def tar_bytes(members, mode="w"):
+    """A tar of (name, bytes) pairs; bytes of None make a symbolic link."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode=mode) as tar:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.type = tarfile.SYMTYPE if data is None else tarfile.REGTYPE
+            member.size = len(data or b"")
+            tar.addfile(member, io.BytesIO(data or b""))
+    return file.getvalue()

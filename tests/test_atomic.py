@@ -1,0 +1,89 @@
+"""Files that exist as a whole or not at all; snapshots have tests of their own."""
+
+import os
+
+import pytest
+
+from utils import atomic
+from utils.atomic import link_atomically, remove_leftovers, save_atomically
+
+
+@pytest.fixture
+def flushed(monkeypatch):
+    """The calls of fsync, as they are made."""
+    calls = []
+    monkeypatch.setattr(atomic.os, "fsync", calls.append)
+    return calls
+
+
+def test_only_durable_files_are_flushed(tmp_path, flushed):
+    save_atomically(lambda file: file.write(b"a"), tmp_path / "quick", durable=False)
+    assert (tmp_path / "quick").read_bytes() == b"a"
+    assert not flushed
+    save_atomically(lambda file: file.write(b"a"), tmp_path / "safe")
+    assert len(flushed) == 2  # the file, and its name
+
+
+def test_names_may_be_as_long_as_the_file_system_allows(tmp_path):
+    name = "x" * 255
+    save_atomically(lambda file: file.write(b"a"), tmp_path / name, durable=False)
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("by_link", [True, False])
+def test_linked_or_copied(tmp_path, monkeypatch, by_link):
+    if not by_link:
+        monkeypatch.setattr(atomic.os, "link", refuse)
+    source, path = tmp_path / "source", tmp_path / "path"
+    source.write_bytes(b"new")
+    (tmp_path / "symbolic").symlink_to(source)
+    path.write_bytes(b"old")
+    link_atomically(tmp_path / "symbolic", path)
+    assert path.read_bytes() == b"new"
+    assert not path.is_symlink()
+    assert path.samefile(source) == by_link
+    assert sorted(os.listdir(tmp_path)) == ["path", "source", "symbolic"]
+
+
+def refuse(*_):
+    raise OSError(18, "Invalid cross-device link")
+
+
+def test_a_failing_copy_leaves_the_old_file_and_no_rubbish(tmp_path, monkeypatch):
+    def half(_, target):
+        target.write_bytes(b"n")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(atomic.os, "link", refuse)
+    monkeypatch.setattr(atomic.shutil, "copyfile", half)
+    (tmp_path / "path").write_bytes(b"old")
+    with pytest.raises(OSError, match="No space left"):
+        link_atomically(tmp_path / "source", tmp_path / "path")
+    assert os.listdir(tmp_path) == ["path"]
+    assert (tmp_path / "path").read_bytes() == b"old"
+
+
+def test_previous_that_is_the_same_file_already(tmp_path):
+    """As a process leaves it that is killed between keeping the old file and naming the new one."""
+    path, previous = tmp_path / "path", tmp_path / "previous"
+    path.write_bytes(b"old")
+    os.link(path, previous)
+    save_atomically(lambda file: file.write(b"new"), path, previous)
+    assert (path.read_bytes(), previous.read_bytes()) == (b"new", b"old")
+    assert sorted(os.listdir(tmp_path)) == ["path", "previous"]
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path):
+    kept = ["a.tmp", ".hidden", "x.part", "sub/b.tmp"]
+    for name in (*kept, ".1.tmp", ".1.part", "sub/.2.tmp"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+
+    def left():
+        return {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+
+    remove_leftovers(tmp_path)
+    assert left() == {*kept, "sub/.2.tmp"}
+    remove_leftovers(tmp_path, recursive=True)
+    assert left() == set(kept)
+    remove_leftovers(tmp_path / "missing", recursive=True)
