@@ -2,20 +2,16 @@
 and scripts/compare_runs.py without its pictures."""
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from conftest import ROOT
+import compare_runs
+from compare import comparison, remarks
+from compare.comparison import Comparison
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import compare_runs
-from compare import comparison, remarks
-from compare.comparison import Comparison
 
 SCRIPT = "scripts/compare_runs.py"
 BEGAN = 1_596_976_425.0  # 9 August 2020

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from compare.drawing import spread
 from conftest import ROOT, python
 from event_files import HAL, SCRIPT, epochs_of, write, write_hal
 from PIL import Image
@@ -85,8 +86,6 @@ def test_names_do_not_lie_on_each_other(hal):
     ],
 )
 def test_names_are_moved_no_further_than_needed(heights, places):
-    from compare.drawing import spread
-
     assert spread(heights, 0.1) == pytest.approx(places)
 
 

@@ -6,6 +6,8 @@ import re
 import time
 
 import pytest
+from compare import names
+from compare.labels import shorten
 from conftest import python
 from event_files import (
     BEGAN,
@@ -20,6 +22,8 @@ from event_files import (
     write_hal,
 )
 from torch.utils.tensorboard import SummaryWriter
+
+from utils.run.figures import typical
 
 
 @pytest.mark.parametrize("tensor", [False, True])
@@ -228,6 +232,12 @@ def test_first_epoch_is_set_aside_where_there_are_more(tmp_path, first_step, rat
     assert table(tmp_path / "a")[0]["images_per_s"] == [median]
 
 
+def test_nothing_measured_is_no_figure():
+    assert typical({}) is None
+    assert typical({1: math.nan, 2: math.nan}) is None
+    assert typical({1: 3.0, 2: math.nan, 3: 5.0, 4: 6.0}) == 5.5
+
+
 def test_epochs_counted_from_0(tmp_path):
     write(tmp_path / "old", epochs_of(100, 64, (10, 20), first=0))
     # Validation before any training is at 0 rightly.
@@ -276,8 +286,6 @@ def test_single_files_of_one_folder_are_runs_of_their_own(tmp_path):
     ],
 )
 def test_names_of_folders(name, facts):
-    from compare import names  # found since event_files has been imported
-
     found = names.facts([name])
     assert {key: found.get(key) for key in facts} == facts
     assert bool(found) == bool(facts)
@@ -305,8 +313,6 @@ def test_labels_and_order(tmp_path):
     ],
 )
 def test_short_labels_stay_different(labels, short):
-    from compare.labels import shorten
-
     found = shorten(labels, 10)
     assert short is None or found == short
     assert len(set(found)) >= len(set(labels))
@@ -319,8 +325,8 @@ def test_short_labels_stay_different(labels, short):
         (["good", "nowhere"], "nowhere does not exist"),
         (["nothing"], "nothing holds no event file (they are named events.out.tfevents.*)"),
         (["notes.txt"], "notes.txt holds no event file (they are named events.out.tfevents.*)"),
-        (["good", "--labels", "a", "b"], "2 labels for 1 runs (good); give one a run"),
-        (["good", "--gpus", "1", "2"], "2 numbers of GPUs for 1 runs (good); give one a run"),
+        (["good", "--labels", "a", "b"], "2 labels for 1 runs (good); give one per run"),
+        (["good", "--gpus", "1", "2"], "2 numbers of GPUs for 1 runs (good); give one per run"),
         (["empty"], "empty is left out: it has none of the curves"),
         (["good", "--out", "notes.txt"], "notes.txt"),
     ],

@@ -28,11 +28,21 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
         return super()._get_help_string(action)
 
 
-def _number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
+def number(
+    kind: type, low: float, high: float = math.inf, *, exclusive: bool = False
+) -> Callable[[str], float]:
+    """The type of an option that takes an int or a float (``kind``) from ``low`` to ``high``.
+
+    With ``exclusive``, ``low`` itself is refused: it takes more than that.
+    """
+
     def parse(text: str) -> float:
         value = kind(text)
-        if not low <= value <= high:
-            limits = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        if not low <= value <= high or (exclusive and value == low):
+            limits = f"{'more than' if exclusive else 'at least'} {low:g}"
+            if high < math.inf:
+                both = f"{limits} and at most {high:g}"
+                limits = both if exclusive else f"from {low:g} to {high:g}"
             raise argparse.ArgumentTypeError(f"{text} is not {limits}")
         return value
 
@@ -56,5 +66,5 @@ def http(text: str) -> str:
 
 
 accuracy.__name__ = "accuracy"
-count, positive = _number(int, 0), _number(int, 1)
-share, amount = _number(float, 0, 1), _number(float, 0)
+count, positive = number(int, 0), number(int, 1)
+share, amount = number(float, 0, 1), number(float, 0)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from compare.runs import RATE, STEP_TIME, Run, typical
+from compare.runs import RATE, STEP_TIME, Run
+
+from utils.run.figures import typical
 
 # What must be equal for a ratio of two runs' speeds to mean anything.
 MUST_AGREE = {
