@@ -59,7 +59,7 @@ def test_svg_has_names_and_units(hal):
         assert all(f"{gpus} GPUs" in texts[name] for gpus in HAL)
     assert "top-1 accuracy (%)" in texts["top1_val"]
     assert "images/s" in texts["training_throughput"]
-    assert "ms a step" in texts["training_time"]
+    assert "ms per step" in texts["training_time"]
     for share in ("95 %", "92 %", "89 %", "77 %", "64 %"):
         assert share in texts["training_throughput"]
         assert share in texts["scaling"]

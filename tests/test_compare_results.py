@@ -75,6 +75,6 @@ def test_broken_markers_are_left_alone(root, harm):
         "wrong order": end + text.replace(end, ""),
     }[harm]
     file.write_text(text)
-    with pytest.raises(UserError, match="mend it by hand"):
+    with pytest.raises(UserError, match="correct it by hand"):
         update(root, "x")
     assert file.read_text() == text

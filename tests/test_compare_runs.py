@@ -56,7 +56,7 @@ def test_six_runs_of_2020(tmp_path, tensor, how):
     assert "--train-images" in note(notes, "not recorded by all runs: nodes")
 
 
-def test_steps_of_an_epoch_when_the_number_of_images_is_given(tmp_path):
+def test_steps_per_epoch_when_the_number_of_images_is_given(tmp_path):
     rows, _, _ = table(write_hal(tmp_path), "--train-images", 1281167)
     assert rows["steps_per_epoch"] == ["3080", "1540", "770", "385", "193", "97"]
 
@@ -125,7 +125,7 @@ def test_throughput_of_one_process_and_time_of_an_epoch(tmp_path):
     assert rows["steps_per_epoch"] == ["-", "770", "-"]
     assert "multiplied by 4" in note(notes, "4 GPUs: its throughput is that of one process")
     assert "770 steps" in note(notes, "8 GPUs: its Time/train is that of an epoch")
-    assert "300 images a step" in note(notes, "16 GPUs: .*trust")
+    assert "300 images per step" in note(notes, "16 GPUs: .*trust")
 
 
 def test_accuracy_as_a_share(tmp_path):
@@ -146,7 +146,7 @@ def test_resumed_run(tmp_path):
     rows, notes, both = table(run)
     assert rows["best_top1"] == ["40.00"]
     assert both.runs[0].hours == {1: 1.0, 2: 2.0, 3: 2.5, 4: 3.0}
-    note(notes, "2 of the epochs in its earlier event files were done again")
+    note(notes, "2 of the epochs in its earlier event files were repeated")
     # Killed after one epoch, and resumed once more: what was lost stays lost.
     later = BEGAN + 4 * 86400
     write(run, epochs_of(100, 416, (25,), first=1), began=later, seconds=7200)
@@ -164,11 +164,11 @@ def test_killed_half_way(tmp_path):
     assert rows["speed_up"] == ["1.00", "1.90"]
 
 
-def test_run_that_goes_on(tmp_path):
+def test_run_that_is_still_running(tmp_path):
     file = write(tmp_path / "a", epochs_of(100, 64), began=time.time() - 420, seconds=100)
     file.write_bytes(file.read_bytes()[:-7])  # its last record is being written
     rows, notes, _ = table(tmp_path / "a")
-    assert rows["state"] == ["going on"]
+    assert rows["state"] == ["running"]
     note(notes, "cut off or damaged")
 
 

@@ -20,11 +20,11 @@ POSITIVE = (RATE, STEP_TIME, "Throughput/val", "Time/val")
 class Run:
     """What was recorded of one run.
 
-    ``scalars[tag][epochs finished]``: throughput in images/s over all processes, time in seconds a
-    step, accuracy in per cent. ``hours[epochs finished]``: training time up to there, the pauses
-    between the event files of a resumed run left out; {} where the files' clocks cannot be right.
-    ``facts``: options and machine, as far as known (see `_facts`). ``notes``: sentences about what
-    is odd.
+    ``scalars[tag][epochs finished]``: throughput in images/s over all processes, time in seconds
+    per step, accuracy in per cent. ``hours[epochs finished]``: training time up to there, without
+    the pauses between the event files of a resumed run; {} where the files' clocks cannot be right.
+    ``facts``: options and machine, as far as known (see `reading`). ``notes``: sentences about
+    what is odd.
     """
 
     path: Path
@@ -43,24 +43,21 @@ class Run:
 
     @property
     def epochs(self) -> int | None:
-        """Epochs finished; None where no epoch was."""
+        """Epochs finished; None if none was."""
         found = [max(self.scalars[tag]) for tag in EPOCH_TAGS if self.scalars.get(tag)]
         return max(found, default=None)
 
     def finite(self, tag: str) -> dict[int, float]:
-        """The points of ``tag`` that can be: numbers, and of speeds and times positive ones."""
+        """The plausible points of ``tag``: finite, and positive where it is a speed or a time."""
         low = 0.0 if tag in POSITIVE else -math.inf
         return {x: y for x, y in self.scalars.get(tag, {}).items() if low < y < math.inf}
 
     def median(self, tag: str) -> float | None:
-        """The median of ``tag`` over the epochs; None where nothing (finite) was recorded.
-
-        Epoch 1 is set aside where there are more: caches, processes and compilers warm up in it.
-        """
+        """The median of ``tag`` over the epochs (see `typical`); None if nothing was recorded."""
         return typical(self.finite(tag))
 
     def best(self, tag: str) -> tuple[float, int] | None:
-        """The highest value of ``tag``, and its (first) epoch."""
+        """The highest value of ``tag`` and the first epoch that has it; None if nothing has."""
         points = self.finite(tag)
         epoch = max(points, key=lambda x: (points[x], -x), default=None)
         return None if epoch is None else (points[epoch], epoch)
@@ -71,11 +68,12 @@ class Run:
 
 
 def folder_of(path: Path) -> Path:
-    """The folder that a run's files are in, by its full name."""
+    """The folder of a run's files, as an absolute path."""
     return (path if path.is_dir() else path.parent).resolve()
 
 
 def event_files(path: Path) -> list[Path]:
+    """The event files of the run in folder ``path``, or ``path`` itself if it is one."""
     if not path.is_dir():
         return [path] if is_event_file(path) else []
     return sorted(file for file in path.iterdir() if "tfevents" in file.name and _plain(file))
@@ -86,18 +84,15 @@ def _plain(file: Path) -> bool:
 
 
 def find_runs(path: Path) -> list[Path]:
-    """The runs that ``path`` stands for: an event file, or each folder in it that holds some.
+    """The runs at ``path``: an event file, or every folder from ``path`` down that holds some.
 
     Raises:
         UserError: ``path`` does not exist, or holds no event file.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist")
-    if event_files(path):
-        found = [path]
-        inner = path.rglob("*tfevents*") if path.is_dir() else []
-    else:
-        found, inner = [], path.rglob("*tfevents*")
+    found = [path] if event_files(path) else []
+    inner = path.rglob("*tfevents*") if path.is_dir() else []
     folders = {file.parent for file in inner if _plain(file)} - {path}
     found += sorted(folders, key=lambda folder: names.natural(str(folder)))
     if not found:
