@@ -1,4 +1,4 @@
-"""scripts/bench_input.py: that it measures what it says; not how fast anything is."""
+"""scripts/bench_input.py: that it measures what it claims to; not how fast anything is."""
 
 import json
 

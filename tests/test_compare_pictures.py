@@ -179,7 +179,7 @@ def test_page_is_whole(hal):
     assert all(colour not in text.split("</style>")[1] for colour in ("#f0b030", "#1a1c1e"))
 
 
-def test_wrong_options_are_told_before_a_large_library_is_loaded(tmp_path):
+def test_wrong_options_are_reported_before_a_large_library_is_loaded(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise SystemExit('imported')")
     done = subprocess.run(
         [sys.executable, ROOT / SCRIPT, "nowhere"],

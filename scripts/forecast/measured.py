@@ -1,4 +1,4 @@
-"""What a finished run tells `forecast_scaling.py`: its size, and the seconds per step."""
+"""What `forecast_scaling.py` takes from a finished run: its size, and the seconds per step."""
 
 import json
 from dataclasses import dataclass

@@ -42,7 +42,7 @@ def g4dn(rate: float) -> tuple[Workload, list[Measured]]:
 
 
 def hal_errors(cluster: Cluster) -> list[float]:
-    """The errors on HAL; one GPU's speed is taken from the run on two."""
+    """The errors on HAL; the speed of one GPU is taken from the run on two."""
     return scaling.errors(scaling.fit_compute(HAL_WORK, cluster, HAL[0]), cluster, HAL)
 
 
@@ -81,7 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="draw pictures into it")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="draw pictures into DIR")
     args = parser.parse_args()
     if args.figures:
         pictures(args.figures)
