@@ -66,7 +66,7 @@ def main() -> int:
     print_table("one core", result["one core"])
     args.batches *= 4  # so that the workers' start weighs little
     result["workers"] = compare(indices, args, lambda d, b: by_workers(d, b, args.workers))
-    print_table(f"{args.workers} workers", result["workers"])
+    print_table(f"{args.workers} worker{'s' * (args.workers > 1)}", result["workers"])
     result |= first_batch(indices["originals"], args.workers) | big_index()
     for key in ("first_batch_s", "index_load_s", "worker_growth_mb"):
         print(f"{key}: {result[key]:.3g}")
