@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""How fast do images come in? This suite's input path against the usual two pipelines.
+"""How fast do images come in? This suite's input path against the two usual pipelines.
 
     python scripts/bench_input.py             # on 1,500 images cut out of photographs
     python scripts/bench_input.py DATA        # on the training images of DATA
 
-Rounds of the pipelines follow each other in turn, so that a change of the machine's speed meets all
-of them; the figures are medians, and the ratios are those of CPU time, which other programs on the
-machine disturb least. One core: batches are made in this process by one thread. Workers: the CPU
-time of DataLoader's workers, from their start to their end, handing over included.
+Rounds of the pipelines alternate, so that a change of the machine's speed affects all of them; the
+figures are medians, and the ratios are those of CPU time, which other programs on the machine
+disturb least. One core: batches are made in this process by one thread. Workers: the CPU time of
+DataLoader's workers, from their start to their end, including the transfer of batches.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from bench import photographs, pipelines  # noqa: E402
 from utils.data import listing  # noqa: E402
 from utils.data.index import ImageIndex, class_folders  # noqa: E402
 from utils.errors import UserError  # noqa: E402
+from utils.option_types import positive  # noqa: E402
 from utils.processes import supervise  # noqa: E402
 from utils.samplers import Batch, epoch_order  # noqa: E402
 
@@ -63,9 +64,9 @@ def main() -> int:
     }
     result["one core"] = compare(indices, args, in_process)
     print_table("one core", result["one core"])
-    args.batches *= 4  # so that the start of the workers weighs little
+    args.batches *= 4  # so that the workers' start weighs little
     result["workers"] = compare(indices, args, lambda d, b: by_workers(d, b, args.workers))
-    print_table(f"{args.workers} workers", result["workers"])
+    print_table(f"{args.workers} worker{'s' * (args.workers > 1)}", result["workers"])
     result |= first_batch(indices["originals"], args.workers) | big_index()
     for key in ("first_batch_s", "index_load_s", "worker_growth_mb"):
         print(f"{key}: {result[key]:.3g}")
@@ -79,16 +80,18 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", nargs="?", metavar="DATA", help="folder with train/CLASS/*.JPEG")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of each pipeline (5)")
+    parser.add_argument(
+        "--rounds", type=positive, default=5, metavar="N", help="of each pipeline (5)"
+    )
     parser.add_argument(
         "--batches",
-        type=int,
+        type=positive,
         default=5,
         metavar="N",
-        help=f"a round, of {BATCH} images (5; four times as many for the workers)",
+        help=f"per round, of {BATCH} images (5; four times as many for the workers)",
     )
-    parser.add_argument("-j", "--workers", type=int, default=2, metavar="N", help="(2)")
-    parser.add_argument("--images", type=int, default=1500, metavar="N", help="to make (1500)")
+    parser.add_argument("-j", "--workers", type=positive, default=2, metavar="N", help="(2)")
+    parser.add_argument("--images", type=positive, default=1500, metavar="N", help="to make (1500)")
     parser.add_argument(
         "--photographs",
         type=Path,
@@ -97,17 +100,17 @@ def parse() -> argparse.Namespace:
         + ", ".join(photographs.PACKAGES),
     )
     parser.add_argument("--cache", default=str(ROOT / "data" / "bench"), metavar="DIR")
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    parser.add_argument("--json", metavar="FILE", help="write all figures into FILE")
     return parser.parse_args()
 
 
 def made_images(args: argparse.Namespace) -> Path:
-    """The folder of images cut out of photographs, made if need be."""
+    """The folder of images cut out of photographs, made if it does not exist."""
     found = photographs.find(args.photographs)
     if not found:
         place = f"in {args.photographs}" if args.photographs else "on this machine"
         raise UserError(
-            f"there are no photographs {place}: give DATA, or --photographs DIR, or "
+            f"found no photographs {place}: give DATA, or --photographs DIR, or "
             f"apt-get install {' '.join(photographs.PACKAGES)}"
         )
     cache = Path(args.cache)
@@ -156,7 +159,7 @@ def in_process(dataset: Dataset, batches: list[Batch]) -> Timing:
 
 
 def by_workers(dataset: Dataset, batches: list[Batch], workers: int) -> Timing:
-    """Let ``workers`` make them; CPU time is the workers', handing over included."""
+    """Let ``workers`` make them; CPU time is that of the workers, transfer included."""
     loader = DataLoader(
         dataset, batch_sampler=batches, num_workers=workers, collate_fn=lambda batch: batch
     )
@@ -171,7 +174,7 @@ def by_workers(dataset: Dataset, batches: list[Batch], workers: int) -> Timing:
 
 
 def compare(indices: dict[str, ImageIndex], args: argparse.Namespace, time_it: Any) -> list[Any]:
-    """Rounds of every pipeline on every set: a row for each, with figures a round."""
+    """Rounds of every pipeline on every set: one row each, with the figures of each round."""
     rows = [
         {"pipeline": name, "images": images, "dataset": dataset, "index": index, "rounds": []}
         for images, index in indices.items()
@@ -219,7 +222,7 @@ def first_batch(index: ImageIndex, workers: int) -> dict[str, float]:
 
 
 class Touch(Dataset):
-    """Looks every sample up, and tells the private memory of the worker in MB."""
+    """Looks every sample up, and gives the worker's private memory in MB."""
 
     def __init__(self, index: ImageIndex):
         self.index = index
@@ -262,7 +265,7 @@ def fill_with_names(root: Path) -> None:
     for number, share in enumerate(np.array_split(np.arange(IMAGENET), 1000)):
         name = f"n{number:08}"
         (root / name).mkdir()
-        os.utime(root / name, (1e9, 1e9))  # long ago, or the cache would not be believed
+        os.utime(root / name, (1e9, 1e9))  # long ago, or the cache would not be trusted
         paths = [b"%s/%s_%d.JPEG" % (name.encode(), name.encode(), i) for i in share]
         listings[name] = listing.Listing(
             b"".join(paths),

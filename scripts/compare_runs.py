@@ -1,9 +1,9 @@
-"""Compares training runs, one node against two, say: a table, pictures of the curves and of the
+"""Compares training runs (one node against two, say): a table, pictures of the curves and of the
 speed, and a page with all of it.
 
 Reads the TensorBoard event files of each run, ours or those of older suites with the same tags, and
-nothing else; of runs whose options are not in their event files the folder's name is taken. What it
-cannot find is `-`, and is named below the table. See `python scripts/compare_runs.py --help`.
+nothing else; where the options are not in the event files, what the folder's name says is taken.
+What it cannot find is shown as `-` and named below the table. All options: `--help`.
 """
 
 import argparse
@@ -13,15 +13,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from compare import comparison, page, pictures, remarks, results, runs, tables
+from compare import comparison, page, pictures, reading, remarks, results, runs, tables
 from compare.labels import short_labels
 from compare.runs import Run
 
 from utils.errors import UserError, report
+from utils.option_types import accuracy, number, positive
 
 DESCRIPTION = """Compares training runs by their TensorBoard event files: a table (text; in DIR also
 Markdown and CSV), pictures (PNG and SVG) and compare.html, a page with all of it. The speed-up is
-that to the run with the fewest GPUs."""
+relative to the run with the fewest GPUs."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -29,21 +30,21 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     text = "a run directory, a folder of run directories, or an event file"
     add("runs", nargs="+", type=Path, metavar="RUN", help=text)
-    text = "one a run, in the order of the table (default: names, or what tells the runs apart)"
+    text = "one per run, in the order of the table (default: names, or what tells the runs apart)"
     add("--labels", nargs="+", metavar="LABEL", help=text)
-    text = "number of GPUs, one a run, where neither event file nor folder name has it"
-    add("--gpus", nargs="+", type=_positive, metavar="N", help=text)
-    text = "training images an epoch, where the event files do not have it (ImageNet: 1281167)"
-    add("--train-images", type=_positive, metavar="N", help=text)
-    text = "show the epochs done in this time (default: the time of the shortest run)"
-    add("--within", type=_amount, metavar="HOURS", help=text)
+    text = "numbers of GPUs, one per run, where neither event file nor folder name has it"
+    add("--gpus", nargs="+", type=positive, metavar="N", help=text)
+    text = "training images per epoch, where the event files do not have it (ImageNet: 1281167)"
+    add("--train-images", type=positive, metavar="N", help=text)
+    text = "show the epochs finished in this time (default: that of the shortest run)"
+    add("--within", type=number(float, 0, exclusive=True), metavar="HOURS", help=text)
     text = (
         "show the time to this validation top-1 (0.75 or 75; default: the highest that all reach)"
     )
-    add("--target-top1", type=_accuracy, metavar="A", help=text)
+    add("--target-top1", type=accuracy, metavar="A", help=text)
     text = "folder for table, pictures and page (default: %(default)s)"
     add("--out", type=Path, default=Path("figures"), metavar="DIR", help=text)
-    add("--prefix", default="", metavar="NAME_", help="of the files' names")
+    add("--prefix", default="", metavar="NAME_", help="what the files' names begin with")
     add("--title", help="of the page and of the section in RESULTS.md")
     text = "also write the comparison's section into this file (default: %(const)s)"
     results_file = Path("RESULTS.md")
@@ -51,37 +52,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return int(text)
-
-
-def _amount(text: str) -> float:
-    if not 0 < float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
-    return float(text)
-
-
-def _accuracy(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 100:
-        raise argparse.ArgumentTypeError(f"{text} is neither a share (0.75) nor per cent (75)")
-    return value * 100 if value <= 1 else value
-
-
-_positive.__name__, _amount.__name__, _accuracy.__name__ = "whole number", "number", "accuracy"
-
-
 def read(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
-    """The runs that the command line names, and sentences about those that hold nothing.
+    """The runs that the command line names, and sentences about those that hold no curves.
 
     Runs that were found in a folder come in the order of their GPUs, others as they were typed.
     Raises: `UserError`.
     """
     found: list[Run] = []
     for path in args.runs:
-        below = [runs.read_run(one) for one in runs.find_runs(path)]
+        below = [reading.read_run(one) for one in runs.find_runs(path)]
         found += runs.order(below) if len(below) > 1 else below
     seen: set[Path] = set()
     found = [r for r in found if not (r.path.resolve() in seen or seen.add(r.path.resolve()))]
@@ -97,7 +76,7 @@ def read(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
         if values and len(values) != len(filled):
             names = ", ".join(run.name for run in filled)
             raise UserError(
-                f"{len(values)} {option} for {len(filled)} runs ({names}); give one a run"
+                f"{len(values)} {option} for {len(filled)} runs ({names}); give one per run"
             )
     for run, gpus in zip(filled, args.gpus or (), strict=False):
         run.facts["gpus"] = gpus

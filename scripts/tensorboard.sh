@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# TensorBoard on all runs: bash scripts/tensorboard.sh [HOSTS_FILE]
+# TensorBoard for all runs: bash scripts/tensorboard.sh [HOSTS_FILE]
 #
-# With HOSTS_FILE (a host a line, as ssh takes it: user@host, or user@host:/path/to/runs; # begins a
-# comment) the event files of these hosts are fetched first, and again every minute, into
-# runs/hosts/HOST. Without a path the runs are taken from this repository's place on this machine.
+# With HOSTS_FILE (one host per line, as ssh takes it: user@host, or user@host:/path/to/runs; # begins
+# a comment) the event files of these hosts are fetched first, and again every minute, into
+# runs/hosts/HOST. Without a path: runs/ of this repository, at the same place as on this machine.
 #
 # From the environment:
 #   RUNS   folder of run directories (runs)
@@ -32,7 +32,7 @@ mkdir -p "$runs" || fail "cannot make the folder $runs"
 runs=$(cd "$runs" && pwd)
 ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10)
 
-# fetch HOST[:PATH]: the event files below PATH. By tar where one of the two sides has no rsync.
+# fetch HOST[:PATH]: the event files below PATH. By tar where either side has no rsync.
 fetch() {
     local host=${1%%:*} path=$root/runs target quoted there
     case $1 in *:?*) path=${1#*:} ;; esac
@@ -73,7 +73,7 @@ PY
 
 if [ -n "$hosts" ]; then
     fetch_all
-    # Goes on while this shell's process, which becomes TensorBoard, is there.
+    # Continues while this shell's process, which becomes TensorBoard, lives.
     main=$$
     (
         while true; do
@@ -89,7 +89,7 @@ fi
 host=$(hostname -I 2>/dev/null | cut -d' ' -f1) || host=
 cat <<TEXT
 On your laptop:  ssh -N -L $port:localhost:$port $(id -un)@${host:-$(hostname)}
-then open        http://localhost:$port/#custom_scalars  (all runs over each other; HPARAMS: a table)
+then open        http://localhost:$port/#custom_scalars  (all runs overlaid; HPARAMS: a table)
 (On AWS, take the public address of this machine, and -i KEY.pem.)
 TEXT
 exec "$PYTHON" -m tensorboard.main --logdir "$runs" --host 127.0.0.1 --port "$port" \

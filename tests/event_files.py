@@ -2,30 +2,26 @@
 and scripts/compare_runs.py without its pictures."""
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from conftest import ROOT
+import compare_runs
+from compare import comparison, remarks
+from compare.comparison import Comparison
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
-sys.path.insert(0, str(ROOT / "scripts"))
-import compare_runs
-from compare import comparison, remarks
-from compare.comparison import Comparison
-
 SCRIPT = "scripts/compare_runs.py"
 BEGAN = 1_596_976_425.0  # 9 August 2020
-# Published for ResNet-50 on a cluster of V100: images/s on so many GPUs, in per cent of perfect.
+# Published for ResNet-50 on a cluster of V100: images/s by number of GPUs, and efficiency in %.
 HAL = {2: 1582, 4: 3003, 8: 5819, 16: 11257, 32: 19490, 64: 32619}
 HAL_EFFICIENCY = {2: 100, 4: 95, 8: 92, 16: 89, 32: 77, 64: 64}
 
 
 def folder_name(gpus: int, batch: int = 208, mode: str = "O2", arch: str = "resnet50") -> str:
-    """A run's name as the scripts of 2020 made it up."""
+    """A run's name as the scripts of 2020 generated it."""
     return f"Aug09_12-33-45_hal_{arch}_gpux{gpus}_b{batch}_cpu20_{mode}"
 
 

@@ -1,9 +1,10 @@
-"""scripts/bench_input.py: that it measures what it says; not how fast anything is."""
+"""scripts/bench_input.py: that it measures what it claims to; not how fast anything is."""
 
 import json
 
 import pytest
-from conftest import ROOT, draw_image, python
+from bench import photographs
+from conftest import draw_image, python
 
 BENCH = "scripts/bench_input.py"
 
@@ -43,10 +44,7 @@ def test_all_pipelines_are_measured_on_originals_and_shrunk(photograph, tmp_path
     assert found["machine"]["cores"] > 0
 
 
-def test_made_images_are_the_same_and_not_made_twice(photograph, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    from bench import photographs
-
+def test_made_images_are_the_same_and_not_made_twice(photograph, tmp_path):
     found, contents = photographs.find(photograph), []
     for name in ("one", "other"):
         root = photographs.make(tmp_path / name, found, 12)

@@ -1,4 +1,4 @@
-"""What this suite's own trainings say in their event files: to compare_runs.py and TensorBoard."""
+"""What compare_runs.py and TensorBoard find in the event files of this suite's own trainings."""
 
 import json
 import re
@@ -21,7 +21,7 @@ STATUSES = ["STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING", "STATUS_UNKNOW
 
 @pytest.fixture(scope="module")
 def ours(folder, tmp_path_factory) -> Path:
-    """A run that went on with two processes after an epoch with one."""
+    """A run that was resumed on two processes after an epoch on one."""
     root = tmp_path_factory.mktemp("ours")
     options = ("-p", "2", "--lr", "0.01", "--output-dir", root, "--name", "one")
     train("imagenet_nd.py", "-b", "12", "--epochs", "1", *options, folder)
@@ -34,7 +34,7 @@ def test_all_is_in_the_event_files(ours, tmp_path):
     for file in (ours / "one").glob("*tfevents*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     rows, notes, both = table(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2, "one a session"
+    assert len(list(tmp_path.iterdir())) == 2, "one per session"
     assert {path.is_dir() for path in (ours / "one").iterdir()} == {False}
     shown = {"nodes": "1", "gpus": "2", "arch": "resnet18", "mode": "ddp", "lr": "0.01"}
     shown |= {"batch_per_gpu": "6", "global_batch": "12", "steps_per_epoch": "5", "epochs": "2"}
@@ -73,12 +73,12 @@ def test_differences_in_size_data_and_machine_are_named(tmp_path):
     assert "image size (176, not 224)" in note(notes, "NOT COMPARABLE: c ")
     assert "data (8 images, not 9 images)" in note(notes, "NOT COMPARABLE: d ")
     assert "mode (ddp, not nd)" in note(notes, "b differs from its base a")
-    assert set(rows["state"]) == {"going on"}
+    assert set(rows["state"]) == {"running"}
 
 
 @pytest.fixture(scope="module")
 def tensorboard(ours, tmp_path_factory):
-    """A real TensorBoard on the runs: a function that asks it something."""
+    """A real TensorBoard on the runs: a function that queries it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -118,7 +118,7 @@ def tensorboard(ours, tmp_path_factory):
         log.close()
 
 
-def test_tensorboard_shows_one_line_a_run(tensorboard):
+def test_tensorboard_shows_one_line_per_run(tensorboard):
     body = {"allowedStatuses": STATUSES, "colParams": [], "startIndex": 0, "sliceSize": 9}
     (group,) = tensorboard("plugin/hparams/session_groups", body)["sessionGroups"]
     assert group["name"] == "one"

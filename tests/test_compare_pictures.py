@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from compare.drawing import spread
 from conftest import ROOT, python
 from event_files import HAL, SCRIPT, epochs_of, write, write_hal
 from PIL import Image
@@ -58,7 +59,7 @@ def test_svg_has_names_and_units(hal):
         assert all(f"{gpus} GPUs" in texts[name] for gpus in HAL)
     assert "top-1 accuracy (%)" in texts["top1_val"]
     assert "images/s" in texts["training_throughput"]
-    assert "ms a step" in texts["training_time"]
+    assert "ms per step" in texts["training_time"]
     for share in ("95 %", "92 %", "89 %", "77 %", "64 %"):
         assert share in texts["training_throughput"]
         assert share in texts["scaling"]
@@ -85,8 +86,6 @@ def test_names_do_not_lie_on_each_other(hal):
     ],
 )
 def test_names_are_moved_no_further_than_needed(heights, places):
-    from compare.drawing import spread
-
     assert spread(heights, 0.1) == pytest.approx(places)
 
 
@@ -180,7 +179,7 @@ def test_page_is_whole(hal):
     assert all(colour not in text.split("</style>")[1] for colour in ("#f0b030", "#1a1c1e"))
 
 
-def test_wrong_options_are_told_before_a_large_library_is_loaded(tmp_path):
+def test_wrong_options_are_reported_before_a_large_library_is_loaded(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise SystemExit('imported')")
     done = subprocess.run(
         [sys.executable, ROOT / SCRIPT, "nowhere"],

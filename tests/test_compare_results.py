@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from compare import results
 from conftest import python
 from event_files import SCRIPT, epochs_of, folder_name, table, write
 
@@ -11,8 +12,6 @@ from utils.errors import UserError
 
 def update(root, title):
     """Write the section on the runs in ``root``/runs into ``root``/R.md; whether it changed."""
-    from compare import results
-
     _, _, both = table(root / "runs")
     picture = root / "o" / "top1_val.png"
     return results.update(root / "R.md", both, title, "compare `it`", [picture])
@@ -76,6 +75,6 @@ def test_broken_markers_are_left_alone(root, harm):
         "wrong order": end + text.replace(end, ""),
     }[harm]
     file.write_text(text)
-    with pytest.raises(UserError, match="mend it by hand"):
+    with pytest.raises(UserError, match="correct it by hand"):
         update(root, "x")
     assert file.read_text() == text

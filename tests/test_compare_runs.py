@@ -6,6 +6,8 @@ import re
 import time
 
 import pytest
+from compare import names
+from compare.labels import shorten
 from conftest import python
 from event_files import (
     BEGAN,
@@ -20,6 +22,8 @@ from event_files import (
     write_hal,
 )
 from torch.utils.tensorboard import SummaryWriter
+
+from utils.run.figures import typical
 
 
 @pytest.mark.parametrize("tensor", [False, True])
@@ -52,7 +56,7 @@ def test_six_runs_of_2020(tmp_path, tensor, how):
     assert "--train-images" in note(notes, "not recorded by all runs: nodes")
 
 
-def test_steps_of_an_epoch_when_the_number_of_images_is_given(tmp_path):
+def test_steps_per_epoch_when_the_number_of_images_is_given(tmp_path):
     rows, _, _ = table(write_hal(tmp_path), "--train-images", 1281167)
     assert rows["steps_per_epoch"] == ["3080", "1540", "770", "385", "193", "97"]
 
@@ -121,7 +125,7 @@ def test_throughput_of_one_process_and_time_of_an_epoch(tmp_path):
     assert rows["steps_per_epoch"] == ["-", "770", "-"]
     assert "multiplied by 4" in note(notes, "4 GPUs: its throughput is that of one process")
     assert "770 steps" in note(notes, "8 GPUs: its Time/train is that of an epoch")
-    assert "300 images a step" in note(notes, "16 GPUs: .*trust")
+    assert "300 images per step" in note(notes, "16 GPUs: .*trust")
 
 
 def test_accuracy_as_a_share(tmp_path):
@@ -142,7 +146,7 @@ def test_resumed_run(tmp_path):
     rows, notes, both = table(run)
     assert rows["best_top1"] == ["40.00"]
     assert both.runs[0].hours == {1: 1.0, 2: 2.0, 3: 2.5, 4: 3.0}
-    note(notes, "2 of the epochs in its earlier event files were done again")
+    note(notes, "2 of the epochs in its earlier event files were repeated")
     # Killed after one epoch, and resumed once more: what was lost stays lost.
     later = BEGAN + 4 * 86400
     write(run, epochs_of(100, 416, (25,), first=1), began=later, seconds=7200)
@@ -160,11 +164,11 @@ def test_killed_half_way(tmp_path):
     assert rows["speed_up"] == ["1.00", "1.90"]
 
 
-def test_run_that_goes_on(tmp_path):
+def test_run_that_is_still_running(tmp_path):
     file = write(tmp_path / "a", epochs_of(100, 64), began=time.time() - 420, seconds=100)
     file.write_bytes(file.read_bytes()[:-7])  # its last record is being written
     rows, notes, _ = table(tmp_path / "a")
-    assert rows["state"] == ["going on"]
+    assert rows["state"] == ["running"]
     note(notes, "cut off or damaged")
 
 
@@ -228,6 +232,12 @@ def test_first_epoch_is_set_aside_where_there_are_more(tmp_path, first_step, rat
     assert table(tmp_path / "a")[0]["images_per_s"] == [median]
 
 
+def test_nothing_measured_is_no_figure():
+    assert typical({}) is None
+    assert typical({1: math.nan, 2: math.nan}) is None
+    assert typical({1: 3.0, 2: math.nan, 3: 5.0, 4: 6.0}) == 5.5
+
+
 def test_epochs_counted_from_0(tmp_path):
     write(tmp_path / "old", epochs_of(100, 64, (10, 20), first=0))
     # Validation before any training is at 0 rightly.
@@ -276,8 +286,6 @@ def test_single_files_of_one_folder_are_runs_of_their_own(tmp_path):
     ],
 )
 def test_names_of_folders(name, facts):
-    from compare import names  # found since event_files has been imported
-
     found = names.facts([name])
     assert {key: found.get(key) for key in facts} == facts
     assert bool(found) == bool(facts)
@@ -305,8 +313,6 @@ def test_labels_and_order(tmp_path):
     ],
 )
 def test_short_labels_stay_different(labels, short):
-    from compare.labels import shorten
-
     found = shorten(labels, 10)
     assert short is None or found == short
     assert len(set(found)) >= len(set(labels))
@@ -319,8 +325,8 @@ def test_short_labels_stay_different(labels, short):
         (["good", "nowhere"], "nowhere does not exist"),
         (["nothing"], "nothing holds no event file (they are named events.out.tfevents.*)"),
         (["notes.txt"], "notes.txt holds no event file (they are named events.out.tfevents.*)"),
-        (["good", "--labels", "a", "b"], "2 labels for 1 runs (good); give one a run"),
-        (["good", "--gpus", "1", "2"], "2 numbers of GPUs for 1 runs (good); give one a run"),
+        (["good", "--labels", "a", "b"], "2 labels for 1 runs (good); give one per run"),
+        (["good", "--gpus", "1", "2"], "2 numbers of GPUs for 1 runs (good); give one per run"),
         (["empty"], "empty is left out: it has none of the curves"),
         (["good", "--out", "notes.txt"], "notes.txt"),
     ],

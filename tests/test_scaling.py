@@ -1,19 +1,17 @@
 """The forecast of step time on more nodes: arithmetic, errors on published runs, the tool."""
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, python
-from forecast import scaling
+from conftest import python
+from forecast import published, scaling
 from forecast.scaling import Cluster, Measured, Workload
 from torch.utils.tensorboard import SummaryWriter
 
-sys.path.insert(0, str(ROOT / "scripts"))
-from forecast import published
+from utils.run.tensorboard import entry
 
 TOOL = "scripts/forecast_scaling.py"
 WORK = Workload(batch=128, images_per_s=400, gradient_bytes=100e6)
@@ -42,7 +40,7 @@ def test_one_gpu_computes_and_nothing_else():
 
 
 def test_the_ring_moves_what_it_must():
-    # 4 T4 a node, two nodes: 179 MB a node and step, 143 ms at 10 Gbit/s (ResNet-50, fp32).
+    # 4 T4 per node, two nodes: 179 MB per node and step, 143 ms at 10 Gbit/s (ResNet-50, fp32).
     cluster = Cluster(gpus_per_node=4, network_gbit=10, protocol=1, latency_s=0, local_latency_s=0)
     size = scaling.parameters("resnet50") * 4
     assert scaling.all_reduce_seconds(size, 8, cluster) == pytest.approx(0.143, abs=0.001)
@@ -135,7 +133,7 @@ def test_from_runs(tmp_path):
     runs = [write_run(tmp_path / str(n), n, n, 100 * n**0.9) for n in (4, 1, 2)]
     done = forecast("--from", *runs, "--nodes", "1,2,4,8", "--network-gbit", "1")
     assert done.code == 0, done.err
-    assert "resnet18: 32 images a GPU at 100 images/s alone, 44.7 MB" in done.out
+    assert "resnet18: 32 images per GPU at 100 images/s alone, 44.7 MB" in done.out
     rows = {line.split()[1]: line.split() for line in done.out.splitlines() if "%" in line}
     assert rows["1"][-3:] == ["320.0", "+0.0", "%"]
     assert rows["8"][-2:] == ["-", "-"]
@@ -154,6 +152,19 @@ def test_from_event_files_of_an_older_suite(tmp_path):
     assert done.code == 0, done.err
     (row,) = [line for line in done.out.splitlines() if line.split()[:2] == ["1", "2"]]
     assert row.split()[-3] == "263.0"
+
+
+def test_from_event_files_of_a_run_that_was_killed(tmp_path):
+    options = {"arch": "resnet18", "gpus": 2, "nodes": 2, "batch_per_gpu": 32, "global_batch": 64}
+    with SummaryWriter(str(tmp_path / "any_name")) as writer:
+        for part in entry(options | {"class_count": 10}, "any_name"):
+            writer.file_writer.add_summary(part, 0)
+        writer.add_scalar("Throughput/train", 200.0, 1)
+    done = forecast("--from", tmp_path / "any_name", "--nodes", "2")
+    assert "resnet18: 32 images per GPU at" in done.out, done.err
+    assert "44.7 MB" in done.out
+    (row,) = [line for line in done.out.splitlines() if line.split()[:2] == ["2", "2"]]
+    assert row.split()[-3] == "320.0"
 
 
 @pytest.mark.parametrize("found", ["", "[]", '{"arch": "resnet18"}', '{"images_per_s": null}'])
@@ -176,8 +187,8 @@ def test_a_run_of_another_kind_is_refused(tmp_path):
         (("--gpu-images-per-s", "400", "--nodes", "1,4,2"), "not a rising list"),
         (("--gpu-images-per-s", "400", "--nodes", "...,8"), "not a rising list"),
         (("--gpu-images-per-s", "400", "--nodes", "1,2,..."), "not a rising list"),
-        (("--gpu-images-per-s", "-1"), "--gpu-images-per-s -1 is too small"),
-        (("--gpu-images-per-s", "400", "--protocol", "0"), "--protocol 0 is too small"),
+        (("--gpu-images-per-s", "-1"), "--gpu-images-per-s: -1 is not more than 0"),
+        (("--gpu-images-per-s", "400", "--protocol", "0"), "--protocol: 0 is not more than 0"),
         (("--gpu-images-per-s", "400", "-a", "resnet51"), "unknown arch"),
         (("--from", "nowhere"), "nowhere is not a run directory"),
         (("--gpu-images-per-s", "400", "--fit-network"), "needs a second RUN"),

@@ -16,7 +16,7 @@ from conftest import ROOT, environment
 from event_files import epochs_of, write
 from running import descendants, eventually
 
-# Stands in for ssh: options, host, command; of "away" nothing can be reached.
+# Stands in for ssh: options, host, command; a host called "away" cannot be reached.
 SSH = """#!/bin/bash
 while [[ $1 == -* ]]; do [[ $1 == -[ol] ]] && shift; shift; done
 host=$1; shift
@@ -53,7 +53,7 @@ class Started:
 
 @pytest.fixture
 def start(tmp_path):
-    """Start the script; it is ended, with all that it has started, at the end of the test."""
+    """Start the script; it is killed, with all that it has started, at the end of the test."""
     started = []
 
     def begin(*arguments, **env):

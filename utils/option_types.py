@@ -28,13 +28,21 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
         return super()._get_help_string(action)
 
 
-def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
-    """An argparse ``type``: an int or float (``kind``) from ``low`` to ``high``."""
+def number(
+    kind: type, low: float, high: float = math.inf, *, exclusive: bool = False
+) -> Callable[[str], float]:
+    """The type of an option that takes an int or a float (``kind``) from ``low`` to ``high``.
+
+    With ``exclusive``, ``low`` itself is refused: it takes more than that.
+    """
 
     def parse(text: str) -> float:
         value = kind(text)
-        if not low <= value <= high:
-            limits = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        if not low <= value <= high or (exclusive and value == low):
+            limits = f"{'more than' if exclusive else 'at least'} {low:g}"
+            if high < math.inf:
+                both = f"{limits} and at most {high:g}"
+                limits = both if exclusive else f"from {low:g} to {high:g}"
             raise argparse.ArgumentTypeError(f"{text} is not {limits}")
         return value
 

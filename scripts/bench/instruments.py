@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What do the instruments cost that are always on? Step timer and monitor, on against off.
+"""What do the always-on instruments cost? The step timer and the monitor, on and off.
 
     python scripts/bench/instruments.py [-a resnet18] [-b 16] [--image-size 64]
 
 Trains with DistributedDataParallel in a process group of one, on the GPU if there is one. Rounds
-with and without instruments follow each other in turn, so that a change of the machine's speed
-meets both; the ratio is the median of the rounds' ratios. On the CPU it is that of CPU time, which
-other programs disturb least. The calls alone are timed, too.
+with and without instruments alternate, so that a change of the machine's speed affects both; the
+ratio is the median of the rounds' ratios. On the CPU it is that of CPU time, which other programs
+disturb least. The calls alone are timed, too.
 """
 
 import argparse
@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from utils import models  # noqa: E402
 from utils.instruments import monitor  # noqa: E402
 from utils.instruments.step_time import StepTimer  # noqa: E402
+from utils.option_types import number, positive  # noqa: E402
 
 
 def main() -> int:
@@ -35,10 +36,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-a", "--arch", default="resnet18")
-    parser.add_argument("-b", "--batch-size", type=int, default=16, metavar="N")
-    parser.add_argument("--image-size", type=int, default=64, metavar="PX")
-    parser.add_argument("--rounds", type=int, default=30, metavar="N", help="of each kind (30)")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="a round (10)")
+    parser.add_argument("-b", "--batch-size", type=positive, default=16, metavar="N")
+    parser.add_argument("--image-size", type=positive, default=64, metavar="PX")
+    parser.add_argument(
+        "--rounds", type=number(int, 2), default=30, metavar="N", help="of each kind (30)"
+    )
+    parser.add_argument("--steps", type=positive, default=10, metavar="N", help="per round (10)")
     args = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
@@ -52,7 +55,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace, device: torch.device) -> None:
-    """Time and print."""
+    """Take the times and print them."""
     sources: list[monitor.Source] = [monitor.Cpu()]
     gpu = monitor.gpu_source(monitor.gpu_name(device)) if device.type == "cuda" else None
     sources += [gpu] if gpu is not None else []
@@ -65,13 +68,13 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
     criterion = nn.CrossEntropyLoss()
     clock = time.perf_counter if device.type == "cuda" else time.process_time
 
-    def steps(number: int, on: bool) -> float:
-        """Seconds a step."""
+    def steps(count: int, on: bool) -> float:
+        """Seconds per step, over ``count`` steps."""
         watcher = monitor.Monitor(sources) if on else None
         if on:
             timer.start()
         began = clock()
-        for _ in range(number):
+        for _ in range(count):
             if on:
                 timer.begin()
             criterion(replica(images), targets).backward()
@@ -87,35 +90,35 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
             timer.stop()
             watcher.ended.set()
             watcher.thread.join()
-        return seconds / number
+        return seconds / count
 
     steps(3, False)
     pairs = []
-    for number in range(args.rounds):
-        kinds = (True, False) if number % 2 else (False, True)
+    for turn in range(args.rounds):
+        kinds = (True, False) if turn % 2 else (False, True)
         times = {on: steps(args.steps, on) for on in kinds}
         pairs.append((times[True], times[False]))
     low, ratio, high = statistics.quantiles((on / off for on, off in pairs), n=4)
     step = statistics.median(off for _, off in pairs)
     print(
         f"{args.arch}, {args.batch_size} images of {args.image_size} pixels on {device.type}: "
-        f"{1000 * step:.2f} ms a step; on/off {ratio:.4f} (median of {args.rounds} "
+        f"{1000 * step:.2f} ms per step; on/off {ratio:.4f} (median of {args.rounds} "
         f"pairs; half of them from {low:.4f} to {high:.4f})"
     )
     calls = timer_calls(timer) / step
     sample = sampling(sources)
     print(
-        f"the timer's calls alone: {1e6 * calls * step:.1f} us a step, {calls:.3%} of it; "
-        f"a sample of the monitor: {1e3 * sample:.2f} ms of CPU time each "
+        f"the timer's calls alone: {1e6 * calls * step:.1f} us per step, {calls:.3%} of it; "
+        f"a sample of the monitor: {1e3 * sample:.2f} ms of CPU time every "
         f"{monitor.SECONDS:g} s, {sample / monitor.SECONDS / (os.cpu_count() or 1):.3%} of the node"
     )
 
 
-def timer_calls(timer: StepTimer, number: int = 2000) -> float:
-    """Seconds of host time that the calls of a step take, callbacks included."""
+def timer_calls(timer: StepTimer, steps: int = 2000) -> float:
+    """Seconds of host time per step that the timer's calls take, callbacks included."""
     timer.start()
     began = time.perf_counter()
-    for _ in range(number):
+    for _ in range(steps):
         timer.begin()
         timer.now.local = timer.clock.mark()
         timer._all_gradients()
@@ -125,16 +128,16 @@ def timer_calls(timer: StepTimer, number: int = 2000) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     timer.stop()
-    return seconds / number
+    return seconds / steps
 
 
-def sampling(sources: list[monitor.Source], number: int = 100) -> float:
-    """Seconds of CPU time of one sample."""
+def sampling(sources: list[monitor.Source], samples: int = 100) -> float:
+    """Seconds of CPU time per sample."""
     began = time.process_time()
-    for _ in range(number):
+    for _ in range(samples):
         for source in sources:
             source.read()
-    return (time.process_time() - began) / number
+    return (time.process_time() - began) / samples
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from PIL import Image
 
-PACKAGES = {  # Debian and Ubuntu package: where its photographs lie
+PACKAGES = {  # Debian or Ubuntu package: where its photographs are
     "lomiri-wallpapers-16.04": "/usr/share/backgrounds/*_by_*.jpg",
     "mate-backgrounds": "/usr/share/backgrounds/mate/nature/*.jpg",
 }
-VERSION = 3  # of the rules below; another one makes the images anew
+VERSION = 3  # of the rules below; with a new one, images are made again
 CLASSES = 10
 CANDIDATES = 6
 SHAPES = ((500, 375), (500, 333), (375, 500), (640, 480), (500, 500), (400, 300))  # width, height
@@ -22,7 +22,7 @@ KILOBYTES = (70, 170)  # ImageNet's mean is 110
 
 
 def find(folder: Path | None = None) -> list[Path]:
-    """Photographs in ``folder``, or else those of `PACKAGES` that are installed."""
+    """Photographs in ``folder``, or else those of the installed `PACKAGES`."""
     if folder is not None:
         return sorted(p for p in folder.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))
     return sorted(
@@ -31,10 +31,10 @@ def find(folder: Path | None = None) -> list[Path]:
 
 
 def make(cache: Path, photographs: list[Path], images: int, seed: int = 0) -> Path:
-    """Make a folder in ``cache`` with ``images`` JPEG files in train/CLASS/, unless it is there.
+    """Make a folder in ``cache`` with ``images`` JPEG files in train/CLASS/, unless it exists.
 
-    Sizes near 500 x 375 pixels and 110 KB; the same files for the same photographs and seed. It is
-    made beside its place and renamed when it is whole. Returns: the folder.
+    Sizes are near 500 x 375 pixels and 110 KB; equal photographs and seeds give equal files. The
+    folder is made under another name and renamed when it is complete. Returns: the folder.
     """
     recipe = {"photographs": [str(p) for p in photographs], "images": images, "seed": seed}
     text = json.dumps(recipe | {"version": VERSION})

@@ -1,7 +1,7 @@
 """Three ways from JPEG files to batches of 224-pixel training crops.
 
-Each is a dataset whose ``__getitems__`` makes a whole batch of what `ImageBatches` is asked for, so
-that all three are driven, and handed over by workers, in the same way.
+Each is a dataset whose ``__getitems__`` makes a whole batch from a `Batch`, as `ImageBatches` does,
+so that all three are driven, and their batches handed over by workers, in the same way.
 """
 
 import numpy as np
@@ -61,7 +61,7 @@ class UsualUint8(Usual):
 
 
 def all_of(index: ImageIndex) -> dict[str, Dataset]:
-    """The pipelines by name, the one that the others are compared with first."""
+    """The pipelines by name; the first is the one that the others are compared with."""
     found = {
         "pytorch/examples": Usual(index),
         "Apex example": UsualUint8(index),

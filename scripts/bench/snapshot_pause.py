@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""How long training stands still for a snapshot, beside a torch.save that it would wait for.
+"""How long training pauses for a snapshot, compared with waiting for a torch.save.
 
     python scripts/bench/snapshot_pause.py [-a resnet50] [--rounds 7] [--folder DIR]
 
-Both write the same content (weights, momentum, position) to the same disk, flushed, in turns.
+Both write the same content (weights, momentum, position) to the same disk, flushed, in turn.
 """
 
 import argparse
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import models
 from utils.amp.loss_scale import LossScaler
 from utils.optim import sgd
+from utils.option_types import positive
 from utils.run.checkpoint import TrainState, snapshot_of
 from utils.run.snapshots import SNAPSHOT, SnapshotWriter, write
 
@@ -28,8 +29,8 @@ from utils.run.snapshots import SNAPSHOT, SnapshotWriter, write
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-a", "--arch", default="resnet50")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", type=Path, help="on the disk to write to; default: temporary")
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--folder", type=Path, help="on the disk to write to (a temporary one)")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = models.create(args.arch, 1000, 224, False).to(device)
@@ -41,7 +42,7 @@ def main() -> None:
     waits, pauses, writes = [], [], []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         writer = SnapshotWriter(Path(folder))
-        for _ in range(args.rounds + 1):  # the first of each makes its buffers
+        for _ in range(args.rounds + 1):  # the first of each allocates its buffers
             began = time.perf_counter()
             write(content(), Path(folder) / SNAPSHOT)
             waits.append(time.perf_counter() - began)

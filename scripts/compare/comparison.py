@@ -1,4 +1,4 @@
-"""What several runs say when they are laid beside each other: a row a quantity, a column a run."""
+"""Several runs side by side: one row per quantity, one column per run."""
 
 import math
 import time
@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from compare.runs import RATE, STEP_TIME, Run, typical
+from compare.runs import RATE, STEP_TIME, Run
+
+from utils.run.figures import typical
 
 # What must be equal for a ratio of two runs' speeds to mean anything.
 MUST_AGREE = {
@@ -31,8 +33,8 @@ class Row:
 class Comparison:
     """Runs and their table.
 
-    ``bases[i]`` is the run that the speed of run i is divided by; None where there is none that it
-    can be compared with.
+    ``bases[i]`` is the run whose speed that of run i is divided by; None where no run can be
+    compared with it.
     """
 
     runs: list[Run]
@@ -43,11 +45,11 @@ class Comparison:
     target: float | None = None  # per cent
 
     def speed_up(self, i: int) -> float | None:
-        """Images/s of run i to those of its base."""
+        """Images/s of run i relative to its base."""
         return _ratio(self.runs[i].median(RATE), self._of_base(i, RATE))
 
     def efficiency(self, i: int) -> float | None:
-        """Images/s per GPU of run i to those of its base: 1 is perfect scaling."""
+        """Images/s per GPU of run i relative to its base: 1 is perfect scaling."""
         base = self.bases[i]
         more = _ratio(self.runs[i].known("gpus"), base.known("gpus") if base else None)
         return _ratio(self.speed_up(i), more)
@@ -65,7 +67,7 @@ def compare(
     runs: list[Run], within: float | None = None, target: float | None = None
 ) -> Comparison:
     """Compare ``runs``: ``within`` hours for "epochs done", ``target`` top-1 (%) for "time to";
-    chosen so that all runs have reached them where None."""
+    where None, chosen so that all runs have reached them."""
     both = Comparison(runs, within=within, target=target)
     _find_bases(both)
     if within is None:
@@ -79,14 +81,14 @@ def compare(
 
 
 def _round_down(hours: float) -> float:
-    """Two digits of ``hours``, none of them too much."""
+    """``hours`` rounded down to two digits."""
     unit = 10.0 ** (math.floor(math.log10(hours)) - 1) if hours > 0 else 1.0
     return float(f"{math.floor(hours / unit + 1e-9) * unit:.6g}")
 
 
 def _find_bases(both: Comparison) -> None:
-    """In each group of comparable runs the base is the one with the fewest GPUs, or, where their
-    numbers are not known, the first."""
+    """In each group of comparable runs the base is the one with the fewest GPUs, or, where that is
+    not known, the first."""
     groups: list[list[Run]] = []
     for run in both.runs:
         for group in groups:
@@ -107,7 +109,7 @@ def _find_bases(both: Comparison) -> None:
 
 
 def differ(one: Run, other: Run, keys: dict[str, str]) -> list[str]:
-    """What differs of ``keys`` (fact: its name) as far as both runs know it."""
+    """The names of the facts in ``keys`` (fact: its name) that both runs know and that differ."""
     found = []
     for key, name in keys.items():
         a, b = one.known(key), other.known(key)
@@ -117,7 +119,7 @@ def differ(one: Run, other: Run, keys: dict[str, str]) -> list[str]:
 
 
 def number(value: float | None) -> str:
-    """A figure with four significant digits; 1000 and more without decimals."""
+    """A figure with four significant digits; from 1000 on without decimals."""
     if value is None or not math.isfinite(value):
         return NONE
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -155,8 +157,8 @@ def _fill(both: Comparison) -> None:
     fact("mode", "mode")
     add("learning rate (highest)", "lr", [_highest(run, "Lr") for run in runs])
     fact("batch per GPU", "batch_per_gpu")
-    fact("batch, global", "global_batch")
-    fact("steps an epoch", "steps_per_epoch")
+    fact("global batch", "global_batch")
+    fact("steps per epoch", "steps_per_epoch")
     rates = [run.median(RATE) for run in runs]
     add("images/s", "images_per_s", rates)
     per_gpu = [_ratio(rate, run.known("gpus")) for rate, run in zip(rates, runs, strict=True)]
@@ -169,14 +171,14 @@ def _fill(both: Comparison) -> None:
         lambda x: f"{x:.2f}",
     )
     add("scaling efficiency", "scaling_efficiency", [both.efficiency(i) for i in places], _share)
-    add("time of a step, ms", "step_ms", [_times(run.median(STEP_TIME), 1000) for run in runs])
+    add("time per step, ms", "step_ms", [_times(run.median(STEP_TIME), 1000) for run in runs])
     epoch_hours = [_ratio(run.epoch_seconds, 3600) for run in runs]
-    add("time of an epoch", "epoch_h", epoch_hours, duration)
+    add("time per epoch", "epoch_h", epoch_hours, duration)
     add("epochs finished", "epochs", [run.epochs for run in runs])
     if both.within is not None:
         done = [_done_within(run, both.within) for run in runs]
         add(f"epochs in {duration(both.within)}", "epochs_within", done)
-    add("time in all", "hours", [max(run.hours.values(), default=None) for run in runs], duration)
+    add("total time", "hours", [max(run.hours.values(), default=None) for run in runs], duration)
     for tag, name in (("Top1/val", "top-1"), ("Top5/val", "top-5")):
         best = [run.best(tag) for run in runs]
         key = tag[:4].lower()
@@ -203,7 +205,7 @@ def _fill(both: Comparison) -> None:
         reached = [_reached(run, both.target) for run in runs]
         title = f"time to top-1 of {both.target:g} %"
         add(title, "target_h", [r if r is None else r[1] for r in reached], duration)
-        add("  epochs to it", "target_epochs", [r if r is None else r[0] for r in reached])
+        add("  epochs needed", "target_epochs", [r if r is None else r[0] for r in reached])
     add(
         "waiting for data", "data_wait_share", [run.median("IO/wait_share") for run in runs], _share
     )
@@ -219,7 +221,7 @@ def _fill_steps_and_devices(both: Comparison, add: Callable[..., None]) -> None:
             whole = sum(value for value in parts.values() if value is not None)
             shares.append(_ratio(parts[part], whole))
         if any(share is not None for share in shares):
-            add(f"  of a step: {part}", f"step_{part}_share", shares, _share)
+            add(f"  share of step: {part}", f"step_{part}_share", shares, _share)
     for title, tag, key in DEVICES:
         values = [device(run, tag) for run in runs]
         if (tag.startswith("GPU/") and key != "gpu_w") or any(v is not None for v in values):
@@ -238,12 +240,12 @@ DEVICES = (
 
 
 def ranks_of(run: Run, family: str) -> list[str]:
-    """The tags of ``family`` (GPU/utilisation, say), one a rank."""
+    """The tags of ``family`` (GPU/utilisation, say), one per rank."""
     return sorted(tag for tag in run.scalars if tag.startswith(f"{family}_rank"))
 
 
 def device(run: Run, family: str) -> float | None:
-    """The mean over ranks of a device's median; of memory the highest that any rank has used."""
+    """The mean over ranks of a device's median; for memory, the most that any rank has used."""
     tags = ranks_of(run, family)
     if family.endswith("memory_gb"):
         values = [y for tag in tags for y in run.finite(tag).values()]
@@ -253,7 +255,7 @@ def device(run: Run, family: str) -> float | None:
 
 
 def _part_of_step(run: Run, part: str) -> float | None:
-    """Seconds of a step that went by with data, compute or communication."""
+    """Seconds of a step that were spent on data, compute or communication."""
     seconds = run.median(f"Time/{part}")
     if seconds is not None:
         return seconds
@@ -270,13 +272,13 @@ def _highest(run: Run, tag: str) -> float | None:
 
 
 def _done_within(run: Run, hours: float) -> int | None:
-    if not run.hours or (max(run.hours.values()) < hours and run.state == "going on"):
+    if not run.hours or (max(run.hours.values()) < hours and run.state == "running"):
         return None
     return max((x for x, h in run.hours.items() if h <= hours * (1 + 1e-9)), default=0)
 
 
 def _reached(run: Run, top1: float) -> tuple[int, float | None] | None:
-    """The first epoch after which ``top1`` was reached, and the hours up to there."""
+    """The first epoch after which ``top1`` was reached, and the hours until then."""
     points = run.finite("Top1/val")
     epoch = next((x for x in sorted(points) if points[x] >= top1), None)
     return None if epoch is None else (epoch, run.hours.get(epoch))

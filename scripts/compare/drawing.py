@@ -1,7 +1,7 @@
 """How a picture is drawn: colours, curves with their names at the end, bars, scaling.
 
-Each figure has fixed margins: matplotlib's own layouts draw a figure several times, and take most
-of the time of the whole comparison.
+Each figure has fixed margins: matplotlib's own layouts draw a figure several times, which would
+take most of the time of a comparison.
 """
 
 import math
@@ -13,15 +13,15 @@ from compare.comparison import Comparison, number, ranks_of
 from compare.labels import shorten
 from compare.runs import RATE, Run
 
-# From pale to dark, so that the runs differ in grey too and a later curve shows on an earlier one.
+# From pale to dark, so that the runs differ in grey too, and a later curve shows on an earlier one.
 COLOURS = "#f0b030", "#5cb4e4", "#e8743c", "#38a07c", "#b44c90", "#2c66b0", "#8c1c28", "#15182c"
 DASHES: tuple[Any, ...] = "-", (0, (4, 1.2)), (0, (1.2, 0.9)), (0, (6, 1.2, 1.2, 1.2))
 MARKERS = "osD^vP*X"
 RATE_UNIT = "images/s, all processes"
-# Stand-ins, which the page replaces by the colours of a light or a dark screen.
+# Placeholders, which the page replaces by the colours of a light or a dark screen.
 INK, GRID, PAPER = "#1a1c1e", "#dcdddf", "#fefefe"
 SIZE = 13  # points
-KEY = 0.42  # inches of a curve's line that stand beside its name
+KEY = 0.42  # inches of a curve's line that are drawn beside its name
 MATPLOTLIB = {
     "font.size": SIZE, "font.family": "sans-serif", "axes.titlesize": SIZE + 1,
     "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 12,
@@ -30,13 +30,13 @@ MATPLOTLIB = {
     "text.color": INK, "figure.facecolor": PAPER, "axes.facecolor": "none",
     "savefig.facecolor": PAPER, "savefig.dpi": 144, "svg.fonttype": "none",
     "svg.hashsalt": "compare_runs",  # equal pictures are equal files
-    "text.parse_math": False,  # a label is a name, whatever signs are in it
+    "text.parse_math": False,  # a label is a name, whatever characters are in it
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves of one quantity: ``tag`` as recorded, and how its axis is called."""
+    """Curves of one quantity: ``tag`` as recorded, and what its panel and axis are called."""
 
     tag: str
     title: str
@@ -45,8 +45,8 @@ class Panel:
 
 
 def points_of(run: Run, panel: Panel) -> dict[int, float]:
-    """A panel's curve of a run: the tag's points; for devices the mean (memory: the maximum) over
-    the ranks. What is not a number is left out."""
+    """A run's curve in a panel: the tag's points; for devices, the mean (memory: the maximum) over
+    the ranks. Points that are not finite are left out."""
     tags = ranks_of(run, panel.tag) or [panel.tag]
     curves = [run.finite(tag) for tag in tags]
     points = {}
@@ -59,11 +59,11 @@ def points_of(run: Run, panel: Panel) -> dict[int, float]:
 
 def style(i: int, runs: int) -> dict[str, Any]:
     """How the ``i``-th of ``runs`` curves is drawn: wide and pale below, thin and dark on top, so
-    that of curves that lie exactly over each other every one can be seen."""
+    that each of several identical curves can be seen."""
     depth = i / (runs - 1) if runs > 1 else 1.0
     width = 5.0 - 3.0 * depth
     kind = round(depth * (len(COLOURS) - 1)) if runs <= len(COLOURS) else i % len(COLOURS)
-    again = i // len(COLOURS)  # the colours come again, with other lines and marks
+    again = i // len(COLOURS)  # the colours repeat, with other lines and markers
     return {
         "color": COLOURS[kind], "linestyle": DASHES[(i + again) % len(DASHES)], "linewidth": width,
         "marker": MARKERS[(kind + 3 * again) % len(MARKERS)], "markersize": width + 5,
@@ -72,8 +72,8 @@ def style(i: int, runs: int) -> dict[str, Any]:
 
 
 def curves(runs: list[Run], panels: Sequence[Panel], hours: bool = False) -> Any:
-    """A figure with a panel below the other (four: two by two), and the runs' names at the ends of
-    the curves."""
+    """A figure with one panel below the other (four: two by two), and the runs' names at the ends
+    of the curves."""
     from matplotlib.figure import Figure
 
     labels = shorten([run.label for run in runs], 24)
@@ -113,7 +113,7 @@ def _draw_curves(axes: Any, runs: list[Run], labels: list[str], panel: Panel, ho
         if not epochs:
             continue
         looks = style(i, len(runs))
-        stride = math.ceil(len(epochs) / 8) or 1  # the runs' marks are at different epochs
+        stride = math.ceil(len(epochs) / 8) or 1  # the runs' markers are at different epochs
         marks = (i * stride // len(runs), stride) if len(epochs) > 8 else None
         y = [points[epoch] for epoch in epochs]
         axes.plot([x[e] for e in epochs], y, markevery=marks, **looks)
@@ -138,7 +138,7 @@ def _draw_curves(axes: Any, runs: list[Run], labels: list[str], panel: Panel, ho
 
 
 def _name_ends(axes: Any, ends: list[End]) -> None:
-    """Write the curves' names right of the panel, in the order of their ends, none on another."""
+    """Write the curves' names right of the panel, in the order of their ends, without overlap."""
     low, high = axes.get_ylim()
     left, right = axes.get_xlim()
     box = axes.get_position()
@@ -152,7 +152,7 @@ def _name_ends(axes: Any, ends: list[End]) -> None:
     inch = 72 / width
     for end, level, place in zip(ends, heights, places, strict=True):
         x = (end.x - left) / (right - left)
-        if x > 0.85:  # a longer line would lie on other curves
+        if x > 0.85:  # a longer line would cross other curves
             axes.plot(
                 [x, 1.0, 1 + 0.15 * inch], [level, level, place], transform=axes.transAxes,
                 color=end.looks["color"], linewidth=0.8, clip_on=False, zorder=1,
@@ -167,8 +167,8 @@ def _name_ends(axes: Any, ends: list[End]) -> None:
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Places from 0 to 1, ``gap`` apart at least, as near to the ascending ``heights`` as that
-    lets them be. If there is no room for all of them they go on below 0."""
+    """Places from 0 to 1, at least ``gap`` apart, as near to the ascending ``heights`` as that
+    allows. If there is not enough room, they continue below 0."""
     places: list[float] = []
     groups: list[list[float]] = []  # [sum of wishes for the group's lowest place, members]
     for height in heights:
@@ -192,7 +192,7 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
 
 def bars(both: Comparison, title: str, unit: str, rows: Sequence[tuple[float | None, str]],
           ideal: Sequence[float | None] = ()) -> Any:  # fmt: skip
-    """A bar a run with its figure behind it; ``ideal`` places a mark on or beyond a bar."""
+    """One bar per run with its figure behind it; ``ideal`` places a mark on or beyond a bar."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -258,7 +258,7 @@ def scaling(both: Comparison) -> Any:
                       fontsize=SIZE - 1, bbox=behind)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="GPUs (processes)", ylabel=RATE_UNIT)
     axes.set_title("Scaling: measured (line) and perfect (dashed)")
-    # Room for the figures right of the last point.
+    # Room for the figures to the right of the last point.
     widest = counts[-1] / counts[0]
     axes.set_xlim(counts[0] / widest**0.1, counts[-1] * widest**0.3)
     axes.margins(y=0.12)

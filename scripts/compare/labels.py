@@ -1,4 +1,4 @@
-"""How runs are called."""
+"""What runs are called."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from compare.runs import Run
 
 
 def short_labels(runs: Sequence[Run]) -> list[str]:
-    """A label for each run: its folder's name; where a training script has made that up, what tells
-    the runs apart (16 GPUs, O2, b208)."""
-    made_up = [run for run in runs if run.known("automatic") and run.known("gpus")]
+    """A label for each run: its folder's name; where a training script has generated that, what
+    tells the runs apart (16 GPUs, O2, b208)."""
+    generated = [run for run in runs if run.known("automatic") and run.known("gpus")]
     labels: dict[int, str] = {}
-    for run in made_up:
+    for run in generated:
         gpus = run.known("gpus")
         labels[id(run)] = f"{gpus:g} GPU{'s' * (gpus != 1)}"
     for key, text in (("arch", "{}"), ("mode", "{}"), ("batch_per_gpu", "b{:g}")):
         clash = Counter(labels.values())
-        several = len({run.known(key) for run in made_up}) > 1
-        for run in made_up:
+        several = len({run.known(key) for run in generated}) > 1
+        for run in generated:
             value = run.known(key)
             if value is not None and (several and (key == "arch" or clash[labels[id(run)]] > 1)):
                 labels[id(run)] += " " + text.format(value)
@@ -36,8 +36,8 @@ def short_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def shorten(labels: Sequence[str], limit: int) -> list[str]:
-    """The labels, of those of more than ``limit`` letters the part that tells them apart and what
-    fits beside it; different ones stay different."""
+    """The labels; those of more than ``limit`` characters are cut to the part that tells them apart
+    and what fits beside it. Different ones stay different."""
     front = _alike(labels)
     back = _alike([label[front:][::-1] for label in labels])
     short = [label if len(label) <= limit else _cut(label, front, back, limit) for label in labels]
@@ -47,7 +47,7 @@ def shorten(labels: Sequence[str], limit: int) -> list[str]:
 
 
 def _alike(labels: Sequence[str]) -> int:
-    """With how many equal letters all labels begin."""
+    """The number of characters that all labels have in common at their beginning."""
     return next(
         (i for i, signs in enumerate(zip(*labels, strict=False)) if len(set(signs)) > 1),
         min(map(len, labels)),

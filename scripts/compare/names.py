@@ -1,4 +1,4 @@
-"""What the name of a run's folder tells, where the event file does not."""
+"""What the name of a run's folder says, where the event file does not."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ FAMILIES = (
     *("vit_", "wide_resnet", "xception"),
 )
 _DATE = r"(?:[A-Z][a-z]{2}\d\d?_\d\d-\d\d-\d\d_)?"
-# <month><day>_<time>_<host>_<arch>_gpux<processes>_b<batch>_cpu<workers>_<mode>
+# <month><day>_<time>_<host>_<arch>_gpux<processes>_b<batch>_cpu<workers>_<mode>, as
+# utils/run/tracking.py makes it up, and older suites did
 _AUTOMATIC = re.compile(rf"{_DATE}(?P<front>.*?)[_-]?gpux(?P<gpus>\d+)(?P<rest>.*)")
 _ARCH = re.compile(rf"(?:^|[_.-])((?:{'|'.join(FAMILIES)}).*)$")
 _GPUS = re.compile(r"(?:^|[_-])(\d+)[_-]?gpus?(?:$|[_-])|(?:^|[_-])gpus?[_-]?(\d+)(?:$|[_-])", re.I)
@@ -21,10 +22,10 @@ _NODES = re.compile(
 
 
 def facts(names: Sequence[str]) -> dict[str, Any]:
-    """What the first of ``names`` that tells something tells; {} if none does.
+    """What the first of ``names`` that says anything says; {} if none does.
 
-    Keys, of those that it has: gpus, nodes (numbers), batch (the number that ``-b`` gave), workers,
-    arch, mode, and automatic (true of a name that a training script has made up).
+    Keys, as far as it has them: gpus, nodes (numbers), batch (the number given by ``-b``), workers,
+    arch, mode, and automatic (true for a name that a training script has generated).
     """
     for name in names:
         found = _of_automatic(name) or _of_words(name)
@@ -38,7 +39,7 @@ def _of_automatic(name: str) -> dict[str, Any]:
     if not match:
         return {}
     found: dict[str, Any] = {"gpus": int(match["gpus"]), "automatic": True}
-    # SummaryWriter puts the date and the host in front; neither has an underscore as a rule.
+    # SummaryWriter puts the date and the host in front; neither has an underscore, as a rule.
     arch = _ARCH.search(match["front"])
     if arch:
         found["arch"] = arch[1]

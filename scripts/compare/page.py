@@ -1,6 +1,6 @@
 """The comparison as one HTML file: table, notes and pictures, on light and dark screens and phones.
 
-It needs nothing from outside: the pictures are in it, and it has no script.
+It is self-contained: the pictures are embedded, and there is no script.
 """
 
 import re
@@ -12,7 +12,7 @@ from compare.pictures import Picture
 from compare.results import origin
 from compare.tables import shown
 
-# What the pictures' colours become on a dark screen; those that are not here stay.
+# What the pictures' colours become on a dark screen; those not listed stay.
 DARK = {
     "#2c66b0": "#7db0f5", "#8c1c28": "#ff7f85", "#15182c": "#f4f5f7", "#b44c90": "#df84c0",
 }  # fmt: skip
@@ -127,10 +127,10 @@ def _figure(picture: Picture, names: set[str]) -> str:
 
 
 def _inline(picture: Picture) -> str:
-    """The picture as a part of the page: names of its own, and the page's colours."""
+    """The picture as part of the page: with ids of its own and the page's colours."""
     svg = picture.svg[picture.svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, count=1, flags=re.DOTALL)
-    # Names (of marks, of clipping paths) are unique in a picture, not in a page of many.
+    # Ids (of marks, of clipping paths) are unique in a picture, not in a page of many.
     for pattern in (r'(\bid=")', r'(href="#)', r"(url\(#)"):
         svg = re.sub(pattern, rf"\g<1>{picture.name}-", svg)
     colours = {INK: "var(--ink)", GRID: "var(--grid)", PAPER: "var(--card)"}

@@ -1,4 +1,4 @@
-"""Which pictures a comparison has: PNG and SVG, readable in grey, on a phone, and on dark pages."""
+"""The pictures of a comparison: PNG and SVG, readable in grey, on a phone and on dark pages."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ CPU = Panel("CPU/utilisation", "CPU utilisation, mean of all nodes", "%")
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawn picture: its name, what is to be seen, the SVG text, and what it lacks."""
+    """A drawn picture: its name and title, the SVG text, and the PNG file."""
 
     name: str
     title: str
@@ -62,9 +62,9 @@ def _step_time(both: Comparison) -> Any:
         seconds = run.median(STEP_TIME)
         text = "not recorded" if seconds is None else f"{number(1000 * seconds)} ms"
         if seconds is not None and run.epoch_seconds:
-            text += f"  ({run.epoch_seconds / 60:.3g} min an epoch)"
+            text += f"  ({run.epoch_seconds / 60:.3g} min per epoch)"
         rows.append((None if seconds is None else 1000 * seconds, text))
-    return bars(both, "Training time", "ms a step, median over epochs", rows)
+    return bars(both, "Training time", "ms per step, median over epochs", rows)
 
 
 def plan(both: Comparison) -> tuple[dict[str, tuple[str, Callable[[], Any]]], list[str]]:

@@ -1,34 +1,32 @@
-"""TensorBoard event files, read record by record: no more of them than a comparison needs.
+"""What a comparison needs from TensorBoard's event files, by TensorBoard's own reader.
 
-A long run holds a hundred times as many points per step as per epoch, and TensorBoard's own loader
-takes seconds for them. Here a record is decoded only if a wanted tag is in it.
+A long run holds a hundred times as many points per step as per epoch, and most of the time goes
+into its checksums, which are computed in Python. The loaders above this one (`EventAccumulator`)
+take longer still, and keep silent about where a file is cut off or damaged.
 """
 
-import re
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HEAD = 12  # bytes before an event: its length (8) and a checksum of that (4); 4 more follow it
 EPOCH_TAGS = (
     *("Loss/train", "Loss/val", "Top1/train", "Top1/val", "Top5/train", "Top5/val"),
     *("Throughput/train", "Throughput/val", "Time/train", "Time/val", "Lr"),
 )
-PART_TAGS = ("Time/data", "Time/compute", "Time/communication")  # seconds of a step, an epoch each
+PART_TAGS = ("Time/data", "Time/compute", "Time/communication")  # seconds per step, x = epochs
 STEP_TAGS = ("Step/data_s", "Step/compute_s", "Step/communication_s")  # x = 1000 x epoch
 FAMILIES = ("IO/", "GPU/", "CPU/")  # and all tags that begin like this
-HPARAMS_START = "_hparams_/session_start_info"
-HPARAMS_END = "_hparams_/session_end_info"
+TAGS = frozenset((*EPOCH_TAGS, *PART_TAGS, *STEP_TAGS))
+HPARAMS = "_hparams_/"  # the summaries of a run's HParams entry begin like this
+FRAME = 16  # bytes around an event in a file: its length (8) and two checksums (4 each)
 
 
 @dataclass
 class Session:
-    """One event file: what a process that trained has written between its start and its end.
+    """One event file: what a training process wrote between its start and its end.
 
     ``points[tag][x]`` is (wall time, value), the last one written; wall times are seconds since
-    1970. ``options`` is the HParams entry. ``fault`` says why the file is not read to its end.
+    1970. ``options`` is the HParams entry. ``fault`` says why the file was not read to its end.
     """
 
     path: Path
@@ -46,97 +44,60 @@ class Session:
 
 
 def is_event_file(path: Path) -> bool:
-    """Whether ``path`` is named like an event file, or begins with a record's checksum."""
+    """Whether ``path`` is named like an event file, or begins with an event."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+
     if not path.is_file() or path.suffix == ".tmp":
         return False
-    return "tfevents" in path.name or _begins_like_one(path)
-
-
-def _begins_like_one(path: Path) -> bool:
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
-
+    if "tfevents" in path.name:
+        return True
     try:
-        with open(path, "rb") as file:
-            head = file.read(HEAD)
+        return next(RawEventFileLoader(str(path)).Load(), None) is not None
     except OSError:
         return False
-    return len(head) == HEAD and masked_crc32c(head[:8]) == struct.unpack("<I", head[8:])[0]
-
-
-def _wanted() -> re.Pattern[bytes]:
-    def field_of(tag: str) -> bytes:  # as protocol buffers write a string: 10, length, characters
-        return b"\n" + bytes([len(tag)]) + tag.encode()
-
-    whole = (*EPOCH_TAGS, *PART_TAGS, *STEP_TAGS, HPARAMS_START, HPARAMS_END)
-    patterns = [re.escape(field_of(tag)) for tag in whole]
-    patterns += [rb"\n[\x00-\xff]" + re.escape(family.encode()) for family in FAMILIES]
-    return re.compile(b"|".join(patterns), re.DOTALL)
-
-
-WANTED = _wanted()
 
 
 def read_session(path: Path) -> Session:
     """Read an event file up to its end, or to where it is cut off or damaged."""
-    session = Session(path)
+    from google.protobuf.message import DecodeError
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    session, place = Session(path), 0
     try:
-        data = path.read_bytes()
+        size = path.stat().st_size  # before reading, for the file may be growing
+        for record in RawEventFileLoader(str(path)).Load():
+            event = Event.FromString(record)
+            place += FRAME + len(record)
+            session.began = session.began or event.wall_time
+            session.ended = max(session.ended, event.wall_time)
+            for value in event.summary.value:
+                _take(value, event, session)
     except OSError as fault:
         session.fault = f"cannot be read ({fault.strerror})"
         return session
-    if not data:
+    except DecodeError:
+        pass  # what is not an event is damage, too: the place stays before it
+    # The loader ends in silence, whether at the end of the file or where a checksum is wrong.
+    if not size:
         session.fault = "is empty"
-    for wall_time, event in _records(data, session):
-        session.began = session.began or wall_time
-        session.ended = max(session.ended, wall_time)
-        if event is not None:
-            for value in event.summary.value:
-                _take(value, event, session)
+    elif place < size:
+        session.fault = f"is cut off or damaged at byte {place} of {size}; used up to there"
     return session
-
-
-def _records(data: bytes, session: Session) -> Iterator[tuple[float, Any]]:
-    """Yield each record's wall time, and its event if a wanted tag may be in it."""
-    from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
-
-    start = 0
-    while start < len(data):
-        length = struct.unpack_from("<Q", data, start)[0] if start + 8 <= len(data) else 0
-        end = start + HEAD + length
-        sound, event = length > 0 and end + 4 <= len(data), None
-        if sound and WANTED.search(data, start + HEAD, end):
-            record = data[start + HEAD : end]
-            sound = masked_crc32c(record) == struct.unpack_from("<I", data, end)[0]
-            try:
-                event = Event.FromString(record) if sound else None
-            except DecodeError:
-                sound = False
-        if not sound:
-            session.fault = (
-                f"is cut off or damaged at byte {start} of {len(data)}; used up to there"
-            )
-            return
-        if event is not None:
-            yield event.wall_time, event
-        elif length > 9 and data[start + HEAD] == 9:  # an event begins with its wall time
-            yield struct.unpack_from("<d", data, start + HEAD + 1)[0], None
-        start = end + 4
 
 
 def _take(value: Any, event: Any, session: Session) -> None:
     tag = value.tag
-    if tag in (HPARAMS_START, HPARAMS_END):
-        _take_options(value, session)
-    elif tag in (*EPOCH_TAGS, *PART_TAGS, *STEP_TAGS) or tag.startswith(FAMILIES):
+    if tag in TAGS or tag.startswith(FAMILIES):
         number = _number(value)
         if number is not None:
             session.points.setdefault(tag, {})[event.step] = (event.wall_time, number)
+    elif tag.startswith(HPARAMS):
+        _take_options(value, session)
 
 
 def _number(value: Any) -> float | None:
-    """A scalar as either generation of writers puts it down; None for anything else."""
+    """A scalar as either generation of writers stores it; None for anything else."""
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return float(value.simple_value)
@@ -153,15 +114,16 @@ def _number(value: Any) -> float | None:
 
 def _take_options(value: Any, session: Session) -> None:
     from google.protobuf.message import DecodeError
+    from tensorboard.plugins.hparams import metadata
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     try:
         content = HParamsPluginData.FromString(value.metadata.plugin_data.content)
     except DecodeError:
         return
-    if value.tag == HPARAMS_END:
+    if value.tag == metadata.SESSION_END_INFO_TAG:
         session.status = {1: "success", 2: "failure"}.get(content.session_end_info.status, "")
-        return
-    for name, item in content.session_start_info.hparams.items():
-        kind = item.WhichOneof("kind")
-        session.options[name] = getattr(item, kind) if kind else None
+    elif value.tag == metadata.SESSION_START_INFO_TAG:
+        for name, item in content.session_start_info.hparams.items():
+            kind = item.WhichOneof("kind")
+            session.options[name] = getattr(item, kind) if kind else None

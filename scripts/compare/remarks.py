@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from compare.comparison import MUST_AGREE, Comparison, differ
 from compare.runs import Run
 
-# What may differ, but explains a part of the difference.
+# What may differ, but explains part of the difference in speed.
 SHOULD_AGREE = {
     "batch_per_gpu": "batch per GPU",
     "mode": "mode",
@@ -18,7 +18,7 @@ SHOULD_AGREE = {
 
 def add_to(both: Comparison) -> None:
     """Add sentences to the notes: what is odd about single runs, which are not comparable and why,
-    what the efficiency is that of, and what was not recorded."""
+    what kind of scaling the efficiency measures, and what was not recorded."""
     notes = both.notes
     said: dict[str, list[str]] = {}
     for run in both.runs:
@@ -46,7 +46,7 @@ def add_to(both: Comparison) -> None:
             if what:
                 notes.append(
                     f"{run.label} differs from its base {base.label} in {' and '.join(what)}: the "
-                    "efficiency shows that, too, not only the scaling"
+                    "efficiency shows that too, not only the scaling"
                 )
     notes += _kind_of_scaling(both)
     notes += _missing(both)
@@ -58,7 +58,7 @@ def _versus(run: Run, other: Run, name: str) -> str:
 
 
 def _kind_of_scaling(both: Comparison) -> list[str]:
-    """Say what the efficiency is that of: weak or strong scaling."""
+    """Say which scaling the efficiency measures, weak or strong."""
     found = []
     for base in {id(b): b for b in both.bases if b}.values():
         group = [r for r, b in zip(both.runs, both.bases, strict=True) if b is base]
@@ -66,7 +66,7 @@ def _kind_of_scaling(both: Comparison) -> list[str]:
             continue
         per_gpu = {run.known("batch_per_gpu") for run in group}
         whole = {run.known("global_batch") for run in group}
-        of = f"speed-up and efficiency: images/s to those of {base.label}"
+        of = f"speed-up and efficiency: images/s relative to {base.label}"
         if None in per_gpu:
             found.append(f"{of}; whether the batch per GPU is equal is not recorded")
         elif len(per_gpu) == 1:
@@ -89,7 +89,7 @@ def _names(labels: Sequence[str], both: Comparison) -> str:
 
 
 def _missing(both: Comparison) -> list[str]:
-    """Sentences about what was not found, one a quantity."""
+    """Sentences about what was not found, one per group of runs."""
     by_runs: dict[str, list[str]] = {}
     for row in both.rows:
         if not row.title or row.title.startswith(" ") or row.key in ("state", "target_h"):

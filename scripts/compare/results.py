@@ -1,4 +1,4 @@
-"""The section of a comparison in RESULTS.md: between markers, so that it can be written again."""
+"""The section of a comparison in RESULTS.md: between markers, so that it can be rewritten."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from utils.errors import UserError
 def update(file: Path, both: Comparison, title: str, command: str, pictures: list[Path]) -> bool:
     """Write the section called ``title`` into ``file``; nothing else in it is touched.
 
-    The section is between two comments that name it; without them it comes at the end. Returns
+    The section is between two comments that name it; without them it goes to the end. Returns
     whether the file has changed. Raises `UserError` for markers that do not make a pair.
     """
     key = re.sub(r"[^\w.]+", "-", title.lower()).strip("-") or "comparison"
@@ -35,8 +35,8 @@ def update(file: Path, both: Comparison, title: str, command: str, pictures: lis
         new = old[: old.index(begin)] + section + old[old.index(end) + len(end) :]
     else:
         raise UserError(
-            f"{file} should hold '{begin}' and, after it, '{end}' once each: mend it by hand, or "
-            "choose another --title"
+            f"{file} should hold '{begin}' and, after it, '{end}' once each: correct it by hand, "
+            "or choose another --title"
         )
     if new == old:
         return False
@@ -67,7 +67,7 @@ def _fence(text: str) -> str:
 
 
 def origin(run: Run) -> dict[str, str]:
-    """Where a run comes from: folder, date, commit, machine, options; "not recorded" where so."""
+    """Where a run comes from: folder, date, commit, machine, options ("not recorded": unknown)."""
     wanted = ("gpu", "driver", "cpu", "torch")
     machine = [f"{key} {run.known(key)}" for key in wanted if run.known(key)]
     return {

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from compare.comparison import Comparison, Row
 from compare.labels import shorten
 
-WIDTH = 110  # characters of a line of the text table, before it goes on below
+WIDTH = 110  # characters in a line of the text table; further runs come below
 
 
 def shown(both: Comparison) -> list[Row]:
@@ -17,8 +17,8 @@ def shown(both: Comparison) -> list[Row]:
 
 
 def as_text(both: Comparison) -> str:
-    """A row a quantity and a column a run; runs that do not fit in a line come below. Then the
-    files of each run that the head of its column does not name."""
+    """One row per quantity and one column per run; runs that do not fit in a line come below. Then
+    the path of each run that the head of its column does not name."""
     heads = shorten([run.label for run in both.runs], 20)
     titles = ["", *(row.title for row in shown(both))]
     columns = [[head, *(row.cells[i] for row in shown(both))] for i, head in enumerate(heads)]
@@ -44,7 +44,7 @@ def as_text(both: Comparison) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """``text`` as one table cell, whatever signs are in it."""
+    """``text`` as one table cell, whatever characters are in it."""
     text = " ".join(text.split())
     for sign in "\\`*_[]#|":
         text = text.replace(sign, "\\" + sign)
@@ -52,7 +52,7 @@ def escape_markdown(text: str) -> str:
 
 
 def as_markdown(both: Comparison) -> str:
-    """A row a quantity and a column a run."""
+    """One row per quantity and one column per run."""
     return markdown_table(
         ["", *(run.label for run in both.runs)],
         [[row.title.strip(), *row.cells] for row in shown(both)],
@@ -60,7 +60,7 @@ def as_markdown(both: Comparison) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, figures to the right."""
+    """A Markdown table, figures aligned right."""
     lines = [head, *rows]
     text = ["| " + " | ".join(escape_markdown(cell) for cell in line) + " |" for line in lines]
     text.insert(1, "|---|" + "---:|" * (len(head) - 1))
@@ -68,9 +68,9 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_csv(both: Comparison) -> str:
-    """A line a run and a column a quantity, full precision, nothing where nothing is known.
+    """One line per run and one column per quantity, full precision, empty where unknown.
 
-    Shares are 0 to 1, accuracies per cent, times in the unit that the column names.
+    Shares are 0 to 1, accuracies in per cent, times in the unit that the column names.
     """
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")

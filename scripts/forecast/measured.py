@@ -1,23 +1,19 @@
-"""What a finished run tells `forecast_scaling.py`: its size, and the seconds of a step."""
+"""What `forecast_scaling.py` takes from a finished run: its size, and the seconds per step."""
 
 import json
-import re
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from compare import reading
+from compare.runs import RATE
 from forecast.scaling import Measured
 
 from utils.errors import UserError
 
-# <date>_<time>_<host>_<arch>_gpux<processes>_b<batch>_...: ours, and those of older suites.
-_NAME = re.compile(r"(?:[^_]+_){3}(?P<arch>.+)_gpux(?P<gpus>\d+)_b(?P<batch>\d+)_")
-
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run of ``batch`` images a process and step on ``gpus`` processes of ``nodes`` nodes."""
+    """A run of ``batch`` images per process and step on ``gpus`` processes of ``nodes`` nodes."""
 
     path: Path
     arch: str | None
@@ -37,7 +33,7 @@ class MeasuredRun:
 def read_run(path: Path) -> MeasuredRun:
     """Read summary.json; without one, the event files and the directory's name.
 
-    Raises: `UserError` when neither tells size and speed.
+    Raises: `UserError` when neither gives size and speed.
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a run directory")
@@ -55,20 +51,12 @@ def read_run(path: Path) -> MeasuredRun:
 
 
 def _from_events(path: Path) -> MeasuredRun:
-    named = _NAME.search(path.name)
-    rates = _throughput(path)
-    if not named or not rates:
-        lacking = "no Throughput/train points" if named else "no ..._gpuxN_bN_... in its name"
+    run = reading.read_run(path)
+    rate, gpus, batch = run.median(RATE), run.known("gpus"), run.known("global_batch")
+    if not (rate and gpus and batch):
+        lacking = "no ..._gpuxN_bN_... in its name" if rate else f"no {RATE} points"
         raise UserError(f"{path} has no summary.json, and {lacking}: its speed is not known")
-    gpus, batch = int(named["gpus"]), int(named["batch"])
-    rate = statistics.median(rates[1:] or rates)
-    # How many nodes they were on is not recorded; --gpus-per-node tells.
-    return MeasuredRun(path, named["arch"], None, batch, gpus, 1, gpus * batch / rate)
-
-
-def _throughput(path: Path) -> list[float]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events: Any = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-    tag = "Throughput/train"
-    return [p.value for p in events.Scalars(tag)] if tag in events.Tags()["scalars"] else []
+    # Older suites did not record the number of nodes; --gpus-per-node gives it.
+    nodes, classes = run.known("nodes") or 1, run.known("class_count")
+    size = round(batch / gpus), int(gpus), int(nodes)
+    return MeasuredRun(path, run.known("arch"), classes and int(classes), *size, batch / rate)

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""How far is the forecast off? Against published runs, and what the answer hangs on.
+"""How far is the forecast off? Against published runs, and what the answer depends on.
 
     python scripts/forecast/published.py [--figures figures]
 
 HAL: a cluster of 16 nodes with 4 V100 (NVLink) each, InfiniBand EDR, shared storage; ResNet-50,
-Apex O2, 208 images a GPU. g4dn: g4dn.2xlarge nodes of one T4, 10 Gbit/s (bursts of 25), VGG-19 with
-20 classes in float32, 32 images a node; published are its efficiencies alone, so the speed of one
-GPU is an estimate: 118 GFLOP an image (3 x 2 x 19.6 G multiply-adds) at 5 of the T4's 8.1 TFLOP/s.
+Apex O2, 208 images per GPU. g4dn: g4dn.2xlarge nodes of one T4, 10 Gbit/s (bursts of 25), VGG-19
+with 20 classes in float32, 32 images per node; only its efficiencies are published, so the speed of
+one GPU is an estimate: 118 GFLOP per image (3 x 2 x 19.6 G multiply-adds) at 5 of the T4's 8.1
+TFLOP/s.
 """
 
 import argparse
@@ -18,9 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from forecast import scaling  # noqa: E402
+from forecast import picture, scaling  # noqa: E402
 from forecast.scaling import Cluster, Measured, Workload  # noqa: E402
-from forecast_scaling import draw  # noqa: E402
 
 LIMIT = 0.15
 
@@ -42,7 +42,7 @@ def g4dn(rate: float) -> tuple[Workload, list[Measured]]:
 
 
 def hal_errors(cluster: Cluster) -> list[float]:
-    """The errors on HAL; one GPU's speed is taken from the run on two."""
+    """The errors on HAL; the speed of one GPU is taken from the run on two."""
     return scaling.errors(scaling.fit_compute(HAL_WORK, cluster, HAL[0]), cluster, HAL)
 
 
@@ -70,18 +70,18 @@ def pictures(folder: Path) -> None:
     work, points = g4dn(T4_VGG19)
     hal = scaling.fit_compute(HAL_WORK, HAL_CLUSTER, HAL[0])
     for name, title, what, cluster, measured in (
-        ("hal", "HAL: V100, ResNet-50, 208 images a GPU", hal, HAL_CLUSTER, HAL),
-        ("g4dn", "g4dn.2xlarge: T4, VGG-19, 32 images a GPU", work, G4DN_CLUSTER, points),
+        ("hal", "HAL: V100, ResNet-50, 208 images per GPU", hal, HAL_CLUSTER, HAL),
+        ("g4dn", "g4dn.2xlarge: T4, VGG-19, 32 images per GPU", work, G4DN_CLUSTER, points),
     ):
         rows = [scaling.forecast(what, cluster, point.gpus) for point in measured]
-        draw(rows, {p.gpus: p for p in measured}, title, folder / f"forecast_{name}.png")
+        picture.draw(rows, {p.gpus: p for p in measured}, title, folder / f"forecast_{name}.png")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="draw pictures into it")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="draw pictures into DIR")
     args = parser.parse_args()
     if args.figures:
         pictures(args.figures)

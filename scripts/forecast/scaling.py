@@ -1,13 +1,13 @@
 """What a step costs on more GPUs and nodes: a model of data-parallel training on paper.
 
     step    = compute x (1 + jitter x (sqrt(GPUs) - 1)) + exposed communication
-    exposed = what of the all-reduce is longer than the part of backward that can hide it,
+    exposed = what the all-reduce takes longer than the part of backward that can hide it,
               and at least the all-reduce of the last bucket, which nothing is left to hide
 
-The all-reduce is a ring over all GPUs, whose slowest link decides, or a tree where its latency is
-less. Everything but the jitter, which is fitted, is a data sheet or an estimate; RESULTS.md has the
-errors against published and own runs. Imports nothing but the standard library, so that it answers
-at once, and `scripts/doctor.py` can use it too.
+The all-reduce is a ring over all GPUs, whose slowest link decides, or a tree where that has less
+latency. Everything but the jitter, which is fitted, comes from data sheets or is an estimate;
+RESULTS.md has the errors against published runs and our own. Imports nothing but the standard
+library (`parameters` of unlisted models aside), so that it answers at once.
 """
 
 import itertools
@@ -15,9 +15,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-BACKWARD = 2 / 3  # backward's share of compute: two matrix products a layer, forward has one
+BACKWARD = 2 / 3  # backward's share of compute: two matrix products per layer, forward has one
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's; a bucket is reduced when it is full
-BYTES = {"fp32": 4, "fp16": 2}  # of a gradient on the wire
+BYTES = {"fp32": 4, "fp16": 2}  # per gradient on the wire
 
 # Parameters without the last layer, and the number of its inputs. Other models: `parameters`.
 _BODIES = {
@@ -35,7 +35,7 @@ _BODIES = {
 @dataclass(frozen=True)
 class Workload:
     """What one GPU does in a step: ``batch`` images at ``images_per_s`` when it is alone, then
-    ``gradient_bytes`` to share (the number of parameters x bytes a gradient on the wire)."""
+    ``gradient_bytes`` to share (the number of parameters x bytes per gradient on the wire)."""
 
     batch: int
     images_per_s: float
@@ -43,25 +43,25 @@ class Workload:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of a step on a GPU that waits for nobody."""
+        """Seconds per step of a GPU that waits for no other."""
         return self.batch / self.images_per_s
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes and what joins them. Bandwidths in Gbit/s and one direction, latency in seconds."""
+    """Nodes and what connects them. Bandwidths in Gbit/s in one direction, latency in seconds."""
 
     gpus_per_node: int = 1
     network_gbit: float = 10.0  # of a node's link
     protocol: float = 0.85  # share of the link's rate that all-reduce gets: TCP, headers, pauses
-    local_gbit: float = 80.0  # between the GPUs of a node: PCIe 3 x16; NVLink has 400 and more
-    latency_s: float = 25e-6  # of one hop between nodes: TCP sockets; InfiniBand has a fifth
+    local_gbit: float = 80.0  # between the GPUs of a node: PCIe 3 x16; NVLink has 400 or more
+    latency_s: float = 25e-6  # per hop between nodes: TCP sockets; InfiniBand has a fifth
     local_latency_s: float = 5e-6
-    # Share of backward that hides communication. Below 1, as both slow each other down, and as the
-    # first buckets are not there at once: an estimate.
+    # Share of backward that hides communication. Below 1, as the two slow each other down, and the
+    # first buckets are not ready at once: an estimate.
     overlap: float = 0.6
-    # Fitted on one published point, HAL's 8 GPUs: see `straggler_s` of `Forecast`. It belongs to a
-    # machine: a shared cluster with a shared disk has 0.06, a quiet one with local data 0.01.
+    # Fitted on one published point, HAL's 8 GPUs: see `straggler_s` of `Forecast`. It depends on
+    # the machines: a shared cluster with a shared disk has 0.06, a quiet one with local data 0.01.
     jitter: float = 0.06
 
 
@@ -70,8 +70,8 @@ class Forecast:
     """A step on ``gpus`` GPUs of ``nodes`` nodes, in seconds.
 
     ``straggler_s`` is how much longer the slowest of all GPUs takes than a typical one: every step
-    waits for it. ``all_reduce_s`` is the whole communication, ``exposed_s`` what compute does not
-    hide.
+    waits for it. ``all_reduce_s`` is the whole communication, ``exposed_s`` the part that compute
+    does not hide.
     """
 
     nodes: int
@@ -84,17 +84,17 @@ class Forecast:
 
     @property
     def step_s(self) -> float:
-        """Seconds a step."""
+        """Seconds per step."""
         return self.compute_s + self.straggler_s + self.exposed_s
 
     @property
     def images_per_s(self) -> float:
-        """Of all GPUs together."""
+        """Images/s of all GPUs together."""
         return self.gpus * self.batch / self.step_s
 
     @property
     def efficiency(self) -> float:
-        """Images/s divided by what as many lone GPUs would do."""
+        """Images/s relative to as many GPUs that each work alone."""
         return self.compute_s / self.step_s
 
 
@@ -153,7 +153,7 @@ def forecast(work: Workload, cluster: Cluster, gpus: int) -> Forecast:
 def not_worth_it(
     work: Workload, cluster: Cluster, most: int, share: float = 0.5
 ) -> tuple[int, float] | None:
-    """From which node on another one is not worth it, looking at up to ``most`` nodes.
+    """From which node on more nodes are not worth it, looking at up to ``most`` nodes.
 
     Returns the first node from which on every further one adds less than ``share`` of the images/s
     of the first, and what that node adds (as a share; below 0 if it slows training down). None when
@@ -171,14 +171,14 @@ def not_worth_it(
 
 @dataclass(frozen=True)
 class Measured:
-    """A step that was measured on so many GPUs, seconds."""
+    """A measured step: seconds on ``gpus`` GPUs."""
 
     gpus: int
     step_s: float
 
 
 def fit_compute(work: Workload, cluster: Cluster, point: Measured) -> Workload:
-    """``work`` with the speed of a lone GPU at which the forecast meets ``point``."""
+    """``work`` with the speed of one GPU alone at which the forecast meets ``point``."""
 
     def step(seconds: float) -> float:
         trial = replace(work, images_per_s=work.batch / seconds)
@@ -204,7 +204,8 @@ def fit_jitter(work: Workload, cluster: Cluster, anchor: Measured, other: Measur
 
 
 def fit_network(work: Workload, cluster: Cluster, other: Measured) -> Cluster:
-    """``cluster`` with the share of its link's rate at which the forecast meets ``other``."""
+    """``cluster`` with the share of its link's rate (``protocol``) at which the forecast meets
+    ``other``."""
 
     def step(cost: float) -> float:
         return forecast(work, replace(cluster, protocol=1 / cost), other.gpus).step_s
@@ -214,7 +215,7 @@ def fit_network(work: Workload, cluster: Cluster, other: Measured) -> Cluster:
 
 
 def errors(work: Workload, cluster: Cluster, points: Sequence[Measured]) -> list[float]:
-    """How far the forecast is off each measured step: 0.1 is 10 % too long, -0.1 too short."""
+    """How far the forecast is off each measured step: 0.1 is 10 % too long, -0.1 10 % too short."""
     return [forecast(work, cluster, point.gpus).step_s / point.step_s - 1 for point in points]
 
 

@@ -1,0 +1,16 @@
+"""Figures of a run as they are quoted: one number for many epochs. Does not import torch."""
+
+import math
+import statistics
+from collections.abc import Mapping
+
+
+def typical(points: Mapping[float, float]) -> float | None:
+    """The median of ``points`` (epochs finished: value) over the epochs after the first.
+
+    Caches, processes and compilers warm up in the first epoch: it counts only if there is no other.
+    NaN (not measured) is left out. None if nothing remains.
+    """
+    measured = {x: value for x, value in points.items() if not math.isnan(value)}
+    values = [value for x, value in measured.items() if x > 1] or list(measured.values())
+    return statistics.median(values) if values else None
