@@ -10,6 +10,7 @@ from torch import nn
 from utils.instruments import monitor, profiling
 from utils.instruments.step_time import StepTimer, StepTimes
 from utils.processes.distributed import World, gather
+from utils.run.figures import over_epochs
 
 log = logging.getLogger(__name__)
 
@@ -91,16 +92,11 @@ def mean_times(times: tuple[StepTimes, ...]) -> dict[str, float]:
     return {part: statistics.fmean(one[part] for one in each) for part in PARTS} if each else {}
 
 
-def summary(history: list[dict[str, float]], typical: Any) -> dict[str, Any]:
-    """The run's figures for summary.json: seconds of a step, and the hardware's of each rank.
-
-    ``typical`` makes one number of an epoch's values.
-    """
-
-    def over_epochs(tag: str) -> float:
-        return typical([record[tag] for record in history if tag in record])
-
-    found: dict[str, Any] = {f"{part.removeprefix('Time/')}_s": over_epochs(part) for part in PARTS}
+def summary(history: list[dict[str, float]]) -> dict[str, Any]:
+    """The run's figures for summary.json: seconds per step, and the hardware's of each rank."""
+    found: dict[str, Any] = {
+        f"{part.removeprefix('Time/')}_s": over_epochs(history, part) for part in PARTS
+    }
     tags = {tag for record in history for tag in record if tag.startswith(("GPU/", "CPU/"))}
-    found["hardware"] = {tag: over_epochs(tag) for tag in sorted(tags)}
+    found["hardware"] = {tag: over_epochs(history, tag) for tag in sorted(tags)}
     return found

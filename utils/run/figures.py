@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 def typical(points: Mapping[float, float]) -> float | None:
@@ -14,3 +14,8 @@ def typical(points: Mapping[float, float]) -> float | None:
     measured = {x: value for x, value in points.items() if not math.isnan(value)}
     values = [value for x, value in measured.items() if x > 1] or list(measured.values())
     return statistics.median(values) if values else None
+
+
+def over_epochs(history: Sequence[Mapping[str, float]], tag: str) -> float | None:
+    """`typical` of ``tag`` over a run's epoch records (see `TrainState.history`)."""
+    return typical({record["epoch"]: record[tag] for record in history if tag in record})

@@ -61,7 +61,7 @@ LAYOUT = {
     },
     "Speed": {
         "images/s, all processes": ["Multiline", ["^Throughput/train$"]],
-        "time of a step, s": [
+        "time per step, s": [
             "Multiline",
             ["^Time/train$", "^Time/data$", "^Time/compute$", "^Time/communication$"],
         ],

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import statistics
 import time
 from typing import Any
 
@@ -12,6 +11,7 @@ from utils import schedules
 from utils.instruments import watch
 from utils.processes import supervise
 from utils.run import provenance
+from utils.run.figures import over_epochs
 from utils.training.session import Session
 from utils.training.stopping import Reason
 
@@ -118,7 +118,7 @@ def end(
     """Print the closing line and write summary.json. ``val`` defaults to the last epoch's."""
     state, run, world = session.state, session.run, session.world
     last: dict[str, float] = val or (state.history[-1] if state.history else {})
-    rate = typical([record["Throughput/train"] for record in state.history])
+    rate = over_epochs(state.history, "Throughput/train")
     summary: dict[str, Any] = {
         "arch": session.args.arch,
         "classes": len(session.loaders.classes),
@@ -128,7 +128,7 @@ def end(
         "best_epoch": state.best.get("epoch"),
         "epochs_done": state.epoch,
         "images_per_s": rate,
-        "epoch_seconds": typical([record["Seconds"] for record in state.history]),
+        "epoch_seconds": over_epochs(state.history, "Seconds"),
         "elapsed_seconds": state.elapsed,
         "world_size": world.size,
         "nodes": world.nodes,
@@ -143,7 +143,7 @@ def end(
         "snapshot_pause_seconds": max(session.snapshots.pauses, default=math.nan)
         if session.snapshots
         else math.nan,
-        **watch.summary(state.history, typical),
+        **watch.summary(state.history),
     }
     if test:
         summary |= {
@@ -163,15 +163,8 @@ def end(
             if state.best
             else "no epoch finished"
         )
-        speed = "" if math.isnan(rate) else f", {rate:.1f} images/s"
+        speed = "" if rate is None else f", {rate:.1f} images/s"
         log.info(f"Training time {hours_minutes(state.elapsed)}, {best}{speed}: {why}")
-
-
-def typical(values: list[float]) -> float:
-    """Median over epochs; the first, which warms caches up, is set aside when there are more."""
-    measured = [value for value in values[1:] if not math.isnan(value)]
-    measured = measured or [value for value in values if not math.isnan(value)]
-    return statistics.median(measured) if measured else math.nan
 
 
 def hours_minutes(seconds: float) -> str:
