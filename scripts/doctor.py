@@ -16,22 +16,22 @@ import argparse
 import json
 import os
 import secrets
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from checkup import facts, findings, judge_network, judge_nodes, judge_speed, links, meeting  # noqa: E402
+from checkup import findings, judge_network, judge_nodes, judge_speed, meeting  # noqa: E402
 from checkup.findings import FAULT, Checkup, Finding  # noqa: E402
-from checkup.meeting import Host, Message, NoMeeting  # noqa: E402
+from checkup.meeting import Host, NoMeeting  # noqa: E402
+from checkup.node import TORCH_LIMIT, Node  # noqa: E402
 
 from utils.errors import UserError, report  # noqa: E402
+from utils.option_types import amount, count, number, positive  # noqa: E402
+from utils.processes import network  # noqa: E402
 
 LONG = 3600.0  # seconds; a first listing of ImageNet on a cold network disk takes minutes
-TORCH_LIMIT = 300.0  # seconds for the part that imports torch, all-reduces included
 STREAMS = (1, 4)  # connections at a time whose bandwidth is measured
 STREAM_SECONDS = 0.3
 
@@ -65,13 +65,14 @@ def parse() -> argparse.Namespace:
     )
     env = os.environ
     add = parser.add_argument
-    add("--rank", type=int, default=int(env.get("NODE_RANK", "0")), metavar="R", help="of the node")
-    add("--nodes", type=int, default=1, metavar="N", help="how many take part (1)")
+    rank = env.get("NODE_RANK", "0")
+    add("--rank", type=count, default=rank, metavar="R", help="of this node ($NODE_RANK, else 0)")
+    add("--nodes", type=positive, default=1, metavar="N", help="how many take part (1)")
     add("--master", default=env.get("MASTER_ADDR"), metavar="IP", help="of node 0 ($MASTER_ADDR)")
     add(
         "--port",
-        type=int,
-        default=int(env.get("MASTER_PORT", "8888")),
+        type=number(int, 1, 65535),
+        default=env.get("MASTER_PORT", "8888"),
         help="master port of the training ($MASTER_PORT, else 8888)",
     )
     add(
@@ -81,18 +82,18 @@ def parse() -> argparse.Namespace:
         help="image folder of this node ($IMAGENET_DIR, else /data)",
     )
     add("-a", "--arch", default="resnet50", help="for the forecast (resnet50)")
-    add("-b", "--batch-size", type=int, default=128, metavar="N", help="a process (128)")
-    add("--image-size", type=int, default=224, metavar="PX", help="(224)")
-    add("-j", "--workers", type=int, metavar="N", help="loader workers of a node (its cores)")
+    add("-b", "--batch-size", type=positive, default=128, metavar="N", help="per process (128)")
+    add("--image-size", type=positive, default=224, metavar="PX", help="(224)")
+    add("-j", "--workers", type=count, metavar="N", help="loader workers per node (its cores)")
     add(
         "--need",
-        type=float,
+        type=amount,
         metavar="IMAGES_PER_S",
         help="what one GPU trains at, as --dummy of the training scripts measures it (default: "
         "published figures for known GPUs)",
     )
     add("--output-dir", default="runs", metavar="DIR", help="where runs will be written (runs)")
-    add("--wait", type=float, default=60.0, metavar="SECONDS", help="for the other nodes (60)")
+    add("--wait", type=amount, default=60.0, metavar="SECONDS", help="for the other nodes (60)")
     add(
         "--quick",
         action="store_true",
@@ -106,74 +107,6 @@ def parse() -> argparse.Namespace:
         raise UserError(f"--rank {args.rank} is not one of 0 to {args.nodes - 1}")
     args.master = args.master or "127.0.0.1"
     return args
-
-
-class Node:
-    """What every node does when node 0 asks; `handlers` has the functions by name."""
-
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
-        self.seen_from = args.master  # own address on the connection to node 0
-        self.endpoint: links.Endpoint | None = None
-        self.handlers: meeting.Handlers = {
-            "clock": lambda _: {"time": time.time()},
-            "facts": self.facts,
-            "open": self.open,
-            "probe": links.probe,
-            "transfer": links.transfer,
-            "torch": self.torch,
-        }
-
-    def card(self) -> Message:
-        """How this node introduces itself to node 0."""
-        return {"rank": self.args.rank, "nodes": self.args.nodes, "host": os.uname().nodename}
-
-    def facts(self, _: Message) -> Message:
-        args = self.args
-        found = {
-            "versions": facts.versions(),
-            "gpus": facts.gpus(),
-            "name": facts.own_name(),
-            "ways": facts.ways(args.master),
-            "limits": facts.limits(args.output_dir),
-            "data": facts.data_set(args.data),
-            "seen_from": meeting.plain(self.seen_from),
-        }
-        if args.rank == 0:
-            found |= facts.of_master(args.master)
-        return found
-
-    def open(self, request: Message) -> Message:
-        self.endpoint = links.Endpoint(self.args.rank, request["token"])
-        return {"ports": self.endpoint.ports}
-
-    def torch(self, request: Message) -> Message:
-        """Run torch_part.py; what it has found, and an "error" if it did not come to its end."""
-        args = self.args
-        order = {"arch": args.arch, "image_size": args.image_size, "ring": request["ring"]}
-        if request["data"]:
-            order["data"] = args.data
-        line = [sys.executable, str(ROOT / "scripts/checkup/torch_part.py"), json.dumps(order)]
-        error = None
-        try:
-            done = subprocess.run(
-                line, capture_output=True, text=True, timeout=TORCH_LIMIT, check=False
-            )
-            out, code = done.stdout, done.returncode
-            if code:
-                error = (done.stderr.strip().splitlines() or [f"exit code {code}"])[-1]
-        except subprocess.TimeoutExpired as late:
-            out = (late.stdout or b"").decode()
-            error = f"no end after {TORCH_LIMIT:g} s"
-        found: Message = {}
-        for answer in out.splitlines():
-            if answer.startswith("{"):
-                found |= json.loads(answer)
-        return found | ({"error": error} if error else {})
-
-    def close(self) -> None:
-        if self.endpoint:
-            self.endpoint.close()
 
 
 def node_0(args: argparse.Namespace, node: Node) -> int:
@@ -255,7 +188,7 @@ def use_torch(host: Host, check: Checkup) -> None:
     """Decoding on every node; all-reduces too where all ways are open."""
     reachable = bool(check.ring)
     gpus = all(facts["gpus"]["names"] for facts in check.facts.values())
-    ports = [meeting.free_port() for _ in range(2)]
+    ports = [network.free_port("") for _ in range(2)]
     wanted = {}
     for rank, one in check.facts.items():
         if one["versions"]["torch"] is None:

@@ -42,7 +42,7 @@ def facts(rank: int, **changes) -> dict:
             "torch": "2.14.1+cu130",
             "nccl": "2.30.7",
             "code": {"utils/data/loaders.py": "0"},
-            "commit": None,
+            "commit": "",
         },
         "gpus": {"names": ["Tesla T4"] * 4, "driver": "580.1"},
         "name": {"host": f"host{rank}", "addresses": [address]},

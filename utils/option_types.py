@@ -28,7 +28,9 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
         return super()._get_help_string(action)
 
 
-def _number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
+def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
+    """The type of an option whose value is an int or float (``kind``) from ``low`` to ``high``."""
+
     def parse(text: str) -> float:
         value = kind(text)
         if not low <= value <= high:
@@ -56,5 +58,5 @@ def http(text: str) -> str:
 
 
 accuracy.__name__ = "accuracy"
-count, positive = _number(int, 0), _number(int, 1)
-share, amount = _number(float, 0, 1), _number(float, 0)
+count, positive = number(int, 0), number(int, 1)
+share, amount = number(float, 0, 1), number(float, 0)

@@ -1,14 +1,12 @@
 """What one node can tell about itself without importing torch. Each function asks, none judges."""
 
 import contextlib
-import fcntl
 import os
 import platform
 import random
 import resource
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -19,10 +17,10 @@ from typing import Any
 
 from utils.errors import UserError
 from utils.processes import agreement, network, supervise
+from utils.run import provenance
 
 READ_SECONDS = 0.4
 READ_FILES = 256
-_SIOCGIFADDR = 0x8915  # ioctl(2): the IPv4 address of an interface
 
 
 def versions() -> dict[str, Any]:
@@ -32,17 +30,8 @@ def versions() -> dict[str, Any]:
         "torch": agreement.torch_version(),
         "nccl": agreement.nccl_version(),
         "code": agreement.code(*agreement.ROOT.glob("imagenet_*.py")),
-        "commit": _commit(),
+        "commit": provenance.commit(),
     }
-
-
-def _commit() -> str | None:
-    line = ["git", "-C", str(agreement.ROOT), "rev-parse", "--short", "HEAD"]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(line, capture_output=True, text=True, timeout=5, check=False)
-        if done.returncode == 0:
-            return done.stdout.strip()
-    return None
 
 
 def gpus() -> dict[str, Any]:
@@ -74,18 +63,6 @@ def own_name() -> dict[str, Any]:
     return {"host": name, "addresses": sorted(found)}
 
 
-def interfaces() -> dict[str, str]:
-    """IPv4 address of each interface that has one."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
 def ways(master: str) -> dict[str, Any]:
     """By which interfaces this node meets the others.
 
@@ -93,7 +70,7 @@ def ways(master: str) -> dict[str, Any]:
     "gloo", "nccl": what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose instead: their "value",
     and "interface" and "address", or an "error".
     """
-    own = interfaces()
+    own = network.interfaces()
     default = network.interface_towards(master)
     found: dict[str, Any] = {
         "interfaces": own,

@@ -50,7 +50,7 @@ def _limits(check: Checkup) -> Iterator[Finding]:
     good = True
     for rank, facts in check.facts.items():
         limits, node = facts["limits"], check.node(rank)
-        workers = options["workers"] or limits["cores"]
+        workers = limits["cores"] if options["workers"] is None else options["workers"]
         need = shm_need(workers, options["batch_size"], options["image_size"])
         if limits["shm_bytes"] < 2 * need:
             good = False

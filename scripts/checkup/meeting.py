@@ -1,27 +1,25 @@
 """Node 0 meets the others on the master port and asks them questions. Standard library only.
 
-A message is JSON behind its length (4 bytes). The others say who they are, then answer requests
-until node 0 says "end". Nothing that is received is executed: a request names one of the handlers
-that its receiver has.
+The others say who they are, then answer requests until node 0 says "end". Nothing that is received
+is executed: a request names one of the handlers that its receiver has.
 """
 
-import json
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from checkup.messages import Message, listen, notice_death, plain, receive, send
+
 from utils.errors import UserError
 
 GREETING = "imagenet doctor, protocol 1"
-LARGEST = 64 << 20  # bytes of a message; the facts of 20,000 class folders need one
 PATIENCE = 10.0  # seconds for a stranger, or for an answer that needs no work
 CLOCK_QUESTIONS = 10
 
-Message = dict[str, Any]
 Handlers = dict[str, Callable[[Message], Any]]
 
 
@@ -31,58 +29,6 @@ class NoMeeting(UserError):
     def __init__(self, name: str, sentence: str, remedy: str):
         super().__init__(f"{sentence}: {remedy}")
         self.name, self.sentence, self.remedy = name, sentence, remedy
-
-
-def send(link: socket.socket, message: Message) -> None:
-    """Send one message."""
-    data = json.dumps(message).encode()
-    link.sendall(struct.pack("!I", len(data)) + data)
-
-
-def receive(link: socket.socket, largest: int = LARGEST) -> Message:
-    """Receive one message. Raises: OSError (closed, too late), ValueError (not one of ours)."""
-    (length,) = struct.unpack("!I", read_exactly(link, 4))
-    if length > largest:
-        raise ValueError("no message of the doctor")
-    message = json.loads(read_exactly(link, length))
-    if not isinstance(message, dict):
-        raise ValueError("no message of the doctor")
-    return message
-
-
-def read_exactly(link: socket.socket, count: int) -> bytes:
-    """The next ``count`` bytes. Raises: ConnectionError if the other side closes before."""
-    data = bytearray()
-    while len(data) < count:
-        part = link.recv(min(count - len(data), 1 << 20))
-        if not part:
-            raise ConnectionError("the connection was closed")
-        data += part
-    return bytes(data)
-
-
-def listen(port: int) -> socket.socket:
-    """A listening socket on all addresses, of IPv6 too where there is IPv6."""
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=256
-            )
-        except OSError as fault:
-            if "in use" in str(fault):
-                raise
-    return socket.create_server(("", port), backlog=256)
-
-
-def free_port() -> int:
-    """A port that was free on all addresses a moment ago."""
-    with listen(0) as door:
-        return door.getsockname()[1]
-
-
-def plain(address: str) -> str:
-    """An IP address without the prefix of an IPv4 address on an IPv6 socket."""
-    return address.removeprefix("::ffff:")
 
 
 @dataclass
@@ -149,7 +95,7 @@ class Host:
         if refusal:
             link.close()
             return
-        _notice_death(link)
+        notice_death(link)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         rank = int(hello["rank"])
         self.guests[rank] = Guest(rank, str(hello["host"]), address, link)
@@ -282,7 +228,7 @@ def visit(master: str, port: int, me: Message, seconds: float) -> socket.socket:
         link.close()
         raise NoMeeting("master-port", f"node 0 refuses this node: {reply['refused']}", "mend that")
     link.settimeout(None)
-    _notice_death(link)
+    notice_death(link)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return link
 
@@ -312,16 +258,3 @@ def answer(handlers: Handlers, request: Message) -> Message:
         return {"error": str(error)}
     except Exception as fault:  # a fault of one check must not hide what the others find
         return {"error": f"{type(fault).__name__}: {fault}"}
-
-
-def _notice_death(link: socket.socket) -> None:
-    """Let the kernel find within half a minute that the other machine is gone."""
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options: Iterable[tuple[str, int]] = (
-        ("TCP_KEEPIDLE", 10),
-        ("TCP_KEEPINTVL", 5),
-        ("TCP_KEEPCNT", 4),
-    )
-    for name, value in options:
-        if hasattr(socket, name):
-            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

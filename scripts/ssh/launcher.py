@@ -9,93 +9,22 @@ import os
 import queue
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import copying
 import hosts
+from connection import Node, Screen
 from hosts import ROOT, SSH_FAILED, Host, note
 
 from utils import errors
 from utils.errors import UserError
+from utils.option_types import amount, number
 
 HEARTBEAT_SECONDS = 3.0
 HELLO_SECONDS = 30.0
 LOST_SECONDS = 6.0  # for the others to end when a node is out of reach
-_HELLO = b"@@guard "
-_COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
-
-
-class Screen:
-    """Standard output and error of this process, shared by all nodes, a line at a time."""
-
-    def __init__(self, names: list[str]):
-        self.lock = threading.Lock()
-        self.width = max(map(len, names)) + 2
-        self.colour = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
-
-    def line(self, name: str, text: bytes, stream: Any = None) -> None:
-        """Show a line of a node; nothing happens when nobody reads us any more."""
-        stream = stream or sys.stdout
-        label = f"[{name}]".ljust(self.width)
-        if stream.isatty() and "NO_COLOR" not in os.environ:
-            label = f"\033[{self.colour[name]}m{label}\033[0m"
-        try:
-            with self.lock:
-                stream.buffer.write(label.encode() + b" " + text.rstrip(b"\r\n") + b"\n")
-                stream.flush()
-        except OSError:
-            pass
-
-
-class Node:
-    """A host with the ssh that holds its guard. Its events go to ``events`` as (node, what, more):
-    ("hello", dict), then ("ended", exit code).
-    """
-
-    def __init__(self, host: Host, ssh: str, screen: Screen, events: queue.SimpleQueue):
-        self.host, self.screen, self.events = host, screen, events
-        self.code: int | None = None
-        self.hello: dict | None = None
-        self.started = False
-        # A session of its own: Ctrl-C at the terminal is ours to pass on, not ssh's.
-        self.ssh = subprocess.Popen(
-            hosts.remote_python(ssh, host, mark="guard"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self.lock = threading.Lock()
-        self.say(hosts.program(Path(__file__).with_name("guard.py"), {}))
-        threading.Thread(target=self._follow, daemon=True).start()
-
-    def say(self, data: bytes) -> None:
-        """Send to the guard; a guard that is gone will be reported as ended."""
-        try:
-            with self.lock:
-                self.ssh.stdin.write(data)
-                self.ssh.stdin.flush()
-        except OSError:
-            pass
-
-    def _follow(self) -> None:
-        other = threading.Thread(target=self._show, args=(self.ssh.stderr, sys.stderr), daemon=True)
-        other.start()
-        self._show(self.ssh.stdout, sys.stdout)
-        other.join()
-        self.events.put((self, "ended", self.ssh.wait()))
-
-    def _show(self, source: BinaryIO, stream: Any) -> None:
-        for line in source:
-            if self.hello is None and line.startswith(_HELLO):
-                self.hello = json.loads(line[len(_HELLO) :])
-                self.events.put((self, "hello", self.hello))
-            else:
-                self.screen.line(self.host.name, line, stream)
 
 
 class Job:
@@ -252,12 +181,12 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--fetch", action="store_true", help="bring the run directory back; needs --name")
     add("--dir", default=hosts.default_directory(), help="of this code on the nodes")
     add("--python", help="on the nodes; default: DIR/.venv/bin/python if there, else python3")
-    add("--port", type=int, help="of the master; default: one that is free there")
+    add("--port", type=number(int, 1, 65535), help="of the master; default: a free one there")
     add("--env", type=_variable, action="append", default=[], help="NAME=VALUE for the training")
     add("--ssh", default="ssh", help="ssh command with its options, such as 'ssh -F FILE'")
     add(
         *("--grace", "--grace-seconds"),
-        type=float,
+        type=amount,
         default=20.0,
         metavar="SECONDS",
         help="how long a stopped training may take for its snapshot before it is killed",
