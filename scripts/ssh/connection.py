@@ -17,7 +17,7 @@ _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 
 
 class Screen:
-    """Standard output and error of this process, shared by all nodes, a line at a time."""
+    """Standard output and error of this process, shared by all nodes, one line at a time."""
 
     def __init__(self, names: list[str]):
         self.lock = threading.Lock()
@@ -25,7 +25,7 @@ class Screen:
         self.colour = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
 
     def line(self, name: str, text: bytes, stream: Any = None) -> None:
-        """Show a line of a node; nothing happens when nobody reads us any more."""
+        """Show a line from a node; it is dropped if nobody reads our output any more."""
         stream = stream or sys.stdout
         label = f"[{name}]".ljust(self.width)
         if stream.isatty() and "NO_COLOR" not in os.environ:
@@ -39,8 +39,10 @@ class Screen:
 
 
 class Node:
-    """A host with the ssh that holds its guard. Its events go to ``events`` as (node, what, more):
-    ("hello", dict), then ("ended", exit code).
+    """A host, and the ssh whose other end is its guard.
+
+    Its events go to ``events`` as (node, what, more): "hello" with a dict, then "ended" with the
+    exit code.
     """
 
     def __init__(self, host: Host, ssh: str, screen: Screen, events: queue.SimpleQueue):
@@ -48,7 +50,7 @@ class Node:
         self.code: int | None = None
         self.hello: dict | None = None
         self.started = False
-        # A session of its own: Ctrl-C at the terminal is ours to pass on, not ssh's.
+        # In a session of its own: Ctrl-C at the terminal is for this process, not for ssh.
         self.ssh = subprocess.Popen(
             hosts.remote_python(ssh, host, mark="guard"),
             stdin=subprocess.PIPE,
@@ -61,7 +63,7 @@ class Node:
         threading.Thread(target=self._follow, daemon=True).start()
 
     def say(self, data: bytes) -> None:
-        """Send to the guard; a guard that is gone will be reported as ended."""
+        """Send to the guard; one that is gone will be reported as ended."""
         try:
             with self.lock:
                 self.ssh.stdin.write(data)

@@ -1,6 +1,6 @@
 """Starts a training on several nodes over ssh, shows what they print, and ends them together.
 
-See scripts/train_on_nodes.sh for the command. What holds the nodes is scripts/ssh/guard.py.
+See scripts/train_on_nodes.sh for the command. On each node scripts/ssh/guard.py holds the training.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import shlex
 import signal
 import sys
 import threading
-from pathlib import Path
 
 import copying
 import hosts
@@ -20,11 +19,11 @@ from hosts import ROOT, SSH_FAILED, Host, note
 
 from utils import errors
 from utils.errors import UserError
-from utils.option_types import amount, number
+from utils.option_types import Formatter, amount, number
 
 HEARTBEAT_SECONDS = 3.0
 HELLO_SECONDS = 30.0
-LOST_SECONDS = 6.0  # for the others to end when a node is out of reach
+LOST_SECONDS = 6.0  # for the others to end once a node is out of reach
 
 
 class Job:
@@ -42,7 +41,7 @@ class Job:
         """Start everywhere, wait for all. Returns the job's exit code."""
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, lambda number, _: self.events.put((None, "signal", number)))
-        # A launcher that stands still would let its nodes believe that it is dead.
+        # The nodes of a stopped launcher would believe that it is dead.
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         for host in self.machines:
             self.nodes.append(Node(host, self.options.ssh, self.screen, self.events))
@@ -78,7 +77,7 @@ class Job:
         if several and (address is None or address.startswith("127.")):
             self._stop(
                 f"{first.host.name} was reached at {address}, where the other nodes cannot reach "
-                "it: write its address into the list of hosts, ip=ADDRESS"
+                "it: write ip=ADDRESS behind it in the hosts file"
             )
             return
         meeting = {
@@ -87,7 +86,7 @@ class Job:
             "WORLD_SIZE": str(len(self.nodes)),
         }
         for rank, node in enumerate(self.nodes):
-            environment = meeting | {"NODE_RANK": str(rank)} | dict(self.options.env)
+            environment = meeting | {"NODE_RANK": str(rank)} | dict(self.options.env or ())
             slots = [] if node.host.slots is None else ["-g", str(node.host.slots)]
             command = [*self.command[:1], *slots, *self.command[1:]]
             shown = [f"{name}={value}" for name, value in environment.items()]
@@ -111,7 +110,7 @@ class Job:
         elif not any(node.started for node in self.nodes):
             self._stop("interrupted before the training began", 128 + signum)
         else:
-            note(f"asking all nodes for a snapshot and the end, {self.options.grace:g} s at most")
+            note(f"asking all nodes to stop with a snapshot within {self.options.grace:g} s")
             self._say_all(b"TERM\n")
 
     def _give_up_on_silent(self) -> None:
@@ -126,13 +125,13 @@ class Job:
         name = node.host.name
         if node.hello is None and self.code is None:
             if node.code == SSH_FAILED:
-                why = f"ssh to {name} failed: does `{self.options.ssh} {name} true` work here?"
+                why = hosts.ssh_failed(self.options.ssh, node.host)
             else:
-                why = f"{name} has no python3 that works (exit code {node.code})"
+                why = f"{name} has no working python3 (exit code {node.code})"
             self._stop(why)
         elif node.code == SSH_FAILED and self.code is None:
-            self._stop(f"lost the connection to {name}; its guard ends what runs there", 1)
-            # Without that node's ranks the others cannot agree on a snapshot, and may never answer.
+            self._stop(f"lost the connection to {name}; its guard will end what runs there", 1)
+            # Without that node's ranks the others cannot agree on a snapshot, and may hang.
             timer = threading.Timer(LOST_SECONDS, self._say_all, (b"KILL\n",))
             timer.daemon = True
             timer.start()
@@ -144,11 +143,11 @@ class Job:
             self._say_all(b"TERM\n")
 
     def _stop(self, sentence: str, code: int = errors.BAD_INPUT) -> None:
-        """Report why the job cannot go on, and end it."""
+        """Report why the job cannot continue, and end it."""
         print(f"error: {sentence}", file=sys.stderr, flush=True)
         self.code = code
         self._say_all(b"TERM\n")
-        for node in self.nodes:  # a guard without a job ends at the end of its input; ssh too
+        for node in self.nodes:  # a guard without a job ends with its ssh
             if node.code is None and not node.started:
                 node.ssh.terminate()
 
@@ -158,13 +157,6 @@ class Job:
                 node.say(order)
 
 
-def _variable(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    if not hosts.is_name(name) or "=" not in text:
-        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
-    return name, value
-
-
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The launcher's own options, and SCRIPT with its options. Raises: `UserError`."""
     cut = arguments.index("--") if "--" in arguments else len(arguments)
@@ -172,24 +164,20 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="train_on_nodes.sh",
         usage="bash scripts/train_on_nodes.sh HOSTS_FILE [options] -- SCRIPT TRAINING OPTIONS",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Formatter,
         allow_abbrev=False,
     )
+    hosts.add_options(parser)
     add = parser.add_argument
-    add("hosts", type=Path, metavar="HOSTS_FILE", help="one ssh host a line, node rank 0 first")
-    add("--sync", action="store_true", help="first copy this code to the nodes")
+    add("--sync", action="store_true", help="copy this code to the nodes first")
     add("--fetch", action="store_true", help="bring the run directory back; needs --name")
-    add("--dir", default=hosts.default_directory(), help="of this code on the nodes")
-    add("--python", help="on the nodes; default: DIR/.venv/bin/python if there, else python3")
     add("--port", type=number(int, 1, 65535), help="of the master; default: a free one there")
-    add("--env", type=_variable, action="append", default=[], help="NAME=VALUE for the training")
-    add("--ssh", default="ssh", help="ssh command with its options, such as 'ssh -F FILE'")
     add(
         *("--grace", "--grace-seconds"),
         type=amount,
         default=20.0,
         metavar="SECONDS",
-        help="how long a stopped training may take for its snapshot before it is killed",
+        help="time for a snapshot before a training that was asked to stop is killed",
     )
     options = parser.parse_args(own)
     if not command:
@@ -202,17 +190,17 @@ def main() -> int:
     machines = hosts.read(options.hosts)
     script = command[0]
     if not (ROOT / script).is_file() or "/" in script or not script.startswith("imagenet_"):
-        raise UserError(f"{script} is no training script of {ROOT}")
+        raise UserError(f"{script} is not a training script in {ROOT}")
     if script in ("imagenet_nd.py", "imagenet_dp.py") and (len(machines) > 1 or machines[0].slots):
         raise UserError(f"{script} is one process on one node: use imagenet_ddp.py")
     if len({host.slots for host in machines}) > 1:
-        raise UserError(f"{options.hosts}: all nodes must have the same number of slots, or none")
+        raise UserError(f"{options.hosts}: give all nodes the same number of slots, or none")
     training = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     training.add_argument("--name")
     training.add_argument("--output-dir", default="runs")
     known, _ = training.parse_known_args(command[1:])
     if options.fetch and not known.name:
-        raise UserError("--fetch needs --name among the training options, the run to bring back")
+        raise UserError("--fetch needs --name, the run to bring back, among the training options")
     if options.sync:
         copying.sync(options, machines)
     job = Job(options, machines, command)
@@ -230,4 +218,4 @@ if __name__ == "__main__":
     except UserError as error:
         ending = errors.report(error)
     sys.stdout.flush()
-    os._exit(ending)  # past the threads
+    os._exit(ending)  # does not wait for the threads
