@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Check the nodes before training on them: on each node, at the same time,
+"""Check the nodes before training on them. Run on each node, at the same time,
 
     python scripts/doctor.py --rank R --nodes N --master IP --data DIR
 
-with the master's address and --port that the training will have. From one machine, over ssh:
-scripts/doctor.sh. Ports, interfaces, names, versions, data, limits, clocks and the speed of disk,
-decoding and network; each fault with what it means and what to do.
+with the master's address and --port that the training will use; scripts/doctor.sh does it from one
+machine, over ssh. Checks ports, interfaces, names, versions, data, limits, clocks, and the speed of
+disk, decoding and network; says of each fault what it means and what to do.
 
-Exit code, the same on every node: 0 all is well, 1 warnings (training will do, but look at them),
+Exit code, the same on every node: 0 all is well, 1 warnings (training will work, but look at them),
 2 faults (or options that cannot be used). Node 0 prints all findings, the others those about
 themselves.
 """
@@ -31,8 +31,8 @@ from utils.errors import UserError, report  # noqa: E402
 from utils.option_types import amount, count, number, positive  # noqa: E402
 from utils.processes import network  # noqa: E402
 
-LONG = 3600.0  # seconds; a first listing of ImageNet on a cold network disk takes minutes
-STREAMS = (1, 4)  # connections at a time whose bandwidth is measured
+LONG = 3600.0  # seconds; listing ImageNet for the first time on a network disk takes minutes
+STREAMS = (1, 4)  # numbers of parallel connections whose bandwidth is measured
 STREAM_SECONDS = 0.3
 
 
@@ -47,7 +47,7 @@ def main() -> int:
         node.seen_from = link.getsockname()[0]
         farewell = meeting.serve(link, node.handlers)
     except NoMeeting as fault:
-        why = "a training could not begin on this node either"
+        why = "a training could not start on this node either"
         findings.show([Finding(fault.name, FAULT, fault.sentence, why, fault.remedy)])
         return findings.EXIT[FAULT]
     finally:
@@ -55,7 +55,7 @@ def main() -> int:
     mine = [Finding(**one) for one in farewell["findings"]]
     findings.show(mine)
     own = findings.verdict(mine) if mine else "nothing is wrong"
-    print(f"node {args.rank}: {own}; all nodes: {farewell['verdict']} (node 0 shows it)")
+    print(f"node {args.rank}: {own}; all nodes: {farewell['verdict']} (see node 0)")
     return int(farewell["code"])
 
 
@@ -67,8 +67,13 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     rank = env.get("NODE_RANK", "0")
     add("--rank", type=count, default=rank, metavar="R", help="of this node ($NODE_RANK, else 0)")
-    add("--nodes", type=positive, default=1, metavar="N", help="how many take part (1)")
-    add("--master", default=env.get("MASTER_ADDR"), metavar="IP", help="of node 0 ($MASTER_ADDR)")
+    add("--nodes", type=positive, default=1, metavar="N", help="how many nodes take part (1)")
+    add(
+        "--master",
+        default=env.get("MASTER_ADDR"),
+        metavar="IP",
+        help="address of node 0 ($MASTER_ADDR)",
+    )
     add(
         "--port",
         type=number(int, 1, 65535),
@@ -81,25 +86,38 @@ def parse() -> argparse.Namespace:
         metavar="DIR",
         help="image folder of this node ($IMAGENET_DIR, else /data)",
     )
-    add("-a", "--arch", default="resnet50", help="for the forecast (resnet50)")
-    add("-b", "--batch-size", type=positive, default=128, metavar="N", help="per process (128)")
-    add("--image-size", type=positive, default=224, metavar="PX", help="(224)")
+    add("-a", "--arch", default="resnet50", help="model for the forecast (resnet50)")
+    add(
+        "-b",
+        "--batch-size",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="images per process (128)",
+    )
+    add("--image-size", type=positive, default=224, metavar="PX", help="side of the crops (224)")
     add("-j", "--workers", type=count, metavar="N", help="loader workers per node (its cores)")
     add(
         "--need",
         type=amount,
         metavar="IMAGES_PER_S",
-        help="what one GPU trains at, as --dummy of the training scripts measures it (default: "
-        "published figures for known GPUs)",
+        help="the training speed of one GPU, as --dummy of the training scripts measures it "
+        "(default: published figures for known GPUs)",
     )
     add("--output-dir", default="runs", metavar="DIR", help="where runs will be written (runs)")
-    add("--wait", type=amount, default=60.0, metavar="SECONDS", help="for the other nodes (60)")
+    add(
+        "--wait",
+        type=amount,
+        default=60.0,
+        metavar="SECONDS",
+        help="time for the others to come (60)",
+    )
     add(
         "--quick",
         action="store_true",
-        help="leave out what needs torch: decoding, all-reduce, forecast",
+        help="skip what needs torch: decoding, all-reduce, forecast",
     )
-    add("--json", metavar="FILE", help="node 0: write all that was found and measured")
+    add("--json", metavar="FILE", help="on node 0: write all findings and figures there")
     args = parser.parse_args()
     if args.nodes > 1 and not args.master:
         raise UserError(f"--nodes {args.nodes} needs --master, the IP address of node 0")
@@ -110,7 +128,7 @@ def parse() -> argparse.Namespace:
 
 
 def node_0(args: argparse.Namespace, node: Node) -> int:
-    """Meet the others, have everything asked and measured, judge it, tell everybody."""
+    """Meet the others, ask and measure, judge, report to all. Returns the exit code."""
     check = Checkup(args.nodes, vars(args))
     host = Host(args.port, args.nodes, node.handlers)
     host.welcome(args.wait, lambda missing: print(waiting(missing, args), flush=True))
@@ -122,7 +140,7 @@ def node_0(args: argparse.Namespace, node: Node) -> int:
         else:
             check.facts[rank] = found
     if 0 not in check.facts:
-        raise UserError(f"node 0 cannot tell about itself: {check.lost[0]}")
+        raise UserError(f"node 0 cannot examine itself: {check.lost[0]}")
     try_links(host, check)
     if not args.quick:
         use_torch(host, check)
@@ -149,7 +167,7 @@ def waiting(missing: list[int], args: argparse.Namespace) -> str:
 
 
 def try_links(host: Host, check: Checkup) -> None:
-    """Have every node try the ways to every other, then all send round a ring at once."""
+    """Let every node try its ways to the others; if all are open, send round a ring at once."""
     if len(check.facts) < 2:
         return
     token = secrets.token_hex(16)
@@ -185,7 +203,7 @@ def try_links(host: Host, check: Checkup) -> None:
 
 
 def use_torch(host: Host, check: Checkup) -> None:
-    """Decoding on every node; all-reduces too where all ways are open."""
+    """Measure decoding on every node, and all-reduces if all ways between them are open."""
     reachable = bool(check.ring)
     gpus = all(facts["gpus"]["names"] for facts in check.facts.values())
     ports = [network.free_port("") for _ in range(2)]
@@ -209,7 +227,7 @@ def use_torch(host: Host, check: Checkup) -> None:
 
 
 def write_json(path: Path, check: Checkup, found: list[Finding]) -> None:
-    """Write the findings and the measurements that they come from; seconds and bytes a second."""
+    """Write the findings and the measurements behind them; in seconds and bytes per second."""
     link = judge_speed.link_of(check) if check.nodes > 1 else None
     content = {
         "options": check.options,

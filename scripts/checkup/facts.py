@@ -1,4 +1,4 @@
-"""What one node can tell about itself without importing torch. Each function asks, none judges."""
+"""What one node can find out about itself without importing torch. Facts only, no judgement."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ READ_FILES = 256
 
 
 def versions() -> dict[str, Any]:
-    """Versions of Python, torch, NCCL and of this code (a checksum for each file)."""
+    """Versions of Python, torch, NCCL and this code (a checksum of each file)."""
     return {
         "python": platform.python_version(),
         "torch": agreement.torch_version(),
@@ -35,7 +35,7 @@ def versions() -> dict[str, Any]:
 
 
 def gpus() -> dict[str, Any]:
-    """Names of the GPUs that a training may use, and the driver, as nvidia-smi has them."""
+    """Names of the GPUs that a training may use, and their driver, as nvidia-smi reports them."""
     found: dict[str, Any] = {"names": [], "driver": None}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "" or not shutil.which("nvidia-smi"):
@@ -54,7 +54,7 @@ def gpus() -> dict[str, Any]:
 
 
 def own_name() -> dict[str, Any]:
-    """The host name, and the addresses that this node itself finds under it (none: an error)."""
+    """The host name, and the addresses to which this node itself resolves it (none: an error)."""
     name = socket.gethostname()
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
@@ -64,9 +64,9 @@ def own_name() -> dict[str, Any]:
 
 
 def ways(master: str) -> dict[str, Any]:
-    """By which interfaces this node meets the others.
+    """Which interfaces this node uses towards the others.
 
-    "default": the interface towards ``master``, as the training chooses it, "address": its address.
+    "default": the interface towards ``master``, which training uses; "address": its address.
     "gloo", "nccl": what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose instead: their "value",
     and "interface" and "address", or an "error".
     """
@@ -88,13 +88,13 @@ def ways(master: str) -> dict[str, Any]:
             else:
                 there = [name for _, name in socket.if_nameindex()]
                 found[library]["error"] = (
-                    "has no IPv4 address" if chosen in there else "is no interface of this node"
+                    "has no IPv4 address" if chosen in there else "is not an interface of this node"
                 )
     return found
 
 
 def _gloo_choice(value: str, own: dict[str, str]) -> str:
-    """gloo takes the first of the names, as it is written."""
+    """gloo takes the first of the names, exactly as written."""
     return value.split(",")[0]
 
 
@@ -125,7 +125,7 @@ def _mtu(interface: str | None) -> int | None:
 
 
 def owns(address: str) -> bool:
-    """Whether ``address`` (or the name of one) belongs to this node: can be listened on."""
+    """Whether ``address`` (or a name of it) belongs to this node, which then can listen on it."""
     with contextlib.suppress(OSError):
         family, kind, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -135,7 +135,7 @@ def owns(address: str) -> bool:
 
 
 def of_master(master: str) -> dict[str, Any]:
-    """What only node 0 can tell: whether the master's address is its own, and which it is here."""
+    """What only node 0 knows: whether it owns the master's address, and what that is on node 0."""
     with contextlib.suppress(OSError):
         address = socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)[0][4][0]
         return {"owns_master": owns(master), "master_is": address}
@@ -159,21 +159,21 @@ def limits(output: str) -> dict[str, Any]:
 
 
 def _data_ports() -> str:
-    """The range that the kernel chooses ports from, as 32768-60999."""
+    """The range from which the kernel chooses ports, such as 32768-60999."""
     with contextlib.suppress(OSError):
         return "-".join(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     return "1024-65535"
 
 
 def data_set(root: str) -> dict[str, Any]:
-    """Number of images and classes and the fingerprints of DATA/train and DATA/val.
+    """Number of images and classes, and the fingerprints, of DATA/train and DATA/val.
 
-    "error": a sentence, when a training could not use it.
+    "error": a sentence, if a training could not use the data set.
     """
     found: dict[str, Any] = {"root": root, "parts": {}}
     try:
         from utils.data.index import ImageIndex, check_same_classes, class_folders
-    except ImportError as missing:  # a Python without the suite's packages is a finding, too
+    except ImportError as missing:  # a Python without the suite's packages is a finding as well
         return found | {
             "error": f"{missing.name} is missing in {sys.executable}: activate the "
             "environment there (bash scripts/quickstart.sh makes one)"
@@ -199,9 +199,9 @@ def data_set(root: str) -> dict[str, Any]:
 
 
 def _read_speed(index: Any) -> dict[str, float]:
-    """Read images here and there, from the disk where the kernel lets go of what it has in memory.
+    """Read images chosen at random; from the disk, if the kernel drops its copies in memory.
 
-    As many threads as there are loader workers by default: one a core.
+    In as many threads as there are loader workers by default: one per core.
     """
     chosen = random.sample(range(len(index)), min(READ_FILES, len(index)))
     end = time.perf_counter() + READ_SECONDS

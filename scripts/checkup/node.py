@@ -1,4 +1,4 @@
-"""What every node finds out about itself and its links when node 0 asks."""
+"""What every node finds out about itself and its links, when node 0 asks."""
 
 import argparse
 import json
