@@ -4,8 +4,8 @@
 #   MASTER_ADDR=IP bash scripts/elastic_train.sh \
 #       TRAIN_HOURS MIN:MAX SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]
 #
-#   TRAIN_HOURS  stop after this many hours of training, with a snapshot (3.0, say)
-#   MIN:MAX      how many machines training needs at least, and how many there are (1:2, say)
+#   TRAIN_HOURS  stop after this many hours of training, with a snapshot (such as 3.0)
+#   MIN:MAX      how many machines training needs at least, and how many there are (such as 1:2)
 #   SAVE_NAME    the run directory is runs/SAVE_NAME, on a file system that all machines share; a run
 #                that exists already is resumed
 #   BATCH_SIZE   images per step and process (per GPU)
@@ -22,10 +22,10 @@ show_help "$@"
 hours=$1 nodes=$2 name=$3 batch=$4
 shift 4
 [ $# -eq 0 ] || [ "$1" = -- ] || fail "$1: put options of the training script after --"
-need_number MIN:MAX "$nodes" '[1-9][0-9]*:[1-9][0-9]*'
+need_number MIN:MAX "$nodes" '[1-9][0-9]*:[1-9][0-9]*' "two whole numbers such as 1:2"
 [ "${nodes%:*}" -le "${nodes#*:}" ] || fail "MIN:MAX is $nodes, but MIN is larger than MAX"
 restarts=${MAX_RESTARTS:-100}
-need_number MAX_RESTARTS "$restarts" '[1-9][0-9]*'
+need_number MAX_RESTARTS "$restarts" '[1-9][0-9]*' "a whole number, at least 1"
 need_master
 use_environment
 address=$(ask_network address_towards "$MASTER_ADDR")

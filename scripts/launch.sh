@@ -8,9 +8,9 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-# need_number NAME VALUE PATTERN: VALUE, an argument called NAME, must match the PATTERN.
+# need_number NAME VALUE PATTERN WORDS: the argument NAME must match PATTERN; WORDS describe it.
 need_number() {
-    [[ $2 =~ ^$3$ ]] || fail "$1 is $2, which is not a number of the right kind"
+    [[ $2 =~ ^$3$ ]] || fail "$1 is $2: it must be $4"
 }
 
 # need_master: MASTER_ADDR must say where the nodes meet, and SCRIPT must train on several nodes.
@@ -65,15 +65,15 @@ launch() {
     local hours=$1 name=$2 batch=$3
     shift 3
     local script=${SCRIPT:-imagenet_ddp.py} launcher=()
-    need_number TRAIN_HOURS "$hours" '([0-9]+\.?[0-9]*|\.[0-9]+)'
-    need_number BATCH_SIZE "$batch" '[1-9][0-9]*'
+    need_number TRAIN_HOURS "$hours" '([0-9]+\.?[0-9]*|\.[0-9]+)' "a number such as 1.5"
+    need_number BATCH_SIZE "$batch" '[1-9][0-9]*' "a whole number, at least 1"
     [ -f "$root/$script" ] || fail "SCRIPT=$script does not exist in $root"
     use_environment
     local processes=${NPROC:-}
     if [ -z "$processes" ]; then
         processes=$("$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')
     fi
-    need_number NPROC "$processes" '[1-9][0-9]*'
+    need_number NPROC "$processes" '[1-9][0-9]*' "a whole number, at least 1"
     while [ $# -gt 0 ] && [ "$1" != -- ]; do
         launcher+=("$1")
         shift

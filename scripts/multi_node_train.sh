@@ -4,7 +4,7 @@
 #   MASTER_ADDR=IP bash scripts/multi_node_train.sh \
 #       TRAIN_HOURS NODE_RANK NODES SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]
 #
-#   TRAIN_HOURS  stop after this many hours of training, with a snapshot (3.0, say)
+#   TRAIN_HOURS  stop after this many hours of training, with a snapshot (such as 3.0)
 #   NODE_RANK    0 on the master, which writes the run directory, then 1, 2, ...
 #   NODES        how many machines take part
 #   SAVE_NAME    the run directory is runs/SAVE_NAME; a run that exists already is resumed
@@ -21,8 +21,8 @@ show_help "$@"
 hours=$1 rank=$2 nodes=$3 name=$4 batch=$5
 shift 5
 [ $# -eq 0 ] || [ "$1" = -- ] || fail "$1: put options of the training script after --"
-need_number NODE_RANK "$rank" '[0-9]+'
-need_number NODES "$nodes" '[1-9][0-9]*'
+need_number NODE_RANK "$rank" '[0-9]+' "a whole number"
+need_number NODES "$nodes" '[1-9][0-9]*' "a whole number, at least 1"
 [ "$rank" -lt "$nodes" ] || fail "NODE_RANK $rank is not one of 0 to $((nodes - 1))"
 need_master
 # Static rendezvous: with c10d, a node whose own name does not resolve could not join.

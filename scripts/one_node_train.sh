@@ -3,7 +3,7 @@
 #
 #   bash scripts/one_node_train.sh TRAIN_HOURS SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]
 #
-#   TRAIN_HOURS  stop after this many hours of training, with a snapshot (3.0, say)
+#   TRAIN_HOURS  stop after this many hours of training, with a snapshot (such as 3.0)
 #   SAVE_NAME    the run directory is runs/SAVE_NAME; a run that exists already is resumed
 #   BATCH_SIZE   images per step and process (per GPU)
 #

@@ -4,7 +4,7 @@
 #   bash scripts/train_on_nodes.sh HOSTS_FILE [--sync] [--fetch] [...] -- SCRIPT TRAINING OPTIONS
 #
 #   HOSTS_FILE  one ssh host per line, in the order of node ranks; see scripts/ssh/hosts.py
-#   SCRIPT      imagenet_ddp.py, say, with its options as typed on one node
+#   SCRIPT      such as imagenet_ddp.py, with its options as typed on one node
 #
 # Ctrl-C stops the training with a snapshot, a second one ends it at once. --help lists the options.
 # Needs Python and ssh here, Python and sshd on the nodes; rsync for --sync and --fetch.

@@ -105,7 +105,7 @@ class Node:
             self.replace(path, text)
 
     def replace(self, path: str, text: str) -> None:
-        """Give this node another version of an existing file (/etc/hosts, say)."""
+        """Give this node another version of an existing file (such as /etc/hosts)."""
         own = self.folder / path.strip("/").replace("/", "_")
         own.write_text(text)
         self.files[path] = text

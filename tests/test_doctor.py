@@ -178,7 +178,7 @@ def test_from_one_machine_over_ssh(nodes, data):
     line = ["bash", str(ROOT / "scripts" / "doctor.sh"), str(hosts), *OPTIONS, "--quick"]
     done = nodes[0].run([*line, "--data", str(data)])
     assert done.code == 0, done
-    assert "2 of 2 nodes came" in done.out
+    assert "2 of 2 nodes connected" in done.out
     # A fault of the other node is shown, with the node's name before it, and decides the exit code.
     shrink_shm(nodes[1])
     done = nodes[0].run([*line, "--data", str(data), "--batch-size", "1024"])
@@ -190,7 +190,7 @@ def test_from_one_machine_over_ssh(nodes, data):
     done = nodes[0].run([*line, "--data", str(data), "--wait", "1"])
     assert done.code == 2, done
     assert "error: ssh to node9 failed" in done.err
-    assert "1 of 2 nodes did not come" in done.out
+    assert "1 of 2 nodes did not connect" in done.out
 
 
 # ---- ports and interfaces

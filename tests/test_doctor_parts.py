@@ -287,8 +287,8 @@ def test_rank_typed_twice(folder):
     assert [result.code for result in results] == [2, 2, 2], results
     refused = [result.out for result in results[1:] if "refuses this node" in result.out]
     assert len(refused) == 1
-    assert "has come with --rank 1, too" in refused[0]
-    assert "1 of 3 nodes did not come" in results[0].out
+    assert "has connected with --rank 1, too" in refused[0]
+    assert "1 of 3 nodes did not connect" in results[0].out
 
 
 def test_other_number_of_nodes(folder):

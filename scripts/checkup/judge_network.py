@@ -23,7 +23,7 @@ def _present(check: Checkup) -> Iterator[Finding]:
         yield Finding(
             "nodes-missing",
             FAULT,
-            f"{len(check.missing)} of {check.nodes} nodes did not come to {place} within "
+            f"{len(check.missing)} of {check.nodes} nodes did not connect to {place} within "
             f"{check.options['wait']:g} s: node {', '.join(map(str, check.missing))}",
             "a training waits for all of its nodes",
             "start the doctor there as well, within that time; if it cannot reach this node, "
@@ -32,7 +32,7 @@ def _present(check: Checkup) -> Iterator[Finding]:
         )
     else:
         yield Finding(
-            "nodes", OK, f"master port {place}: {check.nodes} of {check.nodes} nodes came"
+            "nodes", OK, f"master port {place}: {check.nodes} of {check.nodes} nodes connected"
         )
     for rank, reason in check.lost.items():
         yield Finding(
@@ -115,7 +115,7 @@ def _interfaces(check: Checkup) -> Iterator[Finding]:
                     WARNING if harmless else FAULT,
                     f"{check.node(rank)}: {chosen['variable']}={chosen['value']}, but "
                     f"{chosen['interface']} {problem}",
-                    "the other nodes are told to connect to the address of that interface; "
+                    "the other nodes will try to connect to the address of that interface; "
                     + _NO_SENTENCE,
                     f"unset {chosen['variable']}"
                     + (f", or set it to {ways['default']}" if ways["default"] else "")

@@ -149,7 +149,7 @@ def _data(check: Checkup) -> Iterator[Finding]:
                 "data-sizes",
                 WARNING,
                 f"the {part} images have the same names but different sizes: {listed}",
-                "one copy is damaged, or was made in another way (shrunk, say)",
+                "one copy is damaged, or was made in another way (shrunk, for example)",
                 "compare the copies: rsync -an --checksum --itemize-changes DATA/ NODE:DATA/",
                 list(parts),
             )

@@ -60,7 +60,7 @@ class Host:
 
     @property
     def missing(self) -> list[int]:
-        """Node ranks that have not come."""
+        """Node ranks that have not connected."""
         return [rank for rank in range(1, self.nodes) if rank not in self.guests]
 
     def welcome(self, seconds: float, waiting: Callable[[list[int]], None]) -> None:
@@ -109,7 +109,9 @@ class Host:
         if not isinstance(rank, int) or not 0 < rank < self.nodes:
             return f"--rank {rank} is not one of 1 to {self.nodes - 1}"
         if rank in self.guests:
-            return f"{self.guests[rank].host} has come with --rank {rank}, too: give each its own"
+            return (
+                f"{self.guests[rank].host} has connected with --rank {rank}, too: give each its own"
+            )
         return None
 
     def ask(

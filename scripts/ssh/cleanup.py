@@ -218,9 +218,7 @@ def main():
         metavar="SECONDS",
         help="between SIGTERM and SIGKILL (30)",
     )
-    parser.add_argument(
-        "--ssh", default="ssh", metavar="COMMAND", help="ssh with its options (ssh)"
-    )
+    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options (ssh)")
     options = parser.parse_args()
     if not options.hosts:
         return clean(options.grace, options.dry_run)

@@ -110,7 +110,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a variable for the environment on the nodes",
     )
-    add("--ssh", default="ssh", metavar="COMMAND", help="ssh with its options: 'ssh -F FILE', say")
+    add("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options, as 'ssh -F FILE'")
 
 
 def _variable(text: str) -> tuple[str, str]:

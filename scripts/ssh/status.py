@@ -152,9 +152,7 @@ def row(rank):
 def main():
     parser = argparse.ArgumentParser(prog="status.sh", allow_abbrev=False)
     parser.add_argument("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host per line")
-    parser.add_argument(
-        "--ssh", default="ssh", metavar="COMMAND", help="ssh with its options (ssh)"
-    )
+    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options (ssh)")
     options = parser.parse_args()
     if options.hosts:
         import remote  # only here, as this file is sent to nodes without it
