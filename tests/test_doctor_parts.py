@@ -352,7 +352,10 @@ def test_wrong_options_are_a_sentence():
     for options, words in (
         (("--nodes", "2"), "needs --master"),
         (("--nodes", "2", "--rank", "2", "--master", "x"), "not one of 0 to 1"),
+        (("--port", "65536"), "--port: 65536 is not from 1 to 65535"),
+        (("--batch-size", "many"), "--batch-size: invalid whole number"),
     ):
         done = python(DOCTOR, *options)
         assert done.code == 2
         assert words in done.sentence
+    assert "--rank: invalid whole number" in python(DOCTOR, NODE_RANK="first").sentence
