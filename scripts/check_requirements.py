@@ -1,4 +1,4 @@
-"""Ends with 0 if this interpreter has all that the given requirements files ask for.
+"""Exit with 0 if this interpreter has everything that the given requirements files ask for.
 
 python scripts/check_requirements.py requirements.txt [MORE ...]
 """

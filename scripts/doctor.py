@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Check the nodes before training on them: on each node, at the same time,
+"""Check the nodes before training on them. Run on each node, at the same time,
 
     python scripts/doctor.py --rank R --nodes N --master IP --data DIR
 
-with the master's address and --port that the training will have. From one machine, over ssh:
-scripts/doctor.sh. Ports, interfaces, names, versions, data, limits, clocks and the speed of disk,
-decoding and network; each fault with what it means and what to do.
+with the master's address and --port that the training will use; scripts/doctor.sh does it from one
+machine, over ssh. Checks ports, interfaces, names, versions, data, limits, clocks, and the speed of
+disk, decoding and network; says of each fault what it means and what to do.
 
-Exit code, the same on every node: 0 all is well, 1 warnings (training will do, but look at them),
+Exit code, the same on every node: 0 all is well, 1 warnings (training will work, but look at them),
 2 faults (or options that cannot be used). Node 0 prints all findings, the others those about
 themselves.
 """
@@ -16,23 +16,23 @@ import argparse
 import json
 import os
 import secrets
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from checkup import facts, findings, judge_network, judge_nodes, judge_speed, links, meeting  # noqa: E402
+from checkup import findings, judge_network, judge_nodes, judge_speed, meeting  # noqa: E402
 from checkup.findings import FAULT, Checkup, Finding  # noqa: E402
-from checkup.meeting import Host, Message, NoMeeting  # noqa: E402
+from checkup.meeting import Host, NoMeeting  # noqa: E402
+from checkup.node import TORCH_LIMIT, Node  # noqa: E402
 
 from utils.errors import UserError, report  # noqa: E402
+from utils.option_types import amount, count, number, positive  # noqa: E402
+from utils.processes import network  # noqa: E402
 
-LONG = 3600.0  # seconds; a first listing of ImageNet on a cold network disk takes minutes
-TORCH_LIMIT = 300.0  # seconds for the part that imports torch, all-reduces included
-STREAMS = (1, 4)  # connections at a time whose bandwidth is measured
+LONG = 3600.0  # seconds; listing ImageNet for the first time on a network disk takes minutes
+STREAMS = (1, 4)  # numbers of parallel connections whose bandwidth is measured
 STREAM_SECONDS = 0.3
 
 
@@ -47,7 +47,7 @@ def main() -> int:
         node.seen_from = link.getsockname()[0]
         farewell = meeting.serve(link, node.handlers)
     except NoMeeting as fault:
-        why = "a training could not begin on this node either"
+        why = "a training could not start on this node either"
         findings.show([Finding(fault.name, FAULT, fault.sentence, why, fault.remedy)])
         return findings.EXIT[FAULT]
     finally:
@@ -55,7 +55,7 @@ def main() -> int:
     mine = [Finding(**one) for one in farewell["findings"]]
     findings.show(mine)
     own = findings.verdict(mine) if mine else "nothing is wrong"
-    print(f"node {args.rank}: {own}; all nodes: {farewell['verdict']} (node 0 shows it)")
+    print(f"node {args.rank}: {own}; all nodes: {farewell['verdict']} (see node 0)")
     return int(farewell["code"])
 
 
@@ -65,13 +65,19 @@ def parse() -> argparse.Namespace:
     )
     env = os.environ
     add = parser.add_argument
-    add("--rank", type=int, default=int(env.get("NODE_RANK", "0")), metavar="R", help="of the node")
-    add("--nodes", type=int, default=1, metavar="N", help="how many take part (1)")
-    add("--master", default=env.get("MASTER_ADDR"), metavar="IP", help="of node 0 ($MASTER_ADDR)")
+    rank = env.get("NODE_RANK", "0")
+    add("--rank", type=count, default=rank, metavar="R", help="of this node ($NODE_RANK, else 0)")
+    add("--nodes", type=positive, default=1, metavar="N", help="how many nodes take part (1)")
+    add(
+        "--master",
+        default=env.get("MASTER_ADDR"),
+        metavar="IP",
+        help="address of node 0 ($MASTER_ADDR)",
+    )
     add(
         "--port",
-        type=int,
-        default=int(env.get("MASTER_PORT", "8888")),
+        type=number(int, 1, 65535),
+        default=env.get("MASTER_PORT", "8888"),
         help="master port of the training ($MASTER_PORT, else 8888)",
     )
     add(
@@ -80,25 +86,38 @@ def parse() -> argparse.Namespace:
         metavar="DIR",
         help="image folder of this node ($IMAGENET_DIR, else /data)",
     )
-    add("-a", "--arch", default="resnet50", help="for the forecast (resnet50)")
-    add("-b", "--batch-size", type=int, default=128, metavar="N", help="a process (128)")
-    add("--image-size", type=int, default=224, metavar="PX", help="(224)")
-    add("-j", "--workers", type=int, metavar="N", help="loader workers of a node (its cores)")
+    add("-a", "--arch", default="resnet50", help="model for the forecast (resnet50)")
+    add(
+        "-b",
+        "--batch-size",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="images per process (128)",
+    )
+    add("--image-size", type=positive, default=224, metavar="PX", help="side of the crops (224)")
+    add("-j", "--workers", type=count, metavar="N", help="loader workers per node (its cores)")
     add(
         "--need",
-        type=float,
+        type=amount,
         metavar="IMAGES_PER_S",
-        help="what one GPU trains at, as --dummy of the training scripts measures it (default: "
-        "published figures for known GPUs)",
+        help="the training speed of one GPU, as --dummy of the training scripts measures it "
+        "(default: published figures for known GPUs)",
     )
     add("--output-dir", default="runs", metavar="DIR", help="where runs will be written (runs)")
-    add("--wait", type=float, default=60.0, metavar="SECONDS", help="for the other nodes (60)")
+    add(
+        "--wait",
+        type=amount,
+        default=60.0,
+        metavar="SECONDS",
+        help="time for the others to come (60)",
+    )
     add(
         "--quick",
         action="store_true",
-        help="leave out what needs torch: decoding, all-reduce, forecast",
+        help="skip what needs torch: decoding, all-reduce, forecast",
     )
-    add("--json", metavar="FILE", help="node 0: write all that was found and measured")
+    add("--json", metavar="FILE", help="on node 0: write all findings and figures there")
     args = parser.parse_args()
     if args.nodes > 1 and not args.master:
         raise UserError(f"--nodes {args.nodes} needs --master, the IP address of node 0")
@@ -108,76 +127,8 @@ def parse() -> argparse.Namespace:
     return args
 
 
-class Node:
-    """What every node does when node 0 asks; `handlers` has the functions by name."""
-
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
-        self.seen_from = args.master  # own address on the connection to node 0
-        self.endpoint: links.Endpoint | None = None
-        self.handlers: meeting.Handlers = {
-            "clock": lambda _: {"time": time.time()},
-            "facts": self.facts,
-            "open": self.open,
-            "probe": links.probe,
-            "transfer": links.transfer,
-            "torch": self.torch,
-        }
-
-    def card(self) -> Message:
-        """How this node introduces itself to node 0."""
-        return {"rank": self.args.rank, "nodes": self.args.nodes, "host": os.uname().nodename}
-
-    def facts(self, _: Message) -> Message:
-        args = self.args
-        found = {
-            "versions": facts.versions(),
-            "gpus": facts.gpus(),
-            "name": facts.own_name(),
-            "ways": facts.ways(args.master),
-            "limits": facts.limits(args.output_dir),
-            "data": facts.data_set(args.data),
-            "seen_from": meeting.plain(self.seen_from),
-        }
-        if args.rank == 0:
-            found |= facts.of_master(args.master)
-        return found
-
-    def open(self, request: Message) -> Message:
-        self.endpoint = links.Endpoint(self.args.rank, request["token"])
-        return {"ports": self.endpoint.ports}
-
-    def torch(self, request: Message) -> Message:
-        """Run torch_part.py; what it has found, and an "error" if it did not come to its end."""
-        args = self.args
-        order = {"arch": args.arch, "image_size": args.image_size, "ring": request["ring"]}
-        if request["data"]:
-            order["data"] = args.data
-        line = [sys.executable, str(ROOT / "scripts/checkup/torch_part.py"), json.dumps(order)]
-        error = None
-        try:
-            done = subprocess.run(
-                line, capture_output=True, text=True, timeout=TORCH_LIMIT, check=False
-            )
-            out, code = done.stdout, done.returncode
-            if code:
-                error = (done.stderr.strip().splitlines() or [f"exit code {code}"])[-1]
-        except subprocess.TimeoutExpired as late:
-            out = (late.stdout or b"").decode()
-            error = f"no end after {TORCH_LIMIT:g} s"
-        found: Message = {}
-        for answer in out.splitlines():
-            if answer.startswith("{"):
-                found |= json.loads(answer)
-        return found | ({"error": error} if error else {})
-
-    def close(self) -> None:
-        if self.endpoint:
-            self.endpoint.close()
-
-
 def node_0(args: argparse.Namespace, node: Node) -> int:
-    """Meet the others, have everything asked and measured, judge it, tell everybody."""
+    """Meet the others, ask and measure, judge, report to all. Returns the exit code."""
     check = Checkup(args.nodes, vars(args))
     host = Host(args.port, args.nodes, node.handlers)
     host.welcome(args.wait, lambda missing: print(waiting(missing, args), flush=True))
@@ -189,7 +140,7 @@ def node_0(args: argparse.Namespace, node: Node) -> int:
         else:
             check.facts[rank] = found
     if 0 not in check.facts:
-        raise UserError(f"node 0 cannot tell about itself: {check.lost[0]}")
+        raise UserError(f"node 0 cannot examine itself: {check.lost[0]}")
     try_links(host, check)
     if not args.quick:
         use_torch(host, check)
@@ -216,7 +167,7 @@ def waiting(missing: list[int], args: argparse.Namespace) -> str:
 
 
 def try_links(host: Host, check: Checkup) -> None:
-    """Have every node try the ways to every other, then all send round a ring at once."""
+    """Let every node try its ways to the others; if all are open, send round a ring at once."""
     if len(check.facts) < 2:
         return
     token = secrets.token_hex(16)
@@ -252,10 +203,10 @@ def try_links(host: Host, check: Checkup) -> None:
 
 
 def use_torch(host: Host, check: Checkup) -> None:
-    """Decoding on every node; all-reduces too where all ways are open."""
+    """Measure decoding on every node, and all-reduces if all ways between them are open."""
     reachable = bool(check.ring)
     gpus = all(facts["gpus"]["names"] for facts in check.facts.values())
-    ports = [meeting.free_port() for _ in range(2)]
+    ports = [network.free_port("") for _ in range(2)]
     wanted = {}
     for rank, one in check.facts.items():
         if one["versions"]["torch"] is None:
@@ -276,7 +227,7 @@ def use_torch(host: Host, check: Checkup) -> None:
 
 
 def write_json(path: Path, check: Checkup, found: list[Finding]) -> None:
-    """Write the findings and the measurements that they come from; seconds and bytes a second."""
+    """Write the findings and the measurements behind them; in seconds and bytes per second."""
     link = judge_speed.link_of(check) if check.nodes > 1 else None
     content = {
         "options": check.options,

@@ -4,8 +4,9 @@
 #   bash scripts/doctor.sh HOSTS_FILE [--dir DIR] [--python FILE] [--ssh COMMAND] [--env NAME=VALUE]
 #       [OPTIONS of scripts/doctor.py: --data DIR -a resnet50 ...]
 #
-#   HOSTS_FILE  one ssh host a line, in the order of node ranks; see scripts/ssh/hosts.py
+#   HOSTS_FILE  one ssh host per line, in the order of node ranks; see scripts/ssh/hosts.py
 #
-# Exit code: 0 all is well, 1 warnings, 2 faults. Needs Python and ssh here, the code on the nodes.
+# Exit code: 0 all is well, 1 warnings, 2 faults. Needs Python and ssh here; sshd and the code on
+# the nodes.
 set -euo pipefail
 exec "${PYTHON:-python3}" "$(dirname "$0")/ssh/doctor_nodes.py" "$@"

@@ -1,13 +1,27 @@
-# Sourced by the other scripts: chooses $PYTHON, installing what is missing.
-#
-#   use_environment [REQUIREMENTS_FILE ...]
-#
-# Takes the active virtual or conda environment when it already has everything; otherwise .venv in
-# the repository, made and filled on first use with the tested versions of constraints.txt.
-# PYTHON=... in the environment chooses the interpreter that makes .venv (default python3).
+# Sourced by the other scripts: --help, errors, and the Python environment.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
+# show_help "$@": if --help is asked for, print the comment at the head of the script and end.
+show_help() {
+    case ${1:-} in
+    -h | --help)
+        sed -n '2,${/^#\( \|$\)/!q;s/^# \{0,1\}//;p}' "$0"
+        exit 0
+        ;;
+    esac
+}
+
+fail() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+# use_environment [REQUIREMENTS_FILE ...]: choose $PYTHON, installing what is missing.
+#
+# Takes the active virtual or conda environment if it already has everything; otherwise .venv in
+# the repository, created and filled on first use with the tested versions of constraints.txt.
+# PYTHON=... in the environment chooses the interpreter that creates .venv (default python3).
 use_environment() {
     local files=("$root/requirements.txt" "$@")
     if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] &&
@@ -36,9 +50,9 @@ use_environment() {
     for file in "${files[@]}"; do arguments+=(-r "$file"); done
     if ! "$PYTHON" -m pip install -qq --disable-pip-version-check \
         -c "$root/scripts/constraints.txt" "${arguments[@]}"; then
-        echo "error: the installation did not finish; run this again to go on" >&2
+        echo "error: the installation did not finish; run this again to continue" >&2
         return 1
     fi
-    # Both set-up commands share .venv: what one has installed, the other finds.
+    # quickstart.sh and test.sh share .venv: each adds its line, so neither installs again.
     echo "$wanted" >>"$stamp"
 }

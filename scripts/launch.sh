@@ -4,21 +4,16 @@
 #   SCRIPT   training script (imagenet_ddp.py)
 #   DATA     image folder (the script's own default: $IMAGENET_DIR, else /data)
 #   ARCH     model (the script's own default)
-#   NPROC    processes of this node (one a GPU; one without GPUs)
+#   NPROC    processes on this node (one per GPU; one without GPUs)
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-fail() {
-    echo "error: $*" >&2
-    exit 2
-}
-
-# need_number NAME VALUE PATTERN: VALUE, an argument called NAME, must match the PATTERN.
+# need_number NAME VALUE PATTERN WORDS: the argument NAME must match PATTERN; WORDS describe it.
 need_number() {
-    [[ $2 =~ ^$3$ ]] || fail "$1 is $2, which is not a number of the right kind"
+    [[ $2 =~ ^$3$ ]] || fail "$1 is $2: it must be $4"
 }
 
-# need_master: MASTER_ADDR must say where several nodes meet, and the script must be one for them.
+# need_master: MASTER_ADDR must say where the nodes meet, and SCRIPT must train on several nodes.
 need_master() {
     [ -n "${MASTER_ADDR:-}" ] ||
         fail "MASTER_ADDR is not set: on every node, export MASTER_ADDR=<IP address of node 0>" \
@@ -28,7 +23,7 @@ need_master() {
     esac
 }
 
-# ask_network QUESTION IP: the answer of that function of utils/network.py; nothing if unknown.
+# ask_network FUNCTION IP: what a function of utils/processes/network.py returns; empty if unknown.
 ask_network() {
     "$PYTHON" - "$root" "$@" <<'CODE'
 import sys
@@ -43,8 +38,8 @@ CODE
 # choose_interface IP: tell gloo and NCCL which interface to use, unless the user has.
 #
 # gloo looks up this host's own name, which Debian resolves to 127.0.1.1 and some clusters not at
-# all; NCCL takes the first interface that is up, which may be Docker's. What leads to the master
-# is right on every node. ("=" makes NCCL take the name as a whole, not as a prefix.)
+# all; NCCL takes the first interface that is up, which may be Docker's. The interface that leads to
+# the master is right on every node. ("=" makes NCCL match the whole name, not a prefix.)
 choose_interface() {
     local interface
     interface=$(ask_network interface_towards "$1")
@@ -58,27 +53,27 @@ choose_interface() {
 # log_to FILE: from here on, keep a copy of all output there.
 log_to() {
     mkdir -p "$(dirname "$1")" || fail "cannot write the log $1"
-    # -i: Ctrl-C reaches tee, too, which is to see the end of the training.
+    # -i: Ctrl-C reaches tee as well, which must stay until the training has ended.
     exec > >(exec tee -i -a "$1") 2> >(exec tee -i -a "$1" >&2)
 }
 
 # launch HOURS NAME BATCH_SIZE LAUNCHER_OPTION ... [-- TRAINING_OPTION ...]
 #
-# Of several nodes this is number (or name) $rank. What is printed goes to node<rank>.log in the run
-# directory.
+# $rank is the number (or name) of this node if there are several. The output is also written to
+# node<rank>.log in the run directory.
 launch() {
     local hours=$1 name=$2 batch=$3
     shift 3
     local script=${SCRIPT:-imagenet_ddp.py} launcher=()
-    need_number TRAIN_HOURS "$hours" '([0-9]+\.?[0-9]*|\.[0-9]+)'
-    need_number BATCH_SIZE "$batch" '[1-9][0-9]*'
-    [ -f "$root/$script" ] || fail "SCRIPT=$script is no script of $root"
+    need_number TRAIN_HOURS "$hours" '([0-9]+\.?[0-9]*|\.[0-9]+)' "a number such as 1.5"
+    need_number BATCH_SIZE "$batch" '[1-9][0-9]*' "a whole number, at least 1"
+    [ -f "$root/$script" ] || fail "SCRIPT=$script does not exist in $root"
     use_environment
     local processes=${NPROC:-}
     if [ -z "$processes" ]; then
         processes=$("$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')
     fi
-    need_number NPROC "$processes" '[1-9][0-9]*'
+    need_number NPROC "$processes" '[1-9][0-9]*' "a whole number, at least 1"
     while [ $# -gt 0 ] && [ "$1" != -- ]; do
         launcher+=("$1")
         shift
@@ -90,14 +85,14 @@ launch() {
     imagenet_nd.py | imagenet_dp.py) ;; # one process
     *) command+=(-m torch.distributed.run "${launcher[@]}" "--nproc_per_node=$processes") ;;
     esac
-    # The same line again, after whatever has stopped it, goes on from the last snapshot.
+    # Typed again, after whatever stopped it, the same line resumes from the last snapshot.
     command+=("$root/$script" -b "$batch" --train-time "$hours" --name "$name" --resume auto)
     [ -z "${ARCH:-}" ] || command+=(-a "$ARCH")
     command+=("$@")
     [ -z "${DATA:-}" ] || command+=("$DATA")
 
     local runs=runs number
-    for ((number = 1; number <= $#; number++)); do # as the script will read its options
+    for ((number = 1; number <= $#; number++)); do # of several, the last one counts
         case ${!number} in
         --output-dir=*) runs=${!number#*=} ;;
         --output-dir) [ $number -eq $# ] || runs=${@:number+1:1} ;;
@@ -105,13 +100,13 @@ launch() {
     done
     log_to "$runs/$name/node${rank:-0}.log"
     [ -z "${rank:-}" ] || choose_interface "$MASTER_ADDR"
-    # torchrun would set this to 1, and warn; scripts on the CPU want all cores, shared out.
+    # torchrun would set this to 1, and warn; on the CPU all cores are wanted, shared out evenly.
     if [ -z "${OMP_NUM_THREADS:-}" ]; then
         local cores
         cores=$(nproc)
         export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))
     fi
     printf '+ OMP_NUM_THREADS=%s%s\n' "$OMP_NUM_THREADS" "$(printf ' %q' "${command[@]}")"
-    export IMAGENET_SUITE=launcher # by this mark scripts/cleanup.sh knows its own
+    export IMAGENET_SUITE=launcher # the mark by which scripts/cleanup.sh knows its own
     exec "${command[@]}"
 }

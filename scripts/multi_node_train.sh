@@ -1,29 +1,30 @@
 #!/usr/bin/env bash
-# Train on several machines: run this on every one of them, each with its own NODE_RANK.
+# Train on several machines: run this on each of them, with its own NODE_RANK.
 #
 #   MASTER_ADDR=IP bash scripts/multi_node_train.sh \
 #       TRAIN_HOURS NODE_RANK NODES SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]
 #
-#   TRAIN_HOURS  stop with a snapshot after this much training (3.0)
+#   TRAIN_HOURS  stop after this many hours of training, with a snapshot (such as 3.0)
 #   NODE_RANK    0 on the master, which writes the run directory, then 1, 2, ...
 #   NODES        how many machines take part
-#   SAVE_NAME    the run directory is runs/SAVE_NAME; a run that is there already is continued
-#   BATCH_SIZE   images a step and process (per GPU)
+#   SAVE_NAME    the run directory is runs/SAVE_NAME; a run that exists already is resumed
+#   BATCH_SIZE   images per step and process (per GPU)
 #
-# MASTER_ADDR is the IP address of node 0 as the others reach it, MASTER_PORT (8888) a free port
-# of it. DATA=... ARCH=... SCRIPT=... NPROC=... in the environment: see scripts/launch.sh.
+# MASTER_ADDR is the IP address at which the others reach node 0, MASTER_PORT (8888) a free port
+# there. DATA=... ARCH=... SCRIPT=... NPROC=... in the environment: see scripts/launch.sh.
 set -euo pipefail
 source "$(dirname "$0")/launch.sh"
+show_help "$@"
 
 [ $# -ge 5 ] || fail "usage: MASTER_ADDR=IP bash scripts/multi_node_train.sh TRAIN_HOURS NODE_RANK" \
     "NODES SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]"
 hours=$1 rank=$2 nodes=$3 name=$4 batch=$5
 shift 5
 [ $# -eq 0 ] || [ "$1" = -- ] || fail "$1: put options of the training script after --"
-need_number NODE_RANK "$rank" '[0-9]+'
-need_number NODES "$nodes" '[1-9][0-9]*'
+need_number NODE_RANK "$rank" '[0-9]+' "a whole number"
+need_number NODES "$nodes" '[1-9][0-9]*' "a whole number, at least 1"
 [ "$rank" -lt "$nodes" ] || fail "NODE_RANK $rank is not one of 0 to $((nodes - 1))"
 need_master
-# Static rendezvous: with c10d a node whose own name does not resolve could not join.
+# Static rendezvous: with c10d, a node whose own name does not resolve could not join.
 launch "$hours" "$name" "$batch" "--nnodes=$nodes" "--node_rank=$rank" \
     "--master_addr=$MASTER_ADDR" "--master_port=${MASTER_PORT:-8888}" "$@"

@@ -3,13 +3,14 @@
 #
 #   bash scripts/one_node_train.sh TRAIN_HOURS SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]
 #
-#   TRAIN_HOURS  stop with a snapshot after this much training (3.0)
-#   SAVE_NAME    the run directory is runs/SAVE_NAME; a run that is there already is continued
-#   BATCH_SIZE   images a step and process (per GPU)
+#   TRAIN_HOURS  stop after this many hours of training, with a snapshot (such as 3.0)
+#   SAVE_NAME    the run directory is runs/SAVE_NAME; a run that exists already is resumed
+#   BATCH_SIZE   images per step and process (per GPU)
 #
 # DATA=... ARCH=... SCRIPT=... NPROC=... in the environment: see scripts/launch.sh.
 set -euo pipefail
 source "$(dirname "$0")/launch.sh"
+show_help "$@"
 
 [ $# -ge 3 ] || fail "usage: bash scripts/one_node_train.sh TRAIN_HOURS SAVE_NAME BATCH_SIZE" \
     "[-- TRAINING OPTIONS]"

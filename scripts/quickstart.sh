@@ -2,15 +2,16 @@
 # From a fresh clone to curves: bash scripts/quickstart.sh [DATA]
 #
 # Installs what is missing, makes a small set of drawn images (unless DATA, a folder with
-# train/CLASS/ and val/CLASS/, is given), trains a ResNet-18 with 1 and with 2 processes on equal
-# global batches, and draws both runs into one picture. Finished work is not done again.
+# train/CLASS/ and val/CLASS/, is given), trains a ResNet-18 with 1 and with 2 processes at the same
+# global batch size, and draws both runs into one picture. Finished work is not repeated.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+source "$(dirname "$0")/environment.sh"
+show_help "$@"
+cd "$root"
 started=$SECONDS
 say() { printf '\n== %s\n' "$*"; }
 
 say "1/4 environment"
-source scripts/environment.sh
 use_environment
 echo "using $PYTHON"
 
@@ -24,13 +25,13 @@ else
 fi
 label=quickstart_$(basename "$data")
 
-# On the CPU, threads that wait for each other should leave the cores to the data loading workers.
+# On the CPU, threads that wait for each other should leave the cores to the loader workers.
 export OMP_WAIT_POLICY=passive
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 processes=2
 if [ "$gpus" = 1 ]; then
     processes=1
-    echo "note: one GPU here, so imagenet_ddp.py runs with one process, too"
+    echo "note: there is one GPU here, so imagenet_ddp.py runs with one process as well"
 fi
 options=(-a resnet18 --image-size 64 --crop-scale 0.35 --epochs 10 --lr 0.02 --lr-schedule cosine
     --warmup-epochs 1 --resume auto)

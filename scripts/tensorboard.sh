@@ -1,29 +1,18 @@
 #!/usr/bin/env bash
 # TensorBoard for all runs: bash scripts/tensorboard.sh [HOSTS_FILE]
 #
-# With HOSTS_FILE (one host per line, as ssh takes it: user@host, or user@host:/path/to/runs; # begins
-# a comment) the event files of these hosts are fetched first, and again every minute, into
-# runs/hosts/HOST. Without a path: runs/ of this repository, at the same place as on this machine.
+# With HOSTS_FILE (one host per line, as for ssh: user@host, or user@host:/path/to/runs; # begins a
+# comment) the event files of these hosts are fetched first, and again every minute, into
+# runs/hosts/HOST. Without a path, the runs are those at the same path as here.
 #
 # From the environment:
 #   RUNS   folder of run directories (runs)
-#   PORT   where TensorBoard listens on this machine (6006)
+#   PORT   on which TensorBoard listens on this machine (6006)
 #   EVERY  seconds between two fetches (60)
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
-
-fail() {
-    echo "error: $*" >&2
-    exit 2
-}
-
-case ${1:-} in
--h | --help)
-    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"
-    exit 0
-    ;;
-esac
-[ $# -le 1 ] || fail "one HOSTS_FILE at most: bash scripts/tensorboard.sh [HOSTS_FILE]"
+show_help "$@"
+[ $# -le 1 ] || fail "at most one HOSTS_FILE: bash scripts/tensorboard.sh [HOSTS_FILE]"
 runs=${RUNS:-$root/runs} port=${PORT:-6006} every=${EVERY:-60} hosts=${1:-}
 [[ $port =~ ^[0-9]+$ ]] || fail "PORT=$port is not a number"
 [[ $every =~ ^[1-9][0-9]*$ ]] || fail "EVERY=$every is not a whole number of seconds"
@@ -32,7 +21,7 @@ mkdir -p "$runs" || fail "cannot make the folder $runs"
 runs=$(cd "$runs" && pwd)
 ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10)
 
-# fetch HOST[:PATH]: the event files below PATH. By tar where either side has no rsync.
+# fetch HOST[:PATH]: the event files below PATH; by tar if one of the two sides has no rsync.
 fetch() {
     local host=${1%%:*} path=$root/runs target quoted there
     case $1 in *:?*) path=${1#*:} ;; esac
@@ -73,7 +62,7 @@ PY
 
 if [ -n "$hosts" ]; then
     fetch_all
-    # Continues while this shell's process, which becomes TensorBoard, lives.
+    # Continues as long as this shell's process, which becomes TensorBoard, lives.
     main=$$
     (
         while true; do

@@ -1,6 +1,5 @@
-"""What the tests share: a tiny image folder, and the scripts run as people run them."""
+"""What the tests share: a tiny image folder, and functions that run the scripts as people do."""
 
-import contextlib
 import json
 import logging
 import os
@@ -9,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from PIL import Image, ImageDraw
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-# A shell that starts the tests in the background lets them, and all their children, ignore Ctrl-C.
+# A shell that starts the tests in the background makes them and their children ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -31,7 +29,7 @@ TIMEOUT = 240  # seconds; a limit against hangs, not a measurement
 
 @dataclass(frozen=True)
 class Result:
-    """A finished command: exit code, its output, and its error output."""
+    """A finished command: its exit code, output and error output."""
 
     code: int
     out: str
@@ -39,7 +37,7 @@ class Result:
 
     @property
     def sentence(self) -> str:
-        """The one error line that bad input must give; fails if there is a traceback."""
+        """The one error line that bad input must cause; fails if there is a traceback."""
         lines = [line for line in self.err.splitlines() if line.strip()]
         assert "Traceback" not in self.err, self.err
         errors = [line for line in lines if "error" in line]
@@ -48,14 +46,20 @@ class Result:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment of a command: one thread, no launcher's variables, plus ``changes``."""
+    """The environment of a command: one thread, no variables of a launcher, plus ``changes``."""
     unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     clean = {key: value for key, value in os.environ.items() if key not in unwanted}
     return clean | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
+def activated(**changes: str) -> dict[str, str]:
+    """`environment` for a shell in which the virtual environment of this interpreter is active."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
+    return environment(**{"PATH": path, "VIRTUAL_ENV": sys.prefix} | changes)
+
+
 def python(*arguments: object, timeout: float = TIMEOUT, **env: str) -> Result:
-    """Run this interpreter in the repository's root, wait for it, and return what came out."""
+    """Run this interpreter in the repository's root, wait for it, and return the result."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
@@ -69,8 +73,9 @@ def python(*arguments: object, timeout: float = TIMEOUT, **env: str) -> Result:
 
 
 def shell(*lines: str, timeout: float = TIMEOUT, **env: str) -> list[Result]:
-    """Type each line into a shell of its own in the repository's root, all at the same time."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    """Type each line into its own shell in the repository's root, all at the same time."""
+    from running import wait_for_group  # which itself imports this file
+
     started, results = [], []
     try:
         for line in lines:
@@ -78,7 +83,7 @@ def shell(*lines: str, timeout: float = TIMEOUT, **env: str) -> list[Result]:
             typed = subprocess.Popen(
                 ["bash", "-c", line],
                 cwd=ROOT,
-                env=environment(PATH=path, VIRTUAL_ENV=sys.prefix, **env),
+                env=activated(**env),
                 stdout=files[0],
                 stderr=files[1],
                 start_new_session=True,
@@ -86,7 +91,8 @@ def shell(*lines: str, timeout: float = TIMEOUT, **env: str) -> list[Result]:
             started.append((typed, files))
         for typed, files in started:
             typed.wait(timeout)
-            _wait_for_group(typed.pid)
+            # Also for what the shell has left in the background: tee, at the end of a log.
+            wait_for_group(typed.pid, 10)
             for file in files:
                 file.seek(0)
             results.append(Result(typed.returncode, *(file.read() for file in files)))
@@ -100,17 +106,8 @@ def shell(*lines: str, timeout: float = TIMEOUT, **env: str) -> list[Result]:
     return results
 
 
-def _wait_for_group(leader: int) -> None:
-    """Until what a shell has left in the background (tee, at the end of a log) has ended, too."""
-    deadline = time.monotonic() + 10
-    with contextlib.suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(leader, 0)
-            time.sleep(0.02)
-
-
 def train(script: str, *arguments: object, processes: int = 0, **env: str) -> Result:
-    """Run a script on a `SMALL` model; by torchrun if ``processes`` are given. Must succeed."""
+    """Run a script on a `SMALL` model; with torchrun if ``processes`` is given. It must succeed."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
     result = python(*(launcher if processes else ()), script, *SMALL, *arguments, **env)
     assert result.code == 0, result.out + result.err
@@ -123,7 +120,7 @@ def summary(run: Path) -> dict:
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """All points of a run's event files: tag -> [(x, value)]."""
+    """All points in a run's event files: tag -> [(x, value)]."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(
@@ -150,7 +147,7 @@ def eval_view(image, size, short=None):
 
 
 def draw_folder(root: Path, train: int = 20, val: int = 7, classes: int = 3) -> Path:
-    """Make train/CLASS/*.JPEG and val/CLASS/*.JPEG with that many images a class."""
+    """Make train/CLASS/*.JPEG and val/CLASS/*.JPEG with that many images per class."""
     for part, count in (("train", train), ("val", val)):
         for number in range(classes):
             folder = root / part / f"class_{number}"

@@ -4,12 +4,13 @@
         nodes[1].run("python3 -c 'import socket; print(socket.gethostname())'").out
 
 Each node is a set of Linux namespaces (network, host name, mounts, processes, IPC) whose interface
-eth0 hangs on a bridge in a namespace of its own. All of it belongs to a few processes that die with
-the test process, however that ends: nothing of it has a name on the machine, nothing can be left.
-The nodes share the file system, apart from /run and /dev/shm, /etc/hosts and /etc/ssh/ssh_config.
+eth0 is connected to a bridge in a namespace of its own. All of it belongs to a few processes that
+die with the test process, however that ends: nothing of it has a name on the machine, and nothing
+can be left behind. The nodes share the file system, except /run and /dev/shm, /etc/hosts and
+/etc/ssh/ssh_config.
 
-Needs root, and of Debian's packages iproute2; start_sshd() openssh-server; block_ports() nftables.
-Where they are missing, the test is skipped and says so.
+Needs root, and Debian's packages iproute2, for start_sshd() openssh-server, and for block_ports()
+nftables. If one is missing, the test is skipped and says so.
 """
 
 import contextlib
@@ -17,20 +18,18 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TIMEOUT, Result, environment
-from running import Process, Running, eventually
+from conftest import ROOT, TIMEOUT, Result, activated
+from namespaces import Namespaces, children
+from running import Process, Running, eventually, everyone
 
 _NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--ipc")
 _SSHD = "/usr/sbin/sshd"
 _PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "sshd": "openssh-server"}
-# The first program of a node. It has to collect dead orphans: ignoring SIGCHLD does that.
-_FIRST = ("sh", "-c", "echo ready; trap '' CHLD; exec sleep infinity")
 
 
 def need(*programs: str) -> None:
@@ -38,46 +37,8 @@ def need(*programs: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("several nodes on one machine (network namespaces) need root")
     for program in ("unshare", "nsenter", "setpriv", "ip", *programs):
-        if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin"):
+        if not shutil.which(program, path=activated()["PATH"]):
             pytest.skip(f"{program} is missing: apt-get install {_PACKAGES.get(program, program)}")
-
-
-class Namespaces:
-    """One set of namespaces, alive while this object's process is."""
-
-    def __init__(self, kinds: tuple[str, ...]):
-        new = ("unshare", *kinds, "--fork", "--kill-child")
-        new += ("--mount-proc",) if "--pid" in kinds else ()
-        # The kernel kills unshare with this process, and the first program with unshare; with its
-        # first program, a process namespace dies as a whole.
-        self.keeper = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *new, *_FIRST],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        if self.keeper.stdout.readline() != "ready\n":
-            self.keeper.wait()
-            pytest.skip(f"namespaces are not allowed here: {self.keeper.stderr.read().strip()}")
-        (self.first,) = _children(self.keeper.pid)
-        self.enter = ("nsenter", f"--target={self.first}", *kinds, "--")
-
-    def close(self) -> None:
-        """End everything inside."""
-        self.keeper.kill()
-        self.keeper.wait()
-        self.keeper.stdout.close()
-        self.keeper.stderr.close()
-        eventually(lambda: not Path(f"/proc/{self.first}").exists())
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    except FileNotFoundError:  # it has ended
-        return []
-    return [int(one) for one in text.split()]
 
 
 def _do(*command: str) -> None:
@@ -87,14 +48,14 @@ def _do(*command: str) -> None:
 
 
 class Node:
-    """A machine as far as programs can tell: address, host name, firewall, sshd of its own."""
+    """A machine, as programs see it: with its own address, host name, firewall and sshd."""
 
     def __init__(self, number: int, switch: Namespaces, folder: Path):
         self.name, self.ip = f"node{number}", f"10.77.0.{number + 1}"
         self.number, self.switch, self.folder = number, switch, folder / self.name
         self.folder.mkdir()
         self.port = 2200 + number  # of its sshd
-        self.files: dict[str, str] = {}  # its own versions of files
+        self.files: dict[str, str] = {}  # that it has its own versions of
         self.spaces = Namespaces(_NAMESPACES)
 
     @property
@@ -103,7 +64,7 @@ class Node:
         return f"/proc/{self.spaces.first}/ns/net"
 
     def set_up(self, rate: str | None) -> None:
-        """Plug the node in, give it its name, address and private folders."""
+        """Plug the node in, and give it its name, address and private folders."""
         cable = f"port{self.number}"
         _do(
             *(*self.switch.enter, "ip", "link", "add", cable, "type", "veth"),
@@ -131,8 +92,8 @@ class Node:
         _do(*self.spaces.enter, "bash", "-ec", script)
 
     def kill(self) -> None:
-        """Switch the node off: nothing in it has time for a last word to the others."""
-        # With its cable, as connections that nobody answers would keep the network for minutes.
+        """Switch the node off: nothing in it has time to say goodbye to the others."""
+        # The cable first, as connections that nobody answers would keep the network for minutes.
         _do(*self.switch.enter, "ip", "link", "delete", f"port{self.number}")
         self.spaces.close()
 
@@ -144,26 +105,26 @@ class Node:
             self.replace(path, text)
 
     def replace(self, path: str, text: str) -> None:
-        """Give this node another version of an existing file (/etc/hosts, say)."""
+        """Give this node another version of an existing file (such as /etc/hosts)."""
         own = self.folder / path.strip("/").replace("/", "_")
         own.write_text(text)
         self.files[path] = text
         _do(*self.spaces.enter, "mount", "--bind", str(own), path)
 
     def popen(self, command: str | list[str], env=None, cwd=ROOT, **how) -> subprocess.Popen:
-        """Start a command (a text: by bash) inside; see `inside` for its process number.
+        """Start a command (if it is a text, in bash) inside; `inside` has its process id.
 
-        ``env``: changes to `conftest.environment`. It gets a session of its own, as at a terminal
-        of its own; this Popen's code is its code.
+        ``env``: changes to `conftest.activated`. The command gets a session of its own, as if at a
+        terminal of its own; the exit code of this Popen is that of the command.
         """
         line = ["bash", "-c", command] if isinstance(command, str) else command
-        # Through setsid, so that a signal to its process group spares nsenter, which waits for it.
-        # In another mount namespace nsenter starts at its root.
+        # setsid: a signal to its process group must spare nsenter, which waits for it.
+        # env -C: in another mount namespace nsenter starts at the root.
         first = [*self.spaces.enter, "setsid", "env", "-C", str(cwd)]
-        return subprocess.Popen([*first, *map(str, line)], env=_environment(env or {}), **how)
+        return subprocess.Popen([*first, *map(str, line)], env=activated(**(env or {})), **how)
 
     def run(self, command: str | list[str], env=None, cwd=ROOT, timeout: float = TIMEOUT) -> Result:
-        """Run a command inside, wait for it, return its code, output and error output."""
+        """Run a command inside, wait for it, and return its exit code, output and error output."""
         how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with self.popen(command, env, cwd, text=True, **how) as started:
             try:
@@ -178,17 +139,17 @@ class Node:
         return Typed(self, command, cwd, env)
 
     def processes(self) -> set[Process]:
-        """All that lives in here, but for what belongs to the node: first program, sshd."""
+        """What lives in here, except what belongs to the node itself: its first program, sshd."""
         own = ("sleep infinity", "sshd: ", "/usr/sbin/sshd", "nsenter ")
         space, found = os.readlink(f"/proc/{self.spaces.first}/ns/pid"), set()
-        for entry in Path("/proc").iterdir():
+        for one in everyone():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and os.readlink(entry / "ns/pid") == space:
-                    found.add(Process(int(entry.name)))
+                if os.readlink(f"/proc/{one.pid}/ns/pid") == space:
+                    found.add(one)
         return {one for one in found if one.lives() and not one.command.startswith(own)}
 
     def link(self, up: bool) -> None:
-        """Plug the network cable in or out, without a notice to either side."""
+        """Plug the network cable in or out, without either side noticing."""
         plug = ("master", "bridge") if up else ("nomaster",)
         _do(*self.switch.enter, "ip", "link", "set", f"port{self.number}", "up", *plug)
 
@@ -207,7 +168,7 @@ class Node:
         subprocess.run(away, capture_output=True, check=False)
 
     def start_sshd(self, **env: str) -> None:
-        """Let root in by the key of `Nodes.ssh_config`; ``env`` is what logins find set."""
+        """Let root in with the key of `Nodes.ssh_config`; logins find the variables ``env`` set."""
         need("sshd")
         config = self.folder / "sshd_config"
         key = self.folder / "host_key"
@@ -222,18 +183,13 @@ class Node:
 
 
 def inside(started: subprocess.Popen) -> int:
-    """The process number, as this machine counts, of what `Node.popen` has started."""
-    assert eventually(lambda: _children(started.pid) or started.poll() is not None)
-    return (_children(started.pid) or [started.pid])[0]
-
-
-def _environment(changes: dict[str, str]) -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
-    return environment(**{"PATH": path, "VIRTUAL_ENV": sys.prefix} | changes)
+    """The process id, outside the node, of what `Node.popen` has started."""
+    assert eventually(lambda: children(started.pid) or started.poll() is not None)
+    return (children(started.pid) or [started.pid])[0]
 
 
 class Typed(Running):
-    """A command typed at a node's terminal; ends, at the latest, with the node."""
+    """A command typed at a node's terminal; it ends, at the latest, with the node."""
 
     def __init__(self, node: Node, command: str | list[str], cwd: Path, env: dict[str, str]):
         self.errors = tempfile.TemporaryFile("w+")
@@ -251,10 +207,10 @@ class Typed(Running):
 
 
 class Nodes:
-    """``count`` nodes named node0, node1, ... that reach each other; a list of `Node` in `with`.
+    """``count`` nodes named node0, node1, ... that reach each other; a list of `Node` in ``with``.
 
-    ``rate`` limits what each can send ("1gbit"). `ssh_config` is the ssh configuration by which
-    they reach each other as root, by name; it is each node's own /etc/ssh/ssh_config.
+    ``rate`` limits what each can send ("1gbit"). `ssh_config` is the ssh configuration with which
+    they reach each other as root, by name; each node has it as its /etc/ssh/ssh_config.
     """
 
     def __init__(self, count: int, rate: str | None = None):
@@ -282,12 +238,12 @@ class Nodes:
 
     def __exit__(self, *_: object) -> None:
         for node in self.nodes:
-            node.spaces.keeper.kill()  # all at once: the kernel takes its time with each
+            node.spaces.keeper.kill()  # all at once, as the kernel takes seconds for each
         self.stack.close()
 
     @property
     def ssh_config(self) -> Path:
-        """For ``ssh -F``; only sshd's of `Node.start_sshd` answer."""
+        """For ``ssh -F``; only nodes after `Node.start_sshd` answer."""
         return self.folder / "ssh_config"
 
     def _configure_ssh(self, nodes: list[Node]) -> None:

@@ -1,4 +1,4 @@
-"""Scripts that run in the background: wait for a line, send a signal, see which processes live."""
+"""Scripts in the background: wait for a line, send a signal, see which processes live."""
 
 import contextlib
 import os
@@ -15,20 +15,22 @@ from pathlib import Path
 import torch
 from conftest import ROOT, SMALL, TIMEOUT, Result, environment
 
+# A model that costs next to nothing, for a typed line; needs the environment of `tiny`.
+TINY_LINE = "-a tiny_plain --image-size 32 -b 5 -j 1"
 STAND_IN = str(Path(__file__).parent / "stand_in")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
 def tiny(full: bool = False, step_seconds: float = 0.0) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Options and environment for a model of tests/stand_in; see there."""
+    """Options and environment for a model from tests/stand_in; see there."""
     env = {"PYTHONPATH": STAND_IN, "STEP_SECONDS": str(step_seconds)}
     return ("-a", "tiny_full" if full else "tiny_plain"), env
 
 
 class Running:
-    """A command of this interpreter, in a session of its own as in a terminal of its own.
+    """A command of this interpreter, in its own session, as if in its own terminal.
 
-    As a context manager it ends, at the latest, all processes that the command has started.
+    As a context manager it ends, on exit, all processes that the command has started.
     """
 
     def __init__(self, *arguments: object, **env: str):
@@ -63,7 +65,7 @@ class Running:
         self.errors.close()
 
     def until(self, pattern: str) -> str:
-        """Read lines until one matches ``pattern``; fail if the command ends before."""
+        """Read lines until one matches ``pattern``; fail if the command ends first."""
         for line in self.process.stdout:
             self.seen.append(line)
             if re.search(pattern, line):
@@ -92,12 +94,12 @@ class Running:
 
 
 def start(script: str, *arguments: object, launcher: tuple = (), **env: str) -> Running:
-    """Start a script on a `SMALL` model, with the options of ``launcher`` before its name."""
+    """Start a script on a `SMALL` model, with ``launcher`` and its options before its name."""
     return Running(*launcher, script, *SMALL, *arguments, **env)
 
 
 class Process:
-    """A process, told apart by its start time from a later one with its number."""
+    """A process; its start time distinguishes it from a later one with the same id."""
 
     def __init__(self, pid: int):
         self.pid = pid
@@ -117,7 +119,7 @@ class Process:
         return self.pid, self.started
 
     def lives(self) -> bool:
-        """Whether it still runs; a dead one that nobody has asked for yet does not."""
+        """Whether it still runs; a dead one whose exit code nobody has collected does not."""
         try:
             state, *_, started = _stat(self.pid)
         except OSError:
@@ -132,7 +134,7 @@ def _stat(pid: int) -> tuple[str, int, int, int]:
 
 
 def everyone() -> list[Process]:
-    """All processes of the machine, dead ones whom nobody has asked for their code among them."""
+    """All processes on the machine, including dead ones whose exit code nobody has collected."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -153,7 +155,7 @@ def descendants(pid: int) -> set[Process]:
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    """Whether ``condition`` comes true within a generous limit."""
+    """Whether ``condition`` becomes true within a generous limit."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -162,13 +164,25 @@ def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     return True
 
 
+def wait_for_group(group: int, seconds: float = 60.0) -> list[Process]:
+    """Wait until a process group has ended. Returns those that still live after ``seconds``."""
+
+    def living() -> list[Process]:
+        return [one for one in everyone() if one.group == group and one.lives()]
+
+    return [] if eventually(lambda: not living(), seconds) else living()
+
+
 def snapshot(run: Path, name: str = "snapshot.pt") -> dict:
-    """What a run's snapshot holds."""
+    """The content of a run's snapshot."""
     return torch.load(run / name, weights_only=True)
 
 
 def assert_same_weights(one: Path, other: Path, tolerance: float = 0.0) -> None:
-    """Two runs' snapshots have the same weights, buffers and momentum (bit for bit unless told)."""
+    """The snapshots of two runs hold the same weights, buffers and momentum.
+
+    Bit for bit unless there is a ``tolerance``, relative and absolute.
+    """
     a, b = snapshot(one), snapshot(other)
     assert a["model"].keys() == b["model"].keys()
     moments = [x["optimizer"]["state"] for x in (a, b)]

@@ -1,12 +1,11 @@
-"""Commands typed on each of several nodes: host names, addresses and networks of their own."""
+"""Commands typed on several nodes, each with its own host name, address and network."""
 
 import pytest
 from conftest import summary
 from nodes import Node, Nodes, Typed
-from running import tiny
+from running import TINY_LINE, tiny
 
-MODEL, ENV = tiny()
-OPTIONS = f"{' '.join(MODEL)} --image-size 32 -b 5 -j 1 --epochs 1"
+OPTIONS = f"{TINY_LINE} --epochs 1"
 WRAPPER = "MASTER_ADDR={ip} NPROC=1 bash scripts/multi_node_train.sh 1 {rank} {n} run 5 --"
 
 
@@ -16,7 +15,7 @@ def train_on(nodes: list[Node], line: str) -> list[str]:
     try:
         for rank, node in enumerate(nodes):
             text = line.format(rank=rank, n=len(nodes), ip=nodes[0].ip)
-            typed.append(node.type(text, **ENV))
+            typed.append(node.type(text, **tiny()[1]))
         results = [one.result() for one in typed]
     finally:
         for one in typed:
@@ -47,7 +46,7 @@ def train_on(nodes: list[Node], line: str) -> list[str]:
     ],
 )
 def test_nodes_train_together(folder, tmp_path, count, line):
-    """Debian's own host names, 127.0.1.1, and an interface that is not the first are no trouble."""
+    """Even with Debian's host names (127.0.1.1) and an interface that is not the first."""
     with Nodes(count, rate="1gbit") as nodes:
         for node in nodes:
             node.replace("/etc/hosts", f"127.0.0.1 localhost\n127.0.1.1 {node.name}\n")

@@ -1,4 +1,4 @@
-"""scripts/cleanup.sh ends what is the suite's, gently at first, and nothing else."""
+"""scripts/cleanup.sh ends what belongs to the suite, gently at first, and nothing else."""
 
 import re
 import sys
@@ -6,10 +6,10 @@ import sys
 import pytest
 from conftest import summary
 from nodes import Node, Nodes
-from running import TORCHRUN, tiny
+from running import TINY_LINE, TORCHRUN, tiny
 
-MODEL, ENV = tiny(step_seconds=0.05)
-LASTING = f"{' '.join(MODEL)} --image-size 32 -b 5 -j 2 --epochs 100000 -p 1 --name run"
+_, ENV = tiny(step_seconds=0.05)
+LASTING = f"{TINY_LINE} -j 2 --epochs 100000 -p 1 --name run"
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True)"
 STUBBORN += "; time.sleep(600)"
 
@@ -45,7 +45,7 @@ def test_a_training_typed_by_hand_gets_time_for_its_snapshot(nodes, folder, tmp_
     with (
         node.type(["python", bystander, "imagenet_ddp.py", "--rank", "0"]),
         node.type(["python", "-c", waiting, "bystander of torch.distributed.run"]),
-        # Orphaned: what started it is gone, and it belongs to the first process of the node.
+        # An orphan: what started it is gone, and the first process of the node has adopted it.
         node.type(f'(IMAGENET_SUITE=training python -c "{STUBBORN}" & ) ; sleep 1000') as shell,
         node.type(line, **ENV) as run,
     ):

@@ -1,6 +1,6 @@
-"""The doctor on two nodes: green when they are well, and each fault found that was put in.
+"""The doctor on two nodes: green when they are well; and it finds each fault that was put in.
 
-Each test asks the node itself, by other means than the doctor's, whether its fault is there.
+Each test makes sure on the node itself, by other means than the doctor's, that its fault exists.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[list[Node]]:
-    """Two nodes: it takes seconds to remove them, so that tests share them."""
+    """Two nodes, shared by the tests, as it takes seconds to remove them."""
     need("nft", "tc")
     with Nodes(2) as two:
         yield two
@@ -57,7 +57,7 @@ def nodes(pair) -> Iterator[list[Node]]:
 
 
 class Report:
-    """What the doctors of both nodes said, and the findings that are not good, by name."""
+    """What the doctors of both nodes said, and by name the findings that are not good."""
 
     def __init__(self, results: list[Result], path: Path):
         self.results = results
@@ -70,12 +70,12 @@ class Report:
         self.good = [f["name"] for f in self.content["findings"] if f["level"] == "ok"]
 
     def only(self, name: str, code: int, *words: str, node: int | None = None) -> None:
-        """The fault called ``name``, and no other, was found on ``node`` and told there, too."""
+        """The fault called ``name``, and no other, was found, and reported on ``node`` as well."""
         assert list(self.findings) == [name], self.results
         finding = self.findings[name]
         assert [result.code for result in self.results] == [code, code], self.results
-        told = [self.results[0].out] + ([self.results[node].out] if node is not None else [])
-        for out in told:
+        said = [self.results[0].out] + ([self.results[node].out] if node is not None else [])
+        for out in said:
             assert {1: "! ", 2: "✗ "}[code] + finding["what"] in out
             assert "why it matters: " + finding["why"] in out
             assert "what to do: " + finding["remedy"] in out
@@ -118,7 +118,7 @@ def listens(node: Node) -> bool:
 
 
 def quick(*arguments, **how) -> Report:
-    """The same without the part that imports torch."""
+    """`doctor` without the part that imports torch."""
     return doctor(*arguments, "--quick", **how)
 
 
@@ -178,8 +178,8 @@ def test_from_one_machine_over_ssh(nodes, data):
     line = ["bash", str(ROOT / "scripts" / "doctor.sh"), str(hosts), *OPTIONS, "--quick"]
     done = nodes[0].run([*line, "--data", str(data)])
     assert done.code == 0, done
-    assert "2 of 2 nodes came" in done.out
-    # A fault of the other node is told, with its name before it, and decides the exit code.
+    assert "2 of 2 nodes connected" in done.out
+    # A fault of the other node is shown, with the node's name before it, and decides the exit code.
     shrink_shm(nodes[1])
     done = nodes[0].run([*line, "--data", str(data), "--batch-size", "1024"])
     assert done.code == 2, done
@@ -190,7 +190,7 @@ def test_from_one_machine_over_ssh(nodes, data):
     done = nodes[0].run([*line, "--data", str(data), "--wait", "1"])
     assert done.code == 2, done
     assert "error: ssh to node9 failed" in done.err
-    assert "1 of 2 nodes did not come" in done.out
+    assert "1 of 2 nodes did not connect" in done.out
 
 
 # ---- ports and interfaces
@@ -228,11 +228,11 @@ def test_closed_data_ports(nodes, data, blocked):
     [
         ("side0", "has the address 10.99.0.2, where node 0 (node0) cannot reach it"),
         ("lo", "has the address 127.0.0.1, where node 0 (node0) cannot reach it"),
-        ("eth7", "is no interface of this node"),
+        ("eth7", "is not an interface of this node"),
     ],
 )
 def test_wrong_interface(nodes, data, name, reason):
-    """An interface of its own network, the loopback, and one that is not there."""
+    """An interface in another network, the loopback, and one that does not exist."""
     add = "ip link add side0 type veth peer name side1 && ip address add 10.99.0.2/24 dev side0"
     assert nodes[1].run(f"{add} && ip link set side0 up && ip link set side1 up").code == 0
     assert (nodes[1].run(f"ip link show {name}").code == 0) == (name != "eth7")
@@ -249,7 +249,7 @@ def test_own_name_on_loopback(nodes, data):
     hosts = f"127.0.0.1 localhost\n127.0.1.1 node1\n{nodes[0].ip} node0\n"
     nodes[1].replace("/etc/hosts", hosts)
     assert ask(nodes[1], "socket.gethostbyname(socket.gethostname())") == "127.0.1.1"
-    quick(nodes, data).only("own-name", 1, "its own name node1 leads to 127.0.1.1", node=1)
+    quick(nodes, data).only("own-name", 1, "its own name node1 resolves to 127.0.1.1", node=1)
 
 
 def test_own_name_that_cannot_be_resolved(nodes, data):
@@ -271,7 +271,7 @@ def test_clock_that_is_wrong(nodes, data, tmp_path, fast, words):
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
         }
     else:
-        # No package libfaketime: Python's own clock is the lowest level that is left. (A node of
+        # Without the package libfaketime, Python's own clock is the lowest level left. (A node of
         # these tests shares the machine's clock: Linux has no namespace for it.)
         (tmp_path / "sitecustomize.py").write_text(
             "import time\nreal = time.time\ntime.time = lambda: real() + 30\n"
@@ -286,7 +286,7 @@ def test_clock_that_is_wrong(nodes, data, tmp_path, fast, words):
 
 @contextlib.contextmanager
 def copy(data: Path, folder: Path) -> Iterator[Path]:
-    """Another node's copy of the data set, to be spoilt."""
+    """A copy of the data set for another node, to be damaged."""
     yield shutil.copytree(data, folder / "data", ignore=shutil.ignore_patterns(".index*"))
 
 
@@ -321,7 +321,7 @@ def test_missing_data(nodes, data, tmp_path):
 
 
 def test_another_torch(nodes, data, tmp_path):
-    """A stand-in of torch, before the real one on node 1's module path."""
+    """A stand-in for torch, before the real one on node 1's module path."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text("__version__ = '2.13.1+cu128'\n")
     (tmp_path / "torch" / "__init__.py").write_text("from torch.version import __version__\n")
@@ -365,4 +365,4 @@ def test_few_open_files(nodes, data):
     line = f"ulimit -n 512; exec python {DOCTOR} {' '.join(OPTIONS)} --quick --data {data}"
     done = nodes[0].run(line)
     assert done.code == 1, done
-    assert "! node 0 (node0): a process may open 512 files only" in done.out
+    assert "! node 0 (node0): a process may open only 512 files" in done.out

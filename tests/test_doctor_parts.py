@@ -1,4 +1,4 @@
-"""The doctor's judgement on facts that cannot be had on one machine; and doctors on the loopback.
+"""The doctor's judgement of facts that one machine cannot show, and doctors on the loopback.
 
 Needs no root.
 """
@@ -27,7 +27,7 @@ def scripts_on_path():
 
 
 def facts(rank: int, **changes) -> dict:
-    """What a node that is well tells about itself; ``a__b=x`` changes x in facts["a"]["b"]."""
+    """What a healthy node reports about itself; ``a__b=x`` sets facts["a"]["b"] to x."""
     address = f"10.0.0.{rank + 1}"
     part = {
         "images": 10,
@@ -42,7 +42,7 @@ def facts(rank: int, **changes) -> dict:
             "torch": "2.14.1+cu130",
             "nccl": "2.30.7",
             "code": {"utils/data/loaders.py": "0"},
-            "commit": None,
+            "commit": "",
         },
         "gpus": {"names": ["Tesla T4"] * 4, "driver": "580.1"},
         "name": {"host": f"host{rank}", "addresses": [address]},
@@ -78,7 +78,7 @@ def facts(rank: int, **changes) -> dict:
 
 
 def check(*nodes: dict, **measured):
-    """A checkup of nodes that tell ``nodes``."""
+    """A checkup of nodes that report ``nodes``."""
     from checkup.findings import Checkup
 
     ways = [
@@ -159,7 +159,7 @@ def test_master_by_a_name_that_means_loopback_on_node_0():
     found = troubles(check(facts(0, master_is="127.0.1.1"), facts(1)))
     assert list(found) == ["master-name"]
     assert "127.0.1.1" in found["master-name"]
-    # Doctors on one machine meet at the loopback, and are right.
+    # Doctors on one machine may meet on the loopback.
     alone = facts(0, master_is="127.0.0.1", seen_from="127.0.0.1")
     assert not troubles(check(alone, facts(1, seen_from="127.0.0.1")))
 
@@ -250,7 +250,7 @@ def test_versions_without_importing_torch():
 
 
 def two(rest: str, *changes: str) -> list[Result]:
-    """Doctors of node 0 and others, the options of which are ``changes``."""
+    """The doctor of node 0, and others, whose additional options are ``changes``."""
     base = f"python {DOCTOR} {SMALL} --master 127.0.0.1 {rest}"
     return shell(f"{base} --rank 0", *(f"{base} {change}" for change in changes))
 
@@ -271,7 +271,7 @@ def test_one_node_alone(folder):
 
 
 def test_python_without_packages(folder):
-    """-S: the interpreter alone, as when the environment was not activated."""
+    """-S: the bare interpreter, as if the environment had not been activated."""
     assert python("-S", "-c", "import numpy").code == 1
     done = python("-S", DOCTOR, "--batch-size", "16", "--image-size", "32", "--data", folder)
     assert done.code == 2
@@ -287,8 +287,8 @@ def test_rank_typed_twice(folder):
     assert [result.code for result in results] == [2, 2, 2], results
     refused = [result.out for result in results[1:] if "refuses this node" in result.out]
     assert len(refused) == 1
-    assert "has come with --rank 1, too" in refused[0]
-    assert "1 of 3 nodes did not come" in results[0].out
+    assert "has connected with --rank 1, too" in refused[0]
+    assert "1 of 3 nodes did not connect" in results[0].out
 
 
 def test_other_number_of_nodes(folder):
@@ -312,7 +312,7 @@ def close_the_first(server: socket.socket) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_master_port_of_another_program(folder, rank):
-    """On node 0 the port cannot be had; from node 1, who answers is not the doctor."""
+    """Node 0 cannot open the port; what answers node 1 is not the doctor."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         options = ("--nodes", "2", "--rank", rank, "--port", port, "--data", folder)
@@ -352,7 +352,10 @@ def test_wrong_options_are_a_sentence():
     for options, words in (
         (("--nodes", "2"), "needs --master"),
         (("--nodes", "2", "--rank", "2", "--master", "x"), "not one of 0 to 1"),
+        (("--port", "65536"), "--port: 65536 is not from 1 to 65535"),
+        (("--batch-size", "many"), "--batch-size: invalid whole number"),
     ):
         done = python(DOCTOR, *options)
         assert done.code == 2
         assert words in done.sentence
+    assert "--rank: invalid whole number" in python(DOCTOR, NODE_RANK="first").sentence

@@ -1,4 +1,4 @@
-"""Processes that die: the others name them, and torchrun's restarts go on in the same run."""
+"""Processes that die: the others name them, and torchrun's restarts continue the same run."""
 
 import os
 import re
@@ -104,7 +104,7 @@ def test_what_restarts_cannot_do_is_refused(folder, tmp_path, more, named):
 
 
 def test_a_run_is_known_by_its_job(monkeypatch, tmp_path):
-    """A node that joins restarts everybody, but nobody has failed."""
+    """A node that joins makes all processes restart, but none has failed."""
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")

@@ -1,4 +1,4 @@
-"""Questions to the network, on the loopback interface alone."""
+"""Questions about the network, on the loopback interface alone."""
 
 import socket
 import threading
@@ -6,7 +6,13 @@ import threading
 import pytest
 
 from utils.errors import UserError
-from utils.processes.network import free_port, interface_towards, parse_tcp_url, wait_for_master
+from utils.processes.network import (
+    free_port,
+    interface_towards,
+    interfaces,
+    parse_tcp_url,
+    wait_for_master,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +51,9 @@ def test_parse_tcp_url_refuses(url):
         parse_tcp_url(url)
 
 
-def test_free_port_can_be_listened_on():
-    with socket.create_server(("127.0.0.1", free_port())) as server:
+@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+def test_free_port_can_be_listened_on(host):
+    with socket.create_server((host, free_port(host))) as server:
         wait_for_master("127.0.0.1", server.getsockname()[1], 0)
 
 
@@ -68,8 +75,8 @@ def test_nobody_there_is_a_sentence():
         wait_for_master("127.0.0.1", port, 0.5)
 
 
-def test_unknown_host_is_told_at_once(monkeypatch):
-    """No waiting for the deadline: a wrong name does not become right."""
+def test_unknown_host_is_reported_at_once(monkeypatch):
+    """Without waiting for the deadline: a wrong name does not become right."""
     asked = []
 
     def unknown(host, *_, **__):
@@ -83,5 +90,6 @@ def test_unknown_host_is_told_at_once(monkeypatch):
 
 
 def test_interface_towards():
+    assert interfaces()["lo"] == "127.0.0.1"
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("::1") is None

@@ -1,4 +1,4 @@
-"""The several nodes that other tests use are what they claim to be."""
+"""The nodes that other tests use are what they claim to be."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A training on several nodes refuses to begin with other code or another torch on one of them."""
+"""A training on several nodes refuses to start if one of them has other code or another torch."""
 
 import re
 import shutil
@@ -35,7 +35,7 @@ def test_nodes_with_other_code(folder, tmp_path):
 
 @pytest.mark.long
 def test_nodes_with_another_torch(folder, tmp_path):
-    """The torch of node 1 says that it is another release."""
+    """The torch on node 1 claims to be another release."""
     import torch.version
 
     text = Path(torch.version.__file__).read_text()

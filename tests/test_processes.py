@@ -195,7 +195,7 @@ STUCK_FORK = """
 import os, sys, time
 import torch
 from torch.utils.data import DataLoader
-from utils import workers
+from utils.data import workers
 
 workers.BEGIN_SECONDS = 1.0
 parent, forks = os.getpid(), []

@@ -1,4 +1,4 @@
-"""scripts/train.sbatch on a real Slurm: its controller and two of its nodes, each in a namespace.
+"""scripts/train.sbatch on a real Slurm: a controller and two nodes, in namespaces.
 
 Needs Debian's packages slurmctld, slurmd, slurm-client and munge.
 """
@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from conftest import Result, summary
 from nodes import Node, Nodes, need
-from running import eventually, snapshot, tiny
+from running import TINY_LINE, eventually, snapshot, tiny
 
 pytestmark = pytest.mark.long
-MODEL, ENV = tiny(step_seconds=0.05)
-QUICK = f"{' '.join(MODEL)} --image-size 32 -b 5 -j 1"
+_, ENV = tiny(step_seconds=0.05)
 
 CONFIGURATION = """
 ClusterName=tests
@@ -66,7 +65,7 @@ class Cluster:
         assert idle, self.type(f"sinfo; scontrol show nodes; tail -n 20 {folder}/*.log").out
 
     def type(self, command: str, node: Node | None = None) -> Result:
-        """Run a command on a node; the first unless told."""
+        """Run a command on a node, by default the first."""
         env = {"SLURM_CONF": str(self.configuration), "PYTHON": sys.executable}
         return (node or self.nodes[0]).run(command, env=env | ENV)
 
@@ -84,7 +83,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A cluster for all tests."""
+    """One cluster for all tests."""
     need("slurmctld", "slurmd", "sbatch", "munged")
     with Nodes(2) as nodes:
         yield Cluster(nodes, tmp_path_factory.mktemp("slurm"))
@@ -92,7 +91,7 @@ def cluster(tmp_path_factory):
 
 def test_a_job_trains_on_two_nodes(cluster, folder, tmp_path):
     log = tmp_path / "log"
-    training = f"imagenet_ddp.py {QUICK} --epochs 1 --output-dir {tmp_path}/runs {folder}"
+    training = f"imagenet_ddp.py {TINY_LINE} --epochs 1 --output-dir {tmp_path}/runs {folder}"
     job = cluster.submit(f"--output={log}", training)
     assert eventually(lambda: cluster.state(job) == "COMPLETED 0", 120), log.read_text()
     found = summary(tmp_path / "runs" / f"slurm_{job}")
@@ -104,7 +103,9 @@ def test_a_job_trains_on_two_nodes(cluster, folder, tmp_path):
 def test_a_time_limit_gives_a_snapshot_and_the_queue(cluster, folder, tmp_path):
     """Slurm itself sends SIGUSR1; the second time the run is long enough to end."""
     log, run = tmp_path / "log", tmp_path / "runs" / "mine"
-    training = f"imagenet_ddp.py {QUICK} -p 1000 --name mine --output-dir {tmp_path}/runs {folder}"
+    training = (
+        f"imagenet_ddp.py {TINY_LINE} -p 1000 --name mine --output-dir {tmp_path}/runs {folder}"
+    )
     job = cluster.submit(f"--output={log} --time=2 --signal=B:USR1@60", f"{training} --epochs 5000")
     # The job stays in the queue for two minutes and starts again.
     assert eventually(lambda: cluster.state(job) == "PENDING 1", 150), log.read_text()

@@ -117,7 +117,7 @@ def test_runs_of_other_hosts(start, tmp_path, by):
     ("arguments", "env", "sentence"),
     [
         (["nowhere"], {}, "cannot read the hosts file nowhere"),
-        (["a", "b"], {}, "one HOSTS_FILE at most"),
+        (["a", "b"], {}, "at most one HOSTS_FILE"),
         ([], {"PORT": "x"}, "PORT=x is not a number"),
         ([], {"EVERY": "0"}, "EVERY=0 is not a whole number of seconds"),
         ([], {}, "is taken: choose another"),

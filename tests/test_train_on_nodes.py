@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, summary
 from nodes import Node, Nodes, Typed, need
-from running import Process, eventually, tiny
+from running import TINY_LINE, Process, eventually, tiny
 
 INTERRUPTED = 75
-MODEL, ENV = tiny()
-QUICK = f"{' '.join(MODEL)} --image-size 32 -b 5 -j 1"
+_, ENV = tiny()
 EMPTY_SECONDS = 25.0  # after this, nothing may be left on a node that has lost its launcher
 
 
 @pytest.fixture(scope="module")
 def nodes():
-    """node0 to sit at, node1 and node2 to train on."""
+    """node0 to type on, node1 and node2 to train on."""
     with Nodes(3) as all_nodes:
         for node in all_nodes[1:]:
             node.start_sshd(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **ENV)
@@ -44,14 +43,14 @@ def ours(nodes: list[Node]) -> set[Process]:
 
 
 def test_two_nodes_sync_and_fetch(nodes, hosts, folder, tmp_path):
-    """The code goes there, the run comes back, and each line says where it is from."""
+    """The code goes there, the run comes back, and each line shows where it is from."""
     need("rsync")
     code = tmp_path / "copied"
     (tmp_path / "here").mkdir()
     python = "import sys; print(sys.executable)"
     python = nodes[0].run(["python", "-c", python]).out.strip()
     launcher = f"--sync --fetch --dir {code} --python {python} --port 8888 --env TIMES=3"
-    training = f"imagenet_ddp.py {QUICK} --epochs 1 --name mine {folder}"
+    training = f"imagenet_ddp.py {TINY_LINE} --epochs 1 --name mine {folder}"
     typed = line(hosts, training, launcher).replace("scripts/", f"{ROOT}/scripts/")
     done = nodes[0].run(typed, cwd=tmp_path / "here")
     assert done.code == 0, done.out + done.err
@@ -76,7 +75,7 @@ def test_four_nodes_with_two_processes_each(folder, tmp_path):
             node.start_sshd(OMP_NUM_THREADS="1", **ENV)
         hosts = tmp_path / "hosts"
         hosts.write_text("".join(f"{node.name} slots=2\n" for node in four))
-        training = f"imagenet_ddp.py {QUICK} -b 2 --epochs 1 --name run --output-dir {tmp_path}"
+        training = f"imagenet_ddp.py {TINY_LINE} -b 2 --epochs 1 --name run --output-dir {tmp_path}"
         done = four[0].run(line(hosts, f"{training} {folder}"))
         assert done.code == 0, done.out + done.err
         assert summary(tmp_path / "run")["world_size"] == 8
@@ -84,10 +83,10 @@ def test_four_nodes_with_two_processes_each(folder, tmp_path):
 
 
 def silent(nodes: list[Node], hosts: Path, folder: Path, runs: Path, step_seconds: float) -> Typed:
-    """A training on both nodes that goes on for ever and prints nothing."""
+    """A training on both nodes that never ends and prints nothing."""
     lasting = f"--epochs 100000 -p 1000000 --name run --output-dir {runs} {folder}"
     launcher = f"--dir {ROOT} --env STEP_SECONDS={step_seconds}"
-    started = nodes[0].type(line(hosts, f"imagenet_ddp.py {QUICK} {lasting}", launcher))
+    started = nodes[0].type(line(hosts, f"imagenet_ddp.py {TINY_LINE} {lasting}", launcher))
     log = runs / "run" / "train.log"
     assert eventually(lambda: log.exists() and "steps an epoch" in log.read_text())
     assert len(ours(nodes[1:])) >= 6  # guards, scripts, ranks
@@ -101,7 +100,7 @@ def silent(nodes: list[Node], hosts: Path, folder: Path, runs: Path, step_second
         pytest.param("SIGINT", 0.05, marks=pytest.mark.long),
         pytest.param("SIGTERM", 0.05, marks=pytest.mark.long),
         pytest.param("SIGHUP", 0.05, marks=pytest.mark.long),
-        # Ranks that are stuck in a step take no notice of a request.
+        # Ranks that are stuck in a step do not notice a request.
         pytest.param("SIGINT", 600, marks=pytest.mark.long),
         pytest.param("SIGTERM", 600, marks=pytest.mark.long),
         pytest.param("SIGKILL", 600, marks=pytest.mark.long),
@@ -113,7 +112,7 @@ def test_a_launcher_that_ends_leaves_no_process(nodes, hosts, folder, tmp_path, 
         run.send(getattr(signal, way), group=group)
         assert eventually(lambda: not ours(nodes), EMPTY_SECONDS), ours(nodes)
         run.process.wait()
-        if step_seconds < 1:  # it was asked first, and had the time
+        if step_seconds < 1:  # it had time for a snapshot
             assert summary(tmp_path / "run")["finished_because"] == "interrupted"
             assert way == "SIGKILL" or run.process.returncode == INTERRUPTED
 
@@ -146,7 +145,7 @@ def test_a_cut_link_leaves_no_process(nodes, hosts, folder, tmp_path, cut, step_
             assert run.result().code not in (0, INTERRUPTED)
         finally:
             nodes[cut].link(True)
-            # Until the switch has found out where the node is.
+            # Wait until the switch knows where the node is.
             assert eventually(lambda: nodes[0].run("ssh node1 true; ssh node2 true").code == 0)
 
 

@@ -1,14 +1,12 @@
-"""What one node can tell about itself without importing torch. Each function asks, none judges."""
+"""What one node can find out about itself without importing torch. Facts only, no judgement."""
 
 import contextlib
-import fcntl
 import os
 import platform
 import random
 import resource
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -19,34 +17,25 @@ from typing import Any
 
 from utils.errors import UserError
 from utils.processes import agreement, network, supervise
+from utils.run import provenance
 
 READ_SECONDS = 0.4
 READ_FILES = 256
-_SIOCGIFADDR = 0x8915  # ioctl(2): the IPv4 address of an interface
 
 
 def versions() -> dict[str, Any]:
-    """Versions of Python, torch, NCCL and of this code (a checksum for each file)."""
+    """Versions of Python, torch, NCCL and this code (a checksum of each file)."""
     return {
         "python": platform.python_version(),
         "torch": agreement.torch_version(),
         "nccl": agreement.nccl_version(),
         "code": agreement.code(*agreement.ROOT.glob("imagenet_*.py")),
-        "commit": _commit(),
+        "commit": provenance.commit(),
     }
 
 
-def _commit() -> str | None:
-    line = ["git", "-C", str(agreement.ROOT), "rev-parse", "--short", "HEAD"]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(line, capture_output=True, text=True, timeout=5, check=False)
-        if done.returncode == 0:
-            return done.stdout.strip()
-    return None
-
-
 def gpus() -> dict[str, Any]:
-    """Names of the GPUs that a training may use, and the driver, as nvidia-smi has them."""
+    """Names of the GPUs that a training may use, and their driver, as nvidia-smi reports them."""
     found: dict[str, Any] = {"names": [], "driver": None}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "" or not shutil.which("nvidia-smi"):
@@ -65,7 +54,7 @@ def gpus() -> dict[str, Any]:
 
 
 def own_name() -> dict[str, Any]:
-    """The host name, and the addresses that this node itself finds under it (none: an error)."""
+    """The host name, and the addresses to which this node itself resolves it (none: an error)."""
     name = socket.gethostname()
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
@@ -74,26 +63,14 @@ def own_name() -> dict[str, Any]:
     return {"host": name, "addresses": sorted(found)}
 
 
-def interfaces() -> dict[str, str]:
-    """IPv4 address of each interface that has one."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
 def ways(master: str) -> dict[str, Any]:
-    """By which interfaces this node meets the others.
+    """Which interfaces this node uses towards the others.
 
-    "default": the interface towards ``master``, as the training chooses it, "address": its address.
+    "default": the interface towards ``master``, which training uses; "address": its address.
     "gloo", "nccl": what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose instead: their "value",
     and "interface" and "address", or an "error".
     """
-    own = interfaces()
+    own = network.interfaces()
     default = network.interface_towards(master)
     found: dict[str, Any] = {
         "interfaces": own,
@@ -111,13 +88,13 @@ def ways(master: str) -> dict[str, Any]:
             else:
                 there = [name for _, name in socket.if_nameindex()]
                 found[library]["error"] = (
-                    "has no IPv4 address" if chosen in there else "is no interface of this node"
+                    "has no IPv4 address" if chosen in there else "is not an interface of this node"
                 )
     return found
 
 
 def _gloo_choice(value: str, own: dict[str, str]) -> str:
-    """gloo takes the first of the names, as it is written."""
+    """gloo takes the first of the names, exactly as written."""
     return value.split(",")[0]
 
 
@@ -148,7 +125,7 @@ def _mtu(interface: str | None) -> int | None:
 
 
 def owns(address: str) -> bool:
-    """Whether ``address`` (or the name of one) belongs to this node: can be listened on."""
+    """Whether ``address`` (or a name of it) belongs to this node, which then can listen on it."""
     with contextlib.suppress(OSError):
         family, kind, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -158,7 +135,7 @@ def owns(address: str) -> bool:
 
 
 def of_master(master: str) -> dict[str, Any]:
-    """What only node 0 can tell: whether the master's address is its own, and which it is here."""
+    """What only node 0 knows: whether it owns the master's address, and what that is on node 0."""
     with contextlib.suppress(OSError):
         address = socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)[0][4][0]
         return {"owns_master": owns(master), "master_is": address}
@@ -182,21 +159,21 @@ def limits(output: str) -> dict[str, Any]:
 
 
 def _data_ports() -> str:
-    """The range that the kernel chooses ports from, as 32768-60999."""
+    """The range from which the kernel chooses ports, such as 32768-60999."""
     with contextlib.suppress(OSError):
         return "-".join(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     return "1024-65535"
 
 
 def data_set(root: str) -> dict[str, Any]:
-    """Number of images and classes and the fingerprints of DATA/train and DATA/val.
+    """Number of images and classes, and the fingerprints, of DATA/train and DATA/val.
 
-    "error": a sentence, when a training could not use it.
+    "error": a sentence, if a training could not use the data set.
     """
     found: dict[str, Any] = {"root": root, "parts": {}}
     try:
         from utils.data.index import ImageIndex, check_same_classes, class_folders
-    except ImportError as missing:  # a Python without the suite's packages is a finding, too
+    except ImportError as missing:  # a Python without the suite's packages is a finding as well
         return found | {
             "error": f"{missing.name} is missing in {sys.executable}: activate the "
             "environment there (bash scripts/quickstart.sh makes one)"
@@ -222,9 +199,9 @@ def data_set(root: str) -> dict[str, Any]:
 
 
 def _read_speed(index: Any) -> dict[str, float]:
-    """Read images here and there, from the disk where the kernel lets go of what it has in memory.
+    """Read images chosen at random; from the disk, if the kernel drops its copies in memory.
 
-    As many threads as there are loader workers by default: one a core.
+    In as many threads as there are loader workers by default: one per core.
     """
     chosen = random.sample(range(len(index)), min(READ_FILES, len(index)))
     end = time.perf_counter() + READ_SECONDS

@@ -1,4 +1,4 @@
-"""Findings: what, why it matters, what to do; and how they look."""
+"""Findings: what was found, why it matters, what to do; and how they are printed."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ _COLOUR = {OK: "\033[32m", WARNING: "\033[33m", FAULT: "\033[31m"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check. ``nodes``: the ranks that it is about (none: all)."""
+    """One result of a check. ``nodes``: the ranks it is about (none: all)."""
 
     name: str
     level: str
@@ -23,31 +23,31 @@ class Finding:
     nodes: list[int] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `Finding(**...)` makes it again."""
+        """For JSON; `Finding(**...)` restores it."""
         return asdict(self)
 
 
 @dataclass
 class Checkup:
-    """All that was asked and measured. Dictionaries are by node rank."""
+    """Everything that was asked and measured. Dictionaries are by node rank."""
 
     nodes: int
     options: dict[str, Any]  # of scripts/doctor.py, as typed on node 0
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
-    lost: dict[int, str] = field(default_factory=dict)  # why a node does not answer any more
+    lost: dict[int, str] = field(default_factory=dict)  # why a node no longer answers
     clocks: dict[int, tuple[float, float]] = field(default_factory=dict)  # ahead, error; s
     ways: list[dict[str, Any]] = field(default_factory=list)  # from, to, address, port, reason ...
     ring: dict[int, dict[int, float]] = field(default_factory=dict)  # streams: node: bytes/s
     torch: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def node(self, rank: int) -> str:
-        """A node as people know it."""
+        """A node as people know it: rank and host name."""
         host = self.facts.get(rank, {}).get("name", {}).get("host")
         return f"node {rank} ({host})" if host else f"node {rank}"
 
     def named(self, ranks: list[int]) -> str:
-        """Several nodes, as a list in a sentence; "all nodes" if it is all."""
+        """Several nodes, listed for a sentence; "all nodes" if it is all of them."""
         if len(ranks) == self.nodes > 1:
             return "all nodes"
         names = [self.node(rank) for rank in ranks]
@@ -60,7 +60,7 @@ def worst(found: list[Finding]) -> int:
 
 
 def show(found: list[Finding]) -> None:
-    """Print findings: the good ones first, in a line each. Colour on a terminal alone."""
+    """Print findings, the good ones first, one line each. Colour only on a terminal."""
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for finding in sorted(found, key=lambda one: EXIT[one.level]):
         mark = _MARK[finding.level]
@@ -75,7 +75,7 @@ def show(found: list[Finding]) -> None:
 
 
 def verdict(found: list[Finding]) -> str:
-    """The last line."""
+    """The last line: how many faults and warnings there are."""
     faults, warnings = (sum(one.level == level for one in found) for level in (FAULT, WARNING))
     if not faults and not warnings:
         return f"all is well ({len(found)} checks)"

@@ -1,4 +1,4 @@
-"""Can the nodes reach each other as training needs it? Judges ports, interfaces, names, clocks."""
+"""Can the nodes reach each other as training must? Judges ports, interfaces, names and clocks."""
 
 import ipaddress
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 from checkup.findings import FAULT, OK, WARNING, Checkup, Finding
 
 CLOCK_LIMIT = 2.0  # seconds
-_NO_SENTENCE = "training would hang there, or end in a time-out that does not tell the reason"
+_NO_SENTENCE = "training would hang there, or end in a time-out that does not say why"
 
 
 def judge(check: Checkup) -> Iterator[Finding]:
@@ -23,23 +23,23 @@ def _present(check: Checkup) -> Iterator[Finding]:
         yield Finding(
             "nodes-missing",
             FAULT,
-            f"{len(check.missing)} of {check.nodes} nodes did not come to {place} within "
+            f"{len(check.missing)} of {check.nodes} nodes did not connect to {place} within "
             f"{check.options['wait']:g} s: node {', '.join(map(str, check.missing))}",
             "a training waits for all of its nodes",
-            "start the doctor there, too, within that time; if it says that it cannot reach this "
-            "node, do what it says",
+            "start the doctor there as well, within that time; if it cannot reach this node, "
+            "follow its advice",
             check.missing,
         )
     else:
         yield Finding(
-            "nodes", OK, f"master port {place}: {check.nodes} of {check.nodes} nodes came"
+            "nodes", OK, f"master port {place}: {check.nodes} of {check.nodes} nodes connected"
         )
     for rank, reason in check.lost.items():
         yield Finding(
             "node-lost",
             FAULT,
             f"{check.node(rank)} did not finish the check: {reason}",
-            "what was not asked there is not known",
+            "whatever was not checked there may be wrong",
             "look at the doctor's output on that node",
             [rank],
         )
@@ -59,20 +59,20 @@ def _master(check: Checkup) -> Iterator[Finding]:
         yield Finding(
             "master-name",
             FAULT,
-            f"{check.node(0)} finds its own loopback address {mine['master_is']} under the name "
-            f"{master}",
-            "node 0 would tell the others to meet it at an address that leads them to themselves",
-            "give the IP address of node 0 in place of its name, on every node",
+            f"{check.node(0)} resolves the name {master} to its own loopback address "
+            f"{mine['master_is']}",
+            "node 0 would send the others to an address that leads back to themselves",
+            "on every node, give node 0's IP address in place of its name",
             [0],
         )
     elif not mine["owns_master"]:
         yield Finding(
             "master-address",
             WARNING,
-            f"--master {master} is no address of {check.node(0)}, which has "
+            f"--master {master} is not an address of {check.node(0)}, which has "
             f"{', '.join(mine['ways']['interfaces'].values())}",
-            "a public or translated address is slower, and often lets single ports through",
-            "give the private address by which the nodes reach each other",
+            "a public or translated address is slower, and often lets only single ports through",
+            "give the private address at which the nodes reach each other",
             [0],
         )
 
@@ -108,14 +108,14 @@ def _interfaces(check: Checkup) -> Iterator[Finding]:
                     )
             if problem:
                 wrong.add(rank)
-                # Without GPUs nobody asks NCCL's variable.
+                # Without GPUs nothing reads NCCL's variable.
                 harmless = library == "nccl" and not facts["gpus"]["names"]
                 yield Finding(
                     "interface",
                     WARNING if harmless else FAULT,
                     f"{check.node(rank)}: {chosen['variable']}={chosen['value']}, but "
                     f"{chosen['interface']} {problem}",
-                    "the other nodes are told to connect to the address of that interface; "
+                    "the other nodes will try to connect to the address of that interface; "
                     + _NO_SENTENCE,
                     f"unset {chosen['variable']}"
                     + (f", or set it to {ways['default']}" if ways["default"] else "")
@@ -145,8 +145,8 @@ def _data_ports(check: Checkup) -> Iterator[Finding]:
             f"({', '.join(reasons)})",
             "gradients travel over ports that the kernel chooses; the master port is only where "
             f"the nodes meet; {_NO_SENTENCE}",
-            "let all TCP ports through between the nodes, in both directions, in the firewall of "
-            f"that node or its security group (at least {facts['limits']['data_ports']})",
+            "open all TCP ports between the nodes, in both directions, in that node's firewall or "
+            f"security group (at least {facts['limits']['data_ports']})",
             [rank],
         )
     if tried and not faults:
@@ -164,8 +164,8 @@ def _mtu(check: Checkup) -> Iterator[Finding]:
             "mtu",
             WARNING,
             f"the largest packet (MTU) differs: {listed}",
-            "small messages pass and large ones can vanish, so that training hangs at its first "
-            "all-reduce",
+            "small messages get through but large ones can vanish, and training then hangs at its "
+            "first all-reduce",
             "set the same MTU on the interfaces of all nodes",
             list(sizes),
         )
@@ -179,7 +179,7 @@ def _names(check: Checkup) -> Iterator[Finding]:
             problem = f"its own name {name['host']} cannot be resolved ({name['error']})"
             remedy = f"add '{facts['ways']['address']} {name['host']}' to /etc/hosts there"
         elif all(map(_is_loopback, name["addresses"])) and not _is_loopback(facts["seen_from"]):
-            problem = f"its own name {name['host']} leads to {', '.join(name['addresses'])}"
+            problem = f"its own name {name['host']} resolves to {', '.join(name['addresses'])}"
             remedy = (
                 f"in /etc/hosts there, put {facts['ways']['address']} in place of "
                 f"{name['addresses'][0]} before {name['host']}"
@@ -190,13 +190,13 @@ def _names(check: Checkup) -> Iterator[Finding]:
                 "own-name",
                 WARNING,
                 f"{check.node(rank)}: {problem}",
-                "this suite names interfaces and IP addresses instead and trains all the same; "
-                "torchrun with --rdzv_backend=c10d, and gloo without GLOO_SOCKET_IFNAME, fail",
+                "this suite trains nevertheless, as it uses interfaces and IP addresses; torchrun "
+                "with --rdzv_backend=c10d, and gloo without GLOO_SOCKET_IFNAME, fail",
                 remedy,
                 [rank],
             )
     if good:
-        yield Finding("own-name", OK, "own names: each node finds itself under its host name")
+        yield Finding("own-name", OK, "own names: each node resolves its host name to itself")
 
 
 def _clocks(check: Checkup) -> Iterator[Finding]:
@@ -211,9 +211,9 @@ def _clocks(check: Checkup) -> Iterator[Finding]:
             WARNING,
             f"the clock of {check.node(rank)} is {abs(ahead):.1f} s "
             f"{'ahead of' if ahead > 0 else 'behind'} that of {check.node(0)}",
-            "logs of the nodes cannot be laid side by side, files on a shared disk seem to come "
-            "from the future, and object stores refuse requests once it is minutes",
-            "switch time synchronisation on there (timedatectl set-ntp true, or chrony)",
+            "logs of the nodes cannot be compared, files on a shared disk seem to come from the "
+            "future, and object stores refuse requests once it is minutes",
+            "turn on time synchronisation there (timedatectl set-ntp true, or chrony)",
             [rank],
         )
     if check.clocks and not wrong:

@@ -1,4 +1,4 @@
-"""Do the nodes have the same things? Judges versions, GPUs and data sets."""
+"""Are the nodes equipped alike? Judges versions, GPUs and data sets."""
 
 from collections.abc import Iterator
 
@@ -22,13 +22,13 @@ def _versions(check: Checkup) -> Iterator[Finding]:
                 "torch",
                 FAULT,
                 f"{check.node(rank)} has no torch in the Python that runs the doctor",
-                "nothing can be trained without",
+                "nothing can be trained without it",
                 "activate the environment there (bash scripts/quickstart.sh makes one)",
                 [rank],
             )
     comparisons = (
         ("this code", "code", FAULT, "nodes with different code train different models, or hang"),
-        ("torch", "torch", FAULT, "releases of torch speak different protocols with each other"),
+        ("torch", "torch", FAULT, "different releases of torch may not understand each other"),
         ("NCCL", "nccl", FAULT, "NCCL refuses to work with another version of itself"),
         ("Python", "python", WARNING, "objects are pickled on one node and unpickled on others"),
     )
@@ -82,8 +82,8 @@ def _gpus(check: Checkup) -> Iterator[Finding]:
                 "gpus",
                 FAULT,
                 f"{check.node(rank)}: {problem}",
-                "it would train on the CPU there, or not at all",
-                "install a driver that is new enough for torch, or a torch built for the driver",
+                "training would use the CPU there, or fail",
+                "install a driver that is new enough for torch, or a torch built for that driver",
                 [rank],
             )
             continue
@@ -99,9 +99,9 @@ def _gpus(check: Checkup) -> Iterator[Finding]:
             "gpus",
             WARNING,
             f"GPUs differ between the nodes: {listed}",
-            "all processes wait for the slowest at every step; torchrun and -g want the same "
+            "all processes wait for the slowest at every step; torchrun and -g need the same "
             "number on every node",
-            "train on equal nodes, or use as many GPUs on each as the smallest has",
+            "train on equal nodes, or use as many GPUs on each as the smallest node has",
             list(described),
         )
     elif described:
@@ -117,7 +117,7 @@ def _data(check: Checkup) -> Iterator[Finding]:
                 "data",
                 FAULT,
                 f"{check.node(rank)}: {data['error']}",
-                "a training could not begin there",
+                "a training could not start there",
                 "put the whole data set there (--data names its folder)",
                 [rank],
             )
@@ -136,10 +136,10 @@ def _data(check: Checkup) -> Iterator[Finding]:
                 "data",
                 FAULT,
                 f"the {part} images differ: {listed}; {first}",
-                "each node takes its share of the images by their numbers in its own list: with "
-                "other lists, images are trained on twice and left out (training refuses to begin)",
-                "copy the data set anew to the node that is wrong (rsync -a --delete DATA/ "
-                "NODE:DATA/)",
+                "each node takes its share of the images by their numbers in its own list: if the "
+                "lists differ, some images are seen twice and some never (training refuses to "
+                "start)",
+                "copy the data set to the wrong node again (rsync -a --delete DATA/ NODE:DATA/)",
                 list(parts),
             )
         elif len({one["sizes"] for one in parts.values()}) > 1:
@@ -148,8 +148,8 @@ def _data(check: Checkup) -> Iterator[Finding]:
             yield Finding(
                 "data-sizes",
                 WARNING,
-                f"the {part} images have the same names but other sizes: {listed}",
-                "one copy is damaged, or made in another way (shrunk, say)",
+                f"the {part} images have the same names but different sizes: {listed}",
+                "one copy is damaged, or was made in another way (shrunk, for example)",
                 "compare the copies: rsync -an --checksum --itemize-changes DATA/ NODE:DATA/",
                 list(parts),
             )

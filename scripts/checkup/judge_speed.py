@@ -1,4 +1,4 @@
-"""Will the nodes keep up? Judges limits, disk, input path and network, and forecasts the step."""
+"""Will the nodes keep up? Judges limits, disk, input and network, and forecasts the step time."""
 
 import math
 from collections.abc import Iterator
@@ -7,18 +7,18 @@ from checkup.findings import FAULT, OK, WARNING, Checkup, Finding
 from forecast import scaling
 
 OPEN_FILES = 1024
-DISK, DISK_LEAST = 5e9, 0.5e9  # bytes free where runs/ is: warn, refuse
-SLOW_LINK = 0.25  # of the median: a node that holds the others up
+DISK, DISK_LEAST = 5e9, 0.5e9  # bytes free where runs/ is; less: a warning, a fault
+SLOW_LINK = 0.25  # of the median speed: such a node holds the others up
 POOR_EFFICIENCY = 0.7
 _BIT = 8 / 1e9  # bytes to Gbit
-# Images/s of ResNet-50 training with mixed precision on one GPU, from published figures and, for
-# T4 and H100, estimates from them; what a GPU of that name asks of the input path.
+# Images/s that one GPU asks of the input path: ResNet-50 training in mixed precision, by published
+# figures, and for T4 and H100 by estimates from them.
 RESNET50_IMAGES_PER_S = {"T4": 400, "V100": 1200, "A100": 2470, "H100": 4900, "H200": 4900}
 RESNET50_GFLOPS = 4.09  # forward, one image of 224 x 224
 
 
 def judge(check: Checkup) -> Iterator[Finding]:
-    """All findings about limits and speed."""
+    """All findings on limits and speed."""
     yield from _limits(check)
     yield from _torch_part(check)
     yield from _input(check)
@@ -30,7 +30,7 @@ def judge(check: Checkup) -> Iterator[Finding]:
 def shm_need(workers: int, batch: int, image_size: int) -> int:
     """Bytes of /dev/shm that ``workers`` loader workers fill with uint8 batches.
 
-    Each has two of them under way (DataLoader's prefetch_factor), and one more is being copied.
+    Each has two of them in flight (DataLoader's prefetch_factor), and one more is being copied.
     """
     return (2 * workers + 1) * batch * 3 * image_size**2
 
@@ -38,7 +38,7 @@ def shm_need(workers: int, batch: int, image_size: int) -> int:
 def assumed_need(gpu: str, gflops: float | None) -> float | None:
     """Images/s that a model of ``gflops`` (forward, one image) trains at on ``gpu``; None: unknown.
 
-    Other models are put to ResNet-50 by their number of operations.
+    Other models are related to ResNet-50 by their number of operations.
     """
     words = gpu.replace("-", " ").split()
     known = [rate for name, rate in RESNET50_IMAGES_PER_S.items() if name in words]
@@ -50,7 +50,7 @@ def _limits(check: Checkup) -> Iterator[Finding]:
     good = True
     for rank, facts in check.facts.items():
         limits, node = facts["limits"], check.node(rank)
-        workers = options["workers"] or limits["cores"]
+        workers = limits["cores"] if options["workers"] is None else options["workers"]
         need = shm_need(workers, options["batch_size"], options["image_size"])
         if limits["shm_bytes"] < 2 * need:
             good = False
@@ -60,7 +60,7 @@ def _limits(check: Checkup) -> Iterator[Finding]:
                 f"{node}: /dev/shm has {limits['shm_bytes'] / 1e6:.0f} MB free, and {workers} "
                 f"loader workers need {need / 1e6:.0f} MB for batches of {options['batch_size']} "
                 f"(twice that is safe)",
-                "loader workers hand over batches in shared memory, and die of a bus error when it "
+                "loader workers hand over batches in shared memory, and die of a bus error if it "
                 "is full",
                 "docker run --ipc=host (or --shm-size=8g); mount -o remount,size=8g /dev/shm; or "
                 "fewer workers (-j)",
@@ -71,8 +71,8 @@ def _limits(check: Checkup) -> Iterator[Finding]:
             yield Finding(
                 "open-files",
                 WARNING,
-                f"{node}: a process may open {limits['open_files']} files only",
-                "workers, sockets and batches that are handed over take a file descriptor each",
+                f"{node}: a process may open only {limits['open_files']} files",
+                "workers, sockets and batches that are handed over need a file descriptor each",
                 f"ulimit -n {4 * OPEN_FILES} before the start",
                 [rank],
             )
@@ -83,10 +83,11 @@ def _limits(check: Checkup) -> Iterator[Finding]:
             yield Finding(
                 "disk",
                 level,
-                f"{node}: {limits['disk_bytes'] / 1e9:.1f} GB of disk are free at {limits['disk']}",
-                "node 0 writes the snapshots: two at a time, and the best model, each several "
-                "times as large as the model",
-                "free some, or choose another --output-dir",
+                f"{node}: only {limits['disk_bytes'] / 1e9:.1f} GB of disk are free at "
+                f"{limits['disk']}",
+                "node 0 writes two snapshots, each several times as large as the model, and the "
+                "best model",
+                "free disk space, or choose another --output-dir",
                 [rank],
             )
     if good and check.facts:
@@ -111,13 +112,13 @@ def _torch_part(check: Checkup) -> Iterator[Finding]:
                 f"{', '.join(key for key in found if key != 'error') or 'nothing'}: "
                 f"{found['error']}",
                 "a training would probably fail in the same way",
-                "see the message; --quick leaves this part out",
+                "see the message; --quick skips this part",
                 [rank],
             )
 
 
 def need_of(check: Checkup, rank: int) -> tuple[float | None, str]:
-    """Images/s that one GPU of a node will ask for, and where that number is from."""
+    """Images/s that one GPU of a node will ask for, and where that number comes from."""
     if check.options["need"]:
         return check.options["need"], "--need"
     names = check.facts[rank]["gpus"]["names"]
@@ -127,7 +128,7 @@ def need_of(check: Checkup, rank: int) -> tuple[float | None, str]:
 
 
 def _input(check: Checkup) -> Iterator[Finding]:
-    slow, told = False, []
+    slow, speeds = False, []
     for rank, facts in check.facts.items():
         read, limits = facts["data"].get("read"), facts["limits"]
         if not read:
@@ -137,8 +138,8 @@ def _input(check: Checkup) -> Iterator[Finding]:
         decode = check.torch.get(rank, {}).get("decode")
         if decode:
             core = decode["images_per_s_core"]
-            text += f", decodes {core:.0f} images/s a core, {core * limits['cores']:.0f} on all"
-        told.append(f"{check.node(rank)} {text}")
+            text += f", decodes {core:.0f} images/s per core, {core * limits['cores']:.0f} on all"
+        speeds.append(f"{check.node(rank)} {text}")
         need, source = need_of(check, rank)
         if not need:
             continue
@@ -165,26 +166,26 @@ def _input(check: Checkup) -> Iterator[Finding]:
                     WARNING,
                     f"{check.node(rank)} {what} {rate:.0f} images/s, and will be asked for "
                     f"{asked:.0f} ({need:.0f} for each of {gpus}: {source})",
-                    "GPUs that wait for images stand still",
+                    "GPUs are idle while they wait for images",
                     remedy,
                     [rank],
                 )
-    if told and not slow:
+    if speeds and not slow:
         first = need_of(check, min(check.facts))
         against = (
             f"; needed for each GPU: {first[0]:.0f} images/s ({first[1]})"
             if first[0]
-            else "; not judged without a GPU: --need IMAGES_PER_S says what to judge it by"
+            else "; not judged without a GPU (--need IMAGES_PER_S says how fast it must be)"
         )
-        yield Finding("input", OK, f"input: {'; '.join(told)}{against}")
+        yield Finding("input", OK, f"input: {'; '.join(speeds)}{against}")
 
 
 def _network(check: Checkup) -> Iterator[Finding]:
     if not check.ring:
         return
     seconds = [way["seconds"] for way in check.ways if way.get("seconds")]
-    # A slow port is slow however many connections there are; a single measurement may have met
-    # another program.
+    # A slow port is slow with any number of connections; another program may have disturbed one of
+    # the measurements.
     best = {rank: max(one[rank] for one in check.ring.values()) for rank in check.ring[1]}
     middle = sorted(best.values())[len(best) // 2]
     for rank, rate in best.items():
@@ -196,7 +197,7 @@ def _network(check: Checkup) -> Iterator[Finding]:
                 f"{check.node(rank)} sends {rate * _BIT:.2g} Gbit/s to {check.node(to)}, the "
                 f"others {middle * _BIT:.2g}",
                 "the slowest link sets the pace of every all-reduce",
-                "look for a slow port, a wrong interface or another program on that link",
+                "look for a slow port, a wrong interface, or another program that uses that link",
                 [rank],
             )
     parts = [
@@ -211,19 +212,19 @@ def _network(check: Checkup) -> Iterator[Finding]:
                 f"{backend} all-reduce {1000 * worst['latency_s']:.2g} ms, 25 MiB in "
                 f"{1000 * 25 * 2**20 / worst['bytes_per_s']:.0f} ms"
             )
-    trip = f"{1000 * max(seconds):.2g} ms there and back, " if seconds else ""
+    trip = f"{1000 * max(seconds):.2g} ms round trip, " if seconds else ""
     yield Finding("network", OK, f"network: {trip}{', '.join(parts)}")
 
 
 def link_of(check: Checkup) -> tuple[float, float] | None:
-    """The slowest link: bytes a second one way, and seconds to its other end.
+    """The slowest link: bytes per second in one direction, and seconds to its other end.
 
-    As the all-reduce sees it where there was one, else plain TCP.
+    As the all-reduce saw it if there was one, else by plain TCP.
     """
     for backend in ("nccl", "gloo"):
         found = [one[backend] for one in check.torch.values() if backend in one]
         if found and len(found) == check.nodes:
-            # Undo what a ring over the nodes does, to have the link itself.
+            # What a ring over the nodes makes of a link, undone.
             rounds = 2 * (check.nodes - 1)
             speed = min(one["bytes_per_s"] for one in found)
             latency = max(one["latency_s"] for one in found)
@@ -265,10 +266,10 @@ def _forecast(check: Checkup) -> Iterator[Finding]:
     options = check.options
     _, source = need_of(check, 0)
     what = (
-        f"forecast for {options['arch']}, {options['batch_size']} images a process, "
-        f"{found['processes']} processes: a step takes {1000 * found['step_s']:.0f} ms, of which "
-        f"{1000 * found['compute_s']:.0f} are computing ({source}) and the all-reduce takes "
-        f"{1000 * found['exchange_s']:.0f}, in part at the same time; scaling efficiency "
+        f"forecast for {options['arch']}, {options['batch_size']} images per process, "
+        f"{found['processes']} processes: a step takes {1000 * found['step_s']:.0f} ms, with "
+        f"{1000 * found['compute_s']:.0f} ms of computing ({source}) and, partly at the same time, "
+        f"{1000 * found['exchange_s']:.0f} ms of all-reduce; scaling efficiency "
         f"{found['efficiency']:.0%}"
     )
     if found["efficiency"] >= POOR_EFFICIENCY:
@@ -278,7 +279,7 @@ def _forecast(check: Checkup) -> Iterator[Finding]:
         "forecast",
         WARNING,
         what,
-        "the nodes would wait for each other's gradients for much of the time",
+        "the nodes would spend much of the time waiting for each other's gradients",
         "more images between two exchanges (-b, --accum-steps), a faster network between the "
         "nodes, or fewer of them",
     )

@@ -1,4 +1,4 @@
-"""The way between two nodes, tried out: open or closed, latency, bandwidth. Plain TCP sockets.
+"""Tries the way between two nodes: open or closed, latency, bandwidth. Plain TCP sockets.
 
 Like gloo and NCCL, each node listens on ports that the kernel chooses; the others connect there.
 """
@@ -12,10 +12,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from checkup.meeting import Message, listen, read_exactly
+from checkup.messages import Message, listen, read_exactly
 
-PORTS = 2  # opened by each node: a firewall may have let one through by chance
-PATIENCE = 2.0  # seconds for a connection: time for one lost packet to be sent again
+PORTS = 2  # opened by each node: a firewall may let one through by chance
+PATIENCE = 2.0  # seconds for a connection: time to send one lost packet again
 PINGS = 30
 CHUNK = 1 << 18  # bytes
 _PING, _SINK = b"p", b"s"
@@ -23,7 +23,7 @@ _TOKEN = 16  # bytes
 
 
 class Endpoint:
-    """What the others connect to; ``token`` (16 bytes) keeps strangers out."""
+    """What the others connect to; ``token`` (16 bytes, as hex) keeps strangers out."""
 
     def __init__(self, rank: int, token: str):
         self.rank, self.token = rank, bytes.fromhex(token)
@@ -64,7 +64,7 @@ class Endpoint:
 
 
 def _swallow(link: socket.socket) -> tuple[int, float]:
-    """Receive until the other side has sent all; bytes, and seconds since the first of them."""
+    """Receive until the other side has finished; bytes, and seconds since the first of them."""
     buffer, total = bytearray(CHUNK), 0
     count = link.recv_into(buffer)
     began = time.perf_counter()
@@ -75,7 +75,7 @@ def _swallow(link: socket.socket) -> tuple[int, float]:
 
 
 def _connect(target: Message, address: str, port: int, token: str, kind: bytes) -> socket.socket:
-    """Connect to a node's endpoint. Raises: OSError; its text says how the way is closed."""
+    """Connect to a node's endpoint. Raises: OSError, whose text says why that failed."""
     link = socket.create_connection((address, port), timeout=PATIENCE)
     try:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -92,8 +92,8 @@ def _connect(target: Message, address: str, port: int, token: str, kind: bytes) 
 def probe(request: Message) -> Message:
     """Try each port of each address of each of ``request["targets"]`` from here.
 
-    A target: rank, addresses, ports. Returns "ways": for each its rank, address, port, the reason
-    if it is closed, and the seconds there and back (median) if not.
+    A target: rank, addresses, ports. Returns "ways": of each its rank, address, port, the reason if
+    it is closed, and the round trip in seconds (median) if not.
     """
     ways = [
         (target, address, port)
@@ -105,7 +105,7 @@ def probe(request: Message) -> Message:
         return {"ways": []}
     with ThreadPoolExecutor(min(len(ways), 64)) as pool:
         found = list(pool.map(lambda way: _try(*way, request["token"]), ways))
-    # One after the other: pings at the same time would wait for each other.
+    # One after the other: simultaneous pings would wait for each other.
     for target, way in zip([way[0] for way in ways], found, strict=True):
         if way["reason"] is None and way["port"] == target["ports"][0]:
             way["seconds"] = _ping(target, way["address"], way["port"], request["token"])
@@ -138,9 +138,9 @@ def _ping(target: Message, address: str, port: int, token: str) -> float | None:
 
 
 def transfer(request: Message) -> Message:
-    """Send to ``request["target"]`` on ``streams`` connections for ``seconds``; bytes a second.
+    """Send to ``request["target"]`` on ``streams`` connections for ``seconds``; bytes per second.
 
-    Counted where they arrive.
+    They are counted where they arrive.
     """
     target, streams = request["target"], int(request["streams"])
     start = threading.Barrier(streams)

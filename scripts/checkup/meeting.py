@@ -1,93 +1,39 @@
 """Node 0 meets the others on the master port and asks them questions. Standard library only.
 
-A message is JSON behind its length (4 bytes). The others say who they are, then answer requests
-until node 0 says "end". Nothing that is received is executed: a request names one of the handlers
-that its receiver has.
+The others say who they are, then answer requests until node 0 says "end". Nothing that is received
+is executed: a request names one of the handlers that its receiver has.
 """
 
-import json
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from checkup.messages import Message, listen, notice_death, plain, receive, send
+
 from utils.errors import UserError
 
 GREETING = "imagenet doctor, protocol 1"
-LARGEST = 64 << 20  # bytes of a message; the facts of 20,000 class folders need one
-PATIENCE = 10.0  # seconds for a stranger, or for an answer that needs no work
+PATIENCE = 10.0  # seconds for an answer that needs no work
 CLOCK_QUESTIONS = 10
 
-Message = dict[str, Any]
 Handlers = dict[str, Callable[[Message], Any]]
 
 
 class NoMeeting(UserError):
-    """This node and node 0 do not come together; ``name`` is that of the finding."""
+    """This node and node 0 cannot meet; ``name`` is the name of the finding."""
 
     def __init__(self, name: str, sentence: str, remedy: str):
         super().__init__(f"{sentence}: {remedy}")
         self.name, self.sentence, self.remedy = name, sentence, remedy
 
 
-def send(link: socket.socket, message: Message) -> None:
-    """Send one message."""
-    data = json.dumps(message).encode()
-    link.sendall(struct.pack("!I", len(data)) + data)
-
-
-def receive(link: socket.socket, largest: int = LARGEST) -> Message:
-    """Receive one message. Raises: OSError (closed, too late), ValueError (not one of ours)."""
-    (length,) = struct.unpack("!I", read_exactly(link, 4))
-    if length > largest:
-        raise ValueError("no message of the doctor")
-    message = json.loads(read_exactly(link, length))
-    if not isinstance(message, dict):
-        raise ValueError("no message of the doctor")
-    return message
-
-
-def read_exactly(link: socket.socket, count: int) -> bytes:
-    """The next ``count`` bytes. Raises: ConnectionError if the other side closes before."""
-    data = bytearray()
-    while len(data) < count:
-        part = link.recv(min(count - len(data), 1 << 20))
-        if not part:
-            raise ConnectionError("the connection was closed")
-        data += part
-    return bytes(data)
-
-
-def listen(port: int) -> socket.socket:
-    """A listening socket on all addresses, of IPv6 too where there is IPv6."""
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=256
-            )
-        except OSError as fault:
-            if "in use" in str(fault):
-                raise
-    return socket.create_server(("", port), backlog=256)
-
-
-def free_port() -> int:
-    """A port that was free on all addresses a moment ago."""
-    with listen(0) as door:
-        return door.getsockname()[1]
-
-
-def plain(address: str) -> str:
-    """An IP address without the prefix of an IPv4 address on an IPv6 socket."""
-    return address.removeprefix("::ffff:")
-
-
 @dataclass
 class Guest:
-    """A node that has come to node 0."""
+    """A node that has connected to node 0."""
 
     rank: int
     host: str
@@ -99,7 +45,7 @@ class Host:
     """Node 0's side: wait for the others, then `ask` them (and this node itself)."""
 
     def __init__(self, port: int, nodes: int, handlers: Handlers):
-        """Open the master port. Raises: `NoMeeting` if it cannot be had."""
+        """Open the master port. Raises: `NoMeeting` if that is impossible."""
         self.port, self.nodes, self.handlers = port, nodes, handlers
         self.guests: dict[int, Guest] = {}
         try:
@@ -108,28 +54,28 @@ class Host:
             raise NoMeeting(
                 "master-port",
                 f"port {port} of this node cannot be opened ({fault.strerror})",
-                "end the program that has it (scripts/cleanup.sh ends this suite's own), or "
+                "end the program that uses it (scripts/cleanup.sh ends this suite's own), or "
                 "choose another --port",
             ) from None
 
     @property
     def missing(self) -> list[int]:
-        """Node ranks that have not come."""
+        """Node ranks that have not connected."""
         return [rank for rank in range(1, self.nodes) if rank not in self.guests]
 
     def welcome(self, seconds: float, waiting: Callable[[list[int]], None]) -> None:
-        """Let the others in until all are here or ``seconds`` are over.
+        """Let the others in until all are here or ``seconds`` have passed.
 
-        ``waiting(missing)`` is called once, when it takes longer than a moment.
+        ``waiting(missing)`` is called once, if it takes longer than a moment.
         """
         began = time.monotonic()
-        told = False
+        said = False
         while self.missing:
             rest = began + seconds - time.monotonic()
             if rest <= 0:
                 break
-            if not told and time.monotonic() - began > 2:
-                told = True
+            if not said and time.monotonic() - began > 2:
+                said = True
                 waiting(self.missing)
             self.door.settimeout(min(rest, 1.0))
             try:
@@ -149,21 +95,23 @@ class Host:
         if refusal:
             link.close()
             return
-        _notice_death(link)
+        notice_death(link)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         rank = int(hello["rank"])
         self.guests[rank] = Guest(rank, str(hello["host"]), address, link)
 
     def _refusal(self, hello: Message) -> str | None:
         if hello.get("greeting") != GREETING:
-            return "the doctors of the two nodes are of different versions: copy the code anew"
+            return "the doctors of the two nodes have different versions: copy the code again"
         if hello.get("nodes") != self.nodes:
             return f"node 0 was started with --nodes {self.nodes}, this node with {hello['nodes']}"
         rank = hello.get("rank")
         if not isinstance(rank, int) or not 0 < rank < self.nodes:
             return f"--rank {rank} is not one of 1 to {self.nodes - 1}"
         if rank in self.guests:
-            return f"{self.guests[rank].host} has come with --rank {rank}, too: give each its own"
+            return (
+                f"{self.guests[rank].host} has connected with --rank {rank}, too: give each its own"
+            )
         return None
 
     def ask(
@@ -171,9 +119,8 @@ class Host:
     ) -> dict[int, Message]:
         """Ask nodes to ``do`` something, all at the same time; their answers by rank.
 
-        ``wanted``: the request of each node that is asked (default: an empty one for all that are
-        here). A node that does not answer within ``seconds`` answers {"error": reason}, and is
-        not asked again.
+        ``wanted``: the request to each node (default: an empty one to all that are here). The
+        answer of a node that is silent for ``seconds`` is {"error": reason}; it is not asked again.
         """
         if wanted is None:
             wanted = {rank: {} for rank in (0, *self.guests)}
@@ -190,7 +137,7 @@ class Host:
         if rank == 0:
             return answer(self.handlers, request)
         if rank not in self.guests:
-            return {"error": "it has left the check before"}
+            return {"error": "it has already left the check"}
         link = self.guests[rank].link
         try:
             link.settimeout(seconds)
@@ -204,8 +151,8 @@ class Host:
     def clocks(self) -> dict[int, tuple[float, float]]:
         """How far each guest's clock is ahead of this node's, and how well that is known; seconds.
 
-        As NTP does it: of several questions the one with the shortest way there and back counts,
-        and the other clock is compared with the middle of that way.
+        As in NTP, the question with the shortest round trip counts, and the guest's answer is
+        compared with the middle of that trip.
         """
         best: dict[int, tuple[float, float]] = {}
         for rank in list(self.guests):
@@ -232,9 +179,9 @@ class Host:
 
 
 def visit(master: str, port: int, me: Message, seconds: float) -> socket.socket:
-    """Go to node 0 as ``me`` (rank, nodes, host); try again until ``seconds`` are over.
+    """Connect to node 0 as ``me`` (rank, nodes, host); try again until ``seconds`` have passed.
 
-    Raises: `NoMeeting`, which says how the way was closed.
+    Raises: `NoMeeting`, which says why that failed.
     """
     deadline = time.monotonic() + seconds
     there = f"the master {master}:{port}"
@@ -247,7 +194,7 @@ def visit(master: str, port: int, me: Message, seconds: float) -> socket.socket:
             raise NoMeeting(
                 "master-name",
                 f"the master's name {master} cannot be resolved here ({fault.strerror})",
-                "give the IP address of node 0 as --master, or add the name to /etc/hosts",
+                "give node 0's IP address as --master, or add the name to /etc/hosts",
             ) from None
         except TimeoutError:
             reason = "no answer"
@@ -257,8 +204,8 @@ def visit(master: str, port: int, me: Message, seconds: float) -> socket.socket:
         except ConnectionRefusedError:
             reason = "connection refused"
             remedy = (
-                "start the doctor on node 0 as well, check that --master is node 0's address, and "
-                "that its firewall lets the port through"
+                "start the doctor on node 0 as well, and check that --master is node 0's address "
+                "and that its firewall lets the port through"
             )
         except OSError as fault:
             reason, remedy = fault.strerror or str(fault), "check --master and the network"
@@ -276,13 +223,17 @@ def visit(master: str, port: int, me: Message, seconds: float) -> socket.socket:
         raise NoMeeting(
             "master-port",
             f"something answers at {there}, but it is not the doctor",
-            "end what uses the port (a training that still runs?), or choose another --port",
+            "end what uses the port (a training still running?), or choose another --port",
         ) from None
     if "refused" in reply:
         link.close()
-        raise NoMeeting("master-port", f"node 0 refuses this node: {reply['refused']}", "mend that")
+        raise NoMeeting(
+            "master-port",
+            f"node 0 refuses this node: {reply['refused']}",
+            "correct it and run the doctor again",
+        )
     link.settimeout(None)
-    _notice_death(link)
+    notice_death(link)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return link
 
@@ -290,14 +241,16 @@ def visit(master: str, port: int, me: Message, seconds: float) -> socket.socket:
 def serve(link: socket.socket, handlers: Handlers) -> Message:
     """Answer node 0's requests until it says "end"; return that message.
 
-    Raises: `NoMeeting` if node 0 is gone before.
+    Raises: `NoMeeting` if node 0 disappears before.
     """
     try:
         while (request := receive(link)).get("do") != "end":
             send(link, answer(handlers, request))
     except (OSError, ValueError, struct.error) as fault:
         raise NoMeeting(
-            "lost", f"lost touch with node 0 in the middle of the check ({fault})", "look there"
+            "lost",
+            f"lost touch with node 0 in the middle of the check ({fault})",
+            "look at the doctor's output there",
         ) from None
     finally:
         link.close()
@@ -305,23 +258,10 @@ def serve(link: socket.socket, handlers: Handlers) -> Message:
 
 
 def answer(handlers: Handlers, request: Message) -> Message:
-    """What the handler of a request returns; {"error": reason} if it cannot."""
+    """What the handler of a request returns; {"error": reason} if it fails."""
     try:
         return handlers[request["do"]](request)
     except UserError as error:
         return {"error": str(error)}
-    except Exception as fault:  # a fault of one check must not hide what the others find
+    except Exception as fault:  # a bug in one check must not hide what the others find
         return {"error": f"{type(fault).__name__}: {fault}"}
-
-
-def _notice_death(link: socket.socket) -> None:
-    """Let the kernel find within half a minute that the other machine is gone."""
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options: Iterable[tuple[str, int]] = (
-        ("TCP_KEEPIDLE", 10),
-        ("TCP_KEEPINTVL", 5),
-        ("TCP_KEEPCNT", 4),
-    )
-    for name, value in options:
-        if hasattr(socket, name):
-            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,8 +1,8 @@
-"""The part of the doctor that needs torch, in a process of its own that can be given up.
+"""The part of the doctor that needs torch, in a process of its own that can be abandoned.
 
     python scripts/checkup/torch_part.py '{"arch": ..., "data": ...}'
 
-Prints one line of JSON for each thing that is done, so that what hangs does not hide the rest.
+Prints a line of JSON after each measurement, so that one that hangs does not hide the others.
 """
 
 import json
@@ -52,7 +52,7 @@ def tell(what: str, found: Any) -> None:
 
 
 def model(arch: str, image_size: int) -> dict[str, Any]:
-    """Bytes of the gradients of ``arch`` (float32), and its published operations an image."""
+    """Bytes of the gradients of ``arch`` (float32), and its published GFLOPs per image."""
     import torch
     from torchvision.models import get_model_weights
 
@@ -83,19 +83,19 @@ def decode(data: str, image_size: int) -> dict[str, float]:
         chosen = np.take(order, range(images, images + 8), mode="wrap")
         batches.__getitems__(Batch(0, chosen))
         images += 8
-    # CPU time, so that other programs do not count; what the disk takes is measured elsewhere.
+    # CPU time, so that other programs do not count; the disk is measured in facts.py.
     return {"images_per_s_core": images / max(time.process_time() - used, 1e-6)}
 
 
 def all_reduce(backend: str, ring: dict[str, Any]) -> dict[str, float]:
-    """Latency of a small all-reduce and speed of a bucket's, one process a node.
+    """Latency of a small all-reduce and speed of one of DDP's bucket size, one process per node.
 
-    Seconds (median); bytes of gradients a second.
+    In seconds, and bytes of gradients per second (medians).
     """
     import torch
     import torch.distributed as dist
 
-    if ring["interface"]:  # as utils.distributed chooses
+    if ring["interface"]:  # as utils/processes/launch.py chooses
         os.environ.setdefault("GLOO_SOCKET_IFNAME", ring["interface"])
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={ring['interface']}")
     dist.init_process_group(
@@ -118,7 +118,7 @@ def all_reduce(backend: str, ring: dict[str, Any]) -> dict[str, float]:
     for tensor in (small, small, large):
         seconds(tensor)
     latency = statistics.median(seconds(small) for _ in range(SMALL_ROUNDS))
-    # All must make the same number of rounds: the slowest of a first one decides.
+    # All must do the same number of rounds: the slowest process in a first one decides.
     slowest = torch.tensor([seconds(large)], device=ring["device"])
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     rounds = max(1, min(20, int(LARGE_SECONDS / float(slowest))))

@@ -1,11 +1,11 @@
 """Finds and ends this suite's processes of this user; see scripts/cleanup.sh for the command.
 
-What is ours carries IMAGENET_SUITE in its environment: launchers and scripts put it there for all
+What is ours carries IMAGENET_SUITE in its environment: launchers and scripts set it for everything
 that they start. The first process of a line typed by hand has not inherited it (and /proc shows the
-environment that a process started with); it, and what it forks, is known by its command line: a
-Python that runs, itself or through torchrun, imagenet_*.py of a folder that holds this suite.
+environment that a process started with); it, and what it forks, is recognised by its command line:
+a Python that runs, directly or through torchrun, imagenet_*.py of a folder that holds this suite.
 
-With a list of hosts this file is sent to each of them; it needs nothing but Python (3.7 or newer).
+With a file of hosts, this file is sent to each of them; it needs nothing but Python (3.7 or newer).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ARGUMENTS = globals().get("ARGUMENTS")  # given when this file was sent over ssh
 
 
 class Process:
-    """A process of this user as /proc shows it. Raises: OSError when it is gone or another's."""
+    """A process of this user as /proc shows it. Raises: OSError if it is gone or another user's."""
 
     def __init__(self, pid):
         self.pid = pid
@@ -101,7 +101,7 @@ def _program(words):
 
 
 def _launcher_at(words):
-    """Where torchrun, or the module behind it, stands on a Python command line; 0: nowhere."""
+    """Where torchrun, or the module behind it, is on a Python command line; 0: nowhere."""
     for number, word in enumerate(words[1:4], 1):
         if word in _LAUNCHERS and words[number - 1] == "-m":
             return number
@@ -153,7 +153,7 @@ def is_free(port):
 
 
 def wait(processes, seconds):
-    """Those of the processes that still live after at most so many seconds."""
+    """Wait at most ``seconds`` for the processes to end. Returns those that still live."""
     deadline = time.monotonic() + seconds
     while True:
         left = [one for one in processes if one.lives()]
@@ -163,20 +163,20 @@ def wait(processes, seconds):
 
 
 def ask(processes):
-    """SIGTERM to whoever can write a snapshot, or pass the request on.
+    """Send SIGTERM to those that can write a snapshot, or pass the request on.
 
-    Not to torchrun, which would kill its workers 30 s later, unless it has none; not to ssh and
+    Not to torchrun, which would kill its workers 30 s later, unless it has none; nor to ssh and
     the like, through which a launcher talks to its nodes.
     """
     parents = {one.parent for one in processes}
     for one in processes:
         if one.python and not (one.agent and one.pid in parents):
             one.send(signal.SIGTERM)
-            one.send(signal.SIGCONT)  # a stopped process, too, must hear it
+            one.send(signal.SIGCONT)  # a stopped process must receive it as well
 
 
 def clean(grace, dry_run, say=print):
-    """Find, list and end. Returns the exit code: 1 when something could not be ended."""
+    """Find, list and end. Returns the exit code: 1 if something could not be ended."""
     found = find()
     ports = listening(found)
     if not found:
@@ -189,7 +189,7 @@ def clean(grace, dry_run, say=print):
     stubborn = wait(found, grace)
     if found:
         say(f"{len(found) - len(stubborn)} of {len(found)} ended after SIGTERM")
-    left = find()  # what they have started since is ours as well
+    left = find()  # including what they have started since
     killed = set()
     deadline = time.monotonic() + 10
     while left and time.monotonic() < deadline:
@@ -209,16 +209,20 @@ def clean(grace, dry_run, say=print):
 
 def main():
     parser = argparse.ArgumentParser(prog="cleanup.sh", allow_abbrev=False)
-    parser.add_argument("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host a line")
+    parser.add_argument("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host per line")
     parser.add_argument("--dry-run", action="store_true", help="only list what would be ended")
     parser.add_argument(
-        "--grace", type=float, default=30.0, metavar="SECONDS", help="between SIGTERM and SIGKILL"
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="between SIGTERM and SIGKILL (30)",
     )
-    parser.add_argument("--ssh", default="ssh", help="ssh command with its options")
+    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options (ssh)")
     options = parser.parse_args()
     if not options.hosts:
         return clean(options.grace, options.dry_run)
-    import remote  # only here: this file is sent to nodes without it
+    import remote  # only here, as this file is sent to nodes without it
 
     arguments = {"grace": options.grace, "dry_run": options.dry_run}
     return remote.everywhere(options.hosts, options.ssh, __file__, arguments)

@@ -1,4 +1,4 @@
-"""The code to the nodes, and the run directory back, by rsync over ssh."""
+"""Copies the code to the nodes, and the run directory back, by rsync over ssh."""
 
 import argparse
 import shlex
@@ -13,7 +13,7 @@ _NOT_COPIED = (".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache")
 
 
 def rsync(options: argparse.Namespace, *arguments: str) -> bool:
-    """Copy by rsync over the same ssh. Returns whether it worked; it says itself what did not."""
+    """Copy by rsync over the same ssh. Returns whether it worked; rsync prints its own errors."""
     command = ["rsync", "-az", "-e", f"{options.ssh} -o BatchMode=yes", *arguments]
     try:
         return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode == 0
@@ -22,20 +22,20 @@ def rsync(options: argparse.Namespace, *arguments: str) -> bool:
 
 
 def sync(options: argparse.Namespace, machines: list[Host]) -> None:
-    """Copy this code to every host; what is there and not here stays. Raises: `UserError`."""
+    """Copy this code to every host; extra files there stay. Raises: `UserError`."""
     without = [f"--exclude={pattern}" for pattern in _NOT_COPIED]
     for host in machines:
-        # rsync makes one level of folders only.
+        # rsync creates only one level of folders.
         make = [*shlex.split(options.ssh), "-o", "BatchMode=yes", host.address]
         make.append(f"mkdir -p {shlex.quote(options.dir)}")
         made = subprocess.run(make, stdin=subprocess.DEVNULL, check=False).returncode == 0
         if not made or not rsync(options, *without, f"{ROOT}/", f"{host.address}:{options.dir}/"):
-            raise UserError(f"could not copy the code to {host.name} (its message is above)")
+            raise UserError(f"could not copy the code to {host.name} (the reason is above)")
         note(f"copied the code to {host.name}:{options.dir}")
 
 
 def fetch(options: argparse.Namespace, host: Host, training: argparse.Namespace) -> None:
-    """Bring the run directory from the first node to the same place here."""
+    """Bring the run directory of the first node to the same place here. Raises: `UserError`."""
     run = f"{training.output_dir}/{training.name}"
     target = Path(training.output_dir) / training.name
     target.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Runs scripts/doctor.py on every host of a file over ssh, each with its rank.
 
-See scripts/doctor.sh for the command. The output of node 0, which tells all, comes as it is; that
-of another node follows, behind its name, when it has something to say.
+See scripts/doctor.sh for the command. The output of node 0, which reports everything, is shown as
+it is; that of another node follows, behind its name, if it has found something.
 """
 
 import argparse
@@ -10,47 +10,39 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import hosts
 from hosts import SSH_FAILED, Host
 
 from utils import errors
 from utils.errors import UserError
+from utils.option_types import Formatter
 from utils.processes.supervise import MARKER
 
-WAIT_SECONDS = 20  # for the other nodes: all are started at the same time
+WAIT_SECONDS = 20  # for the other nodes; all are started at the same time
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Own options, and those of scripts/doctor.py."""
+    """The options of this program, and those for scripts/doctor.py."""
     parser = argparse.ArgumentParser(
         prog="doctor.sh",
         usage="bash scripts/doctor.sh HOSTS_FILE [options] [OPTIONS of scripts/doctor.py]",
-        epilog="scripts/doctor.py --help lists the rest",
+        epilog="python scripts/doctor.py --help lists the other options",
+        formatter_class=Formatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("hosts", type=Path, metavar="HOSTS_FILE", help="one ssh host a line, node rank 0 first")
-    add("--dir", default=hosts.default_directory(), help="of this code on the nodes")
-    add("--python", help="on the nodes; default: DIR/.venv/bin/python if there, else python3")
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="for the doctor")
-    add("--ssh", default="ssh", help="ssh command with its options, such as 'ssh -F FILE'")
-    options, rest = parser.parse_known_args(arguments)
-    for one in options.env:
-        if "=" not in one or not hosts.is_name(one.partition("=")[0]):
-            raise UserError(f"--env {one} is not NAME=VALUE")
-    return options, rest
+    hosts.add_options(parser)
+    return parser.parse_known_args(arguments)
 
 
 def over_ssh(ssh: str, host: Host, line: str) -> list[str]:
-    """The command that gives ``line`` to the shell of a host."""
+    """The command that passes ``line`` to the shell of a host."""
     return [*shlex.split(ssh), *_SSH_OPTIONS, host.address, line]
 
 
 def address_of(ssh: str, host: Host) -> str:
-    """The address at which ssh arrives on ``host``, as that host sees it. Raises: `UserError`."""
+    """The address at which ssh reaches ``host``, as that host sees it. Raises: `UserError`."""
     asked = subprocess.run(
         over_ssh(ssh, host, 'echo "$SSH_CONNECTION"'),
         stdin=subprocess.DEVNULL,
@@ -59,7 +51,7 @@ def address_of(ssh: str, host: Host) -> str:
         check=False,
     )
     if asked.returncode:
-        raise UserError(f"ssh to {host.name} failed: does `{ssh} {host.address} true` work here?")
+        raise UserError(hosts.ssh_failed(ssh, host))
     words = asked.stdout.split()  # the client's address and port, then the server's own
     if len(words) != 4:
         raise UserError(f"the address of {host.name} is unknown: write ip=ADDRESS behind it")
@@ -68,7 +60,7 @@ def address_of(ssh: str, host: Host) -> str:
 
 def remote_line(options: argparse.Namespace, doctor: list[str]) -> str:
     """What a node's shell runs: scripts/doctor.py with the options ``doctor``."""
-    variables = [f"{MARKER}=doctor", *options.env]
+    variables = [f"{name}={value}" for name, value in [(MARKER, "doctor"), *(options.env or ())]]
     python = shlex.quote(options.python) if options.python else '"$python"'
     return (
         f"cd {shlex.quote(options.dir)} && "
@@ -98,11 +90,7 @@ def main() -> int:
                 for text in said.read().decode(errors="replace").splitlines():
                     print(f"[{host.name}] {text}", flush=True)
             if code == SSH_FAILED:
-                print(
-                    f"error: ssh to {host.name} failed: does `{options.ssh} {host.address} true` "
-                    "work here?",
-                    file=sys.stderr,
-                )
+                print(f"error: {hosts.ssh_failed(options.ssh, host)}", file=sys.stderr)
             codes.append(code if code in (0, 1) else errors.BAD_INPUT)
     finally:
         for ssh, _ in started:

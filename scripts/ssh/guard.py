@@ -1,10 +1,10 @@
 """Runs on a node, for scripts/ssh/launcher.py, and leaves nothing behind.
 
-Sent over ssh's standard input, so it needs nothing there but Python (3.7 or newer). Then a line of
-JSON says what to start, and after it lines keep coming: an empty one as a heartbeat, TERM to ask
-for a snapshot and the end, KILL for the end. When they stop coming (the launcher or the link is
-gone) it asks for the end itself. Whatever was started below it is ended before it ends: it adopts
-all orphans (a child subreaper), and tells apart by that what is its own.
+It is sent over ssh's standard input, so a node needs nothing but Python (3.7 or newer). Then a line
+of JSON says what to start, and more lines follow: an empty one as a heartbeat, TERM to ask for a
+snapshot and the end, KILL to end at once. When they stop coming (the launcher or the link is gone)
+it asks for the end itself. It ends everything that was started below it before it ends: as a child
+subreaper it adopts all orphans, and so knows what is its own.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import threading
 import time
 
 HELLO = "@@guard "
-# A node that cannot hear the launcher must be empty 25 s later: 15 s could still be a hiccup.
+# A node that cannot hear the launcher must be empty 25 s later; up to 15 s may be a mere hiccup.
 SILENCE_SECONDS = 15.0
 GRACE_WHEN_LOST = 6.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def descendants(root):
-    """Numbers of all living processes below ``root``."""
+    """Process ids of all living processes below ``root``."""
     children = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -46,7 +46,7 @@ def descendants(root):
 
 
 def kill_everything():
-    """SIGKILL whatever is below this process, until nothing is."""
+    """SIGKILL everything below this process, until nothing is left."""
     while True:
         for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -60,7 +60,7 @@ def kill_everything():
 
 
 def listen(events):
-    """Turn what the launcher says into events; end of file into "lost"."""
+    """Turn the launcher's lines into events, and the end of the input into "lost"."""
     with contextlib.suppress(OSError):
         for line in sys.stdin.buffer:
             events.put(line.decode().strip())
@@ -68,7 +68,7 @@ def listen(events):
 
 
 def relay(source, target):
-    """Pass output on; when nobody takes it any more, drop it, so that the writer lives on."""
+    """Pass output on; once nobody reads it any more, drop it, so that the writer lives on."""
     broken = False
     while True:
         data = os.read(source, 65536)
@@ -82,7 +82,7 @@ def relay(source, target):
 
 
 def start(job):
-    """Start the job's command in a session of its own; its output goes through this process."""
+    """Start the job's command in its own session; its output goes through this process."""
     libc = ctypes.CDLL(None)
 
     def die_with_guard():
@@ -108,7 +108,7 @@ def start(job):
 
 
 def wait_for(pid, events, grace):
-    """Wait for the end of ``pid``, or for reasons to end it. Returns its exit code."""
+    """Wait until ``pid`` ends, and end it if there is a reason to. Returns its exit code."""
     heard = time.monotonic()
     deadline = None
     while True:
@@ -139,14 +139,17 @@ def wait_for(pid, events, grace):
 
 
 def free_port():
-    """A TCP port that was free a moment ago."""
+    """A TCP port that was free a moment ago.
+
+    As utils.processes.network has it, which this file cannot import on a node.
+    """
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 def receive(events):
-    """The job, or None when the launcher has given up or is gone."""
+    """The job; None if the launcher has given up or is gone."""
     while True:
         try:
             event = events.get(timeout=SILENCE_SECONDS)
@@ -178,7 +181,7 @@ def main():
     try:
         child, threads = start(job)
     except OSError as fault:
-        text = "error: cannot start {} in {}: {}; is the code there (--sync, --dir, --python)?"
+        text = "error: cannot start {} in {}: {}; is the code there (see --sync, --dir, --python)?"
         print(text.format(python, folder, fault.strerror), file=sys.stderr)
         return 2
     try:
@@ -194,4 +197,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # past the thread that still reads standard input
+    os._exit(code)  # does not wait for the thread that still reads standard input

@@ -1,12 +1,13 @@
-"""The file that lists the nodes of a job, and programs that run on them without being there.
+"""The file that lists the nodes of a job, and programs sent to them over ssh.
 
-    # one ssh host a line: a name of ~/.ssh/config, an address, with or without a user
+    # one ssh host per line: a name from ~/.ssh/config or an address, with or without a user
     node0
     ubuntu@172.31.0.11  slots=4  ip=10.0.0.11     # 4 processes; its address for the others
 
-The order of the lines is the order of node ranks. ``ip`` matters for the first only.
+The order of the lines is the order of node ranks. ``ip`` matters only for the first.
 """
 
+import argparse
 import json
 import os
 import re
@@ -16,24 +17,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # what is imported needs nothing but Python
+sys.path.insert(0, str(ROOT))  # what is imported from there needs nothing but Python
 
 from utils.errors import UserError  # noqa: E402
 from utils.processes.supervise import MARKER  # noqa: E402
 
-# Reads the program, then goes on with what follows on the same standard input.
+# Reads the program; what follows on the same standard input is the program's own.
 _BOOTSTRAP = (
     "import sys,json;p=json.loads(sys.stdin.buffer.readline());"
     "exec(compile(p['source'],p['name'],'exec'),{'__name__':'__main__','ARGUMENTS':p['arguments']})"
 )
-# A dead connection is noticed after 15 s; nobody is asked for a password in the middle of a job.
+# A dead connection is noticed within 15 s; BatchMode: never ask for a password.
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3")
 SSH_FAILED = 255  # exit code of ssh itself
 
 
 @dataclass(frozen=True)
 class Host:
-    """A line of the file: what ssh is given, processes to start (None: one a GPU), own address."""
+    """A line of the file: the name for ssh, processes to start (None: one per GPU), own address."""
 
     address: str
     slots: int | None = None
@@ -41,12 +42,12 @@ class Host:
 
     @property
     def name(self) -> str:
-        """Without the user, for people to read."""
+        """The host without the user, for people to read."""
         return self.address.rpartition("@")[2]
 
 
 def read(path: Path) -> list[Host]:
-    """The hosts of a file. Raises: `UserError`, which names the line."""
+    """The hosts in a file. Raises: `UserError`, which names the line."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as fault:
@@ -70,14 +71,14 @@ def read(path: Path) -> list[Host]:
             raise UserError(f"{path}, line {number}: {host.name} is listed twice")
         hosts.append(host)
     if not hosts:
-        raise UserError(f"{path} names no host: write one ssh host a line")
+        raise UserError(f"{path} names no host: write one ssh host per line")
     return hosts
 
 
 def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:
-    """The command that runs a `program` on ``host``; ``ssh`` is ssh with options of the user.
+    """The command that runs a `program` on ``host``; ``ssh`` is ssh with the user's options.
 
-    ``mark`` is the value of the environment variable by which clean-up knows what is ours.
+    ``mark`` is the value of the environment variable by which clean-up recognises what is ours.
     """
     marked = f"env {MARKER}={mark} " if mark else ""
     line = f"{marked}python3 -u -c {shlex.quote(_BOOTSTRAP)}"
@@ -85,22 +86,45 @@ def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:
 
 
 def program(path: Path, arguments: dict) -> bytes:
-    """A Python file with its arguments as the first line of input for `remote_python`."""
+    """A Python file and its arguments, as the first line of input for `remote_python`."""
     whole = {"source": path.read_text(), "name": path.name, "arguments": arguments}
     return json.dumps(whole).encode() + b"\n"
 
 
 def default_directory() -> str:
-    """Where this code is on the nodes: as here, seen from the home directory if it is in there."""
+    """Where this code is on the nodes: as here, relative to the home directory if it is in it."""
     home = Path(os.path.expanduser("~"))
     return str(ROOT.relative_to(home)) if ROOT.is_relative_to(home) else str(ROOT)
 
 
-def is_name(text: str) -> bool:
-    """Whether a text can name an environment variable."""
-    return re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text) is not None
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The hosts file, where the code is on the hosts, with what it runs there, and ssh."""
+    add = parser.add_argument
+    add("hosts", type=Path, metavar="HOSTS_FILE", help="one ssh host per line, node rank 0 first")
+    add("--dir", default=default_directory(), help="where this code is on the nodes")
+    add("--python", help="on the nodes; default: DIR/.venv/bin/python if it exists, else python3")
+    add(
+        "--env",
+        type=_variable,
+        action="append",
+        metavar="NAME=VALUE",
+        help="a variable for the environment on the nodes",
+    )
+    add("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options, as 'ssh -F FILE'")
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
+    return name, value
+
+
+def ssh_failed(ssh: str, host: Host) -> str:
+    """The sentence for a host that ssh cannot reach."""
+    return f"ssh to {host.name} failed: does `{ssh} {host.address} true` work here?"
 
 
 def note(text: str) -> None:
-    """A line of the launcher itself."""
+    """Print a line of the launcher itself."""
     print(f"launcher: {text}", file=sys.stderr, flush=True)

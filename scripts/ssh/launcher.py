@@ -1,6 +1,6 @@
 """Starts a training on several nodes over ssh, shows what they print, and ends them together.
 
-See scripts/train_on_nodes.sh for the command. What holds the nodes is scripts/ssh/guard.py.
+See scripts/train_on_nodes.sh for the command. On each node scripts/ssh/guard.py holds the training.
 """
 
 import argparse
@@ -9,93 +9,21 @@ import os
 import queue
 import shlex
 import signal
-import subprocess
 import sys
 import threading
-from pathlib import Path
-from typing import Any, BinaryIO
 
 import copying
 import hosts
+from connection import Node, Screen
 from hosts import ROOT, SSH_FAILED, Host, note
 
 from utils import errors
 from utils.errors import UserError
+from utils.option_types import Formatter, amount, number
 
 HEARTBEAT_SECONDS = 3.0
 HELLO_SECONDS = 30.0
-LOST_SECONDS = 6.0  # for the others to end when a node is out of reach
-_HELLO = b"@@guard "
-_COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
-
-
-class Screen:
-    """Standard output and error of this process, shared by all nodes, a line at a time."""
-
-    def __init__(self, names: list[str]):
-        self.lock = threading.Lock()
-        self.width = max(map(len, names)) + 2
-        self.colour = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
-
-    def line(self, name: str, text: bytes, stream: Any = None) -> None:
-        """Show a line of a node; nothing happens when nobody reads us any more."""
-        stream = stream or sys.stdout
-        label = f"[{name}]".ljust(self.width)
-        if stream.isatty() and "NO_COLOR" not in os.environ:
-            label = f"\033[{self.colour[name]}m{label}\033[0m"
-        try:
-            with self.lock:
-                stream.buffer.write(label.encode() + b" " + text.rstrip(b"\r\n") + b"\n")
-                stream.flush()
-        except OSError:
-            pass
-
-
-class Node:
-    """A host with the ssh that holds its guard. Its events go to ``events`` as (node, what, more):
-    ("hello", dict), then ("ended", exit code).
-    """
-
-    def __init__(self, host: Host, ssh: str, screen: Screen, events: queue.SimpleQueue):
-        self.host, self.screen, self.events = host, screen, events
-        self.code: int | None = None
-        self.hello: dict | None = None
-        self.started = False
-        # A session of its own: Ctrl-C at the terminal is ours to pass on, not ssh's.
-        self.ssh = subprocess.Popen(
-            hosts.remote_python(ssh, host, mark="guard"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self.lock = threading.Lock()
-        self.say(hosts.program(Path(__file__).with_name("guard.py"), {}))
-        threading.Thread(target=self._follow, daemon=True).start()
-
-    def say(self, data: bytes) -> None:
-        """Send to the guard; a guard that is gone will be reported as ended."""
-        try:
-            with self.lock:
-                self.ssh.stdin.write(data)
-                self.ssh.stdin.flush()
-        except OSError:
-            pass
-
-    def _follow(self) -> None:
-        other = threading.Thread(target=self._show, args=(self.ssh.stderr, sys.stderr), daemon=True)
-        other.start()
-        self._show(self.ssh.stdout, sys.stdout)
-        other.join()
-        self.events.put((self, "ended", self.ssh.wait()))
-
-    def _show(self, source: BinaryIO, stream: Any) -> None:
-        for line in source:
-            if self.hello is None and line.startswith(_HELLO):
-                self.hello = json.loads(line[len(_HELLO) :])
-                self.events.put((self, "hello", self.hello))
-            else:
-                self.screen.line(self.host.name, line, stream)
+LOST_SECONDS = 6.0  # for the others to end once a node is out of reach
 
 
 class Job:
@@ -113,7 +41,7 @@ class Job:
         """Start everywhere, wait for all. Returns the job's exit code."""
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, lambda number, _: self.events.put((None, "signal", number)))
-        # A launcher that stands still would let its nodes believe that it is dead.
+        # The nodes of a stopped launcher would believe that it is dead.
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         for host in self.machines:
             self.nodes.append(Node(host, self.options.ssh, self.screen, self.events))
@@ -149,7 +77,7 @@ class Job:
         if several and (address is None or address.startswith("127.")):
             self._stop(
                 f"{first.host.name} was reached at {address}, where the other nodes cannot reach "
-                "it: write its address into the list of hosts, ip=ADDRESS"
+                "it: write ip=ADDRESS behind it in the hosts file"
             )
             return
         meeting = {
@@ -158,7 +86,7 @@ class Job:
             "WORLD_SIZE": str(len(self.nodes)),
         }
         for rank, node in enumerate(self.nodes):
-            environment = meeting | {"NODE_RANK": str(rank)} | dict(self.options.env)
+            environment = meeting | {"NODE_RANK": str(rank)} | dict(self.options.env or ())
             slots = [] if node.host.slots is None else ["-g", str(node.host.slots)]
             command = [*self.command[:1], *slots, *self.command[1:]]
             shown = [f"{name}={value}" for name, value in environment.items()]
@@ -182,7 +110,7 @@ class Job:
         elif not any(node.started for node in self.nodes):
             self._stop("interrupted before the training began", 128 + signum)
         else:
-            note(f"asking all nodes for a snapshot and the end, {self.options.grace:g} s at most")
+            note(f"asking all nodes to stop with a snapshot within {self.options.grace:g} s")
             self._say_all(b"TERM\n")
 
     def _give_up_on_silent(self) -> None:
@@ -197,13 +125,13 @@ class Job:
         name = node.host.name
         if node.hello is None and self.code is None:
             if node.code == SSH_FAILED:
-                why = f"ssh to {name} failed: does `{self.options.ssh} {name} true` work here?"
+                why = hosts.ssh_failed(self.options.ssh, node.host)
             else:
-                why = f"{name} has no python3 that works (exit code {node.code})"
+                why = f"{name} has no working python3 (exit code {node.code})"
             self._stop(why)
         elif node.code == SSH_FAILED and self.code is None:
-            self._stop(f"lost the connection to {name}; its guard ends what runs there", 1)
-            # Without that node's ranks the others cannot agree on a snapshot, and may never answer.
+            self._stop(f"lost the connection to {name}; its guard will end what runs there", 1)
+            # Without that node's ranks the others cannot agree on a snapshot, and may hang.
             timer = threading.Timer(LOST_SECONDS, self._say_all, (b"KILL\n",))
             timer.daemon = True
             timer.start()
@@ -215,11 +143,11 @@ class Job:
             self._say_all(b"TERM\n")
 
     def _stop(self, sentence: str, code: int = errors.BAD_INPUT) -> None:
-        """Report why the job cannot go on, and end it."""
+        """Report why the job cannot continue, and end it."""
         print(f"error: {sentence}", file=sys.stderr, flush=True)
         self.code = code
         self._say_all(b"TERM\n")
-        for node in self.nodes:  # a guard without a job ends at the end of its input; ssh too
+        for node in self.nodes:  # a guard without a job ends with its ssh
             if node.code is None and not node.started:
                 node.ssh.terminate()
 
@@ -229,13 +157,6 @@ class Job:
                 node.say(order)
 
 
-def _variable(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    if not hosts.is_name(name) or "=" not in text:
-        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
-    return name, value
-
-
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The launcher's own options, and SCRIPT with its options. Raises: `UserError`."""
     cut = arguments.index("--") if "--" in arguments else len(arguments)
@@ -243,24 +164,20 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="train_on_nodes.sh",
         usage="bash scripts/train_on_nodes.sh HOSTS_FILE [options] -- SCRIPT TRAINING OPTIONS",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Formatter,
         allow_abbrev=False,
     )
+    hosts.add_options(parser)
     add = parser.add_argument
-    add("hosts", type=Path, metavar="HOSTS_FILE", help="one ssh host a line, node rank 0 first")
-    add("--sync", action="store_true", help="first copy this code to the nodes")
+    add("--sync", action="store_true", help="copy this code to the nodes first")
     add("--fetch", action="store_true", help="bring the run directory back; needs --name")
-    add("--dir", default=hosts.default_directory(), help="of this code on the nodes")
-    add("--python", help="on the nodes; default: DIR/.venv/bin/python if there, else python3")
-    add("--port", type=int, help="of the master; default: one that is free there")
-    add("--env", type=_variable, action="append", default=[], help="NAME=VALUE for the training")
-    add("--ssh", default="ssh", help="ssh command with its options, such as 'ssh -F FILE'")
+    add("--port", type=number(int, 1, 65535), help="of the master; default: a free one there")
     add(
         *("--grace", "--grace-seconds"),
-        type=float,
+        type=amount,
         default=20.0,
         metavar="SECONDS",
-        help="how long a stopped training may take for its snapshot before it is killed",
+        help="time for a snapshot before a training that was asked to stop is killed",
     )
     options = parser.parse_args(own)
     if not command:
@@ -273,17 +190,17 @@ def main() -> int:
     machines = hosts.read(options.hosts)
     script = command[0]
     if not (ROOT / script).is_file() or "/" in script or not script.startswith("imagenet_"):
-        raise UserError(f"{script} is no training script of {ROOT}")
+        raise UserError(f"{script} is not a training script in {ROOT}")
     if script in ("imagenet_nd.py", "imagenet_dp.py") and (len(machines) > 1 or machines[0].slots):
         raise UserError(f"{script} is one process on one node: use imagenet_ddp.py")
     if len({host.slots for host in machines}) > 1:
-        raise UserError(f"{options.hosts}: all nodes must have the same number of slots, or none")
+        raise UserError(f"{options.hosts}: give all nodes the same number of slots, or none")
     training = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     training.add_argument("--name")
     training.add_argument("--output-dir", default="runs")
     known, _ = training.parse_known_args(command[1:])
     if options.fetch and not known.name:
-        raise UserError("--fetch needs --name among the training options, the run to bring back")
+        raise UserError("--fetch needs --name, the run to bring back, among the training options")
     if options.sync:
         copying.sync(options, machines)
     job = Job(options, machines, command)
@@ -301,4 +218,4 @@ if __name__ == "__main__":
     except UserError as error:
         ending = errors.report(error)
     sys.stdout.flush()
-    os._exit(ending)  # past the threads
+    os._exit(ending)  # does not wait for the threads

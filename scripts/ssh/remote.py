@@ -1,4 +1,4 @@
-"""Run one of our self-contained programs on every host of a file, and show what it prints."""
+"""Runs one of our self-contained programs on every host in a file, and shows what it prints."""
 
 import json
 import subprocess
@@ -15,10 +15,10 @@ from utils.errors import UserError
 
 
 def ask_all(file: str, ssh: str, source: str, arguments: dict) -> list[tuple[Host, int, str]]:
-    """Host, exit code and output of the program ``source`` on each host of ``file``, in order.
+    """Host, exit code and output of the program ``source`` on each host in ``file``, in order.
 
-    Raises: `UserError` for a list that cannot be read. A host that ssh cannot reach has the code
-    `SSH_FAILED`, and ssh's own words are on stderr.
+    Raises: `UserError` if the file cannot be read. A host that ssh cannot reach has the code
+    `SSH_FAILED`, and ssh's own message is on stderr.
     """
 
     def one(host: Host) -> tuple[Host, int, str]:
@@ -46,21 +46,23 @@ def everywhere(file: str, ssh: str, source: str, arguments: dict) -> int:
         for line in out.splitlines():
             print(f"[{host.name}] {line}")
         if code == SSH_FAILED:
-            print(f"error: ssh to {host.name} failed: does `{ssh} {host.address} true` work?",
-                  file=sys.stderr)  # fmt: skip
+            print(f"error: {hosts.ssh_failed(ssh, host)}", file=sys.stderr)
         worst = max(worst, errors.BAD_INPUT if code == SSH_FAILED else code)
     return worst
 
 
 def show_status(file: str, ssh: str, source: str, describe: Callable) -> int:
-    """Ask every host with `source`, print the lines of ``describe``. Returns the exit code."""
+    """Run ``source`` on each host and print what ``describe`` makes of the answers.
+
+    Returns the exit code.
+    """
     try:
         answers = ask_all(file, ssh, source, {})
     except UserError as error:
         return errors.report(error)
     found = []
     for host, code, out in answers:
-        last = out.strip().rpartition("\n")[2]  # a login shell may have its own words before
+        last = out.strip().rpartition("\n")[2]  # a login shell may print something first
         found.append((host.name, json.loads(last) if code == 0 else None))
     for line in describe(found):
         print(line)

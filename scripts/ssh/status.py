@@ -1,7 +1,8 @@
 """Shows what the ranks of this user's trainings are doing; see scripts/status.sh for the command.
 
-Reads the files of utils/instruments/status_file.py, and asks nvidia-smi where there is one. With a
-list of hosts this file is sent to each of them; it needs nothing but Python (3.7 or newer).
+Reads the files that utils/instruments/status_file.py writes, and asks nvidia-smi where there is
+one. With a file of hosts, this file is sent to each of them; it needs nothing but Python (3.7 or
+newer).
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import subprocess
 import sys
 import time
 
-STRAGGLES = 1.25  # times the median of the ranks' own parts of a step
+STRAGGLES = 1.25  # times the median of the ranks' own part of a step
 COLUMNS = "  {:>4}  {:10.10} {:>8}  {:>10}  {:>10}  {:>6}  {:>6}  {:>5}  {:>11}  {}"
 HEADINGS = ("rank", "node", "epoch", "step", "images/s", "data_s", "comp_s", "GPU_%", "MiB", "seen")
 ARGUMENTS = globals().get("ARGUMENTS")  # given when this file was sent over ssh
 
 
 def started(pid):
-    """Start time of a process as /proc has it; None when there is no such process."""
+    """Start time of a process as /proc has it; None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -34,7 +35,7 @@ def started(pid):
 
 
 def gpus():
-    """Utilisation (%), memory used and there (MiB) of each GPU by its uuid; empty without any."""
+    """Utilisation (%), memory used and total (MiB) of each GPU by its uuid; empty without GPUs."""
     query = "--query-gpu=uuid,utilization.gpu,memory.used,memory.total"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
@@ -46,7 +47,7 @@ def gpus():
 
 
 def node(folder):
-    """This node: its name, and what its living ranks say, with the disk and GPU under each."""
+    """This node: its name, and what its living ranks report, each with its disk and its GPU."""
     ranks, devices = [], None
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
         path = os.path.join(folder, name)
@@ -103,7 +104,7 @@ def gib(pair):
 
 
 def describe(answers):
-    """The lines that show ``answers``: (name, result of `node`, or None if out of reach)."""
+    """The lines that show ``answers``: (name, result of `node`, or None if it did not answer)."""
     runs = {}
     for name, answer in answers:
         if answer is None:
@@ -150,11 +151,11 @@ def row(rank):
 
 def main():
     parser = argparse.ArgumentParser(prog="status.sh", allow_abbrev=False)
-    parser.add_argument("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host a line")
-    parser.add_argument("--ssh", default="ssh", help="ssh command with its options")
+    parser.add_argument("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host per line")
+    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options (ssh)")
     options = parser.parse_args()
     if options.hosts:
-        import remote  # only here: this file is sent to nodes without it
+        import remote  # only here, as this file is sent to nodes without it
 
         return remote.show_status(options.hosts, options.ssh, __file__, describe)
     here = node(f"/dev/shm/imagenet-suite-{os.getuid()}")

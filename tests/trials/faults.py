@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What happens when a part of a training on two nodes fails, and how long until it goes on.
+"""What happens when part of a training on two nodes fails, and how long it takes to continue.
 
     sudo python tests/trials/faults.py [--only node_killed,link_down] [--dist-timeout 30]
 
-The nodes are network namespaces of this machine (tests/nodes.py; needs root, iproute2 and pytest),
-each with one process of scripts/elastic_train.sh, 1:2 nodes. The model costs next to nothing and
-sleeps 0.1 s a step, so that the times are those of detection, rendezvous and start-up. Prints a
-Markdown table; the log of every trial is kept in --output-dir.
+The nodes are namespaces of this machine (tests/nodes.py; needs root, iproute2 and pytest), each
+with one process of scripts/elastic_train.sh, 1:2 nodes. The model costs next to nothing and sleeps
+0.1 s per step, so that the times are those of detection, rendezvous and start-up. Prints a Markdown
+table; the log of each trial is kept in --output-dir.
 """
 
 import argparse
@@ -29,9 +29,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from utils.errors import UserError, report  # noqa: E402
 
-IMAGES, CLASSES, BATCH = 600, 3, 5  # an epoch; a step and process
-LIMIT = 300  # seconds after which a trial that does not go on is given up
-STEADY = 15  # seconds that training has to go on, as one restart may follow another
+IMAGES, CLASSES, BATCH = 600, 3, 5  # images per epoch; classes; images per step and process
+LIMIT = 300  # seconds after which a trial that does not continue is given up
+STEADY = 15  # seconds for which training has to continue, as one restart may follow another
 LINK_DOWN, AWAY = 20, 10  # seconds
 ATTEMPT = re.compile(r"\S+ on \d+ process\w* \((\d+) node")
 BATCHES = re.compile(r"steps an epoch, global batch (\d+)")
@@ -48,7 +48,7 @@ class Line(NamedTuple):
 
 @dataclass
 class Attempt:
-    """One start of the training, as rank 0 tells of it; positions in images."""
+    """One start of the training, as rank 0 reports it; positions in images."""
 
     nodes: int
     batch: int = 0  # global
@@ -58,7 +58,7 @@ class Attempt:
 
 
 def attempts_of(lines: list[Line], until: float = float("inf")) -> list[Attempt]:
-    """What rank 0 has printed until an instant, attempt by attempt."""
+    """What rank 0 had printed by the instant ``until``, attempt by attempt."""
     found: list[Attempt] = []
 
     def images(match: re.Match) -> int:
@@ -81,7 +81,7 @@ def attempts_of(lines: list[Line], until: float = float("inf")) -> list[Attempt]
 
 
 class Trial:
-    """A training on two nodes, and all lines that it has printed so far."""
+    """A training on two nodes, and all the lines that it has printed so far."""
 
     def __init__(self, nodes: list, name: str, args: argparse.Namespace):
         self.nodes, self.name, self.args = nodes, name, args
@@ -96,7 +96,7 @@ class Trial:
         """Type the command line on a node."""
         command = (
             f"bash scripts/elastic_train.sh 1 1:2 {self.name} {BATCH} -- --image-size 32 -j 1 -p 1"
-            f" --epochs 10000 --dist-timeout {self.args.dist_timeout:g} {self.args.snapshots}"
+            f" --epochs 10000 --dist-timeout {self.args.dist_timeout:g} --snapshot-minutes 0.05"
             f" --output-dir {self.args.output_dir}"
         )
         env = {"MASTER_ADDR": self.nodes[self.master].ip, "DATA": str(self.args.data)}
@@ -119,7 +119,7 @@ class Trial:
             log.write(f"{time.monotonic() - self.began:7.2f} {text}\n")
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Until ``condition``. Raises: `UserError` when that takes too long."""
+        """Wait until ``condition`` holds. Raises: `UserError` if that takes too long."""
         end = time.monotonic() + LIMIT
         while not condition():
             if time.monotonic() > end:
@@ -127,7 +127,7 @@ class Trial:
             time.sleep(0.1)
 
     def goes_on(self, nodes: int, since: float) -> bool:
-        """Whether, after ``since``, training has been under way for a while on so many nodes."""
+        """Whether training has been under way for a while, after ``since``, on so many nodes."""
         attempts = attempts_of(list(self.lines))
         if not attempts or attempts[-1].nodes != nodes:
             return False
@@ -135,7 +135,7 @@ class Trial:
         return bool(times) and times[-1] - times[0] > STEADY
 
     def worker(self, number: int) -> int:
-        """The number of a node's training process."""
+        """The process id of a node's training process."""
         ours = self.nodes[number].processes()
         torchrun = {one.pid for one in ours if " -m torch.distributed.run " in one.command}
         found = [one.pid for one in ours if one.parent in torchrun and " -u " in one.command]
@@ -144,7 +144,7 @@ class Trial:
         return found[0]
 
     def outcome(self, fault: str, what: str, nodes: int, began: float, since: float) -> "Outcome":
-        """Wait until it goes on after ``since``; the fault was at ``began``."""
+        """Wait until training continues after ``since``; the fault was at ``began``."""
         self.wait(lambda: self.goes_on(nodes, since), f"steps on {nodes} nodes")
         lines = list(self.lines)
         before, after = attempts_of(lines, began), attempts_of(lines)
@@ -182,7 +182,7 @@ def worker_killed(trial: Trial) -> list[Outcome]:
 def node_killed(trial: Trial) -> list[Outcome]:
     trial.nodes[1].kill()
     now = time.monotonic()
-    return [trial.outcome("node killed", "the other goes on alone", 1, now, now)]
+    return [trial.outcome("node killed", "the other continues alone", 1, now, now)]
 
 
 def node_back(trial: Trial) -> list[Outcome]:
@@ -210,7 +210,7 @@ def link_down(trial: Trial) -> list[Outcome]:
     time.sleep(LINK_DOWN)
     trial.nodes[1].link(True)
     up = time.monotonic()
-    return [trial.outcome(f"link down {LINK_DOWN} s", "both go on", 2, now, up)]
+    return [trial.outcome(f"link down {LINK_DOWN} s", "both continue", 2, now, up)]
 
 
 def master_killed(trial: Trial) -> list[Outcome]:
@@ -219,7 +219,7 @@ def master_killed(trial: Trial) -> list[Outcome]:
     lost = "lost touch with"
     trial.wait(lambda: any(lost in line.text for line in list(trial.lines)), "a sentence")
     noticed = time.monotonic()
-    # torchrun waits for the meeting point, for many minutes, and may be deaf to Ctrl-C.
+    # torchrun waits for the meeting point for many minutes, and may ignore Ctrl-C.
     cleaned = trial.nodes[1].run("bash scripts/cleanup.sh --grace 10")
     trial.say(cleaned.out + cleaned.err)
     trial.typed[1].wait()
@@ -227,8 +227,8 @@ def master_killed(trial: Trial) -> list[Outcome]:
     ended = time.monotonic()
     trial.type(1)
     what = (
-        f"**does not go on**, noticed after {noticed - now:.1f} s; scripts/cleanup.sh there, and "
-        "the same line with its own MASTER_ADDR (time from typing it)"
+        f"**does not continue**, noticed after {noticed - now:.1f} s; scripts/cleanup.sh there, "
+        "and the same line with its own MASTER_ADDR (time from typing it)"
     )
     found = trial.outcome("master node killed", what, 1, now, ended)
     return [found._replace(seconds=found.seconds - (ended - now))]
@@ -244,7 +244,7 @@ FAULTS = {
 
 
 def try_fault(name: str, args: argparse.Namespace) -> list[Outcome]:
-    """Train on two nodes, let the fault happen, and see what comes of it."""
+    """Train on two nodes, cause the fault, and see what comes of it."""
     from nodes import Nodes
 
     with Nodes(2) as nodes:
@@ -268,7 +268,7 @@ def main() -> int:
         if os.geteuid() != 0:
             raise UserError("network namespaces need root: sudo python tests/trials/faults.py")
         if unknown := set(args.only.split(",")) - set(FAULTS):
-            raise UserError(f"--only {unknown.pop()} is none of {', '.join(FAULTS)}")
+            raise UserError(f"--only {unknown.pop()} is not one of {', '.join(FAULTS)}")
         with tempfile.TemporaryDirectory(prefix="faults") as folder:
             prepare(args, Path(folder))
             print("| fault | what happens | then nodes | s to the next step | restarts |", end="")
@@ -282,15 +282,12 @@ def main() -> int:
 
 
 def prepare(args: argparse.Namespace, folder: Path) -> None:
-    """Draw the images; find out how often these scripts can write snapshots."""
+    """Draw the images."""
     from conftest import draw_folder
 
     args.output_dir = args.output_dir.resolve()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     args.data = draw_folder(folder / "data", train=IMAGES // CLASSES, classes=CLASSES)
-    line = [sys.executable, str(ROOT / "imagenet_ddp.py"), "--help"]
-    known = "--snapshot-minutes" in subprocess.check_output(line, text=True)
-    args.snapshots = "--snapshot-minutes 0.05" if known else ""
 
 
 if __name__ == "__main__":

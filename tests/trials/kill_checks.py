@@ -1,22 +1,21 @@
-"""What makes a run that was killed and continued another one than the undisturbed run."""
+"""How a run that was killed and resumed may differ from the undisturbed run."""
 
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 RESUMED = re.compile(r"^resumed from .*: epoch (\d+), step (\d+)", re.MULTILINE)
-# Never the same twice: what is measured of an epoch, which may be missing as well, and of a step.
-# After a resume rank 0's running mean begins with the sums of all ranks.
+# Never the same twice: what is measured per epoch, which may also be missing, and per step.
 OF_EPOCHS = ("Throughput/", "Time/", "IO/", "CPU/", "GPU/")
 OF_STEPS = ("Step/throughput", "Step/data_s", "Step/compute_s", "Step/communication_s")
 
 
 @dataclass
 class Checks:
-    """Compares runs in the folder ``root``, of so many ranks and epochs, and keeps what differs.
+    """Compares runs in the folder ``root``, of so many ranks and epochs, and collects differences.
 
     A run NAME has its directory NAME, its output in NAME.log, and what each attempt has seen in
-    each rank in NAME_seen/RANK_TIME, a line a step.
+    each rank in NAME_seen/RANK_TIME, one line per step.
     """
 
     root: Path
@@ -26,13 +25,13 @@ class Checks:
     steps_repeated: int = 0
 
     def attempts(self, run: str, rank: int) -> list[list[str]]:
-        """What each attempt of a run has seen in one rank, a text a step."""
+        """What each attempt of a run has seen in one rank, one text per step."""
         files = (self.root / f"{run}_seen").glob(f"{rank}_*")
         files = sorted(files, key=lambda file: int(file.name.split("_")[1]))
         return [file.read_text().splitlines() for file in files]
 
     def compare(self, run: str, whole: str) -> None:
-        """Note all that makes a run another one than the undisturbed one."""
+        """Note all differences between a run and the undisturbed one."""
         from running import assert_same_weights
 
         try:
@@ -43,12 +42,12 @@ class Checks:
         self.compare_curves(run, whole)
 
     def compare_images(self, run: str, whole: str) -> None:
-        """Each attempt has to begin where its snapshot stands, and to go on step by step."""
+        """Each attempt must begin at the position of its snapshot, and continue step by step."""
         resumed = RESUMED.findall((self.root / f"{run}.log").read_text())
         for rank in range(self.ranks):
             (order,) = self.attempts(whole, rank)
             per_epoch = len(order) // self.epochs
-            # After the last step of an epoch that is not evaluated yet, the next one stands first.
+            # After an epoch's last step, evaluated or not, the position is that of the next epoch.
             stands = {0} | {(int(epoch) - 1) * per_epoch + int(step) for epoch, step in resumed}
             reached, place = 0, {sums: number for number, sums in enumerate(order)}
             for number, seen in enumerate(self.attempts(run, rank)):
@@ -63,7 +62,7 @@ class Checks:
                 self.differences.append(f"{run}: rank {rank} saw {reached} of {len(order)} steps")
 
     def check_epochs(self, whole: str, images: int) -> None:
-        """The undisturbed run has to see each of its ``images`` once an epoch."""
+        """The undisturbed run must see each of its ``images`` once per epoch."""
         ranks = [self.attempts(whole, rank)[0] for rank in range(self.ranks)]
         per_epoch = len(ranks[0]) // self.epochs
         for epoch in range(self.epochs):
@@ -75,18 +74,19 @@ class Checks:
                 )
 
     def compare_curves(self, run: str, whole: str) -> None:
-        """The same points, each once and in order; and equal values but for what is measured."""
+        """The same points, each once and in order, and equal values except measured ones."""
         from conftest import scalars
 
         ours, theirs = scalars(self.root / run), scalars(self.root / whole)
         for tag in sorted(ours.keys() | theirs.keys()):
             x = [x for x, _ in ours.get(tag, [])]
             if x != sorted(set(x)):
-                self.differences.append(f"{run}: {tag} has doubled or backward steps")
+                self.differences.append(f"{run}: {tag} has repeated or backward steps")
             if tag.startswith(OF_EPOCHS):
                 continue
             if x != [x for x, _ in theirs.get(tag, [])]:
                 self.differences.append(f"{run}: {tag} has a gap or other points")
+            # After a resume the running mean of rank 0 begins with the sums of all ranks.
             elif tag in OF_STEPS or (tag == "Step/loss" and self.ranks > 1):
                 continue
             elif ours[tag] != theirs[tag]:

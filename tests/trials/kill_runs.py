@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Kill trainings at random instants, continue them, and see whether that has changed anything.
+"""Kill trainings at random instants, resume them, and see whether that has changed anything.
 
     python tests/trials/kill_runs.py [--kills 100] [--seed 0] [--snapshot-minutes 0.01]
 
 Each of imagenet_nd.py, imagenet_ddp.py -g 2 and imagenet_ddp_apex.py -g 2 trains a tiny model of
 tests/stand_in on 300 drawn images: once undisturbed, then in runs that get a signal at a random
-instant, most in training and some while the script starts, and are continued with --resume auto,
-until they reach the end. SIGKILL goes to the whole process group; SIGTERM to the parent alone, as
-from `kill`; SIGINT to the group, as from a terminal. A run must end with the weights and momentum
-of the undisturbed one, bit for bit; each attempt must see the batches that follow its snapshot, so
-that each image of an epoch counts once; the TensorBoard curves must have the same points, each once
-and in order. Exit code 1 if anything differs. CPU only; needs pytest, as the tests do.
+instant, mostly in training and sometimes while the script starts, and are resumed with --resume
+auto until they reach the end. SIGKILL goes to the whole process group; SIGTERM to the parent alone,
+as from `kill`; SIGINT to the group, as from a terminal. A run must end with the weights and
+momentum of the undisturbed one, bit for bit; each attempt must see the batches that follow its
+snapshot, so that each image of an epoch counts once; the TensorBoard curves must have the same
+points, each once and in order. Exit code 1 if anything differs. CPU only; needs pytest, as the
+tests do.
 """
 
 import argparse
@@ -50,7 +51,7 @@ LIMIT = 120  # seconds that an attempt may take
 
 @dataclass
 class Case:
-    """A script's runs."""
+    """The runs of one script."""
 
     name: str
     root: Path
@@ -60,14 +61,14 @@ class Case:
     train_seconds: float = 0.0  # and from then on
     signals: Counter = field(default_factory=Counter)
     runs: int = 0
-    trainings_before: int = 0  # how often the run had begun to train before this attempt
+    trainings_before: int = 0  # how often the run had started to train before this attempt
 
     def __post_init__(self) -> None:
         self.checks = Checks(self.root, 1 if self.name == "nd" else 2, EPOCHS)
         self.differences = self.checks.differences
 
     def start(self, run: str) -> subprocess.Popen:
-        """Start or continue a run, in a process group of its own; output goes to its log."""
+        """Start or resume a run, in its own process group; its output goes to its log."""
         from conftest import environment
         from running import STAND_IN
 
@@ -89,7 +90,7 @@ class Case:
             )
 
     def finish(self, run: str) -> None:
-        """Train to the end without a disturbance."""
+        """Train to the end undisturbed."""
         began = time.monotonic()
         process = self.start(run)
         self.until_training(run, process)
@@ -101,7 +102,7 @@ class Case:
             self.differences.append(f"{run} ended with code {code}, see {self.root}/{run}.log")
 
     def end_of(self, run: str, process: subprocess.Popen) -> int:
-        """An attempt's exit code; one that does not end is a difference, and is killed."""
+        """An attempt's exit code; one that does not end counts as a difference and is killed."""
         try:
             return process.wait(LIMIT)
         except subprocess.TimeoutExpired:
@@ -110,17 +111,18 @@ class Case:
             return process.wait()
 
     def until_training(self, run: str, process: subprocess.Popen) -> None:
-        """Wait until the attempt that has just begun is about to train, or ends."""
+        """Wait until the attempt that has just started is about to train, or ends."""
         while process.poll() is None and self.trainings(run) <= self.trainings_before:
             time.sleep(0.01)
 
     def trainings(self, run: str) -> int:
-        """How often a run has begun to train."""
+        """How often a run has started to train."""
         return len(TRAINING.findall((self.root / f"{run}.log").read_text()))
 
     def disturb(self, run: str, source: random.Random, kills: int) -> int:
-        """Kill a run until it ends before that, at most so often. Returns how often it was."""
+        """Kill a run until it ends by itself, at most ``kills`` times. Returns how often."""
         from conftest import summary
+        from running import wait_for_group
 
         for done in range(kills):
             signum, in_training = source.choice(SIGNALS), source.random() < IN_TRAINING
@@ -139,7 +141,8 @@ class Case:
                     else:
                         os.killpg(process.pid, signum)
             code = self.end_of(run, process)
-            _wait_for_group(process.pid)
+            if left := wait_for_group(process.pid):
+                raise UserError(f"processes have outlived the run that started them: {left}")
             if code == 0:
                 return done
             if not sent:
@@ -154,19 +157,8 @@ class Case:
         return kills
 
 
-def _wait_for_group(group: int) -> None:
-    """Until all processes of a group are gone; they may not outlive the first one for long."""
-    from running import eventually, everyone
-
-    def living() -> list[int]:
-        return [one.pid for one in everyone() if one.group == group and one.lives()]
-
-    if not eventually(lambda: not living()):
-        raise UserError(f"processes {living()} have outlived the run that started them")
-
-
 def try_case(case: Case, kills: int, seed: str) -> Case:
-    """Kill runs of one script so often in all."""
+    """Kill runs of one script, ``kills`` times in all."""
     source = random.Random(seed)
     number = 0
     while kills > 0 and not case.differences:
@@ -182,7 +174,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=100, metavar="N", help="in all (%(default)s)")
+    parser.add_argument(
+        "--kills", type=int, default=100, metavar="N", help="of all scripts together (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")
     parser.add_argument(
         "--snapshot-minutes", type=float, default=0.01, metavar="MIN", help="(%(default)s)"
@@ -197,7 +191,7 @@ def main() -> int:
         root = (args.output_dir or temporary / "runs").resolve()
         try:
             if unknown := set(args.scripts.split(",")) - set(SCRIPTS):
-                raise UserError(f"--scripts {unknown.pop()} is none of {', '.join(SCRIPTS)}")
+                raise UserError(f"--scripts {unknown.pop()} is not one of {', '.join(SCRIPTS)}")
             return summarize(run_all(prepare(args, root, temporary), args))
         except UserError as error:
             return report(error)
@@ -221,7 +215,7 @@ def prepare(args: argparse.Namespace, root: Path, temporary: Path) -> list[Case]
 
 
 def run_all(cases: list[Case], args: argparse.Namespace) -> list[Case]:
-    """Let the scripts' runs be killed, those of different scripts at the same time."""
+    """Kill the runs of all scripts, those of different scripts at the same time."""
     count = len(cases)
     shares = [args.kills * (i + 1) // count - args.kills * i // count for i in range(count)]
     with ThreadPoolExecutor(len(cases)) as pool:
@@ -230,7 +224,7 @@ def run_all(cases: list[Case], args: argparse.Namespace) -> list[Case]:
 
 
 def summarize(cases: list[Case]) -> int:
-    """Print a table and what differs. Returns the exit code."""
+    """Print a table, and what differs. Returns the exit code."""
     print("| script | kills | SIGKILL | SIGTERM | SIGINT | runs | steps repeated | differences |")
     print("|---|---|---|---|---|---|---|---|")
     for case in cases:

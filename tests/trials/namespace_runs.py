@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""The forecast against runs on 1, 2 and 4 nodes with limited links, made on this machine.
+"""Compare the forecast with runs on 1, 2 and 4 nodes with limited links, made on this machine.
 
     python scripts/prepare_data.py fashion-mnist data/fashion
     sudo python tests/trials/namespace_runs.py data/fashion
 
-The nodes are network namespaces (tests/nodes.py; needs root, iproute2 and pytest), one process and
-one thread each, joined by links that the kernel limits. They share this machine's cores: with more
-nodes than cores each gets its part of them, which the forecast here takes into account, as it is
-known beforehand. Nothing else is fitted: the run on one node gives the speed of compute. As other
-programs may take the cores away meanwhile, a second forecast starts from the compute time that each
-run has itself measured: it tries the network's part alone.
+The nodes are namespaces (tests/nodes.py; needs root, iproute2 and pytest), with one process and one
+thread each, joined by links that the kernel limits. They share this machine's cores: if there are
+more nodes than cores, each gets its share, which the forecast here takes into account, as it is
+known beforehand. Nothing else is fitted: the run on one node gives the speed of computing. As other
+programs may use the cores meanwhile, a second forecast starts from the compute time that each run
+has itself measured: it tests the network's part alone.
 
-Each training is that of imagenet_ddp.py on the first images of each class; runs that are there
-already are not repeated.
+Each run trains with imagenet_ddp.py on the first images of each class; a run that exists already is
+not repeated.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--images", type=int, default=640, metavar="N", help="(%(default)s)")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "runs", metavar="DIR")
     args = parser.parse_args()
-    # The nodes type their lines here, and event files keep them: short paths read better.
+    # Event files keep the command lines, which are easier to read with short paths.
     output = Path(os.path.relpath(args.output_dir, ROOT))
     args.data = args.data.resolve()
     os.chdir(ROOT)
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def part_of(data: Path, out: Path, images: int) -> Path:
-    """A folder of links to the first images of each class, as many in all; a sixth of it val."""
+    """A folder of links to the first images of each class: ``images`` in train, a sixth in val."""
     if not (data / "train").is_dir():
         raise UserError(f"{data} has no train/: make it with scripts/prepare_data.py fashion-mnist")
     for part, count in (("train", images), ("val", images // 6)):
@@ -85,7 +85,7 @@ def part_of(data: Path, out: Path, images: int) -> Path:
 
 
 def train(nodes: int, rate: int | None, data: Path, output: Path) -> Path:
-    """Train on so many nodes, if that run is not there yet. Returns its directory."""
+    """Train on so many nodes, unless that run exists already. Returns its directory."""
     from nodes import Nodes
 
     name = f"namespaces_{nodes}" + (f"_{rate}mbit" if rate else "")
@@ -94,7 +94,7 @@ def train(nodes: int, rate: int | None, data: Path, output: Path) -> Path:
     with Nodes(nodes, f"{rate}mbit" if rate else None) as places, ExitStack() as stack:
         started = []
         for number, node in enumerate(places):
-            # One thread a node: with more, one node alone would have more cores than each of two.
+            # One thread per node: with more, one node alone would have more cores than each of two.
             command = (
                 f"python -m torch.distributed.run --nnodes={nodes} --node_rank={number}"
                 f" --nproc_per_node=1 --master_addr={places[0].ip} --master_port=8888"
@@ -110,7 +110,7 @@ def train(nodes: int, rate: int | None, data: Path, output: Path) -> Path:
 
 
 def head() -> str:
-    """The table's first line."""
+    """The first line of the table."""
     names = (
         "link",
         "nodes",
@@ -125,8 +125,8 @@ def head() -> str:
 
 
 def line(link: str, nodes: int, run: MeasuredRun, work: Workload, cluster: Cluster) -> str:
-    """A run's measured and forecast step; the forecast also from the compute that it measured."""
-    slower = max(1.0, nodes / (os.cpu_count() or 1))  # nodes that share a core take turns
+    """A run's measured and forecast step time; the forecast also from its measured compute time."""
+    slower = max(1.0, nodes / (os.cpu_count() or 1))  # nodes on the same core take turns
     speeds = (work.images_per_s / slower, BATCH / run.compute_s)
     first, second = (
         scaling.forecast(replace(work, images_per_s=speed), cluster, nodes).step_s

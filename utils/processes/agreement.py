@@ -1,6 +1,6 @@
 """What the nodes of a job must agree on: this code, torch, NCCL. Pure Python, no torch needed.
 
-`utils.distributed` compares it at the start of every distributed run; scripts/doctor.py before one.
+`utils.processes.launch` compares it at the start of each distributed run, scripts/doctor.py before.
 """
 
 import ctypes
@@ -15,21 +15,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 REMEDY = {
-    "this code": "copy it anew to every node",
+    "this code": "copy it to every node again",
     "torch": "install the same version on every node",
     "NCCL": "install the same version on every node",
 }
 
 
 def code(*scripts: Path) -> dict[str, str]:
-    """Checksum of each file below utils/ and of ``scripts``, by name: works without git."""
+    """Checksum of each file below utils/ and of each of ``scripts``, by name; needs no git."""
     files = {str(path.relative_to(ROOT)): path for path in (ROOT / "utils").rglob("*.py")}
     files |= {path.name: path for path in scripts if path.is_file()}
     return {name: f"{zlib.crc32(path.read_bytes()):08x}" for name, path in sorted(files.items())}
 
 
 def torch_version() -> str | None:
-    """torch.__version__ of the torch that an import takes, without importing it; None: no torch."""
+    """torch.__version__ of the torch that an import would take, without importing it; or None."""
     if "torch" in sys.modules:
         return str(sys.modules["torch"].__version__)
     folder = _torch_folder()
@@ -42,9 +42,9 @@ def torch_version() -> str | None:
 
 
 def nccl_version() -> str | None:
-    """Version of the NCCL library that torch's wheel came with, asked of the library itself.
+    """Version of the NCCL library that torch's wheel came with, as the library itself reports it.
 
-    None when there is no such file (torch built in another way).
+    None if there is no such file (torch built in another way).
     """
     folder = _torch_folder()
     for path in folder.parent.glob("nvidia/nccl/lib/libnccl.so*") if folder else ():
@@ -69,9 +69,9 @@ def release(version: str | None) -> str:
 
 
 def unlike(found: list[tuple[str, dict[str, Any]]]) -> str | None:
-    """A sentence on the first thing that nodes do not agree on; None if they agree.
+    """A sentence about the first thing on which nodes disagree; None if they agree.
 
-    ``found``: of each process the node's name, and by name ("this code", "torch" ...) what it has.
+    ``found``: for each process its node's name, and by name ("this code", "torch" ...) what it has.
     """
     for thing in found[0][1]:
         values = [(node, facts.get(thing)) for node, facts in found]

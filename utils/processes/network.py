@@ -1,5 +1,6 @@
-"""Small questions to the network, asked before torch.distributed hangs on them."""
+"""Small questions about the network, asked before torch.distributed hangs on them."""
 
+import contextlib
 import fcntl
 import re
 import socket
@@ -20,18 +21,18 @@ def parse_tcp_url(url: str) -> tuple[str, int]:
     return match[1], int(match[2])
 
 
-def free_port() -> int:
-    """A TCP port that was free on the loopback interface a moment ago."""
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that was free a moment ago on the address ``host`` ("": on all addresses)."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return probe.getsockname()[1]
 
 
 def address_towards(host: str) -> str | None:
-    """This machine's IPv4 address as ``host`` sees it; None if unknown (no route, IPv6)."""
+    """This machine's IPv4 address as ``host`` sees it; None if unknown (no route, or IPv6)."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # UDP: only a route is looked up, nothing is sent
+            probe.connect((host, 9))  # UDP: this looks up the route and sends nothing
             return probe.getsockname()[0]
     except OSError:
         return None
@@ -47,30 +48,35 @@ def is_here(host: str) -> bool:
         return False
 
 
+def interfaces() -> dict[str, str]:
+    """IPv4 address of each interface that has one, by its name."""
+    found = {}
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
 def interface_towards(host: str) -> str | None:
     """Name of the network interface that packets to ``host`` leave by; None if unknown (IPv6)."""
     own_ip = address_towards(host)
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            for _, name in socket.if_nameindex():
-                request = struct.pack("256s", name.encode()[:15])
-                try:
-                    answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                except OSError:
-                    continue  # an interface without an IPv4 address
-                if socket.inet_ntoa(answer[20:24]) == own_ip:
-                    # The master reaches itself by loopback, but the others cannot reach that.
-                    return name
-    except OSError:
-        pass
-    return None
+    # The master's own address belongs to the interface that the other nodes reach it by, although
+    # its packets to itself take the loopback.
+    return next((name for name, ip in interfaces().items() if ip == own_ip), None)
 
 
 def wait_for_master(host: str, port: int, seconds: float) -> None:
     """Return when ``host:port`` accepts connections.
 
     Nodes are started by hand, in any order, so a refused connection is tried again until
-    ``seconds`` are over. Raises `UserError`: unknown host name, or nothing there in time.
+    ``seconds`` have passed. Raises: `UserError` for an unknown host name, and when nothing answers
+    in time.
     """
     deadline = time.monotonic() + seconds
     reason = "no answer"
@@ -87,6 +93,6 @@ def wait_for_master(host: str, port: int, seconds: float) -> None:
         if time.monotonic() >= deadline:
             raise UserError(
                 f"the master {host}:{port} cannot be reached after {seconds:g} s ({reason}): "
-                "is node 0 started, is the address right, is the port open in the firewall?"
+                "is node 0 running, is the address right, is the port open in its firewall?"
             )
         time.sleep(0.2)

@@ -1,17 +1,26 @@
-"""What a run was made with: machine, versions, commit. What cannot be found is left out."""
+"""What a run was made with: machine, versions, commit. What cannot be found is left out.
+
+torch is imported only where it is described: scripts/doctor.py asks for the commit without it.
+"""
+
+from __future__ import annotations
 
 import re
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from utils.processes.agreement import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    import torch
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Names and versions: cpu, gpu and driver where ``device`` is one, torch, commit."""
-    found = {"cpu": _cpu(), "torch": torch.__version__, "commit": _commit()}
+    """Names and versions: cpu, gpu and driver where ``device`` is a GPU, torch, commit."""
+    import torch
+
+    found = {"cpu": _cpu(), "torch": torch.__version__, "commit": commit()}
     if device.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(device), "driver": _driver()}
     return {key: text for key, text in found.items() if text}
@@ -33,9 +42,9 @@ def _driver() -> str:
     return _first("/proc/driver/nvidia/version", r"Kernel Module.*?\s(\d+\.[\d.]+)\s")
 
 
-def _commit() -> str:
-    """This code's commit; "+" after it says that files differ from it."""
-    if not (ROOT / ".git").exists():  # a copy inside somebody else's repository is not of it
+def commit() -> str:
+    """This code's commit, with "+" behind it if files differ from it; empty if unknown."""
+    if not (ROOT / ".git").exists():  # do not take the commit of a repository around this copy
         return ""
 
     def git(*command: str) -> str:

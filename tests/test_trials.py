@@ -1,6 +1,7 @@
-"""The fault scripts themselves: a part of a training on two nodes fails; runs are killed."""
+"""The scripts in tests/trials: they start; parts of a training fail; runs are killed."""
 
 import argparse
+import subprocess
 import sys
 
 import pytest
@@ -11,11 +12,18 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from trials import faults
 from trials.kill_checks import Checks
 
-pytestmark = pytest.mark.long
+
+@pytest.mark.parametrize("name", ["faults", "kill_runs", "namespace_runs"])
+def test_each_starts_from_any_folder(name, tmp_path):
+    line = [sys.executable, str(ROOT / "tests" / "trials" / f"{name}.py"), "--help"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"python tests/trials/{name}.py" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", faults.FAULTS)
-def test_training_goes_on_after_a_fault(name, tmp_path):
+def test_training_continues_after_a_fault(name, tmp_path):
     need("ip")
     args = argparse.Namespace(output_dir=tmp_path / "runs", dist_timeout=20)
     faults.prepare(args, tmp_path)
@@ -27,6 +35,7 @@ def test_training_goes_on_after_a_fault(name, tmp_path):
         assert 0 <= one.repeated <= faults.IMAGES * max(1, one.restarts)  # at most an epoch
 
 
+@pytest.mark.long
 def test_killed_runs_end_like_undisturbed_ones():
     done = python("tests/trials/kill_runs.py", "--kills", "9", "--seed", "1", timeout=600)
     assert done.code == 0, done.out + done.err
@@ -35,7 +44,7 @@ def test_killed_runs_end_like_undisturbed_ones():
 
 
 def test_kill_runs_sees_what_differs(tmp_path):
-    """A batch left out, one seen twice without a snapshot, and one of other images."""
+    """A batch left out, one seen twice without a snapshot, and one with other images."""
     checks = Checks(tmp_path, ranks=1, epochs=4)
     order = [str(step) for step in range(16)]
     for run, attempts, log in [
