@@ -143,7 +143,7 @@ def test_step_curves_count_in_thousandths_of_an_epoch(run):
     curves = {tag: points for tag, points in scalars(run).items() if tag.startswith("Step/")}
     assert "Step/loss" in curves
     for tag, points in curves.items():
-        # 12 steps an epoch, a line after every fourth.
+        # 12 steps per epoch, a line after every fourth.
         assert [x for x, _ in points] == [round(1000 * i / 3) for i in range(1, 10)], tag
 
 

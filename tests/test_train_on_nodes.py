@@ -88,7 +88,7 @@ def silent(nodes: list[Node], hosts: Path, folder: Path, runs: Path, step_second
     launcher = f"--dir {ROOT} --env STEP_SECONDS={step_seconds}"
     started = nodes[0].type(line(hosts, f"imagenet_ddp.py {TINY_LINE} {lasting}", launcher))
     log = runs / "run" / "train.log"
-    assert eventually(lambda: log.exists() and "steps an epoch" in log.read_text())
+    assert eventually(lambda: log.exists() and "steps per epoch" in log.read_text())
     assert len(ours(nodes[1:])) >= 6  # guards, scripts, ranks
     return started
 

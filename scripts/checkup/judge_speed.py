@@ -155,8 +155,8 @@ def _input(check: Checkup) -> Iterator[Finding]:
             (
                 "decodes",
                 core * limits["cores"],
-                "shrink the images (scripts/prepare_data.py shrink), more cores for each GPU, or "
-                "--decode gpu",
+                "shrink the images (scripts/prepare_data.py shrink), or use a machine with more "
+                "cores per GPU",
             ),
         ):
             if 0 < rate < asked:

@@ -34,7 +34,7 @@ LIMIT = 300  # seconds after which a trial that does not continue is given up
 STEADY = 15  # seconds for which training has to continue, as one restart may follow another
 LINK_DOWN, AWAY = 20, 10  # seconds
 ATTEMPT = re.compile(r"\S+ on \d+ process\w* \((\d+) node")
-BATCHES = re.compile(r"steps an epoch, global batch (\d+)")
+BATCHES = re.compile(r"steps per epoch, global batch (\d+)")
 RESUMED = re.compile(r"resumed from .*: epoch (\d+), step (\d+)")
 STEP = re.compile(r"Epoch (\d+)/\d+ step +(\d+)/")
 
