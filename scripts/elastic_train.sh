@@ -34,10 +34,11 @@ rank=_$(hostname) # node ranks change as nodes come and go; the log has the node
 # A node whose own name does not resolve can join only by its address, and must be told whether
 # the others meet here.
 is_host=false
-[ -z "$(ask_network is_here "$MASTER_ADDR")" ] || is_host=true
+[ -z "$(ask_network is_own "$MASTER_ADDR")" ] || is_host=true
 # Otherwise training would use torchrun's own meeting point: a node that comes back would find it
 # in use, and a restart might find the addresses of processes that have ended.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+meet=(--elastic)
 launch "$hours" "$name" "$batch" "--nnodes=$nodes" --rdzv_backend=c10d "--rdzv_id=$name" \
     "--rdzv_endpoint=$MASTER_ADDR:${MASTER_PORT:-8888}" "--rdzv_conf=is_host=$is_host" \
     "--local_addr=$address" "--max_restarts=$restarts" "$@"

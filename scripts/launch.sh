@@ -59,8 +59,9 @@ log_to() {
 
 # launch HOURS NAME BATCH_SIZE LAUNCHER_OPTION ... [-- TRAINING_OPTION ...]
 #
-# $rank is the number (or name) of this node if there are several. The output is also written to
-# node<rank>.log in the run directory.
+# $rank is the number (or name) of this node if there are several; with the options $meet (an array)
+# they have a roll call first. The output is also written to node<rank>.log in the run directory.
+meet=()
 launch() {
     local hours=$1 name=$2 batch=$3
     shift 3
@@ -108,5 +109,10 @@ launch() {
     fi
     printf '+ OMP_NUM_THREADS=%s%s\n' "$OMP_NUM_THREADS" "$(printf ' %q' "${command[@]}")"
     export IMAGENET_SUITE=launcher # the mark by which scripts/cleanup.sh knows its own
+    if [ ${#meet[@]} -gt 0 ]; then
+        # torchrun itself would be silent for many minutes about a node that is missing.
+        (cd "$root" && exec "$PYTHON" -m utils.processes.rollcall "${meet[@]}" \
+            --master "$MASTER_ADDR" --port "${MASTER_PORT:-8888}" --processes "$processes") || exit
+    fi
     exec "${command[@]}"
 }

@@ -25,6 +25,7 @@ need_number NODE_RANK "$rank" '[0-9]+' "a whole number"
 need_number NODES "$nodes" '[1-9][0-9]*' "a whole number, at least 1"
 [ "$rank" -lt "$nodes" ] || fail "NODE_RANK $rank is not one of 0 to $((nodes - 1))"
 need_master
+[ "$nodes" = 1 ] || meet=(--nodes "$nodes" --node-rank "$rank")
 # Static rendezvous: with c10d, a node whose own name does not resolve could not join.
 launch "$hours" "$name" "$batch" "--nnodes=$nodes" "--node_rank=$rank" \
     "--master_addr=$MASTER_ADDR" "--master_port=${MASTER_PORT:-8888}" "$@"

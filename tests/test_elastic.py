@@ -137,7 +137,7 @@ def test_fewer_processes_go_on_at_the_step_boundary_before(monkeypatch):
 
 
 def test_which_addresses_are_here():
-    assert network.is_here("127.0.0.1")
-    assert network.is_here("localhost")
-    assert not network.is_here("192.0.2.1")
+    assert network.is_own("127.0.0.1")
+    assert network.is_own("localhost")
+    assert not network.is_own("192.0.2.1")
     assert network.address_towards("127.0.0.1") == "127.0.0.1"

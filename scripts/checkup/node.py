@@ -8,9 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from checkup import facts, links
-from checkup.meeting import Handlers
-from checkup.messages import Message, plain
+from checkup import facts
+
+from utils.processes import links
+from utils.processes.meeting import Handlers
+from utils.processes.messages import Message, plain
 
 TORCH_LIMIT = 300.0  # seconds for the part that imports torch, all-reduces included
 

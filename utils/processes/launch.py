@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from utils.errors import UserError
 from utils.option_types import amount, count, positive
-from utils.processes import agreement, faults, network, supervise
+from utils.processes import agreement, faults, network, rollcall, supervise
 from utils.processes.distributed import World, gather, node_name
 
 
@@ -91,6 +91,11 @@ def run(worker: Callable[[Any, Place], int], args: Any) -> int:
         supervise.die_with_parent()
         return worker(args, _place_from_torchrun())
     places = _places_of_this_node(args)
+    first = places[0]
+    if first.size > first.local_size:
+        nodes, node = first.size // first.local_size, first.rank // first.local_size
+        master = (first.master, first.port)
+        rollcall.call(node, nodes, master, first.local_size, args.dist_timeout)
     return supervise.supervise([(worker, (args, place)) for place in places])
 
 

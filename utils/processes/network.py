@@ -6,6 +6,7 @@ import re
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 from utils.errors import UserError
 
@@ -38,16 +39,6 @@ def address_towards(host: str) -> str | None:
         return None
 
 
-def is_here(host: str) -> bool:
-    """Whether the name or IPv4 address ``host`` is one of this machine's own."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.bind((host, 0))
-            return True
-    except OSError:
-        return False
-
-
 def interfaces() -> dict[str, str]:
     """IPv4 address of each interface that has one, by its name."""
     found = {}
@@ -71,28 +62,53 @@ def interface_towards(host: str) -> str | None:
     return next((name for name, ip in interfaces().items() if ip == own_ip), None)
 
 
-def wait_for_master(host: str, port: int, seconds: float) -> None:
+def resolve(host: str, port: int) -> None:
+    """Raise `UserError` unless the master's name ``host`` stands for an address."""
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as fault:
+        raise UserError(
+            f"the master's name {host} cannot be resolved ({fault.strerror}): use its IP"
+        ) from None
+
+
+def is_own(host: str) -> bool:
+    """Whether the name or address ``host`` (IPv4 or IPv6) is one of this machine's own."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def wait_for_master(
+    host: str,
+    port: int,
+    seconds: float,
+    waiting: Callable[[str], None] = lambda reason: None,
+) -> None:
     """Return when ``host:port`` accepts connections.
 
     Nodes are started by hand, in any order, so a refused connection is tried again until
-    ``seconds`` have passed. Raises: `UserError` for an unknown host name, and when nothing answers
-    in time.
+    ``seconds`` are over; ``waiting(reason)`` is called after each failed attempt. Raises:
+    `UserError`: unknown host name, or nothing there in time.
     """
+    resolve(host, port)
     deadline = time.monotonic() + seconds
     reason = "no answer"
     while True:
         try:
-            socket.create_connection((host, port), timeout=min(5.0, max(seconds, 0.1))).close()
+            socket.create_connection((host, port), timeout=min(2.0, max(seconds, 0.1))).close()
             return
-        except socket.gaierror as fault:
-            raise UserError(
-                f"the master's name {host} cannot be resolved ({fault.strerror}): use its IP"
-            ) from None
         except OSError as fault:
-            reason = fault.strerror or str(fault)
+            reason = (fault.strerror or str(fault)).lower()
         if time.monotonic() >= deadline:
             raise UserError(
                 f"the master {host}:{port} cannot be reached after {seconds:g} s ({reason}): "
-                "is node 0 running, is the address right, is the port open in its firewall?"
+                "is node 0 started, is the address right, is the port open in the firewall?"
             )
+        waiting(reason)
         time.sleep(0.2)

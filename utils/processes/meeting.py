@@ -1,5 +1,7 @@
 """Node 0 meets the others on the master port and asks them questions. Standard library only.
 
+For the roll call before a training (rollcall.py) and for the doctor.
+
 The others say who they are, then answer requests until node 0 says "end". Nothing that is received
 is executed: a request names one of the handlers that its receiver has.
 """
@@ -12,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from checkup.messages import Message, listen, notice_death, plain, receive, send
-
 from utils.errors import UserError
+from utils.processes.messages import Message, listen, notice_death, plain, receive, send
 
 GREETING = "imagenet doctor, protocol 1"
 PATIENCE = 10.0  # seconds for an answer that needs no work
@@ -48,6 +49,7 @@ class Host:
         """Open the master port. Raises: `NoMeeting` if that is impossible."""
         self.port, self.nodes, self.handlers = port, nodes, handlers
         self.guests: dict[int, Guest] = {}
+        self.refused: list[str] = []  # why nodes, not strangers, were refused
         try:
             self.door = listen(port)
         except OSError as fault:
@@ -90,6 +92,8 @@ class Host:
             hello = receive(link, largest=10_000)
             refusal = self._refusal(hello)
             send(link, {"refused": refusal} if refusal else {"welcome": GREETING})
+            if refusal:
+                self.refused.append(f"{hello.get('host')} ({address}): {refusal}")
         except (OSError, ValueError, struct.error):
             refusal = "a stranger: a port scan, or a worker of a training"
         if refusal:
