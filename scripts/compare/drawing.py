@@ -16,7 +16,7 @@ from compare.runs import RATE, Run
 # From pale to dark, so that the runs differ in grey too, and a later curve shows on an earlier one.
 COLOURS = "#f0b030", "#5cb4e4", "#e8743c", "#38a07c", "#b44c90", "#2c66b0", "#8c1c28", "#15182c"
 DASHES: tuple[Any, ...] = "-", (0, (4, 1.2)), (0, (1.2, 0.9)), (0, (6, 1.2, 1.2, 1.2))
-MARKERS = "osD^vP*X"
+MARKERS = "osD^vP<X"
 RATE_UNIT = "images/s, all processes"
 # Placeholders, which the page replaces by the colours of a light or a dark screen.
 INK, GRID, PAPER = "#1a1c1e", "#dcdddf", "#fefefe"
