@@ -21,7 +21,7 @@ from utils.errors import UserError, report
 from utils.option_types import accuracy, number, positive
 
 DESCRIPTION = """Compares training runs by their TensorBoard event files: a table (text; in DIR also
-Markdown and CSV), pictures (PNG and SVG) and compare.html, a page with all of it. The speed-up is
+Markdown and CSV), pictures (PNG, SVG, PDF) and compare.html, a page with all of it. The speed-up is
 relative to the run with the fewest GPUs."""
 
 
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         for sentence in missing:
             print(f"- {sentence}")
         names = " ".join(picture.name for picture in drawn)
-        print(f"\n{len(drawn)} pictures (.png and .svg) in {args.out}: {names}")
+        print(f"\n{len(drawn)} pictures (.png, .svg and .pdf) in {args.out}: {names}")
         print(f"table and page: {' '.join(str(args.out / name) for name in written)}")
         if args.results:
             chosen = [p.file for p in drawn if p.name in ("training_throughput", "top1_val")]

@@ -8,14 +8,15 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from compare.drawing import spread
+from compare import pictures
+from compare.drawing import style
 from conftest import ROOT, python
-from event_files import HAL, SCRIPT, epochs_of, write, write_hal
+from event_files import HAL, SCRIPT, epochs_of, table, write, write_hal
 from PIL import Image
 
 PALE, DARK = (0xF0, 0xB0, 0x30), (0x15, 0x18, 0x2C)  # colours of the first and the last run
 CURVES = ("top1_train", "top1_val", "top5_train", "top5_val", "loss_train", "loss_val")
-SPEED = ("training_throughput", "training_time", "scaling", "overlay")
+SPEED = ("training_throughput", "training_time", "total_time", "scaling", "overlay")
 
 
 def where(picture, colour):
@@ -38,7 +39,7 @@ def test_which_pictures_are_drawn(hal):
     names = {*CURVES, *(f"{name}_hours" for name in CURVES), *SPEED}
     files = {file.name for file in (root / "out").iterdir()}
     tables = {"compare.md", "compare.csv", "compare.html"}
-    assert files == tables | {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+    assert files == tables | {f"{name}.{kind}" for name in names for kind in ("png", "svg", "pdf")}
     assert len(re.findall("(IO|gpu) is not drawn: no .* in 2 GPUs, 4 GPUs", said)) == 2
     for file in (root / "out").glob("*.png"):
         with Image.open(file) as image:
@@ -60,33 +61,82 @@ def test_svg_has_names_and_units(hal):
     assert "top-1 accuracy (%)" in texts["top1_val"]
     assert "images/s" in texts["training_throughput"]
     assert "ms per step" in texts["training_time"]
+    assert "40 min  (4 epochs)" in texts["total_time"]
+    assert "minutes of training" in texts["total_time"]
     for share in ("95 %", "92 %", "89 %", "77 %", "64 %"):
         assert share in texts["training_throughput"]
         assert share in texts["scaling"]
 
 
-def test_names_do_not_lie_on_each_other(hal):
-    # All curves end at the same value.
-    svg = (hal[0] / "out" / "top1_val.svg").read_text()
-    found = re.findall(
-        r"translate\(([\d.]+) ([\d.]+)\)[^<]*>\d+ GPUs<|y=\"([\d.]+)\"[^<]*>\d+ GPUs<", svg
-    )
-    heights = sorted(float(one[1] or one[2]) for one in found)
-    assert len(heights) == 6
-    assert min(np.diff(heights)) >= 13  # points, the size of the letters
+@pytest.mark.parametrize("name", ["top1_val", "top1_val_hours", "overlay"])
+def test_one_legend_in_the_order_of_the_runs(hal, name):
+    svg = (hal[0] / "out" / f"{name}.svg").read_text()
+    found = re.findall(r"(?:translate\([\d.]+ ([\d.]+)\)|y=\"([\d.]+)\")[^<]*>(\d+) GPUs<", svg)
+    assert [int(gpus) for *_, gpus in found] == list(HAL)
+    heights = [float(one or other) for one, other, _ in found]
+    assert min(np.diff(heights)) >= 13  # points, the size of the letters; from the top down
+
+
+def draw(root, runs, pictures_of="top1_val"):
+    """The figure of a picture of ``runs``: (top-1 of each epoch, seconds an epoch) each."""
+    for i, (top1, seconds) in enumerate(runs):
+        write(
+            root / f"run{i}", {x: {"Top1/val": y} for x, y in enumerate(top1, 1)}, seconds=seconds
+        )
+    _, _, both = table(root)
+    return pictures.plan(both)[0][pictures_of][1]()
+
+
+RISING = [80 * x / (x + 3) for x in range(30)]
+
+
+@pytest.mark.parametrize(("seconds", "scale"), [(600, "log"), (480, "linear")])
+def test_hours_that_differ_much_are_on_a_logarithmic_axis(tmp_path, seconds, scale):
+    figure = draw(tmp_path, [(RISING, seconds), (RISING, 100)], "top1_val_hours")
+    axes, _ = figure.axes
+    assert axes.get_xscale() == scale
+    assert ("(logarithmic)" in axes.get_xlabel()) == (scale == "log")
+    low, high = axes.get_xlim()
+    assert sum(low <= tick <= high for tick in axes.get_xticks()) >= 4
+
+
+def test_per_cent_end_at_100(tmp_path):
+    axes, _ = draw(tmp_path, [([0.0, 90.0, 100.0], 100)]).axes
+    assert axes.get_ylim() == (0, 100)
+    assert not axes.lines[0].get_clip_on(), "the line at 100 would be half as wide"
 
 
 @pytest.mark.parametrize(
-    ("heights", "places"),
+    ("other", "insets"),
     [
-        ([0.5, 0.5, 0.5], [0.4, 0.5, 0.6]),
-        ([0.0, 0.01, 0.9], [0.0, 0.1, 0.9]),
-        ([0.2, 0.95, 1.0], [0.2, 0.9, 1.0]),
-        ([0.3, 0.35, 0.5], [0.275, 0.375, 0.5]),
+        ([y + 0.3 for y in RISING], 1),
+        ([0.78 * y for y in RISING], 0),  # far apart
+        ([y - 60 * (x == 14) for x, y in enumerate(RISING)], 0),  # in its place
+        (RISING[:15], 0),  # alone at the end
     ],
 )
-def test_names_are_moved_no_further_than_needed(heights, places):
-    assert spread(heights, 0.1) == pytest.approx(places)
+def test_a_plateau_where_curves_lie_on_each_other_is_drawn_larger(tmp_path, other, insets):
+    axes, _ = draw(tmp_path, [(RISING, 100), (other, 100)]).axes
+    assert len(axes.child_axes) == insets
+    if insets:
+        low, high = axes.child_axes[0].get_ylim()
+        assert low > 50
+        assert high - low < 20
+
+
+def test_empty_panels_are_left_out(tmp_path):
+    *panels, _ = draw(tmp_path, [(RISING, 100)], "overlay").axes
+    assert [axes.get_title() for axes in panels] == ["Top-1 accuracy, validation"]
+
+
+@pytest.mark.parametrize("count", [2, 8, 9, 12, 24])
+def test_many_runs_stay_distinct(count):
+    looks = [style(i, count) for i in range(count)]
+    kinds = [(one["color"], str(one["linestyle"]), one["marker"]) for one in looks]
+    assert len(set(kinds)) == count
+    for i, one in enumerate(kinds):
+        for other in kinds[:i]:  # of one colour: another line and another mark
+            assert one[0] != other[0] or (one[1] != other[1] and one[2] != other[2])
 
 
 def test_bars_are_as_long_as_the_medians(hal):
@@ -110,8 +160,8 @@ def test_identical_curves_are_both_visible(tmp_path):
 def test_same_input_same_bytes(hal):
     root, _ = hal
     python(SCRIPT, root / "runs", "--out", root / "again", "--title", "HAL & <others>")
-    files = [file for file in (root / "again").iterdir() if file.suffix in (".png", ".svg", ".md")]
-    assert len(files) == 33
+    files = [file for file in (root / "again").iterdir() if file.suffix != ".html"]
+    assert len(files) == 17 * 3 + 2
     for file in files:
         assert file.read_bytes() == (root / "out" / file.name).read_bytes(), file
 
@@ -121,7 +171,7 @@ def test_io_and_gpu_pictures_and_strange_labels(tmp_path):
         epochs = epochs_of(100, 64, first=1)
         for values in epochs.values():
             if i < 2:
-                values |= {"IO/wait_share": 0.25, "IO/read_mb_s": 80.0}
+                values |= {"IO/wait_share": 0.25, "IO/read_mb_s": 80.0, "IO/files_s": 700.0}
                 values |= {f"GPU/utilisation_rank{rank}": 90.0 + rank for rank in range(3)}
                 values |= {f"GPU/memory_gb_rank{rank}": 10.0 + rank for rank in range(3)}
             if i == 0:
@@ -130,9 +180,12 @@ def test_io_and_gpu_pictures_and_strange_labels(tmp_path):
     labels = ["_x", "$\\y$ |", "<script>alert(1)</script>"]  # signs that mean something elsewhere
     done = python(SCRIPT, tmp_path / "runs", "--out", tmp_path / "o", "--labels", *labels)
     assert (done.code, done.err) == (0, "")
-    assert "IO is drawn without some runs: no IO/wait_share or IO/read_mb_s in <script>" in done.out
+    assert (
+        "IO is drawn without some runs: no IO/wait_share or IO/read_mb_s or IO/files_s in <"
+        in done.out
+    )
     assert "top5_val is drawn without some runs: no Top5/val in _x" in done.out
-    assert (tmp_path / "o" / "IO.png").exists()
+    assert "files/s" in (tmp_path / "o" / "IO.svg").read_text()
     assert (tmp_path / "o" / "gpu.svg").exists()
     csv = (tmp_path / "o" / "compare.csv").read_text().splitlines()
     line = dict(zip(csv[0].split(","), csv[1].split(","), strict=True))
@@ -161,7 +214,7 @@ def test_page_is_whole(hal):
     text = (hal[0] / "out" / "compare.html").read_text()
     page = Page(text)
     count = [tag for tag, _ in page.tags].count
-    assert (count("svg"), count("figure"), count("script"), count("link")) == (16, 16, 0, 0)
+    assert (count("svg"), count("figure"), count("script"), count("link")) == (17, 17, 0, 0)
     ids = [found["id"] for _, found in page.tags if "id" in found]
     assert len(ids) == len(set(ids)), "names of the pictures' parts"
     # Nothing from outside: all references lead to a place in the page.

@@ -77,6 +77,36 @@ def test_times(tmp_path):
     assert (rows["epochs_within"], rows["target_h"]) == (["2", "5"], ["4 h", "2.5 h"])
 
 
+def test_no_epoch_is_lost_to_the_rounding_of_hours(tmp_path):
+    write(tmp_path / "a", epochs_of(1000, 64, range(6)), seconds=57.7 / 6)
+    rows, _, both = table(tmp_path)
+    assert rows["epochs_within"] == ["6"]
+    assert next(row.title for row in both.rows if row.key == "epochs_within") == "epochs in 57.7 s"
+
+
+def test_lowest_loss_and_figures_of_the_test_folder(tmp_path):
+    epochs = epochs_of(100, 64, (10, 30, 50, 40))
+    write(tmp_path / "a", epochs)
+    epochs[3] |= {"Loss/test": 2.5, "Top1/test": 48.123, "Top5/test": 80.0}
+    write(tmp_path / "b", epochs)
+    rows, _, both = table(tmp_path)
+    assert rows["best_loss"] == ["2.6000"] * 2
+    assert rows["best_loss_epoch"] == ["3 (5 min)"] * 2
+    shown = [rows[f"test_{name}"] for name in ("top1", "top5", "loss")]
+    assert shown == [["-", "48.12"], ["-", "80.00"], ["-", "2.5000"]]
+    assert both.runs[0].hours == both.runs[1].hours
+    assert "test_top1" not in table(tmp_path / "a")[0], "no row of nothing"
+
+
+def test_different_numbers_of_epochs_are_named(tmp_path):
+    for name, count in (("a", 4), ("b", 2), ("c", 4)):
+        write(tmp_path / name, epochs_of(100, 64, range(count)))
+    said = note(table(tmp_path)[1], "numbers of epochs differ")
+    assert "(a, c: 4; b: 2)" in said
+    _, notes, _ = table(tmp_path / "a", tmp_path / "c")
+    assert not [text for text in notes if "numbers of epochs" in text]
+
+
 def test_base_is_the_run_with_the_fewest_gpus(tmp_path):
     for gpus, rate in ((8, 700), (2, 200), (4, 390)):
         write(tmp_path / folder_name(gpus, 32, "ddp"), epochs_of(rate, 32 * gpus))

@@ -44,6 +44,16 @@ def test_files_without_later_points_are_left_alone(tmp_path):
     assert files(tmp_path) == before
 
 
+def test_figures_of_the_test_folder_are_written_once(tmp_path):
+    """A finished run that is started again evaluates DATA/test again."""
+    with SummaryWriter(str(tmp_path)) as writer:
+        for tag in ("Top1/val", "Top1/test"):
+            writer.add_scalar(tag, 60.0, 2)
+            writer.add_scalar(tag, 70.0, 4)
+    cut_off(tmp_path, 4, 4000)
+    assert scalars(tmp_path) == {"Top1/val": [(2, 60.0), (4, 70.0)], "Top1/test": [(2, 60.0)]}
+
+
 def test_every_file_of_a_resumed_run_is_cut(tmp_path):
     write(tmp_path, 1, 3, ".a")
     write(tmp_path, 4, 6, ".b")

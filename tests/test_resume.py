@@ -83,8 +83,8 @@ def points(run: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def assert_same_curves(run: Path, other: Path, tolerance: float = 0.0, own: tuple = ()) -> None:
-    """The same points, each once; the values of ``own`` tags are not looked at."""
+def assert_same_curves(run: Path, other: Path, tolerance: float = 0.0) -> None:
+    """The same points, each once."""
     ours, theirs = points(run), points(other)
     # A run that was on two processes for a while has curves of the second one's hardware.
     hardware = {tag for tag in ours.keys() | theirs.keys() if tag.startswith(("CPU/", "GPU/"))}
@@ -97,9 +97,10 @@ def assert_same_curves(run: Path, other: Path, tolerance: float = 0.0, own: tupl
         if tag.startswith(SPEED):
             continue  # an epoch that was resumed after its last step has no speed
         assert x == [x for x, _ in theirs[tag]], tag
-        if not tag.startswith(MEASURED) and tag not in own:
+        if not tag.startswith(MEASURED):
             wanted = [y for _, y in theirs[tag]]
-            assert [y for _, y in ours[tag]] == pytest.approx(wanted, rel=tolerance, abs=0), tag
+            near = pytest.approx(wanted, rel=tolerance, abs=tolerance / 100)  # a step's loss is ~0
+            assert [y for _, y in ours[tag]] == near, tag
 
 
 def assert_same_progress(run: Path, other: Path) -> None:
@@ -277,7 +278,8 @@ def test_the_best_model_evaluates_to_its_accuracy(one):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, images) -> Place:
     """Runs on two processes; ``whole`` is the undisturbed one."""
-    place = Place(tmp_path_factory.mktemp("two"), images, "-b", "5")
+    # A line is due after every fifth step, so that a stop comes between two lines.
+    place = Place(tmp_path_factory.mktemp("two"), images, "-b", "5", "-p", "5")
     place.finish(DDP, "whole", "-g", "2")
     return place
 
@@ -310,8 +312,7 @@ def test_sigterm_to_the_launcher_ends_in_a_snapshot(two, stopped_twice, name, ep
 def test_two_processes_resume_bit_for_bit(two, stopped_twice):
     often, whole = two.root / "often", two.root / "whole"
     assert_same_weights(often, whole)
-    # After a resume, rank 0's running mean begins with the sums of all ranks.
-    assert_same_curves(often, whole, tolerance=1e-6, own=("Step/loss",))
+    assert_same_curves(often, whole, tolerance=1e-6)
     assert summary(often)["best_top1"] == summary(whole)["best_top1"]
 
 
@@ -327,7 +328,7 @@ def test_a_run_moves_between_numbers_of_processes(tmp_path, images):
     assert 5 <= steps < STEPS
     moved = place.finish(ND, "moved", "-b", "10")
     assert_same_weights(moved, whole, tolerance=1e-5)
-    assert_same_curves(moved, whole, tolerance=1e-4, own=("Step/loss",))
+    assert_same_curves(moved, whole, tolerance=1e-4)
 
 
 @pytest.mark.long
@@ -340,7 +341,7 @@ def test_from_two_processes_to_three_and_to_one(tmp_path, images):
     assert position(place.root / "moved")[1] > 0
     moved = place.finish(ND, "moved", "-b", "12")
     assert_same_weights(moved, whole, tolerance=1e-5)
-    assert_same_curves(moved, whole, tolerance=1e-4, own=("Step/loss",))
+    assert_same_curves(moved, whole, tolerance=1e-4)
 
 
 # ---- loss scale, accumulation

@@ -15,6 +15,7 @@ TAGS = {
     *("Loss/train", "Loss/val", "Top1/train", "Top1/val", "Top5/train", "Top5/val"),
     *("Throughput/train", "Throughput/val", "Time/train", "Time/val", "Lr"),
 }
+TESTED = {"Loss/test", "Top1/test", "Top5/test"}  # one point, at the end
 GROUPS = ("IO/", "GPU/", "CPU/", "Amp/", "Step/")
 PARTS = {"Time/data", "Time/compute", "Time/communication"}  # of a step
 KEYS = {
@@ -135,7 +136,7 @@ def test_curves_have_the_tags_of_older_runs_and_one_point_an_epoch(run):
     for tag in TAGS:
         assert [x for x, _ in curves[tag]] == [1, 2, 3], tag
         assert all(math.isfinite(value) for _, value in curves[tag]), tag
-    extra = {tag for tag in set(curves) - TAGS - PARTS if not tag.startswith(GROUPS)}
+    extra = {tag for tag in set(curves) - TAGS - PARTS - TESTED if not tag.startswith(GROUPS)}
     assert not extra
 
 
@@ -145,6 +146,13 @@ def test_step_curves_count_in_thousandths_of_an_epoch(run):
     for tag, points in curves.items():
         # 12 steps per epoch, a line after every fourth.
         assert [x for x, _ in points] == [round(1000 * i / 3) for i in range(1, 10)], tag
+
+
+def test_a_point_of_step_loss_is_of_the_steps_since_the_last(run):
+    curves = scalars(run)
+    points = [value for _, value in curves["Step/loss"]]
+    means = [sum(points[i : i + 3]) / 3 for i in range(0, 9, 3)]  # all of as many steps
+    assert means == pytest.approx([value for _, value in curves["Loss/train"]])
 
 
 def test_curves_count_what_they_say(run):
@@ -212,6 +220,9 @@ def test_test_folder_is_evaluated_once_with_the_best_model(trained, run, plain):
     assert found["test_images"] == mine["images"] == 15
     assert found["test_top1"] == pytest.approx(mine["top1"], abs=1e-6)
     assert found["test_loss"] == pytest.approx(mine["loss"], rel=0.01)
+    curves = scalars(run)
+    for name in ("Top1", "Top5", "Loss"):
+        assert curves[f"{name}/test"] == [(3, pytest.approx(found[f"test_{name.lower()}"]))]
 
 
 def test_snapshot_holds_the_model_under_torchvision_names(run):

@@ -1,8 +1,10 @@
 """Loss and accuracy as sums and counts that stay on the device until somebody prints them."""
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from utils.processes.distributed import World, sum_over_ranks
@@ -21,6 +23,20 @@ class Metrics:
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)
+
+
+@dataclass
+class Total:
+    """Sums over all ranks that may still be under way (see `Sums.begin_total`)."""
+
+    values: Tensor
+    work: Any = None
+
+    def read(self) -> list[float]:
+        """The four sums. Waits for the device and the other ranks."""
+        if self.work is not None:
+            self.work.wait()
+        return self.values.tolist()
 
 
 class Sums:
@@ -48,9 +64,10 @@ class Sums:
         """The four sums over all ranks. Waits for the device and the other ranks."""
         return sum_over_ranks(self.values.clone(), world).tolist()
 
-    def mine(self) -> Metrics:
-        """This rank's metrics so far. Waits for the device."""
-        return to_metrics(self.values.tolist())
+    def begin_total(self, world: World) -> Total:
+        """Begin to sum over all ranks, which must all call it; only who reads the result waits."""
+        values = self.values.clone()
+        return Total(values, dist.all_reduce(values, async_op=True) if world.size > 1 else None)
 
 
 def to_metrics(total: list[float]) -> Metrics:

@@ -71,19 +71,13 @@ def compare(
     both = Comparison(runs, within=within, target=target)
     _find_bases(both)
     if within is None:
-        lasted = [max(run.hours.values()) for run in runs if run.hours]
-        both.within = _round_down(min(lasted)) if len(lasted) == len(runs) else None
+        lasted = [run.total_hours for run in runs if run.hours]
+        both.within = min(lasted) if len(lasted) == len(runs) else None
     if target is None:
         tops = [best[0] for run in runs if (best := run.best("Top1/val"))]
         both.target = float(math.floor(min(tops))) if tops else None
     _fill(both)
     return both
-
-
-def _round_down(hours: float) -> float:
-    """``hours`` rounded down to two digits."""
-    unit = 10.0 ** (math.floor(math.log10(hours)) - 1) if hours > 0 else 1.0
-    return float(f"{math.floor(hours / unit + 1e-9) * unit:.6g}")
 
 
 def _find_bases(both: Comparison) -> None:
@@ -138,6 +132,14 @@ def _share(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:.0f} %"
 
 
+# Metric: what it is called, and how a value is shown. Test figures are those of the best model.
+METRICS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "Top1": ("top-1, %", "{:.2f}".format),
+    "Top5": ("top-5, %", "{:.2f}".format),
+    "Loss": ("loss", "{:.4f}".format),
+}
+
+
 def _fill(both: Comparison) -> None:
     runs = both.runs
 
@@ -178,18 +180,11 @@ def _fill(both: Comparison) -> None:
     if both.within is not None:
         done = [_done_within(run, both.within) for run in runs]
         add(f"epochs in {duration(both.within)}", "epochs_within", done)
-    add("total time", "hours", [max(run.hours.values(), default=None) for run in runs], duration)
-    for tag, name in (("Top1/val", "top-1"), ("Top5/val", "top-5")):
-        best = [run.best(tag) for run in runs]
-        key = tag[:4].lower()
-        both.rows.append(
-            Row(
-                f"best val {name}, %",
-                f"best_{key}",
-                [NONE if b is None else f"{b[0]:.2f}" for b in best],
-                [b and b[0] for b in best],
-            )
-        )
+    add("total time", "hours", [run.total_hours for run in runs], duration)
+    for tag, (name, show) in METRICS.items():
+        best = [run.best(f"{tag}/val") for run in runs]
+        key = tag.lower()
+        add(f"best val {name}", f"best_{key}", [b and b[0] for b in best], show)
         epochs = [b and b[1] for b in best]
         hours = [
             run.hours.get(epoch) if epoch else None for run, epoch in zip(runs, epochs, strict=True)
@@ -201,6 +196,10 @@ def _fill(both: Comparison) -> None:
         ]
         both.rows.append(Row("  in epoch (after)", f"best_{key}_epoch", when, epochs))
         both.rows.append(Row("", f"best_{key}_h", [], hours))
+    for tag, (name, show) in METRICS.items():
+        tested = [run.last(f"{tag}/test") for run in runs]
+        if any(value is not None for value in tested):
+            add(f"test {name}", f"test_{tag.lower()}", tested, show)
     if both.target is not None:
         reached = [_reached(run, both.target) for run in runs]
         title = f"time to top-1 of {both.target:g} %"
@@ -272,7 +271,7 @@ def _highest(run: Run, tag: str) -> float | None:
 
 
 def _done_within(run: Run, hours: float) -> int | None:
-    if not run.hours or (max(run.hours.values()) < hours and run.state == "running"):
+    if not run.hours or (run.total_hours < hours and run.state == "running"):
         return None
     return max((x for x, h in run.hours.items() if h <= hours * (1 + 1e-9)), default=0)
 

@@ -1,4 +1,4 @@
-"""How a picture is drawn: colours, curves with their names at the end, bars, scaling.
+"""How a picture is drawn: colours, curves with a legend, bars, scaling.
 
 Each figure has fixed margins: matplotlib's own layouts draw a figure several times, which would
 take most of the time of a comparison.
@@ -16,12 +16,16 @@ from compare.runs import RATE, Run
 # From pale to dark, so that the runs differ in grey too, and a later curve shows on an earlier one.
 COLOURS = "#f0b030", "#5cb4e4", "#e8743c", "#38a07c", "#b44c90", "#2c66b0", "#8c1c28", "#15182c"
 DASHES: tuple[Any, ...] = "-", (0, (4, 1.2)), (0, (1.2, 0.9)), (0, (6, 1.2, 1.2, 1.2))
-MARKERS = "osD^vP*X"
+MARKERS = "osD^vP<X"
 RATE_UNIT = "images/s, all processes"
 # Placeholders, which the page replaces by the colours of a light or a dark screen.
 INK, GRID, PAPER = "#1a1c1e", "#dcdddf", "#fefefe"
 SIZE = 13  # points
-KEY = 0.42  # inches of a curve's line that are drawn beside its name
+KEY = 0.62  # inches of a curve's line that are drawn beside its name
+GAP = 1.2  # inches between two panels side by side
+LINE = 0.29  # inches from one name to the next
+BUNCHED = 0.15  # curves whose last third takes less of the panel's height get an inset
+LOGARITHMIC = 5  # runs whose hours differ by more than this factor get a logarithmic axis
 MATPLOTLIB = {
     "font.size": SIZE, "font.family": "sans-serif", "axes.titlesize": SIZE + 1,
     "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 12,
@@ -72,122 +76,131 @@ def style(i: int, runs: int) -> dict[str, Any]:
 
 
 def curves(runs: list[Run], panels: Sequence[Panel], hours: bool = False) -> Any:
-    """A figure with one panel below the other (four: two by two), and the runs' names at the ends
-    of the curves."""
+    """A figure with one panel below the other (four: two by two), and right of them the runs'
+    names, in their order."""
     from matplotlib.figure import Figure
 
     labels = shorten([run.label for run in runs], 24)
     rows, columns = (2, 2) if len(panels) == 4 else (len(panels), 1)
-    margin = KEY + 0.45 + 0.112 * max(map(len, labels))  # inches, for the names
-    width = columns * (5.2 + margin + 0.9)
-    height = max(4.2, 1.8 + 0.26 * len(runs)) * rows
+    margin = KEY + 0.5 + 0.112 * max(map(len, labels))  # inches, for the names
+    width = 0.9 + 5.2 * columns + GAP * (columns - 1) + margin
+    height = max((3.7 if rows > 1 else 4.2) * rows, 1.3 + LINE * len(runs))
     figure = Figure(figsize=(width, height))
     figure.subplots_adjust(
         left=0.9 / width, right=1 - margin / width, top=1 - 0.55 / height, bottom=0.65 / height,
-        hspace=1.2 / (height / rows - 1.2), wspace=(0.9 + margin) / 5.2,
+        hspace=1.2 / (height / rows - 1.2), wspace=GAP / 5.2,
     )  # fmt: skip
     axes = figure.subplots(rows, columns, squeeze=False).flat
+    shown: set[int] = set()
     for one, panel in zip(axes, panels, strict=True):
-        _draw_curves(one, runs, labels, panel, hours)
+        shown |= _draw_curves(one, runs, panel, hours)
+    names = [(labels[i], style(i, len(runs))) for i in sorted(shown)]
+    _legend(figure, names, margin)
     return figure
 
 
-@dataclass(frozen=True)
-class End:
-    """Where a curve ends, what it is called, and how it is drawn."""
-
-    x: float
-    y: float
-    label: str
-    looks: dict[str, Any]
-
-
-def _draw_curves(axes: Any, runs: list[Run], labels: list[str], panel: Panel, hours: bool) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    ends = []
+def _draw_curves(axes: Any, runs: list[Run], panel: Panel, hours: bool) -> set[int]:
+    """Draw the runs' curves; returns which runs have one."""
+    drawn: dict[int, tuple[list[float], list[float]]] = {}
+    logarithmic = hours and _lengths_differ(runs)
     for i, run in enumerate(runs):
         points = points_of(run, panel)
         x: dict[int, float] = run.hours if hours else {epoch: epoch for epoch in points}
-        epochs = [epoch for epoch in points if epoch in x]
+        epochs = [epoch for epoch in points if epoch in x and (x[epoch] > 0 or not logarithmic)]
         if not epochs:
             continue
-        looks = style(i, len(runs))
         stride = math.ceil(len(epochs) / 8) or 1  # the runs' markers are at different epochs
         marks = (i * stride // len(runs), stride) if len(epochs) > 8 else None
-        y = [points[epoch] for epoch in epochs]
-        axes.plot([x[e] for e in epochs], y, markevery=marks, **looks)
-        ends.append(End(x[epochs[-1]], y[-1], labels[i], looks))
+        drawn[i] = [x[e] for e in epochs], [points[e] for e in epochs]
+        # Nothing is outside the limits; what is at them (100 %) is not cut in half.
+        axes.plot(*drawn[i], markevery=marks, clip_on=False, **style(i, len(runs)))
     axes.set(title=panel.title, ylabel=panel.unit)
-    axes.set_xlabel("hours of training" if hours else "epochs finished")
+    scale = " (logarithmic)" if logarithmic else ""
+    axes.set_xlabel(f"hours of training{scale}" if hours else "epochs finished")
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.margins(x=0.02)
     axes.tick_params(length=0)
-    if not ends:
-        axes.set(xticks=[], yticks=[])
-        axes.text(0.5, 0.5, f"no run has {panel.tag}", transform=axes.transAxes, ha="center")
-        return
-    if panel.tag in (RATE, "IO/wait_share", "IO/read_mb_s") or panel.tag.startswith("GPU/"):
+    percent = panel.unit.endswith("%") or "(%)" in panel.unit
+    if panel.tag == RATE or panel.tag.startswith(("IO/", "GPU/")):
         axes.set_ylim(bottom=0)
-    if panel.unit.endswith("%") or "(%)" in panel.unit:
-        axes.set_ylim(max(axes.get_ylim()[0], -2), min(axes.get_ylim()[1], 104))
-    whole = not hours
-    axes.xaxis.set_major_locator(MaxNLocator(7, integer=whole, steps=[1, 2, 5, 10]))
+    if percent:
+        axes.set_ylim(max(axes.get_ylim()[0], 0), min(axes.get_ylim()[1], 100))
+    _ticks(axes, whole=not hours, logarithmic=logarithmic)
+    if "accuracy" in panel.unit and not logarithmic:
+        _enlarge_the_plateau(axes, drawn, len(runs))
+    return set(drawn)
+
+
+def _lengths_differ(runs: list[Run]) -> bool:
+    lasted = [run.total_hours for run in runs if run.total_hours]
+    return bool(lasted) and max(lasted) > LOGARITHMIC * min(lasted)
+
+
+def _ticks(axes: Any, whole: bool, logarithmic: bool) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
     axes.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]))
-    _name_ends(axes, ends)
+    if not logarithmic:
+        axes.xaxis.set_major_locator(MaxNLocator(7, integer=whole, steps=[1, 2, 5, 10]))
+        return
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in _decades([low, high]) if low <= tick <= high]
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _name_ends(axes: Any, ends: list[End]) -> None:
-    """Write the curves' names right of the panel, in the order of their ends, without overlap."""
-    low, high = axes.get_ylim()
-    left, right = axes.get_xlim()
-    box = axes.get_position()
-    width, height = (
-        72 * inches * part
-        for inches, part in zip(axes.figure.get_size_inches(), (box.width, box.height), strict=True)
-    )
-    ends = sorted(ends, key=lambda end: end.y)
-    heights = [min(max((end.y - low) / (high - low), 0.0), 1.0) for end in ends]
-    places = spread(heights, 1.45 * SIZE / height)
-    inch = 72 / width
-    for end, level, place in zip(ends, heights, places, strict=True):
-        x = (end.x - left) / (right - left)
-        if x > 0.85:  # a longer line would cross other curves
-            axes.plot(
-                [x, 1.0, 1 + 0.15 * inch], [level, level, place], transform=axes.transAxes,
-                color=end.looks["color"], linewidth=0.8, clip_on=False, zorder=1,
-            )  # fmt: skip
-        key = {**end.looks, "linewidth": min(end.looks["linewidth"], 3.2), "markersize": 8}
-        span = [1 + 0.18 * inch, 1 + (0.18 + KEY / 2) * inch, 1 + (0.18 + KEY) * inch]
-        axes.plot(span, [place] * 3, transform=axes.transAxes, clip_on=False, markevery=[1], **key)
-        axes.text(
-            span[2] + 0.08 * inch, place, end.label, transform=axes.transAxes,
-            va="center_baseline", clip_on=False,
-        )  # fmt: skip
+def _enlarge_the_plateau(
+    axes: Any, drawn: dict[int, tuple[list[float], list[float]]], runs: int
+) -> None:
+    """Where the ends of the curves lie on each other, draw them larger in the lower right corner,
+    if there is room."""
+    from matplotlib.ticker import MaxNLocator
+
+    if len(drawn) < 2:
+        return
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    last = max(max(x) for x, _ in drawn.values())
+    start = last - (last - min(min(x) for x, _ in drawn.values())) / 3
+    late: dict[int, list[tuple[float, float]]] = {}
+    for i, (x, y) in drawn.items():
+        late[i] = [point for point in zip(x, y, strict=True) if point[0] >= start]
+    late = {i: points for i, points in late.items() if len(points) > 1}
+    values = [y for points in late.values() for _, y in points]
+    if len(late) < 2 or not 0 < max(values) - min(values) < BUNCHED * (high - low):
+        return
+    box = (0.46, 0.13, 0.51, 0.42)  # left, bottom, width, height, as parts of the panel
+    edge, top = left + (box[0] - 0.07) * (right - left), low + 0.62 * (high - low)
+    if any(a > edge and b < top for x, y in drawn.values() for a, b in zip(x, y, strict=True)):
+        return
+    inset = axes.inset_axes(box, facecolor=PAPER)
+    for i, points in late.items():
+        looks = style(i, runs)
+        looks |= {"linewidth": 0.6 * looks["linewidth"], "marker": ""}
+        inset.plot(*zip(*points, strict=True), **looks)
+    room = 0.08 * (max(values) - min(values))
+    inset.set_ylim(min(values) - room, min(max(values) + room, 100))
+    inset.set_xlim(start, last)
+    inset.grid(axis="y", color=GRID, linewidth=0.8)
+    inset.tick_params(length=0, labelsize=SIZE - 3)
+    inset.xaxis.set_major_locator(MaxNLocator(4, integer=True, steps=[1, 2, 5, 10]))
+    inset.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    axes.indicate_inset_zoom(inset, edgecolor=INK, linewidth=0.8)
 
 
-def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Places from 0 to 1, at least ``gap`` apart, as near to the ascending ``heights`` as that
-    allows. If there is not enough room, they continue below 0."""
-    places: list[float] = []
-    groups: list[list[float]] = []  # [sum of wishes for the group's lowest place, members]
-    for height in heights:
-        groups.append([height, 1])
-        while len(groups) > 1:
-            (one, n), (two, m) = groups[-2:]
-            if one / n + n * gap <= two / m + 1e-9:
-                break
-            # They overlap: the later group follows the earlier one directly.
-            groups[-2:] = [[one + two - m * n * gap, n + m]]
-    lowest = [(total / n, int(n)) for total, n in groups]
-    top = 1.0
-    for wish, n in reversed(lowest):
-        start = min(max(wish, 0.0), top - (n - 1) * gap)
-        places[:0] = [start + k * gap for k in range(n)]
-        top = start - gap
-    for k in range(1, len(places)):
-        places[k] = max(places[k], places[k - 1] + gap)
-    return places
+def _legend(figure: Any, names: Sequence[tuple[str, dict[str, Any]]], margin: float) -> None:
+    """Write the runs' names, from the top down, into the last ``margin`` inches of a figure."""
+    width, height = figure.get_size_inches()
+    # A label is a name, even if it begins with "_", which matplotlib's own legend would leave out.
+    axes = figure.add_axes((1 - margin / width, 0, margin / width, 1))
+    axes.set(xlim=(0, margin), ylim=(0, height))
+    axes.set_axis_off()
+    for place, (label, looks) in enumerate(names):
+        y = height - 0.7 - LINE * place
+        key = {**looks, "linewidth": min(looks["linewidth"], 3.2), "markersize": 8}
+        axes.plot([0.25, 0.25 + KEY / 2, 0.25 + KEY], [y] * 3, markevery=[1], **key)
+        axes.text(0.25 + KEY + 0.1, y, label, va="center_baseline")
 
 
 def bars(both: Comparison, title: str, unit: str, rows: Sequence[tuple[float | None, str]],
@@ -214,7 +227,7 @@ def bars(both: Comparison, title: str, unit: str, rows: Sequence[tuple[float | N
             axes.plot([mark, mark], [i - 0.27, i + 0.27], color=INK, linewidth=2)
             right = max(right, mark)
         axes.text(right + 0.012 * longest, i, text, va="center", fontsize=SIZE - 1)
-    room = 1.1 + 0.016 * max(len(text) for _, text in rows)
+    room = 1.1 + 0.018 * max(len(text) for _, text in rows)
     axes.set(xlim=(0, room * longest), ylim=(len(runs) - 0.6, -0.75), yticks=[])
     axes.spines["left"].set_visible(False)
     axes.tick_params(length=0)

@@ -1,4 +1,4 @@
-"""The pictures of a comparison: PNG and SVG, readable in grey, on a phone and on dark pages."""
+"""The pictures of a comparison, as PNG, SVG and PDF: readable in grey, on phones and dark pages."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compare.comparison import Comparison, device, number
+from compare.comparison import Comparison, device, duration, number
 from compare.drawing import MATPLOTLIB, RATE_UNIT, Panel, bars, curves, points_of, scaling
 from compare.runs import RATE, STEP_TIME
 
@@ -23,11 +23,13 @@ OVERLAY = (CURVES["loss_train"], CURVES["loss_val"], CURVES["top1_val"], THROUGH
 IO = (
     Panel("IO/wait_share", "Waiting for data", "share of the time (%)", 100.0),
     Panel("IO/read_mb_s", "Reading, all processes", "MB/s"),
+    Panel("IO/files_s", "Files read, all processes", "files/s"),
 )
 GPU = (
     Panel("GPU/utilisation", "GPU utilisation, mean of all GPUs", "%"),
     Panel("GPU/memory_gb", "GPU memory, fullest GPU", "GiB"),
 )
+UNITS = (("hours", 1), ("minutes", 60), ("seconds", 3600))  # and how many of them are an hour
 CPU = Panel("CPU/utilisation", "CPU utilisation, mean of all nodes", "%")
 
 
@@ -62,9 +64,20 @@ def _step_time(both: Comparison) -> Any:
         seconds = run.median(STEP_TIME)
         text = "not recorded" if seconds is None else f"{number(1000 * seconds)} ms"
         if seconds is not None and run.epoch_seconds:
-            text += f"  ({run.epoch_seconds / 60:.3g} min per epoch)"
+            text += f"  ({duration(run.epoch_seconds / 3600)} per epoch)"
         rows.append((None if seconds is None else 1000 * seconds, text))
     return bars(both, "Training time", "ms per step, median over epochs", rows)
+
+
+def _total_time(both: Comparison) -> Any:
+    rows = []
+    longest = max(run.total_hours or 0.0 for run in both.runs)
+    unit, factor = next(one for one in UNITS if longest * one[1] >= 1 or one is UNITS[-1])
+    for run in both.runs:
+        hours = run.total_hours
+        text = "not recorded" if hours is None else f"{duration(hours)}  ({run.epochs} epochs)"
+        rows.append((None if hours is None else factor * hours, text))
+    return bars(both, "Time of the whole run", f"{unit} of training and evaluation", rows)
 
 
 def plan(both: Comparison) -> tuple[dict[str, tuple[str, Callable[[], Any]]], list[str]]:
@@ -74,10 +87,11 @@ def plan(both: Comparison) -> tuple[dict[str, tuple[str, Callable[[], Any]]], li
     said: list[str] = []
 
     def add(name: str, panels: Sequence[Panel], title: str) -> None:
-        """Curves over epochs and, where a run has them, over hours."""
+        """Curves over epochs and, where a run has them, over hours; empty panels are left out."""
         have = [run for run in runs if any(points_of(run, panel) for panel in panels)]
         lacking = [run.label for run in runs if run not in have]
         tags = " or ".join(panel.tag for panel in panels)
+        panels = [panel for panel in panels if any(points_of(run, panel) for run in runs)]
         if lacking:
             fate = "drawn without some runs" if have else "not drawn"
             said.append(f"{name} is {fate}: no {tags} in {', '.join(lacking)}")
@@ -96,6 +110,8 @@ def plan(both: Comparison) -> tuple[dict[str, tuple[str, Callable[[], Any]]], li
             plans[name] = (title, lambda draw_it=draw_it: draw_it(both))
         else:
             said.append(f"{name} is not drawn: no {tag} in {', '.join(r.label for r in runs)}")
+    if any(run.total_hours for run in runs):
+        plans["total_time"] = ("Time of the whole run", lambda: _total_time(both))
     counts = {run.known("gpus") for run in runs if run.known("gpus") and run.median(RATE)}
     if len(counts) > 1:
         plans["scaling"] = ("Scaling", lambda: scaling(both))
@@ -103,14 +119,15 @@ def plan(both: Comparison) -> tuple[dict[str, tuple[str, Callable[[], Any]]], li
     gpu = any(device(run, "GPU/utilisation") is not None for run in runs)
     cpu = any(device(run, "CPU/utilisation") is not None for run in runs)
     add("gpu", (CPU,) if cpu and not gpu else GPU, "GPU" if gpu or not cpu else "CPU")
-    if any(run.scalars.get(panel.tag) for run in runs for panel in OVERLAY):
-        plans["overlay"] = ("All in one", lambda: curves(runs, OVERLAY))
+    filled = [panel for panel in OVERLAY if any(points_of(run, panel) for run in runs)]
+    if filled:
+        plans["overlay"] = ("All in one", lambda: curves(runs, filled))
     return plans, said
 
 
 def draw(both: Comparison, out: Path, prefix: str) -> tuple[list[Picture], list[str]]:
-    """Draw the pictures into the folder ``out`` as PNG and SVG. Returns them, and sentences about
-    those that could not be drawn."""
+    """Draw the pictures into the folder ``out`` as PNG, SVG and PDF. Returns them, and sentences
+    about those that could not be drawn."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -128,6 +145,8 @@ def draw(both: Comparison, out: Path, prefix: str) -> tuple[list[Picture], list[
             svg = text.getvalue()
             file = out / f"{prefix}{name}.png"
             file.with_suffix(".svg").write_text(svg, encoding="utf-8")
+            nothing = {"CreationDate": None, "Creator": None, "Producer": None}
+            figure.savefig(file.with_suffix(".pdf"), metadata=nothing)
             # Fast compression: the strongest takes longer than the drawing.
             figure.savefig(file, metadata={"Software": None}, pil_kwargs={"compress_level": 4})
             drawn.append(Picture(name, title, svg, file))

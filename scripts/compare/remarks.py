@@ -48,6 +48,7 @@ def add_to(both: Comparison) -> None:
                     f"{run.label} differs from its base {base.label} in {' and '.join(what)}: the "
                     "efficiency shows that too, not only the scaling"
                 )
+    notes += _lengths(both)
     notes += _kind_of_scaling(both)
     notes += _missing(both)
 
@@ -55,6 +56,24 @@ def add_to(both: Comparison) -> None:
 def _versus(run: Run, other: Run, name: str) -> str:
     key = next(k for k, n in {**MUST_AGREE, **SHOULD_AGREE}.items() if n == name)
     return f"{name} ({run.known(key)}, not {other.known(key)})".replace(".0", "")
+
+
+def _lengths(both: Comparison) -> list[str]:
+    """Say when the runs have not trained for the same number of epochs, or were not meant to."""
+    lengths: dict[str, list[str]] = {}
+    for run in both.runs:
+        planned = run.known("epochs")
+        text = f"{run.epochs}"
+        if planned is not None and planned != run.epochs:
+            text += f" of {planned:g}"
+        lengths.setdefault(text, []).append(run.label)
+    if len(lengths) < 2:
+        return []
+    each = "; ".join(f"{', '.join(labels)}: {text}" for text, labels in lengths.items())
+    return [
+        f"the numbers of epochs differ ({each}): total times, best values and test figures are of "
+        "trainings of different lengths"
+    ]
 
 
 def _kind_of_scaling(both: Comparison) -> list[str]:

@@ -57,10 +57,22 @@ class Run:
         return typical(self.finite(tag))
 
     def best(self, tag: str) -> tuple[float, int] | None:
-        """The highest value of ``tag`` and the first epoch that has it; None if nothing has."""
+        """The best value of ``tag`` (the highest; of a loss, the lowest) and the first epoch that
+        has it; None if nothing has."""
         points = self.finite(tag)
-        epoch = max(points, key=lambda x: (points[x], -x), default=None)
+        sign = -1 if tag.startswith("Loss/") else 1
+        epoch = max(points, key=lambda x: (sign * points[x], -x), default=None)
         return None if epoch is None else (points[epoch], epoch)
+
+    def last(self, tag: str) -> float | None:
+        """The value of ``tag`` at the last of its epochs; None if nothing was recorded."""
+        points = self.finite(tag)
+        return points[max(points)] if points else None
+
+    @property
+    def total_hours(self) -> float | None:
+        """Hours of training up to the end of the last epoch; None where they are not known."""
+        return max(self.hours.values(), default=None)
 
     def known(self, key: str) -> Any:
         """A fact, or None."""

@@ -44,7 +44,7 @@ SCRIPTS = {
 IMAGES, EPOCHS = 300, 4
 TRAINING = re.compile(r"^\d+ images in \d+ classes", re.MULTILINE)  # the line before the first step
 IN_TRAINING = 0.8  # share of the signals that wait for that line
-RECIPE = f"-a tiny_full --image-size 32 -j 1 -p 1 --epochs {EPOCHS} --lr 0.05 --crop-scale 0.5"
+RECIPE = f"-a tiny_full --image-size 32 -j 1 -p 4 --epochs {EPOCHS} --lr 0.05 --crop-scale 0.5"
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 LIMIT = 120  # seconds that an attempt may take
 

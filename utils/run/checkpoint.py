@@ -20,7 +20,7 @@ from utils.run.snapshots import candidates, check_whole
 
 log = logging.getLogger(__name__)
 
-_PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums")
+_PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums", "printed")
 
 
 class Stateful(Protocol):
@@ -35,8 +35,9 @@ class TrainState:
     """All that the future of a run depends on.
 
     ``epoch`` epochs are finished, and ``step`` steps of ``global_batch`` images of the next one.
-    ``sums`` are that epoch's metric sums so far (see `utils.metrics.Sums`), ``elapsed`` the
-    seconds of training, ``history`` a dictionary an epoch, ``best`` that of the best one. The order
+    ``sums`` are that epoch's metric sums so far (see `utils.metrics.Sums`), ``printed`` those at
+    the last printed line, both of all ranks; ``elapsed`` are the seconds of training, ``history``
+    is a dictionary an epoch, ``best`` that of the best one. The order
     of samples, augmentation and dropout are functions of seed and position, so no random state
     needs keeping. ``weights`` saves the model as float32 where it trains in another precision.
     """
@@ -52,6 +53,7 @@ class TrainState:
     elapsed: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
     sums: list[float] | None = None
+    printed: list[float] | None = None
     clock: float | None = None  # when ``elapsed`` was brought up to date
 
     def tick(self) -> None:
@@ -178,6 +180,8 @@ def resume(
         _read_foreign_progress(state, content)
         return False
     global_batch = state.global_batch
+    # Snapshots of earlier versions do not have it: the next line is of the steps after the resume.
+    state.printed = content["progress"].get("sums")
     for name, value in content["progress"].items():
         setattr(state, name, value)
     repeated = _rescale_position(state, global_batch)
@@ -291,6 +295,8 @@ def _rescale_position(state: TrainState, global_batch: int) -> int:
             alike=True,
         )
     if repeated and state.sums:  # the means stay what they are, and each image counts once
-        state.sums = [value * (images - repeated) / images for value in state.sums]
+        part = (images - repeated) / images
+        state.sums = [value * part for value in state.sums]
+        state.printed = state.printed and [value * part for value in state.printed]
     state.step, state.global_batch = images // global_batch, global_batch
     return repeated

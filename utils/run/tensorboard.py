@@ -75,6 +75,7 @@ LAYOUT = {
     },
 }
 STEP_TAGS = "Step/"  # tags with x = 1000 x epoch; all others have x = epochs finished
+TEST_TAGS = "/test"  # the ends of the tags that are written once, when a run ends
 
 
 def entry(options: Mapping[str, Value], group: str) -> list[Summary]:
@@ -120,7 +121,8 @@ def _summary(tag: str, content: HParamsPluginData) -> Summary:
 
 
 def cut_off(folder: Path, epoch: int, step_x: int) -> None:
-    """Take the points after ``epoch`` (``Step/`` curves: after ``step_x``) out of event files.
+    """Take the points after ``epoch`` (``Step/`` curves: after ``step_x``) out of event files,
+    and those of DATA/test at ``epoch``, too.
 
     A run that was killed after its last snapshot has written points that the resumed run writes
     again. SummaryWriter's ``purge_step`` cannot help: it is one number for all tags. A file is
@@ -131,7 +133,9 @@ def cut_off(folder: Path, epoch: int, step_x: int) -> None:
         for event in LegacyEventFileLoader(str(path)).Load():
             points = event.summary.value
             for i in reversed(range(len(points))):
-                if event.step > (step_x if points[i].tag.startswith(STEP_TAGS) else epoch):
+                tag = points[i].tag
+                last = step_x if tag.startswith(STEP_TAGS) else epoch - tag.endswith(TEST_TAGS)
+                if event.step > last:
                     del points[i]
                     removed += 1
             if points or not event.HasField("summary"):

@@ -2,17 +2,32 @@
 
 import math
 import time
+from dataclasses import dataclass
 
 import torch
 
 from utils import schedules
-from utils.metrics import Sums, to_metrics
+from utils.metrics import Sums, Total, to_metrics
 from utils.processes.distributed import gather
 from utils.run import checkpoint
 from utils.run.checkpoint import TrainState
 from utils.run.snapshots import BEST, SNAPSHOT
 from utils.training.session import Session, TrainStep
 from utils.training.stopping import Reason
+
+
+@dataclass
+class _Line:
+    """When the last line was printed: the next one shows what has come since.
+
+    ``at`` is a reading of `time.perf_counter`, ``step`` one of the epoch, ``waited`` the seconds
+    spent waiting for data. ``total`` is kept until the ranks have surely added it up.
+    """
+
+    at: float
+    step: int
+    waited: float = 0.0
+    total: Total | None = None
 
 
 def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
@@ -27,7 +42,10 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
     state.model.train()
     run.console.start_bar(f"Epoch {state.epoch + 1}/{args.epochs}", steps, first)
     watch.start_epoch()
+    if not first:
+        state.printed = None
     began = time.perf_counter()
+    line = _Line(began, first)
     for micro, (images, targets) in enumerate(batches if first < steps else ()):
         watch.timer.begin()
         if micro % args.accum_steps == 0:
@@ -42,9 +60,8 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
             continue
         state.step += 1
         if state.step % args.print_freq == 0 or state.step == steps:
-            seconds = time.perf_counter() - began
-            session.status.training(seconds, state.step - first)
-            _report_step(session, sums, seconds, state.step - first)
+            session.status.training(time.perf_counter() - began, state.step - first)
+            line = _report_step(session, sums.begin_total(world), line)
         if getattr(state.scaler, "lost", False):
             stop.ask(Reason.DIVERGED)
         if batches.bad.too_many:
@@ -70,6 +87,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
         stop.reason = stop.reason or Reason.BAD_FILES
     if stop.reason:
         return None
+    state.printed = None
     metrics = to_metrics(total)
     return {
         "Loss/train": metrics.loss,
@@ -156,20 +174,24 @@ def _input_rates(session: Session, seconds: float) -> dict[str, float]:
     }
 
 
-def _report_step(session: Session, sums: Sums, seconds: float, steps: int) -> None:
+def _report_step(session: Session, total: Total, last: _Line) -> _Line:
     """Print a line and draw the per-step curves. The one place where a step waits for the device.
 
-    A loss that is not a finite number ends the run.
-
-    ``sums`` are this rank's over the epoch so far, so a line shows running means; this process
-    has done ``steps`` steps of it in ``seconds``.
+    Both are of the steps since the ``last`` line. Loss and accuracy are those of all ranks (the
+    processes that print wait for ``total``, no other does), and after a resume they cover the steps
+    before it, too; speed and waiting are this process's own, since the resume. A loss that is not a
+    finite number ends the run. Returns: the line for the next call.
     """
     state, sampler, run = session.state, session.train.sampler, session.run
     if not (run.console.shows or session.world.is_main):
-        return
-    metrics = sums.mine()
-    if not math.isfinite(metrics.loss):
+        return _Line(last.at, last.step, total=total)
+    sums = total.read()
+    now = _Line(time.perf_counter(), state.step, session.train.waited)
+    if not math.isfinite(sums[0]):
         session.stop.ask(Reason.DIVERGED)
+    before, state.printed = state.printed or [0.0] * len(sums), sums
+    metrics = to_metrics([b - a for a, b in zip(before, sums, strict=True)])
+    seconds, steps = now.at - last.at, now.step - last.step
     position = state.epoch + state.step / sampler.steps_per_epoch
     rate = steps * session.global_batch / seconds
     curves = {"Step/loss": metrics.loss, "Step/throughput": rate, **session.watch.recent()}
@@ -184,6 +206,7 @@ def _report_step(session: Session, sums: Sums, seconds: float, steps: int) -> No
         "top-5": metrics.top5,
         "images/s": rate,
         "s/step": seconds / steps,
-        "waiting %": 100 * session.train.waited / seconds,
+        "waiting %": 100 * (now.waited - last.waited) / seconds,
     }
     run.step(place, state.step, values)
+    return now

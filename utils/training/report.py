@@ -146,9 +146,9 @@ def end(
         **watch.summary(state.history),
     }
     if test:
-        summary |= {
-            f"test_{name.lower()}": test[f"{name}/val"] for name in ("Top1", "Top5", "Loss")
-        }
+        values = {name: test[f"{name}/val"] for name in ("Top1", "Top5", "Loss")}
+        run.scalars({f"{name}/test": value for name, value in values.items()}, state.epoch)
+        summary |= {f"test_{name.lower()}": value for name, value in values.items()}
         summary["test_images"] = int(test["images"])
     run.finish(summary)
     if reason is not Reason.EVALUATED:
