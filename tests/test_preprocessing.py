@@ -83,13 +83,20 @@ def index(tmp_path) -> ImageIndex:
     return ImageIndex(tmp_path, ["c"])
 
 
+def evaluated(index, wanted, workers) -> torch.Tensor:
+    """All images as evaluation sees them. In a function: a failing test would keep the workers."""
+    dataset = ImageBatches(index, 224, 0, train=False)
+    sampler = EvalSampler(len(index), len(index), (0, 1))
+    batches = Batches(dataset, sampler, BadFiles(index, 0), PLACE, workers)
+    batches.use(wanted)
+    ((found, _),) = batches
+    return found
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("arch", ["alexnet", "resnet50", "swin_t", "efficientnet_v2_l"])
 def test_pixels_are_those_of_torchvisions_own_transforms(index, arch, workers):
-    dataset = ImageBatches(index, 224, 0, train=False)
-    batches = Batches(dataset, EvalSampler(2, 2, (0, 1)), BadFiles(index, 0), PLACE, workers)
-    batches.use(models.preprocessing(arch))
-    ((found, _),) = batches
+    found = evaluated(index, models.preprocessing(arch), workers)
     transform = get_model_weights(arch).DEFAULT.transforms()
     for number in range(2):
         expected = transform(Image.open(index.path(number)).convert("RGB"))
