@@ -14,13 +14,16 @@ from dataclasses import replace
 import pytest
 import torch
 import torchvision
+from test_data import no_longer_than
 from torch import nn
 
 from utils.amp.loss_scale import LossScaler
 from utils.atomic import save_atomically
+from utils.data.preprocessing import IMAGENET, Preprocessing
 from utils.errors import UserError
 from utils.optim import sgd
 from utils.processes.distributed import World
+from utils.run import contents
 from utils.run.checkpoint import TrainState, best_of, read, resume, snapshot_of
 from utils.run.snapshots import write
 
@@ -156,7 +159,7 @@ def with_prefix(state):
 
 
 @pytest.mark.parametrize("best", ["best_acc1", "best_prec1"])
-def test_files_of_pytorch_examples_and_of_apex(tmp_path, best):
+def test_files_of_pytorch_examples_and_of_apex(tmp_path, logged, best):
     old = trained()
     content = {
         "epoch": 5,
@@ -170,7 +173,10 @@ def test_files_of_pytorch_examples_and_of_apex(tmp_path, best):
     assert not whole
     assert same_weights(state, old)
     assert same_tensors(momentum(old), momentum(state))
-    assert (state.epoch, state.step, state.best["top1"]) == (5, 0, 61.5)
+    # Their accuracy may be of other images: no epoch here would ever be the best one.
+    assert (state.epoch, state.step, state.best) == (5, 0, {})
+    assert len(logged) == 1
+    assert "names a best top-1 of 61.50 %" in logged[0]
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
@@ -217,6 +223,60 @@ def test_files_of_torchvisions_references(tmp_path):
     assert (state.epoch, state.best) == (5, {})
 
 
+@pytest.mark.parametrize(
+    ("version", "finished"), [({}, 4), ({"version": 1}, 4), ({"version": 2}, 5)]
+)
+def test_files_of_timm(tmp_path, logged, version, finished):
+    """From version 2 on their epoch is the number of the last one, counted from 0."""
+    old = trained()
+    content = {
+        "epoch": 4,
+        "arch": "tiny",
+        "state_dict": old.model.state_dict(),
+        "optimizer": old.optimizer.state_dict(),
+        "args": Namespace(model="tiny", opt="sgd"),
+        "amp_scaler": {"scale": 512.0, "growth_factor": 2.0, "_growth_tracker": 9},
+        "state_dict_ema": trained(seed=5).model.state_dict(),
+        "metric": 61.5,
+    }
+    state, _ = take_up(tmp_path, content | version)
+    assert same_weights(state, old)
+    assert same_tensors(momentum(old), momentum(state))
+    assert (state.epoch, state.best) == (finished, {})
+    assert state.scaler.state_dict()["scale"] == 512.0
+    assert len(logged) == 1
+    assert logged[0].endswith(
+        "holds averaged (EMA) weights, state_dict_ema: the plain ones are taken"
+    )
+
+
+def averaged(state):
+    """As torchvision's references keep them."""
+    return torch.optim.swa_utils.AveragedModel(state.model).state_dict()
+
+
+def test_averaged_weights_of_torchvisions_references(tmp_path, logged):
+    plain, mean = trained(), trained(seed=5)
+    content = {"model": plain.model.state_dict(), "model_ema": averaged(mean)}
+    assert same_weights(take_up(tmp_path, content)[0], plain)
+    assert "model_ema: the plain ones are taken" in logged.pop()
+    assert same_weights(take_up(tmp_path, {"model_ema": averaged(mean)})[0], mean)
+    assert "model_ema: the only ones in it" in logged.pop()
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_files_of_compiled_models(tmp_path, prefix):
+    weights = {f"{prefix}{name}": value for name, value in trained().model.state_dict().items()}
+    assert same_weights(take_up(tmp_path, {"state_dict": weights})[0], trained())
+
+
+def test_files_of_models_with_compiled_parts(tmp_path):
+    old = trained()
+    model = nn.Sequential(torch.compile(old.model[0]), *old.model[1:])
+    assert "0._orig_mod.weight" in model.state_dict()
+    assert same_weights(take_up(tmp_path, {"state_dict": model.state_dict()})[0], old)
+
+
 @pytest.mark.parametrize("pack", [lambda w: w, lambda w: {"state_dict": w, "epoch": 7}])
 def test_weights_alone_are_a_start(tmp_path, pack):
     state, whole = take_up(tmp_path, pack(trained().model.state_dict()))
@@ -227,7 +287,7 @@ def test_weights_alone_are_a_start(tmp_path, pack):
 
 def test_best_model_loads_in_plain_torchvision(tmp_path):
     make = torchvision.models.shufflenet_v2_x0_5
-    state = build(model=make(num_classes=3))
+    state = replace(build(model=make(num_classes=3)), preprocessing={"image_size": 64})
     state.best = {"epoch": 2, "top1": 50.0, "top5": 90.0, "Loss/val": 1.0}
     save_best(state, tmp_path, "shufflenet_v2_x0_5", ["a", "b", "c"])
     content = torch.load(tmp_path / "best.pt", weights_only=True)
@@ -235,6 +295,7 @@ def test_best_model_loads_in_plain_torchvision(tmp_path):
     model.load_state_dict(content.pop("state_dict"))
     assert same_tensors(model.state_dict().values(), state.model.state_dict().values())
     assert content.pop("classes") == ["a", "b", "c"]
+    assert content.pop("preprocessing") == {"image_size": 64}
     assert content == {"arch": "shufflenet_v2_x0_5", "epoch": 2, "top1": 50.0, "top5": 90.0}
 
 
@@ -258,6 +319,94 @@ def test_files_that_do_not_fit_are_a_sentence(tmp_path, change, sentence):
     content["optimizer"] = trained().optimizer.state_dict()
     with pytest.raises(UserError, match=sentence):
         take_up(tmp_path, content | change)
+
+
+WRONG = {
+    "progress": [1, 2],
+    "progress.epoch": "two",
+    "progress.step": -1,
+    "progress.global_batch": 32.0,
+    "progress.best": {"top1": 40.0},
+    "progress.best.top1": "40",
+    "progress.elapsed": "long",
+    "progress.history": {"Loss/val": 1.5},
+    "progress.history.0": 1.5,
+    "progress.sums": [1.0, 2.0],
+    "scaler": 1024.0,
+    "scaler.scale": "large",
+    "optimizer": [],
+    "optimizer.state": [1, 2],
+    "optimizer.state.0": 3,
+    "optimizer.state.0.momentum_buffer": "fast",
+    "optimizer.state.1.momentum_buffer": torch.zeros(2, 3),
+    "optimizer.param_groups": 7,
+    "optimizer.param_groups.0": "lr",
+    "options": "none",
+    "classes": 3,
+    "classes.0": 3,
+    "preprocessing": "ImageNet's",
+    "model": 3,
+    "model.0.weight": "heavy",
+    "model.0.bias": None,
+}
+
+
+@pytest.mark.parametrize("place", WRONG)
+def test_a_snapshot_with_wrong_types_inside_is_a_sentence(tmp_path, place):
+    """Its checksums are right: it was written like that."""
+    content = snapshot_of(trained(), dict(OPTIONS), list(CLASSES), trained().full_weights())
+    where, *path = content, *place.split(".")
+    path = [*path[:1], ".".join(path[1:])] if path[0] == "model" and path[1:] else path
+    for key in path[:-1]:
+        where = where[int(key) if key.isdecimal() else key]
+    where[int(path[-1]) if path[-1].isdecimal() else path[-1]] = WRONG[place]
+    torch.save(content, tmp_path / "snapshot.pt")
+    state = replace(build(seed=1), global_batch=32)
+    with pytest.raises(UserError, match=r"snapshot\b") as error:
+        resume(state, ARGS, WORLD, tmp_path / "snapshot.pt", CLASSES)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "epoch", ["two", -1, float("nan"), float("inf"), [1], torch.ones(2)], ids=str
+)
+def test_an_epoch_that_is_none_is_a_sentence(tmp_path, epoch):
+    old = trained()
+    content = {"model": old.model.state_dict(), "optimizer": old.optimizer.state_dict()}
+    with pytest.raises(UserError, match="its epoch is not a whole number"):
+        take_up(tmp_path, content | {"epoch": epoch})
+
+
+def test_how_images_were_made_comes_from_the_file(tmp_path):
+    old = replace(trained(), preprocessing={"mean": [0.5, 0.5, 0.5]})
+    state = replace(build(), global_batch=32)
+    save_snapshot(old, tmp_path, OPTIONS)
+    resume(state, ARGS, WORLD, tmp_path / "snapshot.pt")
+    assert state.preprocessing == {"mean": [0.5, 0.5, 0.5]}
+
+
+def test_files_from_before_it_was_kept_mean_imagenets(tmp_path):
+    """And images of the size that was asked for then; files of other programs say nothing."""
+    options = {**OPTIONS, "image_size": 128, "val_resize_size": None}
+    content = snapshot_of(trained(), options, CLASSES, trained().full_weights())
+    del content["preprocessing"]
+    state, _ = take_up(tmp_path, content)
+    kept = Preprocessing.of(state.preprocessing)
+    assert kept == IMAGENET.resized(128, None)
+    best = best_of(trained(), "tiny", CLASSES, trained().full_weights())
+    del best["preprocessing"]
+    state, _ = take_up(tmp_path, best)
+    assert Preprocessing.of(state.preprocessing) == IMAGENET
+    assert contents.preprocessing({"state_dict": {}, "arch": "tiny", "best_acc1": 3}, None) is None
+
+
+def test_weights_of_another_image_size_name_it(tmp_path):
+    """Vision transformers have a weight for each place of the image."""
+    old = replace(trained(classes=4), preprocessing={"image_size": 64})
+    save_snapshot(old, tmp_path, OPTIONS)
+    args = Namespace(**vars(ARGS), image_size=224)
+    with pytest.raises(UserError, match=r"does not fit.*it was trained with --image-size 64"):
+        resume(build(), args, WORLD, tmp_path / "snapshot.pt")
 
 
 def saved_bytes():
@@ -292,6 +441,12 @@ def test_missing_folder_or_other_file_is_a_sentence(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(UserError, match="is not a checkpoint: it holds a list"):
         read(tmp_path / "list.pt")
+
+
+def test_a_pipe_is_no_snapshot_and_nobody_waits_for_it(tmp_path):
+    os.mkfifo(tmp_path / "snapshot.pt")
+    with no_longer_than(20), pytest.raises(UserError, match="no regular file"):
+        read(tmp_path / "snapshot.pt")
 
 
 class Malicious:

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from argparse import Namespace
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from utils.data import augment
 from utils.data import images as im
 from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
-from utils.data.loaders import MEAN, STD, BadFiles, Batches, build_loaders
+from utils.data.loaders import BadFiles, Batches, build_loaders
+from utils.data.preprocessing import IMAGENET, MEAN, STD
 from utils.errors import UserError
 from utils.metrics import UNREADABLE
 from utils.processes.distributed import World
@@ -182,6 +184,39 @@ def test_vanished_file_is_an_unreadable_one(index):
     assert [i for i, _ in reading.faults] == [7]
 
 
+@contextmanager
+def no_longer_than(seconds):
+    """Fail instead of hanging. Not by an OSError, which a reader takes for an unreadable file."""
+
+    def handler(signum, frame):
+        pytest.fail("it hangs")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_pipe_or_a_device_in_place_of_an_image_is_an_unreadable_one(index):
+    for image in (4, 7, 9):
+        os.remove(index.path(image))
+    os.mkfifo(index.path(4))
+    os.mkfifo(index.path(7))
+    os.symlink("/dev/null", index.path(9))
+    held = os.open(index.path(7), os.O_RDWR)  # a writer who writes nothing
+    try:
+        with no_longer_than(20):
+            images, _, reading = fetch(index, [3, 4, 7, 9])
+    finally:
+        os.close(held)
+    assert numbers(images) == [3, 5, 8, 10]
+    assert [i for i, _ in reading.faults] == [4, 7, 9]
+    assert {reason for _, reason in reading.faults} == {"it is a pipe or a device, not a file"}
+
+
 def test_evaluation_marks_unreadable_images(index):
     intact, _, _ = fetch(index, range(IMAGES), train=False)
     spoil(index, 0, 9, 23)
@@ -298,6 +333,7 @@ def options(root, **changes):
     plain |= {"batch_size": 4, "accum_steps": 1, "seed": 0, "image_size": 32, "crop_scale": 0.08}
     plain |= {"val_resize_size": None, "auto_augment": None, "random_erasing": 0.0}
     plain |= {"max_bad_files": 0, "memory_format": torch.contiguous_format}
+    plain["preprocessing"] = IMAGENET.resized(32, None)
     return Namespace(**plain | changes)
 
 

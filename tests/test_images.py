@@ -154,10 +154,13 @@ def difference(got: torch.Tensor, expected: Image.Image) -> np.ndarray:
 @pytest.mark.parametrize(
     "box", [(0, 0, 375, 500), (10, 20, 300, 250), (100, 350, 120, 90), (374, 499, 1, 1)]
 )
-def test_crop_and_resize_is_torchvisions(box, size):
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_crop_and_resize_is_torchvisions(box, size, mode):
     image = picture()
-    expected = v2.functional.resized_crop(image, *box, size=list(size), antialias=True)
-    got = im.crop_and_resize(im.decode(encode(image, "PNG")), box, size)
+    expected = v2.functional.resized_crop(
+        image, *box, list(size), v2.InterpolationMode(mode), antialias=True
+    )
+    got = im.crop_and_resize(im.decode(encode(image, "PNG")), box, size, mode)
     apart = difference(got, expected)
     assert apart.mean() < 0.3
     assert apart.max() <= 1, "no more than another rounding"

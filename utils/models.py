@@ -9,6 +9,7 @@ import torchvision
 from torch import nn
 from torchvision.models import get_model, get_model_weights, list_models
 
+from utils.data.preprocessing import INTERPOLATIONS, Preprocessing
 from utils.errors import UserError
 
 try:
@@ -36,6 +37,26 @@ def check_name(arch: str) -> None:
     hint = f"; nearest names: {', '.join(near)}" if near else ""
     more = "" if timm else " (more architectures with: pip install timm)"
     raise UserError(f"unknown arch {arch!r}{hint}{more}", alike=True)
+
+
+def preprocessing(arch: str) -> Preprocessing:
+    """What the pretrained weights of ``arch`` want their images to be like; downloads nothing.
+
+    Raises: `UserError` when there are no such weights.
+    """
+    if arch in list_models(module=torchvision.models):
+        wanted = get_model_weights(arch).DEFAULT.transforms()
+        (size,), (short,) = wanted.crop_size, wanted.resize_size
+        interpolation = wanted.interpolation.value
+    else:
+        if not timm.is_model_pretrained(arch):
+            raise UserError(f"timm has no pretrained weights of {arch}: leave --pretrained out")
+        wanted = timm.get_pretrained_cfg(arch)
+        size = wanted.input_size[-1]
+        short, interpolation = int(size / wanted.crop_pct), wanted.interpolation
+    if interpolation not in INTERPOLATIONS:
+        interpolation = "bicubic"  # the nearest to Lanczos', which a few models of timm name
+    return Preprocessing(tuple(wanted.mean), tuple(wanted.std), interpolation, size, short)
 
 
 def create(arch: str, classes: int, image_size: int, pretrained: bool = False) -> nn.Module:

@@ -7,6 +7,7 @@ import torch
 
 from utils import models
 from utils.data import augment, images
+from utils.data.preprocessing import IMAGENET
 from utils.errors import UserError
 from utils.option_types import Formatter, Parser, accuracy, amount, count, http, positive, share
 from utils.processes import supervise
@@ -40,7 +41,11 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         help="train on some of the class folders: the first N, those listed in FILE, or a list",
     )
     group.add_argument(
-        "--image-size", type=positive, default=224, metavar="PX", help="side of the crop, pixels"
+        "--image-size",
+        type=positive,
+        metavar="PX",
+        help="side of the crop, pixels; default: that of the checkpoint to --resume, else what "
+        "--pretrained weights want, else 224",
     )
     group.add_argument(
         "--crop-scale",
@@ -55,7 +60,8 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         type=positive,
         metavar="PX",
         help="short side of a validation image before the centre crop; default: image size x "
-        "256/224. Equal to the image size, no border is cut off",
+        "256/224, or as checkpoint and weights want it. Equal to the image size, no border is cut "
+        "off",
     )
     group.add_argument(
         "--auto-augment",
@@ -108,7 +114,11 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         default="resnet18",
         help="any classification model of torchvision, or of timm when it is installed",
     )
-    group.add_argument("--pretrained", action="store_true", help="start from published weights")
+    group.add_argument(
+        "--pretrained",
+        action="store_true",
+        help="start from published weights, with images resized and normalised as they want it",
+    )
     group.add_argument(
         "--channels-last",
         action=argparse.BooleanOptionalAction,
@@ -243,12 +253,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
             "scripts/prepare_data.py",
             alike=True,
         )
-    if args.val_resize_size and args.val_resize_size < args.image_size:
-        raise UserError(
-            f"--val-resize-size {args.val_resize_size} is smaller than the crop, --image-size "
-            f"{args.image_size}",
-            alike=True,
-        )
+    _settle_preprocessing(args)
     if args.warmup_epochs and args.warmup_epochs > args.epochs:
         raise UserError(
             f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",
@@ -269,3 +274,15 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         raise UserError("--profile traces training: leave out --dummy and --evaluate", alike=True)
     args.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     return args
+
+
+def _settle_preprocessing(args: argparse.Namespace) -> None:
+    """Set ``args.preprocessing`` and the image size in it. Raises: `UserError`.
+
+    ``args.untyped`` names the sizes that a checkpoint may still change.
+    """
+    sizes = {"image_size": args.image_size, "val_resize_size": args.val_resize_size}
+    args.untyped = tuple(name for name, size in sizes.items() if size is None)
+    wanted = models.preprocessing(args.arch) if args.pretrained else IMAGENET
+    args.preprocessing = wanted.resized(**sizes)
+    args.image_size = args.preprocessing.image_size

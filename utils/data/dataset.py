@@ -1,6 +1,8 @@
 """What a loader worker does: read, decode and crop a batch of images."""
 
+import os
 import random
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,6 +59,7 @@ class ImageBatches(Dataset):
     ):
         self.index, self.size, self.seed, self.train = index, size, seed, train
         self.crop_scale, self.resize = crop_scale, resize
+        self.interpolation = "bilinear"
         self.augment: Callable[[Tensor], Tensor] | None = None
         self.regions = train  # decode no more than a crop needs, where that is possible
 
@@ -91,7 +94,9 @@ class ImageBatches(Dataset):
 
     def _read(self, image: int, reading: Reading) -> bytes:
         began = time.perf_counter()
-        with open(self.index.path(image), "rb", buffering=0) as file:
+        with open(self.index.path(image), "rb", buffering=0, opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError("it is a pipe or a device, not a file")
             data = file.readall()
         reading.files += 1
         reading.bytes += len(data)
@@ -112,7 +117,8 @@ class ImageBatches(Dataset):
         view = self._part(data, epoch, wanted) if self.regions else None
         if view is None:
             image = im.decode(data)
-            view = im.view(image, self._cut(tuple(image.shape[1:]), epoch, wanted))
+            cut = self._cut(tuple(image.shape[1:]), epoch, wanted)
+            view = im.view(image, cut, self.interpolation)
         if not (self.train and self.augment):
             return view
         # Without workers this is the training process, whose own random state must not be touched.
@@ -129,4 +135,10 @@ class ImageBatches(Dataset):
         pixels = jpeg.decode(cut.box)
         if pixels is None:
             return None
-        return im.view(pixels, cut._replace(box=(0, 0, *pixels.shape[1:])))
+        whole = cut._replace(box=(0, 0, *pixels.shape[1:]))
+        return im.view(pixels, whole, self.interpolation)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    # A pipe that nobody writes into would hold the worker up for ever; files are as without it.
+    return os.open(path, flags | os.O_NONBLOCK)

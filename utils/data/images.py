@@ -119,8 +119,10 @@ def eval_cut(shape: tuple[int, int], size: int, short: int | None = None) -> Cut
     return Cut(box, target, (top, left, size, size), False)
 
 
-def crop_and_resize(image: Tensor, box: Box, size: tuple[int, int]) -> Tensor:
-    """Cut ``box`` out of a decoded image and resize it (bilinear, antialiased).
+def crop_and_resize(
+    image: Tensor, box: Box, size: tuple[int, int], interpolation: str = "bilinear"
+) -> Tensor:
+    """Cut ``box`` out of a decoded image and resize it, antialiased (bilinear or bicubic).
 
     image: uint8 [3, height, width] as `decode` gives it. Returns: uint8 [*size, 3].
     """
@@ -129,13 +131,13 @@ def crop_and_resize(image: Tensor, box: Box, size: tuple[int, int]) -> Tensor:
     # is channels-last, and cost half of the speed.
     crop = image.permute(1, 2, 0)[top : top + height, left : left + width][None]
     crop = crop.permute(0, 3, 1, 2)
-    out = F.interpolate(crop, size=size, mode="bilinear", antialias=True)
+    out = F.interpolate(crop, size=size, mode=interpolation, antialias=True)
     return out[0].permute(1, 2, 0)
 
 
-def view(image: Tensor, cut: Cut) -> Tensor:
+def view(image: Tensor, cut: Cut, interpolation: str = "bilinear") -> Tensor:
     """What ``cut`` says of ``image`` (uint8 [3, height, width]): uint8 [height, width, 3]."""
-    out = crop_and_resize(image, cut.box, cut.size)
+    out = crop_and_resize(image, cut.box, cut.size, interpolation)
     top, left, height, width = cut.window
     out = out[top : top + height, left : left + width]
     return out.flip(1) if cut.mirrored else out

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from utils.data import augment
 from utils.data.dataset import ImageBatches, Reading
 from utils.data.index import ImageIndex, check_same_classes, class_folders, select_classes
+from utils.data.preprocessing import MEAN, STD, Channels, Preprocessing
 from utils.data.workers import WorkerContext
 from utils.errors import UserError
 from utils.metrics import UNREADABLE
@@ -23,9 +24,6 @@ from utils.processes.distributed import World, check_alike, first_on_node, gathe
 from utils.samplers import EvalSampler, TrainSampler
 
 log = logging.getLogger(__name__)
-
-MEAN = (0.485, 0.456, 0.406)  # ImageNet's, per channel, for pixels in 0..1
-STD = (0.229, 0.224, 0.225)
 
 
 @dataclass
@@ -84,10 +82,7 @@ class Batches:
         self.start_count()
         cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device) if cuda else None
-        scale = torch.tensor([1 / (255 * s) for s in STD])
-        shift = torch.tensor([-m / s for m, s in zip(MEAN, STD, strict=True)])
-        self.scale = scale.view(1, 3, 1, 1).to(self.device)
-        self.shift = shift.view(1, 3, 1, 1).to(self.device)
+        self._normalise_by(MEAN, STD)
         self.loader = DataLoader(
             dataset,
             batch_sampler=sampler,
@@ -100,6 +95,18 @@ class Batches:
             multiprocessing_context=WorkerContext() if workers else None,
             persistent_workers=workers > 0,
         )
+
+    def use(self, wanted: Preprocessing) -> None:
+        """Make the images as ``wanted`` says. Before the first one: workers keep what they have."""
+        self.dataset.size, self.dataset.resize = wanted.image_size, wanted.val_resize_size
+        self.dataset.interpolation = wanted.interpolation
+        self._normalise_by(wanted.mean, wanted.std)
+
+    def _normalise_by(self, mean: Channels, std: Channels) -> None:
+        scale = torch.tensor([1 / (255 * s) for s in std])
+        shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)])
+        self.scale = scale.view(1, 3, 1, 1).to(self.device)
+        self.shift = shift.view(1, 3, 1, 1).to(self.device)
 
     def start_count(self) -> None:
         """Count waiting and reading from now on."""
@@ -148,7 +155,7 @@ class Batches:
             raise UserError(str(self.bad.error()))
 
     def _normalise(self, images: Tensor) -> Tensor:
-        """uint8 [n, s, s, 3] to (x / 255 - MEAN) / STD as ``dtype`` [n, 3, s, s].
+        """uint8 [n, s, s, 3] to (x / 255 - mean) / std as ``dtype`` [n, 3, s, s].
 
         One kernel, which computes in float32 and rounds once.
         """
@@ -177,6 +184,12 @@ class Loaders:
     train: Batches | None = None
     val: Batches | None = None
     test: Batches | None = None
+
+    def use(self, wanted: Preprocessing) -> None:
+        """`Batches.use` for all parts."""
+        for part in (self.train, self.val, self.test):
+            if part is not None:
+                part.use(wanted)
 
 
 def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
@@ -218,18 +231,18 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
             sampler = TrainSampler(len(index), args.batch_size, ranks, args.accum_steps, args.seed)
         else:
             sampler = EvalSampler(len(index), args.batch_size, ranks)
-        dataset = ImageBatches(
-            index, args.image_size, args.seed, train, args.crop_scale, args.val_resize_size
-        )
+        dataset = ImageBatches(index, args.image_size, args.seed, train, args.crop_scale)
         if train:
             dataset.augment = augment.build(args.auto_augment, args.random_erasing)
         bad = BadFiles(index, args.max_bad_files)
         place = (world.device, args.memory_format, dtype)
         return Batches(dataset, sampler, bad, place, workers)
 
-    return Loaders(
+    loaders = Loaders(
         classes,
         train=None if args.evaluate else batches("train", train=True),
         val=batches("val", train=False),
         test=batches("test", train=False) if "test" in parts else None,
     )
+    loaders.use(args.preprocessing)
+    return loaders

@@ -5,6 +5,7 @@ utils/run/snapshots.py writes them. Reading runs no code that a file may hold.
 
 import argparse
 import logging
+import stat
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +16,10 @@ from torch import Tensor, nn
 
 from utils.errors import UserError
 from utils.processes.distributed import World, from_main
-from utils.run import elastic
+from utils.run import contents, elastic
 from utils.run.snapshots import candidates, check_whole
 
 log = logging.getLogger(__name__)
-
-_PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums", "printed")
 
 
 class Stateful(Protocol):
@@ -40,6 +39,7 @@ class TrainState:
     is a dictionary an epoch, ``best`` that of the best one. The order
     of samples, augmentation and dropout are functions of seed and position, so no random state
     needs keeping. ``weights`` saves the model as float32 where it trains in another precision.
+    ``preprocessing`` is that of its images (see `utils.data.preprocessing`), as plain values.
     """
 
     model: nn.Module
@@ -54,6 +54,7 @@ class TrainState:
     history: list[dict[str, float]] = field(default_factory=list)
     sums: list[float] | None = None
     printed: list[float] | None = None
+    preprocessing: dict[str, Any] | None = None
     clock: float | None = None  # when ``elapsed`` was brought up to date
 
     def tick(self) -> None:
@@ -87,9 +88,10 @@ def snapshot_of(
         "model": weights,
         "optimizer": state.optimizer.state_dict(),
         "scaler": state.scaler.state_dict(),
-        "progress": {name: getattr(state, name) for name in _PROGRESS},
+        "progress": {name: getattr(state, name) for name in contents.PROGRESS},
         "options": options,
         "classes": classes,
+        "preprocessing": state.preprocessing,
     }
 
 
@@ -104,15 +106,19 @@ def best_of(
         "epoch": state.best["epoch"],
         "top1": state.best["top1"],
         "top5": state.best["top5"],
+        "preprocessing": state.preprocessing,
     }
 
 
 def read(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU; no code in it is run. Raises `UserError` if that fails."""
-    if not path.exists():
-        raise UserError(f"there is no snapshot {path}")
     try:
+        # Opening a pipe that nobody writes into would wait for ever.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UserError(f"{path} cannot be read as a checkpoint: it is no regular file")
         check_whole(path)
+    except FileNotFoundError:
+        raise UserError(f"there is no snapshot {path}") from None
     except OSError as fault:
         raise UserError(f"{path} cannot be read ({fault.strerror})") from fault
     try:
@@ -160,29 +166,33 @@ def resume(
     content = from_main(lambda: read_latest(path) if path else None, world)
     if content is None:
         return False
-    saved = content.get("options", content)
-    if isinstance(arch := saved.get("arch"), str) and arch != args.arch:
+    saved = contents.options(content, path)
+    if isinstance(arch := content.get("arch", saved.get("arch")), str) and arch != args.arch:
         raise UserError(f"{path} is a {arch}: use -a {arch} to load it", alike=True)
-    _check_classes(content.get("classes"), classes, path)
+    _check_classes(contents.classes(content, path), classes, path)
     changed = _changed_options(saved, args)
-    if "progress" in content and not args.evaluate and args.start_epoch is None:
+    whole = "progress" in content
+    if whole and not args.evaluate and args.start_epoch is None:
         _check_options(changed, saved, path)
-    weights = content.get("model", content.get("state_dict", content))
-    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
-        raise UserError(f"{path} holds no model weights", alike=True)
-    state.load_weights({_plain_name(name): value for name, value in weights.items()})
+    state.preprocessing = contents.preprocessing(content, path)
+    weights, note = contents.weights(content, path)
+    if note and world.is_main:
+        log.info(note)
+    _load_weights(state, weights, args)
     if args.evaluate:
         return False
+    progress = contents.progress(content, path) if whole else {}
+    scaler = contents.loss_scale(content, state.scaler.state_dict(), path)
     if "optimizer" in content:
-        _load_optimizer(state.optimizer, content["optimizer"], path)
-    _load_scaler(state.scaler, content)
-    if "progress" not in content:
-        _read_foreign_progress(state, content)
+        state.optimizer.load_state_dict(contents.momentum(content, state.optimizer, path))
+    state.scaler.load_state_dict(scaler)
+    if not whole:
+        _read_foreign_progress(state, content, path, world)
         return False
     global_batch = state.global_batch
     # Snapshots of earlier versions do not have it: the next line is of the steps after the resume.
-    state.printed = content["progress"].get("sums")
-    for name, value in content["progress"].items():
+    state.printed = progress.get("sums")
+    for name, value in progress.items():
         setattr(state, name, value)
     repeated = _rescale_position(state, global_batch)
     if repeated and world.is_main:
@@ -198,6 +208,17 @@ def resume(
     if not world.is_main:
         state.sums = None  # they are of all ranks: only one may bring them in again
     return True
+
+
+def _load_weights(state: TrainState, weights: dict[str, Tensor], args: Any) -> None:
+    try:
+        state.load_weights(weights)
+    except UserError as fault:
+        # Some models have weights for each place of the image.
+        size = (state.preprocessing or {}).get("image_size")
+        if size in (None, getattr(args, "image_size", None)):
+            raise
+        raise UserError(f"{fault}; it was trained with --image-size {size}", alike=True) from None
 
 
 def _check_classes(saved: Any, classes: list[str] | None, path: Path | None) -> None:
@@ -220,7 +241,8 @@ _PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "
 
 def _changed_options(saved: dict[str, Any], args: Any) -> list[str]:
     now = vars(args)
-    return [key for key in saved if key in now and key not in _PLACES and saved[key] != now[key]]
+    free = (*_PLACES, *getattr(args, "untyped", ()))  # where the snapshot decides
+    return [key for key in saved if key in now and key not in free and saved[key] != now[key]]
 
 
 def _check_options(changed: list[str], saved: dict[str, Any], path: Path | None) -> None:
@@ -238,45 +260,19 @@ def _check_options(changed: list[str], saved: dict[str, Any], path: Path | None)
         )
 
 
-def _plain_name(name: str) -> str:
-    return name.removeprefix("module.")
-
-
-def _load_optimizer(optimizer: Any, saved: dict[str, Any], path: Path | None) -> None:
-    """Take over the saved momentum, but no hyperparameters: those are the command line's."""
-    groups = optimizer.state_dict()["param_groups"]
-    theirs = [len(group["params"]) for group in saved["param_groups"]]
-    if theirs != [len(group["params"]) for group in groups]:
-        raise UserError(f"the optimiser state in {path} is of another model", alike=True)
-    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
-
-
-def _load_scaler(scaler: Stateful, content: dict[str, Any]) -> None:
-    """Take over the loss scale, whichever script, or Apex's ``amp.state_dict()``, has saved it."""
-    saved = content.get("scaler") or content.get("amp") or {}
-    saved = saved.get("loss_scaler0", saved)
-    alike = {
-        "scale": ("scale", "loss_scale"),
-        "clean_steps": ("clean_steps", "_growth_tracker", "unskipped"),
-        "_growth_tracker": ("clean_steps", "_growth_tracker", "unskipped"),
-    }
-    state = scaler.state_dict()
-    for key in state:
-        for name in alike.get(key, (key,)):
-            if name in saved:
-                state[key] = saved[name]
-    scaler.load_state_dict(state)
-
-
-def _read_foreign_progress(state: TrainState, content: dict[str, Any]) -> None:
+def _read_foreign_progress(
+    state: TrainState, content: dict[str, Any], path: Path | None, world: World
+) -> None:
     if "optimizer" not in content:
         return  # weights only: a start, not a continuation
-    # pytorch/examples counts finished epochs; torchvision's references, whose files have an
-    # "lr_scheduler", number the last one from 0.
-    state.epoch = int(content.get("epoch", 0)) + ("lr_scheduler" in content)
-    best = content.get("best_acc1", content.get("best_prec1"))
-    if best is not None:
-        state.best = {"top1": float(best), "top5": float("nan"), "epoch": state.epoch}
+    state.epoch = contents.finished_epochs(content, path)
+    best = contents.accuracy(content)
+    if best is not None and world.is_main:
+        # Perhaps of other images, and then no epoch here might ever be better.
+        log.info(
+            f"note: {path} names a best top-1 of {best:.2f} %, measured elsewhere; best.pt will be "
+            "the best epoch from here on"
+        )
 
 
 def _rescale_position(state: TrainState, global_batch: int) -> int:

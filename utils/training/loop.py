@@ -3,8 +3,10 @@
 Knows nothing of DDP, AMP or Apex: those are in the scripts, too.
 """
 
+import logging
 import time
 
+from utils.data.preprocessing import Preprocessing
 from utils.errors import INTERRUPTED, UserError
 from utils.instruments.status_file import StatusFile
 from utils.instruments.watch import Watch
@@ -19,6 +21,8 @@ from utils.training.session import Predict, Session
 from utils.training.spot import SpotWatch
 from utils.training.stopping import Reason, StopRequest
 
+log = logging.getLogger(__name__)
+
 
 def resume(session: Session) -> None:
     """Load what ``--resume`` names, if anything. Raises: `UserError`."""
@@ -28,6 +32,29 @@ def resume(session: Session) -> None:
     session.resumed = checkpoint.resume(state, args, session.world, run.snapshot, classes)
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums = args.start_epoch, 0, None
+    _settle_preprocessing(session)
+
+
+def _settle_preprocessing(session: Session) -> None:
+    """Let the images be as the checkpoint wants them, but for the sizes that were typed."""
+    args, state, run = session.args, session.state, session.run
+    typed = {
+        name: None if name in args.untyped else getattr(args, name)
+        for name in ("image_size", "val_resize_size")
+    }
+    wanted, source = args.preprocessing, "the pretrained weights want them"
+    if state.preprocessing is not None:
+        try:
+            wanted = Preprocessing.of(state.preprocessing).resized(**typed)
+        except ValueError as fault:
+            raise UserError(f"{run.snapshot} says of its images: {fault}", alike=True) from None
+        source = f"in {run.snapshot}"
+    if args.pretrained or wanted != args.preprocessing:
+        log.info(f"images as {source}: {wanted}")
+    session.loaders.use(wanted)
+    state.preprocessing = wanted.as_dict()
+    args.preprocessing, args.image_size = wanted, wanted.image_size
+    run.options["image_size"] = wanted.image_size
 
 
 def begin(session: Session) -> None:

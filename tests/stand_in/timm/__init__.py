@@ -12,6 +12,7 @@ import os
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 from torch import Tensor, nn
 
@@ -43,6 +44,21 @@ def note(images: Tensor, folder: Path) -> None:
 
 def list_models() -> list[str]:
     return list(MODELS)
+
+
+def is_model_pretrained(name: str) -> bool:
+    return name == "tiny_plain"
+
+
+def get_pretrained_cfg(name: str) -> SimpleNamespace:
+    """Like timm's PretrainedCfg for most of its vision transformers."""
+    return SimpleNamespace(
+        input_size=(3, 40, 40),
+        crop_pct=0.9,
+        interpolation="bicubic",
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+    )
 
 
 def create_model(name: str, pretrained: bool = False, num_classes: int = 1000) -> nn.Module:

@@ -1,0 +1,246 @@
+"""Images as pretrained weights want them, from the weights' own description to a run and back."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import python, summary
+from PIL import Image
+from running import snapshot, tiny
+from test_images import picture
+from torchvision.models import get_model_weights
+
+from utils import models, options
+from utils.data import images as im
+from utils.data.dataset import ImageBatches
+from utils.data.index import ImageIndex
+from utils.data.loaders import BadFiles, Batches
+from utils.data.preprocessing import IMAGENET, MEAN, STD, Preprocessing
+from utils.errors import UserError
+from utils.samplers import Batch, EvalSampler
+from utils.training import loop
+
+HALVES = (0.5, 0.5, 0.5)
+PLACE = (torch.device("cpu"), torch.contiguous_format, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("arch", "expected"),
+    [
+        ("alexnet", IMAGENET),
+        ("resnet50", Preprocessing(MEAN, STD, "bilinear", 224, 232)),
+        ("inception_v3", Preprocessing(MEAN, STD, "bilinear", 299, 342)),
+        ("swin_t", Preprocessing(MEAN, STD, "bicubic", 224, 232)),
+        ("efficientnet_b3", Preprocessing(MEAN, STD, "bicubic", 300, 320)),
+        ("efficientnet_v2_l", Preprocessing(HALVES, HALVES, "bicubic", 480, 480)),
+        ("vit_h_14", Preprocessing(MEAN, STD, "bicubic", 518, 518)),
+    ],
+)
+def test_what_weights_of_torchvision_want(arch, expected):
+    assert models.preprocessing(arch) == expected
+
+
+def test_every_model_of_torchvision_says_what_it_wants():
+    for arch in models.names():
+        wanted = models.preprocessing(arch)
+        assert wanted.resized(None, None) == wanted == Preprocessing.of(wanted.as_dict())
+
+
+@pytest.mark.parametrize(
+    ("share", "short", "named", "taken"),
+    [
+        (0.9, 248, "bicubic", "bicubic"),  # timm rounds down
+        (0.875, 256, "bilinear", "bilinear"),
+        (1.0, 224, "lanczos", "bicubic"),
+    ],
+)
+def test_what_weights_of_timm_want(monkeypatch, share, short, named, taken):
+    config = SimpleNamespace(
+        input_size=(3, 224, 224), crop_pct=share, interpolation=named, mean=HALVES, std=HALVES
+    )
+    timm = SimpleNamespace(
+        get_pretrained_cfg=lambda name: config,
+        is_model_pretrained=lambda name: name == "tinynet_e",
+    )
+    monkeypatch.setattr(models, "timm", timm)
+    assert models.preprocessing("tinynet_e") == Preprocessing(HALVES, HALVES, taken, 224, short)
+    with pytest.raises(UserError, match="no pretrained weights of tinynet_f"):
+        models.preprocessing("tinynet_f")
+
+
+# ---- pixels
+
+
+@pytest.fixture
+def index(tmp_path) -> ImageIndex:
+    """A photograph-like JPEG, upright, and one lying on its side."""
+    (tmp_path / "c").mkdir()
+    for number, shape in enumerate([(640, 480), (500, 700)]):
+        picture(*shape, seed=number).save(tmp_path / "c" / f"{number}.jpg", quality=95)
+    return ImageIndex(tmp_path, ["c"])
+
+
+def evaluated(index, wanted, workers) -> torch.Tensor:
+    """All images as evaluation sees them. In a function: a failing test would keep the workers."""
+    dataset = ImageBatches(index, 224, 0, train=False)
+    sampler = EvalSampler(len(index), len(index), (0, 1))
+    batches = Batches(dataset, sampler, BadFiles(index, 0), PLACE, workers)
+    batches.use(wanted)
+    ((found, _),) = batches
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("arch", ["alexnet", "resnet50", "swin_t", "efficientnet_v2_l"])
+def test_pixels_are_those_of_torchvisions_own_transforms(index, arch, workers):
+    found = evaluated(index, models.preprocessing(arch), workers)
+    transform = get_model_weights(arch).DEFAULT.transforms()
+    for number in range(2):
+        expected = transform(Image.open(index.path(number)).convert("RGB"))
+        levels = (found[number] - expected).abs() * 255 * torch.tensor(transform.std)[:, None, None]
+        assert levels.mean() < 0.3
+        assert levels.max() < 1.01, "no more than another rounding"
+
+
+@pytest.mark.parametrize("regions", [True, False])
+def test_training_crops_are_resized_alike(index, regions):
+    dataset = ImageBatches(index, 224, 0, train=True)
+    dataset.regions = regions
+    batch = Batch(0, np.arange(2))
+    plain = dataset.__getitems__(batch)[0]
+    dataset.interpolation = "bicubic"
+    found = dataset.__getitems__(batch)[0]
+    for number in range(2):
+        image = im.decode(Path(index.path(number)).read_bytes())
+        cut = dataset._cut(tuple(image.shape[1:]), 0, number)
+        assert torch.equal(found[number], im.view(image, cut, "bicubic"))
+        assert torch.equal(plain[number], im.view(image, cut))
+    assert not torch.equal(found, plain)
+
+
+# ---- sizes that somebody types, and what a file says
+
+
+def parse(monkeypatch, folder, *line):
+    monkeypatch.setattr(sys, "argv", ["imagenet_nd.py", *map(str, line), str(folder)])
+    return options.parse(options.build_parser("", "images"))
+
+
+@pytest.mark.parametrize(
+    ("line", "size", "short", "untyped"),
+    [
+        ((), 224, 256, ("image_size", "val_resize_size")),
+        (("--image-size", 112), 112, 128, ("val_resize_size",)),
+        (("--val-resize-size", 224), 224, 224, ("image_size",)),
+        (("--pretrained",), 299, 342, ("image_size", "val_resize_size")),
+        (("--pretrained", "--image-size", 224), 224, 256, ("val_resize_size",)),
+        (("--pretrained", "--val-resize-size", 300), 299, 300, ("image_size",)),
+    ],
+)
+def test_typed_sizes_win(monkeypatch, folder, line, size, short, untyped):
+    args = parse(monkeypatch, folder, "-a", "inception_v3", *line)
+    assert args.preprocessing == Preprocessing(image_size=size, val_resize_size=short)
+    assert (args.image_size, args.untyped) == (size, untyped)
+
+
+def test_a_crop_larger_than_its_image_is_refused(monkeypatch, folder):
+    with pytest.raises(UserError, match=r"size 280 is smaller than the crop, --image-size 299"):
+        parse(monkeypatch, folder, "-a", "inception_v3", "--pretrained", "--val-resize-size", 280)
+
+
+def test_without_pretrained_weights_evaluation_sees_what_it_always_saw():
+    for size in range(8, 700):
+        assert IMAGENET.resized(size, None).val_resize_size == round(size * im.EVAL_RATIO)
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        [1, 2],
+        {"mean": 0.5},
+        {"std": [0.5, 0.5, 0.0]},
+        {"std": [0.5, 0.5, "x"]},
+        {"mean": [0.5, 0.5, float("nan")]},
+        {"interpolation": "cubic"},
+        {"interpolation": ["bicubic"]},
+        {"image_size": 0},
+        {"image_size": "224"},
+        {"image_size": 224, "val_resize_size": 200},
+        {"colour": "blue"},
+    ],
+    ids=str,
+)
+def test_what_no_run_has_saved_is_refused(saved):
+    with pytest.raises(ValueError, match=r"\w"):
+        Preprocessing.of(saved)
+
+
+def settle(args, saved):
+    """What `loop.resume` makes of a checkpoint's preprocessing: the loaders', the run's options."""
+    used, state = [], SimpleNamespace(preprocessing=saved)
+    run = SimpleNamespace(snapshot="best.pt", options={"image_size": args.image_size})
+    session = SimpleNamespace(
+        args=args, state=state, run=run, loaders=SimpleNamespace(use=used.append)
+    )
+    loop._settle_preprocessing(session)
+    assert Preprocessing.of(state.preprocessing) == args.preprocessing == used[0]
+    assert run.options == {"image_size": args.image_size}
+    assert args.image_size == used[0].image_size
+    return used[0]
+
+
+OF_FILE = Preprocessing(HALVES, HALVES, "bicubic", 100, 110)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ((), OF_FILE),
+        (("--pretrained",), OF_FILE),
+        (("--image-size", 224), Preprocessing(HALVES, HALVES, "bicubic", 224, 246)),
+        (("--val-resize-size", 240), Preprocessing(HALVES, HALVES, "bicubic", 100, 240)),
+    ],
+)
+def test_a_checkpoint_decides_but_for_typed_sizes(monkeypatch, folder, logged, line, expected):
+    args = parse(monkeypatch, folder, "-a", "inception_v3", *line)
+    assert settle(args, OF_FILE.as_dict()) == expected
+    assert logged == [f"images as in best.pt: {expected}"]
+
+
+def test_without_a_checkpoint_the_command_line_decides(monkeypatch, folder, logged):
+    args = parse(monkeypatch, folder, "-a", "inception_v3")
+    assert settle(args, None) == IMAGENET
+    assert logged == []
+    args = parse(monkeypatch, folder, "-a", "inception_v3", "--pretrained")
+    wanted = models.preprocessing("inception_v3")
+    assert settle(args, None) == wanted
+    assert logged == [f"images as the pretrained weights want them: {wanted}"]
+
+
+def test_a_checkpoint_that_says_nonsense_of_its_images_is_a_sentence(monkeypatch, folder):
+    args = parse(monkeypatch, folder)
+    with pytest.raises(UserError, match=r"best\.pt says of its images: interpolation 'cubic'"):
+        settle(args, {"interpolation": "cubic"})
+
+
+def test_a_run_evaluates_its_model_with_the_images_that_it_was_trained_on(folder, tmp_path):
+    model, env = tiny()
+    line = (*model, "-j", 1, "--output-dir", tmp_path, folder)
+    done = python("imagenet_nd.py", *line, "--pretrained", "--epochs", 1, "--name", "a", **env)
+    assert done.code == 0, done.err
+    told = "40 pixels (evaluation: the centre of 44), bicubic, mean 0.5 0.5 0.5, std 0.5 0.5 0.5"
+    assert f"images as the pretrained weights want them: {told}\n" in done.out
+    run = tmp_path / "a"
+    wanted = Preprocessing(HALVES, HALVES, "bicubic", 40, 44)
+    for name in ("snapshot.pt", "best.pt"):
+        assert Preprocessing.of(snapshot(run, name)["preprocessing"]) == wanted
+    assert snapshot(run)["options"]["image_size"] == 40
+    best = ("-e", "--resume", run / "best.pt")
+    done = python("imagenet_nd.py", *line, *best, "--name", "e", **env)
+    assert done.code == 0, done.err
+    assert f"images as in {run / 'best.pt'}: {told}\n" in done.out
+    assert "changed since" not in done.out
+    assert summary(tmp_path / "e")["val_loss"] == summary(run)["val_loss"]
