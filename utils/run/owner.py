@@ -58,7 +58,7 @@ class Claim:
             ours = self._try()
         except OSError as fault:
             raise UserError(
-                f"cannot write the run directory {self.folder}: {fault.strerror}"
+                f"cannot write into the run directory {self.folder} ({fault.strerror})"
             ) from None
         if ours:
             # Also after an error: supervise.run_main ends a process this way.
@@ -79,13 +79,8 @@ class Claim:
         if not self.text:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.text = json.dumps(_this_process(self.folder)) + "\n"
-        try:
-            # O_EXCL: of several that try, also from several machines, one succeeds.
-            with open(self.path, "x") as file:
-                file.write(self.text)
+        if self._create():
             return True
-        except FileExistsError:
-            pass
         try:
             text = self.path.read_text()
             seen = text, self.path.stat().st_mtime_ns
@@ -114,6 +109,20 @@ class Claim:
                 flush=True,
             )
         return False
+
+    def _create(self) -> bool:
+        """Make the file. Of several that try, also from several machines, one gets True."""
+        try:
+            file = open(self.path, "x")  # O_EXCL
+        except FileExistsError:
+            return False
+        try:
+            with file:
+                file.write(self.text)
+        except OSError:  # the disk is full
+            self.path.unlink()
+            raise
+        return True
 
     def _is_alive(self, record: dict[str, Any], seen: tuple[str, int]) -> bool | None:
         """Whether the owner lives; None: not known yet."""
@@ -146,9 +155,8 @@ class Claim:
                 pass
             if file.read() == dead:
                 file.seek(0)
-                file.truncate()
                 file.write(self.text)
-                file.flush()
+                file.truncate()
 
     def _keep(self) -> None:
         """Touch the file until the end; end this process if it is another's meanwhile."""
@@ -159,8 +167,8 @@ class Claim:
                     os.utime(self.path)
                     continue
             except OSError:  # removed by hand, or the disk is in trouble: training goes on
-                with contextlib.suppress(OSError), open(self.path, "x") as file:
-                    file.write(self.text)
+                with contextlib.suppress(OSError):
+                    self._create()
                 continue
             if record := _parsed(text):
                 show(

@@ -154,8 +154,8 @@ class Run:
         # What is here may be newer than what the store has: the last process died while sending.
         for name in (OPTIONS, BEST, SNAPSHOT):
             self.store.upload(self.folder / name)
-        self.writer = SummaryWriter(str(self.folder))
-        if facts is not None:
+        if facts is not None:  # without curves, an event file would make it a run to compare
+            self.writer = tensorboard.open_writer(self.folder)
             for summary in tensorboard.entry(self.options | facts, self.folder.name):
                 self.writer.file_writer.add_summary(summary, 0)
             self.writer.add_custom_scalars(tensorboard.LAYOUT)
@@ -187,12 +187,15 @@ class Run:
                 "its curves have a gap"
             )
 
-    def epoch(self, record: dict[str, float]) -> None:
-        """Write an epoch's record (TensorBoard tags to values, and "epoch") and its line."""
+    def epoch(self, record: dict[str, float], left: str) -> None:
+        """Write an epoch's record (TensorBoard tags to values, and "epoch") and its line.
+
+        ``left``, for the end of the line, says how long the training will go on; "": no longer.
+        """
         tags = {tag: value for tag, value in record.items() if "/" in tag or tag == "Lr"}
         if self.has_gap:
             with contextlib.suppress(OSError):  # there may be room again
-                self.writer, self.has_gap = SummaryWriter(str(self.folder)), False
+                self.writer, self.has_gap = tensorboard.open_writer(self.folder), False
         self.scalars(tags, int(record["epoch"]), flush=True)
         log.info(
             f"Epoch {record['epoch']:.0f}/{self.args.epochs}"
@@ -201,6 +204,7 @@ class Run:
             f"  val: loss {record['Loss/val']:.4f} top-1 {record['Top1/val']:.2f}"
             f" top-5 {record['Top5/val']:.2f}"
             f"  lr {record['Lr']:.3g}  {record['Throughput/train']:.1f} images/s"
+            + (f"  left {left}" if left else "")
         )
 
     def finish(self, summary: dict[str, Any]) -> None:
