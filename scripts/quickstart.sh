@@ -7,6 +7,10 @@
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_help "$@"
+data=data/sample
+if [ $# -gt 0 ]; then # relative to where this is typed
+    data=$(CDPATH='' cd -- "$1" 2>/dev/null && pwd) || fail "there is no folder $1"
+fi
 cd "$root"
 started=$SECONDS
 say() { printf '\n== %s\n' "$*"; }
@@ -17,13 +21,23 @@ echo "using $PYTHON"
 
 say "2/4 data"
 if [ $# -gt 0 ]; then
-    data=$1
     echo "using $data"
 else
-    data=data/sample
     "$PYTHON" scripts/prepare_data.py sample "$data"
 fi
-label=quickstart_$(basename "$data")
+# Another data set of this name gets a number, whatever was trained on it before.
+label=$("$PYTHON" - "$data" <<'PYTHON'
+import itertools, json, pathlib, sys
+
+name = f"quickstart_{pathlib.Path(sys.argv[1]).name}"
+for number in itertools.count(1):
+    label = name if number == 1 else f"{name}.{number}"
+    options = pathlib.Path("runs", f"{label}_1", "options.json")
+    if not options.is_file() or json.loads(options.read_text())["data"] == sys.argv[1]:
+        break
+print(label)
+PYTHON
+)
 
 # On the CPU, threads that wait for each other should leave the cores to the loader workers.
 export OMP_WAIT_POLICY=passive
@@ -53,6 +67,7 @@ train "${label}_$processes-ddp" imagenet_ddp.py -g "$processes" -b $((32 / proce
 
 say "4/4 pictures"
 "$PYTHON" scripts/compare_runs.py "runs/${label}_1" "runs/${label}_$processes-ddp" \
+    --labels "1 process" "$processes process$([ "$processes" = 1 ] || echo es), DDP" \
     --out "runs/$label"
 
 say "done in $((SECONDS - started)) s"

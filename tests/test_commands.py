@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from compare import runs
 from conftest import ROOT, Result, shell, summary
 
+from utils.errors import UserError
 from utils.processes.network import free_port
 
 # The last of several equal options counts, so these shrink a line without changing its form.
@@ -81,6 +83,8 @@ def test_evaluate_a_best_model(trained, folder, tmp_path):
         f" --image-size 32 -b 5 -j 0 --output-dir {tmp_path}"
     )
     before, found = summary(trained), summary(only_run(tmp_path))
+    with pytest.raises(UserError, match="no event file"):  # nothing that compare_runs.py lists
+        runs.find_runs(tmp_path)
     assert found["finished_because"] == "evaluated"
     for key in ("val_images", "val_top1", "val_top5", "val_loss"):
         assert found[key] == before[key], key
@@ -124,7 +128,11 @@ def test_dummy_needs_no_data(tmp_path):
     found = summary(only_run(tmp_path))
     assert found["finished_because"] == "dummy"
     assert found["images_per_s"] > 0
-    assert f"{found['images_per_s']:.1f} images/s" in done.out
+    told = (
+        r"(?s)timing 20 steps of 2 images, after 5 to warm up.*"
+        r"first step took [\d.]+ s: done in \d+ s at most.*"
+    )
+    assert re.search(told + rf"{found['images_per_s']:.1f} images/s", done.out)
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,12 @@ def test_torchrun_restarts_go_on_from_the_snapshot(folder, tmp_path):
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with start("imagenet_ddp.py", *model, *options, launcher=launcher, **env) as run:
         run.until(r"Epoch 2/3 step +3/")
-        os.kill(workers(run, r" -u imagenet_ddp\.py")[0], signal.SIGKILL)
+        killed = workers(run, r" -u imagenet_ddp\.py")[0]
+        os.kill(killed, signal.SIGKILL)
         result = run.result()
     assert result.code == 0, result.out + result.err
     assert "restarted by torchrun (failures so far: 1)" in result.out
+    assert f"was left by process {killed} on" in result.out
     assert re.search(r"resumed from \S+: epoch 2, step 0", result.out)
     (only,) = tmp_path.iterdir()
     assert only.name.startswith("elastic_")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import SMALL, draw_folder, python, scalars, summary, train
 from PIL import Image
+from running import tiny
 from torchvision.models import get_model
 
 MANY = 2003  # a prime: no number of processes or batch size divides it
@@ -114,6 +115,26 @@ def test_unreadable_images_are_counted_and_named_in_the_log(tmp_path):
         named = f"unreadable image {path}"
         assert done.out.count(named) == 1, "once, not in every epoch"
         assert log.count(named) == 1, "train.log keeps what the console shows"
+
+
+def test_validation_without_a_readable_image_is_an_error(tmp_path):
+    """In a training, whose snapshot is kept, and alone; there are fewer than --max-bad-files."""
+    data = draw_folder(tmp_path / "data", train=6, val=2)
+    for path in (data / "val").glob("*/*"):
+        path.write_bytes(b"no image")
+    model, env = tiny()
+    line = ("imagenet_nd.py", *SMALL, *model, "-b", "5000", "--epochs", "2", "--output-dir")
+    done = python(*line, tmp_path, "--name", "blind", data, **env)
+    assert done.code == 2
+    assert f"none of the 6 images in {data / 'val'} could be read" in done.sentence
+    assert "global batch 18 (5000 per process x 1; the whole data set is one step)" in done.out
+    progress = torch.load(tmp_path / "blind" / "snapshot.pt", weights_only=True)["progress"]
+    assert (progress["epoch"], progress["step"]) == (0, 1)
+    alone = python(
+        "imagenet_ddp.py", *SMALL, *model, "-e", "-g", "2", "--output-dir", tmp_path, data, **env
+    )
+    assert alone.code == 2
+    assert "none of the 6 images" in alone.sentence
 
 
 # ---- a checkpoint of pytorch/examples

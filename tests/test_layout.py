@@ -14,7 +14,7 @@ FLOORS = ("training", "data", "instruments", "run", "amp", "processes")
 TORCH_FREE = (
     *("errors", "option_types", "atomic", "samplers", "schedules"),
     *("processes.agreement", "processes.network", "processes.supervise"),
-    *("data.listing", "data.index", "data.rgb", "run.figures", "run.provenance"),
+    *("data.listing", "data.index", "data.rgb", "run.figures", "run.owner", "run.provenance"),
 )
 # Sent to nodes as single files, whose Python may be 3.7 and have no package.
 SENT_TO_NODES = ("guard", "status", "cleanup")

@@ -7,9 +7,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import Result, draw_folder, python, scalars, summary, train
+
+from utils.training import report
 
 TAGS = {
     *("Loss/train", "Loss/val", "Top1/train", "Top1/val", "Top5/train", "Top5/val"),
@@ -199,7 +202,22 @@ def test_options_json_keeps_all_options_and_the_command(run, data):
 def test_log_keeps_every_line_of_the_console(trained, run):
     log = (run / "train.log").read_text().splitlines()
     assert log == trained.out.splitlines()
-    assert len([line for line in log if re.match(r"Epoch \d/3  train:", line)]) == 3
+    epochs = [line for line in log if re.match(r"Epoch \d/3  train:", line)]
+    assert len(epochs) == 3
+    left = [bool(re.search(r" images/s  left \d+:\d\d:\d\d$", line)) for line in epochs]
+    assert left == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "hours", "text"),
+    [(90, None, "13:20:00"), (90, 2, "1:30:00"), (12, 2, "0:20:00"), (10, 2, ""), (90, 0.1, "")],
+)
+def test_time_left_is_that_of_the_epochs_or_of_the_limit(epochs, hours, text):
+    """10 epochs took 10 minutes each but the first, which does not count; half an hour was used."""
+    history = [{"epoch": x, "Seconds": 600.0 if x > 1 else 9000.0} for x in range(1, 11)]
+    state = SimpleNamespace(history=history, epoch=10, elapsed=1800.0)
+    args = SimpleNamespace(epochs=epochs, train_time=hours)
+    assert report.time_left(args, state) == text
 
 
 def test_best_model_is_plain_torchvision_and_as_good_as_the_summary_says(run, plain):

@@ -188,29 +188,33 @@ def test_a_taken_name_is_refused(folder, tmp_path, server):
 # ---- faults of the store
 
 
-@pytest.mark.parametrize(
-    "fault", ["down", "bucket", pytest.param("credentials", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("fault", ["down", pytest.param("credentials", marks=pytest.mark.long)])
 def test_a_failing_store_is_told_once_and_training_ends_well(folder, tmp_path, server, fault):
     env = dict(server.env)
     if fault == "down":
         env["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{free_port()}"
     if fault == "credentials":
         env |= {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": str(tmp_path)}
-    url = "s3://wrong/prefix" if fault == "bucket" else URL
-    # A bucket that is not there has no snapshot: a run that is always started so may begin.
-    more = ("--resume", "auto") if fault == "bucket" else ()
-    result = attempt(folder, tmp_path, env, "--store", url, *more)
+    result = attempt(folder, tmp_path, env, "--store", URL)
     assert result.code == 0, result.err
     (warning,) = warnings(result)
     texts = {
         "down": env["AWS_ENDPOINT_URL"],
-        "bucket": "no bucket wrong",
         "credentials": "no credentials: set",
     }
     assert texts[fault] in warning
     assert "snapshot.pt, summary.json did not get to" in result.out
     assert summary(tmp_path / "run")["finished_because"] == "epochs"
+
+
+@pytest.mark.parametrize("more", [(), ("--resume", "auto")])
+def test_a_bucket_that_does_not_exist_is_refused_at_the_start(tmp_path, server, monkeypatch, more):
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    one = store.Store("s3://wrong/prefix", tmp_path / "run")
+    with pytest.raises(UserError, match="there is no bucket wrong"):
+        one.open(bool(more), ("best.pt", "snapshot.pt") if more else ())
+    assert one.thread is None
 
 
 @pytest.mark.long

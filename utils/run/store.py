@@ -162,7 +162,8 @@ class Store:
 
         ``wanted`` names files, the last one being the snapshot, that are brought from the store
         when the run's folder has no snapshot. ``goes_on``: the run may have files there already.
-        A store that fails is reported. Raises: `UserError` when continuing could overwrite a run.
+        A store that fails is reported. Raises: `UserError` when there is no such bucket, or when
+        continuing could overwrite a run.
         """
         if self.url is None:
             return
@@ -179,7 +180,12 @@ class Store:
                     )
                     log.info(f"took {self.url}/{name}")
         except Exception as fault:
-            if missing and _code(fault) != "NoSuchBucket":
+            if _code(fault) == "NoSuchBucket":  # and it will not come by itself
+                raise UserError(
+                    f"there is no bucket {self.bucket}, where --store {self.url} would be: make "
+                    "it, or correct the name"
+                ) from None
+            if missing:
                 raise UserError(
                     f"cannot tell whether {self.url} has a snapshot to continue from "
                     f"({_reason(fault, self.bucket)}): leave out --resume to begin anew"

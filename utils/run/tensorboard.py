@@ -6,6 +6,7 @@ folder below, without the curves. scripts/compare_runs.py reads a run's options 
 And points that a resumed run will write again are cut off.
 """
 
+import threading
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -32,6 +33,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import (
     SessionStartInfo,
 )
 from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import SummaryWriter
 
 from utils.atomic import save_atomically
 
@@ -74,8 +76,25 @@ LAYOUT = {
         "CPU utilisation, %": ["Multiline", ["^CPU/utilisation"]],
     },
 }
+_show_fault = threading.excepthook
 STEP_TAGS = "Step/"  # tags with x = 1000 x epoch; all others have x = epochs finished
 TEST_TAGS = "/test"  # the ends of the tags that are written once, when a run ends
+
+
+def open_writer(folder: Path) -> SummaryWriter:
+    """A writer of an event file in ``folder``. Raises: OSError, as its methods do.
+
+    Its thread, which ends with the first fault of the disk, hands that over to whoever calls the
+    next method, and then lets it go: without this, a traceback would stand beside our sentence.
+    """
+    threading.excepthook = _show_other_faults
+    return SummaryWriter(str(folder))
+
+
+def _show_other_faults(fault: threading.ExceptHookArgs) -> None:
+    of_writer = type(fault.thread).__module__.startswith("tensorboard.")
+    if not (of_writer and issubclass(fault.exc_type, OSError)):
+        _show_fault(fault)
 
 
 def entry(options: Mapping[str, Value], group: str) -> list[Summary]:

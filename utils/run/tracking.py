@@ -21,6 +21,7 @@ from utils.errors import UserError
 from utils.processes.distributed import World, from_main
 from utils.run import elastic, store, tensorboard
 from utils.run.console import LOG, Console
+from utils.run.owner import Claim
 from utils.run.snapshots import BEST, SNAPSHOT, latest
 
 Facts = dict[str, tensorboard.Value]
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def _directory(args: Any, plan: elastic.Plan, world: World, mode: str) -> Path:
-    """The run's directory; made, and refused if another run is in it. For rank 0."""
+    """The run's directory, which may not exist yet; refused if another run is in it. For rank 0."""
     root = Path(args.output_dir)
     snapshot = Path(plan.resume) if plan.resume and plan.resume != "auto" else None
     name = plan.name
@@ -54,12 +55,16 @@ def _directory(args: Any, plan: elastic.Plan, world: World, mode: str) -> Path:
         raise UserError(
             f"{folder} holds a run already: continue it with --resume, or choose another --name"
         )
+    return folder
+
+
+def _make(folder: Path) -> None:
+    """Make the run's directory and its log. For rank 0."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / LOG).touch()
     except OSError as fault:
         raise UserError(f"cannot write the run directory {folder}: {fault.strerror}") from None
-    return folder
 
 
 class Run:
@@ -71,6 +76,10 @@ class Run:
         plan = elastic.plan(args, world, OPTIONS)
         self.resume = plan.resume  # --resume, or what a restart has made of it
         self.folder = from_main(lambda: _directory(args, plan, world, mode), world)
+        self.claim: Claim | None = None  # nobody else trains here; in rank 0
+        if not args.evaluate and not args.dummy:
+            self._claim(patient=plan.note is not None)
+        from_main(lambda: _make(self.folder), world)
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
         self.options |= {"name": plan.name, "resume": plan.resume}
@@ -82,12 +91,22 @@ class Run:
         self.writer: SummaryWriter | None = None
         self.has_gap = False  # the writer was lost to a full disk
         self.is_training = False  # an entry is open in the event file
-        if plan.note:
-            log.info(plan.note)
+        for note in (plan.note, self.claim.note if self.claim else None):
+            if note:
+                log.info(note)
         self.stores = bool(args.store and not args.evaluate and not args.dummy)
         url = args.store if self.stores and world.is_main else None
         self.store = store.Store(url, self.folder)
         self.fetched: Path | None = from_main(self._open_store, world)
+
+    def _claim(self, patient: bool) -> None:
+        """Become the directory's owner. Raises `UserError` while another training is."""
+        claim = Claim(self.folder, patient)
+        # In short rounds, as the other ranks wait no longer than --dist-timeout for one.
+        while not from_main(claim.poll, self.world):
+            time.sleep(0.5)
+        if self.world.is_main:
+            self.claim = claim
 
     def _open_store(self) -> Path | None:
         """Get from the store what it has to resume from. Returns the file that a URL has given."""
@@ -135,8 +154,8 @@ class Run:
         # What is here may be newer than what the store has: the last process died while sending.
         for name in (OPTIONS, BEST, SNAPSHOT):
             self.store.upload(self.folder / name)
-        self.writer = SummaryWriter(str(self.folder))
-        if facts is not None:
+        if facts is not None:  # without curves, an event file would make it a run to compare
+            self.writer = tensorboard.open_writer(self.folder)
             for summary in tensorboard.entry(self.options | facts, self.folder.name):
                 self.writer.file_writer.add_summary(summary, 0)
             self.writer.add_custom_scalars(tensorboard.LAYOUT)
@@ -168,12 +187,15 @@ class Run:
                 "its curves have a gap"
             )
 
-    def epoch(self, record: dict[str, float]) -> None:
-        """Write an epoch's record (TensorBoard tags to values, and "epoch") and its line."""
+    def epoch(self, record: dict[str, float], left: str) -> None:
+        """Write an epoch's record (TensorBoard tags to values, and "epoch") and its line.
+
+        ``left``, for the end of the line, says how long the training will go on; "": no longer.
+        """
         tags = {tag: value for tag, value in record.items() if "/" in tag or tag == "Lr"}
         if self.has_gap:
             with contextlib.suppress(OSError):  # there may be room again
-                self.writer, self.has_gap = SummaryWriter(str(self.folder)), False
+                self.writer, self.has_gap = tensorboard.open_writer(self.folder), False
         self.scalars(tags, int(record["epoch"]), flush=True)
         log.info(
             f"Epoch {record['epoch']:.0f}/{self.args.epochs}"
@@ -182,6 +204,7 @@ class Run:
             f"  val: loss {record['Loss/val']:.4f} top-1 {record['Top1/val']:.2f}"
             f" top-5 {record['Top5/val']:.2f}"
             f"  lr {record['Lr']:.3g}  {record['Throughput/train']:.1f} images/s"
+            + (f"  left {left}" if left else "")
         )
 
     def finish(self, summary: dict[str, Any]) -> None:
@@ -190,6 +213,8 @@ class Run:
             self._finish(summary)
             self.store.upload(self.folder / SUMMARY)
         self.close_store()
+        if self.claim is not None:
+            self.claim.release()
 
     def _finish(self, summary: dict[str, Any]) -> None:
         # JSON has no NaN, and other programs read this file: what was not measured is null.

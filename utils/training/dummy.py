@@ -43,7 +43,14 @@ def time_step(session: Session, train_step: TrainStep) -> int:
         _wait_for_all(world)
         return time.perf_counter() - began
 
-    steps(WARMUP_STEPS)
+    log.info(
+        f"timing {TIMED_STEPS} steps of {global_batch} images, after {WARMUP_STEPS} to warm up ..."
+    )
+    first, rest = steps(1), WARMUP_STEPS - 1
+    # Not longer: the first step is the slowest, as it allocates, chooses kernels and compiles.
+    longest = first * (rest + TIMED_STEPS)
+    log.info(f"the first step took {first:.1f} s: done in {longest:.0f} s at most")
+    steps(rest)
     seconds = steps(TIMED_STEPS) / TIMED_STEPS
     if device.type == "cuda":
         memory = torch.cuda.max_memory_allocated(device)

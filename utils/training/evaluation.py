@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from utils.data.loaders import Batches
+from utils.errors import UserError
 from utils.metrics import UNREADABLE, Sums, to_metrics
 from utils.processes.distributed import copy_from_main
 from utils.run import checkpoint
@@ -24,7 +25,8 @@ def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, 
 
     The loss is plain cross entropy, whatever label smoothing training uses. Keys of the result:
     the ``.../val`` tags, "images" evaluated, and "unreadable", how many could not be. Raises:
-    `UserError` when too many images are unreadable, unless a training is under way, which stops.
+    `UserError` when too many images are unreadable, or all of them, unless a training is under way,
+    which stops.
     """
     world, sampler, stop = session.world, batches.sampler, session.stop
     if stop is not None and stop.reason:  # the epoch was cut short
@@ -52,9 +54,10 @@ def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, 
     seconds = time.perf_counter() - began
     session.run.console.stop_bar()
     batches.bad.share(world)
-    if batches.bad.too_many:
+    stopped = stop is not None and stop.reason
+    if batches.bad.too_many or not (total[3] or stopped):
         if stop is None:
-            raise batches.bad.error()
+            raise why_useless(batches)
         stop.reason = stop.reason or Reason.BAD_FILES
     if stop is not None and stop.reason:
         return None
@@ -74,6 +77,18 @@ def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, 
         "images": float(metrics.images),
         "unreadable": float(unreadable),
     }
+
+
+def why_useless(batches: Batches) -> UserError:
+    """What to raise in every rank for too many unreadable images, or when none is readable."""
+    bad = batches.bad
+    if bad.too_many:
+        return bad.error()
+    return UserError(
+        f"none of the {len(bad.index)} images in {bad.index.root} could be read, the last one "
+        f"{bad.index.path(max(bad.seen))}: check the disk and the copy of the data set",
+        alike=True,
+    )
 
 
 def evaluate_only(session: Session, predict: Predict) -> int:

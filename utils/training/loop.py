@@ -16,7 +16,7 @@ from utils.run.checkpoint import TrainState
 from utils.run.snapshots import SnapshotWriter
 from utils.training import report
 from utils.training.epoch import save_snapshot, why_diverged
-from utils.training.evaluation import test_best
+from utils.training.evaluation import test_best, why_useless
 from utils.training.session import Predict, Session
 from utils.training.spot import SpotWatch
 from utils.training.stopping import Reason, StopRequest
@@ -96,7 +96,7 @@ def close_epoch(
         return
     seconds = time.monotonic() - session.epoch_began
     is_best = _add_to_history(state, {**trained, **evaluated, "Seconds": seconds})
-    session.run.epoch(state.history[-1])
+    session.run.epoch(state.history[-1], report.time_left(args, state))
     session.epochs += 1
     if session.epochs == 1:
         report.input_path(session, trained)
@@ -147,9 +147,12 @@ def _why_ended_badly(session: Session) -> UserError | None:
     """The error with which a training ends; None if it ended as it should."""
     if session.ended_because is Reason.DIVERGED:
         return UserError(why_diverged(session), alike=True)
-    loaders = (session.train, session.loaders.val)
-    bad = [batches.bad for batches in loaders if batches.bad.too_many]
-    return bad[0].error() if bad else None
+    for batches in (session.train, session.loaders.val):
+        if batches.bad.too_many:
+            return batches.bad.error()
+    # Training has found replacements for its images, so it is those of validation.
+    useless = session.ended_because is Reason.BAD_FILES
+    return why_useless(session.loaders.val) if useless else None
 
 
 def _finish_snapshots(session: Session) -> str | None:

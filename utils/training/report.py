@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from utils import schedules
+from utils import samplers, schedules
 from utils.instruments import watch
 from utils.processes import supervise
 from utils.run import provenance
+from utils.run.checkpoint import TrainState
 from utils.run.figures import over_epochs
 from utils.training.session import Session
 from utils.training.stopping import Reason
@@ -31,9 +32,12 @@ def start(session: Session) -> None:
     factors = f"{args.batch_size} per process x {world.size}"
     if args.accum_steps > 1:
         factors += f" x {args.accum_steps} accumulation steps"
+    asked = samplers.global_batch(args.batch_size, world.size, args.accum_steps)
+    small = "; the whole data set is one step" if asked > global_batch else ""
     log.info(
         f"{sampler.images} images in {len(session.loaders.classes)} classes: "
-        f"{sampler.steps_per_epoch} steps per epoch, global batch {global_batch} ({factors}); "
+        f"{sampler.steps_per_epoch} steps per epoch, global batch {global_batch} ({factors}"
+        f"{small}); "
         f"evaluation on {session.loaders.val.sampler.images}"
     )
     scaled = schedules.scale_lr(args.lr, global_batch, args.lr_scaling)
@@ -165,6 +169,18 @@ def end(
         )
         speed = "" if rate is None else f", {rate:.1f} images/s"
         log.info(f"Training time {hours_minutes(state.elapsed)}, {best}{speed}: {why}")
+
+
+def time_left(args: Any, state: TrainState) -> str:
+    """How long the training will go on as 1:02:03, as far as epochs and --train-time tell; or "".
+
+    An epoch lasts as long as it typically did, evaluation included.
+    """
+    epoch = over_epochs(state.history, "Seconds") or 0.0
+    seconds = epoch * max(args.epochs - state.epoch, 0)
+    if args.train_time is not None:
+        seconds = min(seconds, 3600 * args.train_time - state.elapsed)
+    return hours_minutes(seconds) if seconds > 0 else ""
 
 
 def hours_minutes(seconds: float) -> str:

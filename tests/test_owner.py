@@ -1,0 +1,167 @@
+"""One owner of a run directory at a time, also after a crash and on a disk of several machines."""
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, python, scalars, summary, train
+from running import Running, eventually, start, tiny
+
+from utils.errors import UserError
+from utils.run import owner
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below ``folder``: relative path -> bytes."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_a_second_training_is_refused_while_the_first_lives_and_takes_its_place_after(
+    folder, tmp_path
+):
+    model, env = tiny(step_seconds=0.05)
+    where = ("--output-dir", tmp_path, "--name", "one", "--resume", "auto", folder)
+    line = (*model, "-b", "5", "-p", "1", "--epochs", "2", *where)
+    with start("imagenet_nd.py", *line, **env) as first:
+        first.until(r"Epoch 2/2 step +1/")
+        first.send(signal.SIGSTOP)  # what is stopped is not dead, and writes nothing meanwhile
+        before = contents(tmp_path)
+        refused = python("imagenet_nd.py", *line, "--image-size", "32", "-j", "0", **env)
+        assert refused.code == 2
+        for word in (tmp_path / "one", f"process {first.process.pid} on {socket.gethostname()}"):
+            assert str(word) in refused.sentence
+        assert contents(tmp_path) == before
+        assert refused.out == ""
+        first.send(signal.SIGKILL)
+        first.result()
+    second = train("imagenet_nd.py", *line, **env)
+    assert f"was left by process {first.process.pid} on" in second.out
+    assert "resumed from" in second.out
+    assert summary(tmp_path / "one")["epochs_done"] == 2
+    assert not (tmp_path / "one" / owner.OWNER).exists()
+    points = scalars(tmp_path / "one")["Loss/train"]
+    assert [x for x, _ in points] == [1, 2]
+
+
+def foreign(folder: Path, **changes: object) -> Path:
+    """The file of an owner on another machine."""
+    record = {"host": "far", "pid": 1, "since": "noon", "machine": "other boot", "started": "1"}
+    folder.mkdir(exist_ok=True)
+    path = folder / owner.OWNER
+    path.write_text(json.dumps(record | changes))
+    return path
+
+
+class Clock:
+    """Stands in for the module time of `owner`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 1000.0
+        monkeypatch.setattr(owner, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return 1e9 + self.now
+
+    def strftime(self, form: str) -> str:
+        return form
+
+    def touch(self, path: Path, ago: float = 0.0) -> None:
+        os.utime(path, (self.time() - ago,) * 2)
+
+
+@pytest.mark.parametrize(("ago", "seconds"), [(0, 60), (45, 15), (3600, 10), (-3600, 60)])
+def test_a_silent_owner_on_another_machine_is_followed(monkeypatch, tmp_path, ago, seconds):
+    """However old its file seems by this machine's clock, it is watched for a while."""
+    clock = Clock(monkeypatch)
+    clock.touch(foreign(tmp_path), ago)
+    claim = owner.Claim(tmp_path)
+    assert not claim.poll()
+    clock.now += seconds - 0.5
+    assert not claim.poll()
+    assert claim.note is None
+    clock.now += 0.5
+    assert not claim.poll()
+    assert claim.poll()
+    assert "process 1 on far, since noon" in claim.note
+    claim.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_owner_that_gives_a_sign_of_life_is_left_alone(monkeypatch, tmp_path):
+    clock = Clock(monkeypatch)
+    path = foreign(tmp_path)
+    clock.touch(path, ago=3600)  # its clock is an hour behind
+    before = path.read_text()
+    claims = [owner.Claim(tmp_path, patient) for patient in (False, True)]
+    assert not any(claim.poll() for claim in claims)
+    clock.now += 3
+    clock.touch(path, ago=3600)
+    with pytest.raises(UserError, match="process 1 on far"):
+        claims[0].poll()
+    assert not claims[1].poll()  # a restart: the attempt before it may be about to end
+    path.unlink()
+    assert claims[1].poll()
+    claims[1].release()
+    foreign(tmp_path)
+    assert path.read_text() == before
+
+
+def test_of_two_that_follow_one_is_the_owner(monkeypatch, tmp_path):
+    """Both found the owner dead before either took its place."""
+    clock = Clock(monkeypatch)
+    path = foreign(tmp_path)
+    clock.touch(path, ago=3600)
+    one, other = owner.Claim(tmp_path), owner.Claim(tmp_path)
+    assert not one.poll()
+    assert not other.poll()
+    other.text = other.text.replace('"pid"', '"number": 2, "pid"')  # as of another process
+    dead = path.read_text()
+    one._take_over(dead)
+    other._take_over(dead)
+    assert one.poll()
+    with pytest.raises(UserError, match=f"process {os.getpid()} on"):
+        other.poll()
+    other.release()
+    assert path.exists()
+    one.release()
+    assert not path.exists()
+
+
+def test_a_copy_of_a_run_directory_has_no_owner(tmp_path):
+    one = owner.Claim(tmp_path / "one")
+    assert one.poll()
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / owner.OWNER).write_text((tmp_path / "one" / owner.OWNER).read_text())
+    copy = owner.Claim(tmp_path / "copy")
+    assert not copy.poll()
+    assert copy.poll()
+    copy.release()
+    one.release()
+
+
+def test_an_owner_whose_place_was_taken_ends(tmp_path):
+    """It was held up, and must not write beside the new one."""
+    code = (
+        "import sys, pathlib, time; from utils.run import owner; owner.BEAT = 0.05\n"
+        "owner.Claim(pathlib.Path(sys.argv[1])).poll(); print('mine', flush=True)\n"
+        "time.sleep(600)"
+    )
+    with Running("-c", code, tmp_path, PYTHONPATH=str(ROOT)) as held_up:
+        held_up.until("mine")
+        (touched := tmp_path / owner.OWNER).touch()
+        last = touched.stat().st_mtime_ns
+        assert eventually(lambda: touched.stat().st_mtime_ns > last), "no sign of life"
+        touched.unlink()
+        assert eventually(touched.exists), "removed by hand"
+        foreign(tmp_path)
+        done = held_up.result()
+    assert done.code == 2
+    assert "process 1 on far" in done.sentence
+    assert touched.exists()
