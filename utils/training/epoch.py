@@ -59,7 +59,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
         if not update:
             continue
         state.step += 1
-        if state.step % args.print_freq == 0 or state.step == steps:
+        if state.step % session.print_freq == 0 or state.step == steps:
             session.status.training(time.perf_counter() - began, state.step - first)
             line = _report_step(session, sums.begin_total(world), line)
         if getattr(state.scaler, "lost", False):

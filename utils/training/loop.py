@@ -62,7 +62,7 @@ def begin(session: Session) -> None:
     args, world, state, run = session.args, session.world, session.state, session.run
     position = state.epoch + state.step / session.train.sampler.steps_per_epoch
     # All ranks add up what a line shows, so one of them says when a line is due.
-    args.print_freq = from_main(lambda: args.print_freq, world)
+    session.print_freq = from_main(lambda: args.print_freq, world)
     run.begin(state.epoch, position, report.facts(session))
     report.start(session)
     session.watch = Watch(args, world, run.folder, state.model)

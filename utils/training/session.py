@@ -41,6 +41,7 @@ class Session:
     watch: Watch | None = None
     status: StatusFile | None = None
     snapshots: SnapshotWriter | None = None  # in rank 0 alone
+    print_freq: int = 0  # steps between printed lines, the same in all ranks
     epochs: int = 0  # finished in this session
     epoch_began: float = 0.0  # time.monotonic()
     ended_because: Reason | None = None
