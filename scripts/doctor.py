@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,15 +26,17 @@ sys.path.insert(0, str(ROOT))
 from checkup import findings, judge_network, judge_nodes, judge_speed  # noqa: E402
 from checkup.findings import FAULT, Checkup, Finding  # noqa: E402
 from checkup.node import TORCH_LIMIT, Node  # noqa: E402
+from checkup.shapes import DOCTOR  # noqa: E402
 
 from utils.errors import UserError, report  # noqa: E402
 from utils.option_types import amount, count, number, positive  # noqa: E402
-from utils.processes import meeting, network  # noqa: E402
+from utils.processes import network, visitor  # noqa: E402
 from utils.processes.meeting import Host, NoMeeting  # noqa: E402
 
 LONG = 3600.0  # seconds; listing ImageNet for the first time on a network disk takes minutes
 STREAMS = (1, 4)  # numbers of parallel connections whose bandwidth is measured
 STREAM_SECONDS = 0.3
+REFUSALS_SHOWN = 5
 
 
 def main() -> int:
@@ -43,9 +46,9 @@ def main() -> int:
     try:
         if args.rank == 0:
             return node_0(args, node)
-        link = meeting.visit(args.master, args.port, node.card(), args.wait)
+        link = visitor.visit(args.master, args.port, node.card(), args.wait, DOCTOR)
         node.seen_from = link.getsockname()[0]
-        farewell = meeting.serve(link, node.handlers)
+        farewell = visitor.serve(link, node.handlers, DOCTOR)
     except NoMeeting as fault:
         why = "a training could not start on this node either"
         findings.show([Finding(fault.name, FAULT, fault.sentence, why, fault.remedy)])
@@ -55,7 +58,8 @@ def main() -> int:
     mine = [Finding(**one) for one in farewell["findings"]]
     findings.show(mine)
     own = findings.verdict(mine) if mine else "nothing is wrong"
-    print(f"node {args.rank}: {own}; all nodes: {farewell['verdict']} (see node 0)")
+    everyone = findings.clean(farewell["verdict"])
+    print(f"node {args.rank}: {own}; all nodes: {everyone} (see node 0)")
     return int(farewell["code"])
 
 
@@ -130,8 +134,16 @@ def parse() -> argparse.Namespace:
 def node_0(args: argparse.Namespace, node: Node) -> int:
     """Meet the others, ask and measure, judge, report to all. Returns the exit code."""
     check = Checkup(args.nodes, vars(args))
-    host = Host(args.port, args.nodes, node.handlers)
-    host.welcome(args.wait, lambda missing: print(waiting(missing, args), flush=True))
+    host = Host(args.port, args.nodes, node.handlers, DOCTOR)
+    began, said = time.monotonic(), []
+
+    def say_once(missing: list[int]) -> None:
+        if not said and time.monotonic() - began > 2:
+            said.append(waiting(missing, args))
+            print(said[0], flush=True)
+
+    host.welcome(args.wait, say_once)
+    print_refused(host)
     check.missing = host.missing
     check.clocks = host.clocks()
     for rank, found in host.ask("facts", seconds=LONG).items():
@@ -164,6 +176,16 @@ def node_0(args: argparse.Namespace, node: Node) -> int:
 def waiting(missing: list[int], args: argparse.Namespace) -> str:
     ranks = ", ".join(map(str, missing))
     return f"waiting up to {args.wait:g} s for the doctor on node {ranks} ..."
+
+
+def print_refused(host: Host) -> None:
+    """Say who was not let in, and why; of many, the most frequent."""
+    counts = host.refused.most_common()
+    for sentence, times in counts[:REFUSALS_SHOWN]:
+        print(findings.clean(f"refused {sentence}" + (f" ({times} times)" if times > 1 else "")))
+    if len(counts) > REFUSALS_SHOWN:
+        rest = sum(times for _, times in counts[REFUSALS_SHOWN:])
+        print(f"refused {rest} more connection{'s' * (rest > 1)}", flush=True)
 
 
 def try_links(host: Host, check: Checkup) -> None:

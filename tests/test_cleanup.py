@@ -1,6 +1,8 @@
 """scripts/cleanup.sh ends what belongs to the suite, gently at first, and nothing else."""
 
+import os
 import re
+import signal
 import sys
 
 import pytest
@@ -71,6 +73,28 @@ def test_a_training_typed_by_hand_gets_time_for_its_snapshot(nodes, folder, tmp_
         assert len(commands(node, "bystander")) >= 2
         assert "nothing of this suite" in node.run("bash scripts/cleanup.sh").out
         assert not [one for one in node.processes() if "spawn_main" in one.command]
+
+
+def test_what_is_stopped_ends_gently_too(nodes, tmp_path):
+    """A shell that would never notice that its program has ended, and the program."""
+    willing = tmp_path / "willing.py"
+    willing.write_text(
+        "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit('saved'))\n"
+        "print('up', flush=True)\ntime.sleep(600)\n"
+    )
+    line = f"IMAGENET_SUITE=training bash -c '{sys.executable} {willing}; exit 3'; exit $?"
+    with nodes[0].type(line) as run:
+        run.until("up")
+        ours = [one for one in nodes[0].processes() if one.pid != run.pid]
+        assert len(ours) == 2
+        for one in ours:
+            os.kill(one.pid, signal.SIGSTOP)
+        done = nodes[0].run("bash scripts/cleanup.sh --grace 20")
+        assert done.code == 0, done.out + done.err
+        assert "2 of 2 ended after SIGTERM" in done.out, done.out
+        assert "SIGKILL" not in done.out
+        result = run.result()
+        assert (result.code, result.err) == (3, "saved\n")
 
 
 def test_on_the_hosts_of_a_file(nodes, tmp_path):

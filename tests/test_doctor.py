@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Result, draw_folder
+from conftest import ROOT, Result, activated, draw_folder
 from nodes import Node, Nodes, need
 from running import eventually
 
@@ -176,9 +176,21 @@ def test_from_one_machine_over_ssh(nodes, data):
     hosts = nodes[0].folder / "hosts"
     hosts.write_text("# two nodes\nnode0\n\nnode1  # the second\n")
     line = ["bash", str(ROOT / "scripts" / "doctor.sh"), str(hosts), *OPTIONS, "--quick"]
-    done = nodes[0].run([*line, "--data", str(data)])
+    # On each node bash finds what --env gives, and the values are on no command line here or there.
+    note = nodes[0].folder / "python"
+    note.write_text(
+        '#!/bin/bash\n[ "$SECRET" = kept ] || exit 1\n'
+        'cat /proc/[0-9]*/cmdline | tr "\\0" "\\n" >>"$0.$HOSTNAME"\nexec python "$@"\n'
+    )
+    note.chmod(0o755)
+    given = ["--env", "SECRET=kept", "--env", f"PATH={activated()['PATH']}", "--python", str(note)]
+    done = nodes[0].run([*line, "--data", str(data), *given])
     assert done.code == 0, done
     assert "2 of 2 nodes connected" in done.out
+    for node in nodes:
+        seen = note.with_name(f"python.{node.name}").read_text().splitlines()
+        assert "scripts/doctor.py" in seen
+        assert not [word for word in seen if word.endswith("=kept")]
     # A fault of the other node is shown, with the node's name before it, and decides the exit code.
     shrink_shm(nodes[1])
     done = nodes[0].run([*line, "--data", str(data), "--batch-size", "1024"])

@@ -17,7 +17,7 @@ TORCH_FREE = (
     *("data.listing", "data.index", "data.rgb", "run.figures", "run.owner", "run.provenance"),
 )
 # Sent to nodes as single files, whose Python may be 3.7 and have no package.
-SENT_TO_NODES = ("guard", "status", "cleanup")
+SENT_TO_NODES = ("guard", "status", "cleanup", "doctor_start")
 
 
 def module_of(path: Path) -> str:

@@ -12,6 +12,7 @@ from running import TINY_LINE, Process, eventually, tiny
 
 INTERRUPTED = 75
 _, ENV = tiny()
+SECRET = "kept+from/everybody="
 EMPTY_SECONDS = 25.0  # after this, nothing may be left on a node that has lost its launcher
 
 
@@ -50,15 +51,21 @@ def test_two_nodes_sync_and_fetch(nodes, hosts, folder, tmp_path):
     python = "import sys; print(sys.executable)"
     python = nodes[0].run(["python", "-c", python]).out.strip()
     launcher = f"--sync --fetch --dir {code} --python {python} --port 8888 --env TIMES=3"
+    launcher += f" --env AWS_SECRET_ACCESS_KEY={SECRET} --env=HERE"
     training = f"imagenet_ddp.py {TINY_LINE} --epochs 1 --name mine {folder}"
     typed = line(hosts, training, launcher).replace("scripts/", f"{ROOT}/scripts/")
-    done = nodes[0].run(typed, cwd=tmp_path / "here")
+    done = nodes[0].run(typed, cwd=tmp_path / "here", env={"HERE": SECRET})
     assert done.code == 0, done.out + done.err
+    assert SECRET not in done.out + done.err
+    assert "TIMES=*** AWS_SECRET_ACCESS_KEY=*** HERE=*** python imagenet_ddp.py" in done.out
     here, there = tmp_path / "here" / "runs" / "mine", code / "runs" / "mine"
     found = summary(here)
     assert found == summary(there)
     assert (found["world_size"], found["nodes"], found["epochs_done"]) == (2, 2, 1)
     assert (here / "snapshot.pt").read_bytes() == (there / "snapshot.pt").read_bytes()
+    files = [path for path in (code / "runs").rglob("*") if path.is_file()]
+    assert {"options.json", "train.log"} <= {path.name for path in files}
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
     assert not (code / ".git").exists()
     lines = done.out.splitlines()
     assert any(one.startswith("[node1] Epoch 1/1") for one in lines), done.out
@@ -85,11 +92,15 @@ def test_four_nodes_with_two_processes_each(folder, tmp_path):
 def silent(nodes: list[Node], hosts: Path, folder: Path, runs: Path, step_seconds: float) -> Typed:
     """A training on both nodes that never ends and prints nothing."""
     lasting = f"--epochs 100000 -p 1000000 --name run --output-dir {runs} {folder}"
-    launcher = f"--dir {ROOT} --env STEP_SECONDS={step_seconds}"
+    launcher = f"--dir {ROOT} --env STEP_SECONDS={step_seconds} --env SECRET={SECRET}"
     started = nodes[0].type(line(hosts, f"imagenet_ddp.py {TINY_LINE} {lasting}", launcher))
     log = runs / "run" / "train.log"
     assert eventually(lambda: log.exists() and "steps per epoch" in log.read_text())
     assert len(ours(nodes[1:])) >= 6  # guards, scripts, ranks
+    given = f"SECRET={SECRET}".encode()
+    seen = [one for one in ours(nodes) if given in Path(f"/proc/{one.pid}/environ").read_bytes()]
+    assert len(seen) >= 4  # the variable is there, on no command line
+    assert not [one for one in ours(nodes) if SECRET in one.command]
     return started
 
 
@@ -115,6 +126,50 @@ def test_a_launcher_that_ends_leaves_no_process(nodes, hosts, folder, tmp_path, 
         if step_seconds < 1:  # it had time for a snapshot
             assert summary(tmp_path / "run")["finished_because"] == "interrupted"
             assert way == "SIGKILL" or run.process.returncode == INTERRUPTED
+
+
+def test_a_launcher_that_is_stopped_leaves_no_process(nodes, hosts, folder, tmp_path):
+    """Ctrl-Z says what it does; nobody continues it in time."""
+    with silent(nodes, hosts, folder, tmp_path, 0.05) as run:
+        run.send(signal.SIGTSTP)
+        assert eventually(lambda: is_stopped(run.pid))
+        assert "15 s from now the nodes end the training, with a snapshot" in run._error_text()
+        assert eventually(lambda: not ours(nodes[1:]), EMPTY_SECONDS), ours(nodes[1:])
+        os.kill(run.process.pid, signal.SIGCONT)  # nsenter stops and continues with its child
+        run.send(signal.SIGCONT)
+        result = run.result()
+        assert result.code != 0, result  # they had 6 s for the snapshot
+        assert "launcher: continued after" in result.err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stopped", ["guard", "node", "ssh"])
+def test_who_is_stopped_leaves_no_process(nodes, hosts, folder, tmp_path, stopped):
+    """A guard alone, all that runs on a node, or the ssh that leads to it."""
+    with silent(nodes, hosts, folder, tmp_path, 0.05) as run:
+        if stopped == "ssh":
+            victims = [one for one in ours(nodes[:1]) if "node1" in one.command.split()]
+            assert len(victims) == 1
+        else:
+            victims = list(ours(nodes[1:2]))
+            if stopped == "guard":
+                top = {one.pid for one in victims}
+                victims = [one for one in victims if "ARGUMENTS" in one.command]
+                victims = [one for one in victims if one.parent not in top]
+                assert len(victims) == 1
+        for one in victims:
+            os.kill(one.pid, signal.SIGSTOP)
+        result = run.result()
+        assert result.code not in (0, None), result
+        assert eventually(lambda: not ours(nodes)), ours(nodes)
+        if stopped == "guard":
+            assert "guard: stopped for 15 s" in result.err
+        else:
+            assert "no sign of life from node1 for 30 s" in result.err
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 @pytest.mark.long

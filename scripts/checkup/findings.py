@@ -66,12 +66,17 @@ def show(found: list[Finding]) -> None:
         mark = _MARK[finding.level]
         if coloured:
             mark = f"{_COLOUR[finding.level]}{mark}\033[0m"
-        print(f"{mark} {finding.what}")
+        print(f"{mark} {clean(finding.what)}")
         if finding.why:
-            print(f"    why it matters: {finding.why}")
+            print(f"    why it matters: {clean(finding.why)}")
         if finding.remedy:
-            print(f"    what to do: {finding.remedy}")
+            print(f"    what to do: {clean(finding.remedy)}")
     sys.stdout.flush()
+
+
+def clean(text: str) -> str:
+    """A text for a terminal: what another machine has sent must not control it."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def verdict(found: list[Finding]) -> str:

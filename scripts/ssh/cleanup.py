@@ -172,7 +172,8 @@ def ask(processes):
     for one in processes:
         if one.python and not (one.agent and one.pid in parents):
             one.send(signal.SIGTERM)
-            one.send(signal.SIGCONT)  # a stopped process must receive it as well
+    for one in processes:  # what is stopped must receive it, and see the others end
+        one.send(signal.SIGCONT)
 
 
 def clean(grace, dry_run, say=print):

@@ -5,11 +5,14 @@ it is; that of another node follows, behind its name, if it has found something.
 """
 
 import argparse
+import contextlib
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
+from typing import Any
 
 import hosts
 from hosts import SSH_FAILED, Host
@@ -17,7 +20,6 @@ from hosts import SSH_FAILED, Host
 from utils import errors
 from utils.errors import UserError
 from utils.option_types import Formatter
-from utils.processes.supervise import MARKER
 
 WAIT_SECONDS = 20  # for the other nodes; all are started at the same time
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
@@ -58,18 +60,28 @@ def address_of(ssh: str, host: Host) -> str:
     return words[2]
 
 
-def remote_line(options: argparse.Namespace, doctor: list[str]) -> str:
-    """What a node's shell runs: scripts/doctor.py with the options ``doctor``."""
-    variables = [f"{name}={value}" for name, value in [(MARKER, "doctor"), *(options.env or ())]]
-    python = shlex.quote(options.python) if options.python else '"$python"'
-    return (
-        f"cd {shlex.quote(options.dir)} && "
-        "{ python=.venv/bin/python; [ -x $python ] || python=python3; } && "
-        f"exec env {shlex.join(variables)} {python} scripts/doctor.py {shlex.join(doctor)}"
+def start(options: argparse.Namespace, host: Host, doctor: list[str], said: Any) -> Any:
+    """Start scripts/doctor.py with the options ``doctor`` on a host; ``said`` takes its output."""
+    ssh = f"{options.ssh} -o ConnectTimeout=10"
+    started = subprocess.Popen(
+        hosts.remote_python(ssh, host, mark="doctor"),
+        stdin=subprocess.PIPE,
+        stdout=said,
+        stderr=said and said.fileno(),
     )
+    arguments = {
+        "folder": options.dir,
+        "python": options.python,
+        "options": doctor,
+        "environment": dict(options.env or ()),
+    }
+    with contextlib.suppress(OSError), started.stdin as there:
+        there.write(hosts.program(Path(__file__).with_name("doctor_start.py"), arguments))
+    return started
 
 
 def main() -> int:
+    hosts.hide_values()
     options, rest = parse(sys.argv[1:])
     machines = hosts.read(options.hosts)
     master = os.environ.get("MASTER_ADDR") or machines[0].ip
@@ -79,10 +91,8 @@ def main() -> int:
         for rank, host in enumerate(machines):
             doctor = ["--rank", str(rank), "--nodes", str(len(machines)), "--master", master]
             doctor += ["--wait", str(WAIT_SECONDS), *rest]
-            line = over_ssh(options.ssh, host, remote_line(options, doctor))
             said = tempfile.TemporaryFile() if rank else None
-            how = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said and said.fileno()}
-            started.append((subprocess.Popen(line, **how), said))
+            started.append((start(options, host, doctor, said), said))
         for host, (ssh, said) in zip(machines, started, strict=True):
             code = ssh.wait()
             if said and code:

@@ -30,6 +30,9 @@ _BOOTSTRAP = (
 # A dead connection is noticed within 15 s; BatchMode: never ask for a password.
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3")
 SSH_FAILED = 255  # exit code of ssh itself
+_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+_HANDED_OVER = "IMAGENET_SUITE_VALUES"  # see `hide_values`
+_values: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -107,16 +110,41 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--env",
         type=_variable,
         action="append",
-        metavar="NAME=VALUE",
-        help="a variable for the environment on the nodes",
+        metavar="NAME[=VALUE]",
+        help="a variable for the environment on the nodes; NAME alone: with its value here",
     )
     add("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options, as 'ssh -F FILE'")
 
 
+def hide_values() -> None:
+    """Take the values of --env off this program's command line, which `ps` shows to everybody.
+
+    That needs a new start; they come along in the environment, which only this user can read.
+    """
+    values, shown = {}, []
+    for word in sys.argv[1:]:
+        given = word.startswith("--env=") or shown[-1:] == ["--env"]
+        name, equals, value = word.removeprefix("--env=").partition("=")
+        if given and equals and _NAME.fullmatch(name) and "--" not in shown:
+            values[name] = value
+            shown.append(word[: -len(value) - 1])
+        else:
+            shown.append(word)
+    if values:
+        program = [sys.executable, *sys.orig_argv[1 : -len(shown)], *shown]
+        sys.stdout.flush()
+        os.execve(sys.executable, program, os.environ | {_HANDED_OVER: json.dumps(values)})
+    _values.update(json.loads(os.environ.pop(_HANDED_OVER, "{}")))
+
+
 def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
+    if not _NAME.fullmatch(name):  # the message must not show what may be a secret
+        raise argparse.ArgumentTypeError(f"{name} is not the name of a variable")
+    if not equals:
+        value = _values.get(name, os.environ.get(name))
+    if value is None:
+        raise argparse.ArgumentTypeError(f"{name} has no value here: write {name}=VALUE")
     return name, value
 
 

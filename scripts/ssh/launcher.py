@@ -11,17 +11,19 @@ import shlex
 import signal
 import sys
 import threading
+import time
 
 import copying
 import hosts
 from connection import Node, Screen
+from guard import HEARTBEAT_SECONDS, SILENCE_SECONDS
 from hosts import ROOT, SSH_FAILED, Host, note
 
 from utils import errors
 from utils.errors import UserError
 from utils.option_types import Formatter, amount, number
 
-HEARTBEAT_SECONDS = 3.0
+SILENT_BEATS = 10  # without a sign of life; 30 s, as a node ends a guard that is stopped in 22 s
 HELLO_SECONDS = 30.0
 LOST_SECONDS = 6.0  # for the others to end once a node is out of reach
 
@@ -41,8 +43,7 @@ class Job:
         """Start everywhere, wait for all. Returns the job's exit code."""
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, lambda number, _: self.events.put((None, "signal", number)))
-        # The nodes of a stopped launcher would believe that it is dead.
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        signal.signal(signal.SIGTSTP, lambda *_: self.events.put((None, "stop", None)))
         for host in self.machines:
             self.nodes.append(Node(host, self.options.ssh, self.screen, self.events))
         late = threading.Timer(HELLO_SECONDS, self.events.put, ((None, "late", None),))
@@ -55,6 +56,10 @@ class Job:
                 self._interrupt(more)
             elif what == "hello" and all(node.hello for node in self.nodes):
                 self._start()
+            elif what == "stop":
+                self._sleep()
+            elif what == "silent":
+                self._give_up_on_stopped(node)
             elif what == "late":
                 self._give_up_on_silent()
             elif what == "ended":
@@ -68,6 +73,8 @@ class Job:
             for node in self.nodes:
                 if node.code is None:
                     node.say(b"\n")
+                    if node.count_silence() == SILENT_BEATS:
+                        self.events.put((node, "silent", None))
 
     def _start(self) -> None:
         if self.code is not None or self.nodes[0].started:
@@ -86,11 +93,15 @@ class Job:
             "WORLD_SIZE": str(len(self.nodes)),
         }
         for rank, node in enumerate(self.nodes):
-            environment = meeting | {"NODE_RANK": str(rank)} | dict(self.options.env or ())
+            given = dict(self.options.env or ())
+            environment = meeting | {"NODE_RANK": str(rank)} | given
             slots = [] if node.host.slots is None else ["-g", str(node.host.slots)]
             command = [*self.command[:1], *slots, *self.command[1:]]
-            shown = [f"{name}={value}" for name, value in environment.items()]
-            line = f"+ cd {self.options.dir}; {shlex.join(shown)} python {shlex.join(command)}"
+            shown = " ".join(  # what was given may be a secret, and this is kept in logs
+                f"{name}=***" if name in given else f"{name}={shlex.quote(value)}"
+                for name, value in environment.items()
+            )
+            line = f"+ cd {self.options.dir}; {shown} python {shlex.join(command)}"
             self.screen.line(node.host.name, line.encode())
             job = {
                 "command": command,
@@ -113,6 +124,37 @@ class Job:
             note(f"asking all nodes to stop with a snapshot within {self.options.grace:g} s")
             self._say_all(b"TERM\n")
 
+    def _sleep(self) -> None:
+        """Ctrl-Z: the nodes cannot tell a launcher that is stopped from one that is gone."""
+        note(
+            f"stopped; {SILENCE_SECONDS:g} s from now the nodes end the training, with a snapshot, "
+            "unless `fg` or `bg` continues this before"
+        )
+        before = time.monotonic()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        note(f"continued after {time.monotonic() - before:.0f} s")
+
+    def _give_up_on_stopped(self, node: Node) -> None:
+        """End the job when a guard that is connected gives no sign of life: it is stopped."""
+        if node.code is not None:
+            return
+        limit = SILENT_BEATS * HEARTBEAT_SECONDS
+        name = node.host.name
+        sentence = f"no sign of life from {name} for {limit:g} s: ending what runs there"
+        if self.code is None:
+            self._stop(sentence, 1)
+        else:
+            note(sentence)
+        self._kill_later()
+        wake = (self.options.ssh, HELLO_SECONDS)
+        threading.Thread(target=node.wake_to_end, args=wake, daemon=True).start()
+
+    def _kill_later(self) -> None:
+        """Without one node's ranks the others cannot agree on a snapshot, and may hang."""
+        timer = threading.Timer(LOST_SECONDS, self._say_all, (b"KILL\n",))
+        timer.daemon = True
+        timer.start()
+
     def _give_up_on_silent(self) -> None:
         silent = [n.host.name for n in self.nodes if n.hello is None and n.code is None]
         if silent:
@@ -131,10 +173,7 @@ class Job:
             self._stop(why)
         elif node.code == SSH_FAILED and self.code is None:
             self._stop(f"lost the connection to {name}; its guard will end what runs there", 1)
-            # Without that node's ranks the others cannot agree on a snapshot, and may hang.
-            timer = threading.Timer(LOST_SECONDS, self._say_all, (b"KILL\n",))
-            timer.daemon = True
-            timer.start()
+            self._kill_later()
         elif node.code and self.code is None:
             self.code = node.code
             if node.code != errors.INTERRUPTED:
@@ -186,6 +225,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main() -> int:
+    hosts.hide_values()
     options, command = parse(sys.argv[1:])
     machines = hosts.read(options.hosts)
     script = command[0]
@@ -206,7 +246,7 @@ def main() -> int:
     job = Job(options, machines, command)
     code = job.run()
     if options.fetch and job.nodes[0].hello and job.nodes[0].code != SSH_FAILED:
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
             signal.signal(signum, signal.SIG_DFL)
         copying.fetch(options, machines[0], known)
     return code

@@ -1,24 +1,31 @@
 """Node 0 meets the others on the master port and asks them questions. Standard library only.
 
-For the roll call before a training (rollcall.py) and for the doctor.
+For the roll call before a training (rollcall.py) and for the doctor; `visitor` is the other side.
 
 The others say who they are, then answer requests until node 0 says "end". Nothing that is received
-is executed: a request names one of the handlers that its receiver has.
+is executed: a request names one of the handlers that its receiver has. Anybody can connect: what is
+not as `shapes` has it is refused in a sentence, and the meeting goes on.
 """
 
+import contextlib
 import socket
-import struct
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from utils.errors import UserError
+from utils.processes import shapes
 from utils.processes.messages import Message, listen, notice_death, plain, receive, send
+from utils.processes.shapes import Protocol
 
-GREETING = "imagenet doctor, protocol 1"
 PATIENCE = 10.0  # seconds for an answer that needs no work
+GREETING_SECONDS = 3.0  # for a newcomer's greeting, and again for its answer to a first question
+GREETING_BYTES = 10_000
+NEWCOMERS = 64  # that may be about to greet; when one more comes, the first of them has to leave
 CLOCK_QUESTIONS = 10
 
 Handlers = dict[str, Callable[[Message], Any]]
@@ -45,11 +52,15 @@ class Guest:
 class Host:
     """Node 0's side: wait for the others, then `ask` them (and this node itself)."""
 
-    def __init__(self, port: int, nodes: int, handlers: Handlers):
+    def __init__(self, port: int, nodes: int, handlers: Handlers, protocol: Protocol):
         """Open the master port. Raises: `NoMeeting` if that is impossible."""
-        self.port, self.nodes, self.handlers = port, nodes, handlers
+        self.port, self.nodes, self.handlers, self.protocol = port, nodes, handlers, protocol
         self.guests: dict[int, Guest] = {}
-        self.refused: list[str] = []  # why nodes, not strangers, were refused
+        self.refused: Counter[str] = Counter()  # sentences, with the address that each was told
+        self.contradictions: list[str] = []  # those of them that nodes were told, not strangers
+        self.newcomers: list[socket.socket] = []
+        self.begun = self.closed = False
+        self.changed = threading.Condition()  # guards all of these until the meeting has begun
         try:
             self.door = listen(port)
         except OSError as fault:
@@ -65,58 +76,107 @@ class Host:
         """Node ranks that have not connected."""
         return [rank for rank in range(1, self.nodes) if rank not in self.guests]
 
-    def welcome(self, seconds: float, waiting: Callable[[list[int]], None]) -> None:
+    def welcome(self, seconds: float, waiting: Callable[[list[int]], Any]) -> None:
         """Let the others in until all are here or ``seconds`` have passed.
 
-        ``waiting(missing)`` is called once, if it takes longer than a moment.
+        ``waiting(missing)`` is called about once a second meanwhile; it may end that by True.
         """
+        threading.Thread(target=self._attend, daemon=True).start()
         began = time.monotonic()
-        said = False
-        while self.missing:
-            rest = began + seconds - time.monotonic()
-            if rest <= 0:
-                break
-            if not said and time.monotonic() - began > 2:
-                said = True
-                waiting(self.missing)
-            self.door.settimeout(min(rest, 1.0))
+        with self.changed:
+            while True:
+                self._forget_the_gone()
+                rest = began + seconds - time.monotonic()
+                if not self.missing or rest <= 0 or waiting(self.missing):
+                    break
+                self.changed.wait(min(rest, 1.0))
+            self.begun = True
+
+    def _attend(self) -> None:
+        """Let newcomers in, all at the same time: a slow one must not keep the others waiting."""
+        while True:
             try:
                 link, peer = self.door.accept()
-            except TimeoutError:
+            except OSError:
+                if self.closed:
+                    return
+                time.sleep(0.1)  # too many open files, say
                 continue
-            self._let_in(link, plain(peer[0]))
+            with self.changed:
+                self.newcomers.append(link)
+                if len(self.newcomers) > NEWCOMERS:
+                    with contextlib.suppress(OSError):  # wakes the thread that listens to it
+                        self.newcomers.pop(0).shutdown(socket.SHUT_RDWR)
+            threading.Thread(target=self._let_in, args=(link, plain(peer[0])), daemon=True).start()
 
     def _let_in(self, link: socket.socket, address: str) -> None:
-        link.settimeout(2.0)
+        """Make a guest of whoever has connected, or refuse it in a sentence."""
+        stranger = False
         try:
-            hello = receive(link, largest=10_000)
+            hello = receive(link, GREETING_BYTES, GREETING_SECONDS)
             refusal = self._refusal(hello)
-            send(link, {"refused": refusal} if refusal else {"welcome": GREETING})
-            if refusal:
-                self.refused.append(f"{hello.get('host')} ({address}): {refusal}")
-        except (OSError, ValueError, struct.error):
-            refusal = "a stranger: a port scan, or a worker of a training"
-        if refusal:
-            link.close()
-            return
-        notice_death(link)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        rank = int(hello["rank"])
-        self.guests[rank] = Guest(rank, str(hello["host"]), address, link)
+            if not refusal:
+                # A node's rank is not taken by what cannot even do this.
+                send(link, {"do": "clock"})
+                reply = receive(link, GREETING_BYTES, GREETING_SECONDS)
+                shapes.check(reply, self.protocol.answers["clock"], "its answer")
+        except (OSError, ValueError) as fault:
+            stranger = True
+            refusal = f"a stranger, or another program ({fault})"
+        with self.changed, contextlib.suppress(OSError):
+            if link in self.newcomers:
+                self.newcomers.remove(link)
+            refusal = refusal or self._refusal(hello)  # another may have been faster
+            if not refusal:
+                notice_death(link)
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                send(link, {"welcome": self.protocol.greeting})
+                guest = Guest(hello["rank"], hello["host"], address, link)
+                self.guests[guest.rank] = guest
+                self.changed.notify_all()
+                return
+            self.refused[f"{address}: {refusal}"] += 1
+            if not stranger:
+                self.contradictions.append(f"{hello['host']} ({address}): {refusal}")
+                self.changed.notify_all()
+            link.settimeout(0)  # its other end need not listen
+            send(link, {"refused": refusal})
+        link.close()
 
     def _refusal(self, hello: Message) -> str | None:
-        if hello.get("greeting") != GREETING:
-            return "the doctors of the two nodes have different versions: copy the code again"
-        if hello.get("nodes") != self.nodes:
+        """Why who greets like this cannot take part. Raises: ValueError if it is no greeting."""
+        protocol = self.protocol
+        if hello.get("greeting") != protocol.greeting:
+            if str(hello.get("greeting")).startswith(protocol.greeting[:15]):
+                raise ValueError("the two nodes have different versions: copy the code again")
+            raise ValueError(f"not a greeting from {protocol.name}")
+        shapes.check(hello, shapes.HELLO, "its greeting")
+        rank = hello["rank"]
+        if hello["nodes"] != self.nodes:
             return f"node 0 was started with --nodes {self.nodes}, this node with {hello['nodes']}"
-        rank = hello.get("rank")
-        if not isinstance(rank, int) or not 0 < rank < self.nodes:
+        if not 0 < rank < self.nodes:
             return f"--rank {rank} is not one of 1 to {self.nodes - 1}"
-        if rank in self.guests:
-            return (
-                f"{self.guests[rank].host} has connected with --rank {rank}, too: give each its own"
-            )
+        with self.changed:
+            self._forget_the_gone()
+            if rank in self.guests:
+                other = self.guests[rank].host
+                return f"{other} has connected with --rank {rank}, too: give each its own"
+            if self.begun:
+                return f"the check has begun without node {rank}: start it again on all nodes"
         return None
+
+    def _forget_the_gone(self) -> None:
+        """Before the meeting begins: a guest that has left can come again."""
+        for rank, guest in list(self.guests.items()) if not self.begun else ():
+            try:
+                guest.link.settimeout(0)
+                guest.link.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                continue  # it is there, and as quiet as a node has to be
+            except OSError:
+                pass
+            guest.link.close()
+            del self.guests[rank]
 
     def ask(
         self, do: str, wanted: dict[int, Message] | None = None, seconds: float = PATIENCE
@@ -139,15 +199,16 @@ class Host:
 
     def _ask_one(self, rank: int, request: Message, seconds: float) -> Message:
         if rank == 0:
-            return answer(self.handlers, request)
+            return answer(self.handlers, request["do"], request)
         if rank not in self.guests:
             return {"error": "it has already left the check"}
         link = self.guests[rank].link
         try:
             link.settimeout(seconds)
             send(link, request)
-            return receive(link)
-        except (OSError, ValueError, struct.error) as fault:
+            reply = receive(link, seconds=seconds)
+            return shapes.check(reply, self.protocol.answers[request["do"]], "its answer")
+        except (OSError, ValueError) as fault:
             link.close()
             self.guests.pop(rank, None)
             return {"error": f"it has left the check ({fault})", "left": True}
@@ -179,92 +240,16 @@ class Host:
                 guest.link.close()
             except OSError:
                 continue
+        self.closed = True
+        with contextlib.suppress(OSError):
+            self.door.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept()
         self.door.close()
 
 
-def visit(master: str, port: int, me: Message, seconds: float) -> socket.socket:
-    """Connect to node 0 as ``me`` (rank, nodes, host); try again until ``seconds`` have passed.
-
-    Raises: `NoMeeting`, which says why that failed.
-    """
-    deadline = time.monotonic() + seconds
-    there = f"the master {master}:{port}"
-    while True:
-        rest = max(deadline - time.monotonic(), 0.1)
-        try:
-            link = socket.create_connection((master, port), timeout=min(rest, 5.0))
-            break
-        except socket.gaierror as fault:
-            raise NoMeeting(
-                "master-name",
-                f"the master's name {master} cannot be resolved here ({fault.strerror})",
-                "give node 0's IP address as --master, or add the name to /etc/hosts",
-            ) from None
-        except TimeoutError:
-            reason = "no answer"
-            remedy = (
-                "open the port in the firewall or security group of node 0, and check the address"
-            )
-        except ConnectionRefusedError:
-            reason = "connection refused"
-            remedy = (
-                "start the doctor on node 0 as well, and check that --master is node 0's address "
-                "and that its firewall lets the port through"
-            )
-        except OSError as fault:
-            reason, remedy = fault.strerror or str(fault), "check --master and the network"
-        if time.monotonic() >= deadline:
-            raise NoMeeting(
-                "master-port", f"{there} cannot be reached after {seconds:g} s ({reason})", remedy
-            )
-        time.sleep(0.2)
+def answer(handlers: Handlers, do: str, request: Message) -> Message:
+    """What the handler ``do`` makes of a request; {"error": reason} if it fails."""
     try:
-        send(link, me | {"greeting": GREETING})
-        link.settimeout(PATIENCE)
-        reply = receive(link, largest=10_000)
-    except (OSError, ValueError, struct.error):
-        link.close()
-        raise NoMeeting(
-            "master-port",
-            f"something answers at {there}, but it is not the doctor",
-            "end what uses the port (a training still running?), or choose another --port",
-        ) from None
-    if "refused" in reply:
-        link.close()
-        raise NoMeeting(
-            "master-port",
-            f"node 0 refuses this node: {reply['refused']}",
-            "correct it and run the doctor again",
-        )
-    link.settimeout(None)
-    notice_death(link)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return link
-
-
-def serve(link: socket.socket, handlers: Handlers) -> Message:
-    """Answer node 0's requests until it says "end"; return that message.
-
-    Raises: `NoMeeting` if node 0 disappears before.
-    """
-    try:
-        while (request := receive(link)).get("do") != "end":
-            send(link, answer(handlers, request))
-    except (OSError, ValueError, struct.error) as fault:
-        raise NoMeeting(
-            "lost",
-            f"lost touch with node 0 in the middle of the check ({fault})",
-            "look at the doctor's output there",
-        ) from None
-    finally:
-        link.close()
-    return request
-
-
-def answer(handlers: Handlers, request: Message) -> Message:
-    """What the handler of a request returns; {"error": reason} if it fails."""
-    try:
-        return handlers[request["do"]](request)
+        return handlers[do](request)
     except UserError as error:
         return {"error": str(error)}
     except Exception as fault:  # a bug in one check must not hide what the others find

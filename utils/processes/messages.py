@@ -6,6 +6,7 @@ A message is JSON behind its length (4 bytes).
 import json
 import socket
 import struct
+import time
 from typing import Any
 
 LARGEST = 64 << 20  # bytes of a message; the facts about 20,000 class folders need one
@@ -19,21 +20,34 @@ def send(link: socket.socket, message: Message) -> None:
     link.sendall(struct.pack("!I", len(data)) + data)
 
 
-def receive(link: socket.socket, largest: int = LARGEST) -> Message:
-    """Receive one message. Raises: OSError (closed, too late), ValueError (not one of ours)."""
-    (length,) = struct.unpack("!I", read_exactly(link, 4))
+def receive(link: socket.socket, largest: int = LARGEST, seconds: float | None = None) -> Message:
+    """Receive one message of at most ``largest`` bytes, all of it within ``seconds``.
+
+    Raises: OSError (closed, too late), ValueError (not one of ours).
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+    (length,) = struct.unpack("!I", read_exactly(link, 4, deadline))
     if length > largest:
-        raise ValueError("not a message from the doctor")
-    message = json.loads(read_exactly(link, length))
+        raise ValueError("not a message from the doctor (too long)")
+    try:
+        message = json.loads(read_exactly(link, length, deadline))
+    except (ValueError, RecursionError):  # the latter: nested too deeply
+        raise ValueError("not a message from the doctor (not its kind of JSON)") from None
     if not isinstance(message, dict):
-        raise ValueError("not a message from the doctor")
+        raise ValueError("not a message from the doctor (not a dictionary)")
     return message
 
 
-def read_exactly(link: socket.socket, count: int) -> bytes:
-    """The next ``count`` bytes. Raises: ConnectionError if the other side closes first."""
+def read_exactly(link: socket.socket, count: int, deadline: float | None = None) -> bytes:
+    """The next ``count`` bytes, until ``deadline`` (time.monotonic()).
+
+    Without one, the socket's own time-out holds for each part. Raises: ConnectionError if the other
+    side closes first, TimeoutError.
+    """
     data = bytearray()
     while len(data) < count:
+        if deadline is not None:  # a time-out for each part would let a slow sender stay for hours
+            link.settimeout(max(deadline - time.monotonic(), 1e-3))
         part = link.recv(min(count - len(data), 1 << 20))
         if not part:
             raise ConnectionError("the connection was closed")

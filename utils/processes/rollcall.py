@@ -17,14 +17,25 @@ from typing import Any
 
 from utils.errors import UserError
 from utils.option_types import amount, count, positive
-from utils.processes import agreement, links, meeting, network
+from utils.processes import agreement, links, network, shapes, visitor
 from utils.processes.meeting import Host, NoMeeting
 from utils.processes.messages import Message
+from utils.processes.shapes import Protocol
 from utils.processes.supervise import run_main
 
 WAIT = 300.0  # seconds
 CLOCK_LIMIT = 60.0  # seconds between two nodes' clocks from which a note says so
-_TRY = 1.0  # seconds of waiting before the next look at what else there is to do
+ROLL_CALL = Protocol(
+    "imagenet roll call, protocol 1",
+    "node 0 of this job",
+    "start the training again",
+    shapes.REQUESTS | {"facts": {}, "wait": {"text": str}, "end": {"fault": (str, None)}},
+    shapes.ANSWERS
+    | {
+        "wait": {},
+        "facts": {"number of processes per node": int, "this code": {str: str}, "torch": str},
+    },
+)
 
 
 def call(
@@ -134,7 +145,7 @@ def _gather(me: _Me, master: tuple[str, int], seconds: float) -> str | None:
             f"{master[0]} is not an address of this machine, {me.host}: the master's address must "
             "be that of node 0"
         )
-    host = Host(master[1], me.nodes, me.handlers)
+    host = Host(master[1], me.nodes, me.handlers, ROLL_CALL)
     fault: str | None = "node 0 was interrupted"
     try:
         fault = _await(host, master, seconds) or _compare(host, me, master[0])
@@ -149,31 +160,35 @@ def _gather(me: _Me, master: tuple[str, int], seconds: float) -> str | None:
 def _await(host: Host, master: tuple[str, int], seconds: float) -> str | None:
     """Wait until all are here. Returns: why they will never be."""
     clock, known = _Clock(seconds), {}
-    while host.missing:
-        host.welcome(_TRY, lambda _: None)
-        if host.refused:
-            return f"a node was refused: {host.refused[0]}"
+
+    def look(missing: list[int]) -> bool:
+        nonlocal known
         for rank, guest in host.guests.items():
-            if known.get(rank) is not guest and host.missing:
+            if known.get(rank) is not guest:
                 print(f"node {rank} ({guest.host}, {guest.address}) is here", flush=True)
+        for rank in known.keys() - host.guests.keys():
+            print(f"node {rank} ({known[rank].host}) has left", flush=True)
         known = dict(host.guests)
-        if not host.missing:
-            break
-        ranks = ", ".join(map(str, host.missing))
-        who = f"node{'s' * (len(host.missing) > 1)} {ranks} of {host.nodes}"
-        if clock.seconds >= seconds:
-            return (
-                f"{who} did not come to {master[0]}:{master[1]} within {seconds:g} s: is training "
-                "started there, with this address, and does the firewall let the port through?"
-            )
         if clock.due:
-            text = clock.line(f"waiting at {master[0]}:{master[1]} for {who}")
+            text = clock.line(f"waiting at {master[0]}:{master[1]} for {_nodes(missing, host)}")
             print(text, flush=True)
-            there = dict(host.guests)
-            host.ask("wait", {rank: {"text": text} for rank in there}, 5.0)
-            for rank in there.keys() - host.guests.keys():
-                print(f"node {rank} ({there[rank].host}) has left", flush=True)
+            host.ask("wait", {rank: {"text": text} for rank in known}, 5.0)
+        return bool(host.contradictions)
+
+    host.welcome(seconds, look)
+    if host.contradictions:
+        return f"a node was refused: {host.contradictions[0]}"
+    if host.missing:
+        return (
+            f"{_nodes(host.missing, host)} did not come to {master[0]}:{master[1]} within "
+            f"{seconds:g} s: is training started there, with this address, and does the firewall "
+            "let the port through?"
+        )
     return None
+
+
+def _nodes(missing: list[int], host: Host) -> str:
+    return f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {host.nodes}"
 
 
 def _compare(host: Host, me: _Me, master: str) -> str | None:
@@ -218,8 +233,8 @@ def _compare(host: Host, me: _Me, master: str) -> str | None:
 def _attend(me: _Me, master: tuple[str, int], seconds: float) -> str | None:
     """Any other node: find node 0 and answer it. Returns the fault that node 0 has told."""
     network.wait_for_master(*master, seconds, _say_that_it_waits(master, seconds))
-    link = meeting.visit(*master, me.card(), 10.0)
-    return meeting.serve(link, me.handlers).get("fault")
+    link = visitor.visit(*master, me.card(), 10.0, ROLL_CALL)
+    return visitor.serve(link, me.handlers, ROLL_CALL)["fault"]
 
 
 def _say_that_it_waits(master: tuple[str, int], seconds: float) -> Callable[[str], None]:
