@@ -5,12 +5,12 @@ what to do, and it needs its workers until the snapshot is written: they have th
 from the fork on. To ignore them would leave a gap after the fork, and DataLoader gives its workers
 a handler of SIGTERM that ends them.
 
-A worker whose fork got stuck is forked again. A thread of C++ code that enters Python, and torch has
-such threads, holds a lock of the interpreter for an instant. When another thread forks then, the
-child waits for that lock forever, before any code of its own, and DataLoader waits for the child:
-https://github.com/python/cpython/issues/112275, fixed in Python 3.12 and in late releases of 3.9 to
-3.11. tests/trials/kill_runs.py met it, as evaluation's workers were forked beside the threads of
-gloo.
+A worker whose fork got stuck is forked again. A thread of C++ code that enters Python, and torch
+has such threads, holds a lock of the interpreter for an instant. When another thread forks then,
+the child waits for that lock forever, before any code of its own, and DataLoader waits for the
+child: https://github.com/python/cpython/issues/112275, fixed in Python 3.12 and in late releases of
+3.9 to 3.11. tests/trials/kill_runs.py met it, as evaluation's workers were forked beside the
+threads of gloo.
 """
 
 import multiprocessing.connection
