@@ -240,12 +240,13 @@ def many_cuts():
     return np.array([(*cut.box, cut.mirrored) for cut in cuts], np.float64)
 
 
-@pytest.mark.parametrize("smallest", [0.08, 0.35])
-def test_area_and_ratio_of_crops_have_their_exact_distributions(smallest):
+@pytest.mark.parametrize("options", [{}, {"smallest": 0.35}], ids=str)
+def test_area_and_ratio_of_crops_have_their_exact_distributions(options):
     """A crop of area a (as a share) and log ratio r fits into a square where |r| <= -log a, so the
     density of a falls from 3/4 on as -log a / log(4/3), and that of r as exp(-|r|) - smallest."""
-    draw, limit = random.Random(1), math.log(4 / 3)
-    drawn = [im.random_box(draw, SIDE, SIDE, smallest)[2:] for _ in range(DRAWS)]
+    smallest, limit = options.get("smallest", 0.08), math.log(4 / 3)
+    draw = random.Random(1)
+    drawn = [im.random_box(draw, SIDE, SIDE, **options)[2:] for _ in range(DRAWS)]
     height, width = np.array(drawn, np.float64).T
 
     def below_area(a):
@@ -260,6 +261,8 @@ def test_area_and_ratio_of_crops_have_their_exact_distributions(smallest):
     area = height * width / SIDE**2
     assert distance(area, lambda a: below_area(a) / below_area(1.0)) < LIMIT
     assert distance(np.log(width / height), below_ratio) < LIMIT
+    assert area.min() == pytest.approx(smallest, abs=5e-4)
+    assert area.max() > 0.99, "as 1 crop in 5000 is, too few to be seen in the distance"
 
 
 def test_crops_lie_anywhere_with_the_same_chance(many_cuts):
