@@ -1,27 +1,54 @@
 """Files that exist as a whole or not at all; snapshots have tests of their own."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from utils import atomic
 from utils.atomic import link_atomically, remove_leftovers, save_atomically
+from utils.run import snapshots
 
 
 @pytest.fixture
-def flushed(monkeypatch):
-    """The calls of fsync, as they are made."""
-    calls = []
-    monkeypatch.setattr(atomic.os, "fsync", calls.append)
-    return calls
+def calls(monkeypatch):
+    """The system calls for durable files, in order: names, with what they were made on."""
+    found, fsync, replace = [], os.fsync, os.replace
+
+    def note_fsync(handle):
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        size = os.fstat(handle).st_size
+        found.append(f"fsync {path}" if path.is_dir() else f"fsync {size} bytes")
+        fsync(handle)
+
+    def note_replace(source, target):
+        found.append(f"name {Path(target).name}")
+        replace(source, target)
+
+    monkeypatch.setattr(atomic.os, "fsync", note_fsync)
+    monkeypatch.setattr(atomic.os, "replace", note_replace)
+    return found
 
 
-def test_only_durable_files_are_flushed(tmp_path, flushed):
-    save_atomically(lambda file: file.write(b"a"), tmp_path / "quick", durable=False)
-    assert (tmp_path / "quick").read_bytes() == b"a"
-    assert not flushed
-    save_atomically(lambda file: file.write(b"a"), tmp_path / "safe")
-    assert len(flushed) == 2  # the file, and its name
+def test_only_durable_files_are_flushed(tmp_path, calls):
+    save_atomically(lambda file: file.write(b"abc"), tmp_path / "quick", durable=False)
+    assert (tmp_path / "quick").read_bytes() == b"abc"
+    assert calls == ["name quick"]
+
+
+def test_a_durable_file_is_flushed_before_it_has_its_name_and_the_name_after(tmp_path, calls):
+    """In any other order a power cut may leave an empty file, or the old one."""
+    save_atomically(lambda file: file.write(b"abc"), tmp_path / "safe")
+    assert calls == ["fsync 3 bytes", "name safe", f"fsync {tmp_path}"]
+
+
+def test_a_snapshot_is_durable(tmp_path, calls):
+    for step in (1, 2):
+        del calls[:]
+        snapshots.write({"step": step}, tmp_path / "snapshot.pt")
+    size = (tmp_path / "snapshot.pt").stat().st_size
+    kept = "name snapshot_previous.pt"
+    assert calls == [f"fsync {size} bytes", kept, "name snapshot.pt", f"fsync {tmp_path}"]
 
 
 def test_names_may_be_as_long_as_the_file_system_allows(tmp_path):

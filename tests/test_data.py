@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import eval_view
 from PIL import Image
+from torch.utils.data._utils import signal_handling
 from torchvision.transforms.v2 import functional as tv
 
 from utils.data import augment
@@ -19,6 +20,7 @@ from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
 from utils.data.loaders import BadFiles, Batches, build_loaders
 from utils.data.preprocessing import IMAGENET, MEAN, STD
+from utils.data.workers import Worker
 from utils.errors import UserError
 from utils.metrics import UNREADABLE
 from utils.processes.distributed import World
@@ -160,6 +162,24 @@ def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named(index):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_that_meets_a_starting_worker_does_not_end_it(index, monkeypatch, signum):
+    """As from a terminal or scheduler, at once after the fork and once DataLoader is set up."""
+    run, set_up = Worker.run, signal_handling._set_worker_signal_handlers
+
+    def hit(call, *arguments):
+        os.kill(os.getpid(), signum)
+        call(*arguments)
+        os.kill(os.getpid(), signum)
+
+    monkeypatch.setattr(Worker, "run", lambda self: hit(run, self))
+    monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", lambda: hit(set_up))
+    sampler = EvalSampler(IMAGES, 8, (0, 1))
+    batches = Batches(ImageBatches(index, SIZE, SEED, False), sampler, BadFiles(index, 0), PLACE, 2)
+    assert sum(len(images) for images, _ in batches) == IMAGES
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the training process listens again"
 
 
 def test_unreadable_image_is_replaced_by_the_next_readable_one(index):

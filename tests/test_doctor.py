@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Result, activated, draw_folder
+from conftest import ROOT, TIMEOUT, Result, activated, draw_folder
 from nodes import Node, Nodes, need
 from running import eventually
 
 DOCTOR = ROOT / "scripts" / "doctor.py"
 PORT = 8888
 # Small batches: /dev/shm is a test of its own.
-OPTIONS = ("--batch-size", "16", "--image-size", "32", "--workers", "1")
+OPTIONS = ("--batch-size", "16", "--image-size", "32", "--workers", "1", "--wait", str(TIMEOUT))
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +105,9 @@ def doctor(
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(node.popen(line, (env or {}).get(rank), **pipes))
         # libfaketime spoils sleeping, so that node 1 should not have to wait for node 0.
-        assert eventually(lambda: started[0].poll() is not None or listens(nodes[0]))
+        assert eventually(lambda: started[0].poll() is not None or listens(nodes[0]), TIMEOUT)
     for one in started:
-        out, err = one.communicate(timeout=120)
+        out, err = one.communicate(timeout=TIMEOUT)
         results.append(Result(one.returncode, out, err))
     return Report(results, path)
 

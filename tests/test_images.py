@@ -225,6 +225,66 @@ def test_random_box_is_distributed_as_torchvisions(shape, scale):
         assert furthest(value(ours), value(theirs)) < 0.036, name
 
 
+def distance(sample, distribution):
+    """Largest distance of an empirical distribution function from the true one (Kolmogorov)."""
+    x, n = np.sort(sample), len(sample)
+    at = distribution(x)
+    return max(np.abs(at - np.arange(n) / n).max(), np.abs(at - np.arange(1, n + 1) / n).max())
+
+
+SIDE, DRAWS = 20_000, 100_000  # so large that rounding to pixels does not count
+LIMIT = 2.2 / math.sqrt(DRAWS)  # chance passes it once in 8000 times; with this seed it does not
+
+
+@pytest.fixture(scope="module")
+def many_cuts():
+    """[`DRAWS`, 5]: top, left, height and width of crops from a large square, and 1 if mirrored."""
+    draw = random.Random(2)
+    cuts = (im.train_cut((SIDE, SIDE), 224, draw) for _ in range(DRAWS))
+    return np.array([(*cut.box, cut.mirrored) for cut in cuts], np.float64)
+
+
+@pytest.mark.parametrize("options", [{}, {"smallest": 0.35}], ids=str)
+def test_area_and_ratio_of_crops_have_their_exact_distributions(options):
+    """A crop of area a (as a share) and log ratio r fits into a square where |r| <= -log a, so the
+    density of a falls from 3/4 on as -log a / log(4/3), and that of r as exp(-|r|) - smallest."""
+    smallest, limit = options.get("smallest", 0.08), math.log(4 / 3)
+    draw = random.Random(1)
+    drawn = [im.random_box(draw, SIDE, SIDE, **options)[2:] for _ in range(DRAWS)]
+    height, width = np.array(drawn, np.float64).T
+
+    def below_area(a):
+        bent = np.maximum(a, 0.75)
+        tail = bent * (1 - np.log(bent)) - 0.75 * (1 - math.log(0.75))  # of -log a
+        return np.minimum(a, 0.75) - smallest + tail / limit
+
+    def below_ratio(r):
+        half = 1 - np.exp(-np.abs(r)) - smallest * np.abs(r)
+        return 0.5 + 0.5 * np.sign(r) * half / (0.25 - smallest * limit)
+
+    area = height * width / SIDE**2
+    assert distance(area, lambda a: below_area(a) / below_area(1.0)) < LIMIT
+    assert distance(np.log(width / height), below_ratio) < LIMIT
+    assert area.min() == pytest.approx(smallest, abs=5e-4)
+    assert area.max() > 0.99, "as 1 crop in 5000 is, too few to be seen in the distance"
+
+
+def test_crops_lie_anywhere_with_the_same_chance(many_cuts):
+    top, left, height, width, _ = many_cuts.T
+    for place, room in ((top, SIDE - height), (left, SIDE - width)):
+        loose = room > 1000
+        assert distance(place[loose] / room[loose], lambda x: x) < LIMIT
+
+
+def test_every_second_crop_is_mirrored_whatever_its_place(many_cuts):
+    """Four standard deviations of `DRAWS` tosses are 0.6 %, of a quarter of them 1.3 %."""
+    mirrored = many_cuts[:, 4]
+    assert abs(mirrored.mean() - 0.5) < 4 * 0.5 / math.sqrt(DRAWS)
+    for column in many_cuts.T[:4]:
+        for quarter in np.array_split(mirrored[np.argsort(column)], 4):
+            assert abs(quarter.mean() - 0.5) < 4 * 0.5 / math.sqrt(DRAWS / 4)
+
+
 @pytest.mark.parametrize(
     "shape", [(1, 1), (1, 2), (2, 1), (3, 3), (1, 5000), (5000, 3), (375, 500), (224, 224)]
 )
@@ -242,12 +302,13 @@ def test_random_box_without_room_is_torchvisions_centre(shape):
     assert boxes(shape, 50).tolist() == torchvision_boxes(shape, 50).tolist()
 
 
-def test_train_view_mirrors_every_second_image():
+def test_train_view_is_mirrored_where_its_cut_says_so():
     ramp = torch.arange(0, 200).to(torch.uint8).expand(3, 150, 200).contiguous()
-    views = [train_view(ramp, 8, random.Random(seed)) for seed in range(400)]
-    assert {(tuple(view.shape), view.dtype) for view in views} == {((8, 8, 3), torch.uint8)}
-    mirrored = sum(int(view[0, 0, 0] > view[0, -1, 0]) for view in views)
-    assert abs(mirrored - 200) < 4 * math.sqrt(100), "four standard deviations"
+    for seed in range(20):
+        view = train_view(ramp, 8, random.Random(seed))
+        assert (tuple(view.shape), view.dtype) == ((8, 8, 3), torch.uint8)
+        mirrored = im.train_cut((150, 200), 8, random.Random(seed)).mirrored
+        assert bool(view[0, 0, 0] > view[0, -1, 0]) == mirrored
 
 
 def test_train_view_depends_on_the_draw_alone():

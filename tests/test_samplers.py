@@ -55,6 +55,16 @@ def test_every_epoch_has_another_order_of_all_images():
     assert len({order.tobytes() for order in orders}) == len(orders)
 
 
+@pytest.mark.parametrize("first", [0, 1, 13])
+@pytest.mark.parametrize(("ranks", "accum"), [(1, 1), (2, 1), (3, 2), (8, 3)])
+def test_steps_are_consecutive_slices_of_the_order(ranks, accum, first):
+    """Nothing is left out or shifted between steps, micro-batches and ranks."""
+    order = epoch_order(1000, 7, 3).tolist()
+    steps = global_batches(1000, ranks, accum, start=(3, first))
+    expected = [order[k * GLOBAL : (k + 1) * GLOBAL] for k in range(first, 1000 // GLOBAL)]
+    assert [flat(step) for step in steps] == expected
+
+
 @pytest.mark.parametrize("accum", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_global_batch_is_the_same_on_any_number_of_ranks(ranks, accum):

@@ -1,7 +1,6 @@
 """From image folders to batches on the device."""
 
 import logging
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -89,7 +88,7 @@ class Batches:
             num_workers=workers,
             collate_fn=_as_it_is,
             pin_memory=cuda,
-            worker_init_fn=_quiet_worker,
+            worker_init_fn=_begin_worker,
             # A process that was itself spawned would spawn its workers: each would import torch
             # anew, for seconds in which a Ctrl-C could still end it.
             multiprocessing_context=WorkerContext() if workers else None,
@@ -168,11 +167,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _quiet_worker(_: int) -> None:
-    # Ctrl-C and a scheduler's SIGTERM reach the whole process group; only the training process
-    # decides what to do, and it needs its workers until the snapshot is written.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _begin_worker(_: int) -> None:
     supervise.die_with_parent()
 
 

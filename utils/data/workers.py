@@ -1,22 +1,30 @@
-"""Loader workers that are known to have begun: one whose fork got stuck is forked again.
+"""Loader workers that are known to have begun, and that signals to stop never reach.
 
-A thread of C++ code that enters Python, and torch has such threads, holds a lock of the interpreter
-for an instant. When another thread forks then, the child waits for that lock forever, before any
-code of its own, and DataLoader waits for the child: https://github.com/python/cpython/issues/112275,
-fixed in Python 3.12 and in late releases of 3.9 to 3.11. tests/trials/kill_runs.py met it, as
-evaluation's workers were forked beside the threads of gloo.
+Ctrl-C and a scheduler's SIGTERM go to the whole process group. Only the training process decides
+what to do, and it needs its workers until the snapshot is written: they have these signals blocked
+from the fork on. To ignore them would leave a gap after the fork, and DataLoader gives its workers
+a handler of SIGTERM that ends them.
+
+A worker whose fork got stuck is forked again. A thread of C++ code that enters Python, and torch
+has such threads, holds a lock of the interpreter for an instant. When another thread forks then,
+the child waits for that lock forever, before any code of its own, and DataLoader waits for the
+child: https://github.com/python/cpython/issues/112275, fixed in Python 3.12 and in late releases of
+3.9 to 3.11. tests/trials/kill_runs.py met it, as evaluation's workers were forked beside the
+threads of gloo.
 """
 
 import multiprocessing.connection
 import os
+import signal
 from multiprocessing.context import ForkContext, ForkProcess
 
 BEGIN_SECONDS = 10.0  # a fork takes milliseconds; a slow one that is done again costs nothing else
 TRIES = 5
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Slurm sends the last one
 
 
 class Worker(ForkProcess):
-    """A forked process; `start` returns when it runs."""
+    """A forked process with `STOPS` blocked; `start` returns when it runs."""
 
     def start(self) -> None:
         """Fork until the child says that it runs. Raises: RuntimeError when none ever does."""
@@ -24,7 +32,11 @@ class Worker(ForkProcess):
         for _ in range(TRIES):
             self._target, self._args, self._kwargs = task
             self._pipe = os.pipe()
-            super().start()
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+            try:
+                super().start()  # the child keeps the mask
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(self._pipe[1])
             # The end of the pipe counts as well: who has died is DataLoader's to find.
             begun = multiprocessing.connection.wait([self._pipe[0]], BEGIN_SECONDS)

@@ -3,12 +3,15 @@
 A test that puts tests/stand_in into PYTHONPATH can ask a script for ``-a tiny_plain``: no batch
 norm and no dropout, so that the gradient of a batch is the mean over its images; or for
 ``-a tiny_full``, which has both. STEP_SECONDS in the environment makes a forward pass take that
-long, without using the CPU, so that a signal can meet it half-way. With SEEN_IMAGES=FOLDER each
-process keeps a file there, <rank>_<start>, with a line for each training batch that it has seen:
-the checksums of its images, which crop and flip make different in each epoch.
+long, without using the CPU, so that a signal can meet it half-way. With HOLD_AFTER=N the forward
+pass after N training batches waits until the process has been asked to stop. With
+SEEN_IMAGES=FOLDER each process keeps a file there, <rank>_<start>, with a line for each training
+batch that it has seen: the checksums of its images, which crop and flip make different in each
+epoch.
 """
 
 import os
+import signal
 import time
 import zlib
 from pathlib import Path
@@ -24,15 +27,27 @@ STARTED = time.time_ns()
 class Tiny(nn.Sequential):
     """Two convolutions and a linear layer; slow on request."""
 
+    trained = 0  # training batches seen
+
     def forward(self, images: Tensor) -> Tensor:
         seconds = float(os.environ.get("STEP_SECONDS", "0"))
         if images.device.type != "meta":
+            if self.trained == int(os.environ.get("HOLD_AFTER", "-1")):
+                wait_for_a_signal()
+            self.trained += self.training
             if seconds >= LONG:
                 os.write(1, b"a long step begins\n")  # one write: lines of two ranks stay apart
             if self.training and "SEEN_IMAGES" in os.environ:
                 note(images, Path(os.environ["SEEN_IMAGES"]))
             time.sleep(seconds)
         return super().forward(images)
+
+
+def wait_for_a_signal() -> None:
+    """Return once utils.training.stopping.StopRequest has met a signal in this process."""
+    request = signal.getsignal(signal.SIGTERM).__self__
+    while not request.code:
+        time.sleep(0.01)
 
 
 def note(images: Tensor, folder: Path) -> None:
