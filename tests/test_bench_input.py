@@ -21,6 +21,7 @@ def photograph(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_all_pipelines_are_measured_on_originals_and_shrunk(photograph, tmp_path):
     small = ("--rounds", "1", "--batches", "1", "--images", "20", "-j", "1")
     cache, result = tmp_path / "cache", tmp_path / "result.json"

@@ -226,6 +226,7 @@ def test_a_checkpoint_that_says_nonsense_of_its_images_is_a_sentence(monkeypatch
         settle(args, {"interpolation": "cubic"})
 
 
+@pytest.mark.long  # the functions are tested above
 def test_a_run_evaluates_its_model_with_the_images_that_it_was_trained_on(folder, tmp_path):
     model, env = tiny()
     line = (*model, "-j", 1, "--output-dir", tmp_path, folder)

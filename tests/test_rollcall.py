@@ -107,7 +107,7 @@ def test_a_port_in_use_is_refused_at_once():
     with socket.create_server((HERE, 0)) as taken:
         port = taken.getsockname()[1]
         (sentence,) = sentences(shell(line(0, port)))
-        assert f"port {port} of this node cannot be opened" in sentence
+        assert f"port {port} of {HERE} is taken by another program" in sentence
 
 
 def test_ctrl_c_ends_every_node():

@@ -145,7 +145,10 @@ def _gather(me: _Me, master: tuple[str, int], seconds: float) -> str | None:
             f"{master[0]} is not an address of this machine, {me.host}: the master's address must "
             "be that of node 0"
         )
-    host = Host(master[1], me.nodes, me.handlers, ROLL_CALL)
+    try:
+        host = Host(master[1], me.nodes, me.handlers, ROLL_CALL)
+    except NoMeeting:
+        return f"port {master[1]} of {master[0]} is taken by another program: choose another"
     fault: str | None = "node 0 was interrupted"
     try:
         fault = _await(host, master, seconds) or _compare(host, me, master[0])
