@@ -20,6 +20,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+def thread_states(pid: int) -> list[str]:
+    """What each thread of a process is doing: a signal to stop reaches one after the other."""
+    stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return [text.rpartition(")")[2].split()[0] for text in stats]
+
+
 def test_a_second_training_is_refused_while_the_first_lives_and_takes_its_place_after(
     folder, tmp_path
 ):
@@ -29,6 +35,7 @@ def test_a_second_training_is_refused_while_the_first_lives_and_takes_its_place_
     with start("imagenet_nd.py", *line, **env) as first:
         first.until(r"Epoch 2/2 step +1/")
         first.send(signal.SIGSTOP)  # what is stopped is not dead, and writes nothing meanwhile
+        assert eventually(lambda: set(thread_states(first.process.pid)) == {"T"})
         before = contents(tmp_path)
         refused = python("imagenet_nd.py", *line, "--image-size", "32", "-j", "0", **env)
         assert refused.code == 2
