@@ -139,7 +139,7 @@ def _wait(request: Message) -> Message:
 
 
 def _gather(me: _Me, master: tuple[str, int], seconds: float) -> str | None:
-    """Node 0: wait for the others and compare them. Returns the fault that all were told."""
+    """Node 0: wait for the others and compare them. Returns the fault that all hear of."""
     if not network.is_own(master[0]):
         return (
             f"{master[0]} is not an address of this machine, {me.host}: the master's address must "
@@ -234,7 +234,7 @@ def _compare(host: Host, me: _Me, master: str) -> str | None:
 
 
 def _attend(me: _Me, master: tuple[str, int], seconds: float) -> str | None:
-    """Any other node: find node 0 and answer it. Returns the fault that node 0 has told."""
+    """Any other node: find node 0 and answer it. Returns the fault that node 0 reports, if any."""
     network.wait_for_master(*master, seconds, _say_that_it_waits(master, seconds))
     link = visitor.visit(*master, me.card(), 10.0, ROLL_CALL)
     return visitor.serve(link, me.handlers, ROLL_CALL)["fault"]
