@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils import models, optim, options
 from utils.amp import native
+from utils.comm import exchange
 from utils.data.loaders import build_loaders
 from utils.processes import launch, supervise
 from utils.processes.distributed import World
@@ -37,6 +38,7 @@ from utils.training.session import Session
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
     native.add_options(parser)
+    exchange.add_options(parser)
     launch.add_options(parser)
     args = options.parse(parser)
     return launch.run(worker, args)  # in each process of this node
@@ -66,12 +68,22 @@ def train(args: Namespace, world: World) -> int:
     # ---- distributed data parallelism: replicas start equal, and get equal gradients
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    replica = DistributedDataParallel(model, device_ids=world.device_ids)
+    replica = DistributedDataParallel(
+        model,
+        device_ids=world.device_ids,
+        bucket_cap_mb=args.bucket_mb,
+        broadcast_buffers=False,  # evaluation takes rank 0's, the only ones that count
+        gradient_as_bucket_view=True,
+    )
 
     # ---- optimiser and mixed precision
     optimizer = optim.sgd(model.parameters(), args.lr, args.momentum, args.weight_decay)
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
+
+    # ---- communication: what the gradients are while they travel
+    scale = scaler.scale if scaler.is_enabled() else None
+    comm = exchange.Exchange(replica, optimizer, args, world, scale)
 
     # ---- the training step
     def train_step(
@@ -104,7 +116,7 @@ def train(args: Namespace, world: World) -> int:
 
     # ---- resume, then train and evaluate, epoch by epoch
     run = Run(args, world, mode="ddp")
-    state = TrainState(model, optimizer, scaler)
+    state = TrainState(model, optimizer, scaler, comm=comm)
     session = Session(args, world, run, loaders, state)
     if args.dummy:
         return dummy.time_step(session, train_step)

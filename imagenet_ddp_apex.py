@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from utils import models, optim, options
 from utils.amp import choice, levels
+from utils.comm.exchange import settle_buckets
 from utils.data.loaders import build_loaders
 from utils.processes import launch, supervise
 from utils.processes.distributed import World
@@ -80,6 +81,8 @@ def train(args: Namespace, world: World) -> int:
         allreduce_always_fp32=args.allreduce == "fp32",
         gradient_predivide_factor=float(world.size) if args.allreduce == "divide-sum" else 1.0,
     )
+
+    settle_buckets(replica, device, args.image_size)
 
     # ---- the training step
     def train_step(
