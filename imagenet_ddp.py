@@ -72,9 +72,9 @@ def train(args: Namespace, world: World) -> int:
         model,
         device_ids=world.device_ids,
         bucket_cap_mb=args.bucket_mb,
-        broadcast_buffers=False,  # evaluation takes rank 0's, the only ones that count
         gradient_as_bucket_view=True,
     )
+    replica.broadcast_buffers = False  # evaluation takes over rank 0's; training does not use them
 
     # ---- optimiser and mixed precision
     optimizer = optim.sgd(model.parameters(), args.lr, args.momentum, args.weight_decay)

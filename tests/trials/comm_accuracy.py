@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--methods", default=METHODS, metavar="LIST", help="(%(default)s)")
     parser.add_argument("--seeds", default="0,1,2", metavar="LIST", help="(%(default)s)")
     parser.add_argument("--processes", type=int, default=4, metavar="N", help="(%(default)s)")
-    parser.add_argument("--epochs", type=int, default=2, metavar="N", help="(%(default)s)")
+    parser.add_argument("--epochs", type=int, default=1, metavar="N", help="(%(default)s)")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "runs/comm", metavar="DIR")
     args = parser.parse_args()
     methods, seeds = args.methods.split(","), args.seeds.split(",")
@@ -61,8 +61,8 @@ def train(args: argparse.Namespace, method: str, seed: str) -> None:
     if (place / "summary.json").is_file():
         return
     options = (
-        f"-a resnet18 -b 32 --image-size 28 --val-resize-size 28 --crop-scale 0.35 --lr 0.1 "
-        f"--lr-schedule cosine -j 1 -p 200 --epochs {args.epochs} --seed {seed} --comm {method} "
+        f"-a resnet18 -b 64 --image-size 28 --val-resize-size 28 --crop-scale 0.35 --lr 0.1 "
+        f"--lr-schedule cosine -j 1 -p 50 --epochs {args.epochs} --seed {seed} --comm {method} "
         f"--name {place.name} --resume auto --output-dir {place.parent}"
     )
     command = [sys.executable, "imagenet_ddp.py", "-g", str(args.processes), *options.split()]
