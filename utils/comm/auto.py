@@ -43,7 +43,7 @@ class Measurement:
     @property
     def done(self) -> bool:
         """Whether enough steps were seen; the same in all processes."""
-        return self.steps > WARM_UP + STEPS
+        return self.steps == WARM_UP + STEPS
 
     def begin_step(self) -> None:
         """A step begins, and with it its compute."""

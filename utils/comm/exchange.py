@@ -144,8 +144,8 @@ class Exchange:
         if self.method is not None:
             return None
         self.measurement = self.measurement or Measurement(self.world)
-        self.measurement.begin_step()
         if not self.measurement.done:
+            self.measurement.begin_step()
             return None
         half = "bf16" if self.scale is None else "fp16"  # without a loss scale fp16 has no range
         choice = choose(self.measurement, ["fp32", half, "int8", "int4"], self.world)
