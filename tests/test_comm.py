@@ -289,6 +289,39 @@ def test_weights_stay_equal_in_all_processes_and_resume_exactly(size, work):
         assert 0 < off < near * way, comm
 
 
+def _overflow(rank: int, size: int) -> dict[str, Any]:
+    """By method: sums of the weights after each step, in one of which rank 1 overflows; the scale."""
+    world = World(CPU, rank, size, 0, 1, size, dist.group.WORLD)
+    found = {}
+    for comm in METHODS:
+        args = SimpleNamespace(comm=comm, seed=3, image_size=8)
+        replica = DistributedDataParallel(network(), bucket_cap_mb=0.1)
+        optimizer = torch.optim.SGD(replica.parameters(), 0.05, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        exchange = Exchange(replica, optimizer, args, world, scaler.scale)
+        images, weights = torch.ones(4, 3, 8, 8), []
+        for step, bad in enumerate((False, True, False)):
+            exchange.begin_step(0, step + 5, 8, 1)
+            loss = replica(images).square().mean()
+            scaler.scale(loss * torch.inf if bad and rank == 1 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            weights.append(sum(float(p.detach().sum()) for p in replica.parameters()))
+        found[comm] = weights, scaler.get_scale()
+    return found
+
+
+def test_an_overflow_in_one_process_skips_the_step_in_all():
+    one, other = in_processes(2, _overflow)
+    assert one == other
+    for comm in METHODS:
+        (first, second, third), scale = one[comm]
+        assert first == second != third, comm
+        assert torch.isfinite(torch.tensor(third)), comm
+        assert scale == 512, comm
+
+
 def test_methods_of_the_forecast_are_those_of_the_exchange():
     for comm in METHODS:
         assert cost.method(comm).name == comm

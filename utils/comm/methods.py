@@ -70,8 +70,8 @@ class Quantised:
             total += self.decode(part)
         mine = rows[peers.rank * len(total) : (peers.rank + 1) * len(total)]
         whole = peers.gather(self.encode(total.div_(peers.size), shared_noise[mine]))
-        blocks.copy_(self.decode(whole))
-        self._copy(gradients, blocks, into=False)
+        # Not through the buffer: what is between the gradients there has to stay zero.
+        self._copy(gradients, self.decode(whole), into=False)
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Tensor:
         """``blocks`` float32 [n, block], ``noise`` of the same shape in [0, 1) -> uint8 [n, w + 4]:
