@@ -290,7 +290,7 @@ def test_weights_stay_equal_in_all_processes_and_resume_exactly(size, work):
 
 
 def _overflow(rank: int, size: int) -> dict[str, Any]:
-    """By method: sums of the weights after each step, in one of which rank 1 overflows; the scale."""
+    """By method: sums of the weights after each step (rank 1 overflows in one), and the scale."""
     world = World(CPU, rank, size, 0, 1, size, dist.group.WORLD)
     found = {}
     for comm in METHODS:
