@@ -82,7 +82,7 @@ def train(args: Namespace, world: World) -> int:
         gradient_predivide_factor=float(world.size) if args.allreduce == "divide-sum" else 1.0,
     )
 
-    settle_buckets(replica, device, args.image_size)
+    settle_buckets(replica, world, args)
 
     # ---- the training step
     def train_step(

@@ -226,7 +226,7 @@ def _train(rank: int, size: int, local_size: int = 1, steps: int = 8) -> dict[st
     for comm in METHODS:
 
         def session(comm=comm):
-            args = SimpleNamespace(comm=comm, seed=3, image_size=8)
+            args = SimpleNamespace(comm=comm, seed=3, image_size=8, evaluate=False)
             replica = DistributedDataParallel(network(), bucket_cap_mb=0.1)
             replica.broadcast_buffers = False
             optimizer = torch.optim.SGD(replica.parameters(), 0.05, momentum=0.9)
@@ -294,7 +294,7 @@ def _overflow(rank: int, size: int) -> dict[str, Any]:
     world = World(CPU, rank, size, 0, 1, size, dist.group.WORLD)
     found = {}
     for comm in METHODS:
-        args = SimpleNamespace(comm=comm, seed=3, image_size=8)
+        args = SimpleNamespace(comm=comm, seed=3, image_size=8, evaluate=False)
         replica = DistributedDataParallel(network(), bucket_cap_mb=0.1)
         optimizer = torch.optim.SGD(replica.parameters(), 0.05, momentum=0.9)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

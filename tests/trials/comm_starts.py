@@ -66,7 +66,7 @@ def train(rank: int, size: int, port: int, method: str, seed: int) -> float:
     )
     replica.broadcast_buffers = False
     optimizer = torch.optim.SGD(replica.parameters(), 0.01, momentum=0.9)
-    args = SimpleNamespace(comm=method, seed=seed, image_size=SIZE)
+    args = SimpleNamespace(comm=method, seed=seed, image_size=SIZE, evaluate=False)
     exchange = Exchange(replica, optimizer, args, world)
     for step in range(STEPS):
         exchange.begin_step(0, step, STEPS, 1)

@@ -81,7 +81,7 @@ class Exchange:
             self.method = "fp32"
         elif self.auto:
             self.method = None
-        self.step, self.progress, self.reason = Step(args.seed), 0.0, ""
+        self.step, self.progress = Step(args.seed), 0.0
         self.measurement: Measurement | None = None
         self.parameters = [p for p in replica.module.parameters() if p.requires_grad]
         self.number = {parameter: i for i, parameter in enumerate(self.parameters)}
@@ -92,7 +92,7 @@ class Exchange:
         if self.method != "fp32":  # else DistributedDataParallel's own
             self._make_groups()
             replica.register_comm_hook(None, self._hook)
-        settle_buckets(replica, world.device, args.image_size)
+        settle_buckets(replica, world, args)
         self.ready = True
         if self.method:
             self._use(self.method)
@@ -234,7 +234,7 @@ def _done(buffer: Tensor) -> Future[Tensor]:
     return future
 
 
-def settle_buckets(replica: nn.Module, device: torch.device, image_size: int) -> None:
+def settle_buckets(replica: nn.Module, world: World, args: Any) -> None:
     """Have DistributedDataParallel form its final buckets before the first step.
 
     It begins with one bucket, and forms those that it keeps after a first backward pass. A sum over
@@ -242,11 +242,11 @@ def settle_buckets(replica: nn.Module, device: torch.device, image_size: int) ->
     another rounding than the run that it continues. So a first backward pass of an image of zeros,
     in evaluation mode, comes here, and leaves nothing behind. (Apex's own class is left alone.)
     """
-    if not isinstance(replica, DistributedDataParallel):
+    if world.size == 1 or args.evaluate or not isinstance(replica, DistributedDataParallel):
         return
     replica.eval()
     with torch.enable_grad():
-        images = torch.zeros(1, 3, image_size, image_size, device=device)
+        images = torch.zeros(1, 3, args.image_size, args.image_size, device=world.device)
         replica(images).sum().backward()
     for parameter in replica.parameters():
         parameter.grad = None
