@@ -58,6 +58,7 @@ def test_a_second_ctrl_c_ends_a_deaf_torchrun_and_all_that_it_has_started():
         run.until("deaf")
         assert len(run.meet_family()) == 2
         run.send(signal.SIGINT)
+        assert eventually(lambda: "Ctrl-C again" in run._error_text())
         run.send(signal.SIGINT)
         assert run.result().code == 128 + signal.SIGKILL
         assert eventually(lambda: not any(one.lives() for one in run.family))

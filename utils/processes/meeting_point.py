@@ -163,7 +163,11 @@ class _Torchrun:
 
     def _pass_on(self, signum: int, frame: Any) -> None:
         self.signals.append(signum)
-        self._send(signal.SIGKILL if self.signals.count(signal.SIGINT) > 1 else signum)
+        if self.signals.count(signal.SIGINT) > 1:
+            signum = signal.SIGKILL
+        elif signum == signal.SIGINT:  # print() must not be called in the middle of another one
+            os.write(2, b"interrupted: ending with a snapshot; Ctrl-C again ends at once\n")
+        self._send(signum)
 
     def _send(self, signum: int) -> None:
         if self.process and self.process.returncode is None:
