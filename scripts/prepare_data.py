@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import utils.installed  # noqa: F401 (a missing package becomes one sentence)
+
+import numpy as np
 from prepare import sample as sample_drawings
 from prepare.archives import (
     ARCHIVES,
