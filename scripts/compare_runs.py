@@ -19,7 +19,7 @@ from compare import comparison, page, pictures, reading, remarks, results, runs,
 from compare.labels import short_labels
 from compare.runs import Run
 
-from utils.errors import UserError, report
+from utils.errors import UserError, go_on_without_reader, report
 from utils.option_types import accuracy, number, positive
 
 DESCRIPTION = """Compares training runs by their TensorBoard event files: a table (text; in DIR also
@@ -140,4 +140,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    go_on_without_reader()
     sys.exit(main())

@@ -54,7 +54,8 @@ choose_interface() {
 log_to() {
     mkdir -p "$(dirname "$1")" || fail "cannot write the log $1"
     # -i: Ctrl-C reaches tee as well, which must stay until the training has ended.
-    exec > >(exec tee -i -a "$1") 2> >(exec tee -i -a "$1" >&2)
+    # -p: so it must when nobody reads the output any more.
+    exec > >(exec tee -i -p -a "$1") 2> >(exec tee -i -p -a "$1" >&2)
 }
 
 # launch HOURS NAME BATCH_SIZE LAUNCHER_OPTION ... [-- TRAINING_OPTION ...]

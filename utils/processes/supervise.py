@@ -14,7 +14,14 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
-from utils.errors import UserError, is_reported_by_another, of_shortage, report, show
+from utils.errors import (
+    UserError,
+    go_on_without_reader,
+    is_reported_by_another,
+    of_shortage,
+    report,
+    show,
+)
 
 # In the environment of all that the suite starts; scripts/cleanup.sh looks for it.
 MARKER = "IMAGENET_SUITE"
@@ -109,6 +116,7 @@ def _errors_reported(by_torchrun: bool) -> Iterator[None]:
 
     Unlike `supervise`, torchrun does not wait for the process that reports a fault.
     """
+    go_on_without_reader()
     try:
         yield
     except (UserError, RuntimeError) as fault:
