@@ -10,6 +10,7 @@ from conftest import python
 from nodes import Nodes
 from running import TINY_LINE, Running, eventually, tiny
 
+from utils.processes import network
 from utils.processes.network import free_port
 
 HERE = "127.0.0.1"
@@ -40,6 +41,14 @@ def test_a_port_that_is_taken_is_a_sentence():
         done = python(*POINT, HERE, "--port", port, "--", "true")
     assert done.code == 2
     assert f"port {port} of {HERE} is taken by another program" in done.sentence
+
+
+def test_a_meeting_point_that_does_not_come_is_waited_for():
+    assert not network.is_own("192.0.2.1")  # which nothing answers from
+    done = python(*POINT, "192.0.2.1", "--port", 8888, "--wait", "3", "--", "true")
+    assert done.code == 2
+    assert "waiting for node 0 at 192.0.2.1:8888" in done.out
+    assert "cannot be reached after 3 s" in done.sentence
 
 
 def test_its_node_keeps_a_store_at_the_given_address_alone():
