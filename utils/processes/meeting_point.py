@@ -59,7 +59,7 @@ def accompany(command: list[str], folder: str, master: tuple[str, int], again: s
 def _open(host: str, port: int) -> socket.socket:
     """Listen at the address ``host`` of this node alone; for a name, at all of its addresses.
 
-    A node's own name often stands for 127.0.1.1 there. Raises: `UserError` if the port is taken.
+    A node's own name often stands for 127.0.1.1 there. Raises: `UserError` if that is impossible.
     """
     try:
         version = ipaddress.ip_address(host).version
@@ -71,12 +71,14 @@ def _open(host: str, port: int) -> socket.socket:
             (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=not host and version == 6
         )
     except OSError as fault:
-        if fault.errno != errno.EADDRINUSE:
-            raise
-        raise UserError(
-            f"port {port} of {host or 'this node'} is taken by another program: choose another "
-            "MASTER_PORT on every node (scripts/cleanup.sh ends what a training has left)"
-        ) from None
+        where = f"port {port} of {host or 'this node'}"
+        if fault.errno == errno.EADDRINUSE:
+            where += (
+                " is taken by another program (scripts/cleanup.sh ends the left-overs of trainings)"
+            )
+        else:
+            where += f" cannot be opened ({fault.strerror})"
+        raise UserError(f"{where}: choose another MASTER_PORT on every node") from None
 
 
 def _keep_store(door: socket.socket, host: str, port: int) -> Any:
