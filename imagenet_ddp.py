@@ -19,6 +19,8 @@ gradients while backward still computes.
 from argparse import Namespace
 from contextlib import nullcontext
 
+import utils.installed  # noqa: F401 (a missing package becomes one sentence)
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
