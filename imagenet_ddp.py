@@ -19,7 +19,7 @@ gradients while backward still computes.
 from argparse import Namespace
 from contextlib import nullcontext
 
-import utils.installed  # noqa: F401 (a missing package becomes one sentence)
+import utils.processes.installed  # noqa: F401 (a missing package becomes one sentence)
 
 import torch
 from torch import Tensor, nn

@@ -16,7 +16,7 @@ installed it is used, and utils/amp/plain.py computes the same in plain PyTorch 
 from argparse import Namespace
 from contextlib import nullcontext
 
-import utils.installed  # noqa: F401 (a missing package becomes one sentence)
+import utils.processes.installed  # noqa: F401 (a missing package becomes one sentence)
 
 import torch
 from torch import Tensor, nn

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import utils.installed  # noqa: F401 (a missing package becomes one sentence)
+import utils.processes.installed  # noqa: F401 (a missing package becomes one sentence)
 
 import numpy as np
 from prepare import sample as sample_drawings

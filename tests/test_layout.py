@@ -12,8 +12,9 @@ ROOMS = sorted(path.name for path in UTILS.iterdir() if (path / "__init__.py").i
 # From the top: a room imports from those behind it alone.
 FLOORS = ("training", "data", "instruments", "run", "amp", "comm", "processes")
 TORCH_FREE = (
-    *("errors", "option_types", "atomic", "samplers", "schedules", "installed"),
-    *("processes.agreement", "processes.network", "processes.supervise", "processes.meeting_point"),
+    *("errors", "option_types", "atomic", "samplers", "schedules"),
+    *("processes.agreement", "processes.network", "processes.supervise"),
+    *("processes.meeting_point", "processes.installed"),
     *("data.listing", "data.index", "data.rgb", "run.figures", "run.owner", "run.provenance"),
     "comm.cost",
 )

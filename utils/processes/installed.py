@@ -7,7 +7,7 @@ from typing import Any
 
 from utils.errors import UserError, report
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = ROOT / ".venv"
 # The packages of requirements.txt, by the name under which they are imported.
 REQUIRED = {name: name for name in ("torch", "torchvision", "tensorboard", "numpy", "tqdm")}
