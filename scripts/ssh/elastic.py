@@ -158,7 +158,7 @@ class Elastic(Job):
         """Begin an attempt when all nodes that can be expected are here, or say who is not."""
         now = time.monotonic()
         ready = [seat for seat in self.seats if seat.ready]
-        expected = [seat for seat in self.seats if seat.node and not seat.failures]
+        expected = [seat for seat in self.seats if not seat.failures and not seat.barred]
         here = len(ready) >= self.most or len(ready) == len(expected)
         if now >= self.not_before and here and len(ready) >= self.least:
             self._begin(ready[: self.most])
