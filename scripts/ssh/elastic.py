@@ -144,7 +144,7 @@ class Elastic(Job):
 
     def _never_began(self, seat: Seat) -> None:
         """The ssh of a node that does not train has ended."""
-        if not seat.failures:
+        if not seat.failures and not self.interrupts:
             if seat.node.hello:
                 why = f"lost the connection to {seat.host.name}"
             elif seat.node.code == SSH_FAILED:
@@ -223,7 +223,7 @@ class Elastic(Job):
         """A node of this attempt has ended."""
         attempt, name = self.attempt, node.host.name
         if is_lost(node):
-            note(f"lost {name}; will keep trying to reach it")
+            note(f"lost {name}" + ("" if self.interrupts else "; will keep trying to reach it"))
             self._end(LOST_SECONDS)
         elif node.code and not attempt.ending:
             attempt.first = node
