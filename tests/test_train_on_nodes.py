@@ -259,6 +259,22 @@ def test_errors_are_sentences(nodes, tmp_path, text, rest, named):
     assert not ours(nodes)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("blocked", [1, 2])
+def test_closed_ports_are_a_sentence(nodes, hosts, folder, tmp_path, blocked):
+    """All but sshd's: node 1's with the master's port among them, or node 2's."""
+    need("nft")
+    nodes[blocked].block_ports("1-2199, 2300-65535")
+    try:
+        training = f"imagenet_ddp.py {TINY_LINE} --epochs 1 --name run --output-dir {tmp_path}"
+        done = nodes[0].run(line(hosts, f"{training} {folder}"))
+    finally:
+        nodes[blocked].unblock_ports()
+    assert done.code == 2, done.out + done.err
+    assert "open all TCP ports between the nodes, in both directions" in done.err
+    assert not ours(nodes)
+
+
 def test_colours_only_for_a_terminal(nodes, hosts, folder, tmp_path):
     need("script")
     failing = line(hosts, "imagenet_ddp.py", "--dir /nowhere")

@@ -253,7 +253,7 @@ class Elastic(Job):
             self._leave_out(seats)
         elif lost or attempt.joining:
             for seat in seats:
-                seat.trusted = True
+                seat.trusted = not seat.failures  # what was lost may come back as another machine
             self.quick = 0
         else:
             self._again(attempt, failed)

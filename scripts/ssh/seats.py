@@ -20,7 +20,7 @@ class Seat:
     came: float = 0.0  # when it was ready
     next_call: float = 0.0
     failures: int = 0  # since it was last heard of
-    trusted: bool = False  # it has taken part in an attempt that did not end by bad input
+    trusted: bool = False  # it was in an attempt that began well, and has not been lost since
     barred: bool = False
 
     def leave(self, failed: bool) -> None:
