@@ -19,12 +19,15 @@ gradients while backward still computes.
 from argparse import Namespace
 from contextlib import nullcontext
 
+import utils.installed  # noqa: F401 (a missing package becomes one sentence)
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils import models, optim, options
 from utils.amp import native
+from utils.comm import exchange
 from utils.data.loaders import build_loaders
 from utils.processes import launch, supervise
 from utils.processes.distributed import World
@@ -37,6 +40,7 @@ from utils.training.session import Session
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
     native.add_options(parser)
+    exchange.add_options(parser)
     launch.add_options(parser)
     args = options.parse(parser)
     return launch.run(worker, args)  # in each process of this node
@@ -66,12 +70,22 @@ def train(args: Namespace, world: World) -> int:
     # ---- distributed data parallelism: replicas start equal, and get equal gradients
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    replica = DistributedDataParallel(model, device_ids=world.device_ids)
+    replica = DistributedDataParallel(
+        model,
+        device_ids=world.device_ids,
+        bucket_cap_mb=args.bucket_mb,
+        gradient_as_bucket_view=True,
+    )
+    replica.broadcast_buffers = False  # evaluation takes over rank 0's; training does not use them
 
     # ---- optimiser and mixed precision
     optimizer = optim.sgd(model.parameters(), args.lr, args.momentum, args.weight_decay)
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
+
+    # ---- communication: what the gradients are while they travel
+    scale = scaler.scale if scaler.is_enabled() else None
+    comm = exchange.Exchange(replica, optimizer, args, world, scale)
 
     # ---- the training step
     def train_step(
@@ -104,7 +118,7 @@ def train(args: Namespace, world: World) -> int:
 
     # ---- resume, then train and evaluate, epoch by epoch
     run = Run(args, world, mode="ddp")
-    state = TrainState(model, optimizer, scaler)
+    state = TrainState(model, optimizer, scaler, comm=comm)
     session = Session(args, world, run, loaders, state)
     if args.dummy:
         return dummy.time_step(session, train_step)

@@ -16,11 +16,14 @@ installed it is used, and utils/amp/plain.py computes the same in plain PyTorch 
 from argparse import Namespace
 from contextlib import nullcontext
 
+import utils.installed  # noqa: F401 (a missing package becomes one sentence)
+
 import torch
 from torch import Tensor, nn
 
 from utils import models, optim, options
 from utils.amp import choice, levels
+from utils.comm.exchange import settle_buckets
 from utils.data.loaders import build_loaders
 from utils.processes import launch, supervise
 from utils.processes.distributed import World
@@ -80,6 +83,8 @@ def train(args: Namespace, world: World) -> int:
         allreduce_always_fp32=args.allreduce == "fp32",
         gradient_predivide_factor=float(world.size) if args.allreduce == "divide-sum" else 1.0,
     )
+
+    settle_buckets(replica, world, args)
 
     # ---- the training step
     def train_step(

@@ -10,6 +10,8 @@ on the first: imagenet_ddp.py is faster even on one machine. Without GPUs it is 
 
 from argparse import Namespace
 
+import utils.installed  # noqa: F401 (a missing package becomes one sentence)
+
 import torch
 from torch import Tensor, nn
 

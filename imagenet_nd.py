@@ -12,6 +12,8 @@ what several processes change. It uses the first GPU, or the CPU if there is non
 
 from argparse import Namespace
 
+import utils.installed  # noqa: F401 (a missing package becomes one sentence)
+
 import torch
 from torch import Tensor, nn
 

@@ -26,14 +26,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import utils.installed  # noqa: E402, F401 (a missing package becomes one sentence)
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
 from bench import photographs, pipelines  # noqa: E402
+from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 from utils.data import listing  # noqa: E402
 from utils.data.index import ImageIndex, class_folders  # noqa: E402

@@ -13,11 +13,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import utils.installed  # noqa: F401 (a missing package becomes one sentence)
+
 from compare import comparison, page, pictures, reading, remarks, results, runs, tables
 from compare.labels import short_labels
 from compare.runs import Run
 
-from utils.errors import UserError, report
+from utils.errors import UserError, go_on_without_reader, report
 from utils.option_types import accuracy, number, positive
 
 DESCRIPTION = """Compares training runs by their TensorBoard event files: a table (text; in DIR also
@@ -138,4 +140,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    go_on_without_reader()
     sys.exit(main())

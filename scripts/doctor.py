@@ -28,7 +28,7 @@ from checkup.findings import FAULT, Checkup, Finding  # noqa: E402
 from checkup.node import TORCH_LIMIT, Node  # noqa: E402
 from checkup.shapes import DOCTOR  # noqa: E402
 
-from utils.errors import UserError, report  # noqa: E402
+from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 from utils.option_types import amount, count, number, positive  # noqa: E402
 from utils.processes import network, visitor  # noqa: E402
 from utils.processes.meeting import Host, NoMeeting  # noqa: E402
@@ -270,6 +270,7 @@ def write_json(path: Path, check: Checkup, found: list[Finding]) -> None:
 
 
 if __name__ == "__main__":
+    go_on_without_reader()
     try:
         sys.exit(main())
     except UserError as error:

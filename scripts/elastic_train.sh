@@ -19,6 +19,10 @@ show_help "$@"
 
 [ $# -ge 4 ] || fail "usage: MASTER_ADDR=IP bash scripts/elastic_train.sh TRAIN_HOURS MIN:MAX" \
     "SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]"
+again="bash scripts/elastic_train.sh$(printf ' %q' "$@")"
+for variable in DATA ARCH SCRIPT NPROC MASTER_PORT MAX_RESTARTS; do
+    [ -z "${!variable:-}" ] || again="$variable=$(printf %q "${!variable}") $again"
+done
 hours=$1 nodes=$2 name=$3 batch=$4
 shift 4
 [ $# -eq 0 ] || [ "$1" = -- ] || fail "$1: put options of the training script after --"
@@ -31,14 +35,11 @@ use_environment
 address=$(ask_network address_towards "$MASTER_ADDR")
 [ -n "$address" ] || fail "there is no route from here to MASTER_ADDR=$MASTER_ADDR: is the link up?"
 rank=_$(hostname) # node ranks change as nodes come and go; the log has the node's name
-# A node whose own name does not resolve can join only by its address, and must be told whether
-# the others meet here.
-is_host=false
-[ -z "$(ask_network is_own "$MASTER_ADDR")" ] || is_host=true
+# A node whose own name does not resolve can join only by its address, and by is_host; the meeting
+# point's own node keeps it open beside torchrun (utils/processes/meeting_point.py).
 # Otherwise training would use torchrun's own meeting point: a node that comes back would find it
 # in use, and a restart might find the addresses of processes that have ended.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-meet=(--elastic)
 launch "$hours" "$name" "$batch" "--nnodes=$nodes" --rdzv_backend=c10d "--rdzv_id=$name" \
-    "--rdzv_endpoint=$MASTER_ADDR:${MASTER_PORT:-8888}" "--rdzv_conf=is_host=$is_host" \
+    "--rdzv_endpoint=$MASTER_ADDR:${MASTER_PORT:-8888}" "--rdzv_conf=is_host=false" \
     "--local_addr=$address" "--max_restarts=$restarts" "$@"

@@ -18,11 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import utils.installed  # noqa: E402, F401 (a missing package becomes one sentence)
+
 from forecast import picture, scaling  # noqa: E402
 from forecast.measured import MeasuredRun, read_run  # noqa: E402
 from forecast.scaling import Cluster, Forecast, Measured, Workload  # noqa: E402
 
-from utils.errors import UserError, report  # noqa: E402
+from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 from utils.option_types import amount, number, positive  # noqa: E402
 
 above_0 = number(float, 0, exclusive=True)
@@ -233,4 +235,5 @@ def verdict(work: Workload, cluster: Cluster, rows: list[Forecast], worth: float
 
 
 if __name__ == "__main__":
+    go_on_without_reader()
     sys.exit(main())

@@ -54,14 +54,16 @@ choose_interface() {
 log_to() {
     mkdir -p "$(dirname "$1")" || fail "cannot write the log $1"
     # -i: Ctrl-C reaches tee as well, which must stay until the training has ended.
-    exec > >(exec tee -i -a "$1") 2> >(exec tee -i -a "$1" >&2)
+    # -p: so it must when nobody reads the output any more.
+    exec > >(exec tee -i -p -a "$1") 2> >(exec tee -i -p -a "$1" >&2)
 }
 
 # launch HOURS NAME BATCH_SIZE LAUNCHER_OPTION ... [-- TRAINING_OPTION ...]
 #
 # $rank is the number (or name) of this node if there are several; with the options $meet (an array)
-# they have a roll call first. The output is also written to node<rank>.log in the run directory.
-meet=()
+# they have a roll call first; with the line $again, which starts this node, the job is elastic. The
+# output is also written to node<rank>.log in the run directory.
+meet=() again=
 launch() {
     local hours=$1 name=$2 batch=$3
     shift 3
@@ -109,10 +111,17 @@ launch() {
     fi
     printf '+ OMP_NUM_THREADS=%s%s\n' "$OMP_NUM_THREADS" "$(printf ' %q' "${command[@]}")"
     export IMAGENET_SUITE=launcher # the mark by which scripts/cleanup.sh knows its own
+    local master=(--master "${MASTER_ADDR:-}" --port "${MASTER_PORT:-8888}")
+    if [ -n "$again" ]; then
+        # torchrun would wait for a meeting point that is gone for many minutes.
+        local folder=$PWD
+        cd "$root" && exec "$PYTHON" -m utils.processes.meeting_point "${master[@]}" \
+            --folder "$folder" --again "$again" -- "${command[@]}"
+    fi
     if [ ${#meet[@]} -gt 0 ]; then
         # torchrun itself would be silent for many minutes about a node that is missing.
-        (cd "$root" && exec "$PYTHON" -m utils.processes.rollcall "${meet[@]}" \
-            --master "$MASTER_ADDR" --port "${MASTER_PORT:-8888}" --processes "$processes") || exit
+        (cd "$root" && exec "$PYTHON" -m utils.processes.rollcall "${meet[@]}" "${master[@]}" \
+            --processes "$processes") || exit
     fi
     exec "${command[@]}"
 }

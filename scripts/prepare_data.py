@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import utils.installed  # noqa: F401 (a missing package becomes one sentence)
+
+import numpy as np
 from prepare import sample as sample_drawings
 from prepare.archives import (
     ARCHIVES,
@@ -30,7 +31,7 @@ from prepare.files import png_bytes, reading
 from prepare.folder import SPLITS, Item, Plan, prepare
 from prepare.shrink import shrink_folder
 
-from utils.errors import UserError, report
+from utils.errors import UserError, go_on_without_reader, report
 from utils.option_types import number, positive
 from utils.processes.supervise import usable_cores
 
@@ -248,4 +249,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    go_on_without_reader()
     sys.exit(main())

@@ -10,11 +10,12 @@ from conftest import ROOT, python
 UTILS = ROOT / "utils"
 ROOMS = sorted(path.name for path in UTILS.iterdir() if (path / "__init__.py").is_file())
 # From the top: a room imports from those behind it alone.
-FLOORS = ("training", "data", "instruments", "run", "amp", "processes")
+FLOORS = ("training", "data", "instruments", "run", "amp", "comm", "processes")
 TORCH_FREE = (
-    *("errors", "option_types", "atomic", "samplers", "schedules"),
-    *("processes.agreement", "processes.network", "processes.supervise"),
+    *("errors", "option_types", "atomic", "samplers", "schedules", "installed"),
+    *("processes.agreement", "processes.network", "processes.supervise", "processes.meeting_point"),
     *("data.listing", "data.index", "data.rgb", "run.figures", "run.owner", "run.provenance"),
+    "comm.cost",
 )
 # Sent to nodes as single files, whose Python may be 3.7 and have no package.
 SENT_TO_NODES = ("guard", "status", "cleanup", "doctor_start")

@@ -9,7 +9,6 @@ from conftest import python, shell
 from nodes import Nodes, need
 from running import Running, eventually
 
-from utils.processes import network
 from utils.processes.network import free_port
 
 ROLL_CALL = ("-m", "utils.processes.rollcall")
@@ -132,15 +131,6 @@ def test_a_node_that_leaves_is_waited_for_again():
             assert other.result().code == 130
         first.until("node 1 .* has left")
         assert "nodes 1, 2 of 3" in first.until("for nodes 1, 2")
-
-
-def test_an_elastic_job_waits_for_its_meeting_point():
-    port = free_port()
-    with Running(*ROLL_CALL, "--elastic", "--master", HERE, "--port", port) as own:
-        assert own.result().code == 0  # it is to be here
-    assert network.is_own(HERE)
-    assert network.is_own("localhost")
-    assert not network.is_own("192.0.2.1")
 
 
 # ---- typed on two nodes

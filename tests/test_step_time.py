@@ -168,23 +168,7 @@ def test_accumulation_without_all_reduce_has_no_communication_to_speak_of(group)
             timer.clock.marks += 100
             loss.backward()
         timer.end(update)
-    assert timer.stop().communication == 4  # two pairs of marks in a row, twice
-
-
-def test_waiting_for_buffers_is_communication_and_not_a_process_own_part(group):
-    model = small()
-    timer = counting(model, distributed=True)
-    timer.clock.device = 10**6
-    timer.start()
-    timer.begin()
-    timer.clock.marks += 100  # DDP waits for rank 0, whose buffers all ranks take
-    loss = model(torch.ones(2, 8)).sum()
-    timer.clock.marks += 10
-    loss.backward()
-    timer.end(update=True)
-    total = timer.stop()
-    assert (total.communication, total.own) == (101 + 1, 11)
-    assert total.compute == 11 + 1  # and what comes after backward
+    assert timer.stop().communication == 2  # two marks in a row, twice
 
 
 def test_weights_are_the_same_bit_for_bit_with_a_timer(group):

@@ -1,7 +1,9 @@
 """Errors that a user can correct: one sentence, a non-zero exit code, no traceback."""
 
+import io
 import os
 import re
+import stat
 import sys
 
 BAD_INPUT = 2  # exit code of argparse for wrong options; ours for all bad input
@@ -66,3 +68,40 @@ def show(error: UserError) -> None:
     rank = os.environ.get("RANK")
     where = f" (rank {rank})" if rank and not error.alike else ""
     print(f"error{where}: {error}", file=sys.stderr, flush=True)
+
+
+def go_on_without_reader() -> None:
+    """Drop what is printed once nobody reads it any more (`| head -3`), instead of failing.
+
+    For the start of a program: files are still written, and the exit code stays its own.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            kind = os.fstat(stream.fileno()).st_mode
+        except (AttributeError, OSError):  # closed, or not a file
+            continue
+        if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind):
+            stream.flush()
+            raw = _Unread(stream.fileno(), "w", closefd=False)
+            new = io.TextIOWrapper(
+                raw if stream.write_through else io.BufferedWriter(raw),
+                stream.encoding,
+                stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, new)
+
+
+class _Unread(io.FileIO):
+    """The writing end of a pipe whose reader may leave."""
+
+    def write(self, data: bytes) -> int | None:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())  # for C++ and processes started later, too
+            os.close(nowhere)
+            return memoryview(data).nbytes

@@ -10,6 +10,7 @@ SHOULD_AGREE = {
     "batch_per_gpu": "batch per GPU",
     "mode": "mode",
     "precision": "precision",
+    "comm": "gradients on the wire",
     "gpu": "GPU",
     "cpu": "CPU",
     "torch": "torch",

@@ -114,6 +114,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             # A bucket that holds all gradients of a type is full when backward ends.
             bucket_cap_mb=2**20 if delay_allreduce else None,
         )
+        self.broadcast_buffers = False  # as in Apex; evaluation takes over rank 0's
         factor = gradient_predivide_factor
         if allreduce_always_fp32:
             self.register_comm_hook(factor, _sum_in_float)

@@ -3,8 +3,7 @@
 No step waits for the device: on a GPU the marks are CUDA events, read when they have passed; on the
 CPU, readings of the clock. Two marks stand inside backward, set by callbacks of autograd: when all
 local gradients are there, and when DistributedDataParallel has seen the last bucket's all-reduce.
-The time between them is what compute does not hide, with that before the bare model is called, when
-DDP shares rank 0's buffers. It holds the waiting for slower processes, too.
+The time between them is what compute does not hide. It holds the waiting for slower processes, too.
 The reduction itself is not touched, so that weights stay equal bit for bit.
 """
 
@@ -91,7 +90,6 @@ class _Micro:
 
     asked: Mark  # from here on the device waits for data
     began: Mark
-    called: Mark | None = None  # DDP has shared the buffers, and calls the model
     local: Mark | None = None  # backward has this process's gradients
     reduced: Mark | None = None  # and the other processes'
     ended: Mark | None = None
@@ -115,7 +113,6 @@ class StepTimer:
         self.reported = StepTimes()
         self.queued = False
         if distributed:
-            model.register_forward_pre_hook(self._forward)
             # DDP waits for every parameter's gradient, so that those of the last layer, which
             # come first, are as good as any.
             trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -167,18 +164,13 @@ class StepTimer:
         between, total = self.clock.seconds, self.total
         communication, own = 0.0, between(micro.began, micro.ended)
         if micro.local is not None and micro.reduced is not None:
-            called = micro.called if micro.called is not None else micro.began
-            communication = between(micro.began, called) + between(micro.local, micro.reduced)
-            own = between(called, micro.local)
+            communication = between(micro.local, micro.reduced)
+            own = between(micro.began, micro.local)
         total.data += between(micro.asked, micro.began)
         total.communication += communication
         total.compute += between(micro.began, micro.ended) - communication
         total.own += own
         total.steps += micro.update
-
-    def _forward(self, model: nn.Module, inputs: Any) -> None:
-        if self.now is not None:
-            self.now.called = self.clock.mark()
 
     def _first_gradient(self, weight: torch.Tensor) -> None:
         """Backward has reached the model: have its end marked."""

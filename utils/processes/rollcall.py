@@ -1,7 +1,6 @@
 """Roll call: the nodes of a job meet before any of their processes starts. Standard library only.
 
     python -m utils.processes.rollcall --nodes N --node-rank R --master IP --port P --processes K
-    python -m utils.processes.rollcall --elastic --master IP --port P
 
 torchrun's own meeting is silent for many minutes when a node is missing, and ends in a stack trace
 of C++. Here every node says whom it waits for, and since when; what can never work ends on every
@@ -268,19 +267,15 @@ def _say_that_it_waits(master: tuple[str, int], seconds: float) -> Callable[[str
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add: Callable[..., Any] = parser.add_argument
-    add("--nodes", type=positive)
-    add("--node-rank", type=count)
+    add("--nodes", type=positive, required=True)
+    add("--node-rank", type=count, required=True)
     add("--master", required=True, metavar="IP")
     add("--port", type=positive, required=True)
-    add("--processes", type=positive, help="of this node")
-    add("--elastic", action="store_true", help="nodes may come and go: only find node 0")
+    add("--processes", type=positive, required=True, help="of this node")
     add("--wait", type=amount, default=WAIT, metavar="SECONDS")
     args = parser.parse_args(argv)
     master = (args.master, args.port)
-    if args.elastic:
-        find_master(master, args.wait)
-    else:
-        call(args.node_rank, args.nodes, master, args.processes, args.wait)
+    call(args.node_rank, args.nodes, master, args.processes, args.wait)
     return 0
 
 

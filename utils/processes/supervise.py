@@ -14,13 +14,20 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
-from utils.errors import UserError, is_reported_by_another, of_shortage, report, show
+from utils.errors import (
+    UserError,
+    go_on_without_reader,
+    is_reported_by_another,
+    of_shortage,
+    report,
+    show,
+)
 
 # In the environment of all that the suite starts; scripts/cleanup.sh looks for it.
 MARKER = "IMAGENET_SUITE"
 GRACE_SECONDS = 15.0  # how long the others may take to end once one process has failed
 REPORT_SECONDS = 60.0  # how long a node's first process may take to find what others found
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def usable_cores() -> int:
@@ -37,6 +44,44 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
         os._exit(1)
+
+
+def adopt_orphans() -> set[int]:
+    """Become the parent of whatever below this process loses its own (Linux: prctl(2)).
+
+    Returns: the ids of the processes that are below it already (those that keep a log, say).
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    return set(_below(os.getpid()))
+
+
+def end_all_below(but: set[int]) -> None:
+    """Kill everything below this process, except ``but``, until nothing is left.
+
+    Neither a process group nor a session holds it together, as torchrun gives each worker its own:
+    call `adopt_orphans` before anything is started.
+    """
+    while left := set(_below(os.getpid())) - but:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _below(root: int) -> list[int]:
+    """Process ids of all living processes below ``root``."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
+                state, parent = file.read().rpartition(")")[2].split()[:2]
+                if state not in "ZX":
+                    children.setdefault(int(parent), []).append(int(entry))
+    found, new = [], [root]
+    while new:
+        new = [child for parent in new for child in children.get(parent, [])]
+        found += new
+    return found
 
 
 def run_main(main: Callable[[], int | None]) -> None:
@@ -71,6 +116,7 @@ def _errors_reported(by_torchrun: bool) -> Iterator[None]:
 
     Unlike `supervise`, torchrun does not wait for the process that reports a fault.
     """
+    go_on_without_reader()
     try:
         yield
     except (UserError, RuntimeError) as fault:

@@ -39,7 +39,8 @@ class TrainState:
     is a dictionary an epoch, ``best`` that of the best one. The order
     of samples, augmentation and dropout are functions of seed and position, so no random state
     needs keeping. ``weights`` saves the model as float32 where it trains in another precision.
-    ``preprocessing`` is that of its images (see `utils.data.preprocessing`), as plain values.
+    ``preprocessing`` is that of its images (see `utils.data.preprocessing`), as plain values;
+    ``comm`` is how the processes exchange gradients, if there are several.
     """
 
     model: nn.Module
@@ -55,6 +56,7 @@ class TrainState:
     sums: list[float] | None = None
     printed: list[float] | None = None
     preprocessing: dict[str, Any] | None = None
+    comm: Any = None  # a `utils.comm.exchange.Exchange`
     clock: float | None = None  # when ``elapsed`` was brought up to date
 
     def tick(self) -> None:
@@ -81,9 +83,14 @@ class TrainState:
 
 
 def snapshot_of(
-    state: TrainState, options: dict[str, Any], classes: list[str], weights: dict[str, Tensor]
+    state: TrainState,
+    options: dict[str, Any],
+    classes: list[str],
+    weights: dict[str, Tensor],
+    comm: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of ``snapshot.pt``; ``weights`` are ``state.full_weights()``."""
+    """The content of ``snapshot.pt``; ``weights`` are ``state.full_weights()``, ``comm`` what
+    ``state.comm.collect()`` gave."""
     return {
         "model": weights,
         "optimizer": state.optimizer.state_dict(),
@@ -92,6 +99,7 @@ def snapshot_of(
         "options": options,
         "classes": classes,
         "preprocessing": state.preprocessing,
+        "comm": comm,
     }
 
 
@@ -186,6 +194,8 @@ def resume(
     if "optimizer" in content:
         state.optimizer.load_state_dict(contents.momentum(content, state.optimizer, path))
     state.scaler.load_state_dict(scaler)
+    if state.comm is not None and (comm := contents.communication(content, path)):
+        state.comm.restore(comm)
     if not whole:
         _read_foreign_progress(state, content, path, world)
         return False

@@ -118,6 +118,17 @@ def momentum(content: dict[str, Any], optimizer: Any, path: Path | None) -> dict
     return {"state": state, "param_groups": groups}
 
 
+def communication(content: dict[str, Any], path: Path | None) -> dict[str, Any] | None:
+    """What `utils.comm.exchange.Exchange.collect` gave, in a snapshot that has it."""
+    saved = content.get("comm")
+    if saved is None or not isinstance(content.get("progress"), dict):
+        return None
+    fits = isinstance(saved, dict) and isinstance(saved.get("method"), (str, type(None)))
+    if not (fits and _is_count(saved.get("nodes")) and isinstance(saved.get("states", []), list)):
+        raise _wrong(path, "communication", "a method, a number of nodes and states")
+    return saved
+
+
 def loss_scale(content: dict[str, Any], state: dict[str, Any], path: Path | None) -> dict[str, Any]:
     """A scaler's ``state`` with the loss scale that any script, or Apex or timm, has saved."""
     saved = content.get("scaler") or content.get("amp") or content.get("amp_scaler") or {}

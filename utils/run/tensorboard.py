@@ -41,7 +41,7 @@ Value = int | float | str | bool | None
 
 # The columns of the HParams page, which has room for few; the entry itself has all options.
 NUMBERS = ("nodes", "gpus", "batch_per_gpu", "global_batch", "lr", "epochs", "image_size")
-TEXTS = ("arch", "mode", "precision")
+TEXTS = ("arch", "mode", "precision", "comm")
 METRICS = {
     "Top1/val": "top-1, %",
     "Top5/val": "top-5, %",

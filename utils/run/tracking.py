@@ -179,11 +179,23 @@ class Run:
             self.store.upload(self.folder / name)
         if facts is not None:  # without curves, an event file would make it a run to compare
             self.writer = tensorboard.open_writer(self.folder)
-            for summary in tensorboard.entry(self.options | facts, self.folder.name):
-                self.writer.file_writer.add_summary(summary, 0)
             self.writer.add_custom_scalars(tensorboard.LAYOUT)
+            if facts.get("comm") != "auto":
+                self._add_entry(facts)
             self.writer.flush()  # from now on other programs can see what is trained here
             self.is_training = True
+
+    def describe(self, facts: Facts) -> None:
+        """Write the entry that `begin` left out, as ``facts`` lacked what is chosen later."""
+        if self.writer is None:
+            return
+        with contextlib.suppress(OSError):  # the next point says so
+            self._add_entry(facts)
+            self.writer.flush()
+
+    def _add_entry(self, facts: Facts) -> None:
+        for summary in tensorboard.entry(self.options | facts, self.folder.name):
+            self.writer.file_writer.add_summary(summary, 0)
 
     def step(self, place: str, done: int, values: dict[str, float]) -> None:
         """Report ``done`` steps of an epoch: move the bar, or print a line."""

@@ -7,12 +7,14 @@ import time
 import torch
 import torch.distributed as dist
 
+from utils.comm import auto
 from utils.processes.distributed import World
 from utils.training.session import Session, TrainStep
 from utils.training.stopping import Reason
 
 WARMUP_STEPS, TIMED_STEPS = 5, 20
-
+CHOOSING_STEPS = auto.WARM_UP + auto.STEPS + 2  # to warm up, while ``--comm auto`` has to choose
+MOST_STEPS = CHOOSING_STEPS + TIMED_STEPS
 
 log = logging.getLogger(__name__)
 
@@ -33,20 +35,25 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     )
     targets = torch.randint(0, args.dummy_classes, size[:1], generator=generator, device=device)
 
+    comm, done = session.state.comm, 0
+
     def steps(number: int) -> float:
+        nonlocal done
         _wait_for_all(world)
         began = time.perf_counter()
         for _ in range(number):
+            if comm is not None and (why := comm.begin_step(1, done, MOST_STEPS, 2)):
+                log.info(why)
+            done += 1
             for micro in range(args.accum_steps):
                 update = micro + 1 == args.accum_steps
                 train_step(images, targets, 1 / args.accum_steps, update)
         _wait_for_all(world)
         return time.perf_counter() - began
 
-    log.info(
-        f"timing {TIMED_STEPS} steps of {global_batch} images, after {WARMUP_STEPS} to warm up ..."
-    )
-    first, rest = steps(1), WARMUP_STEPS - 1
+    warm_up = CHOOSING_STEPS if comm is not None and comm.method is None else WARMUP_STEPS
+    log.info(f"timing {TIMED_STEPS} steps of {global_batch} images, after {warm_up} to warm up ...")
+    first, rest = steps(1), warm_up - 1
     # Not longer: the first step is the slowest, as it allocates, chooses kernels and compiles.
     longest = first * (rest + TIMED_STEPS)
     log.info(f"the first step took {first:.1f} s: done in {longest:.0f} s at most")
@@ -71,6 +78,7 @@ def time_step(session: Session, train_step: TrainStep) -> int:
             "world_size": world.size,
             "nodes": world.nodes,
             "global_batch": global_batch,
+            "comm": comm.method if comm is not None else None,
             "finished_because": Reason.DUMMY,
         }
     )

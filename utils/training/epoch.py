@@ -1,5 +1,6 @@
 """The steps of one epoch, around a script's own train_step."""
 
+import logging
 import math
 import time
 from dataclasses import dataclass
@@ -8,12 +9,15 @@ import torch
 
 from utils import schedules
 from utils.metrics import Sums, Total, to_metrics
-from utils.processes.distributed import gather
+from utils.processes.distributed import from_main, gather
 from utils.run import checkpoint
 from utils.run.checkpoint import TrainState
 from utils.run.snapshots import BEST, SNAPSHOT
+from utils.training import report
 from utils.training.session import Session, TrainStep
 from utils.training.stopping import Reason
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -50,6 +54,8 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
         watch.timer.begin()
         if micro % args.accum_steps == 0:
             _set_learning_rate(session, state.epoch + state.step / steps)
+            if state.comm is not None:
+                _begin_exchange(session, steps)
         update = (micro + 1) % args.accum_steps == 0
         _seed_dropout(args.seed, (state.epoch, state.step, micro % args.accum_steps, world.rank))
         weight = len(targets) * world.size / session.global_batch
@@ -73,7 +79,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
             state.tick()
             if not math.isfinite(state.sums[0]):  # no line has shown it yet
                 stop.ask(Reason.DIVERGED)
-            elif session.snapshots is not None and not session.snapshots.busy:
+            elif not _busy(session):
                 save_snapshot(session)  # on a slow disk: the next time
         watch.timer.wait()
     if world.device.type == "cuda":
@@ -135,22 +141,42 @@ def why_diverged(session: Session) -> str:
 
 
 def save_snapshot(session: Session, is_best: bool = False) -> None:
-    """Begin to write ``snapshot.pt``, and ``best.pt`` if this is the best model; in rank 0."""
+    """Begin to write ``snapshot.pt``, and ``best.pt`` if this is the best model; in rank 0.
+
+    To be called in all processes: some ways to exchange gradients leave a state in each of them.
+    """
+    state, classes = session.state, session.loaders.classes
+    comm = state.comm.collect() if state.comm is not None else None
     if session.snapshots is None:
         return
-    state, classes = session.state, session.loaders.classes
     weights = state.full_weights()
-    files = {SNAPSHOT: checkpoint.snapshot_of(state, session.run.options, classes, weights)}
+    files = {SNAPSHOT: checkpoint.snapshot_of(state, session.run.options, classes, weights, comm)}
     if is_best:
         # First, so that no snapshot ever speaks of a best model that is not there.
         files = {BEST: checkpoint.best_of(state, session.args.arch, classes, weights), **files}
     session.snapshots.save(files)
 
 
+def _busy(session: Session) -> bool:
+    """Whether the last snapshot is still being written; where it matters, the same in all ranks."""
+    if session.state.comm is not None and session.state.comm.has_states:
+        return from_main(lambda: session.snapshots.busy, session.world)
+    return session.snapshots is not None and session.snapshots.busy
+
+
 def _set_learning_rate(session: Session, position: float) -> None:
     lr = learning_rate_at(session, position)
     for group in session.state.optimizer.param_groups:
         group["lr"] = lr
+
+
+def _begin_exchange(session: Session, steps: int) -> None:
+    """Let the exchange of gradients know the step; if it has just chosen its method, say which."""
+    state = session.state
+    why = state.comm.begin_step(state.epoch, state.step, steps, session.args.epochs)
+    if why:
+        log.info(why)
+        session.run.describe(report.facts(session))
 
 
 def _seed_dropout(seed: int, place: tuple[int, ...]) -> None:

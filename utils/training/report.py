@@ -65,6 +65,8 @@ def facts(session: Session) -> dict[str, Any]:
     return {
         "nodes": world.nodes,
         "gpus": gpus,
+        # Overrides the option: what auto has chosen; "auto" while it measures.
+        "comm": (session.state.comm.method or "auto") if session.state.comm else None,
         "precision": getattr(args, "opt_level", None) or amp or getattr(args, "amp", None),
         "batch_per_gpu": session.global_batch / gpus,
         "global_batch": session.global_batch,
@@ -137,6 +139,7 @@ def end(
         "world_size": world.size,
         "nodes": world.nodes,
         "global_batch": session.global_batch,
+        "comm": state.comm.method if state.comm is not None else None,
         "val_images": int(last.get("images", 0)),
         "val_unreadable": int(last.get("unreadable", 0)),
         "val_top1": last.get("Top1/val", math.nan),

@@ -1,0 +1,96 @@
+"""Programs whose environment or whose reader is missing: one sentence, or silence; no traceback."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, environment, python, summary
+from running import tiny
+
+
+@pytest.mark.parametrize("name", ["nd", "dp", "ddp", "ddp_apex"])
+def test_a_python_without_torch_is_a_sentence(name):
+    done = python("-S", f"imagenet_{name}.py", "--help")  # -S: without site-packages
+    assert done.code == 2
+    assert f"error: torch is not installed for {sys.executable}: " in done.sentence
+    assert "requirements.txt" in done.sentence
+
+
+@pytest.mark.parametrize(
+    ("line", "package"),
+    [
+        (("bench_input.py",), "numpy"),
+        (("prepare_data.py", "sample", "nowhere"), "numpy"),
+        (("compare_runs.py", "."), "protobuf"),
+    ],
+)
+def test_a_tool_without_its_packages_is_a_sentence(line, package, tmp_path):
+    (tmp_path / "events.out.tfevents.1").touch()
+    line = [str(tmp_path) if word == "." else word for word in line]
+    done = python("-S", f"scripts/{line[0]}", *line[1:])
+    assert done.code == 2
+    assert f"error: {package} is not installed" in done.sentence
+
+
+def test_what_a_package_can_do_without_is_its_own_affair(tmp_path):
+    """Only imports of this repository are reported."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "guarded.py").write_text(
+        "try:\n    import torch\nexcept ImportError:\n    print('fine')\n"
+    )
+    code = "import utils.installed, sys; sys.path.append(sys.argv[1]); import guarded"
+    done = python("-S", "-c", code, tmp_path / "site-packages")
+    assert (done.code, done.out) == (0, "fine\n"), done.err
+
+
+def unread(*arguments: object, **env: str) -> tuple[int, str]:
+    """Exit code and error output of a command whose reader has left."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            cwd=ROOT,
+            env=environment(**env),
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    return done.returncode, done.stderr
+
+
+SPEED = ("--gpu-images-per-s", 400, "--network-gbit", 25, "--nodes", "1,2")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("scripts/forecast_scaling.py", "--arch", "resnet50", "--batch-size", 208, *SPEED),
+        ("scripts/compare_runs.py", "--help"),
+        ("scripts/prepare_data.py", "--help"),
+        ("scripts/doctor.py", "--help"),
+    ],
+    ids=lambda line: line[0],
+)
+def test_nobody_has_to_read_what_a_program_says(line):
+    assert unread(*line) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [("imagenet_nd.py",), pytest.param(("imagenet_ddp.py", "-g", 2), marks=pytest.mark.long)],
+)
+def test_a_training_goes_on_when_nobody_reads_it(folder, tmp_path, line):
+    model, env = tiny()
+    where = ("--output-dir", tmp_path, "--name", "run", folder)
+    options = ("-b", 5, "-j", 0, "-p", 1, "--image-size", 32, "--epochs", 1)
+    code, err = unread(*line, *model, *options, *where, **env)
+    assert code == 0, err
+    assert "BrokenPipe" not in err
+    assert summary(tmp_path / "run")["epochs_done"] == 1
+    assert "all epochs done" in (tmp_path / "run" / "train.log").read_text()

@@ -1,0 +1,1 @@
+"""How gradients get from node to node, and what that costs."""

@@ -1,0 +1,202 @@
+"""What a step costs with each way to exchange gradients: measured or computed data in, seconds out.
+
+    step_seconds(0.2, buckets, Link(4, 0.875e9, 25e-6), method("int8"))
+    mildest([(name, step_seconds(...)) for name in AUTO])
+
+DistributedDataParallel gathers gradients in buckets and exchanges them one after the other, each as
+soon as it is full and the one before is through, while backward goes on. So a step ends with the
+last of: backward, the exchanges, and the method's own arithmetic, which takes time of the device
+away from backward. Imports nothing but the standard library.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from utils.errors import UserError
+
+FLOAT32 = 4  # bytes
+# What the arithmetic of compression is limited by, on a T4 (320 GB/s on its data sheet).
+MEMORY_BYTES_PER_S = 300e9
+LEAST_COMPRESSION = 2  # PowerSGD leaves a matrix alone if its factors are not smaller by this
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are exchanged together.
+
+    ``values``: how many float32 numbers; ``ready``: the share of the step's compute (0 to 1) after
+    which the last of them is there; ``matrices``: the shapes of those that PowerSGD sees as
+    matrices (rows x all other dimensions), tensors of one dimension left out.
+    """
+
+    values: int
+    ready: float
+    matrices: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects ``gpus`` processes, which fill nodes of ``gpus_per_node``.
+
+    Rates in bytes per second in one direction, as a collective gets them; latencies in seconds per
+    hop.
+    """
+
+    gpus: int
+    bytes_per_s: float  # of a node's link
+    latency_s: float = 25e-6  # TCP sockets; InfiniBand has a fifth
+    gpus_per_node: int = 1
+    local_bytes_per_s: float = 10e9  # between the GPUs of a node: PCIe 3 x16; NVLink: 50e9 or more
+    local_latency_s: float = 5e-6
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.gpus / self.gpus_per_node)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to exchange gradients.
+
+    ``bytes_per_value`` counts what travels for a float32 gradient, scales included; ``collectives``
+    how many a bucket takes, one after the other; ``passes`` how often the method's arithmetic reads
+    or writes 4 bytes of memory per value; ``rank`` is PowerSGD's (0: another method); ``period``
+    in how many steps there is one exchange, with nothing to hide it where that is more than 1.
+    """
+
+    name: str
+    bytes_per_value: float
+    collectives: int = 1
+    passes: float = 0.0
+    rank: int = 0
+    period: int = 1
+
+
+# The passes are counted, not measured: one kernel per operation, as eager PyTorch has it.
+# 16 bits: 4 + 2 bytes there and 2 + 4 back. 8 and 4 bits: largest of each block, scale, round,
+# narrow (33 bytes); widen, scale and sum the parts of all nodes (17); widen, scale (13); 4 bits are
+# packed and unpacked too. PowerSGD: add the error (12), two products (8), the product of the
+# factors (4), the new error (12), copies (16).
+_METHODS = {
+    "fp32": Method("fp32", FLOAT32),
+    "fp16": Method("fp16", 2, passes=3),
+    "bf16": Method("bf16", 2, passes=3),
+    # Blocks of 256 and 128 values with a float32 scale each; reduce-scatter, then all-gather.
+    "int8": Method("int8", 1 + 4 / 256, passes=16),
+    "int4": Method("int4", 0.5 + 4 / 128, passes=19),
+    # Both factors of the matrices, and the tensors of one dimension.
+    "powersgd": Method("powersgd", FLOAT32, collectives=3, passes=13, rank=4),
+    "localsgd": Method("localsgd", FLOAT32, period=8),
+}
+NAMES = ("fp32", "fp16", "bf16", "int8", "int4", "powersgd[:RANK]", "localsgd[:PERIOD]")
+# What is worth comparing, the mildest (closest to plain float32) first.
+AUTO = ("fp32", "fp16", "int8", "powersgd:4")
+
+
+def method(name: str) -> Method:
+    """The method called ``name``: one of `NAMES`, such as "int8" or "powersgd:4".
+
+    Raises: `UserError` for any other name.
+    """
+    kind, colon, number = name.partition(":")
+    found = _METHODS.get(kind)
+    wanted = found and (found.rank or found.period > 1)
+    if not found or (colon and not (wanted and number.isdecimal() and int(number) > 0)):
+        raise UserError(f"unknown method {name}: choose one of {', '.join(NAMES)}")
+    if not wanted:
+        return found
+    size = int(number) if colon else max(found.rank, found.period)
+    field = "rank" if found.rank else "period"
+    return replace(found, name=f"{kind}:{size}", **{field: size})
+
+
+def wire_bytes(bucket: Bucket, how: Method) -> float:
+    """Bytes of a bucket in an exchange: what enters the collectives, not yet times the nodes."""
+    size = bucket.values * how.bytes_per_value
+    if how.rank:
+        for rows, columns in bucket.matrices:
+            if (rows + columns) * how.rank * LEAST_COMPRESSION < rows * columns:
+                size -= (rows * columns - (rows + columns) * how.rank) * how.bytes_per_value
+    return size
+
+
+def sent_bytes(buckets: Iterable[Bucket], link: Link, how: Method) -> float:
+    """Bytes that a node sends per step, on average."""
+    if link.nodes == 1:
+        return 0.0
+    share = 2 * (link.gpus - 1) / link.gpus  # on the way to the sum, and on the way back
+    return share * sum(wire_bytes(bucket, how) for bucket in buckets) / how.period
+
+
+def exchange_seconds(size: float, link: Link, collectives: int = 1) -> float:
+    """Seconds to sum ``size`` bytes over all GPUs, in so many all-reduces one after the other.
+
+    A ring over all GPUs, whose slowest link decides; the latency is that of a ring or a tree,
+    whichever has less.
+    """
+    if link.gpus == 1 or not size:
+        return 0.0
+    rate = link.local_bytes_per_s
+    if link.nodes > 1:
+        rate = min(rate, link.bytes_per_s)
+    # Each link carries every byte once on its way to the sum and once back, less its own part.
+    transfer = 2 * (link.gpus - 1) / link.gpus * size / rate
+    local_hops = 2 * (min(link.gpus, link.gpus_per_node) - 1)
+    ring = 2 * (link.nodes - 1) * link.latency_s + link.nodes * local_hops * link.local_latency_s
+    depth = math.ceil(math.log2(link.nodes))
+    tree = 2 * depth * link.latency_s + local_hops * link.local_latency_s
+    return transfer + collectives * min(ring, tree)
+
+
+def all_exchanges_seconds(buckets: Iterable[Bucket], link: Link, how: Method) -> float:
+    """Seconds per step that the exchanges take, hidden or not."""
+    sizes = (wire_bytes(bucket, how) for bucket in buckets)
+    return sum(exchange_seconds(size, link, how.collectives) for size in sizes) / how.period
+
+
+def step_seconds(
+    compute_s: float,
+    buckets: Sequence[Bucket],
+    link: Link,
+    how: Method,
+    codec_s_per_value: float | None = None,
+) -> float:
+    """Seconds of a step of ``compute_s`` seconds of compute (forward and backward).
+
+    ``buckets`` in the order in which they become ready. ``codec_s_per_value`` is what the method's
+    own arithmetic takes, half of it before and half after the exchange; None assumes a device with
+    `MEMORY_BYTES_PER_S`.
+    """
+    if link.gpus == 1:
+        return compute_s
+    if how.period > 1:
+        return compute_s + all_exchanges_seconds(buckets, link, how)
+    if codec_s_per_value is None:
+        codec_s_per_value = how.passes * FLOAT32 / MEMORY_BYTES_PER_S
+    device = network = done = 0.0  # until when each is busy; share of compute done
+    arrivals: list[tuple[float, float]] = []  # what has still to be decoded: when it is there, cost
+    for bucket in buckets:
+        half = codec_s_per_value * bucket.values / 2
+        device += (bucket.ready - done) * compute_s
+        done = bucket.ready
+        while arrivals and arrivals[0][0] <= device:  # decoded while backward waits
+            device += arrivals.pop(0)[1]
+        device += half
+        size = wire_bytes(bucket, how)
+        network = max(network, device) + exchange_seconds(size, link, how.collectives)
+        arrivals.append((network, half))
+    device += (1 - done) * compute_s
+    for arrival, cost in arrivals:
+        device = max(device, arrival) + cost
+    return device
+
+
+def mildest(seconds: Sequence[tuple[str, float]], within: float = 0.05) -> str:
+    """The first of the methods whose step is at most ``within`` longer than the shortest.
+
+    ``seconds``: method and seconds per step, in the order of mildness. Raises: ValueError if there
+    are none.
+    """
+    limit = (1 + within) * min(step for _, step in seconds)
+    return next(name for name, step in seconds if step <= limit)

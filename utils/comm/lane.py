@@ -1,0 +1,99 @@
+"""Collectives in one fixed order, beside the backward pass.
+
+A compressed mean is two collectives, one after the other, and backward makes several gradients
+ready meanwhile. A second collective that begins in the callback of the first begins at another
+moment in each process: gloo then pairs those of different buckets, and hangs or aborts. Here the
+buckets are taken one after the other, in DistributedDataParallel's order, which is the same
+everywhere: on the CPU by one thread, on a GPU by one stream.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+
+class Lane:
+    """Runs jobs one after the other, in the order in which they were submitted."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None
+        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+        else:
+            threading.Thread(target=self._work, name="gradient lane", daemon=True).start()
+
+    def submit(self, job: Callable[[], None], buffer: Tensor) -> Future[Tensor]:
+        """Have ``job`` run after those before it; it changes ``buffer``, the future's value."""
+        if self.stream is None:
+            future: Future[Tensor] = Future()
+            self.jobs.put((job, buffer, future))
+            return future
+        # NCCL's collectives wait in the stream, not on the host: so this returns at once.
+        future = Future(devices=[self.device])
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            job()
+            future.set_result(buffer)
+        return future
+
+    def _work(self) -> None:
+        with torch.no_grad():
+            while True:
+                job, buffer, future = self.jobs.get()
+                try:
+                    job()
+                except Exception as fault:  # backward raises it
+                    future.set_exception(fault)
+                else:
+                    future.set_result(buffer)
+
+
+class Peers:
+    """The processes that share a mean: the collectives that the methods need.
+
+    Each returns when its result is there (on a GPU: when the stream will have it).
+    """
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None):
+        self.rank, self.size, self.group = rank, size, group
+
+    def sum(self, values: Tensor) -> None:
+        """Sum ``values`` (any shape) in place."""
+        dist.all_reduce(values, group=self.group)
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """``parts`` [size * n, ...]: part r goes to rank r. Returns those that the others sent."""
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self.group)
+        return received
+
+    def gather(self, part: Tensor) -> Tensor:
+        """``part`` [n, ...] of every rank, as [size * n, ...]."""
+        whole = part.new_empty((self.size * len(part), *part.shape[1:]))
+        dist.all_gather(list(whole.chunk(self.size)), part, group=self.group)
+        return whole
+
+
+class Alone(Peers):
+    """In place of ``size`` processes, without any: to time a method's own arithmetic."""
+
+    def __init__(self, size: int):
+        super().__init__(0, size, None)
+
+    def sum(self, values: Tensor) -> None:
+        """Nothing to add."""
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """What came is what was sent."""
+        return parts
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The same part from all."""
+        return part.repeat(self.size, *[1] * (part.dim() - 1))

@@ -1,0 +1,68 @@
+"""``--comm localsgd:PERIOD``: each process steps by its own gradients, and now and then they meet.
+
+Post-local SGD: after a first part of the training with the usual exchange, the weights are averaged
+every PERIOD steps and nothing travels in between (Lin et al. 2018, arxiv.org/abs/1808.07217). Each
+process keeps its own momentum.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.futures import Future
+
+from utils.processes.distributed import World
+
+
+class LocalSGD:
+    """One process's part. ``active``: gradients stay here; ``due``: this step ends in a mean."""
+
+    def __init__(self, period: int, optimizer: torch.optim.Optimizer, world: World, scaled: bool):
+        """``scaled``: there is a loss scale, so that a step may be skipped."""
+        self.period, self.optimizer, self.world, self.scaled = period, optimizer, world, scaled
+        self.active = self.due = False
+        self.fine: Tensor | None = None  # whether all gradients so far are finite numbers
+        optimizer.register_step_post_hook(self._average)
+
+    def hook(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Leave the gradients of ``bucket`` as they are, but let all skip a step that one must."""
+        buffer = bucket.buffer()
+        if self.scaled:
+            fine = torch.isfinite(buffer).all()
+            self.fine = fine if self.fine is None else self.fine & fine
+            if bucket.is_last():
+                flag = self.fine.to(torch.float32)
+                dist.all_reduce(flag, dist.ReduceOp.MIN)
+                buffer[:1] = torch.where(flag > 0, buffer[:1], torch.inf)
+                self.fine = None
+        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
+        future.set_result(buffer)
+        return future
+
+    def _average(self, *_: Any) -> None:
+        if self.active and self.due:
+            average_parameters(iter(self._weights()), dist.group.WORLD)
+
+    def _weights(self) -> list[Tensor]:
+        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        """This process's weights and momentum."""
+        weights = self._weights()
+        momentum = [self.optimizer.state[weight].get("momentum_buffer") for weight in weights]
+        return {
+            "weights": [weight.detach() for weight in weights],
+            "momentum": [buffer for buffer in momentum if buffer is not None],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
+        """Take over what `state_dict` gave; the optimiser must have its state already."""
+        weights = self._weights()
+        momentum = [self.optimizer.state[weight].get("momentum_buffer") for weight in weights]
+        momentum = [buffer for buffer in momentum if buffer is not None]
+        torch._foreach_copy_(weights, state["weights"])
+        if momentum:
+            torch._foreach_copy_(momentum, state["momentum"])

@@ -1,0 +1,216 @@
+"""Means of gradients over processes with fewer bytes on the wire.
+
+    int8, int4     the gradients in blocks, each with its own scale, in 8 or 4 bits; the bits are
+                   summed in float32, each part by one process, and travel back in 8 or 4 bits
+    powersgd:RANK  each matrix as the product of two thin ones (Vogels et al. 2019,
+                   arxiv.org/abs/1905.13727), with error feedback
+
+Both give all processes the same bits, and a gradient that is infinite or not a number is so for
+all of them, so that all skip the step. fp16 and bf16 are torch's own hooks: utils/comm/exchange.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.comm.lane import Peers
+
+BLOCKS = {8: 256, 4: 128}  # values that share a scale: 1.6 and 6 % more bytes than the bits alone
+TILE = 256  # rows of random numbers, which serve one block after the other
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where a training stands; random numbers are a function of it, so none need saving."""
+
+    seed: int = 0
+    epoch: int = 0
+    step: int = 0
+
+    def generator(self, rank: int) -> torch.Generator:
+        """Random numbers of a rank in this step, on the CPU."""
+        key = self.seed
+        for number in (self.epoch, self.step, rank):
+            key = (key * 1_000_003 + number + 1) % 2**63
+        return torch.Generator().manual_seed(key)
+
+
+Gradients = Sequence[tuple[int, Tensor]]  # number of the parameter in the model, its gradient
+
+
+class Quantised:
+    """``bits`` (8 or 4) per value, rounded up or down at random so that the mean is exact.
+
+    The result is off the exact mean by less than 2 / (2**(bits - 1) - 1) of the largest absolute
+    value of its block in any process: one rounding by each process, and one of the sum. Expected
+    value: the exact mean (Alistarh et al. 2017, arxiv.org/abs/1610.02132).
+    """
+
+    def __init__(self, bits: int, peers: Peers):
+        self.bits, self.peers = bits, peers
+        self.block, self.levels = BLOCKS[bits], 2 ** (bits - 1) - 1
+        self.width = self.block * bits // 8
+        # By the numbers of the gradients: buffer, their places in it, the rows of noise.
+        self.layouts: dict[tuple[int, ...], tuple[Tensor, list[slice], Tensor]] = {}
+        self.noise: tuple[Step, Tensor, Tensor] | None = None
+
+    def mean(self, gradients: Gradients, step: Step) -> None:
+        """Replace ``gradients`` (any float dtype and shape) by their means over the processes."""
+        peers = self.peers
+        blocks, rows = self._layout(gradients)
+        own_noise, shared_noise = self._random(step, blocks.device)
+        self._copy(gradients, blocks, into=True)
+        received = peers.exchange(self.encode(blocks, own_noise[rows]))
+        parts = received.view(peers.size, -1, received.shape[1])
+        total = self.decode(parts[0])
+        for part in parts[1:]:  # in the order of ranks
+            total += self.decode(part)
+        mine = rows[peers.rank * len(total) : (peers.rank + 1) * len(total)]
+        whole = peers.gather(self.encode(total.div_(peers.size), shared_noise[mine]))
+        # Not through the buffer: what is between the gradients there has to stay zero.
+        self._copy(gradients, self.decode(whole), into=False)
+
+    def encode(self, blocks: Tensor, noise: Tensor) -> Tensor:
+        """``blocks`` float32 [n, block], ``noise`` of the same shape in [0, 1) -> uint8 [n, w + 4]:
+        the values, then the block's scale as a float32."""
+        scale = blocks.abs().amax(1, keepdim=True) / self.levels
+        values = blocks * torch.where(scale > 0, 1 / scale, scale)  # an infinity becomes a NaN
+        values = values.add_(noise).floor_().clamp_(-self.levels, self.levels)
+        sent = torch.empty(len(blocks), self.width + 4, dtype=torch.uint8, device=blocks.device)
+        sent[:, self.width :].view(torch.float32).copy_(scale)
+        if self.bits == 8:
+            sent[:, : self.width].view(torch.int8).copy_(values)
+        else:
+            nibbles = values.add_(8).to(torch.uint8)
+            sent[:, : self.width] = nibbles[:, ::2] | nibbles[:, 1::2] << 4
+        return sent
+
+    def decode(self, sent: Tensor) -> Tensor:
+        """What `encode` gave, in float32 [n, block]; a block of an infinity is not finite."""
+        scale = sent[:, self.width :].view(torch.float32)
+        values = sent[:, : self.width]
+        if self.bits == 8:
+            return values.view(torch.int8) * scale
+        nibbles = torch.stack((values & 15, values >> 4), 2).flatten(1)
+        return (nibbles.to(torch.float32) - 8) * scale
+
+    def _layout(self, gradients: Gradients) -> tuple[Tensor, Tensor]:
+        """A zeroed buffer [n, block] for the gradients, and the row of noise for each block.
+
+        A block belongs to one parameter, and its noise to its place there: the result does not
+        depend on which gradients share a bucket.
+        """
+        key = tuple(number for number, _ in gradients)
+        if key not in self.layouts:
+            counts = [-(-gradient.numel() // self.block) for _, gradient in gradients]
+            rows = -(-sum(counts) // self.peers.size) * self.peers.size
+            device = gradients[0][1].device
+            noise = [torch.arange(n) + 7919 * i for i, n in zip(key, counts, strict=True)]
+            noise.append(torch.zeros(rows - sum(counts), dtype=torch.int64))
+            places, first = [], 0
+            for (_, gradient), n in zip(gradients, counts, strict=True):
+                places.append(slice(first * self.block, first * self.block + gradient.numel()))
+                first += n
+            buffer = torch.zeros(rows, self.block, device=device)
+            self.layouts[key] = buffer, places, torch.cat(noise).remainder_(TILE).to(device)
+        buffer, _, rows_of_noise = self.layouts[key]
+        return buffer, rows_of_noise
+
+    def _copy(self, gradients: Gradients, blocks: Tensor, into: bool) -> None:
+        _, places, _ = self.layouts[tuple(number for number, _ in gradients)]
+        flat = blocks.view(-1)
+        inside = [flat[place] for place in places]
+        outside = [gradient for _, gradient in gradients]
+        inside = [part.view(g.shape) for part, g in zip(inside, outside, strict=True)]
+        torch._foreach_copy_(*(inside, outside) if into else (outside, inside))
+
+    def _random(self, step: Step, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Noise in [0, 1), [TILE, block]: this process's own, and that of the sums."""
+        if self.noise is None or self.noise[0] != step:
+            own, shared = (
+                torch.rand(TILE, self.block, generator=step.generator(rank)).to(
+                    device, non_blocking=True
+                )
+                for rank in (self.peers.rank, -1)
+            )
+            self.noise = step, own, shared
+        return self.noise[1:]
+
+
+class PowerSGD:
+    """Matrices as products of [n, rank] and [rank, m]; what that leaves out comes with the next
+    step. The second factor is the next step's start. Small and 1-D tensors travel as they are."""
+
+    def __init__(
+        self, rank: int, peers: Peers, seed: int, scale: Callable[[Tensor], Tensor] | None = None
+    ):
+        """``scale`` multiplies by the current loss scale; gradients come with it, errors are kept
+        without it."""
+        self.rank, self.peers, self.seed = rank, peers, seed
+        self.scale = scale or (lambda one: one)
+        self.errors: dict[int, Tensor] = {}  # by number of the parameter, [n, m]
+        self.starts: dict[int, Tensor] = {}  # [m, rank]
+
+    def compresses(self, shape: torch.Size) -> bool:
+        """Whether a gradient of this shape is sent as a product: when that halves it at least."""
+        if len(shape) < 2:
+            return False
+        n = shape[0]
+        m = shape.numel() // n
+        return 2 * self.rank * (n + m) <= n * m
+
+    def mean(self, gradients: Gradients, step: Step) -> None:
+        """Replace ``gradients`` (any float dtype and shape) by about their means."""
+        thin = [(i, g) for i, g in gradients if self.compresses(g.shape)]
+        small = [g for _, g in gradients if not self.compresses(g.shape)]
+        scale = self.scale(torch.ones((), device=gradients[0][1].device))
+        matrices = []
+        for number, gradient in thin:
+            matrix = gradient.float().flatten(1)
+            self._prepare(number, matrix)
+            matrices.append(torch.addcmul(matrix, self.errors[number], scale))
+        starts = [self.starts[number] for number, _ in thin]
+        left = [matrix @ start for matrix, start in zip(matrices, starts, strict=True)]
+        left = self._sum([*left, *(g.float() for g in small)])
+        for gradient, total in zip(small, left[len(thin) :], strict=True):
+            gradient.copy_(total / self.peers.size)
+        # In float32, as float16 has too few digits for it.
+        left = [torch.linalg.qr(factor).Q for factor in left[: len(thin)]]
+        right = self._sum([m.T @ factor for m, factor in zip(matrices, left, strict=True)])
+        right = [factor / self.peers.size for factor in right]
+        for (number, gradient), matrix, one, other in zip(thin, matrices, left, right, strict=True):
+            product = one @ other.T
+            gradient.copy_(product.view(gradient.shape))
+            # After an overflow the step is skipped; its infinities must not come back for ever.
+            fine = torch.isfinite(product).all()
+            error = (matrix - product) / scale
+            self.errors[number] = torch.where(fine, error, self.errors[number])
+            self.starts[number] = torch.where(fine, other, self.starts[number])
+
+    def _prepare(self, number: int, matrix: Tensor) -> None:
+        if number not in self.starts:
+            generator = Step(self.seed).generator(number)
+            self.starts[number] = torch.randn(matrix.shape[1], self.rank, generator=generator)
+            self.errors[number] = torch.zeros_like(matrix)
+        for tensors in (self.starts, self.errors):  # those of a snapshot come on the CPU
+            tensors[number] = tensors[number].to(matrix.device)
+
+    def _sum(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Sums over the processes, by one collective."""
+        if not tensors:
+            return []
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self.peers.sum(flat)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This process's errors, and the common starts."""
+        return {"errors": self.errors, "starts": self.starts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, on any device."""
+        self.errors, self.starts = dict(state["errors"]), dict(state["starts"])

@@ -1,0 +1,39 @@
+"""Imported before all packages: one that is not installed is one sentence, not a traceback."""
+
+import importlib.abc
+import sys
+from pathlib import Path
+from typing import Any
+
+from utils.errors import UserError, report
+
+ROOT = Path(__file__).resolve().parents[1]
+_ENVIRONMENT = ROOT / ".venv"
+# The packages of requirements.txt, by the name under which they are imported.
+REQUIRED = {name: name for name in ("torch", "torchvision", "tensorboard", "numpy", "tqdm")}
+REQUIRED |= {"matplotlib": "matplotlib", "PIL": "pillow", "google": "protobuf"}
+
+
+class _Missing(importlib.abc.MetaPathFinder):
+    """Asked for a module when nobody else has found it."""
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name not in REQUIRED or not _is_ours(sys._getframe(1)):
+            return
+        how = "`bash scripts/quickstart.sh` makes an environment with all that is needed"
+        if _ENVIRONMENT.exists():
+            how = f"`source {_ENVIRONMENT}/bin/activate` first"
+        text = f"{REQUIRED[name]} is not installed for {sys.executable}: {how}, or "
+        error = UserError(text + "`pip install -r requirements.txt`", alike=True)
+        raise SystemExit(report(error))
+
+
+def _is_ours(frame: Any) -> bool:
+    """Whether the import was in this repository; a package may do without what it does not find."""
+    while frame and "importlib" in frame.f_code.co_filename:
+        frame = frame.f_back
+    file = Path(frame.f_code.co_filename).resolve() if frame else Path("/")
+    return file.is_relative_to(ROOT) and "site-packages" not in file.parts
+
+
+sys.meta_path.append(_Missing())
