@@ -242,7 +242,7 @@ def test_a_failing_node_stops_the_others(nodes, hosts, folder, tmp_path):
         ("node1\n", "--elastic 2:2 -- imagenet_ddp.py --name a", "names 1"),
         ("node1\n", "--elastic 1:1 -- imagenet_ddp.py", "--name"),
         ("node1\n", "--elastic 1:1 -- imagenet_nd.py --name a", "imagenet_nd.py"),
-        ("node1\n", f"--dir {ROOT} --python /usr/bin/true7 -- imagenet_ddp.py", "true7"),
+        ("node1\n", f"--dir {ROOT} --python /usr/bin/python3 -- imagenet_ddp.py", "not installed"),
         ("node1 slots=2\nnode2 slots=1\n", "-- imagenet_ddp.py", "slots"),
         ("node1\nnode0\n", f"--dir {ROOT} -- imagenet_ddp.py", "ssh to node0 failed"),
         ("node1\n", "--dir /nowhere -- imagenet_ddp.py", "/nowhere"),

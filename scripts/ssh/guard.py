@@ -31,7 +31,6 @@ HEARTBEAT_SECONDS = 3.0
 # A node that cannot hear the launcher must be empty 25 s later; up to 15 s may be a mere hiccup.
 SILENCE_SECONDS = 15.0
 GRACE_WHEN_LOST = 6.0
-HAS_TORCH = "import sys, importlib.util as u; sys.exit(u.find_spec('torch') is None)"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 ARGUMENTS = globals().get("ARGUMENTS")
 
@@ -270,16 +269,7 @@ def main():
     own = os.path.join(folder, ".venv", "bin", "python")
     python = job["python"] or (own if os.path.exists(own) else "python3")
     job["command"].insert(0, python)
-    how = {
-        "cwd": folder,
-        "stdin": subprocess.DEVNULL,
-        "env": dict(os.environ, **job["environment"]),
-    }
     try:
-        if subprocess.call([python, "-c", HAS_TORCH], **how):
-            text = "error: {} on this node has no PyTorch: see scripts/quickstart.sh, or --python"
-            print(text.format(python), file=sys.stderr)
-            return 2
         child, threads = start(job)
     except OSError as fault:
         text = "error: cannot start {} in {}: {}; is the code there (see --sync, --dir, --python)?"
