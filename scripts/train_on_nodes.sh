@@ -6,6 +6,9 @@
 #   HOSTS_FILE  one ssh host per line, in the order of node ranks; see scripts/ssh/hosts.py
 #   SCRIPT      such as imagenet_ddp.py, with its options as typed on one node
 #
+# --elastic MIN:MAX goes on when nodes fail, whichever, and takes those in that come back. The run
+# directory must then be on a file system that the nodes share.
+#
 # Ctrl-C stops the training with a snapshot, a second one ends it at once. --help lists the options.
 # Needs Python and ssh here, Python and sshd on the nodes; rsync for --sync and --fetch.
 set -euo pipefail

@@ -172,7 +172,8 @@ class Node:
         need("sshd")
         config = self.folder / "sshd_config"
         key = self.folder / "host_key"
-        _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+        if not key.exists():  # it has been switched off
+            _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
         given = " ".join(f'"{name}={value}"' for name, value in env.items())
         config.write_text(
             f"Port {self.port}\nHostKey {key}\nPidFile none\nUsePAM no\nStrictModes no\n"

@@ -125,6 +125,19 @@ def test_a_run_is_known_by_its_job(monkeypatch, tmp_path):
         assert prepare().resume == resume
 
 
+def test_attempts_of_the_launcher_over_ssh_are_restarts(monkeypatch, tmp_path):
+    args = SimpleNamespace(evaluate=False, dummy=False, start_epoch=None, name="a", resume="auto")
+    args.output_dir = str(tmp_path)
+    notes = {}
+    for attempt in ("job:1", "job:2"):
+        monkeypatch.setenv("IMAGENET_ELASTIC", attempt)
+        assert elastic.is_elastic()
+        assert elastic.job_id() == "job"
+        notes[attempt] = elastic.plan(args, World(torch.device("cpu")), "options.json").note
+    assert notes["job:1"] is None
+    assert notes["job:2"].startswith("attempt 2 of this job; ")
+
+
 def test_fewer_processes_go_on_at_the_step_boundary_before(monkeypatch):
     """Half an epoch of 20 steps of 10 images; then there are 3 processes of 5, or one of 5."""
     state = checkpoint.TrainState(None, None, None, global_batch=10, step=7, sums=[70.0, 7, 35, 70])

@@ -237,6 +237,12 @@ def test_a_failing_node_stops_the_others(nodes, hosts, folder, tmp_path):
         ("node1\n", "-- train.py", "train.py"),
         ("node1\n", "--fetch -- imagenet_nd.py", "--name"),
         ("node1\n", "imagenet_nd.py", ""),
+        ("node1\n", "--elastic 2 -- imagenet_ddp.py --name a", "MIN:MAX"),
+        ("node1\n", "--elastic 2:1 -- imagenet_ddp.py --name a", "MIN:MAX"),
+        ("node1\n", "--elastic 2:2 -- imagenet_ddp.py --name a", "names 1"),
+        ("node1\n", "--elastic 1:1 -- imagenet_ddp.py", "--name"),
+        ("node1\n", "--elastic 1:1 -- imagenet_nd.py --name a", "imagenet_nd.py"),
+        ("node1\n", f"--dir {ROOT} --python /usr/bin/python3 -- imagenet_ddp.py", "not installed"),
         ("node1 slots=2\nnode2 slots=1\n", "-- imagenet_ddp.py", "slots"),
         ("node1\nnode0\n", f"--dir {ROOT} -- imagenet_ddp.py", "ssh to node0 failed"),
         ("node1\n", "--dir /nowhere -- imagenet_ddp.py", "/nowhere"),
@@ -250,6 +256,22 @@ def test_errors_are_sentences(nodes, tmp_path, text, rest, named):
     assert "Traceback" not in done.err
     assert "error: " in done.err
     assert named in done.err
+    assert not ours(nodes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("blocked", [1, 2])
+def test_closed_ports_are_a_sentence(nodes, hosts, folder, tmp_path, blocked):
+    """All but sshd's: node 1's with the master's port among them, or node 2's."""
+    need("nft")
+    nodes[blocked].block_ports("1-2199, 2300-65535")
+    try:
+        training = f"imagenet_ddp.py {TINY_LINE} --epochs 1 --name run --output-dir {tmp_path}"
+        done = nodes[0].run(line(hosts, f"{training} {folder}"))
+    finally:
+        nodes[blocked].unblock_ports()
+    assert done.code == 2, done.out + done.err
+    assert "open all TCP ports between the nodes, in both directions" in done.err
     assert not ours(nodes)
 
 

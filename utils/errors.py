@@ -7,6 +7,7 @@ import stat
 import sys
 
 BAD_INPUT = 2  # exit code of argparse for wrong options; ours for all bad input
+LOST_PEER = 69  # EX_UNAVAILABLE: another process of the job is gone or stuck; run again
 INTERRUPTED = (
     75  # EX_TEMPFAIL of sysexits.h: stopped by a signal with a snapshot written, run again
 )
@@ -16,12 +17,12 @@ class UserError(Exception):
     """A fault outside this code. Its text is one sentence that says what to do.
 
     ``alike`` marks a fault that every process of the job finds by itself (a missing option, say),
-    so that one process per node needs to report it.
+    so that one process per node needs to report it. ``code`` is the exit code for it.
     """
 
-    def __init__(self, sentence: str, alike: bool = False):
+    def __init__(self, sentence: str, alike: bool = False, code: int = BAD_INPUT):
         super().__init__(sentence)
-        self.alike = alike
+        self.alike, self.code = alike, code
 
 
 def of_shortage(fault: RuntimeError) -> UserError | None:
@@ -59,7 +60,7 @@ def report(error: UserError) -> int:
     """Print ``error`` as one line on stderr and return the exit code for it."""
     if not is_reported_by_another(error):
         show(error)
-    return BAD_INPUT
+    return error.code
 
 
 def show(error: UserError) -> None:

@@ -4,7 +4,8 @@
     node0
     ubuntu@172.31.0.11  slots=4  ip=10.0.0.11     # 4 processes; its address for the others
 
-The order of the lines is the order of node ranks. ``ip`` matters only for the first.
+The order of the lines is the order of node ranks. ``ip`` matters only for the first, or, with
+--elastic, for all: any may become the first.
 """
 
 import argparse

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from utils.errors import UserError
+from utils.errors import LOST_PEER, UserError
 from utils.option_types import amount, count, positive
 from utils.processes import agreement, faults, network, rollcall, supervise
 from utils.processes.distributed import World, gather, node_name
@@ -189,7 +189,7 @@ def process_group(args: Any, place: Place) -> Iterator[World]:
         sentence = faults.of_collective(fault, world.rank, peers, args.dist_timeout)
         if sentence is None:
             raise
-        raise UserError(sentence) from fault
+        raise UserError(sentence, code=LOST_PEER) from fault
     # Not after an exception: the process then ends at once, instead of waiting for the others.
     dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ node in a sentence. Then the nodes compare their code and torch, and try the por
 """
 
 import argparse
+import os
 import secrets
 import socket
 import time
@@ -20,9 +21,10 @@ from utils.processes import agreement, links, network, shapes, visitor
 from utils.processes.meeting import Host, NoMeeting
 from utils.processes.messages import Message
 from utils.processes.shapes import Protocol
-from utils.processes.supervise import run_main
+from utils.processes.supervise import MARKER, run_main
 
 WAIT = 300.0  # seconds
+SILENT = 12.0  # seconds without any answer from a master that is known to be up
 CLOCK_LIMIT = 60.0  # seconds between two nodes' clocks from which a note says so
 ROLL_CALL = Protocol(
     "imagenet roll call, protocol 1",
@@ -241,8 +243,20 @@ def _attend(me: _Me, master: tuple[str, int], seconds: float) -> str | None:
 
 def _say_that_it_waits(master: tuple[str, int], seconds: float) -> Callable[[str], None]:
     clock = _Clock(seconds)
+    # The launcher over ssh has reached all nodes and started them together: a master that does not
+    # even refuse is not late.
+    all_up = os.environ.get(MARKER) == "guard"
+    answered = 0.0
 
     def say(reason: str) -> None:
+        nonlocal answered
+        if "refused" in reason:
+            answered = clock.seconds
+        elif all_up and clock.seconds - answered > SILENT:
+            raise UserError(
+                f"node 0 is up, but port {master[1]} of {master[0]} does not answer this node "
+                f"({reason}): open all TCP ports between the nodes, in both directions"
+            )
         if clock.due:
             there = f"waiting for node 0 at {master[0]}:{master[1]}"
             print(clock.line(f"{there}: {reason}"), flush=True)

@@ -1,4 +1,7 @@
-"""Restarts by ``torchrun --max-restarts``: every attempt continues in one run directory."""
+"""Restarts by ``torchrun --max-restarts`` or ``scripts/train_on_nodes.sh --elastic``.
+
+Every attempt continues in one run directory.
+"""
 
 import json
 import os
@@ -11,15 +14,19 @@ from utils.processes.distributed import World, from_main, gather
 from utils.run.snapshots import latest
 
 _NO_ID = "none"  # what torchrun calls a job whose user has given no --rdzv-id
+_OURS = "IMAGENET_ELASTIC"  # JOB:ATTEMPT, set by scripts/ssh/elastic.py; attempts count from 1
 
 
 def is_elastic() -> bool:
     """Whether a launcher restarts this job's processes when one of them fails."""
-    return "LOCAL_RANK" in os.environ and _number("TORCHELASTIC_MAX_RESTARTS") > 0
+    by_torchrun = "LOCAL_RANK" in os.environ and _number("TORCHELASTIC_MAX_RESTARTS") > 0
+    return by_torchrun or _OURS in os.environ
 
 
 def job_id() -> str | None:
     """What all attempts of this elastic job have in common; None if nothing is sure to be."""
+    if _OURS in os.environ:
+        return os.environ[_OURS].partition(":")[0]
     name = os.environ.get("TORCHELASTIC_RUN_ID", _NO_ID)
     return name if is_elastic() and name != _NO_ID else None
 
@@ -45,11 +52,11 @@ def plan(args: Any, world: World, options: str) -> Plan:
         return given
     if args.start_epoch is not None:
         raise UserError(
-            "--start-epoch does not go with torchrun --max-restarts: all restarts would begin "
-            "there",
+            "--start-epoch does not go with torchrun --max-restarts or --elastic: all restarts "
+            "would begin there",
             alike=True,
         )
-    restarts = max(gather(_number("TORCHELASTIC_RESTART_COUNT"), world))
+    restarts = max(gather(_restarts(), world))
     file = Path(args.resume) if args.resume not in (None, "auto") else None
     name = args.name
     if not name:
@@ -67,7 +74,10 @@ def plan(args: Any, world: World, options: str) -> Plan:
     if not restarts and (known is None or known != job_id()):
         return Plan(name, args.resume)
     found = "a snapshot" if saved else "no snapshot yet"
-    note = f"restarted by torchrun (failures so far: {restarts}); {folder} has {found}"
+    why = f"restarted by torchrun (failures so far: {restarts})"
+    if _OURS in os.environ:
+        why = f"attempt {restarts + 1} of this job"
+    note = f"{why}; {folder} has {found}"
     return Plan(name, "auto" if saved or file is None else args.resume, note)
 
 
@@ -77,6 +87,13 @@ def _job_of(path: Path) -> str | None:
         return json.loads(path.read_text()).get("elastic_job")
     except (OSError, ValueError):
         return None
+
+
+def _restarts() -> int:
+    """Attempts before this one, as far as this process knows."""
+    if _OURS in os.environ:
+        return int(os.environ[_OURS].partition(":")[2]) - 1
+    return _number("TORCHELASTIC_RESTART_COUNT")
 
 
 def _number(name: str) -> int:

@@ -18,13 +18,14 @@ from torch.utils.tensorboard import SummaryWriter
 
 from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError
-from utils.processes.distributed import World, from_main
+from utils.processes.distributed import World, from_main, gather, node_name
 from utils.run import elastic, store, tensorboard
 from utils.run.console import LOG, Console
-from utils.run.owner import Claim
+from utils.run.owner import OWNER, Claim
 from utils.run.snapshots import BEST, SNAPSHOT, latest
 
 Facts = dict[str, tensorboard.Value]
+VISIBLE_SECONDS = 10.0  # for a file to be seen on another node
 OPTIONS, SUMMARY = "options.json", "summary.json"
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,8 @@ class Run:
         self.claim: Claim | None = None  # nobody else trains here; in rank 0
         if not args.evaluate and not args.dummy:
             self._claim(patient=plan.note is not None)
+            if elastic.is_elastic():
+                self._check_shared()
         from_main(lambda: _make(self.folder), world)
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
@@ -107,6 +110,26 @@ class Run:
             time.sleep(0.5)
         if self.world.is_main:
             self.claim = claim
+
+    def _check_shared(self) -> None:
+        """Raise `UserError` unless all nodes see the directory: any may have rank 0 next time."""
+        text = from_main(lambda: self.claim.text, self.world)
+        deadline = time.monotonic() + VISIBLE_SECONDS
+
+        def is_seen() -> bool:
+            with contextlib.suppress(OSError):
+                return (self.folder / OWNER).read_text() == text
+            return False
+
+        while not (seen := is_seen()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        found = gather((node_name(self.world), seen), self.world)
+        if blind := [name for name, sees in found if not sees]:
+            raise UserError(
+                f"{blind[0]} does not see what {found[0][0]} writes into {self.folder}: a "
+                "training that goes on when nodes fail needs an --output-dir that they share",
+                alike=True,
+            )
 
     def _open_store(self) -> Path | None:
         """Get from the store what it has to resume from. Returns the file that a URL has given."""
