@@ -50,15 +50,16 @@ def folder(args: argparse.Namespace, method: str, seed: str) -> Path:
     return args.output_dir / f"{method.replace(':', '_')}_e{args.epochs}_seed{seed}"
 
 
-def found(args: argparse.Namespace, method: str, seed: str) -> float:
-    """Top-1 of the last epoch in per cent, of a run that is finished."""
-    summary = json.loads((folder(args, method, seed) / "summary.json").read_text())
-    return summary["val_top1"]
+def found(args: argparse.Namespace, method: str, seed: str) -> float | None:
+    """Top-1 of the last epoch in per cent; None for a run that is not finished."""
+    file = folder(args, method, seed) / "summary.json"
+    summary = json.loads(file.read_text()) if file.is_file() else {"epochs_done": 0}
+    return summary["val_top1"] if summary["epochs_done"] == args.epochs else None
 
 
 def train(args: argparse.Namespace, method: str, seed: str) -> None:
     place = folder(args, method, seed)
-    if (place / "summary.json").is_file():
+    if found(args, method, seed) is not None:
         return
     options = (
         f"-a resnet18 -b 64 --image-size 28 --val-resize-size 28 --crop-scale 0.35 --lr 0.1 "
