@@ -74,6 +74,9 @@ SPEED = ("--gpu-images-per-s", 400, "--network-gbit", 25, "--nodes", "1,2")
         ("scripts/compare_runs.py", "--help"),
         ("scripts/prepare_data.py", "--help"),
         ("scripts/doctor.py", "--help"),
+        ("scripts/ssh/status.py",),
+        ("scripts/ssh/cleanup.py", "--dry-run"),
+        ("scripts/ssh/launcher.py", "--help"),
     ],
     ids=lambda line: line[0],
 )

@@ -209,6 +209,9 @@ def clean(grace, dry_run, say=print):
 
 
 def main():
+    import hosts  # only here, as this file is sent to nodes without it
+
+    hosts.go_on_without_reader()
     parser = argparse.ArgumentParser(prog="cleanup.sh", allow_abbrev=False)
     parser.add_argument("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host per line")
     parser.add_argument("--dry-run", action="store_true", help="only list what would be ended")

@@ -63,6 +63,7 @@ def _limits(text: str) -> tuple[int, int]:
 
 
 def main() -> int:
+    hosts.go_on_without_reader()
     hosts.hide_values()
     options, command = parse(sys.argv[1:])
     machines = hosts.read(options.hosts)

@@ -150,6 +150,9 @@ def row(rank):
 
 
 def main():
+    import hosts  # only here, as this file is sent to nodes without it
+
+    hosts.go_on_without_reader()
     parser = argparse.ArgumentParser(prog="status.sh", allow_abbrev=False)
     parser.add_argument("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host per line")
     parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options (ssh)")
