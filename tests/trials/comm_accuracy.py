@@ -62,7 +62,7 @@ def train(args: argparse.Namespace, method: str, seed: str) -> None:
     if found(args, method, seed) is not None:
         return
     options = (
-        f"-a resnet18 -b 64 --image-size 28 --val-resize-size 28 --crop-scale 0.35 --lr 0.1 "
+        f"-a resnet18 -b 64 --image-size 28 --val-resize-size 28 --crop-scale 0.8 --lr 0.05 "
         f"--lr-schedule cosine -j 1 -p 50 --epochs {args.epochs} --seed {seed} --comm {method} "
         f"--name {place.name} --resume auto --output-dir {place.parent}"
     )
