@@ -181,7 +181,7 @@ def test_slow_link_and_slow_network():
     }
     found = troubles(slow)
     assert list(found) == ["forecast"]
-    assert "with --comm int8, which auto would take" in found["forecast"]
+    assert "with --comm int4, which auto would take" in found["forecast"]
 
 
 def test_lost_node_and_failed_torch_part_are_faults():

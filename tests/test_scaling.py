@@ -125,7 +125,7 @@ def test_the_choice_is_the_mildest_that_is_nearly_best():
     assert name == "fp16"
     assert found.step_s < scaling.forecast(WORK, slow, 8).step_s
     real = replace(WORK, buckets=buckets.of("resnet50"))
-    assert scaling.choice(real, replace(slow, network_gbit=0.1), 8)[1] == "powersgd:4"
+    assert scaling.choice(real, replace(slow, network_gbit=0.1), 8)[1] == "int4"
 
 
 def test_published_runs_are_met():
