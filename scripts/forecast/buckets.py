@@ -14,7 +14,6 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,18 +84,31 @@ def _convolution_backward(gradient, _images, weight, *rest, **_) -> int:
     return sum(wanted[:2]) * 2 * images * math.prod(places) * math.prod(weight)
 
 
-def fill(found: Iterable[tuple[float, ...]]) -> tuple[Bucket, ...]:
+def shrink(found: Layers, times: int) -> Layers:
+    """`layers` with about 1 / ``times`` of the values; the sides of matrices by its root."""
+    root = math.sqrt(times)
+
+    def smaller(shape: list[int]) -> list[int]:
+        if len(shape) == 1:
+            return [math.ceil(shape[0] / times)]
+        rows = math.ceil(shape[0] / root)
+        return [rows, math.ceil(math.prod(shape) / times / rows)]
+
+    return [(ready, *(smaller(shape) if times > 1 else shape)) for ready, *shape in found]
+
+
+def fill(found: Layers, shrunk: int = 1) -> tuple[Bucket, ...]:
     """Pack `layers` as DistributedDataParallel does after its first step.
 
     A bucket is closed by the tensor that brings it to its limit, 1 MiB for the first and 25 MiB for
-    the others.
+    the others; 1 / ``shrunk`` of that for layers that are.
     """
     buckets: list[Bucket] = []
     values, matrices, ready = 0, [], 0.0
     for ready, *shape in found:
         values += math.prod(shape)
         matrices += [tuple(shape)] if len(shape) > 1 else []
-        if FLOAT32 * values >= (BUCKET_BYTES if buckets else FIRST_BYTES):
+        if FLOAT32 * values >= (BUCKET_BYTES if buckets else FIRST_BYTES) / shrunk:
             buckets.append(Bucket(values, ready, tuple(matrices)))
             values, matrices = 0, []
     return (*buckets, Bucket(values, ready, tuple(matrices))) if values else tuple(buckets)
