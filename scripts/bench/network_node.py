@@ -24,6 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from bench import sleeping  # noqa: E402
 from forecast import buckets  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
@@ -57,13 +58,11 @@ def measure(order: dict[str, Any], world: World) -> dict[str, Any]:
     compute = order["compute_s"] * order["slow_down"]
     sizes = [math.prod(shape) for _, *shape in layers]
     weights, pool = torch.zeros(sum(sizes)), torch.randn(max(sizes)).mul_(1e-3)
-    trainings = {
-        name: Training(name, layers, compute, (weights, pool), order["shrink"], world)
-        for name in order["methods"]
-    }
-    trainings["compute"] = Training(
-        "fp32", layers, compute, (weights, pool), order["shrink"], world
-    )
+    trainings = {}
+    for name in (*order["methods"], "compute"):
+        model = sleeping.Sleeping(layers, compute, weights, pool)
+        how = "fp32" if name == "compute" else name
+        trainings[name] = Training(how, sleeping.replica(model, order["shrink"]), world)
     trainings["compute"].alone = True
     found: dict[str, Any] = {name: {"rounds": []} for name in trainings}
     for name in order["methods"]:
