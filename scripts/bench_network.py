@@ -164,7 +164,8 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
             namespaces.limit(node, f"{int(rate)}bit", f"{burst}", "200ms")
         place = {"master": namespaces.address(0), "port": free_port(), "interface": "eth0"}
         started = [
-            start(list(node.enter), order | place | {"rank": rank})
+            # So that they end with this process, however it ends.
+            start(["setpriv", "--pdeathsig", "KILL", *node.enter], order | place | {"rank": rank})
             for rank, node in enumerate(nodes)
         ]
         return wait(started)
