@@ -104,7 +104,7 @@ def test_a_row_is_in_units_of_the_real_thing():
     real = network_table.cost.step_seconds(
         0.2,
         buckets.of("resnet18", 10),
-        network_table.cost.Link(2, 10e9 / 8 * network_table.GOODPUT),
+        network_table.cost.Link(2, 10e9 / 8 * network_table.SHARE),
         network_table.cost.method("fp32"),
     )
     assert plain.forecast_s == pytest.approx(real, rel=0.01)

@@ -87,7 +87,7 @@ class Training:
     def __init__(self, name: str, replica: DistributedDataParallel, world: World):
         self.replica, self.world, self.number = replica, world, 0
         self.optimizer = torch.optim.SGD(replica.parameters(), lr=0.0)
-        args = Namespace(comm=name, seed=SEED, image_size=IMAGE)
+        args = Namespace(comm=name, seed=SEED, image_size=IMAGE, evaluate=False)
         self.exchange = exchange.Exchange(replica, self.optimizer, args, world)
 
     def steps(self, count: int) -> tuple[float, float]:

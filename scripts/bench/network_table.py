@@ -9,11 +9,11 @@ from typing import Any
 from compare.results import fence
 from compare.tables import markdown_table
 from forecast import buckets
+from forecast.scaling import Cluster
 
 from utils.comm import cost
 
-# Of the bytes that the kernel lets through, what TCP hands over: 1448 of a frame of 1514.
-GOODPUT = 1448 / 1514
+SHARE = Cluster().protocol  # of the link, which an all-reduce gets
 LATENCY_S = 1e-4  # of a hop between namespaces; steps here take seconds
 
 Found = list[tuple["Case", dict[str, Any]]]
@@ -48,7 +48,7 @@ class Case:
         """
         layers = buckets.shrink(buckets.layers(self.arch, self.classes), self.shrink)
         packed, how = buckets.fill(layers, self.shrink), cost.method(name)
-        link = cost.Link(self.nodes, GOODPUT * self.link_bits_per_s / 8, LATENCY_S)
+        link = cost.Link(self.nodes, SHARE * self.link_bits_per_s / 8, LATENCY_S)
         slow = compute_s * self.slow_down
         return cost.step_seconds(slow, packed, link, how, codec_s_per_value) / self.slow_down
 
