@@ -8,7 +8,9 @@
 
 With --from, the run on the fewest processes shows how fast one of them computes; further runs are
 listed beside the forecast, with its error. --fit-network takes what the network really gives from
-the second of them. The model is that of scripts/forecast/scaling.py.
+the second of them. Below the table are the efficiencies of all ways to exchange gradients that
+--comm of the training script has, and which of them auto would take. The model is that of
+scripts/forecast/scaling.py and utils/comm/cost.py.
 """
 
 import argparse
@@ -20,12 +22,16 @@ sys.path.insert(0, str(ROOT))
 
 import utils.processes.installed  # noqa: E402, F401 (a missing package becomes one sentence)
 
-from forecast import picture, scaling  # noqa: E402
+from forecast import buckets, picture, scaling  # noqa: E402
 from forecast.measured import MeasuredRun, read_run  # noqa: E402
 from forecast.scaling import Cluster, Forecast, Measured, Workload  # noqa: E402
 
+from utils.comm import cost  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 from utils.option_types import amount, number, positive  # noqa: E402
+
+METHODS = ("fp32", "fp16", "int8", "int4", "powersgd:4", "localsgd:8")  # bf16 costs as fp16 does
+MOST_COLUMNS = 12
 
 above_0 = number(float, 0, exclusive=True)
 
@@ -42,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     measured = {run.gpus: run.measured for run in runs}
     print(describe(work, cluster, args))
     print(table(rows, measured))
+    print(methods(work, cluster, [row.gpus for row in rows if row.nodes > 1]))
     sentence = verdict(work, cluster, rows, args.worth)
     print(sentence)
     if args.out:
@@ -73,8 +80,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="speed of one GPU alone; --dummy of the training scripts measures it",
     )
     group.add_argument(
-        "--comm", choices=tuple(scaling.BYTES), default="fp32", help="gradients (%(default)s)"
-    )
+        "--comm", default="fp32", metavar="METHOD",
+        help=f"how gradients are exchanged: {', '.join(cost.NAMES)} (%(default)s)",
+    )  # fmt: skip
     group.add_argument(
         "--from", dest="runs", nargs="+", type=Path, default=[], metavar="RUN",
         help="run directories: model, batch and speed are those of the run on the fewest processes",
@@ -100,7 +108,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             default.protocol,
             "share of the link that all-reduce gets; 1 for a measured bandwidth",
         ),
-        ("overlap", amount, default.overlap, "share of backward that hides communication"),
         ("jitter", amount, default.jitter, "how much the slowest lags; quiet clusters: 0.01"),
         ("worth", amount, 0.5, "a node is worth it if it adds this share of the first node's rate"),
     ):
@@ -135,11 +142,10 @@ def plan(args: argparse.Namespace) -> tuple[Workload, Cluster, list[MeasuredRun]
         protocol=args.protocol,
         local_gbit=args.local_gbit,
         latency_s=args.latency_us / 1e6,
-        overlap=args.overlap,
         jitter=args.jitter,
     )
-    size = scaling.parameters(args.arch, args.classes or 1000) * scaling.BYTES[args.comm]
-    work = Workload(args.batch_size, args.gpu_images_per_s or 1.0, size)
+    how, packed = cost.method(args.comm), buckets.of(args.arch, args.classes or 1000)
+    work = Workload(args.batch_size, args.gpu_images_per_s or 1.0, packed, how)
     if args.gpu_images_per_s is None:
         work = scaling.fit_compute(work, cluster, first.measured)
     if args.fit_network:
@@ -188,22 +194,22 @@ def describe(work: Workload, cluster: Cluster, args: argparse.Namespace) -> str:
     """The assumptions, in one paragraph."""
     return (
         f"{args.arch}: {work.batch} images per GPU at {work.images_per_s:.4g} images/s alone, "
-        f"{work.gradient_bytes / 1e6:.1f} MB of {args.comm} gradients per step; "
+        f"{work.wire_bytes / 1e6:.1f} MB of {work.how.name} gradients per step; "
         f"{cluster.gpus_per_node} GPU{'s' * (cluster.gpus_per_node > 1)} per node\n"
         f"network {cluster.network_gbit:g} Gbit/s x {cluster.protocol:.2g}, "
         f"{1e6 * cluster.latency_s:g} us per hop; in a node {cluster.local_gbit:g} Gbit/s; "
-        f"overlap {cluster.overlap:g}, jitter {cluster.jitter:g}\n"
+        f"jitter {cluster.jitter:g}\n"
     )
 
 
 def table(rows: list[Forecast], measured: dict[int, Measured]) -> str:
     """The forecast, one line per number of GPUs; with the measured steps if there are any."""
-    head = ["nodes", "GPUs", "ms per step", "compute", "slowest", "all-reduce", "exposed"]
+    head = ["nodes", "GPUs", "ms per step", "compute", "slowest", "exchange", "exposed"]
     head += ["images/s", "speed-up", "efficiency"]
     head += ["measured ms", "error"] if measured else []
     lines = [head]
     for row in rows:
-        parts = (row.step_s, row.compute_s, row.straggler_s, row.all_reduce_s, row.exposed_s)
+        parts = (row.step_s, row.compute_s, row.straggler_s, row.exchange_s, row.exposed_s)
         lone = row.batch / row.compute_s
         line = [str(row.nodes), str(row.gpus), *(f"{1000 * part:.1f}" for part in parts)]
         line += [f"{row.images_per_s:.0f}", f"{row.images_per_s / lone:.2f}"]
@@ -213,8 +219,27 @@ def table(rows: list[Forecast], measured: dict[int, Measured]) -> str:
             line.append(f"{1000 * point.step_s:.1f}" if point else "-")
             line.append(f"{percent(row.step_s / point.step_s - 1)} %" if point else "-")
         lines.append(line)
+    return in_columns(lines)
+
+
+def in_columns(lines: list[list[str]]) -> str:
+    """Lines of words, right-aligned in columns."""
     wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.rjust, line, wide)) for line in lines) + "\n"
+
+
+def methods(work: Workload, cluster: Cluster, counts: list[int]) -> str:
+    """The efficiency with each way to exchange gradients, and the one that --comm auto takes."""
+    counts = counts[:MOST_COLUMNS]
+    if not counts:
+        return ""
+    names = [*METHODS, *(() if work.how.name in METHODS else (work.how.name,))]
+    found = scaling.compare(work, cluster, counts, names)
+    lines = [["efficiency, %, on GPUs", *map(str, counts)]]
+    for name, rows in found.items():
+        lines.append([name, *(f"{100 * row.efficiency:.0f}" for row in rows)])
+    lines.append(["--comm auto takes", *(scaling.choice(work, cluster, n)[1] for n in counts)])
+    return in_columns(lines)
 
 
 def percent(share: float) -> str:

@@ -23,6 +23,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from bench.namespaces import address, do, limit, make_bridge, plug_in
 from conftest import ROOT, TIMEOUT, Result, activated
 from namespaces import Namespaces, children
 from running import Process, Running, eventually, everyone
@@ -41,17 +42,11 @@ def need(*programs: str) -> None:
             pytest.skip(f"{program} is missing: apt-get install {_PACKAGES.get(program, program)}")
 
 
-def _do(*command: str) -> None:
-    """Run a command of the set-up, which must succeed."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
-
-
 class Node:
     """A machine, as programs see it: with its own address, host name, firewall and sshd."""
 
     def __init__(self, number: int, switch: Namespaces, folder: Path):
-        self.name, self.ip = f"node{number}", f"10.77.0.{number + 1}"
+        self.name, self.ip = f"node{number}", address(number)
         self.number, self.switch, self.folder = number, switch, folder / self.name
         self.folder.mkdir()
         self.port = 2200 + number  # of its sshd
@@ -65,18 +60,10 @@ class Node:
 
     def set_up(self, rate: str | None) -> None:
         """Plug the node in, and give it its name, address and private folders."""
-        cable = f"port{self.number}"
-        _do(
-            *(*self.switch.enter, "ip", "link", "add", cable, "type", "veth"),
-            *("peer", "name", "eth0", "netns", str(self.spaces.first)),
-        )
-        self.link(True)
+        plug_in(self.number, self.spaces, self.switch)
         self.rate = rate
         script = f"""
             hostname {self.name}
-            ip link set lo up
-            ip address add {self.ip}/24 dev eth0
-            ip link set eth0 up
             mkdir -p {self.folder}/cgroup
             mount --rbind /sys/fs/cgroup {self.folder}/cgroup
             mount -t sysfs sysfs /sys
@@ -86,15 +73,15 @@ class Node:
             mkdir -p /run/sshd /run/lock
             mount -t tmpfs tmpfs /dev/shm
         """
+        do(*self.spaces.enter, "bash", "-ec", script)
         if rate:
             need("tc")
-            script += f"tc qdisc add dev eth0 root tbf rate {rate} burst 256kb latency 20ms\n"
-        _do(*self.spaces.enter, "bash", "-ec", script)
+            limit(self.spaces, rate)
 
     def kill(self) -> None:
         """Switch the node off: nothing in it has time to say goodbye to the others."""
         # The cable first, as connections that nobody answers would keep the network for minutes.
-        _do(*self.switch.enter, "ip", "link", "delete", f"port{self.number}")
+        do(*self.switch.enter, "ip", "link", "delete", f"port{self.number}")
         self.spaces.close()
 
     def start_again(self) -> None:
@@ -109,7 +96,7 @@ class Node:
         own = self.folder / path.strip("/").replace("/", "_")
         own.write_text(text)
         self.files[path] = text
-        _do(*self.spaces.enter, "mount", "--bind", str(own), path)
+        do(*self.spaces.enter, "mount", "--bind", str(own), path)
 
     def popen(self, command: str | list[str], env=None, cwd=ROOT, **how) -> subprocess.Popen:
         """Start a command (if it is a text, in bash) inside; `inside` has its process id.
@@ -151,7 +138,7 @@ class Node:
     def link(self, up: bool) -> None:
         """Plug the network cable in or out, without either side noticing."""
         plug = ("master", "bridge") if up else ("nomaster",)
-        _do(*self.switch.enter, "ip", "link", "set", f"port{self.number}", "up", *plug)
+        do(*self.switch.enter, "ip", "link", "set", f"port{self.number}", "up", *plug)
 
     def block_ports(self, ports: str) -> None:
         """Drop new TCP connections from outside to ``ports`` ("8888", "1024-8887, 8889-65535")."""
@@ -160,7 +147,7 @@ class Node:
         hook = "type filter hook input priority 0"
         rules = f"table inet tests {{\n chain input {{\n {hook}\n {new}\n }}\n }}\n"
         self.unblock_ports()
-        _do(*self.spaces.enter, "nft", rules)
+        do(*self.spaces.enter, "nft", rules)
 
     def unblock_ports(self) -> None:
         """Open all ports again."""
@@ -173,14 +160,14 @@ class Node:
         config = self.folder / "sshd_config"
         key = self.folder / "host_key"
         if not key.exists():  # it has been switched off
-            _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+            do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
         given = " ".join(f'"{name}={value}"' for name, value in env.items())
         config.write_text(
             f"Port {self.port}\nHostKey {key}\nPidFile none\nUsePAM no\nStrictModes no\n"
             f"PermitRootLogin prohibit-password\nLogLevel ERROR\n"
             f"AuthorizedKeysFile {self.folder.parent}/key.pub\n" + (given and f"SetEnv {given}\n")
         )
-        _do(*self.spaces.enter, "setsid", _SSHD, "-f", str(config), "-E", f"{self.folder}/sshd_log")
+        do(*self.spaces.enter, "setsid", _SSHD, "-f", str(config), "-E", f"{self.folder}/sshd_log")
 
 
 def inside(started: subprocess.Popen) -> int:
@@ -223,8 +210,7 @@ class Nodes:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nodes")))
             switch = Namespaces(("--net",))
             stack.callback(switch.close)
-            up = "ip link add bridge type bridge forward_delay 0; ip link set bridge up"
-            _do(*switch.enter, "sh", "-ec", up)
+            make_bridge(switch)
             nodes = []
             for number in range(self.count):
                 nodes.append(Node(number, switch, self.folder))
@@ -252,7 +238,7 @@ class Nodes:
         if not shutil.which("ssh-keygen") or not Path(system).exists():
             return  # start_sshd() will say what is missing
         key = self.folder / "key"
-        _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+        do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
         text = "".join(
             f"Host {node.name}\n  HostName {node.ip}\n  Port {node.port}\n" for node in nodes
         )

@@ -6,9 +6,11 @@ Needs no root.
 import json
 import socket
 import threading
+from dataclasses import asdict
 
 import pytest
 from conftest import ROOT, Result, python, shell
+from forecast import buckets
 
 from utils.processes import agreement
 from utils.processes.network import free_port
@@ -91,6 +93,7 @@ def check(*nodes: dict, **measured):
     options |= {"batch_size": 128, "image_size": 224, "workers": None}
     torch = {"gpus": 4, "cuda": True, "built_for": "13.0"}
     model = {"gradient_bytes": 102_228_128, "gflops": 4.09}
+    model["buckets"] = [asdict(one) for one in buckets.of("resnet50")]
     ring = {"latency_s": 1e-4, "bytes_per_s": 1e9}
     part = {"torch": torch, "model": model, "decode": {"images_per_s_core": 300}, "nccl": ring}
     base = {
@@ -176,7 +179,9 @@ def test_slow_link_and_slow_network():
     slow.torch = {
         r: one | {"nccl": {"latency_s": 0.1, "bytes_per_s": 1e8}} for r, one in slow.torch.items()
     }
-    assert list(troubles(slow)) == ["forecast"]
+    found = troubles(slow)
+    assert list(found) == ["forecast"]
+    assert "with --comm int4, which auto would take" in found["forecast"]
 
 
 def test_lost_node_and_failed_torch_part_are_faults():

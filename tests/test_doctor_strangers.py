@@ -16,7 +16,7 @@ from utils.processes.network import free_port
 DOCTOR = "scripts/doctor.py"
 SMALL = "--quick --batch-size 16 --image-size 32 --workers 1 --nodes 2 --master 127.0.0.1"
 SEEDS = range(12)  # of each kind of stranger
-GREETING = {"greeting": "imagenet doctor, protocol 2", "rank": 1, "nodes": 2, "host": "x"}
+GREETING = {"greeting": "imagenet doctor, protocol 3", "rank": 1, "nodes": 2, "host": "x"}
 PROTOCOLS = (
     b"GET / HTTP/1.1\r\nHost: node0\r\n\r\n",
     bytes.fromhex("16030100c8010000c40303") + bytes(193),  # a TLS hello

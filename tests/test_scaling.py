@@ -5,23 +5,71 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchvision
 from conftest import python
-from forecast import published, scaling
+from forecast import buckets, published, scaling
 from forecast.scaling import Cluster, Measured, Workload
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 
+from utils.comm import cost
+from utils.comm.cost import Bucket
 from utils.run.tensorboard import entry
 
 TOOL = "scripts/forecast_scaling.py"
-WORK = Workload(batch=128, images_per_s=400, gradient_bytes=100e6)
+WORK = Workload(128, 400, (Bucket(5_000_000, 0.4), Bucket(12_000_000, 0.6), Bucket(8_000_000, 1.0)))
 
 
-@pytest.mark.parametrize("arch", [*scaling._BODIES, "squeezenet1_1"])
+@pytest.mark.parametrize("arch", [*buckets.USUAL, "squeezenet1_1"])
 def test_parameters_are_those_of_torchvision(arch):
     with torch.device("meta"):
         model = torchvision.models.get_model(arch, num_classes=37)
     assert scaling.parameters(arch, 37) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "vit_b_32"])
+def test_the_stored_table_is_what_the_model_says(arch):
+    stored, traced = buckets.layers(arch, 20), buckets.trace(arch, 20, 224)
+    assert [one[1:] for one in stored] == [one[1:] for one in traced]
+    assert [one[0] for one in stored] == pytest.approx([one[0] for one in traced], abs=0.005)
+
+
+def test_grouped_convolutions_count_what_they_cost():
+    # Backward is twice forward: the last layer's gradient is there after a third of the step.
+    assert buckets.layers("mobilenet_v2", image_size=96)[0][0] == pytest.approx(1 / 3, abs=0.02)
+
+
+def test_buckets_are_those_of_ddp(tmp_path):
+    model = torchvision.models.resnet18(num_classes=10)
+    dist.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        replica = DistributedDataParallel(model)
+        seen: list[int] = []
+
+        def watch(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            seen.append(bucket.buffer().numel())
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        replica.register_comm_hook(None, watch)
+        for _ in range(2):  # the first step finds the order
+            seen.clear()
+            nn.functional.cross_entropy(
+                replica(torch.randn(2, 3, 32, 32)), torch.tensor([0, 1])
+            ).backward()
+    finally:
+        dist.destroy_process_group()
+    assert [one.values for one in buckets.of("resnet18", 10)] == seen
+
+
+def test_buckets_of_vgg19_are_ready_early():
+    found = [
+        (round(4 * one.values / 2**20), round(one.ready, 2)) for one in buckets.of("vgg19", 20)
+    ]
+    assert found == [(64, 0.33), (392, 0.34), (27, 0.39), (27, 0.53), (22, 1.0)]
 
 
 def test_it_needs_no_torch():
@@ -39,37 +87,54 @@ def test_one_gpu_computes_and_nothing_else():
     assert alone.efficiency == 1.0
 
 
+def exchange(size: float, gpus: int, cluster: Cluster) -> float:
+    return cost.exchange_seconds(size, cluster.link(gpus))
+
+
 def test_the_ring_moves_what_it_must():
     # 4 T4 per node, two nodes: 179 MB per node and step, 143 ms at 10 Gbit/s (ResNet-50, fp32).
     cluster = Cluster(gpus_per_node=4, network_gbit=10, protocol=1, latency_s=0, local_latency_s=0)
     size = scaling.parameters("resnet50") * 4
-    assert scaling.all_reduce_seconds(size, 8, cluster) == pytest.approx(0.143, abs=0.001)
-    assert scaling.all_reduce_seconds(size / 2, 8, cluster) == pytest.approx(0.0715, abs=0.001)
+    assert exchange(size, 8, cluster) == pytest.approx(0.143, abs=0.001)
+    assert exchange(size / 2, 8, cluster) == pytest.approx(0.0715, abs=0.001)
     # Within one node, the node's own links decide.
-    local = scaling.all_reduce_seconds(size, 4, replace(cluster, local_gbit=80))
+    local = exchange(size, 4, replace(cluster, local_gbit=80))
     assert local == pytest.approx(2 * 3 / 4 * size * 8 / 80e9)
 
 
 def test_latency_grows_with_the_logarithm_of_many_nodes():
     cluster = Cluster(latency_s=1e-3)
-    few, many = (scaling.all_reduce_seconds(1000.0, nodes, cluster) for nodes in (2, 1024))
+    few, many = (exchange(1000.0, nodes, cluster) for nodes in (2, 1024))
     assert few == pytest.approx(2e-3, rel=0.01)
     assert many == pytest.approx(20e-3, rel=0.01)
 
 
-def test_communication_hides_behind_backward_except_its_end():
+def test_communication_hides_behind_compute_except_its_end():
     cluster = Cluster(network_gbit=10, jitter=0)
-    assert 0 < scaling.forecast(WORK, cluster, 2).exposed_s < 0.02
+    last = exchange(4 * WORK.buckets[-1].values, 2, cluster)
+    assert scaling.forecast(WORK, cluster, 2).exposed_s == pytest.approx(last)
     slow = scaling.forecast(WORK, replace(cluster, network_gbit=1), 2)
-    hidden = cluster.overlap * scaling.BACKWARD * WORK.compute_s
-    assert slow.exposed_s == pytest.approx(slow.all_reduce_s - hidden)
+    hidden = (1 - WORK.buckets[0].ready) * WORK.compute_s
+    assert slow.exposed_s == pytest.approx(slow.exchange_s - hidden)
+
+
+def test_the_choice_is_the_mildest_that_is_nearly_best():
+    fast, slow = (Cluster(network_gbit=gbit) for gbit in (1000, 8))
+    assert scaling.choice(WORK, fast, 2)[1] == "fp32"
+    found, name = scaling.choice(WORK, slow, 8)
+    assert name == "fp16"
+    assert found.step_s < scaling.forecast(WORK, slow, 8).step_s
+    real = replace(WORK, buckets=buckets.of("resnet50"))
+    assert scaling.choice(real, replace(slow, network_gbit=0.1), 8)[1] == "int4"
 
 
 def test_published_runs_are_met():
     errors = published.hal_errors(published.HAL_CLUSTER)
     errors += published.g4dn_errors(published.G4DN_CLUSTER)
     assert len(errors) == 10
-    assert sum(abs(error) <= 0.15 for error in errors) >= 8
+    assert sum(abs(error) <= 0.15 for error in errors) == 10
+    # By its data sheet the network of g4dn is faster than eight nodes saw it.
+    assert 6 < 10 * published.G4DN_CLUSTER.protocol < 8
 
 
 def test_fits_find_what_made_the_points():
@@ -119,6 +184,19 @@ def test_fp16_halves_the_bytes():
     arguments = ("--gpu-images-per-s", "400", "--nodes", "2")
     assert "102.2 MB of fp32" in forecast(*arguments).out
     assert "51.1 MB of fp16" in forecast(*arguments, "--comm", "fp16").out
+
+
+def test_all_methods_are_compared():
+    arguments = ("-a", "vgg19", "--classes", "20", "--gpu-images-per-s", "160", "-b", "32")
+    out = forecast(*arguments, "--nodes", "1,2,4,8", "--comm", "powersgd:2").out
+    _, below = out.split("efficiency, %, on GPUs")
+    rows = {words[0]: words[1:] for words in map(str.split, below.splitlines()[1:8]) if words}
+    assert list(rows) == ["fp32", "fp16", "int8", "int4", "powersgd:4", "localsgd:8", "powersgd:2"]
+    efficiency = {name: [int(word) for word in row] for name, row in rows.items()}
+    for found in efficiency.values():
+        assert found == sorted(found, reverse=True)
+    assert efficiency["fp32"][2] < efficiency["fp16"][2] < efficiency["int8"][2]
+    assert "--comm auto takes  int8  " in below
 
 
 def write_run(folder, gpus, nodes, rate, batch=32):
@@ -190,6 +268,7 @@ def test_a_run_of_another_kind_is_refused(tmp_path):
         (("--gpu-images-per-s", "-1"), "--gpu-images-per-s: -1 is not more than 0"),
         (("--gpu-images-per-s", "400", "--protocol", "0"), "--protocol: 0 is not more than 0"),
         (("--gpu-images-per-s", "400", "-a", "resnet51"), "unknown arch"),
+        (("--gpu-images-per-s", "400", "--comm", "fp8"), "unknown method fp8"),
         (("--from", "nowhere"), "nowhere is not a run directory"),
         (("--gpu-images-per-s", "400", "--fit-network"), "needs a second RUN"),
     ],
@@ -203,5 +282,5 @@ def test_errors_are_one_sentence(arguments, sentence):
 def test_the_errors_against_published_runs_are_printed_and_drawn(tmp_path):
     done = python("scripts/forecast/published.py", "--figures", tmp_path)
     assert done.code == 0, done.err
-    assert "forecast, defaults" in done.out
+    assert "10 of 10" in done.out
     assert {file.name for file in tmp_path.iterdir()} == {"forecast_hal.png", "forecast_g4dn.png"}

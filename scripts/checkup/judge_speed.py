@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from checkup.findings import FAULT, OK, WARNING, Checkup, Finding
 from forecast import scaling
 
+from utils.comm.cost import Bucket
+
 OPEN_FILES = 1024
 DISK, DISK_LEAST = 5e9, 0.5e9  # bytes free where runs/ is; less: a warning, a fault
 SLOW_LINK = 0.25  # of the median speed: such a node holds the others up
@@ -235,8 +237,11 @@ def link_of(check: Checkup) -> tuple[float, float] | None:
     return min(check.ring[1].values()), max(seconds) / 2
 
 
-def predict(check: Checkup) -> dict[str, float] | None:
-    """Step time (s) and scaling efficiency of the chosen model on these nodes; None if unknown."""
+def predict(check: Checkup) -> dict[str, float | str] | None:
+    """Step time (s) and scaling efficiency of the chosen model on these nodes; None if unknown.
+
+    Also of the method that --comm auto would take, under ``auto``, ``auto_step_s``, ...
+    """
     link, models = link_of(check), [one["model"] for one in check.torch.values() if "model" in one]
     rates = [need_of(check, rank)[0] for rank in check.facts]
     if link is None or not models or None in rates or len(rates) != check.nodes:
@@ -248,14 +253,22 @@ def predict(check: Checkup) -> dict[str, float] | None:
         protocol=1.0,  # measured through the same protocol
         latency_s=link[1],
     )
-    work = scaling.Workload(check.options["batch_size"], min(rates), models[0]["gradient_bytes"])
+    packed = tuple(
+        Bucket(one["values"], one["ready"], tuple(map(tuple, one["matrices"])))
+        for one in models[0]["buckets"]
+    )
+    work = scaling.Workload(check.options["batch_size"], min(rates), packed)
     found = scaling.forecast(work, nodes, processes)
+    best, name = scaling.choice(work, nodes, processes)
     return {
         "compute_s": found.compute_s,
-        "exchange_s": found.all_reduce_s,
+        "exchange_s": found.exchange_s,
         "step_s": found.step_s,
         "efficiency": found.efficiency,
         "processes": processes,
+        "auto": name,
+        "auto_step_s": best.step_s,
+        "auto_efficiency": best.efficiency,
     }
 
 
@@ -270,16 +283,24 @@ def _forecast(check: Checkup) -> Iterator[Finding]:
         f"{found['processes']} processes: a step takes {1000 * found['step_s']:.0f} ms, with "
         f"{1000 * found['compute_s']:.0f} ms of computing ({source}) and, partly at the same time, "
         f"{1000 * found['exchange_s']:.0f} ms of all-reduce; scaling efficiency "
-        f"{found['efficiency']:.0%}"
+        f"{found['efficiency']:.0%}; "
     )
+    if found["auto"] == scaling.PLAIN.name:
+        what += "no compression of the gradients would make that much shorter (--comm fp32)"
+    else:
+        what += (
+            f"with --comm {found['auto']}, which auto would take, {found['auto_efficiency']:.0%} "
+            f"and {1000 * found['auto_step_s']:.0f} ms"
+        )
     if found["efficiency"] >= POOR_EFFICIENCY:
         yield Finding("forecast", OK, what)
         return
+    compress = "" if found["auto"] == scaling.PLAIN.name else f"--comm {found['auto']}, "
     yield Finding(
         "forecast",
         WARNING,
         what,
         "the nodes would spend much of the time waiting for each other's gradients",
-        "more images between two exchanges (-b, --accum-steps), a faster network between the "
-        "nodes, or fewer of them",
+        f"{compress}more images between two exchanges (-b, --accum-steps), a faster network "
+        "between the nodes, or fewer of them",
     )

@@ -19,6 +19,16 @@ def _some(value: object) -> bool:
     return bool(value) and isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
+def _matrix(value: object) -> bool:
+    return (
+        isinstance(value, list) and len(value) == 2 and all(between(1, 1 << 40)(n) for n in value)
+    )
+
+
+def _share(value: object) -> bool:
+    return is_number(value) and 0 <= value <= 1
+
+
 _FINDING = {
     "name": str,
     "level": one_of("ok", "warning", "fault"),
@@ -60,6 +70,7 @@ _PART = {
 }
 _READ = {"files_per_s": float, "bytes_per_s": float}
 _ALL_REDUCE = {"latency_s": float, "bytes_per_s": float}
+_BUCKET = {"values": between(1, 1 << 40), "ready": _share, "matrices": [_matrix]}
 _NAMELESS = {"host": host, "addresses": [str], "error": str}
 _FACTS = {
     "versions": {
@@ -101,7 +112,7 @@ ANSWERS: dict[str, Shape] = {
     "transfer": ({"bytes_per_s": float}, FAILED),
     "torch": {
         "torch?": {"cuda": bool, "gpus": int, "built_for": (str, None), "nccl": (str, None)},
-        "model?": {"gradient_bytes": int, "gflops": (float, None)},
+        "model?": {"gradient_bytes": int, "gflops": (float, None), "buckets": [_BUCKET]},
         "decode?": {"images_per_s_core": float},
         "gloo?": _ALL_REDUCE,
         "nccl?": _ALL_REDUCE,
@@ -110,5 +121,5 @@ ANSWERS: dict[str, Shape] = {
 }
 
 DOCTOR = Protocol(
-    "imagenet doctor, protocol 2", "the doctor", "run the doctor again", REQUESTS, ANSWERS
+    "imagenet doctor, protocol 3", "the doctor", "run the doctor again", REQUESTS, ANSWERS
 )

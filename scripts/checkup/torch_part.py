@@ -11,12 +11,13 @@ import statistics
 import sys
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 DECODE_SECONDS = 0.5
 SMALL_ROUNDS, LARGE_BYTES, LARGE_SECONDS = 30, 25 * 2**20, 0.5  # 25 MiB: a bucket of DDP
@@ -52,18 +53,16 @@ def tell(what: str, found: Any) -> None:
 
 
 def model(arch: str, image_size: int) -> dict[str, Any]:
-    """Bytes of the gradients of ``arch`` (float32), and its published GFLOPs per image."""
-    import torch
+    """Bytes and buckets of the gradients of ``arch`` (float32); published GFLOPs per image."""
+    from forecast import buckets
     from torchvision.models import get_model_weights
 
-    from utils import models
-
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in models.create(arch, 1000, image_size).parameters())
+    found = buckets.of(arch, image_size=image_size)
     gflops = None
     with suppress(ValueError, KeyError, AttributeError):
         gflops = next(iter(get_model_weights(arch))).meta["_ops"] * (image_size / 224) ** 2
-    return {"gradient_bytes": 4 * parameters, "gflops": gflops}
+    size = 4 * sum(bucket.values for bucket in found)
+    return {"gradient_bytes": size, "gflops": gflops, "buckets": [asdict(one) for one in found]}
 
 
 def decode(data: str, image_size: int) -> dict[str, float]:

@@ -15,16 +15,25 @@ from utils.errors import UserError
 def update(file: Path, both: Comparison, title: str, command: str, pictures: list[Path]) -> bool:
     """Write the section called ``title`` into ``file``; nothing else in it is touched.
 
-    The section is between two comments that name it; without them it goes to the end. Returns
-    whether the file has changed. Raises `UserError` for markers that do not make a pair.
+    Returns whether the file has changed. Raises: `UserError`.
+    """
+    return put(file, "compare_runs", title, _section(file, both, title, command, pictures))
+
+
+def put(file: Path, tool: str, title: str, section: str) -> bool:
+    """Write a ``section`` of Markdown into ``file``; nothing else in it is touched.
+
+    The section is between two comments that name ``tool`` and ``title``; without them it goes to
+    the end. Returns whether the file has changed. Raises `UserError` for markers that do not make
+    a pair.
     """
     key = re.sub(r"[^\w.]+", "-", title.lower()).strip("-") or "comparison"
-    begin, end = f"<!-- compare_runs begin {key} -->", f"<!-- compare_runs end {key} -->"
+    begin, end = f"<!-- {tool} begin {key} -->", f"<!-- {tool} end {key} -->"
     try:
         old = file.read_bytes().decode() if file.exists() else ""
     except (OSError, UnicodeDecodeError) as fault:
         raise UserError(f"cannot read {file}: {fault}") from None
-    section = "\n".join([begin, _section(file, both, title, command, pictures), end])
+    section = "\n".join([begin, section, end])
     newline = "\r\n" if "\r\n" in old else "\n"
     section = section.replace("\n", newline)
     places = old.count(begin), old.count(end)
@@ -45,7 +54,7 @@ def update(file: Path, both: Comparison, title: str, command: str, pictures: lis
 
 
 def _section(file: Path, both: Comparison, title: str, command: str, pictures: list[Path]) -> str:
-    parts = [f"## {escape_markdown(title)}", _fence(command), as_markdown(both)]
+    parts = [f"## {escape_markdown(title)}", fence(command), as_markdown(both)]
     if both.notes:
         parts.append("\n".join(f"- {escape_markdown(note)}" for note in both.notes))
     for picture in pictures:
@@ -57,11 +66,12 @@ def _section(file: Path, both: Comparison, title: str, command: str, pictures: l
     parts.append(markdown_table(["run", *origin(both.runs[0])], rows))
     commands = [f"{run.label}: {run.known('command')}" for run in both.runs if run.known("command")]
     if commands:
-        parts.append(_fence("\n".join(commands)))
+        parts.append(fence("\n".join(commands)))
     return "\n\n".join(parts)
 
 
-def _fence(text: str) -> str:
+def fence(text: str) -> str:
+    """A block of Markdown that shows ``text`` as it is."""
     ticks = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
     return f"{ticks}text\n{text}\n{ticks}"
 

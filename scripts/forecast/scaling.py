@@ -1,13 +1,12 @@
 """What a step costs on more GPUs and nodes: a model of data-parallel training on paper.
 
     step    = compute x (1 + jitter x (sqrt(GPUs) - 1)) + exposed communication
-    exposed = what the all-reduce takes longer than the part of backward that can hide it,
-              and at least the all-reduce of the last bucket, which nothing is left to hide
+    exposed = what the exchanges, bucket after bucket, take longer than the compute beside them, and
+              the method's own arithmetic: utils/comm/cost.py
 
-The all-reduce is a ring over all GPUs, whose slowest link decides, or a tree where that has less
-latency. Everything but the jitter, which is fitted, comes from data sheets or is an estimate;
-RESULTS.md has the errors against published runs and our own. Imports nothing but the standard
-library (`parameters` of unlisted models aside), so that it answers at once.
+Everything but the jitter, which is fitted, comes from data sheets or is an estimate; RESULTS.md has
+the errors against published runs and our own. Imports nothing but the standard library (buckets of
+unlisted models aside), so that it answers at once.
 """
 
 import itertools
@@ -15,36 +14,34 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-BACKWARD = 2 / 3  # backward's share of compute: two matrix products per layer, forward has one
-BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's; a bucket is reduced when it is full
-BYTES = {"fp32": 4, "fp16": 2}  # per gradient on the wire
+from forecast import buckets
+from forecast.buckets import Bucket
 
-# Parameters without the last layer, and the number of its inputs. Other models: `parameters`.
-_BODIES = {
-    "alexnet": (57_003_840, 4096),
-    "resnet18": (11_176_512, 512),
-    "resnet34": (21_284_672, 512),
-    "resnet50": (23_508_032, 2048),
-    "resnet101": (42_500_160, 2048),
-    "resnet152": (58_143_808, 2048),
-    "vgg16": (134_260_544, 4096),
-    "vgg19": (139_570_240, 4096),
-}
+from utils.comm import cost
+from utils.comm.cost import Method
+
+PLAIN = cost.method("fp32")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one GPU does in a step: ``batch`` images at ``images_per_s`` when it is alone, then
-    ``gradient_bytes`` to share (the number of parameters x bytes per gradient on the wire)."""
+    """What one GPU does in a step: ``batch`` images at ``images_per_s`` when it is alone, and
+    gradients to share, in ``buckets``, exchanged by ``how``."""
 
     batch: int
     images_per_s: float
-    gradient_bytes: float
+    buckets: tuple[Bucket, ...]
+    how: Method = PLAIN
 
     @property
     def compute_s(self) -> float:
         """Seconds per step of a GPU that waits for no other."""
         return self.batch / self.images_per_s
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes of a step's gradients as they travel."""
+        return sum(cost.wire_bytes(bucket, self.how) for bucket in self.buckets) / self.how.period
 
 
 @dataclass(frozen=True)
@@ -57,12 +54,20 @@ class Cluster:
     local_gbit: float = 80.0  # between the GPUs of a node: PCIe 3 x16; NVLink has 400 or more
     latency_s: float = 25e-6  # per hop between nodes: TCP sockets; InfiniBand has a fifth
     local_latency_s: float = 5e-6
-    # Share of backward that hides communication. Below 1, as the two slow each other down, and the
-    # first buckets are not ready at once: an estimate.
-    overlap: float = 0.6
     # Fitted on one published point, HAL's 8 GPUs: see `straggler_s` of `Forecast`. It depends on
     # the machines: a shared cluster with a shared disk has 0.06, a quiet one with local data 0.01.
     jitter: float = 0.06
+
+    def link(self, gpus: int) -> cost.Link:
+        """What connects ``gpus`` GPUs."""
+        return cost.Link(
+            gpus,
+            self.network_gbit * self.protocol * 1e9 / 8,
+            self.latency_s,
+            self.gpus_per_node,
+            self.local_gbit * 1e9 / 8,
+            self.local_latency_s,
+        )
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,8 @@ class Forecast:
     """A step on ``gpus`` GPUs of ``nodes`` nodes, in seconds.
 
     ``straggler_s`` is how much longer the slowest of all GPUs takes than a typical one: every step
-    waits for it. ``all_reduce_s`` is the whole communication, ``exposed_s`` the part that compute
-    does not hide.
+    waits for it. ``exchange_s`` is the whole communication, ``exposed_s`` the part that compute
+    does not hide, with the arithmetic of compression.
     """
 
     nodes: int
@@ -79,7 +84,7 @@ class Forecast:
     batch: int
     compute_s: float
     straggler_s: float
-    all_reduce_s: float
+    exchange_s: float
     exposed_s: float
 
     @property
@@ -99,55 +104,38 @@ class Forecast:
 
 
 def parameters(arch: str, classes: int = 1000) -> int:
-    """Number of parameters of ``arch``; asks torchvision (and timm) for those not in the table.
-
-    Raises: `UserError` for an unknown arch.
-    """
-    if arch in _BODIES:
-        body, features = _BODIES[arch]
-        return body + (features + 1) * classes
-    import torch
-
-    from utils import models
-
-    with torch.device("meta"):  # the weights' shapes, without the weights
-        model = models.create(arch, classes, image_size=224)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def all_reduce_seconds(size: float, gpus: int, cluster: Cluster) -> float:
-    """Seconds to sum ``size`` bytes of gradients over ``gpus`` GPUs, bucket after bucket."""
-    nodes = math.ceil(gpus / cluster.gpus_per_node)
-    if gpus == 1 or not size:
-        return 0.0
-    gbit = cluster.local_gbit
-    if nodes > 1:
-        gbit = min(gbit, cluster.network_gbit * cluster.protocol)
-    # Each link carries every byte once on its way to the sum and once back, less its own part.
-    transfer = 2 * (gpus - 1) / gpus * size / (gbit * 1e9 / 8)
-    local_hops = 2 * (min(gpus, cluster.gpus_per_node) - 1)
-    ring = 2 * (nodes - 1) * cluster.latency_s + nodes * local_hops * cluster.local_latency_s
-    depth = math.ceil(math.log2(nodes))
-    tree = 2 * depth * cluster.latency_s + local_hops * cluster.local_latency_s
-    return transfer + math.ceil(size / BUCKET_BYTES) * min(ring, tree)
+    """Number of parameters of ``arch``. Raises: `UserError` for an unknown arch."""
+    return sum(bucket.values for bucket in buckets.of(arch, classes))
 
 
 def forecast(work: Workload, cluster: Cluster, gpus: int) -> Forecast:
     """The step of ``work`` on ``gpus`` GPUs, which fill node after node."""
-    straggler = work.compute_s * cluster.jitter * (math.sqrt(gpus) - 1)
-    all_reduce = all_reduce_seconds(work.gradient_bytes, gpus, cluster)
-    hidden = cluster.overlap * BACKWARD * work.compute_s
-    # The last bucket is half full on average.
-    last = min(1.0, BUCKET_BYTES / 2 / max(work.gradient_bytes, 1.0))
+    link = cluster.link(gpus)
+    step = cost.step_seconds(work.compute_s, work.buckets, link, work.how)
     return Forecast(
-        nodes=math.ceil(gpus / cluster.gpus_per_node),
+        nodes=link.nodes,
         gpus=gpus,
         batch=work.batch,
         compute_s=work.compute_s,
-        straggler_s=straggler,
-        all_reduce_s=all_reduce,
-        exposed_s=max(all_reduce - hidden, last * all_reduce),
+        straggler_s=work.compute_s * cluster.jitter * (math.sqrt(gpus) - 1),
+        exchange_s=cost.all_exchanges_seconds(work.buckets, link, work.how),
+        exposed_s=step - work.compute_s,
     )
+
+
+def compare(
+    work: Workload, cluster: Cluster, gpus: Sequence[int], names: Sequence[str]
+) -> dict[str, list[Forecast]]:
+    """The forecasts for so many ``gpus`` with each of the methods called ``names``."""
+    trials = {name: replace(work, how=cost.method(name)) for name in names}
+    return {name: [forecast(one, cluster, n) for n in gpus] for name, one in trials.items()}
+
+
+def choice(work: Workload, cluster: Cluster, gpus: int) -> tuple[Forecast, str]:
+    """The forecast with the method that ``--comm auto`` takes there, and its name."""
+    found = {name: one for name, (one,) in compare(work, cluster, [gpus], cost.AUTO).items()}
+    name = cost.mildest([(name, one.step_s) for name, one in found.items()])
+    return found[name], name
 
 
 def not_worth_it(

@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
-from forecast import scaling  # noqa: E402
+from forecast import buckets, scaling  # noqa: E402
 from forecast.measured import MeasuredRun, read_run  # noqa: E402
 from forecast.scaling import Cluster, Workload  # noqa: E402
 
@@ -55,7 +55,7 @@ def main() -> int:
         data = part_of(args.data, output / "namespace_data", args.images)
         alone = train(1, None, data, output)
         print(head())
-        work = Workload(BATCH, 1.0, scaling.parameters(ARCH, CLASSES) * scaling.BYTES["fp32"])
+        work = Workload(BATCH, 1.0, buckets.of(ARCH, CLASSES))
         work = scaling.fit_compute(work, Cluster(), read_run(alone).measured)
         print(line("no link", 1, read_run(alone), work, Cluster()))
         for rate in map(int, args.rates.split(",")):

@@ -4,9 +4,9 @@
     mildest([(name, step_seconds(...)) for name in AUTO])
 
 DistributedDataParallel gathers gradients in buckets and exchanges them one after the other, each as
-soon as it is full and the one before is through, while backward goes on. So a step ends with the
-last of: backward, the exchanges, and the method's own arithmetic, which takes time of the device
-away from backward. Imports nothing but the standard library.
+soon as it is full and the one before is through, while backward goes on. So a step ends with
+backward or with the last exchange, whichever is later; the method's own arithmetic delays both.
+Imports nothing but the standard library.
 """
 
 import math
@@ -73,25 +73,25 @@ class Method:
     period: int = 1
 
 
-# The passes are counted, not measured: one kernel per operation, as eager PyTorch has it.
-# 16 bits: 4 + 2 bytes there and 2 + 4 back. 8 and 4 bits: largest of each block, scale, round,
-# narrow (33 bytes); widen, scale and sum the parts of all nodes (17); widen, scale (13); 4 bits are
-# packed and unpacked too. PowerSGD: add the error (12), two products (8), the product of the
-# factors (4), the new error (12), copies (16).
+# The passes are counted, not measured: bytes that the operations of utils/comm/methods.py read and
+# write per value, each in a kernel of its own. 16 bits: 4 + 2 there, 2 + 4 back. 8 bits: into the
+# blocks 8, largest 12, round 36, narrow 5, the parts of all nodes 17, rounded again (less with more
+# nodes) 20, widen 5, out of the blocks 16. 4 bits: packing and unpacking besides. PowerSGD: add the
+# error 12, two products 8, the product of the factors 4, copy 8, check 6, the new error 32.
 _METHODS = {
     "fp32": Method("fp32", FLOAT32),
     "fp16": Method("fp16", 2, passes=3),
     "bf16": Method("bf16", 2, passes=3),
     # Blocks of 256 and 128 values with a float32 scale each; reduce-scatter, then all-gather.
-    "int8": Method("int8", 1 + 4 / 256, passes=16),
-    "int4": Method("int4", 0.5 + 4 / 128, passes=19),
-    # Both factors of the matrices, and the tensors of one dimension.
-    "powersgd": Method("powersgd", FLOAT32, collectives=3, passes=13, rank=4),
+    "int8": Method("int8", 1 + 4 / 256, passes=30),
+    "int4": Method("int4", 0.5 + 4 / 128, passes=38),
+    # The first factors of the matrices and the tensors of one dimension, then the second factors.
+    "powersgd": Method("powersgd", FLOAT32, collectives=2, passes=18, rank=4),
     "localsgd": Method("localsgd", FLOAT32, period=8),
 }
 NAMES = ("fp32", "fp16", "bf16", "int8", "int4", "powersgd[:RANK]", "localsgd[:PERIOD]")
-# What is worth comparing, the mildest (closest to plain float32) first.
-AUTO = ("fp32", "fp16", "int8", "powersgd:4")
+# What ``--comm auto`` chooses among, the mildest (closest to plain float32) first.
+AUTO = ("fp32", "fp16", "int8", "int4")
 
 
 def method(name: str) -> Method:
@@ -175,21 +175,19 @@ def step_seconds(
     if codec_s_per_value is None:
         codec_s_per_value = how.passes * FLOAT32 / MEMORY_BYTES_PER_S
     device = network = done = 0.0  # until when each is busy; share of compute done
-    arrivals: list[tuple[float, float]] = []  # what has still to be decoded: when it is there, cost
-    for bucket in buckets:
-        half = codec_s_per_value * bucket.values / 2
+    beside: list[tuple[float, float]] = []  # decoding to come, while backward may go on: when, cost
+    for bucket in (*buckets, Bucket(0, 1.0)):
         device += (bucket.ready - done) * compute_s
         done = bucket.ready
-        while arrivals and arrivals[0][0] <= device:  # decoded while backward waits
-            device += arrivals.pop(0)[1]
+        while beside and beside[0][0] <= device:  # backward had to share the device with it
+            device += beside.pop(0)[1]
+        half = codec_s_per_value * bucket.values / 2
         device += half
         size = wire_bytes(bucket, how)
-        network = max(network, device) + exchange_seconds(size, link, how.collectives)
-        arrivals.append((network, half))
-    device += (1 - done) * compute_s
-    for arrival, cost in arrivals:
-        device = max(device, arrival) + cost
-    return device
+        arrival = max(network, device) + exchange_seconds(size, link, how.collectives)
+        network = arrival + half  # the next exchange begins when this one is decoded
+        beside.append((arrival, half))
+    return max(device, network)
 
 
 def mildest(seconds: Sequence[tuple[str, float]], within: float = 0.05) -> str:

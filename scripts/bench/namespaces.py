@@ -1,0 +1,119 @@
+"""Linux namespaces that die with the process that made them, and a network between them.
+
+    with network(2) as nodes:
+        limit(nodes[0], "100mbit")
+        subprocess.run([*nodes[0].enter, "ping", "-c", "1", address(1)])
+
+Each node has a network of its own, in which eth0 has the node's `address` and leads to a bridge in
+a further one. Needs root and Debian's package iproute2.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from utils.errors import UserError
+
+# The first program inside. It has to collect dead orphans: ignoring SIGCHLD does that.
+_FIRST = ("sh", "-c", "echo ready; trap '' CHLD; exec sleep infinity")
+
+
+class Namespaces:
+    """A set of namespaces of these kinds (options of unshare), alive while its keeper is."""
+
+    def __init__(self, kinds: tuple[str, ...]):
+        """Raises: `UserError` where namespaces are not allowed."""
+        new = ("unshare", *kinds, "--fork", "--kill-child")
+        new += ("--mount-proc",) if "--pid" in kinds else ()
+        # The kernel kills unshare with this process, the first program with unshare, and with its
+        # first program a whole process namespace.
+        self.keeper = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *new, *_FIRST],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if self.keeper.stdout.readline() != "ready\n":
+            self.keeper.wait()
+            why = self.keeper.stderr.read().strip()
+            raise UserError(f"namespaces are not allowed here: {why}")
+        (self.first,) = children(self.keeper.pid)
+        self.enter = ("nsenter", f"--target={self.first}", *kinds, "--")
+
+    def close(self) -> None:
+        """End everything inside."""
+        self.keeper.kill()
+        self.keeper.wait()
+        self.keeper.stdout.close()
+        self.keeper.stderr.close()
+        limit = time.monotonic() + 30
+        while Path(f"/proc/{self.first}").exists() and time.monotonic() < limit:
+            time.sleep(0.01)
+
+
+def children(pid: int) -> list[int]:
+    """The ids of a process's children; none once it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except FileNotFoundError:  # it has ended
+        return []
+    return [int(one) for one in text.split()]
+
+
+def do(*command: str) -> None:
+    """Run a command of the set-up. Raises: `UserError` if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def address(number: int) -> str:
+    """The IP address of a node."""
+    return f"10.77.0.{number + 1}"
+
+
+def make_bridge(switch: Namespaces) -> None:
+    """Make a network a switch, to `plug_in` nodes."""
+    up = "ip link add bridge type bridge forward_delay 0; ip link set bridge up"
+    do(*switch.enter, "sh", "-ec", up)
+
+
+def plug_in(number: int, node: Namespaces, switch: Namespaces) -> None:
+    """Connect a node: eth0 there, and ``port<number>`` in the switch."""
+    cable = f"port{number}"
+    do(*switch.enter, "ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0",
+       "netns", str(node.first))  # fmt: skip
+    do(*switch.enter, "ip", "link", "set", cable, "up", "master", "bridge")
+    up = f"ip link set lo up; ip address add {address(number)}/24 dev eth0; ip link set eth0 up"
+    do(*node.enter, "sh", "-ec", up)
+
+
+def limit(node: Namespaces, rate: str, burst: str = "256kb", latency: str = "20ms") -> None:
+    """Limit what a node sends: ``rate`` such as 100mbit, of Ethernet's bytes."""
+    do(*node.enter, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate,
+       "burst", burst, "latency", latency)  # fmt: skip
+
+
+@contextlib.contextmanager
+def network(count: int) -> Iterator[list[Namespaces]]:
+    """``count`` nodes that reach each other, and end with the block. Raises: `UserError`."""
+    if os.geteuid() != 0:
+        raise UserError("nodes on one machine (network namespaces) need root")
+    for program in ("unshare", "nsenter", "setpriv", "ip", "tc"):
+        if not shutil.which(program):
+            raise UserError(f"{program} is missing: apt-get install iproute2 util-linux")
+    with contextlib.ExitStack() as stack:
+        switch = Namespaces(("--net",))
+        stack.callback(switch.close)
+        make_bridge(switch)
+        nodes = []
+        for number in range(count):
+            nodes.append(Namespaces(("--net",)))
+            stack.callback(nodes[-1].close)
+            plug_in(number, nodes[-1], switch)
+        yield nodes
