@@ -75,16 +75,16 @@ class Method:
 
 # The passes are counted, not measured: bytes that the operations of utils/comm/methods.py read and
 # write per value, each in a kernel of its own. 16 bits: 4 + 2 there, 2 + 4 back. 8 bits: into the
-# blocks 8, largest 12, round 36, narrow 5, the parts of all nodes 17, rounded again (less with more
-# nodes) 20, widen 5, out of the blocks 16. 4 bits: packing and unpacking besides. PowerSGD: add the
+# blocks 8, largest 12, round 28, narrow 7, the parts of all nodes 17, rounded again (less with more
+# nodes) 18, widen 6, out of the blocks 8. 4 bits: packing and unpacking 8 besides. PowerSGD: add the
 # error 12, two products 8, the product of the factors 4, copy 8, check 6, the new error 32.
 _METHODS = {
     "fp32": Method("fp32", FLOAT32),
     "fp16": Method("fp16", 2, passes=3),
     "bf16": Method("bf16", 2, passes=3),
     # Blocks of 256 and 128 values with a float32 scale each; reduce-scatter, then all-gather.
-    "int8": Method("int8", 1 + 4 / 256, passes=30),
-    "int4": Method("int4", 0.5 + 4 / 128, passes=38),
+    "int8": Method("int8", 1 + 4 / 256, passes=26),
+    "int4": Method("int4", 0.5 + 4 / 128, passes=28),
     # The first factors of the matrices and the tensors of one dimension, then the second factors.
     "powersgd": Method("powersgd", FLOAT32, collectives=2, passes=18, rank=4),
     "localsgd": Method("localsgd", FLOAT32, period=8),

@@ -74,28 +74,27 @@ class Quantised:
         self._copy(gradients, self.decode(whole), into=False)
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Tensor:
-        """``blocks`` float32 [n, block], ``noise`` of the same shape in [0, 1) -> uint8 [n, w + 4]:
-        the values, then the block's scale as a float32."""
-        scale = blocks.abs().amax(1, keepdim=True) / self.levels
-        values = blocks * torch.where(scale > 0, 1 / scale, scale)  # an infinity becomes a NaN
-        values = values.add_(noise).floor_().clamp_(-self.levels, self.levels)
+        """``blocks`` float32 [n, block], ``noise`` of the same shape in [0, 1), which is used up
+        -> uint8 [n, w + 4]: the values, then the block's scale as a float32."""
+        scale = blocks.abs().amax(1, keepdim=True).div_(self.levels)
+        # A little less, as the largest value would round up to one level too many.
+        inverse = torch.where(scale > 0, (1 - 1e-6) / scale, scale)  # an infinity becomes a NaN
+        # From 0 to 2 x levels, so that dropping the digits after the point is rounding down.
+        values = noise.add_(self.levels).addcmul_(blocks, inverse).to(torch.uint8)
         sent = torch.empty(len(blocks), self.width + 4, dtype=torch.uint8, device=blocks.device)
         sent[:, self.width :].view(torch.float32).copy_(scale)
-        if self.bits == 8:
-            sent[:, : self.width].view(torch.int8).copy_(values)
-        else:
-            nibbles = values.add_(8).to(torch.uint8)
-            sent[:, : self.width] = nibbles[:, ::2] | nibbles[:, 1::2] << 4
+        if self.bits == 4:
+            values = values[:, : self.width] | values[:, self.width :] << 4
+        sent[:, : self.width] = values
         return sent
 
     def decode(self, sent: Tensor) -> Tensor:
         """What `encode` gave, in float32 [n, block]; a block of an infinity is not finite."""
         scale = sent[:, self.width :].view(torch.float32)
         values = sent[:, : self.width]
-        if self.bits == 8:
-            return values.view(torch.int8) * scale
-        nibbles = torch.stack((values & 15, values >> 4), 2).flatten(1)
-        return (nibbles.to(torch.float32) - 8) * scale
+        if self.bits == 4:
+            values = torch.cat((values & 15, values >> 4), 1)
+        return (values - self.levels).view(torch.int8) * scale
 
     def _layout(self, gradients: Gradients) -> tuple[Tensor, Tensor]:
         """A zeroed buffer [n, block] for the gradients, and the row of noise for each block.
