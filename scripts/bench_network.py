@@ -117,7 +117,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def plan(args: argparse.Namespace) -> list[Case]:
     """All combinations that the options ask for. Raises: `UserError`."""
     models, precisions = args.models.split(","), args.precision.split(",")
-    names = tuple(cost.method(name).name for name in args.methods.split(","))
+    wanted = args.methods.split(",")
+    names = tuple(name if name == "auto" else cost.method(name).name for name in wanted)
     nodes = numbers(args.nodes, "--nodes")
     try:
         rates = [float(word) for word in args.gbit.split(",")]

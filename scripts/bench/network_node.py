@@ -4,8 +4,8 @@
     python scripts/bench/network_node.py '{"rank": 0, "nodes": 2, "master": "10.77.0.1", ...}'
 
 Rank 0 prints a line of JSON: for each method, of each round, seconds and bytes sent per step (mean
-over the nodes), and what its arithmetic takes per value; under "compute" the same of steps without
-any exchange.
+over the nodes), what its arithmetic takes per value, and which method auto has chosen; under
+"compute" the same of steps without any exchange.
 """
 
 import json
@@ -65,14 +65,16 @@ def measure(order: dict[str, Any], world: World) -> dict[str, Any]:
         trainings[name] = Training(how, sleeping.replica(model, order["shrink"]), world)
     trainings["compute"].alone = True
     found: dict[str, Any] = {name: {"rounds": []} for name in trainings}
+    if "auto" in trainings:
+        trainings["auto"].steps(auto.WARM_UP + auto.STEPS + 1)  # then it has chosen
     for name in order["methods"]:
-        plain = cost.method(name).period > 1
-        found[name]["codec_s_per_value"] = 0.0 if plain else auto.arithmetic(name, world)
+        chosen = found[name]["method"] = trainings[name].exchange.method
+        plain = cost.method(chosen).period > 1
+        found[name]["codec_s_per_value"] = 0.0 if plain else auto.arithmetic(chosen, world)
     for turn in range(order["rounds"] + 1):
         for name, training in trainings.items():
             # A period has to be seen as a whole.
-            period = cost.method(name).period if name in order["methods"] else 1
-            count = 1 if not turn else max(order["steps"], period)
+            count = 1 if not turn else max(order["steps"], cost.method(training.method).period)
             seconds, size = training.steps(count)
             if turn:  # the first is a warm-up
                 found[name]["rounds"].append({"step_s": seconds, "bytes": size})
@@ -89,6 +91,11 @@ class Training:
         self.optimizer = torch.optim.SGD(replica.parameters(), lr=0.0)
         args = Namespace(comm=name, seed=SEED, image_size=IMAGE, evaluate=False)
         self.exchange = exchange.Exchange(replica, self.optimizer, args, world)
+
+    @property
+    def method(self) -> str:
+        """The method in use."""
+        return self.exchange.method or "fp32"
 
     def steps(self, count: int) -> tuple[float, float]:
         """Do ``count`` steps. Returns seconds per step, and the bytes that a node sends in it."""

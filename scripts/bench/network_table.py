@@ -79,7 +79,7 @@ def row_of(case: Case, name: str, found: dict[str, Any]) -> Row:
         step,
         min(1.0, max(0.0, 1 - (step - compute) / (8 * sent / (case.gbit * 1e9)))),
         median(a / b for a, b in zip(steps(case.methods[0]), steps(name), strict=True)),
-        case.forecast(name, compute, found[name]["codec_s_per_value"]),
+        case.forecast(found[name].get("method", name), compute, found[name]["codec_s_per_value"]),
     )
 
 
@@ -92,7 +92,8 @@ def table(found: Found) -> tuple[list[str], list[list[str]]]:
         for name in case.methods:
             row = row_of(case, name, one)
             line = [f"{case.arch} {case.precision}", f"{1000 * row.compute_s:.0f}"]
-            line += [f"{case.gbit:g}", str(case.nodes), name, f"{row.sent / 1e6:.1f}"]
+            shown = f"auto: {one[name]['method']}" if name == "auto" else name
+            line += [f"{case.gbit:g}", str(case.nodes), shown, f"{row.sent / 1e6:.1f}"]
             line += [
                 f"{1000 * row.step_s:.0f}",
                 f"{row.compute_s / row.step_s:.0%}",

@@ -76,7 +76,7 @@ class Method:
 # The passes are counted, not measured: bytes that the operations of utils/comm/methods.py read and
 # write per value, each in a kernel of its own. 16 bits: 4 + 2 there, 2 + 4 back. 8 bits: into the
 # blocks 8, largest 12, round 28, narrow 7, the parts of all nodes 17, rounded again (less with more
-# nodes) 18, widen 6, out of the blocks 8. 4 bits: packing and unpacking 8 besides. PowerSGD: add the
+# nodes) 18, widen 6, out of the blocks 8. 4 bits: packing and unpacking besides. PowerSGD: add the
 # error 12, two products 8, the product of the factors 4, copy 8, check 6, the new error 32.
 _METHODS = {
     "fp32": Method("fp32", FLOAT32),
