@@ -87,6 +87,7 @@ class Exchange:
         self.number = {parameter: i for i, parameter in enumerate(self.parameters)}
         self.optimizer, self.scale = optimizer, scale
         self.codec: Quantised | PowerSGD | None = None
+        self.early: Quantised | None = None  # in place of powersgd, where auto has chosen that
         self.local: LocalSGD | None = None
         self.ready = False  # for real gradients
         if self.method != "fp32":  # else DistributedDataParallel's own
@@ -124,6 +125,7 @@ class Exchange:
             self.codec = Quantised(int(method[3:]), peers)
         elif how.rank and peers:
             self.codec = PowerSGD(how.rank, peers, self.seed, self.scale)
+            self.early = Quantised(4, peers)
         elif how.period > 1 and self.world.size > 1:
             self.local = LocalSGD(how.period, self.optimizer, self.world, self.scale is not None)
 
@@ -147,8 +149,10 @@ class Exchange:
         if not self.measurement.done:
             self.measurement.begin_step()
             return None
-        half = "bf16" if self.scale is None else "fp16"  # without a loss scale fp16 has no range
-        choice = choose(self.measurement, ["fp32", half, "int8", "int4"], self.world)
+        candidates = list(cost.AUTO)
+        if self.scale is None:  # without a loss scale fp16 has no range
+            candidates[candidates.index("fp16")] = "bf16"
+        choice = choose(self.measurement, candidates, self.world)
         self.measurement = None
         self._use(choice.method)
         return choice.sentence
@@ -165,25 +169,32 @@ class Exchange:
             return half(dist.group.WORLD, bucket)
         if self.local is not None and self.local.active:
             return self.local.hook(bucket)
-        exact = method == "fp32" or cost.method(method).period > 1
-        if exact or (cost.method(method).rank and self.progress < LATE):
+        how, early = cost.method(method), self.progress < LATE
+        if method == "fp32" or how.period > 1 or (how.rank and early and not self.auto):
             return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+        codec = self.early if how.rank and early else self.codec
         buffer = bucket.buffer()
         gradients = [
             (self.number[parameter], gradient)
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
         ]
         step = self.step
-        return self.lane.submit(lambda: self._mean(buffer, gradients, step), buffer)
+        return self.lane.submit(lambda: self._mean(codec, buffer, gradients, step), buffer)
 
-    def _mean(self, buffer: Tensor, gradients: list[tuple[int, Tensor]], step: Step) -> None:
+    def _mean(
+        self,
+        codec: Quantised | PowerSGD | None,
+        buffer: Tensor,
+        gradients: list[tuple[int, Tensor]],
+        step: Step,
+    ) -> None:
         """In full precision within a node, compressed between the nodes."""
         if self.inside is not None:
             dist.reduce(buffer, self.first, group=self.inside)
         if self.leads:
             if self.inside is not None:
                 buffer.div_(self.world.local_size)
-            self.codec.mean(gradients, step)
+            codec.mean(gradients, step)
         if self.inside is not None:
             dist.broadcast(buffer, self.first, group=self.inside)
 
