@@ -30,7 +30,7 @@ from utils.comm import cost  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 from utils.option_types import amount, number, positive  # noqa: E402
 
-METHODS = ("fp32", "fp16", "int8", "int4", "powersgd:4", "localsgd:8")  # bf16 costs as fp16 does
+METHODS = ("fp32", "fp16", "int8", "int4", "powersgd:32", "localsgd:8")  # bf16 costs as fp16 does
 MOST_COLUMNS = 12
 
 above_0 = number(float, 0, exclusive=True)

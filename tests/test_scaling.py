@@ -125,7 +125,7 @@ def test_the_choice_is_the_mildest_that_is_nearly_best():
     assert name == "fp16"
     assert found.step_s < scaling.forecast(WORK, slow, 8).step_s
     real = replace(WORK, buckets=buckets.of("resnet50"))
-    assert scaling.choice(real, replace(slow, network_gbit=0.1), 8)[1] == "int4"
+    assert scaling.choice(real, replace(slow, network_gbit=0.1), 8)[1] == "powersgd:32"
 
 
 def test_published_runs_are_met():
@@ -191,7 +191,7 @@ def test_all_methods_are_compared():
     out = forecast(*arguments, "--nodes", "1,2,4,8", "--comm", "powersgd:2").out
     _, below = out.split("efficiency, %, on GPUs")
     rows = {words[0]: words[1:] for words in map(str.split, below.splitlines()[1:8]) if words}
-    assert list(rows) == ["fp32", "fp16", "int8", "int4", "powersgd:4", "localsgd:8", "powersgd:2"]
+    assert list(rows) == ["fp32", "fp16", "int8", "int4", "powersgd:32", "localsgd:8", "powersgd:2"]
     efficiency = {name: [int(word) for word in row] for name, row in rows.items()}
     for found in efficiency.values():
         assert found == sorted(found, reverse=True)

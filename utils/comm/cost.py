@@ -91,7 +91,7 @@ _METHODS = {
 }
 NAMES = ("fp32", "fp16", "bf16", "int8", "int4", "powersgd[:RANK]", "localsgd[:PERIOD]")
 # What ``--comm auto`` chooses among, the mildest (closest to plain float32) first.
-AUTO = ("fp32", "fp16", "int8", "int4")
+AUTO = ("fp32", "fp16", "int8", "int4", "powersgd:32")
 
 
 def method(name: str) -> Method:
