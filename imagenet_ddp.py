@@ -84,8 +84,7 @@ def train(args: Namespace, world: World) -> int:
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
     # ---- communication: what the gradients are while they travel
-    scale = scaler.scale if scaler.is_enabled() else None
-    comm = exchange.Exchange(replica, optimizer, args, world, scale)
+    comm = exchange.Exchange(replica, optimizer, args, world, scaler)
 
     # ---- the training step
     def train_step(

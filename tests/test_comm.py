@@ -298,7 +298,7 @@ def _overflow(rank: int, size: int) -> dict[str, Any]:
         replica = DistributedDataParallel(network(), bucket_cap_mb=0.1)
         optimizer = torch.optim.SGD(replica.parameters(), 0.05, momentum=0.9)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        exchange = Exchange(replica, optimizer, args, world, scaler.scale)
+        exchange = Exchange(replica, optimizer, args, world, scaler)
         images, weights = torch.ones(4, 3, 8, 8), []
         for step, bad in enumerate((False, True, False)):
             exchange.begin_step(0, step + 5, 8, 1)

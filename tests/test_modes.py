@@ -183,18 +183,18 @@ def changes(other: str) -> tuple[list[str], list[str]]:
         ("imagenet_dp.py", 4, 6, "parallel|GPUs|mode="),
         (
             "imagenet_ddp.py",
-            5,
-            18,
+            6,
+            27,
             "distribut|launch|worker|train\\(args, world|process|replica|sync|nullcontext|ranks|"
-            "all-reduce|mode=",
+            "all-reduce|mode=|comm|exchange|bucket|device_ids|^(model,|\\))$",
         ),
         (
             "imagenet_ddp_apex.py",
             19,
-            40,
+            42,
             "distribut|launch|worker|train\\(args, world|process|replica|sync|nullcontext|ranks|"
             "all-reduce|mode=|apex|amp\\.|master|float16|levels|level=|_fp32=|scale_loss|loss_scale|scaled_loss|"
-            "allreduce|factor|^(model,|optimizer,|\\))$|optimizer\\.step|choice",
+            "allreduce|factor|buckets|^(model,|optimizer,|\\))$|optimizer\\.step|choice",
         ),
     ],
 )

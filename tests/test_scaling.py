@@ -196,7 +196,7 @@ def test_all_methods_are_compared():
     for found in efficiency.values():
         assert found == sorted(found, reverse=True)
     assert efficiency["fp32"][2] < efficiency["fp16"][2] < efficiency["int8"][2]
-    assert "--comm auto takes  int8  " in below
+    assert "--comm auto takes  powersgd:32  " in below
 
 
 def write_run(folder, gpus, nodes, rate, batch=32):

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,11 +67,11 @@ class Exchange:
         optimizer: torch.optim.Optimizer,
         args: Any,
         world: World,
-        scale: Callable[[Tensor], Tensor] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ):
         """Register with ``replica``, before its first backward pass.
 
-        ``scale``: see `utils.comm.methods.PowerSGD`.
+        ``scaler``: whose loss scale the gradients carry, if it is enabled.
         """
         self.world, self.seed = world, args.seed
         self.auto = args.comm == "auto"
@@ -85,7 +84,8 @@ class Exchange:
         self.measurement: Measurement | None = None
         self.parameters = [p for p in replica.module.parameters() if p.requires_grad]
         self.number = {parameter: i for i, parameter in enumerate(self.parameters)}
-        self.optimizer, self.scale = optimizer, scale
+        self.optimizer = optimizer
+        self.scale = scaler.scale if scaler is not None and scaler.is_enabled() else None
         self.codec: Quantised | PowerSGD | None = None
         self.early: Quantised | None = None  # in place of powersgd, where auto has chosen that
         self.local: LocalSGD | None = None
