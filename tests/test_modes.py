@@ -184,7 +184,7 @@ def changes(other: str) -> tuple[list[str], list[str]]:
         (
             "imagenet_ddp.py",
             6,
-            27,
+            29,
             "distribut|launch|worker|train\\(args, world|process|replica|sync|nullcontext|ranks|"
             "all-reduce|mode=|comm|exchange|bucket|device_ids|^(model,|\\))$",
         ),
