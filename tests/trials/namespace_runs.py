@@ -33,7 +33,8 @@ from utils.errors import UserError, report  # noqa: E402
 
 ARCH, BATCH, CLASSES = "resnet18", 32, 10
 OPTIONS = (
-    f"-a {ARCH} -b {BATCH} --image-size 48 --val-resize-size 48 --lr 0.02 --epochs 6 -j 1 -p 10"
+    f"-a {ARCH} -b {BATCH} --image-size 48 --val-resize-size 48 --lr 0.02 --epochs 6 -j 1 -p 10 "
+    "--comm fp32"
 )
 
 
