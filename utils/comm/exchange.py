@@ -1,7 +1,6 @@
 """Gradients become means over all processes, by the method that ``--comm`` names."""
 
 import argparse
-import logging
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from utils.comm.methods import PowerSGD, Quantised, Step
 from utils.errors import UserError
 from utils.option_types import amount
 from utils.processes.distributed import World
-
-log = logging.getLogger(__name__)
 
 LATE = 0.25  # share of a training before which powersgd and localsgd exchange float32
 
@@ -82,8 +79,8 @@ class Exchange:
             self.method = None
         self.step, self.progress = Step(args.seed), 0.0
         self.measurement: Measurement | None = None
-        self.parameters = [p for p in replica.module.parameters() if p.requires_grad]
-        self.number = {parameter: i for i, parameter in enumerate(self.parameters)}
+        trained = (p for p in replica.module.parameters() if p.requires_grad)
+        self.number = {parameter: i for i, parameter in enumerate(trained)}
         self.optimizer = optimizer
         self.scale = scaler.scale if scaler is not None and scaler.is_enabled() else None
         self.codec: Quantised | PowerSGD | None = None
