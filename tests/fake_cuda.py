@@ -1,0 +1,489 @@
+"""A GPU that computes nothing: tensors on ``cuda`` with shapes, dtypes and devices, on any machine.
+
+    with fake_gpu() as gpu:              # see tests/fake_cuda_parts.py for all that is stood in for
+        code = run("imagenet_ddp.py", "-a", "resnet18", ...)
+
+torch's FakeTensorMode gives tensors on ``cuda`` without storage; what mixes devices or dtypes raises
+as on a GPU. What is on the CPU stays real, so that loaders, samplers and files run as they are. On
+top of that, `Gpu` sees each operation and raises
+
+    Wait   where the host waits for the device in a place that should not: ``.item()``, a copy that
+           blocks (also one from or to memory that is not pinned), ``synchronize``
+    Race   where a stream uses what another one has written, or overwrites what another one reads,
+           without having waited for it; or the host what is still on its way
+
+Values that are read where waiting is allowed are made up: 1.
+"""
+
+import ctypes
+import platform
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+COPIES = {aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default}
+# What a tensor core would do; the dtypes in which they ran are counted in `Gpu.heavy`.
+HEAVY = {"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"}
+
+
+class Wait(AssertionError):
+    """The host waits for the device where it should not."""
+
+
+class Race(AssertionError):
+    """Two streams, or the host and a stream, use the same memory without an order."""
+
+
+class Stream:
+    """In place of torch.cuda.Stream: a counter of its work, and how far it knows that of others."""
+
+    def __init__(self, device: Any = None, priority: int = 0):
+        self.device = as_device(device)
+        self.count = 0
+        self.seen: dict[Any, int] = {}
+
+    def knows(self, other: "Stream", count: int) -> bool:
+        """Whether what ``other`` did until ``count`` is done before what this stream does next."""
+        return other is self or self.seen.get(other, 0) >= count
+
+    def learn(self, other: "Stream", count: int, seen: dict[Any, int]) -> None:
+        """Have waited for ``other`` at ``count``, when it knew what is ``seen``."""
+        for stream, number in (*seen.items(), (other, count)):
+            self.seen[stream] = max(self.seen.get(stream, 0), number)
+
+    def wait_stream(self, stream: "Stream") -> None:
+        self.learn(stream, stream.count, stream.seen)
+
+    def wait_event(self, event: "Event") -> None:
+        if event.at is not None:
+            self.learn(*event.at)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        gpu().wait("Stream.synchronize()")
+        gpu().host.learn(self, self.count, self.seen)
+
+
+class Event:
+    """In place of torch.cuda.Event. Asked for the first time, it has not passed yet."""
+
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ):
+        self.enable_timing = enable_timing
+        self.at: tuple[Stream, int, dict[Any, int]] | None = None
+        self.asked = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or gpu().stream()
+        self.at, self.asked = (stream, stream.count, dict(stream.seen)), 0
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or gpu().stream()).wait_event(self)
+
+    def query(self) -> bool:
+        if self.at is not None:
+            self.asked += 1
+            if self.asked == 1 and not gpu().host.knows(*self.at[:2]):
+                return False
+            gpu().host.learn(*self.at)
+        return True
+
+    def synchronize(self) -> None:
+        if self.at is not None and not gpu().host.knows(*self.at[:2]):
+            gpu().wait("Event.synchronize()")
+            gpu().host.learn(*self.at)
+
+    def elapsed_time(self, end_event: "Event") -> float:
+        assert self.enable_timing, "an event without enable_timing has no time"
+        assert end_event.enable_timing, "an event without enable_timing has no time"
+        assert self.at is not None, "the first event was never recorded"
+        assert end_event.at is not None, "the second event was never recorded"
+        for event in (self, end_event):
+            assert gpu().host.knows(*event.at[:2]), "CUDA error: device not ready"
+        return 1.0  # ms
+
+
+@dataclass
+class Memory:
+    """What is known of a storage."""
+
+    alive: StorageWeakRef  # which also keeps its address from being used again
+    home: Stream | None = None  # where it was allocated
+    written: tuple[Stream, int] | None = None
+    read: dict[Stream, int] = field(default_factory=dict)
+    strangers: set[Stream] = field(default_factory=set)  # other streams that use it
+    recorded: set[Stream] = field(default_factory=set)  # by Tensor.record_stream
+    pinned: bool = False
+    arriving: tuple[Stream, int] | None = None  # on the host: a copy that comes
+    leaving: tuple[Stream, int] | None = None  # and one that goes
+
+
+class Gpu(TorchDispatchMode):
+    """Sees each operation; see the module."""
+
+    def __init__(self, devices: int, fake: FakeTensorMode):
+        super().__init__()
+        self.devices, self.fake = devices, fake
+        self.host = Stream(torch.device("cuda", 0))
+        self.main = [Stream(torch.device("cuda", i)) for i in range(devices)]
+        self.current = list(self.main)
+        self.device = 0
+        self.all_fake = False  # what is on the CPU, too
+        self.memory: dict[int, Memory] = {}
+        self.heavy: Counter[tuple[str, torch.dtype]] = Counter()
+        self.collectives: Counter[tuple[str, torch.dtype]] = Counter()
+        self.waits: list[str] = []  # where they are allowed
+        self.quiet: Callable[[], bool] = lambda: False  # whether they are not
+        self.excused: tuple[str, ...] = ()  # functions that may wait all the same
+        self.optimised: list[list[Tensor]] = []  # the weights of each step of the fused optimiser
+
+    # ---- streams
+
+    def stream(self, device: Any = None) -> Stream:
+        """The current stream."""
+        return self.current[self.device if device is None else as_device(device).index]
+
+    def synchronize(self) -> None:
+        """The host has waited for everything."""
+        known = {m for memory in self.memory.values() for m in (memory.home,) if m}
+        for stream in {*self.main, *self.current, *known}:
+            self.host.learn(stream, stream.count, stream.seen)
+
+    def wait(self, what: str) -> None:
+        """The host waits for the device. Raises `Wait` where it should not."""
+        names, frame = [], sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if "site-packages" not in code.co_filename:
+                names.append((Path(code.co_filename).name, code.co_name))
+            frame = frame.f_back
+        place = next((":".join(n) for n in names if not n[0].startswith("fake_cuda")), "?")
+        if self.quiet() and not any(name in self.excused for _, name in names):
+            raise Wait(f"{what} waits for the device in {place}")
+        self.waits.append(f"{what} in {place}")
+
+    # ---- memory
+
+    def known(self, tensor: Tensor, stream: Stream | None = None) -> Memory:
+        """What is known of the storage of ``tensor``; if nothing, ``stream`` has just made it."""
+        storage = tensor.untyped_storage()
+        found = self.memory.get(storage._cdata)
+        if found is None:
+            if len(self.memory) > 20_000:
+                self.memory = {k: m for k, m in self.memory.items() if not m.alive.expired()}
+            written = (stream, stream.count) if stream else None
+            found = self.memory[storage._cdata] = Memory(StorageWeakRef(storage), stream, written)
+        return found
+
+    def ordered(self, stream: Stream, other: Stream, count: int) -> bool:
+        """Whether what ``other`` did until ``count`` ends before what ``stream`` begins now."""
+        return stream.knows(other, count) or self.host.knows(other, count)
+
+    def use(self, tensor: Tensor, writes: bool) -> None:
+        """The current stream reads or writes a tensor on the device."""
+        stream = self.stream(tensor.device)
+        memory = self.known(tensor, stream)
+        if memory.written and not self.ordered(stream, *memory.written):
+            raise Race("a stream uses what another one writes, and has not waited for it")
+        if memory.home is not stream:
+            memory.strangers.add(stream)
+        if not writes:
+            memory.read[stream] = stream.count
+            return
+        if any(not self.ordered(stream, *reader) for reader in memory.read.items()):
+            raise Race("a stream overwrites what another one reads, and has not waited for it")
+        memory.written, memory.read = (stream, stream.count), {}
+
+    def host_uses(self, tensor: Tensor, writes: bool) -> None:
+        """The host reads or writes a tensor on the CPU."""
+        memory = self.known(tensor)
+        if memory.arriving and not self.host.knows(*memory.arriving):
+            raise Race("the host reads what is still on its way from the device")
+        if writes and memory.leaving and not self.host.knows(*memory.leaving):
+            raise Race("the host overwrites what is still on its way to the device")
+
+    def unrecorded(self) -> list[Memory]:
+        """Memory that a stream has used on which it was not allocated, without record_stream."""
+        found = [m for m in self.memory.values() if m.home and m.strangers - m.recorded]
+        return [m for m in found if m.alive.expired()]
+
+    # ---- operations
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func.namespace == "prim":  # C++ asks for a device: nothing is done
+            return func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        tensors = list(tensors_in((*args, *kwargs.values())))
+        device = kwargs.get("device")
+        on_gpu = device is not None and torch.device(device).type == "cuda"
+        pinned = bool(kwargs.get("pin_memory"))
+        fake = on_gpu or pinned or self.all_fake or any(isinstance(t, FakeTensor) for t in tensors)
+        if not fake:
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if pinned:
+            kwargs["pin_memory"] = False
+        if on_gpu and "generator" in kwargs:
+            kwargs["generator"] = None
+        for stream in self.current:
+            stream.count += 1
+        written = mutated(func, args)
+        if func is aten._local_scalar_dense.default:
+            return self._read(tensors[0])
+        if func in COPIES:
+            self._check_copies(func, args, kwargs)
+        elif func is aten.index.Tensor and self._selects(args):
+            self.wait("a choice by a mask")
+            return args[0].clone()  # as if all were chosen
+        elif func.overloadpacket in FUSED:
+            FUSED[func.overloadpacket](self, *args, **kwargs)
+            for tensor in tensors:
+                self.use(tensor, id(tensor) in written)
+            return None
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise Wait(f"{func} waits for the device") from None
+        name = func.overloadpacket.__name__
+        if name in HEAVY and tensors[0].device.type == "cuda":
+            self.heavy[name, tensors[0].dtype] += 1
+        copies = func in COPIES
+        for tensor in tensors:
+            if tensor.device.type == "cuda":
+                self.use(tensor, id(tensor) in written)
+            elif not copies and tensor.device.type == "cpu":
+                self.host_uses(tensor, id(tensor) in written)
+        for tensor in tensors_in((out,)):
+            if tensor.device.type == "cuda":
+                self.known(tensor, self.stream(tensor.device))
+            elif pinned:
+                self.known(tensor).pinned = True
+        if copies:
+            self._note_copies(func, args, kwargs, out)
+        return out
+
+    def _selects(self, args: tuple) -> bool:
+        masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+        return any(mask.device.type == "cuda" for mask in masks)
+
+    def _read(self, tensor: Tensor) -> Any:
+        if tensor.device.type == "cuda":
+            self.wait("reading a value")
+        else:
+            self.host_uses(tensor, writes=False)
+        return {torch.bool: False}.get(tensor.dtype, 1.0 if tensor.is_floating_point() else 1)
+
+    # ---- copies between host and device
+
+    def _moves(self, func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor, Any]]:
+        """(destination, None if it is to be made; source; device of the destination)."""
+        if func is aten._to_copy.default:
+            yield None, args[0], torch.device(kwargs.get("device") or args[0].device)
+        elif func is aten.copy_.default:
+            yield args[0], args[1], args[0].device
+        else:
+            for to, source in zip(args[0], args[1], strict=True):
+                yield to, source, to.device
+
+    def _asynchronous(self, func: Any, args: tuple, kwargs: dict) -> bool:
+        place = 1 if func is aten._to_copy.default else 2
+        return bool(kwargs.get("non_blocking", args[place] if len(args) > place else False))
+
+    def _check_copies(self, func: Any, args: tuple, kwargs: dict) -> None:
+        asynchronous = self._asynchronous(func, args, kwargs)
+        for to, source, device in self._moves(func, args, kwargs):
+            kinds = source.device.type, device.type
+            if kinds == ("cpu", "cuda"):
+                self.host_uses(source, writes=False)
+                if not (asynchronous and self.known(source).pinned):
+                    self.wait("a copy to the device" + " from pageable memory" * asynchronous)
+            elif kinds == ("cuda", "cpu"):
+                # Made by Tensor.to, the copy is pinned if need be.
+                if not (asynchronous and (to is None or self.known(to).pinned)):
+                    self.wait("a copy to the host" + " into pageable memory" * asynchronous)
+                if to is not None:
+                    self.host_uses(to, writes=True)
+
+    def _note_copies(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        asynchronous = self._asynchronous(func, args, kwargs)
+        for to, source, device in self._moves(func, args, kwargs):
+            to = out if to is None else to
+            if "cuda" not in (source.device.type, device.type):
+                continue
+            here, there = source.device, device
+            stream = self.stream(here if here.type == "cuda" else there)
+            if here.type == there.type:
+                if here != there:  # one GPU to another: the streams of both wait
+                    self.stream(here).wait_stream(self.stream(there))
+                    self.stream(there).wait_stream(self.stream(here))
+            elif not asynchronous:
+                self.host.learn(stream, stream.count, stream.seen)
+            elif here.type == "cpu":
+                self.known(source).leaving = stream, stream.count
+            else:
+                self.known(to).arriving, self.known(to).pinned = (stream, stream.count), True
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """All tensors among values and lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+_writes: dict[Any, list[int]] = {}
+
+
+def mutated(func: Any, args: tuple) -> set[int]:
+    """The ids of those tensors among ``args`` that ``func`` changes in place."""
+    if func not in _writes:
+        arguments = enumerate(func._schema.arguments)
+        _writes[func] = [i for i, a in arguments if a.alias_info and a.alias_info.is_write]
+    return {id(t) for t in tensors_in(args[i] for i in _writes[func] if i < len(args))}
+
+
+def as_device(device: Any) -> torch.device:
+    """A device with its number."""
+    if device is None or isinstance(device, int):
+        return torch.device("cuda", device or 0)
+    device = torch.device(device)
+    return device if device.index is not None else torch.device(device.type, 0)
+
+
+# ---- kernels that torch cannot play on fake tensors: what they demand of theirs
+
+
+def fused_sgd(
+    gpu: Gpu, params: Any, grads: Any, buffers: Any, *, grad_scale=None, found_inf=None, **_: Any
+) -> None:
+    """torch's fused SGD."""
+    for param, *others in zip(params, grads, *([buffers] if buffers else []), strict=True):
+        for other in others:
+            assert other.device == param.device, "fused SGD: another device"
+            assert other.dtype == param.dtype, f"fused SGD: {other.dtype} and {param.dtype}"
+            assert other.shape == param.shape, "fused SGD: another shape"
+            assert other.stride() == param.stride(), "fused SGD: another memory format"
+    for flag in (grad_scale, found_inf):
+        assert flag is None or flag.device == params[0].device, "fused SGD: a flag elsewhere"
+        assert flag is None or flag.dtype == torch.float32, "fused SGD: a flag that is no float"
+    gpu.optimised.append(list(params))
+
+
+def check_and_unscale(gpu: Gpu, grads: Any, found_inf: Tensor, inverse: Tensor) -> None:
+    """The kernel of the loss scalers."""
+    for tensor in (*grads, found_inf, inverse):
+        assert tensor.device == grads[0].device, "unscale: another device"
+        assert tensor.dtype == grads[0].dtype or tensor in (found_inf, inverse)
+    assert found_inf.dtype == inverse.dtype == torch.float32
+
+
+def update_scale(
+    gpu: Gpu, scale: Tensor, tracker: Tensor, found_inf: Tensor, *_: Any
+) -> None:
+    """The other kernel of the loss scalers."""
+    assert scale.device == tracker.device == found_inf.device, "update: another device"
+    assert scale.dtype == found_inf.dtype == torch.float32
+    assert tracker.dtype == torch.int32
+
+
+FUSED = {
+    aten._fused_sgd_: fused_sgd,
+    aten._amp_foreach_non_finite_check_and_unscale_: check_and_unscale,
+    aten._amp_update_scale_: update_scale,
+}
+
+# ---- the GPU that is on
+
+_on: list[Gpu] = []
+
+
+def gpu() -> Gpu:
+    """The GPU that is played."""
+    return _on[-1]
+
+
+@contextmanager
+def fake_gpus(devices: int = 1) -> Iterator[Gpu]:
+    """Tensors on ``cuda`` are fake. Nothing else is stood in for."""
+    with ExitStack() as stack:
+        stack.enter_context(autograd_without_accelerator())
+        fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        _on.append(stack.enter_context(Gpu(devices, fake)))
+        stack.callback(_on.pop)
+        yield _on[-1]
+
+
+NOTHING = {"x86_64": b"\x31\xc0\xc3", "aarch64": b"\x00\x00\x80\x52\xc0\x03\x5f\xd6"}  # return 0
+ASKED = (
+    "_ZN2at11accelerator14getAcceleratorEb",  # at::accelerator::getAccelerator(bool)
+    "_ZN2at11accelerator13isAcceleratorEN3c1010DeviceTypeE",  # isAccelerator(c10::DeviceType)
+)
+
+
+def playable() -> bool:
+    """Whether this machine's processor is one for which `autograd_without_accelerator` works."""
+    return sys.platform == "linux" and platform.machine() in NOTHING
+
+
+@contextmanager
+def autograd_without_accelerator() -> Iterator[None]:
+    """Autograd asks torch which accelerator it is built for, and starts it: it hears "none".
+
+    The two functions that answer are in C++, and no switch reaches them: they are replaced in
+    memory by ones that return 0, and put back.
+    """
+    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    libc, code = ctypes.CDLL(None), NOTHING[platform.machine()]
+    places = [ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p).value for name in ASKED]
+
+    def write(place: int, text: bytes) -> None:
+        size = 65536  # the largest page there is
+        first = place - place % size
+        for access in (7, 5):  # read, write, execute; then no write
+            length = ctypes.c_size_t(2 * size if (place + len(text)) % size < len(text) else size)
+            if libc.mprotect(ctypes.c_void_p(first), length, access):
+                raise OSError("the code of torch cannot be changed in memory")
+            if access == 7:
+                ctypes.memmove(place, text, len(text))
+
+    before = [ctypes.string_at(place, len(code)) for place in places]
+    for place in places:
+        write(place, code)
+    try:
+        yield
+    finally:
+        for place, text in zip(places, before, strict=True):
+            write(place, text)

@@ -1,0 +1,162 @@
+"""The training scripts from their command lines to their ends on a GPU that is played."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from conftest import ROOT
+from fake_cuda import Gpu, Wait
+from fake_cuda_parts import Future, fake_cuda
+from running import STAND_IN
+
+from utils import models
+from utils.processes import supervise
+from utils.run import checkpoint, snapshots
+from utils.training import dummy, epoch, evaluation
+
+SCRIPTS = ("imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_ddp_apex")
+
+
+@dataclass
+class Ran:
+    """A run that has ended."""
+
+    code: int
+    gpu: Gpu
+    session: Any
+
+
+def load(script: str, change: tuple[str, str] | None = None) -> ModuleType:
+    """A script as a module, with ``change`` (text, other text) made in its source."""
+    text = (ROOT / f"{script}.py").read_text()
+    if change is not None:
+        assert change[0] in text, f"{script}.py has no {change[0]!r} any more"
+        text = text.replace(*change)
+    module = ModuleType(script)
+    exec(compile(text, str(ROOT / f"{script}.py"), "exec"), module.__dict__)
+    return module
+
+
+@contextmanager
+def command_line(script: str, options: tuple[Any, ...], job: tuple[int, int]) -> Iterator[None]:
+    """What a script finds in sys.argv and, as under torchrun, in the environment."""
+    nodes, gpus = job
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "0", "LOCAL_RANK": "0"}
+    env |= {"WORLD_SIZE": str(nodes * gpus), "LOCAL_WORLD_SIZE": str(gpus)}
+    argv = [str(ROOT / f"{script}.py"), *map(str, options)]
+    with mock.patch.object(sys, "argv", argv), mock.patch.dict("os.environ", env):
+        yield
+
+
+def run(
+    script: str | ModuleType,
+    *options: Any,
+    job: tuple[int, int] = (1, 1),
+    excused: tuple[str, ...] = ("_report_step",),
+    inside: Callable[[Gpu], None] = lambda gpu: None,
+) -> Ran:
+    """Run a script on ``job`` = (nodes, GPUs of each), as its rank 0, and return when it ends.
+
+    From the second step to the last but one of an epoch, and in the middle of an evaluation, the
+    host must not wait for the device, save in functions of the names ``excused``. ``inside`` is
+    called on the machine, before the script begins.
+    """
+    module = load(script) if isinstance(script, str) else script
+    with ExitStack() as stack:
+        stack.enter_context(command_line(module.__name__, options, job))
+        gpu = stack.enter_context(fake_cuda(job[1]))
+        gpu.excused = excused
+        sessions = _watch(stack, gpu)
+
+        def patch(place: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(place, name, value))
+
+        create, kept = models.create, {}
+
+        def create_fake(*args: Any) -> torch.nn.Module:
+            gpu.all_fake = True
+            try:
+                return create(*args)
+            finally:
+                gpu.all_fake = False
+
+        def write(content: Any, path: Path) -> None:
+            kept[path] = content
+            path.touch()
+
+        patch(models, "timm", stand_in("timm"))
+        patch(models, "create", create_fake)
+        patch(snapshots, "write", write)
+        patch(checkpoint, "read", lambda path: kept[path])
+        patch(supervise, "die_with_parent", lambda: None)
+        for utils in [m for name, m in sys.modules.items() if name.startswith("utils.")]:
+            if getattr(utils, "Future", None) is REAL_FUTURE:
+                patch(utils, "Future", Future)
+        inside(gpu)
+        code = module.main()
+        return Ran(code, gpu, sessions[-1] if sessions else None)
+
+
+def stand_in(name: str) -> ModuleType:
+    """A package of tests/stand_in."""
+    spec = importlib.util.spec_from_file_location(name, f"{STAND_IN}/{name}/__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+REAL_FUTURE = torch.futures.Future
+
+
+def _watch(stack: ExitStack, gpu: Gpu) -> list[Any]:
+    """Let no one wait in the middle of training, evaluation and ``--dummy``."""
+    sessions: list[Any] = []
+    train, evaluate, time_step = epoch.train, evaluation.evaluate, dummy.time_step
+
+    def quietly(work: Callable[[], Any], quiet: Callable[[], bool]) -> Any:
+        gpu.quiet = quiet
+        try:
+            return work()
+        finally:
+            gpu.quiet = lambda: False
+
+    def train_watched(session: Any, step: Any) -> Any:
+        sessions.append(session)
+        last = session.train.sampler.steps_per_epoch - 1
+        return quietly(lambda: train(session, step), lambda: 1 <= session.state.step < last)
+
+    def evaluate_watched(session: Any, predict: Any, batches: Any) -> Any:
+        done = 0
+
+        def counted(images: torch.Tensor) -> torch.Tensor:
+            nonlocal done
+            done += 1
+            return predict(images)
+
+        last = batches.sampler.rounds
+        return quietly(lambda: evaluate(session, counted, batches), lambda: 1 < done < last)
+
+    def time_watched(session: Any, step: Any) -> int:
+        sessions.append(session)
+        done, inside = 0, False
+
+        def counted(*args: Any) -> Any:
+            nonlocal done, inside
+            inside = True
+            out = step(*args)
+            done, inside = done + 1, False
+            return out
+
+        return quietly(lambda: time_step(session, counted), lambda: inside and done > 1)
+
+    stack.enter_context(mock.patch.object(epoch, "train", train_watched))
+    stack.enter_context(mock.patch.object(evaluation, "evaluate", evaluate_watched))
+    stack.enter_context(mock.patch.object(dummy, "time_step", time_watched))
+    return sessions
