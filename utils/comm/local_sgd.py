@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.futures import Future
 
 from utils.processes.distributed import World
@@ -41,9 +40,18 @@ class LocalSGD:
         future.set_result(buffer)
         return future
 
+    @torch.no_grad()
     def _average(self, *_: Any) -> None:
-        if self.active and self.due:
-            average_parameters(iter(self._weights()), dist.group.WORLD)
+        if not (self.active and self.due):
+            return
+        # torch's average_parameters waits for the device, and gives each weight another memory
+        # layout than its momentum has, which the fused optimiser refuses.
+        weights = self._weights()
+        flat = torch.cat([weight.reshape(-1) for weight in weights]).div_(self.world.size)
+        dist.all_reduce(flat)
+        means = flat.split([weight.numel() for weight in weights])
+        means = [mean.view(weight.shape) for mean, weight in zip(means, weights, strict=True)]
+        torch._foreach_copy_(weights, means)
 
     def _weights(self) -> list[Tensor]:
         return [weight for group in self.optimizer.param_groups for weight in group["params"]]
