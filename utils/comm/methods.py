@@ -129,8 +129,10 @@ class Quantised:
     def _random(self, step: Step, device: torch.device) -> tuple[Tensor, Tensor]:
         """Noise in [0, 1), [TILE, block]: this process's own, and that of the sums."""
         if self.noise is None or self.noise[0] != step:
+            # Pinned, as a copy from any other memory keeps the host waiting.
+            size, pinned = (TILE, self.block), device.type == "cuda"
             own, shared = (
-                torch.rand(TILE, self.block, generator=step.generator(rank)).to(
+                torch.rand(size, generator=step.generator(rank), pin_memory=pinned).to(
                     device, non_blocking=True
                 )
                 for rank in (self.peers.rank, -1)
