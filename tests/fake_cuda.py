@@ -183,6 +183,9 @@ class Gpu(TorchDispatchMode):
         names, frame = [], sys._getframe(1)
         while frame is not None:
             code = frame.f_code
+            if code.co_filename.endswith("torch/nn/modules/_functions.py"):
+                self.waits.append(f"{what} in torch's SyncBatchNorm")
+                return  # in each forward pass of each, unless a CUDA graph is being recorded
             if "site-packages" not in code.co_filename:
                 names.append((Path(code.co_filename).name, code.co_name))
             frame = frame.f_back
@@ -266,13 +269,9 @@ class Gpu(TorchDispatchMode):
         elif func is aten.index.Tensor and self._selects(args):
             self.wait("a choice by a mask")
             return args[0].clone()  # as if all were chosen
-        elif func.overloadpacket in FUSED:
-            FUSED[func.overloadpacket](self, *args, **kwargs)
-            for tensor in tensors:
-                self.use(tensor, id(tensor) in written)
-            return None
         try:
-            out = func(*args, **kwargs)
+            kernel = KERNELS.get(func.overloadpacket)
+            out = kernel(self, *args, **kwargs) if kernel else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise Wait(f"{func} waits for the device") from None
         name = func.overloadpacket.__name__
@@ -395,7 +394,10 @@ def fused_sgd(
             assert other.device == param.device, "fused SGD: another device"
             assert other.dtype == param.dtype, f"fused SGD: {other.dtype} and {param.dtype}"
             assert other.shape == param.shape, "fused SGD: another shape"
-            assert other.stride() == param.stride(), "fused SGD: another memory format"
+            steps = zip(param.shape, param.stride(), other.stride(), strict=True)
+            assert all(n == 1 or a == b for n, a, b in steps), (
+                f"fused SGD: memory formats differ: {param.shape} {param.stride()} {other.stride()}"
+            )
     for flag in (grad_scale, found_inf):
         assert flag is None or flag.device == params[0].device, "fused SGD: a flag elsewhere"
         assert flag is None or flag.dtype == torch.float32, "fused SGD: a flag that is no float"
@@ -419,10 +421,48 @@ def update_scale(
     assert tracker.dtype == torch.int32
 
 
-FUSED = {
+def bn_stats(gpu: Gpu, images: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """SyncBatchNorm's statistics of a process, in float32."""
+    stats = torch.empty(images.shape[1], device=images.device)
+    return stats, torch.empty_like(stats)
+
+
+def bn_gather(
+    gpu: Gpu, images: Tensor, mean: Tensor, invstd: Tensor, *others: Any
+) -> tuple[Tensor, Tensor]:
+    """SyncBatchNorm's statistics of all processes: [processes, channels] -> [channels]."""
+    for tensor in (images, mean, invstd, *(t for t in others if isinstance(t, Tensor))):
+        assert tensor.device == images.device, "SyncBatchNorm: another device"
+    return mean[0].clone(), invstd[0].clone()
+
+
+def bn_apply(gpu: Gpu, images: Tensor, *others: Any) -> Tensor:
+    """SyncBatchNorm's forward."""
+    weight, bias, mean, invstd, _ = others
+    assert weight.dtype == bias.dtype == mean.dtype == invstd.dtype
+    return torch.empty_like(images)
+
+
+def bn_backward_sums(gpu: Gpu, grad: Tensor, images: Tensor, mean: Tensor, *_: Any) -> Any:
+    """SyncBatchNorm's sums of gradients."""
+    assert grad.dtype == images.dtype, f"SyncBatchNorm: {grad.dtype} and {images.dtype}"
+    return tuple(torch.empty_like(mean) for _ in range(4))
+
+
+def bn_backward(gpu: Gpu, grad: Tensor, images: Tensor, *_: Any) -> Tensor:
+    """SyncBatchNorm's backward."""
+    return torch.empty_like(images)
+
+
+KERNELS = {
     aten._fused_sgd_: fused_sgd,
     aten._amp_foreach_non_finite_check_and_unscale_: check_and_unscale,
     aten._amp_update_scale_: update_scale,
+    aten.batch_norm_stats: bn_stats,
+    aten.batch_norm_gather_stats_with_counts: bn_gather,
+    aten.batch_norm_elemt: bn_apply,
+    aten.batch_norm_backward_reduce: bn_backward_sums,
+    aten.batch_norm_backward_elemt: bn_backward,
 }
 
 # ---- the GPU that is on
@@ -440,6 +480,7 @@ def fake_gpus(devices: int = 1) -> Iterator[Gpu]:
     """Tensors on ``cuda`` are fake. Nothing else is stood in for."""
     with ExitStack() as stack:
         stack.enter_context(autograd_without_accelerator())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _on.append(stack.enter_context(Gpu(devices, fake)))
         stack.callback(_on.pop)

@@ -293,7 +293,7 @@ ARGUMENTS = {  # of each collective: read, written
     "broadcast": ((), ("tensor",)),
     "all_gather": (("tensor",), ("tensor_list",)),
     "all_gather_into_tensor": (("input_tensor",), ("output_tensor",)),
-    "all_gather_single": (("input",), ("output",)),
+    "all_gather_single": (("input_tensor",), ("output_tensor",)),
     "all_to_all_single": (("input",), ("output",)),
     "barrier": ((), ()),
 }
@@ -511,6 +511,7 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
             patch(dist, name, value)
         patch(torch.accelerator, "is_available", lambda: True)
         patch(torch.accelerator, "current_accelerator", lambda check_available=False: CUDA_0)
+        patch(torch.accelerator, "synchronize", synchronize)
         patch(torch.cuda, "Stream", Stream)
         patch(torch.cuda, "Event", Event)
         patch(torch.cuda.nccl, "version", lambda: (2, 27, 3))

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from conftest import ROOT
 from fake_cuda import Gpu, Wait
 from fake_cuda_parts import Future, fake_cuda
@@ -72,6 +73,7 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(command_line(module.__name__, options, job))
         gpu = stack.enter_context(fake_cuda(job[1]))
+        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         gpu.excused = excused
         sessions = _watch(stack, gpu)
 
@@ -91,6 +93,9 @@ def run(
             kept[path] = content
             path.touch()
 
+        if "apex" in options:
+            stack.callback(_forget, "apex")
+            stack.enter_context(mock.patch.object(sys, "path", [f"{STAND_IN}_apex", *sys.path]))
         patch(models, "timm", stand_in("timm"))
         patch(models, "create", create_fake)
         patch(snapshots, "write", write)
@@ -110,6 +115,11 @@ def stand_in(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _forget(package: str) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        del sys.modules[name]
 
 
 REAL_FUTURE = torch.futures.Future
