@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from utils.errors import UserError
@@ -115,6 +116,9 @@ def momentum(content: dict[str, Any], optimizer: Any, path: Path | None) -> dict
             raise _wrong(path, "momentum", "a tensor")
         if buffer.shape != weight.shape:
             raise UserError(f"the optimiser state in {path} is of another model", alike=True)
+        # A fused optimiser refuses momentum in another memory layout than the weight's.
+        alike = torch.empty_like(weight, dtype=buffer.dtype, device=buffer.device)
+        state[number]["momentum_buffer"] = alike.copy_(buffer)
     return {"state": state, "param_groups": groups}
 
 
