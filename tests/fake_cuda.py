@@ -164,7 +164,7 @@ class Gpu(TorchDispatchMode):
         self.waits: list[str] = []  # where they are allowed
         self.quiet: Callable[[], bool] = lambda: False  # whether they are not
         self.excused: tuple[str, ...] = ()  # functions that may wait all the same
-        self.optimised: list[list[Tensor]] = []  # the weights of each step of the fused optimiser
+        self.optimised: set[torch.dtype] = set()  # of what the fused optimiser has updated
 
     # ---- streams
 
@@ -401,7 +401,7 @@ def fused_sgd(
     for flag in (grad_scale, found_inf):
         assert flag is None or flag.device == params[0].device, "fused SGD: a flag elsewhere"
         assert flag is None or flag.dtype == torch.float32, "fused SGD: a flag that is no float"
-    gpu.optimised.append(list(params))
+    gpu.optimised.add(params[0].dtype)
 
 
 def check_and_unscale(gpu: Gpu, grads: Any, found_inf: Tensor, inverse: Tensor) -> None:

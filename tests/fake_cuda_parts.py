@@ -119,6 +119,22 @@ def module_to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     return module
 
 
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """scaled_dot_product_attention by a GPU's kernel; without one torch takes float32 products."""
+    assert query.dtype == key.dtype == value.dtype
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
 class Generator(torch.Generator):
     """torch.Generator; one of a GPU is on the CPU, as no random number is ever made."""
 
@@ -521,6 +537,7 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
         patch(fake_tensor.FakeTensorMode, "avoid_device_init", True)
         patch(Tensor, "pin_memory", pin_memory)
         patch(Tensor, "record_stream", record_stream)
+        patch(nn.functional, "scaled_dot_product_attention", attention)
         patch(nn.Module, "to", module_to)
         patch(DistributedDataParallel, "__init__", ddp_init)
         patch(DistributedDataParallel, "forward", ddp_forward)

@@ -1,7 +1,9 @@
 """The training scripts from their command lines to their ends on a GPU that is played."""
 
 import importlib.util
+import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from running import STAND_IN
 
 from utils import models
 from utils.processes import supervise
-from utils.run import checkpoint, snapshots
+from utils.run import snapshots
 from utils.training import dummy, epoch, evaluation
 
 SCRIPTS = ("imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_ddp_apex")
@@ -32,6 +34,12 @@ class Ran:
     code: int
     gpu: Gpu
     session: Any
+    folder: Path = Path()
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Those of its convolutions and matrix products."""
+        return {dtype for _, dtype in self.gpu.heavy}
 
 
 def load(script: str, change: tuple[str, str] | None = None) -> ModuleType:
@@ -43,6 +51,22 @@ def load(script: str, change: tuple[str, str] | None = None) -> ModuleType:
     module = ModuleType(script)
     exec(compile(text, str(ROOT / f"{script}.py"), "exec"), module.__dict__)
     return module
+
+
+@contextmanager
+def changed(function: Callable[..., Any], old: str, new: str) -> Iterator[None]:
+    """A function or method of this repository with ``new`` for ``old`` in its source."""
+    function = inspect.unwrap(function)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert old in source, f"{function.__qualname__} has no {old!r} any more"
+    space = dict(function.__globals__)
+    exec(compile(source.replace(old, new), function.__code__.co_filename, "exec"), space)
+    before = function.__code__
+    function.__code__ = inspect.unwrap(space[function.__name__]).__code__
+    try:
+        yield
+    finally:
+        function.__code__ = before
 
 
 @contextmanager
@@ -80,7 +104,7 @@ def run(
         def patch(place: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(place, name, value))
 
-        create, kept = models.create, {}
+        create, write = models.create, snapshots.write
 
         def create_fake(*args: Any) -> torch.nn.Module:
             gpu.all_fake = True
@@ -89,17 +113,15 @@ def run(
             finally:
                 gpu.all_fake = False
 
-        def write(content: Any, path: Path) -> None:
-            kept[path] = content
-            path.touch()
+        def write_values(content: Any, path: Path) -> None:
+            write(_with_values(content, gpu), path)
 
         if "apex" in options:
             stack.callback(_forget, "apex")
             stack.enter_context(mock.patch.object(sys, "path", [f"{STAND_IN}_apex", *sys.path]))
         patch(models, "timm", stand_in("timm"))
         patch(models, "create", create_fake)
-        patch(snapshots, "write", write)
-        patch(checkpoint, "read", lambda path: kept[path])
+        patch(snapshots, "write", write_values)
         patch(supervise, "die_with_parent", lambda: None)
         for utils in [m for name, m in sys.modules.items() if name.startswith("utils.")]:
             if getattr(utils, "Future", None) is REAL_FUTURE:
@@ -117,6 +139,20 @@ def stand_in(name: str) -> ModuleType:
     return module
 
 
+def _with_values(content: Any, gpu: Gpu) -> Any:
+    """What a snapshot holds, with zeros for the values that there are not."""
+    if isinstance(content, torch.Tensor):
+        assert content.device.type == "cpu", "a snapshot of what is on the device"
+        gpu.host_uses(content, writes=False)
+        zeros = torch.empty_strided(content.shape, content.stride(), dtype=content.dtype)
+        return zeros.zero_()
+    if isinstance(content, dict):
+        return {key: _with_values(value, gpu) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return type(content)(_with_values(value, gpu) for value in content)
+    return content
+
+
 def _forget(package: str) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         del sys.modules[name]
@@ -132,6 +168,7 @@ def _watch(stack: ExitStack, gpu: Gpu) -> list[Any]:
 
     def quietly(work: Callable[[], Any], quiet: Callable[[], bool]) -> Any:
         gpu.quiet = quiet
+        gpu.heavy.clear()  # of what came before the first step
         try:
             return work()
         finally:
@@ -170,3 +207,38 @@ def _watch(stack: ExitStack, gpu: Gpu) -> list[Any]:
     stack.enter_context(mock.patch.object(evaluation, "evaluate", evaluate_watched))
     stack.enter_context(mock.patch.object(dummy, "time_step", time_watched))
     return sessions
+
+
+# What changes the step, but not its precision.
+EVERYTHING = "--accum-steps 2 --clip-grad 1 --label-smoothing 0.1 --no-channels-last"
+JOBS = {"imagenet_nd": (1, 1), "imagenet_dp": (1, 2)}  # nodes, GPUs of each
+
+
+@dataclass
+class Runs:
+    """Runs scripts on the images of ``data``, into ``folder``/run, a tiny model for an epoch."""
+
+    data: Path
+    folder: Path
+
+    def __call__(
+        self, script: str | ModuleType, *options: Any, job: tuple[int, int] | None = None, **more: Any
+    ) -> Ran:
+        name = script if isinstance(script, str) else script.__name__
+        nodes, gpus = job or JOBS.get(name, (2, 2))
+        processes = nodes * gpus if name not in JOBS else 1
+        # Four steps: in the middle ones nobody may wait.
+        batch = 24 // processes // (2 if "--accum-steps" in options else 1)
+        fixed = ("-a", "tiny_full", "--image-size", 32, "-b", batch, "-j", 0, "--epochs", 1)
+        place = ("--output-dir", self.folder, "--name", "run")
+        done = run(script, *fixed, *place, *options, self.data, job=(nodes, gpus), **more)
+        assert done.code == 0
+        done.folder = self.folder / "run"
+        return done
+
+    def dummy(self, script: str, arch: str, size: int = 64) -> Ran:
+        """A few steps of ``--dummy``."""
+        few = {"WARMUP_STEPS": 2, "TIMED_STEPS": 2, "CHOOSING_STEPS": 2}
+        with mock.patch.multiple(dummy, **few):
+            options = ("--dummy", "-a", arch, "--image-size", size, "-b", 4)
+            return self(script, *options, "--classes", 10)

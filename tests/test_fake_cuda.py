@@ -1,46 +1,30 @@
-"""All four scripts on a GPU that is played: see tests/fake_cuda.py."""
+"""All four scripts, from command line to summary, on a GPU that is played: tests/fake_cuda.py."""
 
-import inspect
+import sys
 
 import pytest
 import torch
-from conftest import draw_folder
+from conftest import draw_folder, summary
 from fake_cuda import playable
-from fake_runs import run
+from fake_runs import EVERYTHING, Runs
+from running import snapshot
+from test_monitor import stand_in_nvml
+from torch.nn.modules.batchnorm import _BatchNorm
 
 pytestmark = pytest.mark.skipif(not playable(), reason="needs Linux on x86-64 or aarch64")
 
 ND, DP, DDP, APEX = "imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_ddp_apex"
-JOBS = {ND: (1, 1), DP: (1, 2), DDP: (2, 2), APEX: (2, 2)}  # nodes, GPUs of each
 HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    return draw_folder(tmp_path_factory.mktemp("images") / "data", train=32, val=16)
+def data(tmp_path_factory):
+    return draw_folder(tmp_path_factory.mktemp("images") / "data", train=32, val=32)
 
 
 @pytest.fixture
-def train(images, tmp_path):
-    def start(script, *options, job=None, **more):
-        nodes, gpus = job or JOBS[script if isinstance(script, str) else script.__name__]
-        # Four steps: the host may wait in the first and the last one.
-        batch = 24 // (nodes * gpus if nodes > 1 else 1) // (2 if EVERYTHING in " ".join(map(str, options)) else 1)
-        fixed = ("-a", "tiny_full", "--image-size", 32, "-b", batch, "-j", 0, "--epochs", 1)
-        place = ("--output-dir", tmp_path, "--name", "run")
-        done = run(script, *fixed, *place, *options, images, job=(nodes, gpus), **more)
-        assert done.code == 0
-        return done
-
-    return start
-
-
-def used(done):
-    """The dtypes of the convolutions and matrix products."""
-    return {dtype for _, dtype in done.gpu.heavy}
-
-
-EVERYTHING = "--accum-steps 2 --clip-grad 1 --label-smoothing 0.1 --no-channels-last"
+def train(data, tmp_path):
+    return Runs(data, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +33,7 @@ EVERYTHING = "--accum-steps 2 --clip-grad 1 --label-smoothing 0.1 --no-channels-
         (ND, "", HALF),
         (ND, "--amp bf16 --no-channels-last", BRAIN),
         (ND, "--amp off --clip-grad 1", FLOAT),
-        (ND, EVERYTHING, HALF),
+        (ND, f"--print-freq 1 {EVERYTHING}", HALF),
         (DP, "", HALF),
         (DP, f"--amp bf16 {EVERYTHING}", BRAIN),
         (DP, "--amp off", FLOAT),
@@ -57,35 +41,45 @@ EVERYTHING = "--accum-steps 2 --clip-grad 1 --label-smoothing 0.1 --no-channels-
 )
 def test_one_process(train, script, options, dtype):
     done = train(script, *options.split())
-    assert used(done) == {dtype}
+    assert done.dtypes == {dtype}
     assert not done.gpu.unrecorded()
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype"),
+    ("options", "dtype", "travels"),
     [
-        ("--comm fp32", HALF),
-        (f"--comm fp32 --amp bf16 {EVERYTHING}", BRAIN),
-        ("--comm fp32 --amp off --sync-bn", FLOAT),
-        (f"--comm fp32 --sync-bn {EVERYTHING}", HALF),
-        ("--comm fp16", HALF),
-        ("--comm bf16 --amp off", FLOAT),
-        ("--comm int8", HALF),
-        (f"--comm int4 {EVERYTHING}", HALF),
-        ("--comm powersgd:2", HALF),
-        ("--comm powersgd:2 --amp bf16", BRAIN),
-        ("--comm localsgd:2", HALF),
-        ("--comm localsgd:2 --amp off", FLOAT),
-        ("--comm auto", HALF),
+        ("--comm fp32", HALF, FLOAT),
+        (f"--comm fp32 --amp bf16 {EVERYTHING}", BRAIN, FLOAT),
+        ("--comm fp32 --amp off --sync-bn", FLOAT, FLOAT),
+        (f"--comm fp32 --sync-bn {EVERYTHING}", HALF, FLOAT),
+        ("--comm fp16", HALF, HALF),
+        ("--comm bf16 --amp off", FLOAT, BRAIN),
+        ("--comm int8", HALF, torch.uint8),
+        (f"--comm int4 {EVERYTHING}", HALF, torch.uint8),
+        ("--comm powersgd:2", HALF, FLOAT),
+        ("--comm powersgd:2 --amp bf16", BRAIN, FLOAT),
+        ("--comm localsgd:2", HALF, FLOAT),
+        (f"--comm localsgd:2 --amp off {EVERYTHING}", FLOAT, FLOAT),
     ],
 )
-def test_several_processes(train, options, dtype):
-    excused = ("_report_step", "_prepare", "_layout")
-    done = train(DDP, *options.split(), excused=excused)
-    assert used(done) - {FLOAT} == {dtype} - {FLOAT}
+def test_several_processes(train, options, dtype, travels):
+    # A method makes its buffers for a bucket, and says once on the device what is where.
+    done = train(DDP, *options.split(), excused=("_report_step", "_prepare", "_layout"))
+    assert done.dtypes - ({FLOAT} if "powersgd" in options else set()) == {dtype}
+    assert travels in {sort for _, sort in done.gpu.collectives}
 
 
-@pytest.mark.parametrize("impl", ["torch", "apex"])
+def test_comm_auto_measures_and_chooses(train):
+    done = train(DDP, "--comm", "auto", "-b", 1, "--epochs", 1, excused=("begin_step", "_report_step", "_layout"))
+    assert summary(done.folder)["comm"] in ("fp32", "fp16", "int8", "int4", "powersgd:32")
+
+
+@pytest.mark.parametrize("options", ["--comm fp32", "--comm int8"])
+def test_one_node_of_four(train, options):
+    done = train(DDP, *options.split(), job=(1, 4), excused=("_report_step", "_layout"))
+    assert done.dtypes == {HALF}
+
+
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
@@ -93,8 +87,76 @@ def test_several_processes(train, options, dtype):
         ("--opt-level O1", HALF),
         ("--opt-level O2", HALF),
         ("--opt-level O3", HALF),
-        (f"--opt-level O2 {EVERYTHING}", HALF),
+        (f"--opt-level O1 --delay-allreduce {EVERYTHING}", HALF),
+        (f"--opt-level O2 --sync-bn {EVERYTHING}", HALF),
+        ("--opt-level O2 --allreduce fp32 --loss-scale 128", HALF),
+        ("--opt-level O2 --allreduce divide-sum --keep-batchnorm-fp32 False", HALF),
+        ("--opt-level O3 --keep-batchnorm-fp32 True", HALF),
     ],
 )
-def test_opt_levels(train, impl, options, dtype):
-    train(APEX, "--amp-impl", impl, *options.split())
+def test_opt_levels(train, options, dtype):
+    done = train(APEX, "--amp-impl", "torch", *options.split())
+    assert done.dtypes == {dtype}
+    level = options.split()[1]
+    kept = (level == "O2") ^ ("--keep-batchnorm-fp32" in options)
+    for module in done.session.state.model.modules():
+        norm = isinstance(module, _BatchNorm)
+        wanted = HALF if level in ("O2", "O3") and not (norm and kept) else FLOAT
+        assert {weight.dtype for weight in module.parameters(recurse=False)} <= {wanted}
+    assert done.gpu.optimised == (
+        {HALF, FLOAT} if level == "O3" and kept else {HALF} if level == "O3" else {FLOAT}
+    )
+
+
+@pytest.mark.parametrize("options", ["O0", "O1", "O2", "O3", f"O2 --sync-bn {EVERYTHING}"])
+def test_apex_itself_is_called_as_on_a_gpu(train, options):
+    train(APEX, "--amp-impl", "apex", "--opt-level", *options.split())
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [(ND, ""), (DDP, "--comm powersgd:2"), (DDP, "--comm localsgd:2"), (APEX, "--opt-level O2")],
+)
+def test_a_run_continues_and_is_tested(train, data, script, options):
+    (data / "test").symlink_to("val")
+    more = {"excused": ("_report_step", "_prepare", "_layout", "save_snapshot", "total")}
+    try:
+        layout = "--no-channels-last"  # another one than the second time
+        train(script, "--snapshot-minutes", 0, *options.split(), layout, **more)
+        done = train(script, "--epochs", 2, "--resume", "auto", *options.split(), **more)
+        assert summary(done.folder)["test_top1"] == 100
+        train(script, "-e", "--resume", done.folder / "best.pt", "--name", "again")
+    finally:
+        (data / "test").unlink()
+    saved = snapshot(done.folder)
+    assert saved["progress"]["epoch"] == 2
+    assert {tensor.dtype for tensor in saved["model"].values()} <= {FLOAT, torch.int64}
+
+
+def test_the_gpu_is_sampled(train, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", stand_in_nvml())
+    done = train(ND)
+    assert summary(done.folder)["hardware"]["GPU/utilisation_rank0"] == 87
+
+
+@pytest.mark.parametrize(
+    ("script", "arch"), [(ND, "resnet18"), (DDP, "vgg11"), (APEX, "vit_b_32")]
+)
+def test_architectures(train, script, arch):
+    done = train.dummy(script, arch)
+    assert done.dtypes == {HALF}, done.gpu.heavy
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", [ND, DP, DDP, APEX])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "inception_v3"),
+        *("maxvit_t", "mnasnet1_0", "mobilenet_v3_large", "regnet_y_400mf", "resnet50"),
+        *("shufflenet_v2_x1_0", "squeezenet1_0", "swin_t", "swin_v2_t", "vgg16_bn", "vit_b_16"),
+    ],
+)
+def test_more_architectures(train, script, arch):
+    size = {"inception_v3": 96, "maxvit_t": 224}.get(arch, 64)
+    assert train.dummy(script, arch, size).dtypes == {HALF}
