@@ -1,11 +1,11 @@
 """A GPU that computes nothing: tensors on ``cuda`` with shapes, dtypes and devices, on any machine.
 
-    with fake_gpu() as gpu:              # see tests/fake_cuda_parts.py for all that is stood in for
+    with fake_cuda() as gpu:  # of tests/fake_torch.py, which stands in for the rest
         code = run("imagenet_ddp.py", "-a", "resnet18", ...)
 
-torch's FakeTensorMode gives tensors on ``cuda`` without storage; what mixes devices or dtypes raises
-as on a GPU. What is on the CPU stays real, so that loaders, samplers and files run as they are. On
-top of that, `Gpu` sees each operation and raises
+torch's FakeTensorMode gives tensors on ``cuda`` without storage; what mixes devices or dtypes
+raises as on a GPU. What is on the CPU stays real, so that loaders, samplers and files run as they
+are. On top of that, `Gpu` sees each operation and raises
 
     Wait   where the host waits for the device in a place that should not: ``.item()``, a copy that
            blocks (also one from or to memory that is not pinned), ``synchronize``
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fake_kernels import KERNELS
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -276,6 +277,8 @@ class Gpu(TorchDispatchMode):
             raise Wait(f"{func} waits for the device") from None
         name = func.overloadpacket.__name__
         if name in HEAVY and tensors[0].device.type == "cuda":
+            dtypes = {tensor.dtype for tensor in tensors}
+            assert len(dtypes) == 1, f"{name} of {' and '.join(map(str, dtypes))}"
             self.heavy[name, tensors[0].dtype] += 1
         copies = func in COPIES
         for tensor in tensors:
@@ -337,7 +340,7 @@ class Gpu(TorchDispatchMode):
     def _note_copies(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         asynchronous = self._asynchronous(func, args, kwargs)
         for to, source, device in self._moves(func, args, kwargs):
-            to = out if to is None else to
+            made = out if to is None else to
             if "cuda" not in (source.device.type, device.type):
                 continue
             here, there = source.device, device
@@ -351,7 +354,7 @@ class Gpu(TorchDispatchMode):
             elif here.type == "cpu":
                 self.known(source).leaving = stream, stream.count
             else:
-                self.known(to).arriving, self.known(to).pinned = (stream, stream.count), True
+                self.known(made).arriving, self.known(made).pinned = (stream, stream.count), True
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -382,89 +385,6 @@ def as_device(device: Any) -> torch.device:
     return device if device.index is not None else torch.device(device.type, 0)
 
 
-# ---- kernels that torch cannot play on fake tensors: what they demand of theirs
-
-
-def fused_sgd(
-    gpu: Gpu, params: Any, grads: Any, buffers: Any, *, grad_scale=None, found_inf=None, **_: Any
-) -> None:
-    """torch's fused SGD."""
-    for param, *others in zip(params, grads, *([buffers] if buffers else []), strict=True):
-        for other in others:
-            assert other.device == param.device, "fused SGD: another device"
-            assert other.dtype == param.dtype, f"fused SGD: {other.dtype} and {param.dtype}"
-            assert other.shape == param.shape, "fused SGD: another shape"
-            steps = zip(param.shape, param.stride(), other.stride(), strict=True)
-            assert all(n == 1 or a == b for n, a, b in steps), (
-                f"fused SGD: memory formats differ: {param.shape} {param.stride()} {other.stride()}"
-            )
-    for flag in (grad_scale, found_inf):
-        assert flag is None or flag.device == params[0].device, "fused SGD: a flag elsewhere"
-        assert flag is None or flag.dtype == torch.float32, "fused SGD: a flag that is no float"
-    gpu.optimised.add(params[0].dtype)
-
-
-def check_and_unscale(gpu: Gpu, grads: Any, found_inf: Tensor, inverse: Tensor) -> None:
-    """The kernel of the loss scalers."""
-    for tensor in (*grads, found_inf, inverse):
-        assert tensor.device == grads[0].device, "unscale: another device"
-        assert tensor.dtype == grads[0].dtype or tensor in (found_inf, inverse)
-    assert found_inf.dtype == inverse.dtype == torch.float32
-
-
-def update_scale(
-    gpu: Gpu, scale: Tensor, tracker: Tensor, found_inf: Tensor, *_: Any
-) -> None:
-    """The other kernel of the loss scalers."""
-    assert scale.device == tracker.device == found_inf.device, "update: another device"
-    assert scale.dtype == found_inf.dtype == torch.float32
-    assert tracker.dtype == torch.int32
-
-
-def bn_stats(gpu: Gpu, images: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """SyncBatchNorm's statistics of a process, in float32."""
-    stats = torch.empty(images.shape[1], device=images.device)
-    return stats, torch.empty_like(stats)
-
-
-def bn_gather(
-    gpu: Gpu, images: Tensor, mean: Tensor, invstd: Tensor, *others: Any
-) -> tuple[Tensor, Tensor]:
-    """SyncBatchNorm's statistics of all processes: [processes, channels] -> [channels]."""
-    for tensor in (images, mean, invstd, *(t for t in others if isinstance(t, Tensor))):
-        assert tensor.device == images.device, "SyncBatchNorm: another device"
-    return mean[0].clone(), invstd[0].clone()
-
-
-def bn_apply(gpu: Gpu, images: Tensor, *others: Any) -> Tensor:
-    """SyncBatchNorm's forward."""
-    weight, bias, mean, invstd, _ = others
-    assert weight.dtype == bias.dtype == mean.dtype == invstd.dtype
-    return torch.empty_like(images)
-
-
-def bn_backward_sums(gpu: Gpu, grad: Tensor, images: Tensor, mean: Tensor, *_: Any) -> Any:
-    """SyncBatchNorm's sums of gradients."""
-    assert grad.dtype == images.dtype, f"SyncBatchNorm: {grad.dtype} and {images.dtype}"
-    return tuple(torch.empty_like(mean) for _ in range(4))
-
-
-def bn_backward(gpu: Gpu, grad: Tensor, images: Tensor, *_: Any) -> Tensor:
-    """SyncBatchNorm's backward."""
-    return torch.empty_like(images)
-
-
-KERNELS = {
-    aten._fused_sgd_: fused_sgd,
-    aten._amp_foreach_non_finite_check_and_unscale_: check_and_unscale,
-    aten._amp_update_scale_: update_scale,
-    aten.batch_norm_stats: bn_stats,
-    aten.batch_norm_gather_stats_with_counts: bn_gather,
-    aten.batch_norm_elemt: bn_apply,
-    aten.batch_norm_backward_reduce: bn_backward_sums,
-    aten.batch_norm_backward_elemt: bn_backward,
-}
-
 # ---- the GPU that is on
 
 _on: list[Gpu] = []
@@ -473,6 +393,20 @@ _on: list[Gpu] = []
 def gpu() -> Gpu:
     """The GPU that is played."""
     return _on[-1]
+
+
+@contextmanager
+def stream_context(stream: Stream | None) -> Iterator[None]:
+    """torch.cuda.stream."""
+    if stream is None:
+        yield
+        return
+    current, index = gpu().current, stream.device.index
+    before, current[index] = current[index], stream
+    try:
+        yield
+    finally:
+        current[index] = before
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """The training scripts from their command lines to their ends on a GPU that is played."""
 
+import functools
 import importlib.util
 import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,11 +16,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from fake_cuda import Gpu, Wait
-from fake_cuda_parts import Future, fake_cuda
+from fake_cuda import Gpu
+from fake_nccl import Future
+from fake_torch import fake_cuda
 from running import STAND_IN
+from torch.utils._python_dispatch import _disable_current_modes
 
 from utils import models
+from utils.data.dataset import ImageBatches
 from utils.processes import supervise
 from utils.run import snapshots
 from utils.training import dummy, epoch, evaluation
@@ -104,7 +108,7 @@ def run(
         def patch(place: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(place, name, value))
 
-        create, write = models.create, snapshots.write
+        create, write, faults = models.create, snapshots.write, []
 
         def create_fake(*args: Any) -> torch.nn.Module:
             gpu.all_fake = True
@@ -114,7 +118,11 @@ def run(
                 gpu.all_fake = False
 
         def write_values(content: Any, path: Path) -> None:
-            write(_with_values(content, gpu), path)
+            try:
+                write(_with_values(content, gpu), path)
+            except Exception as fault:  # in the thread that writes
+                faults.append(fault)
+                raise
 
         if "apex" in options:
             stack.callback(_forget, "apex")
@@ -122,12 +130,15 @@ def run(
         patch(models, "timm", stand_in("timm"))
         patch(models, "create", create_fake)
         patch(snapshots, "write", write_values)
+        patch(ImageBatches, "__getitems__", _unseen(ImageBatches.__getitems__))
         patch(supervise, "die_with_parent", lambda: None)
         for utils in [m for name, m in sys.modules.items() if name.startswith("utils.")]:
             if getattr(utils, "Future", None) is REAL_FUTURE:
                 patch(utils, "Future", Future)
         inside(gpu)
         code = module.main()
+        if faults:
+            raise faults[0]
         return Ran(code, gpu, sessions[-1] if sessions else None)
 
 
@@ -151,6 +162,17 @@ def _with_values(content: Any, gpu: Gpu) -> Any:
     if isinstance(content, (list, tuple)):
         return type(content)(_with_values(value, gpu) for value in content)
     return content
+
+
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a worker does: it has no GPU to look at, and here it is quicker so."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return call
 
 
 def _forget(package: str) -> None:
@@ -188,7 +210,7 @@ def _watch(stack: ExitStack, gpu: Gpu) -> list[Any]:
             return predict(images)
 
         last = batches.sampler.rounds
-        return quietly(lambda: evaluate(session, counted, batches), lambda: 1 < done < last)
+        return quietly(lambda: evaluate(session, counted, batches), lambda: 1 <= done < last)
 
     def time_watched(session: Any, step: Any) -> int:
         sessions.append(session)
@@ -220,15 +242,20 @@ class Runs:
 
     data: Path
     folder: Path
+    batch: int = 24  # of all processes; four times that in DATA/train
 
     def __call__(
-        self, script: str | ModuleType, *options: Any, job: tuple[int, int] | None = None, **more: Any
+        self,
+        script: str | ModuleType,
+        *options: Any,
+        job: tuple[int, int] | None = None,
+        **more: Any,
     ) -> Ran:
         name = script if isinstance(script, str) else script.__name__
         nodes, gpus = job or JOBS.get(name, (2, 2))
         processes = nodes * gpus if name not in JOBS else 1
         # Four steps: in the middle ones nobody may wait.
-        batch = 24 // processes // (2 if "--accum-steps" in options else 1)
+        batch = self.batch // processes // (2 if "--accum-steps" in options else 1)
         fixed = ("-a", "tiny_full", "--image-size", 32, "-b", batch, "-j", 0, "--epochs", 1)
         place = ("--output-dir", self.folder, "--name", "run")
         done = run(script, *fixed, *place, *options, self.data, job=(nodes, gpus), **more)

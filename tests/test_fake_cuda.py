@@ -70,7 +70,16 @@ def test_several_processes(train, options, dtype, travels):
 
 
 def test_comm_auto_measures_and_chooses(train):
-    done = train(DDP, "--comm", "auto", "-b", 1, "--epochs", 1, excused=("begin_step", "_report_step", "_layout"))
+    done = train(
+        DDP,
+        "--comm",
+        "auto",
+        "-b",
+        1,
+        "--epochs",
+        1,
+        excused=("begin_step", "_report_step", "_layout"),
+    )
     assert summary(done.folder)["comm"] in ("fp32", "fp16", "int8", "int4", "powersgd:32")
 
 
@@ -139,9 +148,7 @@ def test_the_gpu_is_sampled(train, monkeypatch):
     assert summary(done.folder)["hardware"]["GPU/utilisation_rank0"] == 87
 
 
-@pytest.mark.parametrize(
-    ("script", "arch"), [(ND, "resnet18"), (DDP, "vgg11"), (APEX, "vit_b_32")]
-)
+@pytest.mark.parametrize(("script", "arch"), [(ND, "resnet18"), (DDP, "vgg11"), (APEX, "vit_b_32")])
 def test_architectures(train, script, arch):
     done = train.dummy(script, arch)
     assert done.dtypes == {HALF}, done.gpu.heavy
@@ -152,7 +159,14 @@ def test_architectures(train, script, arch):
 @pytest.mark.parametrize(
     "arch",
     [
-        *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "inception_v3"),
+        *(
+            "alexnet",
+            "convnext_tiny",
+            "densenet121",
+            "efficientnet_b0",
+            "googlenet",
+            "inception_v3",
+        ),
         *("maxvit_t", "mnasnet1_0", "mobilenet_v3_large", "regnet_y_400mf", "resnet50"),
         *("shufflenet_v2_x1_0", "squeezenet1_0", "swin_t", "swin_v2_t", "vgg16_bn", "vit_b_16"),
     ],
