@@ -97,7 +97,6 @@ class Event:
         enable_timing: bool = False,
         blocking: bool = False,
         interprocess: bool = False,
-        external: bool = False,
     ):
         self.enable_timing = enable_timing
         self.at: tuple[Stream, int, dict[Any, int]] | None = None

@@ -128,32 +128,18 @@ def collective(name: str, read: Sequence[str], written: Sequence[str]) -> Callab
     return call
 
 
-def all_gather_object(object_list, obj, group=None, weights_only=False) -> None:
+def all_gather_object(object_list, obj, group=None) -> None:
     """What this process has, from all."""
     object_list[:] = [obj] * len(object_list)
 
 
-def gather_object(
-    obj,
-    object_gather_list=None,
-    dst=None,
-    group=None,
-    group_dst=None,
-    weights_only=False,
-):
+def gather_object(obj, object_gather_list=None, dst=None, group=None, group_dst=None):
     """What this process has, from all."""
     if object_gather_list is not None:
         object_gather_list[:] = [obj] * len(object_gather_list)
 
 
-def broadcast_object_list(
-    object_list,
-    src=None,
-    group=None,
-    device=None,
-    group_src=None,
-    weights_only=False,
-):
+def broadcast_object_list(object_list, src=None, group=None, device=None, group_src=None):
     """This process is the one that has the objects."""
 
 

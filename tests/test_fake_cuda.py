@@ -1,6 +1,7 @@
 """All four scripts, from command line to summary, on a GPU that is played: tests/fake_cuda.py."""
 
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from running import snapshot
 from test_monitor import stand_in_nvml
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from utils.comm import auto
+
 pytestmark = pytest.mark.skipif(not playable(), reason="needs Linux on x86-64 or aarch64")
 
 ND, DP, DDP, APEX = "imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_ddp_apex"
@@ -19,7 +22,7 @@ HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return draw_folder(tmp_path_factory.mktemp("images") / "data", train=32, val=32)
+    return draw_folder(tmp_path_factory.mktemp("images") / "data", train=8, val=4)
 
 
 @pytest.fixture
@@ -124,7 +127,12 @@ def test_apex_itself_is_called_as_on_a_gpu(train, options):
 
 @pytest.mark.parametrize(
     ("script", "options"),
-    [(ND, ""), (DDP, "--comm powersgd:2"), (DDP, "--comm localsgd:2"), (APEX, "--opt-level O2")],
+    [
+        (ND, ""),
+        (DDP, "--comm powersgd:2"),
+        pytest.param(DDP, "--comm localsgd:2", marks=pytest.mark.long),
+        (APEX, "--opt-level O2"),
+    ],
 )
 def test_a_run_continues_and_is_tested(train, data, script, options):
     (data / "test").symlink_to("val")

@@ -38,7 +38,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def train(data, tmp_path):
-    return Runs(data, tmp_path, batch=6)
+    return Runs(data, tmp_path)
 
 
 # ---- in the scripts
