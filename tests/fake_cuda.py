@@ -244,7 +244,9 @@ class Gpu(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func.namespace == "prim":  # C++ asks for a device: nothing is done
+        if func is torch.ops.prim.device.default:  # C++ asks, and nothing is done
+            return args[0].device
+        if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         tensors = list(tensors_in((*args, *kwargs.values())))

@@ -93,9 +93,9 @@ def run(
 ) -> Ran:
     """Run a script on ``job`` = (nodes, GPUs of each), as its rank 0, and return when it ends.
 
-    From the end of the first step of an epoch to the end of the last but one, and in the middle of an evaluation, the
-    host must not wait for the device, save in functions of the names ``excused``. ``inside`` is
-    called on the machine, before the script begins.
+    From the end of the first step of an epoch to the end of the last but one, and between the
+    batches of an evaluation, the host must not wait for the device, save in functions of the names
+    ``excused``. ``inside`` is called on the machine, before the script begins.
     """
     module = load(script) if isinstance(script, str) else script
     with ExitStack() as stack:

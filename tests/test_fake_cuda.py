@@ -11,6 +11,7 @@ from fake_runs import EVERYTHING, Runs
 from running import snapshot
 from test_monitor import stand_in_nvml
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchvision.models import vision_transformer
 
 from utils.comm import auto
 
@@ -73,16 +74,9 @@ def test_several_processes(train, options, dtype, travels):
 
 
 def test_comm_auto_measures_and_chooses(train):
-    done = train(
-        DDP,
-        "--comm",
-        "auto",
-        "-b",
-        1,
-        "--epochs",
-        1,
-        excused=("begin_step", "_report_step", "_layout"),
-    )
+    excused = ("begin_step", "_report_step", "_layout")
+    with mock.patch.multiple(auto, WARM_UP=1, STEPS=1, LINK_SECONDS=0.0):
+        done = train(DDP, "--comm", "auto", excused=excused)
     assert summary(done.folder)["comm"] in ("fp32", "fp16", "int8", "int4", "powersgd:32")
 
 
@@ -157,7 +151,10 @@ def test_the_gpu_is_sampled(train, monkeypatch):
 
 
 @pytest.mark.parametrize(("script", "arch"), [(ND, "resnet18"), (DDP, "vgg11"), (APEX, "vit_b_32")])
-def test_architectures(train, script, arch):
+def test_architectures(train, script, arch, monkeypatch):
+    whole = vision_transformer.Encoder
+    two = lambda length, layers, *others: whole(length, 2, *others)  # noqa: E731, they are alike
+    monkeypatch.setattr(vision_transformer, "Encoder", two)
     done = train.dummy(script, arch)
     assert done.dtypes == {HALF}, done.gpu.heavy
 
