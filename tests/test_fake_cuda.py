@@ -17,6 +17,12 @@ from utils.comm import auto
 
 pytestmark = pytest.mark.skipif(not playable(), reason="needs Linux on x86-64 or aarch64")
 
+
+def long(*values):
+    """A case that differs little from others."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 ND, DP, DDP, APEX = "imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_ddp_apex"
 HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
@@ -40,7 +46,7 @@ def train(data, tmp_path):
         (ND, f"--print-freq 1 {EVERYTHING}", HALF),
         (DP, "", HALF),
         (DP, f"--amp bf16 {EVERYTHING}", BRAIN),
-        (DP, "--amp off", FLOAT),
+        long(DP, "--amp off", FLOAT),
     ],
 )
 def test_one_process(train, script, options, dtype):
@@ -53,17 +59,17 @@ def test_one_process(train, script, options, dtype):
     ("options", "dtype", "travels"),
     [
         ("--comm fp32", HALF, FLOAT),
-        (f"--comm fp32 --amp bf16 {EVERYTHING}", BRAIN, FLOAT),
-        ("--comm fp32 --amp off --sync-bn", FLOAT, FLOAT),
+        long(f"--comm fp32 --amp bf16 {EVERYTHING}", BRAIN, FLOAT),
+        long("--comm fp32 --amp off --sync-bn", FLOAT, FLOAT),
         (f"--comm fp32 --sync-bn {EVERYTHING}", HALF, FLOAT),
         ("--comm fp16", HALF, HALF),
         ("--comm bf16 --amp off", FLOAT, BRAIN),
-        ("--comm int8", HALF, torch.uint8),
+        long("--comm int8", HALF, torch.uint8),
         (f"--comm int4 {EVERYTHING}", HALF, torch.uint8),
         ("--comm powersgd:2", HALF, FLOAT),
-        ("--comm powersgd:2 --amp bf16", BRAIN, FLOAT),
+        long("--comm powersgd:2 --amp bf16", BRAIN, FLOAT),
         ("--comm localsgd:2", HALF, FLOAT),
-        (f"--comm localsgd:2 --amp off {EVERYTHING}", FLOAT, FLOAT),
+        long(f"--comm localsgd:2 --amp off {EVERYTHING}", FLOAT, FLOAT),
     ],
 )
 def test_several_processes(train, options, dtype, travels):
@@ -80,7 +86,7 @@ def test_comm_auto_measures_and_chooses(train):
     assert summary(done.folder)["comm"] in ("fp32", "fp16", "int8", "int4", "powersgd:32")
 
 
-@pytest.mark.parametrize("options", ["--comm fp32", "--comm int8"])
+@pytest.mark.parametrize("options", [long("--comm fp32"), "--comm int8"])
 def test_one_node_of_four(train, options):
     done = train(DDP, *options.split(), job=(1, 4), excused=("_report_step", "_layout"))
     assert done.dtypes == {HALF}
@@ -91,12 +97,12 @@ def test_one_node_of_four(train, options):
     [
         ("--opt-level O0", FLOAT),
         ("--opt-level O1", HALF),
-        ("--opt-level O2", HALF),
+        long("--opt-level O2", HALF),
         ("--opt-level O3", HALF),
-        (f"--opt-level O1 --delay-allreduce {EVERYTHING}", HALF),
+        long(f"--opt-level O1 --delay-allreduce {EVERYTHING}", HALF),
         (f"--opt-level O2 --sync-bn {EVERYTHING}", HALF),
         ("--opt-level O2 --allreduce fp32 --loss-scale 128", HALF),
-        ("--opt-level O2 --allreduce divide-sum --keep-batchnorm-fp32 False", HALF),
+        long("--opt-level O2 --allreduce divide-sum --keep-batchnorm-fp32 False", HALF),
         ("--opt-level O3 --keep-batchnorm-fp32 True", HALF),
     ],
 )
@@ -114,7 +120,9 @@ def test_opt_levels(train, options, dtype):
     )
 
 
-@pytest.mark.parametrize("options", ["O0", "O1", "O2", "O3", f"O2 --sync-bn {EVERYTHING}"])
+@pytest.mark.parametrize(
+    "options", [long("O0"), long("O1"), "O2", long("O3"), f"O2 --sync-bn {EVERYTHING}"]
+)
 def test_apex_itself_is_called_as_on_a_gpu(train, options):
     train(APEX, "--amp-impl", "apex", "--opt-level", *options.split())
 
@@ -122,9 +130,9 @@ def test_apex_itself_is_called_as_on_a_gpu(train, options):
 @pytest.mark.parametrize(
     ("script", "options"),
     [
-        (ND, ""),
+        long(ND, ""),
         (DDP, "--comm powersgd:2"),
-        pytest.param(DDP, "--comm localsgd:2", marks=pytest.mark.long),
+        long(DDP, "--comm localsgd:2"),
         (APEX, "--opt-level O2"),
     ],
 )
