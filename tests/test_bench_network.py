@@ -140,7 +140,8 @@ def test_two_nodes_on_the_loopback(tmp_path):
         (one,) = measured[name]["rounds"]
         wanted = 2 * network_table.cost.sent_bytes(packed, link, network_table.cost.method(name))
         assert one["bytes"] > wanted  # of both nodes, as they share the interface; and headers
-        assert not own or one["bytes"] < 1.15 * wanted
+        # Headers, acknowledgements and barriers are much of so little, more on a slow machine.
+        assert not own or one["bytes"] < 1.5 * wanted
         assert one["step_s"] >= 0.01
     assert not own or measured["compute"]["rounds"][0]["bytes"] < 20_000
 
