@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,6 +113,16 @@ def test_a_row_is_in_units_of_the_real_thing():
     assert [len(row) for row in rows] == [len(head)] * 2
     assert (
         "compute was 10 times longer" in " ".join(network_table.remarks([(CASE, measured)])).lower()
+    )
+
+
+@pytest.mark.parametrize(("step", "said"), [(2.09, "1 of 1"), (2.3, "0 of 1")])
+def test_the_choice_of_auto_is_beside_the_best(step, said):
+    measured = found(compute=(2.0, 1.0), fp32=(2.4, 1.0), fp16=(2.0, 1.0), auto=(step, 1.0))
+    measured["auto"]["method"] = "int8"
+    case = replace(CASE, methods=("fp32", "fp16", "auto"))
+    assert f"best method beside it in {said} cases" in " ".join(
+        network_table.remarks([(case, measured)])
     )
 
 
