@@ -137,8 +137,8 @@ def remarks(found: Found) -> list[str]:
     if behind:
         near = sum(one <= 0.05 for one in behind)
         said.append(
-            f"auto's step is at most 5 % longer than that of the best method beside it in {near} of "
-            f"{len(behind)} cases; at worst {max(behind):.0%}."
+            "auto's step is at most 5 % longer than that of the best method beside it in "
+            f"{near} of {len(behind)} cases; at worst {max(behind):.0%}."
         )
     if case.shrink > 1 and any(name.startswith("powersgd") for name in case.methods):
         said.append(
