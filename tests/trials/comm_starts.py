@@ -81,6 +81,7 @@ def train(rank: int, size: int, port: int, method: str, seed: int) -> float:
 
 def work(rank: int, orders: multiprocessing.Queue, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
+    results.put((rank, "has begun"))
     while (order := orders.get()) is not None:
         results.put((rank, train(rank, *order)))
 
@@ -102,6 +103,8 @@ def try_out(method: str, args: argparse.Namespace) -> int:
     orders, results = [context.Queue() for _ in range(4)], context.Queue()
     for rank in range(4):
         context.Process(target=work, args=(rank, orders[rank], results), daemon=True).start()
+    for _ in range(4):
+        results.get()
     began = time.monotonic()
     for number in range(args.starts):
         size = 2 + number % 3
