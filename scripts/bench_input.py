@@ -57,10 +57,10 @@ def main() -> int:
     sets = {"originals": originals, "shrunk to 256": shrunk}
     indices = {name: index_of(root / "train") for name, root in sets.items()}
     for name, index in indices.items():
-        mean = index.sizes.mean() / 1000
+        mean = index.sample_sizes()[0] / 1000
         print(f"{name}: {len(index)} images, {mean:.0f} KB on average")
     result["images"] = {
-        name: {"number": len(index), "mean_bytes": float(index.sizes.mean())}
+        name: {"number": len(index), "mean_bytes": index.sample_sizes()[0]}
         for name, index in indices.items()
     }
     result["one core"] = compare(indices, args, in_process)
@@ -271,7 +271,6 @@ def fill_with_names(root: Path) -> None:
         listings[name] = listing.Listing(
             b"".join(paths),
             np.array([len(path) for path in paths]),
-            np.full(len(paths), 110_000),
             {name: os.stat(root / name).st_mtime_ns},
         )
     listing.write(root, listings)

@@ -156,8 +156,8 @@ from pathlib import Path
 from utils.data import index, listing
 root, count = Path(sys.argv[1]), int(sys.argv[2])
 paths = [b"n%08d/n%08d_%08d.JPEG" % (7, 7, i) for i in range(count)]
-lengths, sizes = np.array([len(path) for path in paths]), np.zeros(count, np.int64)
-found = listing.Listing(b"".join(paths), lengths, sizes, {})
+lengths = np.array([len(path) for path in paths])
+found = listing.Listing(b"".join(paths), lengths, {})
 del paths
 index.listings = lambda root, classes, shows: [found]
 images = index.ImageIndex(root, ["n00000007"])

@@ -6,6 +6,7 @@ import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,10 +88,32 @@ class ImageBatches(Dataset):
                 break
             found = (wanted + step) % len(self)
             try:
-                return found, self._view(self._read(found, reading), epoch, wanted)
+                return found, self._image(found, epoch, wanted, reading)
             except (OSError, ValueError) as fault:
                 reading.faults.append((found, str(fault)))
         return wanted, None
+
+    def _image(self, found: int, epoch: int, wanted: int, reading: Reading) -> Tensor:
+        """The view of one image, from its file or from a pack. Raises: OSError, ValueError."""
+        pack = self.index.pack
+        if pack is None:
+            return self._view(self._read(found, reading), epoch, wanted)
+        began = time.perf_counter()
+        shape = pack.shape(found)
+        if shape is None:
+            data: Any = pack.file(found)
+        else:
+            cut = self._cut(shape, epoch, wanted)
+            top, left, height, width = cut.box
+            data = pack.rows(found, top, height)
+        reading.files += 1
+        reading.bytes += memoryview(data).nbytes
+        reading.read_seconds += time.perf_counter() - began
+        if shape is None:
+            return self._view(data, epoch, wanted)
+        pixels = torch.from_numpy(data).permute(2, 0, 1)
+        view = im.view(pixels, cut._replace(box=(0, left, height, width)), self.interpolation)
+        return self._augmented(view, epoch, wanted)
 
     def _read(self, image: int, reading: Reading) -> bytes:
         began = time.perf_counter()
@@ -119,6 +142,9 @@ class ImageBatches(Dataset):
             image = im.decode(data)
             cut = self._cut(tuple(image.shape[1:]), epoch, wanted)
             view = im.view(image, cut, self.interpolation)
+        return self._augmented(view, epoch, wanted)
+
+    def _augmented(self, view: Tensor, epoch: int, wanted: int) -> Tensor:
         if not (self.train and self.augment):
             return view
         # Without workers this is the training process, whose own random state must not be touched.
