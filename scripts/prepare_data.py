@@ -46,8 +46,8 @@ SIZE_HELP = """largest short side in pixels (default: %(default)s, for training 
     smaller images, and those that cannot be read, are copied as they are, all others become JPEG
     files under the same name, whatever its suffix"""
 
-PACK_HELP = """largest short side in pixels (default: %(default)s, for training crops of 224); an image
-    takes 263 KB then, ImageNet 337 GB: the command says how much before it begins"""
+PACK_HELP = """largest short side in pixels (default: %(default)s, for training crops of 224);
+    takes 263 KB an image then, 337 GB for ImageNet, and says how much before it begins"""
 
 
 def _download(data_set: str, folder: Path, advice: str) -> Path:

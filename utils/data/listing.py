@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ READABLE = (1, VERSION)  # the first one kept the files' sizes as well
 # tick of the file system's clock, unnoticed: such a listing is not kept.
 RACY_SECONDS = 2.0
 THREADS = 8  # a network disk answers many questions at once
+# Seconds of waiting until threads are worth it: while a disk answers at once, they wait for each
+# other at the interpreter's lock, and take three times the CPU time.
+PATIENCE = 0.5
 _SUFFIXES = tuple(suffix.encode() for suffix in SUFFIXES)
 
 
@@ -50,19 +54,32 @@ def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listin
     found = {name: known[name] for name in classes if name in known and _fresh(root, known[name])}
     missing = [name for name in classes if name not in found]
     if missing:
-        with ThreadPoolExecutor(THREADS) as pool:
-            fresh = pool.map(lambda name: list_class(root, name), missing)
-            bar = tqdm(
-                zip(missing, fresh, strict=True),
-                total=len(missing),
-                desc=f"Indexing {root}",
-                unit="class",
-                leave=False,
-                disable=not (shows and sys.stderr.isatty()),
-            )
-            found |= dict(bar)
+        bar = tqdm(
+            zip(missing, _listed(root, missing), strict=True),
+            total=len(missing),
+            desc=f"Indexing {root}",
+            unit="class",
+            leave=False,
+            disable=not (shows and sys.stderr.isatty()),
+        )
+        found |= dict(bar)
         write(root, known | found, shows)
     return [found[name] for name in classes]
+
+
+def _listed(root: Path, classes: list[str]) -> Iterator[Listing]:
+    """Each class listed: one after the other, and in threads once the disk makes us wait."""
+    waited = worked = 0.0
+    for number, name in enumerate(classes):
+        if waited > PATIENCE + worked:
+            with ThreadPoolExecutor(THREADS) as pool:
+                yield from pool.map(lambda name: list_class(root, name), classes[number:])
+            return
+        began, before = time.perf_counter(), time.thread_time()
+        listing = list_class(root, name)
+        busy = time.thread_time() - before
+        waited, worked = waited + time.perf_counter() - began - busy, worked + busy
+        yield listing
 
 
 def list_class(root: Path, name: str) -> Listing:
