@@ -52,9 +52,10 @@ def main() -> int:
     torch.set_num_threads(1)
     originals = Path(args.data) if args.data else made_images(args)
     name = zlib.crc32(os.fsencode(originals.resolve()))
-    shrunk = shrink(originals, Path(args.cache) / f"shrunk_{name:08x}")
+    shrunk = prepared("shrink", originals, Path(args.cache) / f"shrunk_{name:08x}")
+    packed = prepared("pack", originals, Path(args.cache) / f"packed_{name:08x}")
     result: dict[str, Any] = {"command": " ".join(sys.argv), "machine": machine()}
-    sets = {"originals": originals, "shrunk to 256": shrunk}
+    sets = {"originals": originals, "shrunk to 256": shrunk, "packed at 256": packed}
     indices = {name: index_of(root / "train") for name, root in sets.items()}
     for name, index in indices.items():
         mean = index.sample_sizes()[0] / 1000
@@ -120,14 +121,14 @@ def made_images(args: argparse.Namespace) -> Path:
     return photographs.make(cache, found, args.images)
 
 
-def shrink(originals: Path, out: Path) -> Path:
-    """A copy of ``originals`` with a short side of 256 pixels, by prepare_data.py."""
-    command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), "shrink"]
+def prepared(command: str, originals: Path, out: Path) -> Path:
+    """A copy of ``originals`` with a short side of 256 pixels, by prepare_data.py ``command``."""
+    line = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), command]
     done = subprocess.run(
-        [*command, str(originals), str(out)], capture_output=True, text=True, check=False
+        [*line, str(originals), str(out)], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise UserError(f"the images could not be shrunk: {done.stderr.strip()}")
+        raise UserError(f"{command} of the images failed: {done.stderr.strip()}")
     return out
 
 

@@ -62,6 +62,8 @@ class UsualUint8(Usual):
 
 def all_of(index: ImageIndex) -> dict[str, Dataset]:
     """The pipelines by name; the first is the one that the others are compared with."""
+    if index.pack is not None:  # the others read image files
+        return {"this suite": ImageBatches(index, SIZE, seed=0, train=True)}
     found = {
         "pytorch/examples": Usual(index),
         "Apex example": UsualUint8(index),
