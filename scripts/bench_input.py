@@ -128,7 +128,7 @@ def prepared(command: str, originals: Path, out: Path) -> Path:
         [*line, str(originals), str(out)], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise UserError(f"{command} of the images failed: {done.stderr.strip()}")
+        raise UserError(f"{command}: {done.stderr.strip().removeprefix('error: ')}")
     return out
 
 

@@ -35,7 +35,9 @@ def test_all_pipelines_are_measured_on_originals_and_shrunk(photograph, tmp_path
         rows = found[part]
         names = [row["pipeline"] for row in rows]
         assert {"pytorch/examples", "Apex example", "this suite"} <= set(names)
-        assert len(names) == 2 * len(set(names))
+        kinds = {row["images"] for row in rows}
+        assert kinds == {"originals", "shrunk to 256", "packed at 256"}
+        assert len(names) == 2 * len(set(names)) + 1, "of a pack there is one way to read"
         assert rows[0]["ratio"] == 1
         for row in rows:
             assert len(row["rounds"]) == 1

@@ -105,6 +105,8 @@ def input_path(session: Session, record: dict[str, float]) -> None:
     if train.bad.index.pack is None and reading.bytes > LARGE_FILE * reading.files:
         advice.append("smaller files: scripts/prepare_data.py shrink DATA OUT, then train on OUT")
     elif session.args.workers >= cores and of_reading <= 0.5:
+        if train.bad.index.pack is None:
+            advice.append("no decoding: scripts/prepare_data.py pack DATA OUT, then train on OUT")
         advice.append("a machine with more cores for each GPU")
     log.info("what helps: " + "; ".join(advice))
 
