@@ -6,7 +6,6 @@ import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,32 +94,36 @@ class ImageBatches(Dataset):
 
     def _image(self, found: int, epoch: int, wanted: int, reading: Reading) -> Tensor:
         """The view of one image, from its file or from a pack. Raises: OSError, ValueError."""
-        pack = self.index.pack
-        if pack is None:
+        packed = self._packed(found, epoch, wanted, reading)
+        if packed is None:
             return self._view(self._read(found, reading), epoch, wanted)
+        return self._augmented(im.view(*packed, self.interpolation), epoch, wanted)
+
+    def _packed(
+        self, image: int, epoch: int, wanted: int, reading: Reading
+    ) -> tuple[Tensor, im.Cut] | None:
+        """The rows that a view shows of packed pixels, until the next call, and what to cut out.
+
+        None where the bytes of a file are to be decoded. Raises: OSError.
+        """
+        pack = self.index.pack
+        if pack is None or (shape := pack.shape(image)) is None:
+            return None
+        cut = self._cut(shape, epoch, wanted)
+        top, left, height, width = cut.box
         began = time.perf_counter()
-        shape = pack.shape(found)
-        if shape is None:
-            data: Any = pack.file(found)
-        else:
-            cut = self._cut(shape, epoch, wanted)
-            top, left, height, width = cut.box
-            data = pack.rows(found, top, height)
+        rows = pack.rows(image, top, height)
         reading.files += 1
-        reading.bytes += memoryview(data).nbytes
+        reading.bytes += rows.nbytes
         reading.read_seconds += time.perf_counter() - began
-        if shape is None:
-            return self._view(data, epoch, wanted)
-        pixels = torch.from_numpy(data).permute(2, 0, 1)
-        view = im.view(pixels, cut._replace(box=(0, left, height, width)), self.interpolation)
-        return self._augmented(view, epoch, wanted)
+        return torch.from_numpy(rows).permute(2, 0, 1), cut._replace(box=(0, left, height, width))
 
     def _read(self, image: int, reading: Reading) -> bytes:
         began = time.perf_counter()
-        with open(self.index.path(image), "rb", buffering=0, opener=_open_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError("it is a pipe or a device, not a file")
-            data = file.readall()
+        if self.index.pack is not None:
+            data = self.index.pack.file(image)
+        else:
+            data = _whole_file(self.index.path(image))
         reading.files += 1
         reading.bytes += len(data)
         reading.read_seconds += time.perf_counter() - began
@@ -163,6 +166,13 @@ class ImageBatches(Dataset):
             return None
         whole = cut._replace(box=(0, 0, *pixels.shape[1:]))
         return im.view(pixels, whole, self.interpolation)
+
+
+def _whole_file(path: str) -> bytes:
+    with open(path, "rb", buffering=0, opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is a pipe or a device, not a file")
+        return file.readall()
 
 
 def _open_at_once(path: str, flags: int) -> int:
