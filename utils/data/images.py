@@ -16,6 +16,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
+from utils.data import jpeg_rows
 from utils.data.rgb import to_rgb
 
 JPEG_MAGIC, JPEG_END = b"\xff\xd8", b"\xff\xd9"
@@ -56,9 +57,7 @@ def decode(data: bytes) -> Tensor:
     # JPEG alone: torchvision 0.29 ends the process with a segmentation fault on a damaged PNG.
     if data.startswith(JPEG_MAGIC):
         try:
-            return decode_image(
-                torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB
-            )
+            return _decode_jpeg(bytearray(data))
         except RuntimeError:
             pass  # damaged: Pillow's reason is the more readable one
     try:
@@ -69,6 +68,26 @@ def decode(data: bytes) -> Tensor:
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as fault:
         raise ValueError(str(fault)) from None
     return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def decode_rows(data: bytes, frame: jpeg_rows.Frame, rows: int) -> Tensor | None:
+    """What `decode` gives, but for the rows behind the first ``rows``, most of which are missing.
+
+    ``frame`` is that of the file. None when the whole image had better be decoded: because of its
+    last rows, or a damage. While it runs, the process's stderr is turned off.
+    """
+    part = jpeg_rows.lowered(data, frame, rows)
+    if part is None or not has_jpeg_ends(data):
+        return None
+    try:
+        with jpeg_rows.silent_stderr():
+            return _decode_jpeg(part)
+    except RuntimeError:
+        return None
+
+
+def _decode_jpeg(data: bytearray) -> Tensor:
+    return decode_image(torch.frombuffer(data, dtype=torch.uint8), ImageReadMode.RGB)
 
 
 def random_box(draw: random.Random, height: int, width: int, smallest: float = CROP_SCALE) -> Box:
@@ -135,9 +154,15 @@ def crop_and_resize(
     return out[0].permute(1, 2, 0)
 
 
-def view(image: Tensor, cut: Cut, interpolation: str = "bilinear") -> Tensor:
-    """What ``cut`` says of ``image`` (uint8 [3, height, width]): uint8 [height, width, 3]."""
-    out = crop_and_resize(image, cut.box, cut.size, interpolation)
+def view(
+    image: Tensor, cut: Cut, interpolation: str = "bilinear", out: Tensor | None = None
+) -> Tensor:
+    """What ``cut`` says of ``image`` (uint8 [3, height, width]): uint8 [height, width, 3].
+
+    Written into ``out`` if given.
+    """
+    resized = crop_and_resize(image, cut.box, cut.size, interpolation)
     top, left, height, width = cut.window
-    out = out[top : top + height, left : left + width]
-    return out.flip(1) if cut.mirrored else out
+    resized = resized[top : top + height, left : left + width]
+    resized = resized.flip(1) if cut.mirrored else resized
+    return resized if out is None else out.copy_(resized)
