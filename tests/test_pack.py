@@ -80,7 +80,7 @@ def of_folder(source):
     return epoch(source)
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 1), (4, 0)])
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 1), (6, 0)])
 def test_an_epoch_is_that_of_the_folder_bit_for_bit(packed, of_folder, ranks, workers):
     """Where nothing is reduced; the order of samples and what stands in for bad files, too."""
     expected, faults = of_folder

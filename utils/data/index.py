@@ -17,6 +17,9 @@ SIZES_ASKED = 10_000  # files, spread over the data set, whose sizes stand for a
 class ImageIndex:
     """The images below ``root``/CLASS/: paths, and class numbers by the order of ``classes``.
 
+    ``root`` may also be a pack (see `utils.data.pack`), whose paths are those of the folder that it
+    was made from, as if they were in ``root``.
+
     Paths are one byte array with offsets: 1.28 million Python strings would be copied, page by
     page, into the memory of every loader worker as reference counts change.
     """
@@ -25,7 +28,7 @@ class ImageIndex:
         """List the folder, or read the list that an earlier run has left in it.
 
         ``shows``: draw a progress bar. Raises `UserError`: a class folder is missing or has no
-        image.
+        image, or a pack is not whole.
         """
         self.root, self.classes = str(root), classes
         self.pack: pack.Pack | None = None  # where pixels come from, if not from files

@@ -90,7 +90,9 @@ def load(root: Path | str) -> Contents:
         with np.load(place) as file:
             version = int(file["version"])
             if version != VERSION:
-                raise UserError(f"{place} is of version {version}, not {VERSION}: {AGAIN}", True)
+                raise UserError(
+                    f"{place} is of version {version}, not {VERSION}: {AGAIN}", alike=True
+                )
             contents = Contents(
                 int(file["size"]),
                 [os.fsdecode(name) for name in file["classes"].tobytes().split(b"\0")],
@@ -102,7 +104,8 @@ def load(root: Path | str) -> Contents:
             )
     except FileNotFoundError:
         raise UserError(
-            f"{place} is missing: packing was not finished, or the copy is not whole; {AGAIN}", True
+            f"{place} is missing: packing was not finished, or the copy is not whole; {AGAIN}",
+            alike=True,
         ) from None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as fault:
         raise UserError(f"{place} is damaged ({fault}): {AGAIN}", alike=True) from None
