@@ -111,10 +111,7 @@ class ImageBatches(Dataset):
 
     def _read(self, image: int, reading: Reading) -> bytes:
         began = time.perf_counter()
-        with open(self.index.path(image), "rb", buffering=0, opener=_open_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError("it is a pipe or a device, not a file")
-            data = file.readall()
+        data = _read_file(self.index.path(image))
         reading.files += 1
         reading.bytes += len(data)
         reading.read_seconds += time.perf_counter() - began
@@ -155,6 +152,16 @@ class ImageBatches(Dataset):
         return pixels, self._cut(tuple(pixels.shape[1:]), epoch, wanted)
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _read_file(path: str) -> bytes:
     # A pipe that nobody writes into would hold the worker up for ever; files are as without it.
-    return os.open(path, flags | os.O_NONBLOCK)
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is a pipe or a device, not a file")
+        parts = [os.read(file, status.st_size + 1)]
+        while parts[-1] and sum(map(len, parts)) != status.st_size:  # a slow disk, or it grows
+            parts.append(os.read(file, 1 << 20))
+        return b"".join(parts)
+    finally:
+        os.close(file)
