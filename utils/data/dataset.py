@@ -130,10 +130,8 @@ class ImageBatches(Dataset):
 
     def _read(self, image: int, reading: Reading) -> bytes:
         began = time.perf_counter()
-        if self.index.pack is not None:
-            data = self.index.pack.file(image)
-        else:
-            data = _whole_file(self.index.path(image))
+        pack = self.index.pack
+        data = pack.file(image) if pack is not None else _read_file(self.index.path(image))
         reading.files += 1
         reading.bytes += len(data)
         reading.read_seconds += time.perf_counter() - began
@@ -175,13 +173,16 @@ class ImageBatches(Dataset):
         return pixels, self._cut(tuple(pixels.shape[1:]), epoch, wanted)
 
 
-def _whole_file(path: str) -> bytes:
-    with open(path, "rb", buffering=0, opener=_open_at_once) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("it is a pipe or a device, not a file")
-        return file.readall()
-
-
-def _open_at_once(path: str, flags: int) -> int:
+def _read_file(path: str) -> bytes:
     # A pipe that nobody writes into would hold the worker up for ever; files are as without it.
-    return os.open(path, flags | os.O_NONBLOCK)
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is a pipe or a device, not a file")
+        parts = [os.read(file, status.st_size + 1)]
+        while parts[-1] and sum(map(len, parts)) != status.st_size:  # a slow disk, or it grows
+            parts.append(os.read(file, 1 << 20))
+        return b"".join(parts)
+    finally:
+        os.close(file)

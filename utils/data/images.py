@@ -24,6 +24,10 @@ CROP_SCALE = 0.08  # smallest share of the image's area that a training crop cov
 RATIO = (3 / 4, 4 / 3)  # its width : height
 EXTREME = 16  # long side : short side; of a longer image, evaluation looks at the middle alone
 EVAL_RATIO = 256 / 224  # evaluation: short side after the resize : size of the centre crop
+RESIZE = {
+    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
+    "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
+}
 
 Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 
@@ -139,19 +143,29 @@ def eval_cut(shape: tuple[int, int], size: int, short: int | None = None) -> Cut
 
 
 def crop_and_resize(
-    image: Tensor, box: Box, size: tuple[int, int], interpolation: str = "bilinear"
+    image: Tensor,
+    box: Box,
+    size: tuple[int, int],
+    interpolation: str = "bilinear",
+    out: Tensor | None = None,
 ) -> Tensor:
     """Cut ``box`` out of a decoded image and resize it, antialiased (bilinear or bicubic).
 
-    image: uint8 [3, height, width] as `decode` gives it. Returns: uint8 [*size, 3].
+    image: uint8 [3, height, width] as `decode` gives it. Returns: uint8 [*size, 3], which is
+    ``out`` if given (contiguous).
     """
     top, left, height, width = box
-    # Through [h, w, 3] and back: unsqueezing [3, h, w] would hide from interpolate that the memory
-    # is channels-last, and cost half of the speed.
+    # Through [h, w, 3] and back: unsqueezing [3, h, w] would hide from torch that the memory is
+    # channels-last, and cost half of the speed.
     crop = image.permute(1, 2, 0)[top : top + height, left : left + width][None]
     crop = crop.permute(0, 3, 1, 2)
-    out = F.interpolate(crop, size=size, mode=interpolation, antialias=True)
-    return out[0].permute(1, 2, 0)
+    if out is not None and image.stride(0) == 1:  # else torch does not get the channels in order
+        # What F.interpolate calls, which cannot write into a given tensor.
+        RESIZE[interpolation](crop, size, False, None, None, out=out[None].permute(0, 3, 1, 2))
+        return out
+    resized = F.interpolate(crop, size=size, mode=interpolation, antialias=True)
+    resized = resized[0].permute(1, 2, 0)
+    return resized if out is None else out.copy_(resized)
 
 
 def view(
@@ -159,10 +173,12 @@ def view(
 ) -> Tensor:
     """What ``cut`` says of ``image`` (uint8 [3, height, width]): uint8 [height, width, 3].
 
-    Written into ``out`` if given.
+    Written into ``out`` if given (contiguous).
     """
-    resized = crop_and_resize(image, cut.box, cut.size, interpolation)
     top, left, height, width = cut.window
+    if out is not None and not cut.mirrored and cut.size == (height, width):
+        return crop_and_resize(image, cut.box, cut.size, interpolation, out)
+    resized = crop_and_resize(image, cut.box, cut.size, interpolation)
     resized = resized[top : top + height, left : left + width]
     resized = resized.flip(1) if cut.mirrored else resized
     return resized if out is None else out.copy_(resized)
