@@ -242,7 +242,7 @@ def test_finished_work_is_not_repeated_and_a_changed_source_refused(copy, source
 # ---------------------------------------------------------------------------- interruptions
 
 
-def test_killed_while_packing_it_keeps_what_is_whole_and_finishes(tmp_path):
+def test_killed_while_packing_it_keeps_what_is_whole_and_finishes(tmp_path, monkeypatch):
     folder, out = tmp_path / "many" / "train" / "a", tmp_path / "out"
     folder.mkdir(parents=True)
     images = pack.IMAGES_PER_FILE + 700
@@ -272,7 +272,9 @@ def test_killed_while_packing_it_keeps_what_is_whole_and_finishes(tmp_path):
     found = index_of(out).pack
     with Image.open(folder / "00000.JPEG") as picture:
         expected = picture.convert("RGB").tobytes()
-    assert all(found.file(i) == expected for i in range(0, images, 97))
+    monkeypatch.setattr(pack, "OPEN_FILES", 1)
+    assert all(found.file(i) == expected for i in [*range(0, images, 97), 0])
+    assert len(found._open) == 1
 
 
 @pytest.mark.parametrize("evaluates", [False, pytest.param(True, marks=pytest.mark.long)])

@@ -26,6 +26,7 @@ INDEX = "pack.npz"
 SUFFIX = ".pixels"
 VERSION = 1
 IMAGES_PER_FILE = 4096  # 1.1 GB at 256 pixels: 326 files for ImageNet
+OPEN_FILES = 512  # at most, in a process; the usual limit is 1024
 MAGIC = b"pixels 1"
 # Of each image: its number in the part, its place, the number of bytes, height and width in pixels
 # (0 and 0 for the bytes of a file) and CRC-32.
@@ -168,6 +169,8 @@ class Pack:
             self._buffer = np.empty(count, np.uint8)
         file = self._open.get(number)
         if file is None:
+            if len(self._open) >= OPEN_FILES:
+                del self._open[next(iter(self._open))]  # the one opened first; this closes it
             file = self._open[number] = open(
                 os.path.join(self.root, file_name(number)), "rb", buffering=0
             )
