@@ -94,7 +94,7 @@ def damaged(number):
 
 def test_damaged_files_are_what_they_are_to_whole_decoding():
     decoded = 0
-    for number in range(150):
+    for number in range(100):
         data = damaged(number)
         whole = None
         with contextlib.suppress(ValueError), jpeg_rows.silent_stderr():
@@ -105,7 +105,7 @@ def test_damaged_files_are_what_they_are_to_whole_decoding():
             assert whole is not None
             assert torch.equal(part[:, :40], whole[:, :40])
             decoded += 1
-    assert decoded > 8
+    assert decoded > 5
 
 
 def test_batches_are_those_of_whole_decoding(tmp_path):
