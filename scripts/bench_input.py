@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""How fast do images come in? This suite's input path against the two usual pipelines.
+"""How fast do images come in? This suite's input path against the usual pipelines.
 
     python scripts/bench_input.py             # on 1,500 images cut out of photographs
     python scripts/bench_input.py DATA        # on the training images of DATA
+    python scripts/bench_input.py --profile   # where the time of a worker goes
 
-Rounds of the pipelines alternate, so that a change of the machine's speed affects all of them; the
-figures are medians, and the ratios are those of CPU time, which other programs on the machine
-disturb least. One core: batches are made in this process by one thread. Workers: the CPU time of
-DataLoader's workers, from their start to their end, including the transfer of batches.
+timm and DALI are compared with where they are installed. Rounds of the pipelines alternate, so that
+a change of the machine's speed affects all of them; the figures are medians, and the ratios are
+those of CPU time, which other programs on the machine disturb least. One core: batches are made in
+this process by one thread. Workers: the CPU time of the workers, from their start to their end, and
+of this process, which receives the batches; DALI's workers are threads that have been started.
 """
 
 import argparse
@@ -33,7 +35,7 @@ import utils.processes.installed  # noqa: E402, F401 (a missing package becomes 
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from bench import photographs, pipelines  # noqa: E402
+from bench import photographs, pipelines, worker_profile  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 from utils.data import listing  # noqa: E402
@@ -52,25 +54,27 @@ def main() -> int:
     torch.set_num_threads(1)
     originals = Path(args.data) if args.data else made_images(args)
     name = zlib.crc32(os.fsencode(originals.resolve()))
-    shrunk = shrink(originals, Path(args.cache) / f"shrunk_{name:08x}")
+    shrunk = prepared("shrink", originals, Path(args.cache) / f"shrunk_{name:08x}")
+    packed = prepared("pack", originals, Path(args.cache) / f"packed_{name:08x}")
     result: dict[str, Any] = {"command": " ".join(sys.argv), "machine": machine()}
-    sets = {"originals": originals, "shrunk to 256": shrunk}
+    sets = {"originals": originals, "shrunk to 256": shrunk, "packed at 256": packed}
     indices = {name: index_of(root / "train") for name, root in sets.items()}
-    for name, index in indices.items():
-        mean = index.sizes.mean() / 1000
-        print(f"{name}: {len(index)} images, {mean:.0f} KB on average")
-    result["images"] = {
-        name: {"number": len(index), "mean_bytes": float(index.sizes.mean())}
-        for name, index in indices.items()
-    }
-    result["one core"] = compare(indices, args, in_process)
+    result["images"] = {name: describe(name, index) for name, index in indices.items()}
+    if args.profile:
+        result["profile"] = profile(indices, args)
+        return write(result, args)
+    result["one core"] = compare(indices, args, workers=0)
     print_table("one core", result["one core"])
-    args.batches *= 4  # so that the workers' start weighs little
-    result["workers"] = compare(indices, args, lambda d, b: by_workers(d, b, args.workers))
+    args.batches *= 8  # so that the workers' start weighs little
+    result["workers"] = compare(indices, args, args.workers)
     print_table(f"{args.workers} worker{'s' * (args.workers > 1)}", result["workers"])
     result |= first_batch(indices["originals"], args.workers) | big_index()
     for key in ("first_batch_s", "index_load_s", "worker_growth_mb"):
         print(f"{key}: {result[key]:.3g}")
+    return write(result, args)
+
+
+def write(result: dict[str, Any], args: argparse.Namespace) -> int:
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
     return 0
@@ -89,7 +93,7 @@ def parse() -> argparse.Namespace:
         type=positive,
         default=5,
         metavar="N",
-        help=f"per round, of {BATCH} images (5; four times as many for the workers)",
+        help=f"per round, of {BATCH} images (5; eight times as many for the workers)",
     )
     parser.add_argument("-j", "--workers", type=positive, default=2, metavar="N", help="(2)")
     parser.add_argument("--images", type=positive, default=1500, metavar="N", help="to make (1500)")
@@ -101,6 +105,9 @@ def parse() -> argparse.Namespace:
         + ", ".join(photographs.PACKAGES),
     )
     parser.add_argument("--cache", default=str(ROOT / "data" / "bench"), metavar="DIR")
+    parser.add_argument(
+        "--profile", action="store_true", help="show what a worker of this suite does, and end"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures into FILE")
     return parser.parse_args()
 
@@ -120,14 +127,14 @@ def made_images(args: argparse.Namespace) -> Path:
     return photographs.make(cache, found, args.images)
 
 
-def shrink(originals: Path, out: Path) -> Path:
-    """A copy of ``originals`` with a short side of 256 pixels, by prepare_data.py."""
-    command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), "shrink"]
+def prepared(command: str, originals: Path, out: Path) -> Path:
+    """A copy of ``originals`` with a short side of 256 pixels, by prepare_data.py ``command``."""
+    line = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), command]
     done = subprocess.run(
-        [*command, str(originals), str(out)], capture_output=True, text=True, check=False
+        [*line, str(originals), str(out)], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise UserError(f"the images could not be shrunk: {done.stderr.strip()}")
+        raise UserError(f"{command}: {done.stderr.strip().removeprefix('error: ')}")
     return out
 
 
@@ -148,50 +155,67 @@ def machine() -> dict[str, Any]:
     }
 
 
-Timing = tuple[float, float]  # CPU seconds and seconds
+def describe(name: str, index: ImageIndex) -> dict[str, float]:
+    """Print how many images there are, and of which size; the same as figures."""
+    mean, _ = index.sample_sizes()
+    print(f"{name}: {len(index)} images, {mean / 1000:.0f} KB on average")
+    return {"number": len(index), "mean_bytes": mean}
 
 
-def in_process(dataset: Dataset, batches: list[Batch]) -> Timing:
-    """Make the batches here."""
-    cpu, wall = time.process_time(), time.perf_counter()
-    for batch in batches:
-        dataset.__getitems__(batch)
-    return time.process_time() - cpu, time.perf_counter() - wall
+def batches_of(index: ImageIndex, number: int, epoch: int) -> list[Batch]:
+    order = np.resize(epoch_order(len(index), 0, epoch), number * BATCH)
+    return [Batch(epoch, part) for part in np.split(order, number)]
 
 
-def by_workers(dataset: Dataset, batches: list[Batch], workers: int) -> Timing:
-    """Let ``workers`` make them; CPU time is that of the workers, transfer included."""
-    loader = DataLoader(
-        dataset, batch_sampler=batches, num_workers=workers, collate_fn=lambda batch: batch
-    )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    wall = time.perf_counter()
-    for _ in loader:
+def profile(indices: dict[str, ImageIndex], args: argparse.Namespace) -> dict[str, Any]:
+    """What the parts of a worker's work cost: medians of the rounds, for each set of images."""
+    found = {}
+    for name, index in indices.items():
+        for title, pipeline in pipelines.of_this_suite(index).items():
+            rounds = [
+                worker_profile.of(pipeline.dataset, batches_of(index, args.batches, turn))
+                for turn in range(args.rounds)
+            ]
+            parts = {p: statistics.median(r.get(p, 0.0) for r in rounds) for p in rounds[0]}
+            worker_profile.print_table(f"{title}, {name}", parts)
+            found[f"{title}, {name}"] = parts
+    return found
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those of its children that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime
+
+
+def time_it(pipeline: pipelines.Pipeline, batches: list[Batch], workers: int) -> tuple[float, ...]:
+    """CPU seconds and seconds that the batches take."""
+    cpu, wall = cpu_seconds(), time.perf_counter()
+    iterator = pipeline(batches, workers)
+    for _ in iterator:
         pass
     wall = time.perf_counter() - wall
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # the workers have been waited for
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return cpu, wall
+    del iterator  # with it the workers end
+    return cpu_seconds() - cpu, wall
 
 
-def compare(indices: dict[str, ImageIndex], args: argparse.Namespace, time_it: Any) -> list[Any]:
+def compare(indices: dict[str, ImageIndex], args: argparse.Namespace, workers: int) -> list[Any]:
     """Rounds of every pipeline on every set: one row each, with the figures of each round."""
     rows = [
-        {"pipeline": name, "images": images, "dataset": dataset, "index": index, "rounds": []}
+        {"pipeline": name, "images": images, "make": pipeline, "index": index, "rounds": []}
         for images, index in indices.items()
-        for name, dataset in pipelines.all_of(index).items()
+        for name, pipeline in pipelines.all_of(index).items()
     ]
     number = args.batches * BATCH
     for turn in range(-1, args.rounds):  # the first turn warms up
         for row in rows:
-            order = np.resize(epoch_order(len(row["index"]), 0, max(turn, 0)), number)
-            batches = [Batch(max(turn, 0), part) for part in np.split(order, args.batches)]
-            cpu, wall = time_it(row["dataset"], batches)
+            batches = batches_of(row["index"], args.batches, max(turn, 0))
+            cpu, wall = time_it(row["make"], batches, workers)
             if turn >= 0:
                 row["rounds"].append({"cpu_ms": 1000 * cpu / number, "images_per_s": number / wall})
     base: list[float] = []
     for row in rows:
-        del row["dataset"], row["index"]
+        del row["make"], row["index"]
         costs = [turn["cpu_ms"] for turn in row["rounds"]]
         base = base or costs  # the first row: the usual pipeline on the originals
         row["cpu_ms"] = statistics.median(costs)
@@ -212,13 +236,9 @@ def print_table(title: str, rows: list[Any]) -> None:
 
 def first_batch(index: ImageIndex, workers: int) -> dict[str, float]:
     """Seconds from asking for batches to having the first."""
-    dataset = pipelines.all_of(index)["this suite"]
     batches = [Batch(0, np.arange(BATCH) % len(index))] * (2 * workers)
     began = time.perf_counter()
-    loader = DataLoader(
-        dataset, batch_sampler=batches, num_workers=workers, collate_fn=lambda batch: batch
-    )
-    next(iter(loader))
+    next(pipelines.all_of(index)["this suite"](batches, workers))
     return {"first_batch_s": time.perf_counter() - began}
 
 
@@ -271,7 +291,6 @@ def fill_with_names(root: Path) -> None:
         listings[name] = listing.Listing(
             b"".join(paths),
             np.array([len(path) for path in paths]),
-            np.full(len(paths), 110_000),
             {name: os.stat(root / name).st_mtime_ns},
         )
     listing.write(root, listings)

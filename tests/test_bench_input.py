@@ -2,9 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
-from bench import photographs
+from bench import photographs, worker_profile
 from conftest import draw_image, python
+
+from utils.data.dataset import ImageBatches
+from utils.data.index import ImageIndex, class_folders
+from utils.samplers import Batch
 
 BENCH = "scripts/bench_input.py"
 
@@ -34,8 +39,10 @@ def test_all_pipelines_are_measured_on_originals_and_shrunk(photograph, tmp_path
     for part in ("one core", "workers"):
         rows = found[part]
         names = [row["pipeline"] for row in rows]
-        assert {"pytorch/examples", "Apex example", "this suite"} <= set(names)
-        assert len(names) == 2 * len(set(names))
+        assert {"pytorch/examples", "Apex example", "torchvision v2", "this suite"} <= set(names)
+        kinds = {row["images"] for row in rows}
+        assert kinds == {"originals", "shrunk to 256", "packed at 256"}
+        assert len(names) == 2 * len(set(names)) + 1, "of a pack there is one way to read"
         assert rows[0]["ratio"] == 1
         for row in rows:
             assert len(row["rounds"]) == 1
@@ -43,6 +50,18 @@ def test_all_pipelines_are_measured_on_originals_and_shrunk(photograph, tmp_path
             assert f"{row['cpu_ms']:.2f}" in done.out
     assert found["index_load_s"] > 0
     assert found["machine"]["cores"] > 0
+
+
+def test_a_profile_names_the_parts_and_leaves_no_trace(photograph, tmp_path):
+    root = photographs.make(tmp_path, photographs.find(photograph), 10) / "train"
+    images = ImageBatches(ImageIndex(root, class_folders(root)), 32, 0, train=True)
+    images.regions, images.stops_early = False, True
+    before = [vars(place)[name] for place, name, _ in worker_profile.PARTS]
+    parts = worker_profile.of(images, [Batch(0, np.arange(10)), Batch(1, np.arange(5))])
+    assert {"read the file", "decode", "resize", "the rest"} <= set(parts)
+    assert all(spent >= 0 for spent in parts.values())
+    assert parts["decode"] > 0
+    assert [vars(place)[name] for place, name, _ in worker_profile.PARTS] == before
 
 
 def test_made_images_are_the_same_and_not_made_twice(photograph, tmp_path):

@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 from conftest import ROOT
 
-from utils.data import listing
+from utils.data import index, listing
 from utils.data.index import ImageIndex
 from utils.errors import UserError
 
@@ -49,20 +50,55 @@ def scans(monkeypatch):
     return seen
 
 
-def contents(index):
-    return [(index.path(i), int(index.targets[i]), int(index.sizes[i])) for i in range(len(index))]
+def contents(images):
+    return [(images.path(i), int(images.targets[i])) for i in range(len(images))]
 
 
 def test_second_time_nothing_is_listed_and_all_is_the_same(root, scans):
     first = ImageIndex(root, CLASSES)
     assert sorted(scans) == sorted(CLASSES)
-    assert first.sizes.tolist() == [1, 2, 3, 4, 10] * 3
     scans.clear()
     again = ImageIndex(root, CLASSES)
     assert scans == []
     assert contents(again) == contents(first)
     assert again.fingerprint() == first.fingerprint()
     assert all(os.path.isfile(again.path(i)) for i in range(len(again)))
+
+
+def test_a_cache_that_still_has_sizes_is_believed(root, scans):
+    expected = contents(ImageIndex(root, CLASSES))
+    with np.load(root / listing.CACHE) as file:
+        content = {**file, "version": np.array(1), "sizes": np.ones(15, np.int64)}
+    np.savez(root / listing.CACHE, **content)
+    scans.clear()
+    assert contents(ImageIndex(root, CLASSES)) == expected
+    assert scans == []
+
+
+def test_sizes_are_asked_of_a_sample(root, monkeypatch):
+    first = ImageIndex(root, CLASSES).sample_sizes()
+    assert first[0] == 4
+    os.truncate(root / "b" / "deep" / "z.png", 0)
+    second = ImageIndex(root, CLASSES).sample_sizes()
+    assert second[0] == 4 - 10 / 15 and second[1] != first[1]
+    monkeypatch.setattr(index, "SIZES_ASKED", 3)
+    assert ImageIndex(root, CLASSES).sample_sizes()[0] == 1, "the first file of each class"
+
+
+def test_a_disk_that_makes_us_wait_is_asked_by_threads(root, monkeypatch):
+    expected, real, seen = contents(ImageIndex(root, CLASSES)), listing.list_class, set()
+
+    def noted(root, name):
+        seen.add(threading.current_thread() is threading.main_thread())
+        return real(root, name)
+
+    monkeypatch.setattr(listing, "list_class", noted)
+    for patience, here in ((1000, {True}), (-1000, {False})):
+        monkeypatch.setattr(listing, "PATIENCE", patience)
+        (root / listing.CACHE).unlink()
+        seen.clear()
+        assert contents(ImageIndex(root, CLASSES)) == expected
+        assert seen == here
 
 
 @pytest.mark.parametrize("place", ["b", "b/deep"])
@@ -76,10 +112,10 @@ def test_change_lists_that_class_anew(root, scans, place, change):
     else:
         victim = next(path for path in sorted(folder.iterdir()) if path.is_file())
         victim.unlink() if change == "remove" else victim.rename(folder / "other.jpg")
-    index = ImageIndex(root, CLASSES)
+    images = ImageIndex(root, CLASSES)
     assert scans == ["b"]
     (root / listing.CACHE).unlink()
-    assert contents(index) == contents(ImageIndex(root, CLASSES))
+    assert contents(images) == contents(ImageIndex(root, CLASSES))
 
 
 def test_subset_is_taken_from_the_whole_and_adds_to_it(root, scans):
@@ -87,10 +123,10 @@ def test_subset_is_taken_from_the_whole_and_adds_to_it(root, scans):
     ImageIndex(root, CLASSES)
     assert scans.count("a") == 1
     scans.clear()
-    index = ImageIndex(root, CLASSES[1:])
+    images = ImageIndex(root, CLASSES[1:])
     assert scans == []
-    assert index.path(0) == str(root / "b" / "0.jpg")
-    assert index.targets.tolist() == [0] * 5 + [1] * 5
+    assert images.path(0) == str(root / "b" / "0.jpg")
+    assert images.targets.tolist() == [0] * 5 + [1] * 5
 
 
 def test_folder_that_has_just_changed_is_not_believed(root, scans):
@@ -156,8 +192,8 @@ from pathlib import Path
 from utils.data import index, listing
 root, count = Path(sys.argv[1]), int(sys.argv[2])
 paths = [b"n%08d/n%08d_%08d.JPEG" % (7, 7, i) for i in range(count)]
-lengths, sizes = np.array([len(path) for path in paths]), np.zeros(count, np.int64)
-found = listing.Listing(b"".join(paths), lengths, sizes, {})
+lengths = np.array([len(path) for path in paths])
+found = listing.Listing(b"".join(paths), lengths, {})
 del paths
 index.listings = lambda root, classes, shows: [found]
 images = index.ImageIndex(root, ["n00000007"])

@@ -15,7 +15,8 @@ TORCH_FREE = (
     *("errors", "option_types", "atomic", "samplers", "schedules"),
     *("processes.agreement", "processes.network", "processes.supervise"),
     *("processes.meeting_point", "processes.installed"),
-    *("data.listing", "data.index", "data.rgb", "run.figures", "run.owner", "run.provenance"),
+    *("data.listing", "data.index", "data.pack", "data.rgb"),
+    *("run.figures", "run.owner", "run.provenance"),
     "comm.cost",
 )
 # Sent to nodes as single files, whose Python may be 3.7 and have no package.

@@ -395,11 +395,11 @@ def test_preparation_needs_no_torch():
 
 def test_units_of_bytes(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    from prepare.shrink import _bytes_text
+    from prepare.files import bytes_text
 
     numbers = (146_250_000_000, 1_000_000_000, 999_000_000, 1_000_000, 12_340, 0, -2_500_000)
     texts = ["146.2 GB", "1.0 GB", "999.0 MB", "1.0 MB", "12.3 kB", "0.0 kB", "-2.5 MB"]
-    assert [_bytes_text(number) for number in numbers] == texts
+    assert [bytes_text(number) for number in numbers] == texts
 
 
 @pytest.fixture

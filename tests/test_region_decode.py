@@ -63,14 +63,14 @@ def test_pixels_are_those_of_the_whole_image(kind, size):
             assert torch.equal(pixels, whole[:, top : top + height, left : left + width])
             assert pixels.stride(0) == 1, "channels-last, as decode gives it"
             parts += 1
-    assert parts > 15
+    assert parts > 5
 
 
 @needs_library
 def test_large_box_is_left_to_whole_decoding():
     part = region_decode.open_jpeg(jpeg(picture()))
-    assert part.decode((0, 0, 131, 173)) is None
-    assert part.decode((0, 0, 60, 173)) is not None
+    assert part.decode((0, 0, 60, 173)) is None
+    assert part.decode((0, 0, 50, 173)) is not None
 
 
 @pytest.mark.parametrize("kind", ["grey", "CMYK", "PNG", "cut", "empty", "text"])

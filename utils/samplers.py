@@ -54,6 +54,7 @@ class TrainSampler:
         self.seed = seed
         self.global_batch = global_batch(batch, self.ranks, accum, images)
         self.steps_per_epoch = images // self.global_batch
+        self.largest = -(-self.global_batch // (self.ranks * accum))  # images in a batch
         self.epoch = 0
         self.first_step = 0
 
@@ -86,6 +87,7 @@ class EvalSampler:
     def __init__(self, images: int, batch: int, ranks: tuple[int, int]):
         self.images, self.batch = images, batch
         self.rank, self.ranks = ranks
+        self.largest = max(1, min(batch, images))  # images in a batch
         self.rounds = -(-images // (batch * self.ranks))  # the ranks' highest number of batches
 
     def __len__(self) -> int:

@@ -115,10 +115,13 @@ def as_text(head: list[str], rows: list[list[str]]) -> str:
 def remarks(found: Found) -> list[str]:
     """What one has to know to read the table."""
     case = found[0][0]
-    errors = []
+    errors, behind = [], []
     for one, measured in found:
-        rows = [row_of(one, name, measured) for name in one.methods]
-        errors += [abs(row.forecast_s / row.step_s - 1) for row in rows]
+        rows = {name: row_of(one, name, measured) for name in one.methods}
+        errors += [abs(row.forecast_s / row.step_s - 1) for row in rows.values()]
+        chosen = rows.pop("auto", None)
+        if chosen and rows:
+            behind.append(chosen.step_s / min(row.step_s for row in rows.values()) - 1)
     within = sum(error <= 0.15 for error in errors)
     said = [
         f"The forecast is within 15 % in {within} of {len(errors)} cases (median error "
@@ -130,6 +133,12 @@ def remarks(found: Found) -> list[str]:
         said.append(
             f"Compute was {case.slow_down} times longer and links {case.slow_down} times slower; "
             f"tensors and links {case.shrink} times smaller."
+        )
+    if behind:
+        near = sum(one <= 0.05 for one in behind)
+        said.append(
+            "auto's step is at most 5 % longer than that of the best method beside it in "
+            f"{near} of {len(behind)} cases; at worst {max(behind):.0%}."
         )
     if case.shrink > 1 and any(name.startswith("powersgd") for name in case.methods):
         said.append(

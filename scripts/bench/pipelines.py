@@ -1,22 +1,30 @@
-"""Three ways from JPEG files to batches of 224-pixel training crops.
+"""Ways from JPEG files to batches of 224-pixel training crops.
 
-Each is a dataset whose ``__getitems__`` makes a whole batch from a `Batch`, as `ImageBatches` does,
-so that all three are driven, and their batches handed over by workers, in the same way.
+Each is called with the batches to make and a number of workers, and gives them one by one: with 0
+workers they are made by one thread of this process.
 """
+
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
+from bench import peers
 from PIL import Image
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import transforms
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms import v2
 
 from utils.data import region_decode
 from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
-from utils.data.loaders import MEAN, STD
+from utils.data.preprocessing import MEAN, STD
+from utils.data.ring import RingLoader
 from utils.samplers import Batch
 
 SIZE = 224
+Pipeline = Callable[[list[Batch], int], Iterator[Any]]
 
 
 class Usual(Dataset):
@@ -36,13 +44,20 @@ class Usual(Dataset):
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitems__(self, batch: Batch) -> list[torch.Tensor]:
+    def __getitems__(self, batch: Batch) -> Any:
         return default_collate([self._sample(int(i)) for i in batch.indices])
 
-    def _sample(self, image: int) -> tuple[torch.Tensor, int]:
+    def _sample(self, image: int) -> tuple[Any, int]:
         with open(self.index.path(image), "rb") as file:
             picture = Image.open(file).convert("RGB")
         return self.transform(picture), int(self.index.targets[image])
+
+    def __call__(self, batches: list[Batch], workers: int) -> Iterator[Any]:
+        return iter(
+            DataLoader(
+                self, batch_sampler=batches, num_workers=workers, collate_fn=lambda batch: batch
+            )
+        )
 
 
 class UsualUint8(Usual):
@@ -60,14 +75,74 @@ class UsualUint8(Usual):
         return images, torch.tensor([target for _, target in samples])
 
 
-def all_of(index: ImageIndex) -> dict[str, Dataset]:
+class V2Uint8(Usual):
+    """torchvision's v2 transforms on uint8 tensors, normalised on the device."""
+
+    def __init__(self, index: ImageIndex):
+        super().__init__(index)
+        self.transform = v2.Compose(
+            [v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip()]
+        )
+
+    def _sample(self, image: int) -> tuple[torch.Tensor, int]:
+        pixels = decode_image(self.index.path(image), ImageReadMode.RGB)
+        return self.transform(pixels), int(self.index.targets[image])
+
+
+class Timm(Usual):
+    """What timm's loader does: its transform and its collating, normalised on the device."""
+
+    def __init__(self, index: ImageIndex):
+        super().__init__(index)
+        self.transform, self.collate = peers.timm_parts(SIZE)
+
+    def __getitems__(self, batch: Batch) -> Any:
+        return self.collate([self._sample(int(i)) for i in batch.indices])
+
+
+class Fixed(list):
+    """Batches, as a sampler gives them."""
+
+    @property
+    def largest(self) -> int:
+        """Images in the largest batch."""
+        return max(len(batch.indices) for batch in self)
+
+
+class ThisSuite:
+    """The input path of this repository, up to the slots of its ring."""
+
+    def __init__(self, index: ImageIndex, regions: bool):
+        self.dataset = ImageBatches(index, SIZE, seed=0, train=True)
+        self.dataset.regions = regions
+        self.dataset.stops_early = True  # in this process, too, as it has no other threads
+
+    def __call__(self, batches: list[Batch], workers: int) -> Iterator[Any]:
+        loader = RingLoader(self.dataset, Fixed(batches), workers)
+        for filled in loader:
+            yield filled
+            loader.ring.free_after(filled.slot)
+
+
+def all_of(index: ImageIndex) -> dict[str, Pipeline]:
     """The pipelines by name; the first is the one that the others are compared with."""
-    found = {
+    if index.pack is not None:  # the others read image files
+        return of_this_suite(index)
+    found: dict[str, Pipeline] = {
         "pytorch/examples": Usual(index),
         "Apex example": UsualUint8(index),
-        "this suite": ImageBatches(index, SIZE, seed=0, train=True),
+        "torchvision v2": V2Uint8(index),
     }
-    found["this suite"].regions = False
-    if region_decode.available():
-        found["with nvImageCodec"] = ImageBatches(index, SIZE, seed=0, train=True)
+    if peers.has_timm():
+        found["timm"] = Timm(index)
+    if peers.has_dali():
+        found["DALI on the CPU"] = peers.Dali(index, SIZE)
+    return found | of_this_suite(index)
+
+
+def of_this_suite(index: ImageIndex) -> dict[str, ThisSuite]:
+    """This suite's, without and, if it is installed, with nvImageCodec."""
+    found = {"this suite": ThisSuite(index, regions=False)}
+    if index.pack is None and region_decode.available():
+        found["with nvImageCodec"] = ThisSuite(index, regions=True)
     return found

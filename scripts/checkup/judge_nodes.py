@@ -135,7 +135,7 @@ def _data(check: Checkup) -> Iterator[Finding]:
             yield Finding(
                 "data",
                 FAULT,
-                f"the {part} images differ: {listed}; {first}",
+                f"the {part} images differ: {'; '.join(filter(None, (listed, first)))}",
                 "each node takes its share of the images by their numbers in its own list: if the "
                 "lists differ, some images are seen twice and some never (training refuses to "
                 "start)",

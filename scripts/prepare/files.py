@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import os
 import pickle
 import struct
 import tarfile
@@ -66,5 +67,21 @@ def images_by_class(folder: Path) -> Iterator[tuple[str, list[str]]]:
     a folder that cannot be read.
     """
     for label in class_names(folder):
-        found = image_files(str(folder), label, {})
-        yield label, sorted(path.removeprefix(f"{label}/") for path, _ in found)
+        found = map(os.fsdecode, image_files(folder, label, {}))
+        yield label, sorted(path.removeprefix(f"{label}/") for path in found)
+
+
+def read(source: str) -> bytes:
+    """All bytes of the file `source`. Raises UserError if it cannot be read."""
+    try:
+        return Path(source).read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {source} ({error.strerror})") from error
+
+
+def bytes_text(number: float) -> str:
+    """A number of bytes as people say it."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB")):
+        if abs(number) >= unit:
+            return f"{number / unit:.1f} {name}"
+    return f"{number / 1000:.1f} kB"

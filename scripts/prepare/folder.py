@@ -62,10 +62,10 @@ class Plan(NamedTuple):
 class Progress:
     """Shows the progress: as a bar on a terminal, as a line every ten seconds elsewhere."""
 
-    def __init__(self, total: int):
-        self.total, self.number = total, 0
+    def __init__(self, total: int, unit: str = " images"):
+        self.total, self.number, self.unit = total, 0, unit
         self.said = time.monotonic(), 0  # time and number of images of the last line printed
-        self.bar = tqdm(total=total, unit=" images") if sys.stderr.isatty() else None
+        self.bar = tqdm(total=total, unit=unit) if sys.stderr.isatty() else None
 
     def __enter__(self) -> "Progress":
         return self
@@ -84,7 +84,9 @@ class Progress:
         if seconds >= SECONDS_BETWEEN_LINES:
             rate = (self.number - self.said[1]) / seconds
             left = tqdm.format_interval(max(0, self.total - self.number) / rate)
-            line = f"{self.number} of {self.total} images, {rate:.0f} images/s, {left} left"
+            unit = self.unit
+            speed = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
+            line = f"{self.number} of {self.total}{unit}, {speed}{unit}/s, {left} left"
             print(line, file=sys.stderr, flush=True)
             self.said = time.monotonic(), self.number
 
@@ -93,7 +95,8 @@ class Progress:
 Writer = Callable[[Iterator[tuple[Path, Item]]], Iterator[None]]
 
 
-def _read_marker(path: Path) -> dict[str, Any] | None:
+def read_marker(path: Path) -> dict[str, Any] | None:
+    """What a marker file says; None where there is none. Raises UserError for a damaged one."""
     try:
         marker = json.loads(path.read_bytes())
         return {"source": marker["source"], "options": dict(marker["options"]), **marker}
@@ -103,7 +106,8 @@ def _read_marker(path: Path) -> dict[str, Any] | None:
         raise UserError(f"{path} is damaged; remove the folder {path.parent}") from error
 
 
-def _describe(marker: dict[str, Any]) -> str:
+def describe(marker: dict[str, Any]) -> str:
+    """What a folder holds, in a few words."""
     options = ", ".join(f"{k} {v}" for k, v in marker["options"].items() if v is not None)
     return f"{marker['source']} ({options})" if options else marker["source"]
 
@@ -191,18 +195,17 @@ def _check(out: Path, plan: Plan, seen: Counter[str], counts: dict[str, dict[str
         )
 
 
-def _prepare_locked(
-    out: Path,
-    wanted: dict[str, Any],
-    open_plan: Callable[[tuple[str, ...]], Plan],
-    write: Writer,
-    splits: tuple[str, ...],
-) -> None:
-    done, begun = _read_marker(out / PREPARED), _read_marker(out / PREPARING)
+def check_own(out: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """The marker of a finished `out`, if it has one.
+
+    Raises:
+        UserError: `out` holds something else than `wanted`, or what no preparation has made.
+    """
+    done, begun = read_marker(out / PREPARED), read_marker(out / PREPARING)
     for marker in (done, begun):
         if marker and {key: marker[key] for key in wanted} != wanted:
             raise UserError(
-                f"{out} holds {_describe(marker)}, not {_describe(wanted)}; "
+                f"{out} holds {describe(marker)}, not {describe(wanted)}; "
                 "choose another folder or remove that one"
             )
     foreign = next((split for split in ALL_SPLITS if (out / split).exists()), None)
@@ -210,13 +213,24 @@ def _prepare_locked(
         raise UserError(
             f"{out} has a {foreign} folder that this command did not make; choose another folder"
         )
+    return done
+
+
+def _prepare_locked(
+    out: Path,
+    wanted: dict[str, Any],
+    open_plan: Callable[[tuple[str, ...]], Plan],
+    write: Writer,
+    splits: tuple[str, ...],
+) -> None:
+    done = check_own(out, wanted)
     counts = done.get("counts", {}) if done else {}
     plan = open_plan(tuple(counts)) if set(splits) - set(counts) else None
     for note in plan.notes if plan else []:
         print(note, flush=True)
     if not plan or not plan.splits:
         (out / PREPARING).unlink(missing_ok=True)
-        print(f"nothing to do: {out} already holds {_describe(wanted)}: {_summary(counts)}")
+        print(f"nothing to do: {out} already holds {describe(wanted)}: {_summary(counts)}")
         return
     write_whole(out / PREPARING, json.dumps(wanted, indent=2).encode())
     seen = _write_items(out, plan, write)
@@ -254,6 +268,17 @@ def prepare(
         UserError: `out` holds something else, another process is writing it, it cannot be
             written, or the source is missing or damaged.
     """
+    with made_by_one(out):
+        wanted = {"source": source, "options": options}
+        _prepare_locked(out, wanted, open_plan, write, splits)
+
+
+@contextmanager
+def made_by_one(out: Path) -> Iterator[None]:
+    """Makes the folder `out` if necessary, and holds a lock on it.
+
+    A new one is removed if nothing was written into it. Raises UserError.
+    """
     is_new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -261,8 +286,7 @@ def prepare(
         raise UserError(f"{out} is not a folder") from error
     try:
         with _only_writer(out):
-            wanted = {"source": source, "options": options}
-            _prepare_locked(out, wanted, open_plan, write, splits)
+            yield
     finally:
         if is_new:
             with suppress(OSError):

@@ -16,16 +16,18 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
-from prepare.files import images_by_class, write_whole
+from prepare.files import bytes_text, images_by_class, read, write_whole
 from prepare.folder import ALL_SPLITS, PREPARING, Item, Plan, prepare
 from prepare.workers import spread
 from tqdm import tqdm
 
 from utils.data.listing import class_names
+from utils.data.pack import is_pack
 from utils.data.rgb import to_rgb
 from utils.errors import UserError
 
@@ -43,6 +45,52 @@ def _reduced_size(width: float, height: float, size: int) -> tuple[int, int]:
     return round(width * factor), round(height * factor)
 
 
+def reduced_shape(width: int, height: int, size: int) -> tuple[int, int]:
+    """Width and height of an image after `reduce`, off by a pixel at most."""
+    return (width, height) if min(width, height) <= size else _reduced_size(width, height, size)
+
+
+def reduce(image: Image.Image, size: int) -> Image.Image | None:
+    """Reduces one image, opened but not loaded yet.
+
+    Args:
+        image: of any format that Pillow reads.
+        size: its largest short side, in pixels.
+
+    Returns:
+        the reduced image in RGB, or None for one that is small enough as it is.
+    """
+    if min(image.size) <= size:
+        return None
+    rough = _reduced_size(*image.size, size)
+    drafted = image.draft(None, (DRAFT_MARGIN * rough[0], DRAFT_MARGIN * rough[1]))
+    rgb = to_rgb(image)
+    # A drafted image's last row and column may cover only a fraction of a pixel.
+    box = drafted[1] if drafted else (0, 0, *rgb.size)
+    return rgb.resize(_reduced_size(*box[2:], size), FILTER, box)
+
+
+@contextmanager
+def opened(data: bytes) -> Iterator[Image.Image]:
+    """Opens an image file of any format that Pillow reads; while it is being decoded, too.
+
+    Raises:
+        ValueError: it cannot be decoded, or what is made of it be encoded; says why.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about odd metadata and images near the size limit
+            with Image.open(io.BytesIO(data)) as image:
+                yield image
+    except UnidentifiedImageError as error:
+        raise ValueError("it is not an image, or of an unknown format") from error
+    except MemoryError as error:
+        raise UserError("out of memory; use fewer --workers") from error
+    except Exception as error:  # damaged data makes the decoders raise nearly anything
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(reason or type(error).__name__) from error
+
+
 def shrink(data: bytes, size: int, quality: int) -> bytes:
     """Reduces one image.
 
@@ -57,41 +105,23 @@ def shrink(data: bytes, size: int, quality: int) -> bytes:
     Raises:
         ValueError: it cannot be decoded, or is too long for a JPEG file; says why.
     """
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            if min(image.size) <= size:
-                image.load()
-                return data
-            rough = _reduced_size(*image.size, size)
-            drafted = image.draft(None, (DRAFT_MARGIN * rough[0], DRAFT_MARGIN * rough[1]))
-            rgb = to_rgb(image)
-            # A drafted image's last row and column may cover only a fraction of a pixel.
-            box = drafted[1] if drafted else (0, 0, *rgb.size)
-            small = rgb.resize(_reduced_size(*box[2:], size), FILTER, box)
-            small.info.clear()
-            file = io.BytesIO()
-            small.save(file, "JPEG", quality=quality)
-            return file.getvalue()
-    except UnidentifiedImageError as error:
-        raise ValueError("it is not an image, or of an unknown format") from error
-    except MemoryError as error:
-        raise UserError("out of memory; use fewer --workers") from error
-    except Exception as error:  # damaged data makes the decoders raise nearly anything
-        reason = (str(error).splitlines() or [""])[0]
-        raise ValueError(reason or type(error).__name__) from error
+    with opened(data) as image:
+        small = reduce(image, size)
+        if small is None:
+            image.load()
+            return data
+        small.info.clear()
+        file = io.BytesIO()
+        small.save(file, "JPEG", quality=quality)
+        return file.getvalue()
 
 
 def _shrink_file(size: int, quality: int, job: tuple[str, str]) -> tuple[str, str, str] | None:
     """Writes one reduced image; for one that cannot be read, returns source, target and reason."""
     source, target = job
+    data = read(source)
     try:
-        data = Path(source).read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {source} ({error.strerror})") from error
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about odd metadata and images near the size limit
-            data = shrink(data, size, quality)
+        data = shrink(data, size, quality)
     except ValueError as error:
         return source, target, str(error)
     write_whole(Path(target), data)
@@ -132,19 +162,39 @@ def _items(source: Path, out: Path, splits: tuple[str, ...]) -> Iterator[Item]:
             yield Item(split, label, name, source / split / label / name)
 
 
-def _bytes_text(number: int) -> str:
-    for unit, name in ((10**9, "GB"), (10**6, "MB")):
-        if abs(number) >= unit:
-            return f"{number / unit:.1f} {name}"
-    return f"{number / 1000:.1f} kB"
-
-
 def _unreadable(out: Path) -> int:
     try:
         with (out / UNREADABLE).open("rb") as notes:
             return len(set(notes))
     except FileNotFoundError:
         return 0
+
+
+def check_places(source: Path, out: Path) -> tuple[Path, Path, tuple[str, ...]]:
+    """The folders in full, and the splits of `source` that have images.
+
+    Raises:
+        UserError: `source` has no images, holds packed pixels, or is not finished, or one folder
+            is inside the other.
+    """
+    source, out = source.expanduser().resolve(), out.expanduser().resolve()
+    if source == out:
+        raise UserError(f"{source} and the copy are the same folder; choose another for the copy")
+    for one, other in ((source, out), (out, source)):
+        if one in other.parents:
+            raise UserError(f"{other} is inside {one}; choose another folder for the copy")
+    if (source / PREPARING).exists():
+        raise UserError(f"{source} is not finished; first run the command that makes it again")
+    if not source.is_dir():
+        raise UserError(f"there is no folder {source}")
+    if any(is_pack(source / split) for split in ALL_SPLITS):
+        raise UserError(
+            f"{source} holds packed pixels; give the folder of images that it was made from"
+        )
+    splits = tuple(split for split in ALL_SPLITS if next(_images(source / split), None))
+    if not splits:
+        raise UserError(f"{source} has no images in train/CLASS/ or val/CLASS/")
+    return source, out, splits
 
 
 def shrink_folder(source: Path, out: Path, size: int, quality: int, workers: int) -> None:
@@ -158,22 +208,10 @@ def shrink_folder(source: Path, out: Path, size: int, quality: int, workers: int
         workers: the number of processes.
 
     Raises:
-        UserError: `source` has no images, one of them cannot be opened, it is not finished, or
-            one folder is inside the other; and whatever `prepare` raises it for.
+        UserError: one of the images cannot be opened; and whatever `check_places` and `prepare`
+            raise it for.
     """
-    source, out = source.expanduser().resolve(), out.expanduser().resolve()
-    if source == out:
-        raise UserError(f"{source} and the copy are the same folder; choose another for the copy")
-    for one, other in ((source, out), (out, source)):
-        if one in other.parents:
-            raise UserError(f"{other} is inside {one}; choose another folder for the copy")
-    if (source / PREPARING).exists():
-        raise UserError(f"{source} is not finished; first run the command that makes it again")
-    if not source.is_dir():
-        raise UserError(f"there is no folder {source}")
-    splits = tuple(split for split in ALL_SPLITS if next(_images(source / split), None))
-    if not splits:
-        raise UserError(f"{source} has no images in train/CLASS/ or val/CLASS/")
+    source, out, splits = check_places(source, out)
     before: dict[str, tuple[int, int]] = {}
 
     def open_plan(done: tuple[str, ...]) -> Plan:
@@ -192,8 +230,8 @@ def shrink_folder(source: Path, out: Path, size: int, quality: int, workers: int
         new = sum(_size(out / split)[1] for split in before)
         share = 100 * (old - new) / max(1, old)
         print(
-            f"{number} images: {_bytes_text(old)} before, {_bytes_text(new)} after, "
-            f"{_bytes_text(old - new)} ({share:.1f} %) saved"
+            f"{number} images: {bytes_text(old)} before, {bytes_text(new)} after, "
+            f"{bytes_text(old - new)} ({share:.1f} %) saved"
         )
     if faults := _unreadable(out):
         print(f"{faults} images cannot be read, and were copied as they are: {out / UNREADABLE}")

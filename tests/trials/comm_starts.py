@@ -81,6 +81,7 @@ def train(rank: int, size: int, port: int, method: str, seed: int) -> float:
 
 def work(rank: int, orders: multiprocessing.Queue, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
+    results.put((rank, "has begun"))
     while (order := orders.get()) is not None:
         results.put((rank, train(rank, *order)))
 
@@ -93,35 +94,35 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=200, metavar="N", help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")
     args = parser.parse_args()
+    return next((code for method in args.methods.split(",") if (code := try_out(method, args))), 0)
+
+
+def try_out(method: str, args: argparse.Namespace) -> int:
+    """All starts of one method, by processes of its own: what DDP has made stays in memory."""
     context = multiprocessing.get_context("spawn")
     orders, results = [context.Queue() for _ in range(4)], context.Queue()
-    workers = [
-        context.Process(target=work, args=(rank, orders[rank], results), daemon=True)
-        for rank in range(4)
-    ]
-    for worker in workers:
-        worker.start()
-    for method in args.methods.split(","):
-        began = time.monotonic()
-        for number in range(args.starts):
-            size = 2 + number % 3
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            for rank in range(size):
-                orders[rank].put((size, port, method, args.seed + number))
-            try:
-                sums = {results.get(timeout=LIMIT)[1] for _ in range(size)}
-            except queue.Empty:
-                print(f"{method}: start {number} with {size} processes hangs")
-                return 1
-            if len(sums) > 1:
-                print(f"{method}: start {number} with {size} processes: unequal weights {sums}")
-                return 1
-        seconds = time.monotonic() - began
-        print(
-            f"{method}: {args.starts} starts, none hung, equal weights; {seconds:.0f} s", flush=True
-        )
+    for rank in range(4):
+        context.Process(target=work, args=(rank, orders[rank], results), daemon=True).start()
+    for _ in range(4):
+        results.get()
+    began = time.monotonic()
+    for number in range(args.starts):
+        size = 2 + number % 3
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(size):
+            orders[rank].put((size, port, method, args.seed + number))
+        try:
+            sums = {results.get(timeout=LIMIT)[1] for _ in range(size)}
+        except queue.Empty:
+            print(f"{method}: start {number} with {size} processes hangs")
+            return 1
+        if len(sums) > 1:
+            print(f"{method}: start {number} with {size} processes: unequal weights {sums}")
+            return 1
+    seconds = time.monotonic() - began
+    print(f"{method}: {args.starts} starts, none hung, equal weights; {seconds:.0f} s", flush=True)
     for order in orders:
         order.put(None)
     return 0

@@ -74,19 +74,19 @@ class Method:
 
 
 # The passes are counted, not measured: bytes that the operations of utils/comm/methods.py read and
-# write per value, each in a kernel of its own. 16 bits: 4 + 2 there, 2 + 4 back. 8 bits: into the
-# blocks 8, largest 12, round 28, narrow 7, the parts of all nodes 17, rounded again (less with more
-# nodes) 18, widen 6, out of the blocks 8. 4 bits: packing and unpacking besides. PowerSGD: add the
-# error 12, two products 8, the product of the factors 4, copy 8, check 6, the new error 32.
+# write per value on a GPU, each in a kernel of its own. 16 bits: 4 + 2 there, 2 + 4 back. 8 bits:
+# into the blocks 8, largest 4, round 16, narrow 5, the parts of all nodes 9, rounded again 8 (with
+# 4 nodes), widen 5, out of the blocks 8. 4 bits: packing and unpacking besides. PowerSGD: add the
+# error 12, two products 8, the product of the factors 4, copy 8, the new error 32.
 _METHODS = {
     "fp32": Method("fp32", FLOAT32),
     "fp16": Method("fp16", 2, passes=3),
     "bf16": Method("bf16", 2, passes=3),
     # Blocks of 256 and 128 values with a float32 scale each; reduce-scatter, then all-gather.
-    "int8": Method("int8", 1 + 4 / 256, passes=26),
-    "int4": Method("int4", 0.5 + 4 / 128, passes=28),
+    "int8": Method("int8", 1 + 4 / 256, passes=16),
+    "int4": Method("int4", 0.5 + 4 / 128, passes=18),
     # The first factors of the matrices and the tensors of one dimension, then the second factors.
-    "powersgd": Method("powersgd", FLOAT32, collectives=2, passes=18, rank=4),
+    "powersgd": Method("powersgd", FLOAT32, collectives=2, passes=16, rank=4),
     "localsgd": Method("localsgd", FLOAT32, period=8),
 }
 NAMES = ("fp32", "fp16", "bf16", "int8", "int4", "powersgd[:RANK]", "localsgd[:PERIOD]")

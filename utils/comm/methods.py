@@ -9,7 +9,7 @@ Both give all processes the same bits, and a gradient that is infinite or not a 
 all of them, so that all skip the step. fp16 and bf16 are torch's own hooks: utils/comm/exchange.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from utils.comm.lane import Peers
 
 BLOCKS = {8: 256, 4: 128}  # values that share a scale: 1.6 and 6 % more bytes than the bits alone
-TILE = 256  # rows of random numbers, which serve one block after the other
+TILE = 2**17  # values that are rounded at once on the CPU, where they stay in its cache
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Step:
     epoch: int = 0
     step: int = 0
 
-    def generator(self, rank: int) -> torch.Generator:
-        """Random numbers of a rank in this step, on the CPU."""
+    def generator(self, rank: int, device: torch.device | str = "cpu") -> torch.Generator:
+        """Random numbers of a rank in this step."""
         key = self.seed
         for number in (self.epoch, self.step, rank):
             key = (key * 1_000_003 + number + 1) % 2**63
-        return torch.Generator().manual_seed(key)
+        return torch.Generator(device).manual_seed(key)
 
 
 Gradients = Sequence[tuple[int, Tensor]]  # number of the parameter in the model, its gradient
@@ -53,92 +53,110 @@ class Quantised:
         self.bits, self.peers = bits, peers
         self.block, self.levels = BLOCKS[bits], 2 ** (bits - 1) - 1
         self.width = self.block * bits // 8
-        # By the numbers of the gradients: buffer, their places in it, the rows of noise.
-        self.layouts: dict[tuple[int, ...], tuple[Tensor, list[slice], Tensor]] = {}
-        self.noise: tuple[Step, Tensor, Tensor] | None = None
+        self.tile = TILE // self.block
+        # By the numbers of the gradients: buffer, and their places in it.
+        self.layouts: dict[tuple[int, ...], tuple[Tensor, list[slice]]] = {}
+        self.noise: tuple[Step, Tensor] | None = None
 
     def mean(self, gradients: Gradients, step: Step) -> None:
         """Replace ``gradients`` (any float dtype and shape) by their means over the processes."""
         peers = self.peers
-        blocks, rows = self._layout(gradients)
-        own_noise, shared_noise = self._random(step, blocks.device)
+        blocks = self._buffer(gradients)
         self._copy(gradients, blocks, into=True)
-        received = peers.exchange(self.encode(blocks, own_noise[rows]))
+        to_parts, to_sums = self._random(step, blocks.device)
+        received = peers.exchange(self.encode(blocks, to_parts))
         parts = received.view(peers.size, -1, received.shape[1])
         total = self.decode(parts[0])
         for part in parts[1:]:  # in the order of ranks
-            total += self.decode(part)
-        mine = rows[peers.rank * len(total) : (peers.rank + 1) * len(total)]
-        whole = peers.gather(self.encode(total.div_(peers.size), shared_noise[mine]))
+            self.decode(part, total)
+        whole = peers.gather(self.encode(total.div_(peers.size), to_sums))
         # Not through the buffer: what is between the gradients there has to stay zero.
         self._copy(gradients, self.decode(whole), into=False)
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Tensor:
-        """``blocks`` float32 [n, block], ``noise`` of the same shape in [0, 1), which is used up
-        -> uint8 [n, w + 4]: the values, then the block's scale as a float32."""
-        scale = blocks.abs().amax(1, keepdim=True).div_(self.levels)
-        # A little less, as the largest value would round up to one level too many.
-        inverse = torch.where(scale > 0, (1 - 1e-6) / scale, scale)  # an infinity becomes a NaN
-        # From 0 to 2 x levels, so that dropping the digits after the point is rounding down.
-        values = noise.add_(self.levels).addcmul_(blocks, inverse).to(torch.uint8)
+        """``blocks`` float32 [n, block], ``noise`` in [0, 1) [tile, block], which serves one tile
+        of blocks after the other -> uint8 [n, w + 4]: values, then the block's scale as float32."""
         sent = torch.empty(len(blocks), self.width + 4, dtype=torch.uint8, device=blocks.device)
-        sent[:, self.width :].view(torch.float32).copy_(scale)
-        if self.bits == 4:
-            values = values[:, : self.width] | values[:, self.width :] << 4
-        sent[:, : self.width] = values
+        for part, out in self._pieces(blocks, sent):
+            scale = _largest(part).div_(self.levels)
+            # A little less, as the largest value would round up to one level too many.
+            inverse = torch.where(scale > 0, (1 - 1e-6) / scale, scale)  # an infinity becomes NaN
+            values = torch.addcmul(noise[: part.shape[-2]], part, inverse).floor_()
+            if self.bits == 4:
+                values = values[..., : self.width].add(values[..., self.width :], alpha=16)
+            out[..., : self.width].view(torch.int8).copy_(values)
+            out[..., self.width :].view(torch.float32).copy_(scale)
         return sent
 
-    def decode(self, sent: Tensor) -> Tensor:
-        """What `encode` gave, in float32 [n, block]; a block of an infinity is not finite."""
-        scale = sent[:, self.width :].view(torch.float32)
-        values = sent[:, : self.width]
-        if self.bits == 4:
-            values = torch.cat((values & 15, values >> 4), 1)
-        return (values - self.levels).view(torch.int8) * scale
+    def decode(self, sent: Tensor, total: Tensor | None = None) -> Tensor:
+        """What `encode` gave, in float32 [n, block], added to ``total`` if there is one; a block of
+        an infinity is not finite."""
+        adds = total is not None
+        if total is None:
+            total = torch.empty(len(sent), self.block, device=sent.device)
+        for part, out in self._pieces(sent, total):
+            scale = part[..., self.width :].view(torch.float32)
+            values = part[..., : self.width].view(torch.int8)
+            if self.bits == 4:  # low + 16 * high, both from -7 to 7
+                values = torch.cat((values << 4 >> 4, values + 8 >> 4), -1)
+            if values.device.type == "cpu":
+                values = values.float()  # a GPU does that on the way
+            if adds:
+                out.addcmul_(values, scale)
+            else:
+                torch.mul(values, scale, out=out)
+        return total
 
-    def _layout(self, gradients: Gradients) -> tuple[Tensor, Tensor]:
-        """A zeroed buffer [n, block] for the gradients, and the row of noise for each block.
+    def _pieces(self, one: Tensor, two: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of both, in pieces of a tile; on a GPU, where each costs a launch, all at once."""
+        whole = len(one) - len(one) % self.tile if one.device.type != "cpu" else 0
+        if whole:
+            shape = whole // self.tile, self.tile, -1
+            yield one[:whole].view(shape), two[:whole].view(shape)
+        for first in range(whole, len(one), self.tile):
+            yield one[first : first + self.tile], two[first : first + self.tile]
 
-        A block belongs to one parameter, and its noise to its place there: the result does not
-        depend on which gradients share a bucket.
+    def _buffer(self, gradients: Gradients) -> Tensor:
+        """A zeroed buffer [n, block] for the gradients, n a multiple of the processes.
+
+        A block belongs to one parameter: gradients of layers differ by orders of magnitude.
         """
         key = tuple(number for number, _ in gradients)
         if key not in self.layouts:
             counts = [-(-gradient.numel() // self.block) for _, gradient in gradients]
             rows = -(-sum(counts) // self.peers.size) * self.peers.size
-            device = gradients[0][1].device
-            noise = [torch.arange(n) + 7919 * i for i, n in zip(key, counts, strict=True)]
-            noise.append(torch.zeros(rows - sum(counts), dtype=torch.int64))
             places, first = [], 0
             for (_, gradient), n in zip(gradients, counts, strict=True):
                 places.append(slice(first * self.block, first * self.block + gradient.numel()))
                 first += n
-            buffer = torch.zeros(rows, self.block, device=device)
-            self.layouts[key] = buffer, places, torch.cat(noise).remainder_(TILE).to(device)
-        buffer, _, rows_of_noise = self.layouts[key]
-        return buffer, rows_of_noise
+            self.layouts[key] = torch.zeros(rows, self.block, device=gradients[0][1].device), places
+        return self.layouts[key][0]
 
     def _copy(self, gradients: Gradients, blocks: Tensor, into: bool) -> None:
-        _, places, _ = self.layouts[tuple(number for number, _ in gradients)]
+        _, places = self.layouts[tuple(number for number, _ in gradients)]
         flat = blocks.view(-1)
         inside = [flat[place] for place in places]
         outside = [gradient for _, gradient in gradients]
         inside = [part.view(g.shape) for part, g in zip(inside, outside, strict=True)]
         torch._foreach_copy_(*(inside, outside) if into else (outside, inside))
 
-    def _random(self, step: Step, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Noise in [0, 1), [TILE, block]: this process's own, and that of the sums."""
+    def _random(self, step: Step, device: torch.device) -> Tensor:
+        """This process's noise of a step, in [0, 1): [2, tile, block], for the parts and the sums.
+
+        Two, as a value and the sum that it is part of must not be rounded by the same number.
+        """
         if self.noise is None or self.noise[0] != step:
-            # Pinned, as a copy from any other memory keeps the host waiting.
-            size, pinned = (TILE, self.block), device.type == "cuda"
-            own, shared = (
-                torch.rand(size, generator=step.generator(rank), pin_memory=pinned).to(
-                    device, non_blocking=True
-                )
-                for rank in (self.peers.rank, -1)
-            )
-            self.noise = step, own, shared
-        return self.noise[1:]
+            source = step.generator(self.peers.rank, device)
+            shape = 2, self.tile, self.block
+            self.noise = step, torch.rand(shape, generator=source, device=device)
+        return self.noise[1]
+
+
+def _largest(blocks: Tensor) -> Tensor:
+    """The largest absolute value of each row, [..., 1]; NaN if there is one."""
+    if blocks.device.type == "cpu":  # there the norm is three times slower
+        return blocks.abs().amax(-1, keepdim=True)
+    return torch.linalg.vector_norm(blocks, torch.inf, dim=-1, keepdim=True)
 
 
 class PowerSGD:
@@ -186,8 +204,9 @@ class PowerSGD:
             product = one @ other.T
             gradient.copy_(product.view(gradient.shape))
             # After an overflow the step is skipped; its infinities must not come back for ever.
-            fine = torch.isfinite(product).all()
-            error = (matrix - product) / scale
+            # The second factor has them, whatever QR has made of them in the first.
+            fine = torch.isfinite(other).all()
+            error = matrix.sub_(product).div_(scale)
             self.errors[number] = torch.where(fine, error, self.errors[number])
             self.starts[number] = torch.where(fine, other, self.starts[number])
 

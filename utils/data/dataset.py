@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from utils.data import images as im
-from utils.data import region_decode
+from utils.data import jpeg_rows, region_decode
 from utils.data.index import ImageIndex
 from utils.metrics import UNREADABLE
 from utils.samplers import Batch
@@ -43,9 +44,9 @@ class ImageBatches(Dataset):
 
     A batch is (images uint8 [n, size, size, 3], targets int64 [n], `Reading`). A training image
     that cannot be read is replaced by the next readable one in the index, so that no other sample
-    moves; in evaluation its target is `UNREADABLE`. Augmentation is a function of (seed, epoch,
-    image): see `utils.samplers.Batch`. ``augment`` is called on each training crop (uint8
-    [3, size, size]) with torch's random state set by the same three numbers.
+    moves; in evaluation it is black, and its target is `UNREADABLE`. Augmentation is a function of
+    (seed, epoch, image): see `utils.samplers.Batch`. ``augment`` is called on each training crop
+    (uint8 [3, size, size]) with torch's random state set by the same three numbers.
     """
 
     def __init__(
@@ -62,42 +63,75 @@ class ImageBatches(Dataset):
         self.interpolation = "bilinear"
         self.augment: Callable[[Tensor], Tensor] | None = None
         self.regions = train  # decode no more than a crop needs, where that is possible
+        # Decode no further than its last row. For a process without other threads alone, as stderr
+        # is turned off meanwhile.
+        self.stops_early = False
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __getitems__(self, batch: Batch) -> tuple[Tensor, Tensor, Reading]:
+        shape = (len(batch.indices), self.size, self.size, 3)
+        images = torch.empty(shape, dtype=torch.uint8)
+        targets, reading = self.fill(images, batch)
+        return images, torch.from_numpy(targets), reading
+
+    def fill(self, images: Tensor, batch: Batch) -> tuple[np.ndarray, Reading]:
+        """Write the images of ``batch`` into ``images``, all of it: uint8 [n, size, size, 3].
+
+        Returns: targets int64 [n], and what it took.
+        """
         began = time.perf_counter()
-        n = len(batch.indices)
-        images = torch.zeros(n, self.size, self.size, 3, dtype=torch.uint8)
-        targets = torch.full((n,), UNREADABLE, dtype=torch.int64)
+        targets = np.full(len(batch.indices), UNREADABLE, np.int64)
         reading = Reading()
         for row, wanted in enumerate(batch.indices.tolist()):
-            found, view = self._sample(wanted, batch.epoch, reading)
-            if view is not None:
-                images[row] = view
-                targets[row] = int(self.index.targets[found])
+            found = self._sample(wanted, batch.epoch, images[row], reading)
+            if found is None:
+                images[row].zero_()
+            else:
+                targets[row] = self.index.targets[found]
         reading.seconds = time.perf_counter() - began
-        return images, targets, reading
+        return targets, reading
 
-    def _sample(self, wanted: int, epoch: int, reading: Reading) -> tuple[int, Tensor | None]:
-        """The view of image ``wanted``, or of the one that stands in for it, and which that is."""
+    def _sample(self, wanted: int, epoch: int, out: Tensor, reading: Reading) -> int | None:
+        """Write the view of image ``wanted`` into ``out``, or of the one that stands in for it.
+
+        Returns: which one it is; None if there is none.
+        """
         for step in range(len(self) if self.train else 1):
             if len(reading.faults) >= LONGEST_SEARCH:
                 break
             found = (wanted + step) % len(self)
             try:
-                return found, self._view(self._read(found, reading), epoch, wanted)
+                self._view(found, epoch, wanted, out, reading)
+                return found
             except (OSError, ValueError) as fault:
                 reading.faults.append((found, str(fault)))
-        return wanted, None
+        return None
+
+    def _packed(
+        self, image: int, epoch: int, wanted: int, reading: Reading
+    ) -> tuple[Tensor, im.Cut] | None:
+        """The rows that a view shows of packed pixels, until the next call, and what to cut out.
+
+        None where the bytes of a file are to be decoded. Raises: OSError.
+        """
+        pack = self.index.pack
+        if pack is None or (shape := pack.shape(image)) is None:
+            return None
+        cut = self._cut(shape, epoch, wanted)
+        top, left, height, width = cut.box
+        began = time.perf_counter()
+        rows = pack.rows(image, top, height)
+        reading.files += 1
+        reading.bytes += rows.nbytes
+        reading.read_seconds += time.perf_counter() - began
+        return torch.from_numpy(rows).permute(2, 0, 1), cut._replace(box=(0, left, height, width))
 
     def _read(self, image: int, reading: Reading) -> bytes:
         began = time.perf_counter()
-        with open(self.index.path(image), "rb", buffering=0, opener=_open_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError("it is a pipe or a device, not a file")
-            data = file.readall()
+        pack = self.index.pack
+        data = pack.file(image) if pack is not None else _read_file(self.index.path(image))
         reading.files += 1
         reading.bytes += len(data)
         reading.read_seconds += time.perf_counter() - began
@@ -112,33 +146,43 @@ class ImageBatches(Dataset):
     def _key(self, epoch: int, wanted: int) -> int:
         return (self.seed << 72) | (epoch << 48) | wanted
 
-    def _view(self, data: bytes, epoch: int, wanted: int) -> Tensor:
-        """Decode a file and cut its view out: uint8 [size, size, 3]. Raises: ValueError."""
-        view = self._part(data, epoch, wanted) if self.regions else None
-        if view is None:
-            image = im.decode(data)
-            cut = self._cut(tuple(image.shape[1:]), epoch, wanted)
-            view = im.view(image, cut, self.interpolation)
-        if not (self.train and self.augment):
-            return view
-        # Without workers this is the training process, whose own random state must not be touched.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(random.Random(self._key(epoch, wanted)).getrandbits(63))
-            return self.augment(view.permute(2, 0, 1)).permute(1, 2, 0)
+    def _view(self, image: int, epoch: int, wanted: int, out: Tensor, reading: Reading) -> None:
+        """Read an image and write its view: uint8 [size, size, 3]. Raises: OSError, ValueError."""
+        packed = self._packed(image, epoch, wanted, reading)
+        pixels, cut = packed or self._decode(self._read(image, reading), epoch, wanted)
+        im.view(pixels, cut, self.interpolation, out)
+        if self.train and self.augment:
+            # Without workers this is the training process, whose own random state must stay.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(random.Random(self._key(epoch, wanted)).getrandbits(63))
+                # A copy, as some transforms return their argument, and some write into it.
+                view = out.clone().permute(2, 0, 1)
+                out.copy_(self.augment(view).permute(1, 2, 0))
 
-    def _part(self, data: bytes, epoch: int, wanted: int) -> Tensor | None:
-        """The same view by decoding no more than it needs, where that can be done."""
-        jpeg = region_decode.open_jpeg(data)
-        if jpeg is None:
-            return None
-        cut = self._cut(jpeg.shape, epoch, wanted)
-        pixels = jpeg.decode(cut.box)
-        if pixels is None:
-            return None
-        whole = cut._replace(box=(0, 0, *pixels.shape[1:]))
-        return im.view(pixels, whole, self.interpolation)
+    def _decode(self, data: bytes, epoch: int, wanted: int) -> tuple[Tensor, im.Cut]:
+        """Pixels of a file and what to cut out of them; no more of it than that needs."""
+        if self.regions and (jpeg := region_decode.open_jpeg(data)) is not None:
+            cut = self._cut(jpeg.shape, epoch, wanted)
+            if (pixels := jpeg.decode(cut.box)) is not None:
+                return pixels, cut._replace(box=(0, 0, *pixels.shape[1:]))
+        if self.stops_early and (frame := jpeg_rows.frame_of(data)) is not None:
+            cut = self._cut((frame.height, frame.width), epoch, wanted)
+            if (pixels := im.decode_rows(data, frame, cut.box[0] + cut.box[2])) is not None:
+                return pixels, cut
+        pixels = im.decode(data)
+        return pixels, self._cut(tuple(pixels.shape[1:]), epoch, wanted)
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _read_file(path: str) -> bytes:
     # A pipe that nobody writes into would hold the worker up for ever; files are as without it.
-    return os.open(path, flags | os.O_NONBLOCK)
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is a pipe or a device, not a file")
+        parts = [os.read(file, status.st_size + 1)]
+        while parts[-1] and sum(map(len, parts)) != status.st_size:  # a slow disk, or it grows
+            parts.append(os.read(file, 1 << 20))
+        return b"".join(parts)
+    finally:
+        os.close(file)

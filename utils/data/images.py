@@ -16,6 +16,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
+from utils.data import jpeg_rows
 from utils.data.rgb import to_rgb
 
 JPEG_MAGIC, JPEG_END = b"\xff\xd8", b"\xff\xd9"
@@ -23,6 +24,10 @@ CROP_SCALE = 0.08  # smallest share of the image's area that a training crop cov
 RATIO = (3 / 4, 4 / 3)  # its width : height
 EXTREME = 16  # long side : short side; of a longer image, evaluation looks at the middle alone
 EVAL_RATIO = 256 / 224  # evaluation: short side after the resize : size of the centre crop
+RESIZE = {
+    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
+    "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
+}
 
 Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 
@@ -56,9 +61,7 @@ def decode(data: bytes) -> Tensor:
     # JPEG alone: torchvision 0.29 ends the process with a segmentation fault on a damaged PNG.
     if data.startswith(JPEG_MAGIC):
         try:
-            return decode_image(
-                torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB
-            )
+            return _decode_jpeg(bytearray(data))
         except RuntimeError:
             pass  # damaged: Pillow's reason is the more readable one
     try:
@@ -69,6 +72,26 @@ def decode(data: bytes) -> Tensor:
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as fault:
         raise ValueError(str(fault)) from None
     return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def decode_rows(data: bytes, frame: jpeg_rows.Frame, rows: int) -> Tensor | None:
+    """What `decode` gives, but for the rows behind the first ``rows``, most of which are missing.
+
+    ``frame`` is that of the file. None when the whole image had better be decoded: because of its
+    last rows, or a damage. While it runs, the process's stderr is turned off.
+    """
+    part = jpeg_rows.lowered(data, frame, rows)
+    if part is None or not has_jpeg_ends(data):
+        return None
+    try:
+        with jpeg_rows.silent_stderr():
+            return _decode_jpeg(part)
+    except RuntimeError:
+        return None
+
+
+def _decode_jpeg(data: bytearray) -> Tensor:
+    return decode_image(torch.frombuffer(data, dtype=torch.uint8), ImageReadMode.RGB)
 
 
 def random_box(draw: random.Random, height: int, width: int, smallest: float = CROP_SCALE) -> Box:
@@ -120,24 +143,42 @@ def eval_cut(shape: tuple[int, int], size: int, short: int | None = None) -> Cut
 
 
 def crop_and_resize(
-    image: Tensor, box: Box, size: tuple[int, int], interpolation: str = "bilinear"
+    image: Tensor,
+    box: Box,
+    size: tuple[int, int],
+    interpolation: str = "bilinear",
+    out: Tensor | None = None,
 ) -> Tensor:
     """Cut ``box`` out of a decoded image and resize it, antialiased (bilinear or bicubic).
 
-    image: uint8 [3, height, width] as `decode` gives it. Returns: uint8 [*size, 3].
+    image: uint8 [3, height, width] as `decode` gives it. Returns: uint8 [*size, 3], which is
+    ``out`` if given (contiguous).
     """
     top, left, height, width = box
-    # Through [h, w, 3] and back: unsqueezing [3, h, w] would hide from interpolate that the memory
-    # is channels-last, and cost half of the speed.
+    # Through [h, w, 3] and back: unsqueezing [3, h, w] would hide from torch that the memory is
+    # channels-last, and cost half of the speed.
     crop = image.permute(1, 2, 0)[top : top + height, left : left + width][None]
     crop = crop.permute(0, 3, 1, 2)
-    out = F.interpolate(crop, size=size, mode=interpolation, antialias=True)
-    return out[0].permute(1, 2, 0)
+    if out is not None and image.stride(0) == 1:  # else torch does not get the channels in order
+        # What F.interpolate calls, which cannot write into a given tensor.
+        RESIZE[interpolation](crop, size, False, None, None, out=out[None].permute(0, 3, 1, 2))
+        return out
+    resized = F.interpolate(crop, size=size, mode=interpolation, antialias=True)
+    resized = resized[0].permute(1, 2, 0)
+    return resized if out is None else out.copy_(resized)
 
 
-def view(image: Tensor, cut: Cut, interpolation: str = "bilinear") -> Tensor:
-    """What ``cut`` says of ``image`` (uint8 [3, height, width]): uint8 [height, width, 3]."""
-    out = crop_and_resize(image, cut.box, cut.size, interpolation)
+def view(
+    image: Tensor, cut: Cut, interpolation: str = "bilinear", out: Tensor | None = None
+) -> Tensor:
+    """What ``cut`` says of ``image`` (uint8 [3, height, width]): uint8 [height, width, 3].
+
+    Written into ``out`` if given (contiguous).
+    """
     top, left, height, width = cut.window
-    out = out[top : top + height, left : left + width]
-    return out.flip(1) if cut.mirrored else out
+    if out is not None and not cut.mirrored and cut.size == (height, width):
+        return crop_and_resize(image, cut.box, cut.size, interpolation, out)
+    resized = crop_and_resize(image, cut.box, cut.size, interpolation)
+    resized = resized[top : top + height, left : left + width]
+    resized = resized.flip(1) if cut.mirrored else resized
+    return resized if out is None else out.copy_(resized)

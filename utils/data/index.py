@@ -1,17 +1,24 @@
-"""The images of a data set: DATA/train/CLASS/*.JPEG and DATA/val/CLASS/*.JPEG."""
+"""The images of a data set: DATA/train/CLASS/*.JPEG and DATA/val/CLASS/*.JPEG, or packs of them."""
 
 import os
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from utils.data.listing import SUFFIXES, class_names, listings
+from utils.data import pack
+from utils.data.listing import SUFFIXES, THREADS, class_names, listings
 from utils.errors import UserError
+
+SIZES_ASKED = 10_000  # files, spread over the data set, whose sizes stand for all
 
 
 class ImageIndex:
     """The images below ``root``/CLASS/: paths, and class numbers by the order of ``classes``.
+
+    ``root`` may also be a pack (see `utils.data.pack`), whose paths are those of the folder that it
+    was made from, as if they were in ``root``.
 
     Paths are one byte array with offsets: 1.28 million Python strings would be copied, page by
     page, into the memory of every loader worker as reference counts change.
@@ -21,22 +28,37 @@ class ImageIndex:
         """List the folder, or read the list that an earlier run has left in it.
 
         ``shows``: draw a progress bar. Raises `UserError`: a class folder is missing or has no
-        image.
+        image, or a pack is not whole.
         """
         self.root, self.classes = str(root), classes
-        found = listings(root, classes, shows)
-        for name, listing in zip(classes, found, strict=True):
-            if not len(listing.sizes):
+        self.pack: pack.Pack | None = None  # where pixels come from, if not from files
+        if pack.is_pack(root):
+            counts, lengths = self._open_pack()
+        else:
+            found = listings(root, classes, shows)
+            counts = [len(listing.lengths) for listing in found]
+            self.blob = b"".join(listing.paths for listing in found)
+            lengths = np.concatenate([listing.lengths for listing in found])
+        for name, count in zip(classes, counts, strict=True):
+            if not count:
                 raise UserError(
                     f"class folder {root}/{name} has no images ({' '.join(SUFFIXES)})",
                     alike=True,
                 )
-        counts = [len(listing.sizes) for listing in found]
-        self.blob = b"".join(listing.paths for listing in found)
-        self.offsets = np.zeros(sum(counts) + 1, np.int64)
-        np.cumsum(np.concatenate([listing.lengths for listing in found]), out=self.offsets[1:])
-        self.sizes = np.concatenate([listing.sizes for listing in found])
+        self.offsets = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=self.offsets[1:])
         self.targets = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
+
+    def _open_pack(self) -> tuple[list[int], np.ndarray]:
+        """Open the pack in ``root``: number of images of each class, and lengths of their paths."""
+        contents = pack.load(self.root)
+        parts = list(pack.selected(contents, self.classes))
+        ends = np.concatenate([[0], np.cumsum(contents.lengths)])
+        self.blob = b"".join(contents.paths[ends[p.start] : ends[p.stop]] for p in parts)
+        rows = np.concatenate([np.arange(p.start, p.stop) for p in parts])
+        files = (rows // pack.IMAGES_PER_FILE).astype(np.int32)
+        self.pack = pack.Pack(self.root, contents.size, contents.records[rows], files)
+        return [p.stop - p.start for p in parts], contents.lengths[rows]
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -47,8 +69,40 @@ class ImageIndex:
         return os.path.join(self.root, os.fsdecode(name))
 
     def fingerprint(self) -> str:
-        """Short text that is the same on two nodes if and only if their file names are."""
-        return f"{len(self)} images in {len(self.classes)} classes ({zlib.crc32(self.blob):08x})"
+        """Short text that is the same on two nodes if and only if their file names are.
+
+        A pack's is another than that of the folder that it was made from.
+        """
+        packed = f", packed with {self.pack.size} pixels" if self.pack else ""
+        names = f"{zlib.crc32(self.blob):08x}"
+        return f"{len(self)} images in {len(self.classes)} classes{packed} ({names})"
+
+    def stored(self, image: int) -> tuple[str, int, int | None]:
+        """Where image ``image`` lies: a file, the place in it, and bytes (None: to its end)."""
+        if self.pack is None:
+            return self.path(image), 0, None
+        return self.pack.stored(image)
+
+    def sample_sizes(self) -> tuple[float, str]:
+        """Mean size of the images in bytes, and a text that differs where the sizes do.
+
+        Of a folder, of `SIZES_ASKED` files evenly spread over it; of a pack, of all images, and
+        the text tells their contents apart, too.
+        """
+        if self.pack is not None:
+            records = self.pack.records
+            return float(records["bytes"].mean()), f"{zlib.crc32(records['crc'].tobytes()):08x}"
+        count = min(len(self), SIZES_ASKED)
+        with ThreadPoolExecutor(THREADS) as pool:
+            chosen = np.arange(count) * len(self) // count
+            sizes = np.fromiter(pool.map(self._size, chosen.tolist()), np.int64, count)
+        return float(sizes.mean()), f"{zlib.crc32(sizes.tobytes()):08x}"
+
+    def _size(self, image: int) -> int:
+        try:
+            return os.stat(self.path(image)).st_size
+        except OSError:
+            return 0  # a dangling link: reading it will show that
 
     def class_fingerprints(self) -> dict[str, str]:
         """The same for each class, by its name: shows which one differs."""
@@ -69,7 +123,7 @@ def class_folders(root: Path) -> list[str]:
             "(scripts/prepare_data.py makes them)",
             alike=True,
         )
-    found = class_names(root)
+    found = pack.load(root).classes if pack.is_pack(root) else class_names(root)
     if not found:
         raise UserError(f"folder {root} has no class folders in it", alike=True)
     return found

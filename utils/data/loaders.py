@@ -7,18 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from utils.data import augment
 from utils.data.dataset import ImageBatches, Reading
 from utils.data.index import ImageIndex, check_same_classes, class_folders, select_classes
 from utils.data.preprocessing import MEAN, STD, Channels, Preprocessing
-from utils.data.workers import WorkerContext
+from utils.data.ring import Filled, RingLoader
 from utils.errors import UserError
 from utils.metrics import UNREADABLE
-from utils.processes import supervise
 from utils.processes.distributed import World, check_alike, first_on_node, gather
 from utils.samplers import EvalSampler, TrainSampler
 
@@ -82,18 +81,7 @@ class Batches:
         cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device) if cuda else None
         self._normalise_by(MEAN, STD)
-        self.loader = DataLoader(
-            dataset,
-            batch_sampler=sampler,
-            num_workers=workers,
-            collate_fn=_as_it_is,
-            pin_memory=cuda,
-            worker_init_fn=_begin_worker,
-            # A process that was itself spawned would spawn its workers: each would import torch
-            # anew, for seconds in which a Ctrl-C could still end it.
-            multiprocessing_context=WorkerContext() if workers else None,
-            persistent_workers=workers > 0,
-        )
+        self.loader = RingLoader(dataset, sampler, workers, page_locked=cuda)
 
     def use(self, wanted: Preprocessing) -> None:
         """Make the images as ``wanted`` says. Before the first one: workers keep what they have."""
@@ -116,17 +104,17 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         before = time.perf_counter()
-        for images, targets, reading in self._loaded():
+        for filled in self._loaded():
             self.waited += time.perf_counter() - before
-            self.reading.add(reading)
-            if reading.faults:
-                self.bad.note(reading.faults)
-            self._check(targets)
-            yield self._upload(images, targets)
+            self.reading.add(filled.reading)
+            if filled.reading.faults:
+                self.bad.note(filled.reading.faults)
+            self._check(filled.targets)
+            yield self._upload(filled)
             before = time.perf_counter()
 
-    def _loaded(self) -> Iterator[Any]:
-        """The workers' batches."""
+    def _loaded(self) -> Iterator[Filled]:
+        """What the workers have filled."""
         try:
             yield from self.loader
         except (EOFError, ConnectionError, FileNotFoundError):
@@ -135,21 +123,30 @@ class Batches:
             time.sleep(5)
             raise
 
-    def _upload(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _upload(self, filled: Filled) -> tuple[Tensor, Tensor]:
+        """The batch on the device, normalised; its slot is free again when that is done."""
+        ring = self.loader.ring
+        slot, number = filled.slot, len(filled.targets)
+        images = ring.images[slot, :number]
         if self.stream is None:
-            return self._normalise(images), targets
+            batch = self._normalise(images), torch.from_numpy(filled.targets)
+            ring.free_after(slot)
+            return batch
+        targets = ring.targets[slot, :number].copy_(torch.from_numpy(filled.targets))
         # On a stream of its own the copy runs while the device still computes the last step.
         with torch.cuda.stream(self.stream):
-            images = self._normalise(images.to(self.device, non_blocking=True))
+            images = images.to(self.device, non_blocking=True)
             targets = targets.to(self.device, non_blocking=True)
+            ring.free_after(slot, self.stream.record_event())
+            images = self._normalise(images)
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
         images.record_stream(current)
         targets.record_stream(current)
         return images, targets
 
-    def _check(self, targets: Tensor) -> None:
-        if self.dataset.train and bool((targets == UNREADABLE).any()):
+    def _check(self, targets: np.ndarray) -> None:
+        if self.dataset.train and (targets == UNREADABLE).any():
             # Not even a replacement was found. Other ranks may not have noticed: this one speaks.
             raise UserError(str(self.bad.error()))
 
@@ -161,14 +158,6 @@ class Batches:
         images = images.permute(0, 3, 1, 2)
         out = torch.empty_like(images, dtype=self.dtype, memory_format=self.layout)
         return torch.addcmul(self.shift, images, self.scale, out=out)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def _begin_worker(_: int) -> None:
-    supervise.die_with_parent()
 
 
 @dataclass

@@ -93,16 +93,20 @@ def input_path(session: Session, record: dict[str, float]) -> None:
     )
     advice = []
     if of_reading > 0.5:
-        size = train.bad.index.sizes.sum() / 2**30
+        index = train.bad.index  # of a pack, only the rows of the crops have been read
+        mean = index.sample_sizes()[0] if index.pack else reading.bytes / max(reading.files, 1)
+        size = len(index) * mean / 2**30
         advice.append(
             f"the workers spent {of_reading:.0%} of their time reading files: a faster disk (local "
             f"NVMe), or memory that holds the {size:.3g} GiB of the data set"
         )
     if session.args.workers < cores:
         advice.append(f"more workers: -j {cores} on this node")
-    if reading.bytes > LARGE_FILE * reading.files:
+    if train.bad.index.pack is None and reading.bytes > LARGE_FILE * reading.files:
         advice.append("smaller files: scripts/prepare_data.py shrink DATA OUT, then train on OUT")
     elif session.args.workers >= cores and of_reading <= 0.5:
+        if train.bad.index.pack is None:
+            advice.append("no decoding: scripts/prepare_data.py pack DATA OUT, then train on OUT")
         advice.append("a machine with more cores for each GPU")
     log.info("what helps: " + "; ".join(advice))
 

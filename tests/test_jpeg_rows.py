@@ -1,0 +1,140 @@
+"""A JPEG file decoded down to a row: the very pixels of the whole, or nothing."""
+
+import contextlib
+import io
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_region_decode import KINDS, jpeg, picture
+
+from utils.data import images as im
+from utils.data import jpeg_rows
+from utils.data.dataset import ImageBatches
+from utils.data.index import ImageIndex
+from utils.data.ring import RingLoader
+from utils.samplers import TrainSampler
+
+MORE = {"grey": {}, "optimised": {"optimize": True}, "restart rows": {"restart_marker_rows": 1}}
+
+
+def of_kind(kind, *size):
+    image = picture(*size)
+    return jpeg(image.convert("L") if kind == "grey" else image, **(KINDS | MORE)[kind])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS | MORE if kind != "progressive"])
+@pytest.mark.parametrize("size", [(50, 131), (9, 48)])
+def test_rows_are_those_of_the_whole_image(kind, size):
+    data = of_kind(kind, *size)
+    whole, frame = im.decode(data), jpeg_rows.frame_of(data)
+    assert (frame.height, frame.width) == whole.shape[1:]
+    parts = 0
+    for rows in range(1, frame.height + 1):
+        part = im.decode_rows(data, frame, rows)
+        if part is not None:
+            assert torch.equal(part[:, :rows], whole[:, :rows])
+            assert part.shape[1] < frame.height
+            assert part.stride(0) == 1, "channels-last, as decode gives it"
+            parts += 1
+    assert parts > frame.height / 2
+
+
+@pytest.mark.parametrize(
+    "kind", ["progressive", "CMYK", "PNG", "cut", "no height", "text", "empty"]
+)
+def test_others_are_left_to_whole_decoding(kind):
+    data = jpeg(picture())
+    file = io.BytesIO()
+    picture().save(file, "PNG")
+    at = jpeg_rows.frame_of(data).at
+    others = {
+        "progressive": jpeg(picture(), progressive=True),
+        "CMYK": jpeg(picture().convert("CMYK")),
+        "PNG": file.getvalue(),
+        "cut": data[:150],
+        "no height": data[:at] + bytes(2) + data[at + 2 :],  # it follows behind the pixels
+        "text": b"\xff\xd8 this is no image \xff\xd9",
+        "empty": b"",
+    }
+    assert jpeg_rows.frame_of(others[kind]) is None
+
+
+def test_a_file_without_its_end_is_left_to_whole_decoding():
+    data = jpeg(picture())
+    frame = jpeg_rows.frame_of(data)
+    assert im.decode_rows(data, frame, 20) is not None
+    assert im.decode_rows(data[:-500], frame, 20) is None
+    assert im.decode_rows(data, frame, frame.height - 10) is None, "hardly anything to leave out"
+
+
+def test_the_decoders_warning_is_not_shown(capfd):
+    data = jpeg(picture())
+    frame = jpeg_rows.frame_of(data)
+    im._decode_jpeg(jpeg_rows.lowered(data, frame, 20))
+    assert "extraneous bytes" in capfd.readouterr().err, "else there is nothing to silence"
+    im.decode_rows(data, frame, 20)
+    os.write(2, b"heard again")
+    assert capfd.readouterr().err == "heard again"
+
+
+def damaged(number):
+    """A file with other, missing or more bytes behind its frame header."""
+    draw, kinds = random.Random(number), list(KINDS | MORE)
+    data = bytearray(of_kind(kinds[number % len(kinds)], 60, 90))
+    for _ in range(1 + number % 4):
+        at = draw.randrange(len(data) // 3, len(data) - 60)
+        some = bytes(draw.choice((0xFF, draw.randrange(256))) for _ in range(draw.randrange(1, 9)))
+        data[at : at + draw.choice((0, len(some), 20))] = some
+    return bytes(data)
+
+
+def test_damaged_files_are_what_they_are_to_whole_decoding():
+    decoded = 0
+    for number in range(100):
+        data = damaged(number)
+        whole = None
+        with contextlib.suppress(ValueError), jpeg_rows.silent_stderr():
+            whole = im.decode(data)
+        frame = jpeg_rows.frame_of(data)
+        part = frame and im.decode_rows(data, frame, 40)
+        if part is not None:
+            assert whole is not None
+            assert torch.equal(part[:, :40], whole[:, :40])
+            decoded += 1
+    assert decoded > 5
+
+
+def test_batches_are_those_of_whole_decoding(tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    for number, kind in enumerate(KINDS | MORE):
+        (folder / f"{number:02}.jpg").write_bytes(of_kind(kind, 120, 150))
+    (folder / "10.jpg").write_bytes(b"broken")
+    (folder / "11.jpg").write_bytes(of_kind("4:2:0", 120, 150)[:-3000])
+    index = ImageIndex(tmp_path, ["a"])
+    sampler = TrainSampler(12, 4, (0, 1), 1, 0)
+    dataset = ImageBatches(index, 32, 0, train=True)
+    dataset.regions = False
+    loader = RingLoader(dataset, sampler, workers=2)  # whose workers stop early
+    for epoch in range(3):
+        sampler.start_at(epoch, 0)
+        plain = [dataset.__getitems__(batch) for batch in sampler]
+        for filled, (images, targets, reading) in zip(loader, plain, strict=True):
+            assert torch.equal(loader.ring.images[filled.slot], images)
+            assert np.array_equal(filled.targets, targets)
+            assert filled.reading.faults == reading.faults
+            loader.ring.free_after(filled.slot)
+
+
+def test_a_pillow_image_of_the_same_file_has_the_same_rows():
+    """Independent of torchvision's decoder: Pillow has a libjpeg of its own."""
+    data = jpeg(picture())
+    frame = jpeg_rows.frame_of(data)
+    with Image.open(io.BytesIO(jpeg_rows.lowered(data, frame, 40))) as part:
+        assert part.size == (frame.width, 40 + jpeg_rows.MARGIN)
+        rows = np.asarray(part)[:40]
+    assert np.array_equal(rows, np.asarray(Image.open(io.BytesIO(data)))[:40])

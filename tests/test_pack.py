@@ -1,0 +1,304 @@
+"""`prepare_data.py pack`: what it writes, how training reads it, and what damages and kills do."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import draw_folder, draw_image, python
+from PIL import Image
+from preparing import SCRIPT, fail, run, succeed
+from running import tiny
+
+from utils.data import pack
+from utils.data.dataset import ImageBatches
+from utils.data.index import ImageIndex, check_same_classes, class_folders
+from utils.data.loaders import BadFiles, Batches
+from utils.errors import UserError
+from utils.samplers import Batch, EvalSampler, TrainSampler
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+PLACE = (torch.device("cpu"), torch.contiguous_format, torch.float32)
+SIZE, ONE = 64, ("--workers", 1)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Images of 48 x 40 pixels, smaller than the packs here, and others that nobody can read."""
+    root = draw_folder(tmp_path_factory.mktemp("source") / "data", train=12, val=4)
+    bad = root / "train" / "class_1"
+    data = (bad / "003.JPEG").read_bytes()
+    (bad / "003.JPEG").write_bytes(data[: len(data) // 2])
+    (bad / "004.JPEG").write_bytes(b"")
+    (bad / "011.JPEG").write_bytes(b"<html>404</html>")
+    (bad / "deep").mkdir()
+    Image.open(bad / "000.JPEG").convert("P").save(bad / "deep" / "palette.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def packed(source, tmp_path_factory):
+    """The pack of `source`, and what was printed."""
+    out = tmp_path_factory.mktemp("packed") / "out"
+    return out, run("pack", source, out, "--size", SIZE, "--workers", 2)
+
+
+@pytest.fixture
+def copy(packed, tmp_path):
+    return Path(shutil.copytree(packed[0], tmp_path / "copy"))
+
+
+def index_of(root, part="train"):
+    return ImageIndex(root / part, class_folders(root / part))
+
+
+def epoch(root, ranks=1, workers=0, size=24):
+    """Image -> (pixels, target) of a training epoch on all ranks, and what could not be read."""
+    index, seen, bad = index_of(root), {}, {}
+    for rank in range(ranks):
+        sampler = TrainSampler(len(index), 12 // ranks, (rank, ranks), 1, seed=5)
+        noted = BadFiles(index, 100)
+        dataset = ImageBatches(index, size, seed=5, train=True)
+        batches = Batches(dataset, sampler, noted, PLACE, workers)
+        for asked, (images, targets) in zip(sampler, batches, strict=True):
+            for image, pixels, target in zip(asked.indices, images, targets, strict=True):
+                seen[int(image)] = pixels.clone(), int(target)
+        bad |= noted.seen
+    return seen, bad
+
+
+@pytest.fixture(scope="module")
+def of_folder(source):
+    return epoch(source)
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 1), (6, 0)])
+def test_an_epoch_is_that_of_the_folder_bit_for_bit(packed, of_folder, ranks, workers):
+    """Where nothing is reduced; the order of samples and what stands in for bad files, too."""
+    expected, faults = of_folder
+    got, bad = epoch(packed[0], ranks, workers)
+    assert got.keys() == expected.keys() and len(got) == 36
+    assert all(torch.equal(got[i][0], expected[i][0]) for i in got)
+    assert all(got[i][1] == expected[i][1] for i in got)
+    assert bad == faults and len(bad) == 3, "the same files, for the same reasons"
+
+
+def test_evaluation_is_that_of_the_folder_bit_for_bit(source, packed):
+    for part in ("train", "val"):
+        seen = []
+        for root in (source, packed[0]):
+            index = index_of(root, part)
+            dataset = ImageBatches(index, 24, seed=0, train=False)
+            sampler = EvalSampler(len(index), 10, (0, 1))
+            batches = Batches(dataset, sampler, BadFiles(index, 9), PLACE, 0)
+            seen.append([torch.cat(values) for values in zip(*batches, strict=True)])
+        assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
+
+
+def test_names_classes_and_reports(source, packed):
+    out, done = packed
+    assert done.returncode == 0
+    lines = done.stderr.splitlines()
+    assert len(lines) == 3 and all(line.startswith("stored as it is: ") for line in lines)
+    assert "49 images to pack: about" in done.stdout and "are free in" in done.stdout
+    assert f"done: {out}: 49 images in 2 files" in done.stdout
+    assert "3 images cannot be decoded" in done.stdout
+    assert class_folders(out / "train") == class_folders(source / "train")
+    check_same_classes(out, "val", class_folders(out / "train"), subset=False)
+    one, other = index_of(source), index_of(out)
+    assert one.blob == other.blob and (one.targets == other.targets).all()
+    assert one.fingerprint() != other.fingerprint(), "nodes with other pixels are refused"
+    some = ImageIndex(out / "train", ["class_2", "class_0"])
+    expected = ImageIndex(source / "train", ["class_2", "class_0"])
+    assert some.blob == expected.blob and some.targets.tolist() == [0] * 12 + [1] * 12
+    pixels = [ImageBatches(i, 24, 0, False).__getitems__(Batch(0, np.array([1, 14])))[0]
+              for i in (some, expected)]  # fmt: skip
+    assert torch.equal(*pixels)
+    with pytest.raises(UserError, match="no class elsewhere"):
+        ImageIndex(out / "train", ["elsewhere"])
+
+
+def test_pixels_are_those_of_a_careful_reduction(tmp_path):
+    """Also that the boxes of crops are those in the shrunk copy: the shapes are the same."""
+    for number, shape in enumerate([(150, 97), (70, 200), (64, 90), (30, 300)]):
+        folder = tmp_path / "large" / "train" / "a"
+        folder.mkdir(parents=True, exist_ok=True)
+        draw_image(folder / "x.JPEG", number, "x")
+        Image.open(folder / "x.JPEG").resize(shape).save(folder / f"{number}.JPEG", quality=95)
+        (folder / "x.JPEG").unlink()
+    for command in ("pack", "shrink"):
+        done = run(command, tmp_path / "large", tmp_path / command, "--size", SIZE, *ONE)
+        assert done.returncode == 0, done.stderr
+    index, shrunk = index_of(tmp_path / "pack"), index_of(tmp_path / "shrink")
+    for image in range(4):
+        with Image.open(folder / f"{image}.JPEG") as picture:
+            rgb = picture.convert("RGB")
+        factor = min(1, SIZE / min(rgb.size))
+        wanted = [round(side * factor) for side in rgb.size]
+        if factor < 1:
+            rgb = rgb.resize(wanted, Image.Resampling.BICUBIC)
+        assert (
+            index.pack.shape(image) == rgb.size[::-1] == Image.open(shrunk.path(image)).size[::-1]
+        )
+        assert index.pack.file(image) == rgb.tobytes()
+        rows = index.pack.rows(image, 7, 11)
+        assert np.array_equal(rows, np.asarray(rgb)[7:18])
+
+
+# ---------------------------------------------------------------------------- damages
+
+
+def damage(root, kind):
+    part = root / "train"
+    path = part / ("pack.npz" if "index" in kind else "00000.pixels")
+    data = path.read_bytes()
+    if kind.startswith("no "):
+        path.unlink()
+    elif kind.startswith("cut"):
+        path.write_bytes(data[: len(data) // 2])
+    else:
+        middle = len(data) // 2
+        path.write_bytes(data[:middle] + b"\x5a\xa5" * 32 + data[middle + 64 :])
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("no file", "cannot open .*00000.pixels"),
+        ("cut file", "00000.pixels has [0-9,]+ bytes instead of"),
+        ("no index", "pack.npz is missing: packing was not finished, or"),
+        ("cut index", "pack.npz is damaged"),
+        ("noise in the index", "pack.npz is damaged"),
+    ],
+)
+def test_a_pack_that_is_not_whole_is_a_sentence(copy, kind, sentence):
+    damage(copy, kind)
+    with pytest.raises(UserError, match=sentence):
+        class_folders(copy / "train")
+    with pytest.raises(UserError, match=sentence):
+        ImageIndex(copy / "train", ["class_0"])
+
+
+def test_a_file_cut_while_it_is_in_use_has_unreadable_images(copy):
+    index = index_of(copy)
+    dataset = ImageBatches(index, 24, seed=0, train=True)
+    intact = dataset.__getitems__(Batch(0, np.arange(30, 37)))[0]
+    os.truncate(copy / "train" / "00000.pixels", int(index.pack.records["place"][35]) + 9)
+    images, targets, reading = dataset.__getitems__(Batch(0, np.arange(30, 37)))
+    assert {image for image, _ in reading.faults} == {35, 36}
+    assert {reason for _, reason in reading.faults} == {"00000.pixels ends before the image does"}
+    assert torch.equal(images[:5], intact[:5])
+    assert targets[5:].tolist() == [0, 0], "the next readable one is the first of the index"
+
+
+def test_damaged_pixels_are_found_by_verify_and_made_again(source, copy, packed):
+    damage(copy, "noise")
+    assert f"1 of 2 files are damaged ({copy}/train/00000.pixels)" in fail("verify", copy, *ONE)
+    (copy / "train" / "00000.pixels").unlink()
+    (copy / "val" / "pack.npz").unlink()
+    assert run("pack", source, copy, "--size", SIZE, *ONE).returncode == 0
+    assert "2 files are as they were written" in succeed("verify", copy, *ONE)
+    assert np.array_equal(*(index_of(one).pack.records["crc"] for one in (copy, packed[0])))
+
+
+def test_what_is_refused(source, copy, tmp_path, monkeypatch, capsys):
+    import prepare_data
+
+    def refusal(*arguments):
+        assert prepare_data.main(list(map(str, arguments))) == 2
+        return capsys.readouterr().err
+
+    new = tmp_path / "new"
+    for command in ("shrink", "pack"):
+        assert "holds packed pixels; give the folder" in refusal(command, copy, new)
+    assert "holds no packed pixels" in refusal("verify", source)
+    assert f"not pack (source {source}, size 32," in refusal("pack", source, copy, "--size", 32)
+    other = shutil.copytree(source, tmp_path / "other")
+    assert "that this command did not make" in refusal("pack", source, other)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=200_000))
+    assert re.search(r"needs about .* kB more than the disk of", refusal("pack", source, new))
+    assert not new.exists()
+
+
+def test_finished_work_is_not_repeated_and_a_changed_source_refused(copy, source, capsys):
+    import prepare_data
+
+    assert prepare_data.main(["pack", str(source), str(copy), "--size", str(SIZE)]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    marker = copy / ".prepared.json"
+    marker.write_text(re.sub(r"train 37 images \(\w+\)", "train 36 images (0)", marker.read_text()))
+    assert prepare_data.main(["pack", str(source), str(copy), "--size", str(SIZE)]) == 2
+    assert "images train 36 images (0), val 12" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------- interruptions
+
+
+def test_killed_while_packing_it_keeps_what_is_whole_and_finishes(tmp_path, monkeypatch):
+    folder, out = tmp_path / "many" / "train" / "a", tmp_path / "out"
+    folder.mkdir(parents=True)
+    images = pack.IMAGES_PER_FILE + 700
+    draw_image(folder / "00000.JPEG", 0, "x")
+    for i in range(1, images):
+        os.link(folder / "00000.JPEG", folder / f"{i:05}.JPEG")
+    first = out / "train" / pack.file_name(0)
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, "pack", tmp_path / "many", out], stdout=subprocess.DEVNULL
+    )
+    try:
+        while not first.exists():
+            assert process.poll() is None
+            time.sleep(0.003)
+    finally:
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    with pytest.raises(UserError, match="packing was not finished"):
+        class_folders(out / "train")
+    (out / "train" / ".77.tmp").write_bytes(b"half")
+    written = first.stat().st_mtime_ns, first.stat().st_ino
+    text = succeed("pack", tmp_path / "many", out)
+    assert "700 images to pack" in text and f"{images} images in 2 files" in text
+    assert (first.stat().st_mtime_ns, first.stat().st_ino) == written
+    assert sorted(os.listdir(out / "train")) == ["00000.pixels", "00001.pixels", "pack.npz"]
+    assert sorted(os.listdir(out)) == [".prepared.json", "train"]
+    found = index_of(out).pack
+    with Image.open(folder / "00000.JPEG") as picture:
+        expected = picture.convert("RGB").tobytes()
+    monkeypatch.setattr(pack, "OPEN_FILES", 1)
+    assert all(found.file(i) == expected for i in [*range(0, images, 97), 0])
+    assert len(found._open) == 1
+
+
+@pytest.mark.parametrize("evaluates", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_script_trains_and_evaluates_on_a_pack(packed, tmp_path, evaluates):
+    out, (options, env) = packed[0], tiny()
+    options = (*options, "--image-size", 32, "-j", 1, "-b", 12, "--output-dir", tmp_path)
+    if evaluates:
+        done = python("imagenet_nd.py", *options, "-e", "--name", "x", out, **env)
+        assert done.code == 0 and "(12 images)" in done.out, done.err
+        return
+    done = python("imagenet_nd.py", *options, "--epochs", 1, "--name", "x", out, **env)
+    assert done.code == 0, done.err
+    assert done.out.count("unreadable image") == 3
+    assert f"unreadable image {out}/train/class_1/004.JPEG: the file is empty" in done.out
+    assert "best top-1" in done.out
+
+
+def test_the_doctor_looks_at_a_pack(packed, source):
+    from checkup import facts
+
+    found, of_folder = facts.data_set(str(packed[0])), facts.data_set(str(source))
+    assert "error" not in found
+    part, folders = found["parts"]["train"], of_folder["parts"]["train"]
+    assert (part["images"], part["classes"]) == (37, 3) and part["bytes"] > 33 * 48 * 40 * 3
+    assert part["fingerprint"] != folders["fingerprint"] and part["sizes"] != folders["sizes"]
+    assert folders["bytes"] == sum(p.stat().st_size for p in (source / "train").rglob("[!.]*.*"))
+    assert found["read"]["files_per_s"] > 0

@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Are the batches of the input path bit for bit those of decoding every image whole?
+
+    python tests/trials/same_batches.py DATA [EPOCHS]
+
+Every batch of EPOCHS (1) epochs of DATA/train is made twice: as training gets it, by two workers in
+slots of the ring, and plainly, in this process, with whole images and nothing saved. The checksum
+that is printed does not change from one release of this repository to the next.
+"""
+
+import argparse
+import sys
+import zlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from utils.data import region_decode  # noqa: E402
+from utils.data.dataset import ImageBatches  # noqa: E402
+from utils.data.index import ImageIndex, class_folders  # noqa: E402
+from utils.data.ring import RingLoader  # noqa: E402
+from utils.processes import supervise  # noqa: E402
+from utils.samplers import TrainSampler  # noqa: E402
+
+SIZE, BATCH, SEED = 224, 64, 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", type=Path, metavar="DATA")
+    parser.add_argument("epochs", type=int, nargs="?", default=1, metavar="EPOCHS")
+    args = parser.parse_args()
+    root = args.data / "train"
+    torch.set_num_threads(1)
+    index = ImageIndex(root, class_folders(root))
+    sampler = TrainSampler(len(index), BATCH, (0, 1), 1, SEED)
+    plain = ImageBatches(index, SIZE, SEED, train=True)
+    plain.regions = False
+    different = 0
+    loaders = {"whole rows": RingLoader(_images(index, regions=False), sampler, workers=2)}
+    if region_decode.available():
+        loaders["regions"] = RingLoader(_images(index, regions=True), sampler, workers=2)
+    for epoch in range(args.epochs):
+        sampler.start_at(epoch, 0)
+        checksum, batches = 0, 0
+        for batch, *filled in zip(sampler, *loaders.values(), strict=True):
+            images, targets, reading = plain.__getitems__(batch)
+            checksum, batches = zlib.crc32(images.numpy(), checksum), batches + 1
+            for loader, one in zip(loaders.values(), filled, strict=True):
+                same = torch.equal(loader.ring.images[one.slot, : len(targets)], images)
+                same &= one.targets.tolist() == targets.tolist()
+                different += not (same and one.reading.faults == reading.faults)
+                loader.ring.free_after(one.slot)
+        print(
+            f"epoch {epoch}: {batches} batches ({', '.join(loaders)}), checksum {checksum:08x}, "
+            f"{different} different so far",
+            flush=True,
+        )
+    return 1 if different else 0
+
+
+def _images(index: ImageIndex, regions: bool) -> ImageBatches:
+    images = ImageBatches(index, SIZE, SEED, train=True)
+    images.regions = regions
+    return images
+
+
+if __name__ == "__main__":
+    supervise.run_main(main)

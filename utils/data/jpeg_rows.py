@@ -1,0 +1,92 @@
+"""Decoding a JPEG file down to the last row that is wanted, by any decoder.
+
+A decoder believes the height in the frame header. With a lower one it stops after that row, and
+the pixels above are the same: each row of blocks is transformed by itself, and only the upsampling
+of colour looks at rows beside it.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+SEQUENTIAL = (0xC0, 0xC1)  # SOF0 and SOF1; progressive files are smoothed across rows of blocks
+# APP0 to APP15, COM, tables and the restart interval: what may stand before the frame header.
+BEFORE_FRAME = {*range(0xE0, 0xF0), 0xFE, 0xDB, 0xC4, 0xDD}
+# Upsampling doubles colour vertically, and looks at one row of it above and below: two of pixels.
+MARGIN = 2
+LEAST = 16  # rows; to leave out fewer gains nothing, as whole rows of blocks are decoded
+
+
+class Frame(NamedTuple):
+    """What the frame header of a JPEG file says, and where in the file its height stands."""
+
+    height: int
+    width: int
+    at: int
+
+
+def frame_of(data: bytes) -> Frame | None:
+    """The frame of a JPEG file whose height may be lowered; None for any other file.
+
+    Others are progressive, lossless or arithmetic coded ones, CMYK, unusual subsampling, and files
+    that do not follow the standard up to the frame header.
+    """
+    at, end = 2, len(data) - 20
+    if data[:2] != b"\xff\xd8":
+        return None
+    while at < end and data[at] == 0xFF:
+        marker, length = data[at + 1], data[at + 2] << 8 | data[at + 3]
+        if marker in SEQUENTIAL:
+            return _read_frame(data[at + 4 : at + 2 + length], at + 5)
+        if marker not in BEFORE_FRAME or length < 2:
+            return None
+        at += 2 + length
+    return None
+
+
+def _read_frame(header: bytes, at: int) -> Frame | None:
+    # precision, height (2), width (2), components; id, sampling factors, table of each
+    if len(header) < 9 or header[0] != 8 or header[5] not in (1, 3):
+        return None
+    if len(header) != 6 + 3 * header[5] or max(factor & 15 for factor in header[7::3]) > 2:
+        return None
+    height, width = header[1] << 8 | header[2], header[3] << 8 | header[4]
+    return Frame(height, width, at) if height and width else None
+
+
+def lowered(data: bytes, frame: Frame, rows: int) -> bytearray | None:
+    """A copy of ``data`` that ends, for a decoder, soon after the first ``rows`` rows.
+
+    None where that leaves out hardly anything.
+    """
+    height = rows + MARGIN
+    if height + LEAST > frame.height:
+        return None
+    copy = bytearray(data)
+    copy[frame.at : frame.at + 2] = height.to_bytes(2, "big")
+    return copy
+
+
+@contextlib.contextmanager
+def silent_stderr() -> Iterator[None]:
+    """Throw away what libraries write to stderr: libjpeg warns of bytes that it does not need.
+
+    It does so for the whole process: other threads must not write there meanwhile.
+    """
+    kept = os.dup(2)
+    try:
+        os.dup2(_nowhere(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+_opened: list[int] = []
+
+
+def _nowhere() -> int:
+    if not _opened:
+        _opened.append(os.open(os.devnull, os.O_WRONLY))
+    return _opened[0]

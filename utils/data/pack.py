@@ -1,0 +1,224 @@
+"""Decoded pixels in a few large files: what `prepare_data.py pack` writes and training reads.
+
+A packed part (DATA/train, say) holds 00000.pixels, 00001.pixels, ... and pack.npz, their index. An
+image is stored either as its pixels, uint8 RGB, row after row from the top, or, when it could not
+be decoded, as the bytes of its file, so that training's own rule for unreadable files applies. At
+its end each file repeats the index of what it holds: packing that was interrupted goes on by it.
+
+Files are read by pread, not mapped: where a mapped file is truncated or its disk fails, the worker
+would be killed, and here it is an `OSError`, an unreadable image. Only the rows that a crop shows
+are read.
+"""
+
+import io
+import os
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from utils.errors import UserError
+
+INDEX = "pack.npz"
+SUFFIX = ".pixels"
+VERSION = 1
+IMAGES_PER_FILE = 4096  # 1.1 GB at 256 pixels: 326 files for ImageNet
+OPEN_FILES = 512  # at most, in a process; the usual limit is 1024
+MAGIC = b"pixels 1"
+# Of each image: its number in the part, its place, the number of bytes, height and width in pixels
+# (0 and 0 for the bytes of a file) and CRC-32.
+RECORD = np.dtype(
+    [("image", "<i8"), ("place", "<i8"), ("bytes", "<i8"), ("height", "<i4"), ("width", "<i4")]
+    + [("crc", "<u4")]
+)
+AGAIN = "copy the pack again, or run the prepare_data.py pack that made it again"
+
+
+def is_pack(root: Path | str) -> bool:
+    """Whether ``root`` (DATA/train, say) holds packed pixels, whole or not."""
+    try:
+        with os.scandir(root) as entries:
+            return any(e.name == INDEX or e.name.endswith(SUFFIX) for e in entries)
+    except OSError:
+        return False
+
+
+def file_name(number: int) -> str:
+    """Name of the file with images ``number`` * `IMAGES_PER_FILE` and on."""
+    return f"{number:05d}{SUFFIX}"
+
+
+@dataclass
+class Contents:
+    """What pack.npz says.
+
+    Images are in the order of the folder they come from: by class, in a class by path.
+    """
+
+    size: int  # largest short side, pixels
+    classes: list[str]
+    counts: np.ndarray  # int64 [classes]: images of each
+    paths: bytes  # relative to the part, one after another
+    lengths: np.ndarray  # int64 [n]: of each path, bytes
+    records: np.ndarray  # `RECORD` [n]
+    file_bytes: np.ndarray  # int64 [files]
+
+    def save(self, file: Any) -> None:
+        """Write it into ``file``, open for binary writing."""
+        np.savez(
+            file,
+            version=np.array(VERSION),
+            size=np.array(self.size),
+            classes=np.frombuffer(b"\0".join(map(os.fsencode, self.classes)), np.uint8),
+            counts=self.counts,
+            paths=np.frombuffer(self.paths, np.uint8),
+            lengths=self.lengths,
+            records=self.records,
+            file_bytes=self.file_bytes,
+        )
+
+
+def load(root: Path | str) -> Contents:
+    """The index of the pack ``root``; every file is there and as long as it should be.
+
+    Raises: `UserError` for a pack that is not whole.
+    """
+    place = os.path.join(root, INDEX)
+    try:
+        with np.load(place) as file:
+            version = int(file["version"])
+            if version != VERSION:
+                raise UserError(
+                    f"{place} is of version {version}, not {VERSION}: {AGAIN}", alike=True
+                )
+            contents = Contents(
+                int(file["size"]),
+                [os.fsdecode(name) for name in file["classes"].tobytes().split(b"\0")],
+                file["counts"],
+                file["paths"].tobytes(),
+                file["lengths"],
+                file["records"],
+                file["file_bytes"],
+            )
+    except FileNotFoundError:
+        raise UserError(
+            f"{place} is missing: packing was not finished, or the copy is not whole; {AGAIN}",
+            alike=True,
+        ) from None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as fault:
+        raise UserError(f"{place} is damaged ({fault}): {AGAIN}", alike=True) from None
+    for number, wanted in enumerate(contents.file_bytes.tolist()):
+        path = os.path.join(root, file_name(number))
+        try:
+            found = os.stat(path).st_size
+        except OSError as fault:
+            raise UserError(f"cannot open {path} ({fault.strerror}): {AGAIN}", alike=True) from None
+        if found != wanted:
+            raise UserError(
+                f"{path} has {found:,} bytes instead of {wanted:,}: {AGAIN}", alike=True
+            )
+    return contents
+
+
+@dataclass
+class Pack:
+    """The packed images of an index, open for reading. Not for several threads at once."""
+
+    root: str
+    size: int  # largest short side, pixels
+    records: np.ndarray  # `RECORD` [n], in the order of the index
+    files: np.ndarray  # int32 [n]: the file that each image is in
+    _open: dict[int, io.FileIO] = field(default_factory=dict)
+    _buffer: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
+
+    def shape(self, image: int) -> tuple[int, int] | None:
+        """Height and width of ``image``; None if its file's bytes are stored instead of pixels."""
+        record = self.records[image]
+        return (int(record["height"]), int(record["width"])) if record["height"] else None
+
+    def rows(self, image: int, top: int, height: int) -> np.ndarray:
+        """Rows of an image that has a `shape`: uint8 [height, width, 3], until the next call.
+
+        Raises: OSError.
+        """
+        record = self.records[image]
+        width = int(record["width"])
+        place = int(record["place"]) + 3 * width * top
+        data = self._read(int(self.files[image]), place, 3 * width * height)
+        return data.reshape(height, width, 3)
+
+    def file(self, image: int) -> bytes:
+        """All that is stored of an image, pixels or the bytes of a file. Raises: OSError."""
+        record = self.records[image]
+        return self._read(
+            int(self.files[image]), int(record["place"]), int(record["bytes"])
+        ).tobytes()
+
+    def stored(self, image: int) -> tuple[str, int, int]:
+        """The file that ``image`` is in, its place there and its number of bytes."""
+        record = self.records[image]
+        path = os.path.join(self.root, file_name(int(self.files[image])))
+        return path, int(record["place"]), int(record["bytes"])
+
+    def _read(self, number: int, place: int, count: int) -> np.ndarray:
+        # A buffer that is used again stays in the processor's cache.
+        if len(self._buffer) < count:
+            self._buffer = np.empty(count, np.uint8)
+        file = self._open.get(number)
+        if file is None:
+            if len(self._open) >= OPEN_FILES:
+                del self._open[next(iter(self._open))]  # the one opened first; this closes it
+            file = self._open[number] = open(
+                os.path.join(self.root, file_name(number)), "rb", buffering=0
+            )
+            # Images are asked for at random: what lies behind one is not to be read ahead.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        wanted, done = self._buffer[:count], 0
+        while done < count:
+            got = os.preadv(file.fileno(), [wanted[done:]], place + done)
+            if not got:
+                raise OSError(f"{file_name(number)} ends before the image does")
+            done += got
+        return wanted
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": {}, "_buffer": np.empty(0, np.uint8)}
+
+
+def end_of_file(records: np.ndarray) -> bytes:
+    """What follows the images in a file: its index, the index's length and `MAGIC`."""
+    file = io.BytesIO()
+    np.savez(file, records=records)
+    return file.getvalue() + len(file.getvalue()).to_bytes(8, "little") + MAGIC
+
+
+def read_end(path: Path) -> np.ndarray | None:
+    """The index at the end of a file, `RECORD` [n]; None for one that is not whole."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(size - 8 - len(MAGIC))
+            length, magic = int.from_bytes(file.read(8), "little"), file.read()
+            start = size - 8 - len(MAGIC) - length
+            if magic != MAGIC or start < 0:
+                return None
+            file.seek(start)
+            with np.load(io.BytesIO(file.read(length))) as content:
+                records = content["records"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+    whole = records.dtype == RECORD and int(records["bytes"].sum()) == start
+    return records if whole else None
+
+
+def selected(contents: Contents, classes: list[str]) -> Iterator[slice]:
+    """The images of each of ``classes``, in this order. Raises: `UserError` for an unknown one."""
+    ends = np.concatenate([[0], np.cumsum(contents.counts)])
+    numbers = {name: number for number, name in enumerate(contents.classes)}
+    for name in classes:
+        if name not in numbers:
+            raise UserError(f"the pack has no class {name}", alike=True)
+        yield slice(int(ends[numbers[name]]), int(ends[numbers[name] + 1]))

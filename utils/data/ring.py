@@ -1,0 +1,214 @@
+"""A ring of batches in memory that the training process shares with its loader's workers.
+
+Workers write pixels straight into a slot of the ring, and the slots are used again and again: no
+batch is allocated, copied into shared memory, or mapped into another process. The memory is
+anonymous, so it neither fills /dev/shm nor outlives the processes, whatever ends them.
+
+Only the training process gives slots away. It names a free one when it asks for a batch, and takes
+it back when the batch has been copied or uploaded: `Ring.free_after`.
+"""
+
+import functools
+import logging
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from utils.data.dataset import ImageBatches, Reading
+from utils.data.workers import WorkerContext
+from utils.errors import UserError
+from utils.processes import supervise
+from utils.samplers import Batch, EvalSampler, TrainSampler
+
+log = logging.getLogger(__name__)
+PREFETCH = 2  # batches that are asked for in advance, per worker
+MORE_SLOTS = 2  # than those: for the batch that is about to be uploaded, and for one on its way
+PAGE = mmap.PAGESIZE
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+
+
+class Task(NamedTuple):
+    """What a worker is asked for: to fill ``slot`` with the images of ``batch``."""
+
+    slot: int
+    batch: Batch
+
+
+class Filled(NamedTuple):
+    """A worker's answer: how many images are in ``slot``; ``targets`` are int64 [images]."""
+
+    slot: int
+    targets: np.ndarray
+    reading: Reading
+
+
+class Passed(Protocol):
+    """Something to wait for, such as a `torch.cuda.Event`."""
+
+    def synchronize(self) -> None:
+        """Return when it has come to pass."""
+
+
+class Ring:
+    """``slots`` times room for ``batch`` images of ``size`` x ``size`` pixels and their targets.
+
+    ``images`` are uint8 [slots, batch, size, size, 3], ``targets`` int64 [slots, batch]. Raises:
+    `UserError` if there is no memory for them.
+    """
+
+    def __init__(self, slots: int, batch: int, size: int):
+        shape = (slots, batch, size, size, 3)
+        pixels = -(-int(np.prod(shape)) // PAGE) * PAGE
+        try:
+            memory = mmap.mmap(-1, pixels + slots * batch * 8)
+        except (OSError, ValueError, OverflowError):
+            raise UserError(
+                f"no memory for {slots} batches of {batch} images of {size} x {size} pixels "
+                f"({pixels / 1e9:.1f} GB): use fewer workers (-j) or a smaller -b"
+            ) from None
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self.images = whole[: np.prod(shape)].view(shape)
+        self.targets = whole[pixels:].view(torch.int64).view(slots, batch)
+        self._whole = whole
+        self._free: deque[tuple[int, Passed | None]] = deque()
+        self._locked = False
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def restart(self) -> None:
+        """Take back the slots of batches that nobody has asked for any more.
+
+        To be called when no worker writes: before the first task of an iteration.
+        """
+        known = {slot for slot, _ in self._free}
+        self._free.extend((slot, None) for slot in range(len(self)) if slot not in known)
+
+    def take(self) -> int:
+        """A free slot: the one that was given back first, once its batch has passed."""
+        slot, passed = self._free.popleft()
+        if passed is not None:
+            passed.synchronize()
+        return slot
+
+    def free_after(self, slot: int, passed: Passed | None = None) -> None:
+        """Give a slot back, to be written again after ``passed`` (None: at once)."""
+        self._free.append((slot, passed))
+
+    def lock_pages(self) -> None:
+        """Let the GPU copy straight out of the ring, beside its computation.
+
+        After the workers were forked. Where it fails, uploads are only slower.
+        """
+        if self._locked:
+            return
+        self._locked = True
+        place, size = self._whole.data_ptr(), self._whole.nbytes
+        fault = torch.cuda.cudart().cudaHostRegister(place, size, PORTABLE)
+        if int(fault):
+            log.warning(
+                f"{size / 1e9:.1f} GB of batches could not be page-locked (CUDA error "
+                f"{int(fault)}): uploads are slower; ulimit -l may be too low"
+            )
+            return
+        # Not at the interpreter's end, when CUDA is gone already.
+        weakref.finalize(self, _unlock, place).atexit = False
+
+
+def _unlock(place: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(place)
+
+
+class RingLoader:
+    """The batches that ``sampler`` asks for of ``dataset``, in slots of a ring.
+
+    Iterating gives `Filled`; each must be given back with ``ring.free_after`` before the next one
+    is taken. The ring is made with the first iteration. ``page_locked``: for uploads to a GPU.
+    Workers stay for all iterations; one that is left before its end delays the next until they
+    have ended what they were doing.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageBatches,
+        sampler: TrainSampler | EvalSampler,
+        workers: int,
+        page_locked: bool = False,
+    ):
+        self.dataset, self.page_locked = dataset, page_locked
+        self.slots = PREFETCH * workers + MORE_SLOTS
+        self.tasks, self.into_ring = _Tasks(sampler), _IntoRing(dataset)
+        self._loader = DataLoader(
+            self.into_ring,
+            batch_sampler=self.tasks,
+            num_workers=workers,
+            prefetch_factor=PREFETCH if workers else None,
+            collate_fn=_as_it_is,
+            worker_init_fn=_begin_worker,
+            # A process that was itself spawned would spawn its workers: each would import torch
+            # anew, for seconds in which a Ctrl-C could still end it.
+            multiprocessing_context=WorkerContext() if workers else None,
+            persistent_workers=workers > 0,
+        )
+
+    @functools.cached_property
+    def ring(self) -> Ring:
+        """Made when it is needed first: until then the size of the images may change."""
+        return Ring(self.slots, self.tasks.sampler.largest, self.dataset.size)
+
+    def __iter__(self) -> Iterator[Filled]:
+        self.tasks.ring = self.into_ring.ring = self.ring  # before the workers are forked
+        filled = iter(self._loader)
+        if self.page_locked:
+            self.ring.lock_pages()
+        yield from filled
+
+
+class _Tasks:
+    """A sampler's batches, each with a slot; a ``batch_sampler`` for DataLoader."""
+
+    def __init__(self, sampler: TrainSampler | EvalSampler):
+        self.sampler = sampler
+        self.ring: Ring | None = None
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Task]:
+        assert self.ring is not None
+        # A generator begins with its first item. DataLoader asks for that when all workers have
+        # ended what they did for an iteration that was left.
+        self.ring.restart()
+        for batch in self.sampler:
+            yield Task(self.ring.take(), batch)
+
+
+class _IntoRing(Dataset):
+    """``dataset``, its batches written into a ring."""
+
+    def __init__(self, dataset: ImageBatches):
+        self.dataset = dataset
+        self.ring: Ring | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, task: Task) -> Filled:
+        assert self.ring is not None
+        images = self.ring.images[task.slot, : len(task.batch.indices)]
+        return Filled(task.slot, *self.dataset.fill(images, task.batch))
+
+
+def _as_it_is(filled: Filled) -> Filled:
+    return filled
+
+
+def _begin_worker(_: int) -> None:
+    supervise.die_with_parent()
+    get_worker_info().dataset.dataset.stops_early = True
