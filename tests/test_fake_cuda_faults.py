@@ -19,7 +19,6 @@ from utils import optim
 from utils.amp.loss_scale import LossScaler
 from utils.comm.lane import Lane
 from utils.comm.local_sgd import LocalSGD
-from utils.comm.methods import Quantised
 from utils.data.loaders import Batches
 from utils.instruments import monitor
 from utils.run import snapshots
@@ -114,7 +113,6 @@ def test_memory_that_another_stream_still_uses(train):
     ("script", "options", "function", "old", "new", "found"),
     [
         (DDP, "--comm int8", Lane.submit, "self.stream.wait_stream", "id", Race),
-        (DDP, "--comm int8", Quantised._random, "pin_memory=pinned", "pin_memory=False", Wait),
         (DDP, "--comm localsgd:2", LocalSGD._average, "dist.all_reduce(flat)",
          "dist.all_reduce(flat.cpu())", AssertionError),
         (APEX, "", LossScaler._watch, "not event.query()", "False", Race),
