@@ -159,6 +159,7 @@ class Gpu(TorchDispatchMode):
         self.device = 0
         self.all_fake = False  # what is on the CPU, too
         self.memory: dict[int, Memory] = {}
+        self.locked: list[range] = []  # addresses that were page-locked where they lie
         self.heavy: Counter[tuple[str, torch.dtype]] = Counter()
         self.collectives: Counter[tuple[str, torch.dtype]] = Counter()
         self.waits: list[str] = []  # where they are allowed
@@ -233,6 +234,12 @@ class Gpu(TorchDispatchMode):
             raise Race("the host reads what is still on its way from the device")
         if writes and memory.leaving and not self.host.knows(*memory.leaving):
             raise Race("the host overwrites what is still on its way to the device")
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a tensor on the CPU is page-locked."""
+        if self.known(tensor).pinned or isinstance(tensor, FakeTensor):
+            return self.known(tensor).pinned
+        return any(tensor.data_ptr() in place for place in self.locked)
 
     def unrecorded(self) -> list[Memory]:
         """Memory that a stream has used on which it was not allocated, without record_stream."""
@@ -329,7 +336,7 @@ class Gpu(TorchDispatchMode):
             kinds = source.device.type, device.type
             if kinds == ("cpu", "cuda"):
                 self.host_uses(source, writes=False)
-                if not (asynchronous and self.known(source).pinned):
+                if not (asynchronous and self.is_pinned(source)):
                     self.wait("a copy to the device" + " from pageable memory" * asynchronous)
             elif kinds == ("cuda", "cpu"):
                 # Made by Tensor.to, the copy is pinned if need be.

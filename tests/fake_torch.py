@@ -64,6 +64,7 @@ CUDA: dict[str, Callable[..., Any]] = {
     "is_bf16_supported": lambda including_emulation=True: True,
     "is_current_stream_capturing": lambda: False,
     "_lazy_init": lambda: None,
+    "cudart": Cudart,
 }
 
 
@@ -72,6 +73,19 @@ def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
     copy = tensor.clone()
     gpu().known(copy).pinned = True
     return copy
+
+
+class Cudart:
+    """What torch.cuda.cudart() gives: memory of the host may be page-locked where it lies."""
+
+    def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
+        """Success."""
+        gpu().locked.append(range(place, place + size))
+        return 0
+
+    def cudaHostUnregister(self, place: int) -> int:
+        """Success."""
+        return 0
 
 
 def record_stream(tensor: Tensor, s: Stream) -> None:

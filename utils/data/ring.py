@@ -110,7 +110,8 @@ class Ring:
             return
         self._locked = True
         place, size = self._whole.data_ptr(), self._whole.nbytes
-        fault = torch.cuda.cudart().cudaHostRegister(place, size, PORTABLE)
+        runtime = torch.cuda.cudart()
+        fault = runtime.cudaHostRegister(place, size, PORTABLE)
         if int(fault):
             log.warning(
                 f"{size / 1e9:.1f} GB of batches could not be page-locked (CUDA error "
@@ -118,11 +119,7 @@ class Ring:
             )
             return
         # Not at the interpreter's end, when CUDA is gone already.
-        weakref.finalize(self, _unlock, place).atexit = False
-
-
-def _unlock(place: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(place)
+        weakref.finalize(self, runtime.cudaHostUnregister, place).atexit = False
 
 
 class RingLoader:
