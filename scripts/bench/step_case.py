@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+"""One case of scripts/bench_step.py: a training script's own loop on synthetic batches.
+
+    python scripts/bench/step_case.py imagenet_nd.py --steps 20 -- -a resnet18 -b 32
+    torchrun --standalone --nproc_per_node=2 scripts/bench/step_case.py imagenet_ddp.py -- -b 32
+
+The script runs as it is, epoch loop, metrics, printed lines and stop poll included, except that its
+`build_loaders` gives the same batch again and again, on the device and in the precision that the
+script asks for. The last line, of rank 0, is JSON: see `Clock.figures`.
+"""
+
+import argparse
+import importlib
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from utils.data.dataset import Reading  # noqa: E402
+from utils.data.loaders import BadFiles, Loaders  # noqa: E402
+from utils.option_types import positive  # noqa: E402
+from utils.processes.distributed import World  # noqa: E402
+from utils.samplers import EvalSampler, TrainSampler  # noqa: E402
+
+CLASSES = 1000
+FREE = 3  # steps that a host may run ahead of a GPU without having to wait for it
+
+
+class Clock:
+    """Times the steps between the calls of `step`: the first ``warm_up`` of them are left out."""
+
+    def __init__(self, device: torch.device, warm_up: int, steps: int):
+        self.device, self.warm_up, self.last = device, warm_up, warm_up + steps
+        self.count = 0
+        self.began = self.cpu = self.mark = 0.0
+        self.seconds = self.cpu_seconds = float("nan")
+        self.host: list[float] = []
+
+    def step(self) -> None:
+        """A step begins; one more call than there are steps."""
+        done = self.count - self.warm_up
+        self.count += 1
+        if done < 0:
+            return
+        if self.count - 1 == self.last:
+            self._wait()
+            self.seconds = time.perf_counter() - self.began
+            self.cpu_seconds = _cpu_seconds() - self.cpu
+            return
+        if done == 0:
+            self._wait()
+            self.began, self.cpu = time.perf_counter(), _cpu_seconds()
+        # The host's own time: of some steps that begin with nothing to wait for.
+        if done % (2 * FREE) == 0:
+            self._wait()
+            self.mark = time.perf_counter()
+        elif done % (2 * FREE) == FREE:
+            self.host.append((time.perf_counter() - self.mark) / FREE)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def figures(self, batch: int) -> dict[str, Any]:
+        """``images_per_s`` of this process, ``ms`` and ``cpu_ms`` (all its threads) per step,
+        ``host_ms`` until a step's work is started (on the CPU: done), peak ``memory_bytes``."""
+        steps = self.last - self.warm_up
+        if self.device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(self.device)
+        else:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {
+            "images_per_s": batch * steps / self.seconds,
+            "ms": 1000 * self.seconds / steps,
+            "cpu_ms": 1000 * self.cpu_seconds / steps,
+            "host_ms": 1000 * statistics.median(self.host) if self.host else float("nan"),
+            "memory_bytes": memory,
+        }
+
+
+def _cpu_seconds() -> float:
+    return time.process_time()
+
+
+class Synthetic:
+    """In place of `utils.data.loaders.Batches`: one batch, again and again."""
+
+    def __init__(self, sampler: Any, batch: tuple[Tensor, Tensor], count: int, clock: Clock | None):
+        self.sampler, self.batch, self.count, self.clock = sampler, batch, count, clock
+        self.bad = BadFiles(_NoIndex(), 0)
+        self.start_count()
+
+    def start_count(self) -> None:
+        self.waited, self.reading = 0.0, Reading()
+
+    def use(self, wanted: Any) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(self.count):
+            if self.clock is not None:
+                self.clock.step()
+            yield self.batch
+        if self.clock is not None:
+            self.clock.step()
+
+
+class _NoIndex:
+    """In place of an index of image files."""
+
+    def fingerprint(self) -> str:
+        return "synthetic"
+
+
+def batch_of(
+    place: tuple[torch.device, torch.memory_format, torch.dtype], size: int, pixels: int
+) -> tuple[Tensor, Tensor]:
+    """Random images ``dtype`` [size, 3, pixels, pixels] and targets int64 [size]."""
+    device, layout, dtype = place
+    generator = torch.Generator(device).manual_seed(0)
+    images = torch.randn(size, 3, pixels, pixels, generator=generator, device=device)
+    images = images.to(dtype=dtype, memory_format=layout)
+    return images, torch.randint(0, CLASSES, (size,), generator=generator, device=device)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("script", help="imagenet_nd.py, ...")
+    parser.add_argument("--warm-up", type=positive, default=3, metavar="N")
+    parser.add_argument("--steps", type=positive, default=10, metavar="N")
+    own, rest = parser.parse_known_args()
+    script = importlib.import_module(Path(own.script).stem)
+    made: list[Any] = []
+
+    def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
+        batch = args.batch_size
+        clock = Clock(world.device, own.warm_up, own.steps)
+        made.extend((clock, batch, world))
+        data = batch_of((world.device, args.memory_format, dtype), batch, args.image_size)
+        ranks, steps = (world.rank, world.size), own.warm_up + own.steps
+        train = TrainSampler(batch * world.size * steps, batch, ranks, 1, args.seed)
+        val = EvalSampler(world.size, 1, ranks)
+        return Loaders(
+            [str(number) for number in range(CLASSES)],
+            train=Synthetic(train, data, steps, clock),
+            val=Synthetic(val, (data[0][:1], data[1][:1]), 1, None),
+        )
+
+    script.build_loaders = build_loaders
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--epochs", "1", "--lr", "0.001", "--output-dir", folder, "--name", "case"]
+        sys.argv = [own.script, *(word for word in rest if word != "--"), *options, folder]
+        code = script.main()
+    clock, batch, world = made
+    if world.is_main:
+        print(json.dumps(clock.figures(batch)), flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
