@@ -17,12 +17,13 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -72,16 +73,19 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def figures(self, batch: int) -> dict[str, Any]:
-        """``images_per_s`` of this process, ``ms`` and ``cpu_ms`` (all its threads) per step,
-        ``host_ms`` until a step's work is started (on the CPU: done), peak ``memory_bytes``."""
+    def figures(self, batch: int, processes: int = 1) -> dict[str, Any]:
+        """What the steps took, with ``batch`` images in each process.
+
+        ``images_per_s`` of all processes; of this one ``ms`` and ``cpu_ms`` (all its threads) per
+        step, ``host_ms`` until a step's work is started (on the CPU: done), peak ``memory_bytes``.
+        """
         steps = self.last - self.warm_up
         if self.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(self.device)
         else:
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
-            "images_per_s": batch * steps / self.seconds,
+            "images_per_s": processes * batch * steps / self.seconds,
             "ms": 1000 * self.seconds / steps,
             "cpu_ms": 1000 * self.cpu_seconds / steps,
             "host_ms": 1000 * statistics.median(self.host) if self.host else float("nan"),
@@ -91,6 +95,35 @@ class Clock:
 
 def _cpu_seconds() -> float:
     return time.process_time()
+
+
+class Waits(Clock):
+    """Notes, instead of times, where the host has to wait for a GPU after the first steps."""
+
+    def __init__(self, device: torch.device, warm_up: int, steps: int):
+        super().__init__(device, warm_up, steps)
+        self.caught = warnings.catch_warnings(record=True)
+        self.seen: list[Any] = []
+
+    def step(self) -> None:
+        """A step begins."""
+        if self.count == self.warm_up:
+            self.seen = self.caught.__enter__()
+            warnings.simplefilter("always")
+            self._watch("warn")
+        self.count += 1
+        if self.count > self.last:
+            self._watch("default")
+            self.caught.__exit__(None, None, None)
+
+    def _watch(self, mode: str) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def figures(self, batch: int, processes: int = 1) -> dict[str, Any]:
+        """``waits``: file and line of each."""
+        found = [one for one in self.seen if "synchroniz" in str(one.message)]
+        return {"waits": [f"{one.filename}:{one.lineno}" for one in found]}
 
 
 class Synthetic:
@@ -139,13 +172,15 @@ def main() -> int:
     parser.add_argument("script", help="imagenet_nd.py, ...")
     parser.add_argument("--warm-up", type=positive, default=3, metavar="N")
     parser.add_argument("--steps", type=positive, default=10, metavar="N")
+    text = "name the lines that make the host wait for a GPU after the warm-up, instead of times"
+    parser.add_argument("--count-waits", action="store_true", help=text)
     own, rest = parser.parse_known_args()
     script = importlib.import_module(Path(own.script).stem)
     made: list[Any] = []
 
     def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
         batch = args.batch_size
-        clock = Clock(world.device, own.warm_up, own.steps)
+        clock = (Waits if own.count_waits else Clock)(world.device, own.warm_up, own.steps)
         made.extend((clock, batch, world))
         data = batch_of((world.device, args.memory_format, dtype), batch, args.image_size)
         ranks, steps = (world.rank, world.size), own.warm_up + own.steps
@@ -164,7 +199,7 @@ def main() -> int:
         code = script.main()
     clock, batch, world = made
     if world.is_main:
-        print(json.dumps(clock.figures(batch)), flush=True)
+        print(json.dumps(clock.figures(batch, world.size)), flush=True)
     return code
 
 
