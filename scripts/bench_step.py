@@ -181,7 +181,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[Figures]]:
     peers = dict(one.partition("=")[::2] for one in args.peer)
     if not all(peers.values()) or (peers and not args.data):
         raise UserError("--peer takes NAME=COMMAND, and goes with --data")
-    found: dict[str, list[Figures]] = {case: [] for case in (*cases, *peers)}
+    found: dict[str, list[Figures]] = {case: [] for case in (*peers, *cases)}
     with tempfile.TemporaryDirectory() as place:
         folders = few_and_more(args, Path(place)) if args.data else ()
         for number in range(args.rounds):
@@ -199,6 +199,8 @@ def measure(args: argparse.Namespace) -> dict[str, list[Figures]]:
                     del found[case]
                     continue
                 found[case].append(figures)
+            if args.json:  # whatever comes, the rounds so far are kept
+                args.json.write_text(json.dumps({"found": found}, indent=1))
     if not found:
         raise UserError("no case could be measured: see above")
     return found

@@ -23,9 +23,7 @@ PICTURES = 400  # files, each under many names
 def _tests(sitting: Sitting) -> tuple[str, Any]:
     """All tests marked cuda."""
     try:
-        out = sitting.run(
-            "-m", "pytest", "-m", "cuda", "-q", "-rf", "tests", "-p", "no:cacheprovider"
-        )
+        out = sitting.run("-m", "pytest", "-m", "cuda", "tests", "-p", "no:cacheprovider")
     except Failed as fault:
         if "exit code 5" in str(fault):  # pytest: none was selected
             return "No test is marked `cuda`.", {}
