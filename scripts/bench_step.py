@@ -40,6 +40,7 @@ from bench import network_table  # noqa: E402
 from compare import results  # noqa: E402
 from compare.tables import markdown_table  # noqa: E402
 
+from utils.atomic import save_atomically  # noqa: E402
 from utils.data.listing import SUFFIXES  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 from utils.option_types import count, positive  # noqa: E402
@@ -199,8 +200,9 @@ def measure(args: argparse.Namespace) -> dict[str, list[Figures]]:
                     del found[case]
                     continue
                 found[case].append(figures)
-            if args.json:  # whatever comes, the rounds so far are kept
-                args.json.write_text(json.dumps({"found": found}, indent=1))
+                if args.json:  # whatever comes, what there is is kept
+                    text = json.dumps({"found": found}, indent=1)
+                    save_atomically(lambda out, text=text: out.write(text.encode()), args.json)
     if not found:
         raise UserError("no case could be measured: see above")
     return found

@@ -69,7 +69,7 @@ def main() -> int:
         clock = Clock(device, args.warm_up, args.steps)
         layout = torch.channels_last if args.channels_last else torch.contiguous_format
         batch = batch_of((device, layout, torch.float32), args.batch_size, args.image_size)
-        loop.train([batch] * (args.warm_up + args.steps), clock)
+        loop.train([batch] * clock.total, clock)
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(json.dumps(clock.figures(args.batch_size, size)), flush=True)
     if dist.is_initialized():

@@ -39,10 +39,14 @@ FREE = 3  # steps that a host may run ahead of a GPU without having to wait for 
 
 
 class Clock:
-    """Times the steps between the calls of `step`: the first ``warm_up`` of them are left out."""
+    """Times the steps between the calls of `step`: the first ``warm_up`` of them are left out.
+
+    On a GPU some more come at the end, for the host's own time.
+    """
 
     def __init__(self, device: torch.device, warm_up: int, steps: int):
         self.device, self.warm_up, self.last = device, warm_up, warm_up + steps
+        self.total = self.last + (4 * FREE if device.type == "cuda" else 0)  # steps to make
         self.count = 0
         self.began = self.cpu = self.mark = 0.0
         self.seconds = self.cpu_seconds = float("nan")
@@ -50,24 +54,22 @@ class Clock:
 
     def step(self) -> None:
         """A step begins; one more call than there are steps."""
-        done = self.count - self.warm_up
-        self.count += 1
-        if done < 0:
-            return
-        if self.count - 1 == self.last:
+        done, self.count = self.count, self.count + 1
+        if done == self.warm_up:
+            self._wait()
+            self.began, self.cpu = time.perf_counter(), time.process_time()
+        if done == self.last:
             self._wait()
             self.seconds = time.perf_counter() - self.began
-            self.cpu_seconds = _cpu_seconds() - self.cpu
+            self.cpu_seconds = time.process_time() - self.cpu
+        if done < self.last or self.total == self.last:
             return
-        if done == 0:
-            self._wait()
-            self.began, self.cpu = time.perf_counter(), _cpu_seconds()
-        # The host's own time: of some steps that begin with nothing to wait for.
-        if done % (2 * FREE) == 0:
+        # Some steps that begin with nothing to wait for.
+        if (done - self.last) % FREE == 0:
+            if done > self.last:
+                self.host.append((time.perf_counter() - self.mark) / FREE)
             self._wait()
             self.mark = time.perf_counter()
-        elif done % (2 * FREE) == FREE:
-            self.host.append((time.perf_counter() - self.mark) / FREE)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -88,13 +90,9 @@ class Clock:
             "images_per_s": processes * batch * steps / self.seconds,
             "ms": 1000 * self.seconds / steps,
             "cpu_ms": 1000 * self.cpu_seconds / steps,
-            "host_ms": 1000 * statistics.median(self.host) if self.host else float("nan"),
+            "host_ms": 1000 * (statistics.median(self.host) if self.host else self.seconds / steps),
             "memory_bytes": memory,
         }
-
-
-def _cpu_seconds() -> float:
-    return time.process_time()
 
 
 class Waits(Clock):
@@ -102,6 +100,7 @@ class Waits(Clock):
 
     def __init__(self, device: torch.device, warm_up: int, steps: int):
         super().__init__(device, warm_up, steps)
+        self.total = self.last
         self.caught = warnings.catch_warnings(record=True)
         self.seen: list[Any] = []
 
@@ -183,7 +182,7 @@ def main() -> int:
         clock = (Waits if own.count_waits else Clock)(world.device, own.warm_up, own.steps)
         made.extend((clock, batch, world))
         data = batch_of((world.device, args.memory_format, dtype), batch, args.image_size)
-        ranks, steps = (world.rank, world.size), own.warm_up + own.steps
+        ranks, steps = (world.rank, world.size), clock.total
         train = TrainSampler(batch * world.size * steps, batch, ranks, 1, args.seed)
         val = EvalSampler(world.size, 1, ranks)
         return Loaders(

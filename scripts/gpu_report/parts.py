@@ -27,7 +27,8 @@ def _tests(sitting: Sitting) -> tuple[str, Any]:
     except Failed as fault:
         if "exit code 5" in str(fault):  # pytest: none was selected
             return "No test is marked `cuda`.", {}
-        raise
+        named = [line for line in fault.out.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        raise Failed("; ".join([str(fault), *named])) from None
     last = out.strip().splitlines()[-1]
     return f"`pytest -m cuda`: {last}", {"summary": last}
 
@@ -46,8 +47,14 @@ def _bench(sitting: Sitting, name: str, cases: str, *more: str) -> dict[str, Any
     file = sitting.out / f"{name}.json"
     steps = ("2", "1") if sitting.small else ("20", "10")
     sizes = [*_model(sitting), "--steps", steps[0], "--warm-up", steps[1], "--rounds", "1"]
-    sitting.run("scripts/bench_step.py", *sizes, "--cases", cases, *more, "--json", file)
-    return json.loads(file.read_text())["found"]
+    file.unlink(missing_ok=True)
+    try:
+        sitting.run("scripts/bench_step.py", *sizes, "--cases", cases, *more, "--json", file)
+    except Failed:
+        if not file.exists():  # else some cases are done
+            raise
+    found = json.loads(file.read_text())["found"]
+    return {name: rounds for name, rounds in found.items() if rounds}
 
 
 def _step(sitting: Sitting) -> tuple[str, Any]:

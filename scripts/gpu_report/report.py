@@ -29,7 +29,11 @@ LEAST = 5.0  # seconds; with less left, no part begins
 
 
 class Failed(Exception):
-    """A part's command ended with an error, or did not end in time."""
+    """A part's command ended with an error, or did not end in time. ``out``: what it printed."""
+
+    def __init__(self, why: str, out: str = ""):
+        super().__init__(why)
+        self.out = out
 
 
 @dataclass
@@ -94,7 +98,8 @@ class Sitting:
             text, wrong = out.read(), errors.read()
         if process.returncode:
             lines = [one for one in (wrong or text).splitlines() if one.strip()]
-            raise Failed(f"exit code {process.returncode}: {lines[-1] if lines else 'silent'}")
+            why = f"exit code {process.returncode}: {lines[-1] if lines else 'silent'}"
+            raise Failed(why, text)
         return text
 
 
