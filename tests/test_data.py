@@ -383,6 +383,20 @@ def test_too_few_images_are_refused(folder):
         build(options(folder, accum_steps=31))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_both_layouts_have_the_same_numbers(index, dtype):
+    batches = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        dataset = ImageBatches(index, SIZE, SEED, train=True)
+        sampler = TrainSampler(IMAGES, 12, (0, 1), 1, SEED)
+        place = (torch.device("cpu"), layout, dtype)
+        images, _ = next(iter(Batches(dataset, sampler, BadFiles(index, 0), place, 0)))
+        assert images.is_contiguous(memory_format=layout)
+        assert images.dtype is dtype
+        batches.append(images)
+    assert torch.equal(*batches)
+
+
 HOLDS_AN_ITERATOR = """
 import sys
 import torch
