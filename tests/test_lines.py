@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 class Late:
-    """A device's clock: a mark is passed when ``done`` has reached it."""
+    """A device's clock, and the event of a copy to the host that was asked for ``now``."""
 
     def __init__(self):
         self.now = self.done = 0
@@ -20,11 +20,23 @@ class Late:
     def mark(self):
         return self.now
 
-    def passed(self, mark):
-        return self.done >= mark
-
     def seconds(self, begin, end):
         return float(end - begin)
+
+    def event(self):
+        asked = self.now
+        return SimpleNamespace(query=lambda: self.done >= asked, synchronize=lambda: None)
+
+
+class LateSums(Sums):
+    """On the CPU, but their totals come as late as those of a GPU."""
+
+    clock: Late
+
+    def begin_total(self, world):
+        total = super().begin_total(world)
+        total.event = self.clock.event()
+        return total
 
 
 def session(clock, printed, steps):
@@ -49,7 +61,8 @@ def steps_of(lag, steps, loss=1.0):
     """What has been printed after each of ``steps``, on a device that is ``lag`` steps behind."""
     clock, printed, after = Late(), [], []
     run = session(clock, printed, steps)
-    lines, sums = Lines(run), Sums(CPU)
+    lines, sums = Lines(run), LateSums(CPU)
+    sums.clock = clock
     for step in range(1, steps + 1):
         clock.now, clock.done, run.state.step = step, step - lag, step
         logits = torch.eye(4)

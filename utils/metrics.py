@@ -41,6 +41,10 @@ class Total:
             self.event = torch.cuda.Event()
             self.event.record()
 
+    def ready(self) -> bool:
+        """Whether `read` has no device to wait for."""
+        return self.event is None or self.event.query()
+
     def read(self) -> list[float]:
         """The four sums. Waits for the device and the other ranks."""
         if self.event is not None:

@@ -44,9 +44,10 @@ class Lines:
         if step % session.print_freq == 0 or step == steps:
             self.flush()  # of an older line, if its numbers are that late
             session.status.training(time.perf_counter() - self.began, step - self.first)
+            at = self.clock.mark()  # before the sums: the device has passed it when they have come
             total = sums.begin_total(session.world)
-            self.due = _Line(self.clock.mark(), step, session.train.waited, total)
-        if self.due is not None and (step == steps or self.clock.passed(self.due.at)):
+            self.due = _Line(at, step, session.train.waited, total)
+        if self.due is not None and (step == steps or self.due.total.ready()):
             self.flush()
 
     def flush(self) -> None:
