@@ -22,6 +22,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -56,6 +57,7 @@ Figures = dict[str, float]
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the case
     try:
         found = measure(args)
         finish(args, found)
@@ -152,14 +154,17 @@ def run(command: list[str], args: argparse.Namespace, folder: Path) -> tuple[str
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "passive"}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         began = time.perf_counter()
-        process = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=errors)
+        process = subprocess.Popen(
+            command, cwd=folder, env=env, stdout=out, stderr=errors, start_new_session=True
+        )
         try:
             process.wait(LIMIT)
             seconds = time.perf_counter() - began
         except subprocess.TimeoutExpired:
             seconds = LIMIT
         finally:
-            process.kill()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # processes of torchrun, too
             process.wait()
         out.seek(0)
         errors.seek(0)

@@ -1,6 +1,7 @@
 """Runs the parts of scripts/gpu_report.sh within the time given, and writes what they found."""
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from utils.option_types import number  # noqa: E402
 from utils.run import provenance  # noqa: E402
 
 LEAST = 5.0  # seconds; with less left, no part begins
+GRACE = 10.0  # seconds for a command to end by itself
 
 
 class Failed(Exception):
@@ -90,9 +92,7 @@ class Sitting:
             except subprocess.TimeoutExpired:
                 raise Failed("it did not end in the time that there was") from None
             finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                end(process)
             out.seek(0)
             errors.seek(0)
             text, wrong = out.read(), errors.read()
@@ -101,6 +101,15 @@ class Sitting:
             why = f"exit code {process.returncode}: {lines[-1] if lines else 'silent'}"
             raise Failed(why, text)
         return text
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a command with all that it has started: it gets some seconds to do so by itself."""
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, signum)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
 
 
 def sit(sitting: Sitting, parts: list[Part]) -> None:
@@ -175,6 +184,7 @@ def main(argv: list[str] | None = None) -> int:
         return report(UserError(f"cannot write to {args.out}: {fault.strerror}"))
     except UserError as error:
         return report(error)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and `end`
     deadline = time.monotonic() + 60 * args.minutes
     count = gpus if args.device == "cuda" else 0
     sitting = Sitting(args.device, count, args.out.resolve(), deadline)
