@@ -3,6 +3,8 @@
 import logging
 import math
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -27,7 +29,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
     steps, first = batches.sampler.steps_per_epoch, state.step
     session.epoch_began = time.monotonic()
     batches.sampler.start_at(state.epoch, first)
-    sums, generators = Sums(world.device, state.sums), _generators(session)
+    sums, seeders = Sums(world.device, state.sums), _seeders(session)
     batches.start_count()
     state.model.train()
     run.console.start_bar(f"Epoch {state.epoch + 1}/{args.epochs}", steps, first)
@@ -47,7 +49,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
                 _begin_exchange(session, steps)
         update = (micro + 1) % args.accum_steps == 0
         place = (state.epoch, state.step, micro % args.accum_steps, world.rank)
-        _seed_dropout(generators, args.seed, place)
+        _seed_dropout(seeders, args.seed, place)
         weight = len(targets) * world.size / session.global_batch
         loss, logits = train_step(images, targets, weight, update)
         sums.add(loss * len(targets), logits, targets)
@@ -169,24 +171,26 @@ def _begin_exchange(session: Session, steps: int) -> None:
         session.run.describe(report.facts(session))
 
 
-def _generators(session: Session) -> list[torch.Generator]:
-    """Torch's own generators of the devices that this process computes on."""
-    device, found = session.world.device, [torch.default_generator]
-    if device.type == "cuda":
-        all_gpus = torch.cuda.default_generators
-        found += all_gpus if session.run.mode == "dp" else [all_gpus[device.index or 0]]
+def _seeders(session: Session) -> list[Callable[[int], Any]]:
+    """What sets the random states of the devices that this process computes on.
+
+    torch.manual_seed asks every kind of device first: a tenth of a millisecond or more where one is
+    not initialised.
+    """
+    found: list[Callable[[int], Any]] = [torch.default_generator.manual_seed]
+    if session.world.device.type == "cuda":
+        all_gpus = session.run.mode == "dp"
+        found.append(torch.cuda.manual_seed_all if all_gpus else torch.cuda.manual_seed)
     return found
 
 
-def _seed_dropout(generators: list[torch.Generator], seed: int, place: tuple[int, ...]) -> None:
+def _seed_dropout(seeders: list[Callable[[int], Any]], seed: int, place: tuple[int, ...]) -> None:
     # Randomness inside the model as a function of the position: no random state needs saving.
     key = seed
     for number in place:
         key = (key * 1_000_003 + number) % 2**63
-    # torch.manual_seed would do the same, and ask every kind of device first: a tenth of a
-    # millisecond or more where one is not initialised.
-    for generator in generators:
-        generator.manual_seed(key)
+    for seeder in seeders:
+        seeder(key)
 
 
 def _input_rates(session: Session, seconds: float) -> dict[str, float]:
