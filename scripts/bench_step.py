@@ -248,7 +248,9 @@ def difference(
         times.append((seconds, cpu - before))
         shutil.rmtree(folders[2], ignore_errors=True)
     (few, few_cpu), (more, more_cpu) = times
-    seconds = max(more - few, 1e-9)
+    seconds = more - few
+    if seconds <= 0 or more_cpu <= few_cpu:
+        raise UserError("more images took no longer than few: raise --more, on a quieter machine")
     return {
         "images_per_s": args.more / seconds,
         "ms": 1000 * seconds * args.batch_size / args.more,
