@@ -33,13 +33,14 @@ from utils.processes import launch, supervise
 from utils.processes.distributed import World
 from utils.run.checkpoint import TrainState
 from utils.run.tracking import Run
-from utils.training import dummy, epoch, evaluation, loop
+from utils.training import compiling, dummy, epoch, evaluation, loop
 from utils.training.session import Session
 
 
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
     native.add_options(parser)
+    compiling.add_options(parser)
     exchange.add_options(parser)
     launch.add_options(parser)
     args = options.parse(parser)
@@ -57,7 +58,7 @@ def train(args: Namespace, world: World) -> int:
     device = world.device
     torch.manual_seed(args.seed)
 
-    amp_dtype = native.autocast_dtype(args.amp, device)
+    amp_dtype = native.autocast_dtype(args, world)
 
     # ---- data: an order of images that seed and epoch fix (utils/samplers.py); each rank takes its
     # slice of every global batch of DATA/train, and each image of DATA/val is evaluated once
@@ -86,6 +87,8 @@ def train(args: Namespace, world: World) -> int:
     # ---- communication: what the gradients are while they travel
     comm = exchange.Exchange(replica, optimizer, args, world, scaler)
 
+    forward = compiling.compiled(replica, args, device)  # as it is without --compile
+
     # ---- the training step
     def train_step(
         images: Tensor, targets: Tensor, weight: float, update: bool
@@ -98,7 +101,7 @@ def train(args: Namespace, world: World) -> int:
         # Only the last micro-batch of a step pays for the all-reduce.
         with nullcontext() if update else replica.no_sync():
             with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
-                logits = replica(images)
+                logits = forward(images)
                 loss = criterion(logits, targets)
             scaler.scale(loss * weight).backward()
         if update:

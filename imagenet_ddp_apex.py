@@ -29,13 +29,14 @@ from utils.processes import launch, supervise
 from utils.processes.distributed import World
 from utils.run.checkpoint import TrainState
 from utils.run.tracking import Run
-from utils.training import dummy, epoch, evaluation, loop
+from utils.training import compiling, dummy, epoch, evaluation, loop
 from utils.training.session import Session
 
 
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
     choice.add_options(parser)
+    compiling.add_options(parser)
     launch.add_options(parser)
     args = options.parse(parser)
     choice.check(args)  # options that do not go together are reported before processes start
@@ -86,6 +87,8 @@ def train(args: Namespace, world: World) -> int:
 
     settle_buckets(replica, world, args)
 
+    forward = compiling.compiled(replica, args, device)  # as it is without --compile
+
     # ---- the training step
     def train_step(
         images: Tensor, targets: Tensor, weight: float, update: bool
@@ -97,7 +100,7 @@ def train(args: Namespace, world: World) -> int:
         """
         # Only the last micro-batch of a step pays for the all-reduce.
         with nullcontext() if update else replica.no_sync():
-            logits = replica(images)
+            logits = forward(images)
             loss = criterion(logits, targets)
             with amp.scale_loss(loss * weight, optimizer, delay_unscale=not update) as scaled_loss:
                 scaled_loss.backward()

@@ -38,7 +38,7 @@ def train(args: Namespace, world: World) -> int:
     device = world.device
     torch.manual_seed(args.seed)
 
-    amp_dtype = native.autocast_dtype(args.amp, device)
+    amp_dtype = native.autocast_dtype(args, world)
 
     # ---- data: an order of images that seed and epoch fix (utils/samplers.py); each rank takes its
     # slice of every global batch of DATA/train, and each image of DATA/val is evaluated once

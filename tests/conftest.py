@@ -22,6 +22,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# On a CPU with AMX `--amp auto` would take bf16, on others float32: the tests are alike everywhere.
+os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+
 # The fastest of torchvision's well-behaved models on one thread.
 SMALL = ("-a", "resnet18", "--image-size", "32", "-j", "1")
 TIMEOUT = 240  # seconds; a limit against hangs, not a measurement

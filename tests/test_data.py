@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from conftest import eval_view
+from conftest import eval_view, python
 from PIL import Image
 from torch.utils.data._utils import signal_handling
 from torchvision.transforms.v2 import functional as tv
@@ -383,3 +383,36 @@ def test_loaders_of_a_folder_without_training_images(folder, tmp_path):
 def test_too_few_images_are_refused(folder):
     with pytest.raises(UserError, match="60 training images are too few"):
         build(options(folder, accum_steps=31))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_both_layouts_have_the_same_numbers(index, dtype):
+    batches = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        dataset = ImageBatches(index, SIZE, SEED, train=True)
+        sampler = TrainSampler(IMAGES, 12, (0, 1), 1, SEED)
+        place = (torch.device("cpu"), layout, dtype)
+        images, _ = next(iter(Batches(dataset, sampler, BadFiles(index, 0), place, 0)))
+        assert images.is_contiguous(memory_format=layout)
+        assert images.dtype is dtype
+        batches.append(images)
+    assert torch.equal(*batches)
+
+
+HOLDS_AN_ITERATOR = """
+import sys
+import torch
+from utils import options
+from utils.data.loaders import build_loaders
+from utils.processes import launch
+sys.argv = ["x", "-b", "8", "-j", "2", "--image-size", "32", sys.argv[1]]
+args = options.parse(options.build_parser("x", "b"))
+batches = iter(build_loaders(args, launch.single_process(), torch.float32).train)
+next(batches)
+print("done")
+"""
+
+
+def test_a_script_that_holds_an_iterator_to_its_end_ends(folder):
+    done = python("-c", HOLDS_AN_ITERATOR, folder, timeout=100)
+    assert (done.code, done.out) == (0, "done\n"), done.err

@@ -25,16 +25,31 @@ class Metrics:
         return asdict(self)
 
 
-@dataclass
 class Total:
-    """Sums over all ranks that may still be under way (see `Sums.begin_total`)."""
+    """Sums over all ranks that may still be under way (see `Sums.begin_total`).
 
-    values: Tensor
-    work: Any = None
+    From a GPU they travel to the host behind the work that has been started, and nothing waits for
+    either before `read`.
+    """
+
+    def __init__(self, values: Tensor, work: Any = None):
+        self.values, self.work, self.event = values, work, None
+        if values.is_cuda:
+            if work is not None:
+                work.wait()  # NCCL: the stream waits, not the host
+            self.values = values.to("cpu", non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def ready(self) -> bool:
+        """Whether `read` has no device to wait for."""
+        return self.event is None or self.event.query()
 
     def read(self) -> list[float]:
         """The four sums. Waits for the device and the other ranks."""
-        if self.work is not None:
+        if self.event is not None:
+            self.event.synchronize()
+        elif self.work is not None:
             self.work.wait()
         return self.values.tolist()
 

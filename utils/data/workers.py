@@ -42,6 +42,9 @@ class Worker(ForkProcess):
             begun = multiprocessing.connection.wait([self._pipe[0]], BEGIN_SECONDS)
             os.close(self._pipe[0])
             if begun:
+                # At its exit, multiprocessing ends the workers of an iterator that is still held
+                # by a SIGTERM, which never reaches them, and would then wait for them forever.
+                self._popen.terminate = self._popen.kill
                 return
             self.kill()
             self.join()

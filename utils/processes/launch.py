@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from utils.errors import LOST_PEER, UserError
 from utils.option_types import amount, count, positive
-from utils.processes import agreement, faults, network, rollcall, supervise
+from utils.processes import agreement, faults, kernels, network, rollcall, supervise
 from utils.processes.distributed import World, gather, node_name
 
 
@@ -74,6 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def single_process() -> World:
     """The world of a script that runs as one process: the first GPU, or the CPU without one."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    kernels.settle(device)
     return World(device)
 
 
@@ -206,6 +207,7 @@ def _join(args: Any, place: Place) -> World:
             )
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
+        kernels.settle(device)
     else:
         device = torch.device("cpu")
         # Started by hand, each process would take all cores, and they would fight for them.

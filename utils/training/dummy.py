@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from utils.comm import auto
 from utils.processes.distributed import World
+from utils.training import compiling
 from utils.training.session import Session, TrainStep
 from utils.training.stopping import Reason
 
@@ -51,6 +52,8 @@ def time_step(session: Session, train_step: TrainStep) -> int:
         _wait_for_all(world)
         return time.perf_counter() - began
 
+    if getattr(args, "compile", None):
+        train_step = compiling.first_step_timed(train_step, args, device)
     warm_up = CHOOSING_STEPS if comm is not None and comm.method is None else WARMUP_STEPS
     log.info(f"timing {TIMED_STEPS} steps of {global_batch} images, after {warm_up} to warm up ...")
     first, rest = steps(1), warm_up - 1

@@ -3,35 +3,23 @@
 import logging
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from utils import schedules
-from utils.metrics import Sums, Total, to_metrics
+from utils.metrics import Sums, to_metrics
 from utils.processes.distributed import from_main, gather
 from utils.run import checkpoint
 from utils.run.checkpoint import TrainState
 from utils.run.snapshots import BEST, SNAPSHOT
-from utils.training import report
+from utils.training import compiling, report
+from utils.training.lines import Lines
 from utils.training.session import Session, TrainStep
 from utils.training.stopping import Reason
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Line:
-    """When the last line was printed: the next one shows what has come since.
-
-    ``at`` is a reading of `time.perf_counter`, ``step`` one of the epoch, ``waited`` the seconds
-    spent waiting for data. ``total`` is kept until the ranks have surely added it up.
-    """
-
-    at: float
-    step: int
-    waited: float = 0.0
-    total: Total | None = None
 
 
 def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
@@ -41,15 +29,18 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
     steps, first = batches.sampler.steps_per_epoch, state.step
     session.epoch_began = time.monotonic()
     batches.sampler.start_at(state.epoch, first)
-    sums = Sums(world.device, state.sums)
+    sums, seeders = Sums(world.device, state.sums), _seeders(session)
     batches.start_count()
     state.model.train()
     run.console.start_bar(f"Epoch {state.epoch + 1}/{args.epochs}", steps, first)
     watch.start_epoch()
+    stop.begin_phase()
+    if getattr(args, "compile", None) and not session.epochs:
+        train_step = compiling.first_step_timed(train_step, args, world.device)
     if not first:
         state.printed = None
     began = time.perf_counter()
-    line = _Line(began, first)
+    lines = Lines(session)
     for micro, (images, targets) in enumerate(batches if first < steps else ()):
         watch.timer.begin()
         if micro % args.accum_steps == 0:
@@ -57,7 +48,8 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
             if state.comm is not None:
                 _begin_exchange(session, steps)
         update = (micro + 1) % args.accum_steps == 0
-        _seed_dropout(args.seed, (state.epoch, state.step, micro % args.accum_steps, world.rank))
+        place = (state.epoch, state.step, micro % args.accum_steps, world.rank)
+        _seed_dropout(seeders, args.seed, place)
         weight = len(targets) * world.size / session.global_batch
         loss, logits = train_step(images, targets, weight, update)
         sums.add(loss * len(targets), logits, targets)
@@ -65,9 +57,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
         if not update:
             continue
         state.step += 1
-        if state.step % session.print_freq == 0 or state.step == steps:
-            session.status.training(time.perf_counter() - began, state.step - first)
-            line = _report_step(session, sums.begin_total(world), line)
+        lines.after_step(sums)
         if getattr(state.scaler, "lost", False):
             stop.ask(Reason.DIVERGED)
         if batches.bad.too_many:
@@ -75,6 +65,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
         if stop.poll():
             break
         if stop.snapshot_due and state.step < steps:
+            lines.flush()
             state.sums = sums.total(world)  # of all ranks
             state.tick()
             if not math.isfinite(state.sums[0]):  # no line has shown it yet
@@ -82,6 +73,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
             elif not _busy(session):
                 save_snapshot(session)  # on a slow disk: the next time
         watch.timer.wait()
+    lines.flush()
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
     seconds, done = time.perf_counter() - began, state.step - first
@@ -179,12 +171,26 @@ def _begin_exchange(session: Session, steps: int) -> None:
         session.run.describe(report.facts(session))
 
 
-def _seed_dropout(seed: int, place: tuple[int, ...]) -> None:
+def _seeders(session: Session) -> list[Callable[[int], Any]]:
+    """What sets the random states of the devices that this process computes on.
+
+    torch.manual_seed asks every kind of device first: a tenth of a millisecond or more where one is
+    not initialised.
+    """
+    found: list[Callable[[int], Any]] = [torch.default_generator.manual_seed]
+    if session.world.device.type == "cuda":
+        all_gpus = session.run.mode == "dp"
+        found.append(torch.cuda.manual_seed_all if all_gpus else torch.cuda.manual_seed)
+    return found
+
+
+def _seed_dropout(seeders: list[Callable[[int], Any]], seed: int, place: tuple[int, ...]) -> None:
     # Randomness inside the model as a function of the position: no random state needs saving.
     key = seed
     for number in place:
         key = (key * 1_000_003 + number) % 2**63
-    torch.manual_seed(key)
+    for seeder in seeders:
+        seeder(key)
 
 
 def _input_rates(session: Session, seconds: float) -> dict[str, float]:
@@ -198,41 +204,3 @@ def _input_rates(session: Session, seconds: float) -> dict[str, float]:
         "IO/read_mb_s": sum(size) / seconds / 1e6,
         "IO/files_s": sum(files) / seconds,
     }
-
-
-def _report_step(session: Session, total: Total, last: _Line) -> _Line:
-    """Print a line and draw the per-step curves. The one place where a step waits for the device.
-
-    Both are of the steps since the ``last`` line. Loss and accuracy are those of all ranks (the
-    processes that print wait for ``total``, no other does), and after a resume they cover the steps
-    before it, too; speed and waiting are this process's own, since the resume. A loss that is not a
-    finite number ends the run. Returns: the line for the next call.
-    """
-    state, sampler, run = session.state, session.train.sampler, session.run
-    if not (run.console.shows or session.world.is_main):
-        return _Line(last.at, last.step, total=total)
-    sums = total.read()
-    now = _Line(time.perf_counter(), state.step, session.train.waited)
-    if not math.isfinite(sums[0]):
-        session.stop.ask(Reason.DIVERGED)
-    before, state.printed = state.printed or [0.0] * len(sums), sums
-    metrics = to_metrics([b - a for a, b in zip(before, sums, strict=True)])
-    seconds, steps = now.at - last.at, now.step - last.step
-    position = state.epoch + state.step / sampler.steps_per_epoch
-    rate = steps * session.global_batch / seconds
-    curves = {"Step/loss": metrics.loss, "Step/throughput": rate, **session.watch.recent()}
-    run.scalars(curves, round(1000 * position))
-    place = (
-        f"Epoch {state.epoch + 1}/{session.args.epochs}"
-        f" step {state.step:{len(str(sampler.steps_per_epoch))}}/{sampler.steps_per_epoch}"
-    )
-    values = {
-        "loss": metrics.loss,
-        "top-1": metrics.top1,
-        "top-5": metrics.top5,
-        "images/s": rate,
-        "s/step": seconds / steps,
-        "waiting %": 100 * (now.waited - last.waited) / seconds,
-    }
-    run.step(place, state.step, values)
-    return now

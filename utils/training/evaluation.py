@@ -31,6 +31,8 @@ def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, 
     world, sampler, stop = session.world, batches.sampler, session.stop
     if stop is not None and stop.reason:  # the epoch was cut short
         return None
+    if stop is not None:
+        stop.begin_phase()
     if session.status is not None:
         session.status.show("evaluating")
     # Each rank has seen other batches since DDP last shared the running statistics of batch norm.

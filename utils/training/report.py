@@ -9,7 +9,7 @@ import torch
 
 from utils import samplers, schedules
 from utils.instruments import watch
-from utils.processes import supervise
+from utils.processes import kernels, supervise
 from utils.run import provenance
 from utils.run.checkpoint import TrainState
 from utils.run.figures import over_epochs
@@ -40,6 +40,8 @@ def start(session: Session) -> None:
         f"{small}); "
         f"evaluation on {session.loaders.val.sampler.images}"
     )
+    if world.device.type == "cuda":
+        log.info(kernels.CHOSEN)
     scaled = schedules.scale_lr(args.lr, global_batch, args.lr_scaling)
     if args.lr_scaling != "none":
         log.info(
@@ -61,13 +63,12 @@ def facts(session: Session) -> dict[str, Any]:
     args, world, sampler = session.args, session.world, session.train.sampler
     on_gpu = world.device.type == "cuda"
     gpus = torch.cuda.device_count() if on_gpu and session.run.mode == "dp" else world.size
-    amp = {"auto": "fp16" if on_gpu else "off"}.get(getattr(args, "amp", ""))
     return {
         "nodes": world.nodes,
         "gpus": gpus,
         # Overrides the option: what auto has chosen; "auto" while it measures.
         "comm": (session.state.comm.method or "auto") if session.state.comm else None,
-        "precision": getattr(args, "opt_level", None) or amp or getattr(args, "amp", None),
+        "precision": getattr(args, "opt_level", None) or args.precision,
         "batch_per_gpu": session.global_batch / gpus,
         "global_batch": session.global_batch,
         "steps_per_epoch": sampler.steps_per_epoch,

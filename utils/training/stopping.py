@@ -28,6 +28,8 @@ class Reason(str, enum.Enum):
 
 # Those on which the ranks vote, by rising weight: the maximum counts.
 _VOTES = (None, Reason.TRAIN_TIME, Reason.INTERRUPTED, Reason.BAD_FILES, Reason.DIVERGED)
+PROMPT = 0.5  # seconds; the ranks ask each other at least so often, where a step is shorter
+FARTHEST = 8  # calls of `StopRequest.poll` from one vote to the next, at most
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -51,6 +53,9 @@ class StopRequest:
         self.code = 0  # this process's own wish
         self.interrupts = 0
         self.pending: tuple[Any, torch.Tensor] | None = None
+        self.every = 1  # calls of `poll` from one vote to the next, the same in all ranks
+        self.fresh = True  # a phase has begun: its calls may be further apart than those before
+        self.calls, self.voted = 0, time.monotonic()  # since the last vote, and when that was
         for signum in _SIGNALS:
             signal.signal(signum, self._on_signal)
 
@@ -65,26 +70,50 @@ class StopRequest:
         """Wish for the end of the run, as far as this rank is concerned."""
         self.code = max(self.code, _VOTES.index(reason))
 
+    def begin_phase(self) -> None:
+        """Training or evaluation begins, in all ranks: vote at each call of `poll`, at first."""
+        self.every, self.fresh = 1, True
+
     def poll(self) -> Reason | None:
         """Reason to stop, or None; all ranks must call it equally often and get the same answer.
 
-        Moves `snapshot_due` on as well. The ranks agree by an all-reduce of two numbers on the CPU
-        which runs while the next step computes, so the answer is one call old and nobody waits.
+        Moves `snapshot_due` on as well. The ranks agree by an all-reduce of three numbers on the
+        CPU which runs while the next step computes, so the answer is one call old and nobody
+        waits. Where calls follow each other in less than half of `PROMPT` they do so at every
+        second to eighth call.
         """
-        if self.deadline is not None and self.world.is_main and time.monotonic() >= self.deadline:
-            self.ask(Reason.TRAIN_TIME)
-        due = self.world.is_main and time.monotonic() - self.last_snapshot >= 60 * self.minutes
-        if due:
-            self.last_snapshot = time.monotonic()
+        self.calls += 1
         if self.world.size == 1:
+            due = self._look_at_clock()
             self.reason, self.snapshot_due = _VOTES[self.code], due
             return self.reason
         agreed, self.snapshot_due = self._finish_pending()
-        vote = torch.tensor([self.code, int(due)])
+        self.reason = _VOTES[agreed]
+        if self.calls < self.every and self.reason is None:
+            return None
+        due = self._look_at_clock()
+        vote = torch.tensor([self.code, int(due), self._wanted_distance()])
+        self.calls, self.voted = 0, time.monotonic()
         work = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.world.control, async_op=True)
         self.pending = (work, vote)
-        self.reason = _VOTES[agreed]
         return self.reason
+
+    def _look_at_clock(self) -> bool:
+        """Whether a snapshot is due, by rank 0's clock; the end of the time asks for the end."""
+        now = time.monotonic()
+        if self.deadline is not None and self.world.is_main and now >= self.deadline:
+            self.ask(Reason.TRAIN_TIME)
+        due = self.world.is_main and now - self.last_snapshot >= 60 * self.minutes
+        if due:
+            self.last_snapshot = now
+        return due
+
+    def _wanted_distance(self) -> int:
+        """Calls until the next vote but one, as rank 0 sees it; nothing in the others."""
+        if not self.world.is_main:
+            return 0
+        seconds = (time.monotonic() - self.voted) / self.calls
+        return max(1, min(FARTHEST, 2 * self.every, int(PROMPT / max(seconds, 1e-6))))
 
     def _finish_pending(self) -> tuple[int, bool]:
         if self.pending is None:
@@ -92,7 +121,10 @@ class StopRequest:
         work, vote = self.pending
         self.pending = None
         work.wait()
-        code, due = vote.tolist()
+        code, due, every = vote.tolist()
+        if not self.fresh:
+            self.every = every
+        self.fresh = False
         return code, bool(due)
 
     def close(self) -> None:

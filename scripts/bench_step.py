@@ -1,0 +1,314 @@
+#!/usr/bin/env python3
+"""The training step of each script beside the usual loops, in interleaved rounds.
+
+    python scripts/bench_step.py -a resnet18 -b 32 --cases examples,torchvision,nd,ddp
+    python scripts/bench_step.py -a resnet50 -b 256 --cases examples+fp16,nd+fp16,O2,nd+fp16+compile
+    python scripts/bench_step.py --data DATA --cases examples,nd+off \\
+        --peer "timm=python ../timm/train.py {data} --model resnet18 -b 32 -j 2 --epochs 1"
+
+A case is a loop (nd, dp, ddp, O0 to O3: a script of this suite with its whole epoch loop; examples,
+torchvision: the loops of scripts/bench/peer_loops.py) and what is to be added: off, fp16 or bf16
+for --amp, compile or compile=MODE, and x2 for two processes. Without --data, the same batch is used
+again and again: the step alone. With --data, an epoch from image files, read, trained and
+evaluated; each is run on few images and on more, and the difference counts, so that start-up and
+evaluation do not. --peer adds a foreign script, whose {data} is replaced by the folder.
+
+Ratios are to the first case, medians over the rounds: of CPU time on the CPU, which other programs
+disturb least, of images/s on a GPU. All get --threads threads; there is no other tuning.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import utils.processes.installed  # noqa: E402, F401 (a missing package becomes one sentence)
+
+from bench import network_table  # noqa: E402
+from compare import results  # noqa: E402
+from compare.tables import markdown_table  # noqa: E402
+
+from utils.atomic import save_atomically  # noqa: E402
+from utils.data.listing import SUFFIXES  # noqa: E402
+from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
+from utils.option_types import count, positive  # noqa: E402
+from utils.processes import supervise  # noqa: E402
+
+SCRIPTS = {"nd": "imagenet_nd.py", "dp": "imagenet_dp.py", "ddp": "imagenet_ddp.py"}
+SCRIPTS |= dict.fromkeys(("O0", "O1", "O2", "O3"), "imagenet_ddp_apex.py")
+PEERS = ("examples", "torchvision")
+LIMIT = 1800  # seconds for one case and round
+
+Figures = dict[str, float]
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the case
+    try:
+        found = measure(args)
+        finish(args, found)
+    except UserError as error:
+        return report(error)
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("-a", "--arch", default="resnet18", help="(%(default)s)")
+    add("-b", "--batch-size", type=positive, default=32, help="of each process (%(default)s)")
+    add("--image-size", type=positive, default=224, metavar="PX", help="(%(default)s)")
+    add("--cases", default="examples,torchvision,nd", metavar="LIST", help="(%(default)s)")
+    add("--rounds", type=positive, default=3, metavar="N", help="(%(default)s)")
+    add("--warm-up", type=positive, default=3, metavar="N", help="steps (%(default)s)")
+    add("--steps", type=positive, default=10, metavar="N", help="per round (%(default)s)")
+    add("--threads", type=positive, default=supervise.usable_cores(), help="(%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="keep all measurements")
+    text = "also write the table into this file (default: %(const)s)"
+    add("--results", nargs="?", type=Path, const=Path("RESULTS.md"), metavar="FILE", help=text)
+    add("--title", default="The training step", help="of the section in --results")
+    group = parser.add_argument_group("from image files")
+    group.add_argument("--data", type=Path, metavar="DATA", help="with train/ and val/")
+    group.add_argument("-j", "--workers", type=count, default=2, metavar="N", help="(%(default)s)")
+    group.add_argument("--few", type=positive, default=64, metavar="N", help="images (%(default)s)")
+    text = "images more than that; the data set's are repeated if they are fewer (%(default)s)"
+    group.add_argument("--more", type=positive, default=256, metavar="N", help=text)
+    group.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
+    return parser.parse_args(argv)
+
+
+# ---- cases
+
+
+def options_of(case: str, args: argparse.Namespace) -> tuple[str, list[str], int]:
+    """A case's loop, its options, and its number of processes. Raises: `UserError`."""
+    kind, *more = case.split("+")
+    if kind not in (*SCRIPTS, *PEERS):
+        raise UserError(f"{kind} is no case: {', '.join((*SCRIPTS, *PEERS))}")
+    options = ["-a", args.arch, "-b", str(args.batch_size), "--image-size", str(args.image_size)]
+    processes = 0 if kind in ("nd", "dp", *PEERS) else 1
+    options += ["--opt-level", kind] if kind.startswith("O") else []
+    for word in more:
+        if word in ("off", "fp16", "bf16"):
+            options += ["--amp", word]
+        elif word == "channels_last" and kind in PEERS:
+            options += ["--channels-last"]
+        elif word.partition("=")[0] == "compile" and kind not in ("dp", *PEERS):
+            options += ["--compile", word.partition("=")[2] or "default"]
+        elif word[0] == "x" and word[1:].isdecimal() and kind not in ("nd", "dp"):
+            processes = int(word[1:])
+        else:
+            raise UserError(f"{case}: {kind} cannot be combined with {word}")
+    return kind, options, processes
+
+
+def launcher(processes: int) -> list[str]:
+    """Python, or torchrun."""
+    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return [sys.executable, *(run if processes else ())]
+
+
+def synthetic(case: str, args: argparse.Namespace) -> list[str]:
+    """The command that measures the step of a case alone."""
+    kind, options, processes = options_of(case, args)
+    steps = ["--warm-up", str(args.warm_up), "--steps", str(args.steps)]
+    bench = ROOT / "scripts/bench"
+    if kind in PEERS:
+        return [*launcher(processes), str(bench / "peer_loops.py"), kind, *options, *steps]
+    case_file = str(bench / "step_case.py")
+    return [*launcher(processes), case_file, SCRIPTS[kind], *steps, "--", *options]
+
+
+def end_to_end(case: str, args: argparse.Namespace, data: Path, out: Path) -> list[str]:
+    """The command that trains an epoch on ``data``."""
+    kind, options, processes = options_of(case, args)
+    options += ["-j", str(args.workers)]
+    if kind in PEERS:
+        loop = str(ROOT / "scripts/bench/peer_loops.py")
+        return [*launcher(processes), loop, kind, *options, "--data", str(data)]
+    options += ["--epochs", "1", "--lr", "0.001", "--output-dir", str(out)]
+    return [*launcher(processes), str(ROOT / SCRIPTS[kind]), *options, str(data)]
+
+
+# ---- measuring
+
+
+def run(command: list[str], args: argparse.Namespace, folder: Path) -> tuple[str, float, float]:
+    """What a command prints, its wall seconds and its CPU seconds. Raises: `UserError`."""
+    env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "passive"}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            command, cwd=folder, env=env, stdout=out, stderr=errors, start_new_session=True
+        )
+        try:
+            process.wait(LIMIT)
+            seconds = time.perf_counter() - began
+        except subprocess.TimeoutExpired:
+            seconds = LIMIT
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # processes of torchrun, too
+            process.wait()
+        out.seek(0)
+        errors.seek(0)
+        if process.returncode:
+            last = [line for line in errors.read().splitlines() if line.strip()][-1:]
+            raise UserError(f"{shlex.join(command)} failed: {''.join(last) or process.returncode}")
+        return out.read(), seconds, _children_cpu()
+
+
+def _children_cpu() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def measure(args: argparse.Namespace) -> dict[str, list[Figures]]:
+    """The figures of each case, round by round; a case that fails is named and left out."""
+    cases = args.cases.split(",")
+    for case in cases:
+        options_of(case, args)
+    peers = dict(one.partition("=")[::2] for one in args.peer)
+    if not all(peers.values()) or (peers and not args.data):
+        raise UserError("--peer takes NAME=COMMAND, and goes with --data")
+    found: dict[str, list[Figures]] = {case: [] for case in (*peers, *cases)}
+    with tempfile.TemporaryDirectory() as place:
+        folders = few_and_more(args, Path(place)) if args.data else ()
+        for number in range(args.rounds):
+            for case in list(found) if number % 2 == 0 else list(found)[::-1]:
+                print(f"... round {number + 1}, {case}", file=sys.stderr, flush=True)
+                try:
+                    if args.data:
+                        figures = difference(case, peers, args, folders)
+                    else:
+                        out = run(synthetic(case, args), args, ROOT)[0]
+                        figures = json.loads(out.strip().splitlines()[-1])
+                        figures["cpu_ms_per_image"] = figures["cpu_ms"] / args.batch_size
+                except UserError as fault:
+                    print(f"{case}: {fault}", file=sys.stderr, flush=True)
+                    del found[case]
+                    continue
+                found[case].append(figures)
+                if args.json:  # whatever comes, what there is is kept
+                    text = json.dumps({"found": found}, indent=1)
+                    save_atomically(lambda out, text=text: out.write(text.encode()), args.json)
+    if not found:
+        raise UserError("no case could be measured: see above")
+    return found
+
+
+def few_and_more(args: argparse.Namespace, place: Path) -> tuple[Path, ...]:
+    """Two data sets of links to the images of ``--data``, and an empty folder for runs."""
+    classes = sorted(path for path in (args.data / "train").iterdir() if path.is_dir())
+    images = [sorted(p for p in one.iterdir() if p.suffix.lower() in SUFFIXES) for one in classes]
+    if not images or not all(images):
+        raise UserError(f"{args.data}/train has no classes with images")
+    found = []
+    for name, wanted in (("few", args.few), ("more", args.few + args.more)):
+        for part, total in (("train", wanted), ("val", args.batch_size)):
+            for number in range(max(total, len(classes))):
+                group, turn = number % len(classes), number // len(classes)
+                source = images[group][turn % len(images[group])].resolve()
+                link = place / name / part / classes[group].name / f"{turn:06}{source.suffix}"
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(source)
+        found.append(place / name)
+    return (*found, place / "runs")
+
+
+def difference(
+    case: str, peers: dict[str, str], args: argparse.Namespace, folders: tuple[Path, ...]
+) -> Figures:
+    """Per image, from a run on few images and one on more. Raises: `UserError`."""
+    times = []
+    for data in folders[:2]:
+        if case in peers:
+            command = [word.replace("{data}", str(data)) for word in shlex.split(peers[case])]
+        else:
+            command = end_to_end(case, args, data, folders[2])
+        before = _children_cpu()
+        folders[2].mkdir(exist_ok=True)
+        _, seconds, cpu = run(command, args, ROOT if case not in peers else folders[2])
+        times.append((seconds, cpu - before))
+        shutil.rmtree(folders[2], ignore_errors=True)
+    (few, few_cpu), (more, more_cpu) = times
+    seconds = more - few
+    if seconds <= 0 or more_cpu <= few_cpu:
+        raise UserError("more images took no longer than few: raise --more, on a quieter machine")
+    return {
+        "images_per_s": args.more / seconds,
+        "ms": 1000 * seconds * args.batch_size / args.more,
+        "cpu_ms_per_image": 1000 * (more_cpu - few_cpu) / args.more,
+    }
+
+
+# ---- the table
+
+
+def table(found: dict[str, list[Figures]], cuda: bool) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: medians, and the median of the rounds' ratios to the first case."""
+    head = ["case", "images/s", "ms per step", "CPU ms per image", "host ms", "GiB", "ratio"]
+    rows, first = [], next(iter(found.values()))
+    for case, rounds in found.items():
+
+        def shown(key: str, form: str, scale: float = 1.0, rounds: Any = rounds) -> str:
+            values = [one[key] / scale for one in rounds if key in one]
+            return format(median(values), form) if values else "-"
+
+        pairs = list(zip(first, rounds, strict=False))
+        ratio = [
+            b["images_per_s"] / a["images_per_s"]
+            if cuda
+            else a["cpu_ms_per_image"] / b["cpu_ms_per_image"]
+            for a, b in pairs
+        ]
+        row = [case, shown("images_per_s", ".1f"), shown("ms", ".1f")]
+        row += [shown("cpu_ms_per_image", ".1f"), shown("host_ms", ".2f")]
+        row += [shown("memory_bytes", ".2f", 2**30), format(median(ratio), ".2f")]
+        rows.append(row)
+    return head, rows
+
+
+def finish(args: argparse.Namespace, found: dict[str, list[Figures]]) -> None:
+    """Print the table, and write what was asked for. Raises: `UserError`."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    head, rows = table(found, cuda)
+    print(network_table.as_text(head, rows))
+    device = torch.cuda.get_device_name() if cuda else f"the CPU, {args.threads} threads"
+    what = "from image files, read and trained" if args.data else "the step alone"
+    said = (
+        f"{args.arch}, {args.batch_size} images of {args.image_size} pixels per step and process, "
+        f"{what}, on {device}; torch {torch.__version__}. Medians of {args.rounds} interleaved "
+        f"rounds; ratio of {'images/s' if cuda else 'CPU time'}, to the first row."
+    )
+    print(said)
+    if args.json:
+        args.json.write_text(json.dumps({"about": said, "found": found}, indent=1))
+    if args.results:
+        command = shlex.join(["python", "scripts/bench_step.py", *sys.argv[1:]])
+        parts = [f"## {args.title}", f"```bash\n{command}\n```", markdown_table(head, rows), said]
+        section = "\n\n".join([*parts, f"{date.today():%d %B %Y}."])
+        results.put(args.results, "bench_step", args.title, section)
+
+
+if __name__ == "__main__":
+    go_on_without_reader()
+    sys.exit(main())

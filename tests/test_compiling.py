@@ -1,0 +1,51 @@
+"""--compile: once per training, and a sentence where it cannot be done."""
+
+import argparse
+
+import pytest
+import torch
+from conftest import SMALL, python
+from torch import nn
+
+from utils.errors import UserError
+from utils.training import compiling
+
+# With the real tracer, and a back end that counts what it is given instead of compiling it.
+COUNTED = """
+import sys
+import torch
+from torch._dynamo.testing import CompileCounter
+counter, real = CompileCounter(), torch.compile
+torch.compile = lambda module, mode, dynamic: real(module, backend=counter, dynamic=dynamic)
+import {script} as script
+sys.argv = ["{script}.py", *sys.argv[1:]]
+code = script.main()
+print("compiled:", counter.frame_count)
+sys.exit(code)
+"""
+
+
+def test_training_is_compiled_once_and_evaluation_not(folder, tmp_path):
+    options = ("-b", "9", "--accum-steps", "2", "--epochs", "2", "--output-dir", tmp_path)
+    code = COUNTED.format(script="imagenet_nd")
+    done = python("-c", code, *SMALL, *options, "--compile", "--name", "run", folder)
+    assert done.code == 0, done.err
+    assert "compiled: 1\n" in done.out
+    assert done.out.count("to compile it") == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", ["imagenet_nd.py", "imagenet_ddp.py", "imagenet_ddp_apex.py"])
+def test_a_compiled_step_runs_in_every_script(folder, tmp_path, script):
+    options = ("-b", "10", "--epochs", "1", "--output-dir", tmp_path, "--name", "run", folder)
+    one = () if script == "imagenet_nd.py" else ("-g", "1")
+    done = python(script, *SMALL, *one, "--compile", "default", *options, timeout=1500)
+    assert done.code == 0, done.err
+    assert "to compile it" in done.out
+
+
+def test_without_a_compiler_a_sentence_says_so(monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    asked = argparse.Namespace(compile="default")
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and /nowhere/g\+\+"):
+        compiling.compiled(nn.Identity(), asked, torch.device("cpu"))
