@@ -88,7 +88,7 @@ def run(
     script: str | ModuleType,
     *options: Any,
     job: tuple[int, int] = (1, 1),
-    excused: tuple[str, ...] = ("_report_step",),
+    excused: tuple[str, ...] = (),
     inside: Callable[[Gpu], None] = lambda gpu: None,
 ) -> Ran:
     """Run a script on ``job`` = (nodes, GPUs of each), as its rank 0, and return when it ends.

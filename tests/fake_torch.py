@@ -45,6 +45,19 @@ def set_device(device: Any) -> None:
     gpu().device = as_device(device).index
 
 
+class Cudart:
+    """What torch.cuda.cudart() gives: memory of the host may be page-locked where it lies."""
+
+    def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
+        """Success."""
+        gpu().locked.append(range(place, place + size))
+        return 0
+
+    def cudaHostUnregister(self, place: int) -> int:
+        """Success."""
+        return 0
+
+
 CUDA: dict[str, Callable[..., Any]] = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
@@ -73,19 +86,6 @@ def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
     copy = tensor.clone()
     gpu().known(copy).pinned = True
     return copy
-
-
-class Cudart:
-    """What torch.cuda.cudart() gives: memory of the host may be page-locked where it lies."""
-
-    def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
-        """Success."""
-        gpu().locked.append(range(place, place + size))
-        return 0
-
-    def cudaHostUnregister(self, place: int) -> int:
-        """Success."""
-        return 0
 
 
 def record_stream(tensor: Tensor, s: Stream) -> None:

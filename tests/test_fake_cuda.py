@@ -74,13 +74,13 @@ def test_one_process(train, script, options, dtype):
 )
 def test_several_processes(train, options, dtype, travels):
     # A method makes its buffers for a bucket, and says once on the device what is where.
-    done = train(DDP, *options.split(), excused=("_report_step", "_prepare"))
+    done = train(DDP, *options.split(), excused=("_prepare",))
     assert done.dtypes - ({FLOAT} if "powersgd" in options else set()) == {dtype}
     assert travels in {sort for _, sort in done.gpu.collectives}
 
 
 def test_comm_auto_measures_and_chooses(train):
-    excused = ("begin_step", "_report_step")
+    excused = ("begin_step",)
     with mock.patch.multiple(auto, WARM_UP=1, STEPS=1, LINK_SECONDS=0.0):
         done = train(DDP, "--comm", "auto", excused=excused)
     assert summary(done.folder)["comm"] in ("fp32", "fp16", "int8", "int4", "powersgd:32")
@@ -88,7 +88,7 @@ def test_comm_auto_measures_and_chooses(train):
 
 @pytest.mark.parametrize("options", [long("--comm fp32"), "--comm int8"])
 def test_one_node_of_four(train, options):
-    done = train(DDP, *options.split(), job=(1, 4), excused=("_report_step",))
+    done = train(DDP, *options.split(), job=(1, 4))
     assert done.dtypes == {HALF}
 
 
@@ -138,7 +138,7 @@ def test_apex_itself_is_called_as_on_a_gpu(train, options):
 )
 def test_a_run_continues_and_is_tested(train, data, script, options):
     (data / "test").symlink_to("val")
-    more = {"excused": ("_report_step", "_prepare", "save_snapshot", "total")}
+    more = {"excused": ("_prepare", "save_snapshot", "total")}
     try:
         layout = "--no-channels-last"  # another one than the second time
         train(script, "--snapshot-minutes", 0, *options.split(), layout, **more)

@@ -121,7 +121,7 @@ def test_memory_that_another_stream_still_uses(train):
 )  # fmt: skip
 def test_faults_between_processes(train, script, options, function, old, new, found):
     with changed(function, old, new), pytest.raises(found):
-        train(script, *options.split(), excused=("_report_step",))
+        train(script, *options.split())
 
 
 # ---- the stand-ins

@@ -180,7 +180,8 @@ def changes(other: str) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize(
     ("script", "most_removed", "most_added", "about"),
     [
-        ("imagenet_dp.py", 4, 6, "parallel|GPUs|mode="),
+        # torch.compile does not go through DataParallel.
+        ("imagenet_dp.py", 7, 6, "parallel|GPUs|mode=|^from utils.training import dummy"),
         (
             "imagenet_ddp.py",
             6,
