@@ -181,7 +181,7 @@ def changes(other: str) -> tuple[list[str], list[str]]:
     ("script", "most_removed", "most_added", "about"),
     [
         # torch.compile does not go through DataParallel.
-        ("imagenet_dp.py", 7, 6, "parallel|GPUs|mode=|^from utils.training import dummy"),
+        ("imagenet_dp.py", 7, 7, "parallel|GPUs|mode=|^from utils.training import dummy"),
         (
             "imagenet_ddp.py",
             6,
