@@ -198,7 +198,7 @@ def run(plan: list[Arm], kept: State, place: places.Hosts, study: Study, book: P
             if known.status == FINISHED or (again and not retry):
                 continue
             if is_done(arm):  # the last launcher died before it could note that
-                known.status = FINISHED
+                known.status, fresh = FINISHED, False
                 kept.save()
                 continue
             train(arm)
