@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import shell, summary
+from conftest import ROOT, shell, summary
 from running import TINY_LINE, Running, eventually, tiny
 from study import arms
 from study.arms import Wish
@@ -143,6 +143,23 @@ def test_a_dry_run_prints_what_can_be_typed_and_does_nothing(tmp_path):
     assert "at most 4 h of training (6 node-hours)" in done.out
     assert "xyz" not in done.out
     assert not (tmp_path / "book").exists()
+
+
+def test_the_study_files_are_lines_that_work(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"node{number}\n" for number in range(8)))
+    files = sorted((ROOT / "scripts/studies").glob("*.sh"))
+    names = [file.stem for file in files]
+    assert names == ["resnet50_o2", "vgg19", "vit_cifar10"]
+    lines = [f"bash scripts/studies/{name}.sh" for name in names]
+    own = f"{hosts} DATA --logbook {tmp_path}/book --dry-run"
+    for name, done in zip(names, shell(*(f"{line} {own}" for line in lines)), strict=True):
+        assert done.code == 0, done.err
+        assert f"study {name}: " in done.out
+        assert done.out.count(" DATA\n") >= 1
+        assert "NOT RUN ON GPUS YET" in (ROOT / f"scripts/studies/{name}.sh").read_text()
+    for line, done in zip(lines, shell(*lines), strict=True):
+        assert (done.code, done.err.startswith(f"{line} HOSTS_FILE DATA")) == (2, True), done.err
 
 
 def study(tmp_path: Path, *own: str, training: str, epochs: int = 2) -> list[str]:

@@ -158,7 +158,7 @@ def _check(wish: Wish) -> None:
     if wish.global_batch and wish.processes is None:
         raise UserError(
             "--global-batch needs to know the processes of a node: write slots=N behind each host, "
-            "or -g N among the training's options"
+            "-g N among the training's options, or --gpus-per-node=N in --slurm"
         )
     scripts = wish.vary.get("script", wish.training[:1])
     if alone := [script for script in scripts if script in ONE_NODE and max(wish.nodes) > 1]:

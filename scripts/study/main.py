@@ -19,12 +19,14 @@ from study import arms, outcome, page, places, state  # noqa: E402
 from study.arms import Arm, Wish  # noqa: E402
 from study.page import Study  # noqa: E402
 from study.running import Runner  # noqa: E402
+from study.slurm import Slurm  # noqa: E402
 from study.state import FAILED, FINISHED, RUNNING, STOPPED, State  # noqa: E402
 
 from utils import errors  # noqa: E402
 from utils.errors import BAD_INPUT, INTERRUPTED, UserError  # noqa: E402
 from utils.option_types import Formatter, count, number, positive  # noqa: E402
 
+Place = places.Simulated | places.Hosts | Slurm
 NOT_DONE = 1  # exit code: an arm has failed
 
 
@@ -45,6 +47,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--no-doctor", action="store_true", help="do not check the nodes before the first arm")
     text = "instead of hosts: so many nodes that are processes of this machine"
     add("--simulate", type=positive, metavar="N", help=text)
+    text = "instead of hosts: each arm is a job, submitted with these options of sbatch"
+    add("--slurm", nargs="?", const="", metavar="='OPTIONS'", help=text)
     text = "no training: a page of the log book about these runs, or folders of runs"
     add("--runs", nargs="+", type=Path, metavar="RUN", help=text)
     text = "numbers of nodes, such as 1,2,4,8; default: 1, 2, 4, ... up to all"
@@ -91,14 +95,18 @@ def varied(given: list[str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def place_of(options: argparse.Namespace) -> places.Simulated | places.Hosts:
+def place_of(options: argparse.Namespace) -> Place:
     """Where the arms are trained. Raises: `UserError`."""
-    if (options.hosts is None) == (options.simulate is None):
-        raise UserError("give either a HOSTS_FILE, or --simulate N for nodes on this machine")
-    return places.Hosts(options) if options.hosts else places.Simulated(options.simulate)
+    if [options.hosts, options.simulate, options.slurm].count(None) != 2:
+        raise UserError(
+            "give either a HOSTS_FILE, or --simulate N for nodes on this machine, or --slurm"
+        )
+    if options.simulate:
+        return places.Simulated(options.simulate)
+    return places.Hosts(options) if options.hosts else Slurm(options)
 
 
-def wish_of(options: argparse.Namespace, training: list[str], place: places.Hosts) -> Wish:
+def wish_of(options: argparse.Namespace, training: list[str], place: Place) -> Wish:
     """What the command line asks for. Raises: `UserError`."""
     if not training:
         raise UserError("what to train is missing: ... -- imagenet_ddp.py OPTIONS DATA")
@@ -113,11 +121,8 @@ def wish_of(options: argparse.Namespace, training: list[str], place: places.Host
     if nodes[-1] > place.nodes:
         source = options.hosts or f"--simulate {place.nodes}"
         raise UserError(f"--nodes {nodes[-1]}, but {source} gives {place.nodes}")
-    slots = {host.slots for host in getattr(place, "machines", ())} or {1}
-    if len(slots) > 1:
-        raise UserError(f"{options.hosts}: give all nodes the same number of slots, or none")
     own = arms.option(training, "-g")
-    processes = int(own) if own and own.isdecimal() else slots.pop()
+    processes = int(own) if own and own.isdecimal() else place.processes
     return Wish(
         name=options.name,
         nodes=tuple(nodes),
@@ -131,9 +136,7 @@ def wish_of(options: argparse.Namespace, training: list[str], place: places.Host
     )
 
 
-def announce(
-    plan: list[Arm], kept: State, place: places.Hosts, options: argparse.Namespace
-) -> None:
+def announce(plan: list[Arm], kept: State, place: Place, options: argparse.Namespace) -> None:
     """Say what is going to happen, and how long it takes."""
     left = [arm for arm in plan if kept.arms[arm.name].status != FINISHED]
     print(f"study {options.name}: {outcome.count(len(plan), 'arm')} on {place.what}; ", end="")
@@ -157,7 +160,7 @@ def announce(
     print(f"log book: {options.logbook / options.name}.md", flush=True)
 
 
-def run(plan: list[Arm], kept: State, place: places.Hosts, study: Study, book: Path) -> int:
+def run(plan: list[Arm], kept: State, place: Place, study: Study, book: Path) -> int:
     """Train all arms that are not finished. Returns: the exit code."""
     runner = Runner()
 

@@ -122,8 +122,8 @@ def columns(outcomes: Sequence[Outcome]) -> dict[str, list[Column]]:
 
 
 def spread(values: Sequence[float], show: Callable[[float], str]) -> str:
-    """The mean of repeats and, of several, their standard deviation; "-" of none."""
+    """The mean of repeats and, if they differ, their standard deviation; "-" of none."""
     if not values:
         return "-"
     mean = show(statistics.fmean(values))
-    return mean if len(values) == 1 else f"{mean} ± {show(statistics.stdev(values))}"
+    return mean if len(set(values)) == 1 else f"{mean} ± {show(statistics.stdev(values))}"

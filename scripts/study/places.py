@@ -37,7 +37,7 @@ class Simulated:
     what = "nodes that are processes of this machine and share its cores"
 
     def __init__(self, nodes: int):
-        self.nodes = nodes
+        self.nodes, self.processes = nodes, 1
         self.cores = max(1, supervise.usable_cores() // nodes)
         self.has_gpus = gpu_count() >= nodes
 
@@ -97,6 +97,10 @@ class Hosts:
             line for line in options.hosts.read_text().splitlines() if line.split("#")[0].split()
         ]
         self.nodes = len(self.machines)
+        slots = {host.slots for host in self.machines}
+        if len(slots) > 1:
+            raise UserError(f"{options.hosts}: give all nodes the same number of slots, or none")
+        self.processes = slots.pop()  # of each node; None: one per GPU
         self.synced = False
 
     def names(self, arm: Arm) -> list[str]:

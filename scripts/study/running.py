@@ -66,7 +66,7 @@ class Runner:
         if log:
             log.parent.mkdir(parents=True, exist_ok=True)
             file = open(log, "ab")
-        watch = _Steady(steady)
+        watch = Steady(steady)
         readers = []
         self.started = []
         for number, command in enumerate(commands):
@@ -110,24 +110,28 @@ class Runner:
         return 128 - code if code < 0 else code
 
     def _show(
-        self, source: BinaryIO, name: str, log: BinaryIO | None, watch: "_Steady | None"
+        self, source: BinaryIO, name: str, log: BinaryIO | None, watch: "Steady | None"
     ) -> None:
-        label = f"[{name}] ".encode() if name else b""
         for line in source:
-            text = line.decode(errors="replace").strip()
-            if (place := text.find("error")) >= 0 and ": " in text[place:]:
-                self.error = text[place:].partition(": ")[2]
-            if watch:
-                watch.see(text)
-            with self.lock:
-                if log and not log.closed:
-                    log.write(label + line)
-                    log.flush()
-                sys.stdout.buffer.write(label + line)
-                sys.stdout.flush()
+            self.show(line, name, log, watch)
+
+    def show(self, line: bytes, name: str, log: BinaryIO | None, watch: "Steady | None") -> None:
+        """Show a line, behind ``name``, and add it to ``log``; remember a fault that it names."""
+        label = f"[{name}] ".encode() if name else b""
+        text = line.decode(errors="replace").strip()
+        if (place := text.find("error")) >= 0 and ": " in text[place:]:
+            self.error = text[place:].partition(": ")[2]
+        if watch:
+            watch.see(text)
+        with self.lock:
+            if log and not log.closed:
+                log.write(label + line)
+                log.flush()
+            sys.stdout.buffer.write(label + line)
+            sys.stdout.flush()
 
 
-class _Steady:
+class Steady:
     """Calls a function, in a thread of its own, when enough lines about steps were seen."""
 
     def __init__(self, call: Callable[[], None] | None):
@@ -135,11 +139,13 @@ class _Steady:
         self.thread: threading.Thread | None = None
 
     def see(self, text: str) -> None:
+        """Count a line if it is about steps."""
         self.seen += bool(_PROGRESS.search(text))
         if self.call and self.seen >= STEADY_LINES and self.thread is None:
             self.thread = threading.Thread(target=self.call, daemon=True)
             self.thread.start()
 
     def join(self) -> None:
+        """Wait until the function has returned, if it was called."""
         if self.thread:
             self.thread.join(2 * GRACE_SECONDS)

@@ -32,7 +32,6 @@ class Progress:
     hosts: list[str] = field(default_factory=list)
     began: str = ""  # the first attempt, as 2026-11-22 05:00
     ended: str = ""
-    job: str = ""  # of Slurm
 
 
 class State:
