@@ -1,4 +1,4 @@
-"""scripts/scaling_study.sh --slurm on a real Slurm; a launcher that is killed finds its job again."""
+"""scripts/scaling_study.sh --slurm on a real Slurm; a launcher that was killed finds its job."""
 
 import json
 import os
