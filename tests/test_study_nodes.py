@@ -37,11 +37,12 @@ def test_a_study_that_is_killed_twice(folder, tmp_path):
             place.mkdir()
             if kills:
                 slow = line(hosts, folder, place, slow=True)
-                with nodes[0].type(slow) as run:
+                with nodes[0].type(slow, **ENV) as run:
+                    run.limit.cancel()
                     run.until(r"\[node1\] Epoch 2/3 step")
                     run.send(signal.SIGKILL, group=True)
                     run.process.wait()
-                with nodes[0].type(slow) as run:
+                with nodes[0].type(slow, **ENV) as run:
                     run.limit.cancel()
                     run.until("its nodes need .* s to notice")
                     run.until(r"== arm s_2nodes")
@@ -53,7 +54,8 @@ def test_a_study_that_is_killed_twice(folder, tmp_path):
                     done = run.result()
                 assert done.code == 0, done.out + done.err  # the second attempt
             else:
-                done = nodes[0].run(line(hosts, folder, place, slow=False), timeout=3 * TIMEOUT)
+                undisturbed = line(hosts, folder, place, slow=False)
+                done = nodes[0].run(undisturbed, env=ENV, timeout=4 * TIMEOUT)
                 assert done.code == 0, done.out + done.err
             assert "Node 5 would" in done.out
             tables.append(lines_without_times(place / "book/s.md"))

@@ -59,12 +59,10 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     text = "repeat each arm with these seeds; the table has means and standard deviations"
     add("--seeds", metavar="LIST", help=text)
     text = "train with each value of an option; again for another one. script=A,B varies the script"
-    add("--vary", action="append", default=[], metavar="OPTION=A,B", help=text)
+    add("--vary", action="append", metavar="OPTION=A,B", help=text)
     text = "keep the global batch (strong scaling); default: keep -b, per process (weak scaling)"
     add("--global-batch", type=positive, metavar="N", help=text)
-    text = (
-        "with more nodes than the fewest, --lr grows: sqrt or linear in the global batch, or none"
-    )
+    text = "how --lr, meant for the fewest nodes, grows with the global batch of more"
     add("--lr-scaling", choices=("none", "sqrt", "linear"), default="sqrt", help=text)
     add("--logbook", type=Path, default=Path("logbook"), metavar="DIR", help="folder of the pages")
     add("--dry-run", action="store_true", help="say what would be done, with each arm's command")
@@ -110,7 +108,7 @@ def wish_of(options: argparse.Namespace, training: list[str], place: Place) -> W
     """What the command line asks for. Raises: `UserError`."""
     if not training:
         raise UserError("what to train is missing: ... -- imagenet_ddp.py OPTIONS DATA")
-    vary = varied(options.vary)
+    vary = varied(options.vary or [])
     for script in vary.get("script", training[:1]):
         if not (ROOT / script).is_file() or "/" in script or not script.startswith("imagenet_"):
             raise UserError(f"{script} is not a training script in {ROOT}")
