@@ -38,7 +38,8 @@ def write(book: Path, study: Study, outcomes: Sequence[Outcome], kept: State) ->
     groups = columns(outcomes)
     seen = [one for one in outcomes if one.run is not None]
     done = sum(one.is_finished for one in outcomes)
-    head = f"{done} of {len(outcomes)} arms finished; brought up to date {state.now()}."
+    what = f"{done} of {len(outcomes)} arms finished" if kept.arms else f"{len(outcomes)} runs"
+    head = f"{what}; brought up to date {state.now()}."
     parts = [f"# {escape_markdown(study.name)}", " ".join([head, *study.notes])]
     lessons, said = _lessons(groups, study)
     if seen:
@@ -59,7 +60,7 @@ def write(book: Path, study: Study, outcomes: Sequence[Outcome], kept: State) ->
     archs = dict.fromkeys(str(one.run.known("arch")) for one in seen if one.run.known("arch"))
     kept.facts = {
         "model": ", ".join(archs) or comparison.NONE,
-        "arms": f"{done} of {len(outcomes)}",
+        "arms": what.removesuffix(" arms finished"),
         "columns": ", ".join(dict.fromkeys(c.title for group in groups.values() for c in group)),
         "top1": f"{max(best):.2f} %" if best else comparison.NONE,
         "date": state.now(),
@@ -73,10 +74,14 @@ def index(book: Path) -> None:
     """Bring the list of all studies, ``book``/README.md, up to date; other text in it stays."""
     rows = []
     for file in sorted(book.glob(f"*/{state.FILE}")):
-        facts = State(file.parent).facts
+        try:
+            facts = State(file.parent).facts
+        except UserError:  # not for this study to complain about
+            continue
         if facts:
             link = f"[{escape_markdown(file.parent.name)}]({file.parent.name}.md)"
-            rows.append((link, [facts[k] for k in ("model", "columns", "arms", "top1", "date")]))
+            cells = [facts.get(key, "-") for key in ("model", "columns", "arms", "top1", "date")]
+            rows.append((link, cells))
     head = ["experiment", "model", "trained on", "arms finished", "best val top-1", "up to date"]
     lines = markdown_table(head, [["-", *cells] for _, cells in rows]).split("\n")
     for place, (link, _) in enumerate(rows, 2):  # a link in a cell is not to be escaped

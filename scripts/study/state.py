@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from study.arms import Arm
@@ -44,7 +44,11 @@ class State:
         self.facts: dict[str, str] = {}  # for the index of the log book
         try:
             found = json.loads(self.file.read_text())
-            self.arms = {name: Progress(**one) for name, one in found["arms"].items()}
+            known = {one.name for one in fields(Progress)}  # another release may have had others
+            self.arms = {
+                name: Progress(**{key: value for key, value in one.items() if key in known})
+                for name, one in found["arms"].items()
+            }
             self.facts = found["facts"]
         except FileNotFoundError:
             pass
