@@ -6,11 +6,12 @@ from pathlib import Path
 import event_files
 import pytest
 from compare.runs import Run
-from conftest import shell
 from forecast import buckets, scaling
 from forecast.scaling import Cluster, Workload
-from study import curve, published
+from study import curve, outcome, page, published
 from study.outcome import Outcome, columns, spread
+from study.page import Study
+from study.state import State
 
 # A published experiment: VGG19, 20 classes, 2 hours on 1, 2, 4 and 8 g4dn.2xlarge.
 PUBLISHED = """
@@ -118,21 +119,22 @@ def test_the_sentence_about_what_holds_back(tmp_path, parts, words):
         assert "most likely to help: --comm auto" in found.sentences[1]
 
 
-def test_a_page_of_runs_from_elsewhere(tmp_path):
+def test_a_page_of_runs_from_elsewhere(tmp_path, monkeypatch):
     """Those of an older suite, known by their folders' names and event files alone."""
     for gpus, seconds in ((2, 120.0), (4, 72.0)):
         epochs = event_files.epochs_of(event_files.HAL[gpus], 208 * gpus)
         event_files.write(
             tmp_path / "runs" / event_files.folder_name(gpus), epochs, seconds=seconds
         )
-    line = f"bash scripts/scaling_study.sh --runs {tmp_path}/runs --name old --logbook {tmp_path}/b"
-    (done,) = shell(line)
-    assert done.code == 0, done.out + done.err
-    page = (tmp_path / "b/old.md").read_text()
-    assert "2 runs; brought up to date" in page
-    assert "|  | 2 GPUs | 4 GPUs |" in page
-    assert "| Global Batch Size | 416 | 832 |" in page
-    assert "| Scaling Efficiency | 1.00 | 0.83 |" in page
-    assert "| Top1 Test Accuracy | - | - |" in page
+    monkeypatch.setattr(page.pictures, "draw", lambda *_: ([], []))  # test_study.py draws
+    kept = State(tmp_path / "b/old")
+    kept.folder.mkdir(parents=True)
+    page.write(tmp_path / "b", Study("old", "typed"), outcome.of_runs([tmp_path / "runs"]), kept)
+    text = (tmp_path / "b/old.md").read_text()
+    assert "2 runs; brought up to date" in text
+    assert "|  | 2 GPUs | 4 GPUs |" in text
+    assert "| Global Batch Size | 416 | 832 |" in text
+    assert "| Scaling Efficiency | 1.00 | 0.83 |" in text
+    assert "| Top1 Test Accuracy | - | - |" in text
     index = (tmp_path / "b/README.md").read_text()
     assert "| [old](old.md) | resnet50 | 2 GPUs, 4 GPUs | 2 runs | 75.00 % |" in index
