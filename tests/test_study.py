@@ -225,7 +225,13 @@ def test_a_killed_study_ends_like_an_undisturbed_one(folder, tmp_path):
         if kills:
             slow = ENV | {"STEP_SECONDS": "0.2"}
             kill_when(line, r"\[node0\] Epoch 2/3 step", slow)
-            kill_when(line, r"== arm s_2nodes(?s:.)*", slow)
+            with Running(*line, **slow) as run:
+                run.until("== arm s_2nodes")
+                run.until(r"\[node0\] Epoch 1/3 step")
+                run.send(signal.SIGINT, group=True)
+                done = run.result()
+                assert done.code == 75
+                assert "the same line continues this study" in done.out
             kill_when(line, r"\[node0\] Epoch 2/3 step", slow)
         with Running(*line, **ENV) as run:
             done = run.result()

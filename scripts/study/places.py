@@ -10,13 +10,14 @@ import sys
 import time
 from pathlib import Path
 
+import copying
 import hosts
 import remote
 from study import gpus
 from study.arms import ONE_NODE, Arm, data_of, is_given, option
 from study.running import Command, Runner
 
-from utils.errors import BAD_INPUT, UserError
+from utils.errors import INTERRUPTED, UserError
 from utils.processes import network, supervise
 
 ROOT = hosts.ROOT
@@ -101,7 +102,6 @@ class Hosts:
         if len(slots) > 1:
             raise UserError(f"{options.hosts}: give all nodes the same number of slots, or none")
         self.processes = slots.pop()  # of each node; None: one per GPU
-        self.synced = False
 
     def names(self, arm: Arm) -> list[str]:
         """The nodes of an arm."""
@@ -124,9 +124,8 @@ class Hosts:
 
     def words(self, arm: Arm, folder: Path) -> list[str]:
         """The command of an arm."""
-        sync = ["--sync"] if self.options.sync and not self.synced else []
         start = ["bash", script("train_on_nodes.sh"), str(self.file(folder, arm.nodes))]
-        return [*start, *sync, "--fetch", *self._ours(), "--", *arm.command]
+        return [*start, "--fetch", *self._ours(), "--", *arm.command]
 
     def lines(self, arm: Arm) -> list[str]:
         """The command of an arm, to be read and typed."""
@@ -136,30 +135,27 @@ class Hosts:
         self.file(folder, nodes).write_text("\n".join(self.lines_of_file[:nodes]) + "\n")
 
     def check(self, runner: Runner, arms: list[Arm], folder: Path) -> None:
-        """Ask the doctor about all hosts that the arms need. Raises: `UserError`."""
+        """Copy the code to all hosts that the arms need, if that was asked for, and ask the doctor
+        about them. Raises: `UserError`."""
+        arm = max(arms, key=lambda arm: arm.nodes)
+        if self.options.sync:
+            copying.sync(self.options, self.machines[: arm.nodes])
         if self.options.no_doctor:
             return
-        arm = max(arms, key=lambda arm: arm.nodes)
         self._write(folder, arm.nodes)
-        if self.options.sync:
-            self._copy(arm.nodes)
         words = ["bash", script("doctor.sh"), str(self.file(folder, arm.nodes)), *self._ours()]
         for name, ours in (("--data", data_of(arm.command)), ("-a", None), ("-b", None)):
             value = ours or (option(arm.command, name) if name != "--data" else None)
             words += [name, value] if value else []
         print(f"+ {shlex.join(words)}", flush=True)
         code = runner.run([Command(words, environment=self._values())], None)
+        if runner.stops:
+            raise UserError("stopped before the first arm", code=INTERRUPTED)
         if code not in (0, 1):
             raise UserError(
                 "the nodes are not ready, see above: correct that and type the same line again "
                 "(--no-doctor trains all the same)"
             )
-
-    def _copy(self, nodes: int) -> None:
-        import copying
-
-        copying.sync(self.options, self.machines[:nodes])
-        self.synced = True
 
     def _values(self) -> dict[str, str]:
         return dict(self.options.env or ())
@@ -180,9 +176,7 @@ class Hosts:
             environment=self._values(),
             signals=(signal.SIGINT, signal.SIGINT),
         )
-        code = runner.run([command], arm.run / "study.log", dump)
-        self.synced = self.synced or code != BAD_INPUT
-        return code
+        return runner.run([command], arm.run / "study.log", dump)
 
     def wait_until_empty(self, silent: float) -> None:
         """Give the nodes of a launcher that was killed the time to end what it had started."""
