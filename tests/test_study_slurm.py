@@ -24,7 +24,9 @@ def test_one_job_an_arm(folder, tmp_path):
     )
     with Nodes(2) as nodes:
         cluster = Cluster(nodes, tmp_path / "slurm")
-        with nodes[0].type(line, SLURM_CONF=str(cluster.configuration), **ENV) as run:
+        # The first job lasts until the second launcher is there.
+        slow = ENV | {"STEP_SECONDS": "2", "SLURM_CONF": str(cluster.configuration)}
+        with nodes[0].type(line, **slow) as run:
             run.until("0: Epoch 1/2 step")
             run.send(signal.SIGKILL, group=True)
             run.process.wait()
