@@ -116,6 +116,7 @@ def test_bad_lines_are_one_sentence_each(tmp_path):
         f"{study} --simulate 2": "what to train is missing",
         f"{study} --simulate 2 --nodes 1,x -- imagenet_ddp.py": "--nodes 1,x is not a list",
         f"{study} --simulate 2 --vary comm -- imagenet_ddp.py": "not of the form OPTION=A,B",
+        f"{study} --simulate 2 --link 5 -- imagenet_ddp.py": "--link 5 is not a rate",
         f"{study} --simulate 2 -- train.py": "train.py is not a training script",
         f"{study} --runs {tmp_path}/none --name x": "does not exist",
     }

@@ -47,6 +47,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--no-doctor", action="store_true", help="do not check the nodes before the first arm")
     text = "instead of hosts: so many nodes that are processes of this machine"
     add("--simulate", type=positive, metavar="N", help=text)
+    text = "with --simulate, as root: network namespaces with links of this rate, such as 300mbit"
+    add("--link", metavar="RATE", help=text)
     text = "instead of hosts: each arm is a job, submitted with these options of sbatch"
     add("--slurm", nargs="?", const="", metavar="='OPTIONS'", help=text)
     text = "no training: a page of the log book about these runs, or folders of runs"
@@ -99,8 +101,10 @@ def place_of(options: argparse.Namespace) -> Place:
         raise UserError(
             "give either a HOSTS_FILE, or --simulate N for nodes on this machine, or --slurm"
         )
+    if options.link and not options.simulate:
+        raise UserError("--link is for --simulate: hosts have links of their own")
     if options.simulate:
-        return places.Simulated(options.simulate)
+        return places.Simulated(options.simulate, options.link)
     return places.Hosts(options) if options.hosts else Slurm(options)
 
 
@@ -258,9 +262,10 @@ def main() -> int:
         return 0
     study = Study(options.name, command, options.hours, options.global_batch is None)
     if options.simulate:
+        links = f", with links of {options.link}" if options.link else ""
         study.notes.append(
             f"**Simulated: the nodes are processes that share the {os.cpu_count()} cores of one "
-            "machine; their speeds say nothing about a cluster.**"
+            f"machine{links}; their speeds say nothing about a cluster.**"
         )
     with kept.held() as silent:
         kept = State(folder)

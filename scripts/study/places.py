@@ -1,18 +1,23 @@
 """Where arms are trained: on hosts over ssh, or on this machine as if it were several nodes."""
 
 import argparse
+import contextlib
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import copying
 import hosts
 import remote
+from bench import namespaces
+from bench.namespaces import Namespaces
 from study import gpus
 from study.arms import ONE_NODE, Arm, data_of, is_given, option
 from study.running import Command, Runner
@@ -33,11 +38,18 @@ def script(name: str) -> str:
 
 
 class Simulated:
-    """So many nodes that are processes of this machine, with equal shares of its cores."""
+    """So many nodes that are processes of this machine, with equal shares of its cores.
 
-    what = "nodes that are processes of this machine and share its cores"
+    With ``link`` (a rate such as 300mbit) they are in network namespaces that it connects.
+    """
 
-    def __init__(self, nodes: int):
+    def __init__(self, nodes: int, link: str | None = None):
+        """Raises: `UserError` for a rate that is none."""
+        if link and not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", link):
+            raise UserError(f"--link {link} is not a rate such as 300mbit or 1gbit")
+        self.link = link
+        self.what = "nodes that are processes of this machine and share its cores"
+        self.what += f", with links of {link}" if link else ""
         self.nodes, self.processes = nodes, 1
         self.cores = max(1, supervise.usable_cores() // nodes)
         self.has_gpus = gpu_count() >= nodes
@@ -46,20 +58,24 @@ class Simulated:
         """The nodes of an arm."""
         return [f"node{rank}" for rank in range(arm.nodes)]
 
-    def commands(self, arm: Arm, port: int | None = None) -> list[Command]:
-        """What is run, one command per node."""
+    def commands(
+        self, arm: Arm, port: int | None = None, spaces: Sequence[Namespaces] = ()
+    ) -> list[Command]:
+        """What is run, one command per node; in network namespaces, if there are any."""
         found = []
+        master = namespaces.address(0) if self.link else "127.0.0.1"
         port = port or network.free_port()
         own = [] if arm.command[0] in ONE_NODE or is_given(arm.command, "-g") else ["-g", "1"]
         own += [] if is_given(arm.command, "-j") else ["-j", str(self.cores)]
         for rank, name in enumerate(self.names(arm)):
-            meeting = ("127.0.0.1", str(port), str(arm.nodes), str(rank))
+            meeting = (master, str(port), str(arm.nodes), str(rank))
             places = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK")
             environment = dict(zip(places, meeting, strict=True)) if arm.nodes > 1 else {}
             environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(self.cores))
             environment["CUDA_VISIBLE_DEVICES"] = str(rank) if self.has_gpus else ""
             words = [sys.executable, str(ROOT / arm.command[0]), *own, *arm.command[1:]]
-            found.append(Command(words, name, environment))
+            inside = spaces[rank].enter if spaces else ()
+            found.append(Command([*inside, *words], name, environment))
         return found
 
     def lines(self, arm: Arm) -> list[str]:
@@ -80,7 +96,11 @@ class Simulated:
         def dump() -> None:
             keep_dump(folder / f"{arm.name}.nvidia-smi.txt", [("this machine", gpus.dump())])
 
-        return runner.run(self.commands(arm), arm.run / "study.log", dump)
+        with contextlib.ExitStack() as stack:
+            spaces = stack.enter_context(namespaces.network(arm.nodes)) if self.link else ()
+            for space in spaces:
+                namespaces.limit(space, self.link)
+            return runner.run(self.commands(arm, spaces=spaces), arm.run / "study.log", dump)
 
     def wait_until_empty(self, silent: float) -> None:
         """The processes of a launcher that was killed have died with it."""
