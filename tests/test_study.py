@@ -185,10 +185,15 @@ def kill_when(line: list[str], pattern: str, env: dict[str, str]) -> None:
 def test_a_killed_study_goes_on_and_a_failed_arm_stops_nothing(folder, tmp_path):
     vary = ("--simulate", "1", "--vary", "lr=0.05,none")
     line = study(tmp_path, *vary, training=f"imagenet_nd.py {folder}")
-    slow = ENV | {"STEP_SECONDS": "0.2"}
+    dump = tmp_path / "bin/nvidia-smi"
+    dump.parent.mkdir()
+    dump.write_text('#!/bin/sh\n[ "$1" != -L ] || exit 9\necho "| NVIDIA-SMI of a test |"\n')
+    dump.chmod(0o755)
+    env = ENV | {"PATH": f"{dump.parent}:{os.environ['PATH']}"}
+    slow = env | {"STEP_SECONDS": "0.2"}
     kill_when(line, r"Epoch 1/2 step +4/", slow)
     assert State(tmp_path / "book/s").arms["s_1node_lr-0.05"].status == "running"
-    with Running(*line, **ENV) as run:
+    with Running(*line, **env) as run:
         done = run.result()
     assert done.code == 1
     kept = State(tmp_path / "book/s").arms
@@ -205,6 +210,7 @@ def test_a_killed_study_goes_on_and_a_failed_arm_stops_nothing(folder, tmp_path)
     pictures = sorted(path.name for path in (tmp_path / "book/s").glob("*.png"))
     assert all(f"(s/{name})" in page for name in pictures)
     assert "overlay.png" in pictures
+    assert "# this machine\n| NVIDIA-SMI of a test |\n```" in page
     assert "| [s](s.md) | tiny\\_plain |" in (tmp_path / "book/README.md").read_text()
 
 
