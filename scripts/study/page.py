@@ -48,7 +48,8 @@ def write(book: Path, study: Study, outcomes: Sequence[Outcome], kept: State) ->
         parts += lessons
     parts += ["## Arms", _arms(outcomes, kept)]
     if seen:
-        both = comparison.compare([one.run for one in seen], study.hours)
+        target = next((top1 for one in seen if (top1 := one.option("desired_acc"))), None)
+        both = comparison.compare([one.run for one in seen], study.hours, target)
         remarks.add_to(both)
         parts += ["## Metrics", tables.as_markdown(both)]
         parts += ["\n".join(f"- {escape_markdown(note)}" for note in both.notes)]
