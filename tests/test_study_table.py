@@ -95,7 +95,7 @@ def test_two_arms_forecast_the_others(tmp_path):
     found = curve.fit(arms, (1, 2, 4, 8), weak=True)
     assert [point.nodes for point in found.points] == [1, 2, 4, 8]
     assert [point.measured is not None for point in found.points] == [True, True, False, False]
-    assert found.network == "the network behaves like one that gives 5 Gbit/s"
+    assert found.network == "if the network alone is to blame, it gives 5 Gbit/s"
     later = curve.fit([*arms, trained(tmp_path, 4)], (1, 2, 4, 8), weak=True)
     assert later.points[2].measured == pytest.approx(found.points[2].forecast, rel=1e-3)
     assert not later.points[2].fitted

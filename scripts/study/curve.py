@@ -70,8 +70,8 @@ def _network(gbit: float) -> str:
     if gbit < 1.01 * FASTEST_GBIT / 1000:
         return f"not even a network of {FASTEST_GBIT / 1000:g} Gbit/s explains the second of them"
     if gbit > 0.99 * FASTEST_GBIT:
-        return f"the network behaves like one of {FASTEST_GBIT:g} Gbit/s or more"
-    return f"the network behaves like one that gives {gbit:.2g} Gbit/s"
+        return f"if the network alone is to blame, it gives {FASTEST_GBIT:g} Gbit/s or more"
+    return f"if the network alone is to blame, it gives {gbit:.2g} Gbit/s"
 
 
 def _method(one: Outcome) -> cost.Method:
@@ -123,8 +123,9 @@ def _limits(one: Outcome, base: MeasuredRun, last: MeasuredRun, model: scaling.F
         "network": f"communication that compute does not hide takes {share:.0%} of a step",
         "input": f"waiting for images takes {share:.0%} of a step",
         "stragglers": f"waiting for the slowest process takes about {share:.0%} of a step",
-        "batch": f"a smaller batch per process computes less efficiently, {share:.0%} of a step",
-        "slower nodes": f"computing takes longer than on {base.nodes}, {share:.0%} of a step",
+        "batch": f"a smaller batch computes less efficiently, by {share:.0%} of a step",
+        "slower nodes": f"computing takes longer than on {count(base.nodes, 'node')}, by "
+        f"{share:.0%} of a step",
     }
     return f"What holds {on} back is mostly {cause}: {words[cause]}; {_help(cause, one)}."
 
