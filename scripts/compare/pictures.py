@@ -1,7 +1,7 @@
 """The pictures of a comparison, as PNG, SVG and PDF: readable in grey, on phones and dark pages."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,9 +125,11 @@ def plan(both: Comparison) -> tuple[dict[str, tuple[str, Callable[[], Any]]], li
     return plans, said
 
 
-def draw(both: Comparison, out: Path, prefix: str) -> tuple[list[Picture], list[str]]:
-    """Draw the pictures into the folder ``out`` as PNG, SVG and PDF. Returns them, and sentences
-    about those that could not be drawn."""
+def draw(
+    both: Comparison, out: Path, prefix: str, only: Collection[str] | None = None
+) -> tuple[list[Picture], list[str]]:
+    """Draw the pictures into the folder ``out`` as PNG, SVG and PDF; with ``only``, those of these
+    names, as PNG. Returns them, and sentences about those that could not be drawn."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -138,16 +140,24 @@ def draw(both: Comparison, out: Path, prefix: str) -> tuple[list[Picture], list[
     with matplotlib.style.context(["default", MATPLOTLIB]):
         plans, said = plan(both)
         for name, (title, make) in plans.items():
+            if only is not None and name not in only:
+                continue
             figure = make()
-            text = io.StringIO()
-            # The library's version and the date, there by default, would make equal pictures differ
-            figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-            svg = text.getvalue()
             file = out / f"{prefix}{name}.png"
-            file.with_suffix(".svg").write_text(svg, encoding="utf-8")
-            nothing = {"CreationDate": None, "Creator": None, "Producer": None}
-            figure.savefig(file.with_suffix(".pdf"), metadata=nothing)
+            svg = _save_vectors(figure, file) if only is None else ""
             # Fast compression: the strongest takes longer than the drawing.
             figure.savefig(file, metadata={"Software": None}, pil_kwargs={"compress_level": 4})
             drawn.append(Picture(name, title, svg, file))
     return drawn, said
+
+
+def _save_vectors(figure: Any, file: Path) -> str:
+    """Save SVG and PDF beside ``file``. Returns the SVG text."""
+    text = io.StringIO()
+    # The library's version and the date, there by default, would make equal pictures differ
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    file.with_suffix(".svg").write_text(svg, encoding="utf-8")
+    nothing = {"CreationDate": None, "Creator": None, "Producer": None}
+    figure.savefig(file.with_suffix(".pdf"), metadata=nothing)
+    return svg

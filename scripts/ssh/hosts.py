@@ -101,10 +101,12 @@ def default_directory() -> str:
     return str(ROOT.relative_to(home)) if ROOT.is_relative_to(home) else str(ROOT)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The hosts file, where the code is on the hosts, with what it runs there, and ssh."""
+def add_options(parser: argparse.ArgumentParser, needed: bool = True) -> None:
+    """The hosts file (which may be missing unless ``needed``), where the code is on the hosts, with
+    what it runs there, and ssh."""
     add = parser.add_argument
-    add("hosts", type=Path, metavar="HOSTS_FILE", help="one ssh host per line, node rank 0 first")
+    text = "one ssh host per line, node rank 0 first"
+    add("hosts", type=Path, nargs=None if needed else "?", metavar="HOSTS_FILE", help=text)
     add("--dir", default=default_directory(), help="where this code is on the nodes")
     add("--python", help="on the nodes; default: DIR/.venv/bin/python if it exists, else python3")
     add(
