@@ -244,11 +244,6 @@ def test_batch_larger_than_memory():
             "CUDA out of memory. Tried to allocate 3.06 GiB. GPU 0 has a total capacity of 14 GiB",
             ("memory of the GPU", "3.06 GiB", "smaller -b"),
         ),
-        (
-            "DataLoader worker (pid 77) is killed by signal: Bus error. It is possible that "
-            "dataloader's workers are out of shared memory.",
-            ("worker 77", "/dev/shm", "-j"),
-        ),
         ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", ("worker 7, 8 exited", "-j")),
     ],
 )

@@ -26,16 +26,11 @@ class UserError(Exception):
 
 
 def of_shortage(fault: RuntimeError) -> UserError | None:
-    """The error for what torch reports when memory or /dev/shm runs short; else None."""
+    """The error for what torch reports when memory runs short; else None."""
     text = " ".join(str(fault).split())
     worker = re.search(
         r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (is killed by [^.]*|exited)", text
     )
-    if worker and "Bus error" in text:
-        return UserError(
-            f"data loading worker {worker[1]} found no room in /dev/shm: make that larger (docker "
-            "run --shm-size=8g), or use fewer workers (-j) or a smaller -b; continue with --resume"
-        )
     if worker:
         return UserError(
             f"data loading worker {worker[1]} {worker[2]}: if nobody did it by hand, memory was "

@@ -9,6 +9,7 @@ from forecast import scaling
 from utils.comm.cost import Bucket
 
 OPEN_FILES = 1024
+SHM_BYTES = 256e6  # Docker gives a container 64 MB unless it is told otherwise
 DISK, DISK_LEAST = 5e9, 0.5e9  # bytes free where runs/ is; less: a warning, a fault
 SLOW_LINK = 0.25  # of the median speed: such a node holds the others up
 POOR_EFFICIENCY = 0.7
@@ -29,14 +30,6 @@ def judge(check: Checkup) -> Iterator[Finding]:
         yield from _forecast(check)
 
 
-def shm_need(workers: int, batch: int, image_size: int) -> int:
-    """Bytes of /dev/shm that ``workers`` loader workers fill with uint8 batches.
-
-    Each has two of them in flight (DataLoader's prefetch_factor), and one more is being copied.
-    """
-    return (2 * workers + 1) * batch * 3 * image_size**2
-
-
 def assumed_need(gpu: str, gflops: float | None) -> float | None:
     """Images/s that a model of ``gflops`` (forward, one image) trains at on ``gpu``; None: unknown.
 
@@ -52,20 +45,15 @@ def _limits(check: Checkup) -> Iterator[Finding]:
     good = True
     for rank, facts in check.facts.items():
         limits, node = facts["limits"], check.node(rank)
-        workers = limits["cores"] if options["workers"] is None else options["workers"]
-        need = shm_need(workers, options["batch_size"], options["image_size"])
-        if limits["shm_bytes"] < 2 * need:
+        if limits["shm_bytes"] < SHM_BYTES and len(facts["gpus"]["names"]) > 1:
             good = False
             yield Finding(
                 "shm",
-                FAULT if limits["shm_bytes"] < need else WARNING,
-                f"{node}: /dev/shm has {limits['shm_bytes'] / 1e6:.0f} MB free, and {workers} "
-                f"loader workers need {need / 1e6:.0f} MB for batches of {options['batch_size']} "
-                f"(twice that is safe)",
-                "loader workers hand over batches in shared memory, and die of a bus error if it "
-                "is full",
-                "docker run --ipc=host (or --shm-size=8g); mount -o remount,size=8g /dev/shm; or "
-                "fewer workers (-j)",
+                WARNING,
+                f"{node}: /dev/shm has only {limits['shm_bytes'] / 1e6:.0f} MB free",
+                "NCCL hands gradients from GPU to GPU of a node there, where they cannot reach "
+                "each other directly, and ends with an error if it is full",
+                "docker run --ipc=host (or --shm-size=1g), or mount -o remount,size=1g /dev/shm",
                 [rank],
             )
         if limits["open_files"] < OPEN_FILES:
