@@ -191,7 +191,7 @@ def test_from_one_machine_over_ssh(nodes, data):
         assert "scripts/doctor.py" in seen
         assert not [word for word in seen if word.endswith("=kept")]
     # A fault of the other node is shown, with the node's name before it, and decides the exit code.
-    nodes[1].block_ports(f"1024-{PORT - 1}, {PORT + 1}-65535")
+    nodes[1].block_ports(f"1024-2199, 2300-{PORT - 1}, {PORT + 1}-65535")  # between: sshd
     done = nodes[0].run([*line, "--data", str(data)])
     assert done.code == 2, done
     assert "✗ data ports of node 1 (node1) are closed" in done.out

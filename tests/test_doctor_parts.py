@@ -133,12 +133,6 @@ def test_healthy_gpu_nodes_have_no_troubles():
         ("data-sizes", "warning", "2,000 bytes on node 1", {}),
         ("disk", "warning", "0.1 GB", {"limits__disk_bytes": 1e8}),
         ("open-files", "warning", "256 files", {"limits__open_files": 256}),
-        (
-            "shm",
-            "warning",
-            "/dev/shm has only 67 MB",
-            {"limits__shm_bytes": 67e6, "gpus__names": ["Tesla T4"] * 2},
-        ),
         ("read-speed", "warning", "1600", {"data__read": {"files_per_s": 900, "bytes_per_s": 1}}),
         ("decode-speed", "warning", "400 for each of 4", {"limits__cores": 4}),
     ],
@@ -154,6 +148,13 @@ def test_trouble_of_one_node(name, level, words, changes):
     assert list(found) == [name]
     assert found[name].startswith(level)
     assert words in found[name]
+
+
+def test_small_shared_memory_matters_between_the_gpus_of_a_node():
+    for count, expected in ((1, []), (2, ["shm"])):
+        gpus = {"gpus__names": ["Tesla T4"] * count}
+        found = troubles(check(facts(0, **gpus), facts(1, limits__shm_bytes=67e6, **gpus)))
+        assert list(found) == expected
 
 
 def test_little_disk_on_node_0_is_a_fault():

@@ -41,7 +41,6 @@ def assumed_need(gpu: str, gflops: float | None) -> float | None:
 
 
 def _limits(check: Checkup) -> Iterator[Finding]:
-    options = check.options
     good = True
     for rank, facts in check.facts.items():
         limits, node = facts["limits"], check.node(rank)
