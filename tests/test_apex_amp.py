@@ -116,6 +116,7 @@ def test_options_reach_apex(options, changes):
     assert eval(result.out)[2] == changes
 
 
+@pytest.mark.long
 def test_accumulation_and_all_reduce_choices_reach_apex(run_with_stand_in):
     options = ("--accum-steps", 2, "--delay-allreduce", "--allreduce", "divide-sum")
     seen = calls(run_with_stand_in(*options, processes=2))

@@ -61,6 +61,7 @@ def test_nd(trained):
     assert trained.name.endswith("_resnet18_gpux1_b5_cpu0_nd")
 
 
+@pytest.mark.long
 def test_nd_alexnet(folder, tmp_path):
     small = TINY.replace("-a resnet18 --image-size 32", "--image-size 64 --classes 2")
     ends_well(
@@ -91,7 +92,7 @@ def test_evaluate_a_best_model(trained, folder, tmp_path):
     assert f"top-1 {before['best_top1']:.3f} %" in done.out
 
 
-@pytest.mark.parametrize("target", ["0.01", "1.5"])
+@pytest.mark.parametrize("target", ["0.01", pytest.param("1.5", marks=pytest.mark.long)])
 def test_desired_accuracy_ends_a_run_early(folder, tmp_path, target):
     line = f"python imagenet_nd.py --desired-acc {target} {folder} {TINY} --epochs 3"
     ends_well(f"{line} --output-dir {tmp_path}")

@@ -56,6 +56,7 @@ def workers(run: Running, pattern: str) -> list[int]:
     return sorted(one.pid for one in found if one.parent == run.process.pid)
 
 
+@pytest.mark.long
 def test_the_other_process_names_the_killed_one(folder, tmp_path):
     model, env = tiny(step_seconds=0.05)
     options = ("-b", "5", "-p", "1", "--epochs", "500", "--dist-timeout", "20")

@@ -318,10 +318,12 @@ def torchrun(*arguments: object) -> Result:
     return python(*launcher, "imagenet_ddp.py", *TINY, *arguments)
 
 
+@pytest.mark.long
 def test_torchrun_missing_data_folder(tmp_path):
     assert_one_sentence_of_many(torchrun(tmp_path / "none"), tmp_path / "none")
 
 
+@pytest.mark.long
 def test_torchrun_wrong_option(folder):
     done = torchrun("--lr", "fast", folder)
     assert done.code != 0
@@ -356,6 +358,7 @@ def test_a_fault_that_the_first_process_does_not_find_is_told_by_the_other():
     assert_one_sentence(python("-c", code, LOCAL_RANK="1", PYTHONPATH=str(ROOT)), "found by one")
 
 
+@pytest.mark.long
 def test_torchrun_damaged_checkpoint(folder, tmp_path):
     """Rank 0 finds it."""
     (tmp_path / "damaged.pt").write_text("hello")

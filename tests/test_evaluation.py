@@ -117,6 +117,7 @@ def test_unreadable_images_are_counted_and_named_in_the_log(tmp_path):
         assert log.count(named) == 1, "train.log keeps what the console shows"
 
 
+@pytest.mark.long
 def test_validation_without_a_readable_image_is_an_error(tmp_path):
     """In a training, whose snapshot is kept, and alone; there are fewer than --max-bad-files."""
     data = draw_folder(tmp_path / "data", train=6, val=2)

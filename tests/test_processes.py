@@ -123,7 +123,13 @@ def short_folder():
         yield Path(folder)
 
 
-@pytest.mark.parametrize("step", [3, 6], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(3, id="training"),
+        pytest.param(6, id="evaluation", marks=pytest.mark.long),
+    ],
+)
 def test_a_terminals_interrupt_ends_two_processes_with_a_snapshot(
     folder, tmp_path, short_folder, step
 ):

@@ -238,6 +238,7 @@ def test_one_process_communicates_not_at_all(folder, tmp_path):
     assert "--profile: no trace, as it needs more than 4 steps" in result.out
 
 
+@pytest.mark.long
 def test_the_cost_can_be_measured():
     result = python(ROOT / "scripts" / "bench" / "instruments.py", "--rounds", "2", "--steps", "3")
     assert result.code == 0, result.err
