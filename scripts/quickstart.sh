@@ -3,7 +3,8 @@
 #
 # Installs what is missing, makes a small set of drawn images (unless DATA, a folder with
 # train/CLASS/ and val/CLASS/, is given), trains a ResNet-18 with 1 and with 2 processes at the same
-# global batch size, and draws both runs into one picture. Finished work is not repeated.
+# global batch size, draws both runs into one picture, and makes a small scaling study of two nodes
+# that this machine plays (of the drawn images, without a GPU). Finished work is not repeated.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_help "$@"
@@ -15,11 +16,11 @@ cd "$root"
 started=$SECONDS
 say() { printf '\n== %s\n' "$*"; }
 
-say "1/4 environment"
+say "1/5 environment"
 use_environment
 echo "using $PYTHON"
 
-say "2/4 data"
+say "2/5 data"
 if [ $# -gt 0 ]; then
     echo "using $data"
 else
@@ -61,19 +62,29 @@ train() { # run name, script and its options
     "$PYTHON" "$@" --name "$name" "${options[@]}" "$data"
 }
 
-say "3/4 training: one process, then $processes"
+say "3/5 training: one process, then $processes"
 train "${label}_1" imagenet_nd.py -b 32
 train "${label}_$processes-ddp" imagenet_ddp.py -g "$processes" -b $((32 / processes))
 
-say "4/4 pictures"
+say "4/5 pictures"
 "$PYTHON" scripts/compare_runs.py "runs/${label}_1" "runs/${label}_$processes-ddp" \
     --labels "1 process" "$processes process$([ "$processes" = 1 ] || echo es), DDP" \
     --out "runs/$label"
+
+say "5/5 a scaling study"
+book=runs/$label/logbook
+if [ $# -gt 0 ] || [ "$gpus" != 0 ]; then
+    echo "left out: see README.md, \"A scaling study\""
+else
+    bash scripts/scaling_study.sh --simulate 2 --name "${label}_study" --logbook "$book" -- \
+        imagenet_ddp.py -a resnet18 --image-size 64 -b 16 --epochs 2 --lr 0.01 "$data"
+fi
 
 say "done in $((SECONDS - started)) s"
 cat <<TEXT
 One picture with both runs:  runs/$label/overlay.png
 Table and all pictures:      runs/$label/compare.html
+The study's log book:        $book
 The curves in TensorBoard:   $PYTHON -m tensorboard.main --logdir runs
 Your own images:             $PYTHON imagenet_nd.py -a resnet50 /path/to/imagenet
 All options of a script:     $PYTHON imagenet_ddp.py --help
