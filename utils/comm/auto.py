@@ -137,11 +137,13 @@ def arithmetic(method: str, world: World) -> float:
     power = PowerSGD(how.rank or 1, alone, seed=0)
     times = []
     for _ in range(4):
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         once()
         if values.is_cuda:
             torch.cuda.synchronize(world.device)
         times.append(time.perf_counter() - began)
+        if not values.is_cuda:  # on cores that others use as well, its own time counts
+            times[-1] = min(times[-1], time.process_time() - used)
     slowest = torch.tensor(min(times[1:]))
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=world.control)
     return float(slowest) / SAMPLE
