@@ -1,4 +1,4 @@
-"""--amp auto: bf16 on CPUs with AMX, and only there."""
+"""--amp auto: bf16 on CPUs with AMX and images that are large enough, and only there."""
 
 from argparse import Namespace
 
@@ -31,11 +31,13 @@ def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch, flags, lim
     assert native.has_amx(info) is expected
 
 
-@pytest.mark.parametrize(("amx", "dtype"), [(True, torch.bfloat16), (False, None)])
-def test_auto_takes_bf16_with_amx_and_says_so(monkeypatch, capsys, amx, dtype):
+@pytest.mark.parametrize(
+    ("amx", "size", "dtype"), [(True, 224, torch.bfloat16), (True, 64, None), (False, 224, None)]
+)
+def test_auto_takes_bf16_with_amx_and_says_so(monkeypatch, capsys, amx, size, dtype):
     monkeypatch.setattr(native, "has_amx", lambda: amx)
-    args = Namespace(amp="auto")
+    args = Namespace(amp="auto", image_size=size)
     assert native.autocast_dtype(args, WORLD) is dtype
-    assert args.precision == ("bf16" if amx else "off")
-    assert ("AMX" in capsys.readouterr().out) is amx
+    assert args.precision == ("bf16" if dtype else "off")
+    assert ("AMX" in capsys.readouterr().out) is bool(dtype)
     assert native.autocast_dtype(Namespace(amp="off"), WORLD) is None
