@@ -8,8 +8,8 @@ import torch
 
 from utils.processes.distributed import World, gather
 
-# ResNet-18 on two cores with AMX, beside other programs: with bf16 a step took less than half as long
-# as in float32 at 224 pixels, and more than twice as long at 64.
+# ResNet-18 on two cores with AMX, beside other programs: with bf16 a step took less than half as
+# long as in float32 at 224 pixels, and more than twice as long at 64.
 LEAST_FOR_AMX = 224
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}
 
