@@ -22,13 +22,14 @@ from utils.processes import launch, supervise
 from utils.processes.distributed import World
 from utils.run.checkpoint import TrainState
 from utils.run.tracking import Run
-from utils.training import dummy, epoch, evaluation, loop
+from utils.training import compiling, dummy, epoch, evaluation, loop
 from utils.training.session import Session
 
 
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step, shared out over the GPUs")
     native.add_options(parser)
+    compiling.add_options(parser)
     args = options.parse(parser)
     return train(args, launch.single_process())
 
@@ -56,6 +57,8 @@ def train(args: Namespace, world: World) -> int:
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
+    forward = compiling.compiled(parallel, args, device)  # as it is without --compile
+
     # ---- the training step
     def train_step(
         images: Tensor, targets: Tensor, weight: float, update: bool
@@ -66,7 +69,7 @@ def train(args: Namespace, world: World) -> int:
         micro-batches, are those of the global batch. With ``update`` the step ends: weights change.
         """
         with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
-            logits = parallel(images)
+            logits = forward(images)
             loss = criterion(logits, targets)
         scaler.scale(loss * weight).backward()
         if update:

@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,7 +38,6 @@ import utils.processes.installed  # noqa: E402, F401 (a missing package becomes 
 
 from bench import network_table  # noqa: E402
 from compare import results  # noqa: E402
-from compare.tables import markdown_table  # noqa: E402
 
 from utils.atomic import save_atomically  # noqa: E402
 from utils.data.listing import SUFFIXES  # noqa: E402
@@ -304,8 +302,7 @@ def finish(args: argparse.Namespace, found: dict[str, list[Figures]]) -> None:
         args.json.write_text(json.dumps({"about": said, "found": found}, indent=1))
     if args.results:
         command = shlex.join(["python", "scripts/bench_step.py", *sys.argv[1:]])
-        parts = [f"## {args.title}", f"```bash\n{command}\n```", markdown_table(head, rows), said]
-        section = "\n\n".join([*parts, f"{date.today():%d %B %Y}."])
+        section = network_table.section(args.title, command, (head, rows), [said])
         results.put(args.results, "bench_step", args.title, section)
 
 

@@ -130,7 +130,7 @@ def test_two_nodes_on_the_loopback(tmp_path):
     options = (
         "--models resnet50 --nodes 2 --gbit 10 --compute-s 0.01 --methods fp32,int8 --rounds 1"
     )
-    options += " --steps 1 --shrink 64 --master 127.0.0.1 --interface lo"
+    options += " --steps 1 --shrink 16 --master 127.0.0.1 --interface lo"
     options += f" --port {free_port()}"
     files = f"--json {tmp_path}/found.json --results {tmp_path}/RESULTS.md"
     line = f"python {BENCH} {options} --rank 1 & python {BENCH} {options} {files}; wait"
@@ -145,14 +145,13 @@ def test_two_nodes_on_the_loopback(tmp_path):
     ((case, measured),) = [
         one.values() for one in json.loads((tmp_path / "found.json").read_text())
     ]
-    packed = buckets.fill(buckets.shrink(buckets.layers("resnet50"), 64), 64)
+    packed = buckets.fill(buckets.shrink(buckets.layers("resnet50"), 16), 16)
     link = network_table.cost.Link(case["nodes"], 1.0)
     for name in ("fp32", "int8"):
         (one,) = measured[name]["rounds"]
         wanted = 2 * network_table.cost.sent_bytes(packed, link, network_table.cost.method(name))
         assert one["bytes"] > wanted  # of both nodes, as they share the interface; and headers
-        # Headers, acknowledgements and barriers are much of so little, more on a slow machine.
-        assert not own or one["bytes"] < 1.5 * wanted
+        assert not own or one["bytes"] < 1.15 * wanted
         assert one["step_s"] >= 0.01
     assert not own or measured["compute"]["rounds"][0]["bytes"] < 20_000
 

@@ -34,6 +34,12 @@ def test_training_is_compiled_once_and_evaluation_not(folder, tmp_path):
     assert done.out.count("to compile it") == 1
 
 
+def test_data_parallel_is_not_compiled():
+    asked, model = argparse.Namespace(compile="default"), nn.DataParallel(nn.Identity())
+    with pytest.raises(UserError, match=r"not go through DataParallel: imagenet_ddp\.py"):
+        compiling.compiled(model, asked, torch.device("cpu"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("script", ["imagenet_nd.py", "imagenet_ddp.py", "imagenet_ddp_apex.py"])
 def test_a_compiled_step_runs_in_every_script(folder, tmp_path, script):

@@ -190,8 +190,7 @@ def changes(other: str) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize(
     ("script", "most_removed", "most_added", "about"),
     [
-        # torch.compile does not go through DataParallel.
-        ("imagenet_dp.py", 7, 7, "parallel|GPUs|mode=|^from utils.training import dummy"),
+        ("imagenet_dp.py", 4, 6, "parallel|GPUs|mode="),
         (
             "imagenet_ddp.py",
             6,

@@ -5,6 +5,8 @@ import os
 import re
 import stat
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 BAD_INPUT = 2  # exit code of argparse for wrong options; ours for all bad input
 LOST_PEER = 69  # EX_UNAVAILABLE: another process of the job is gone or stuck; run again
@@ -100,3 +102,16 @@ class _Unread(io.FileIO):
             os.dup2(nowhere, self.fileno())  # for C++ and processes started later, too
             os.close(nowhere)
             return memoryview(data).nbytes
+
+
+def end_with(main: Callable[[], int]) -> NoReturn:
+    """Call ``main`` and end the process with its exit code, or with that of a `UserError`.
+
+    Threads that still wait for something are not waited for.
+    """
+    try:
+        code = main()
+    except UserError as error:
+        code = report(error)
+    sys.stdout.flush()
+    os._exit(code)

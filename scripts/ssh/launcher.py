@@ -4,7 +4,6 @@ See scripts/train_on_nodes.sh for the command. On each node scripts/ssh/guard.py
 """
 
 import argparse
-import os
 import signal
 import sys
 
@@ -114,9 +113,4 @@ def _elastic(
 
 
 if __name__ == "__main__":
-    try:
-        ending = main()
-    except UserError as error:
-        ending = errors.report(error)
-    sys.stdout.flush()
-    os._exit(ending)  # does not wait for the threads
+    errors.end_with(main)

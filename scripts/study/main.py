@@ -280,9 +280,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        ending = main()
-    except UserError as error:
-        ending = errors.report(error)
-    sys.stdout.flush()
-    os._exit(ending)  # does not wait for the threads
+    errors.end_with(main)

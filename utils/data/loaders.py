@@ -92,8 +92,11 @@ class Batches:
     def _normalise_by(self, mean: Channels, std: Channels) -> None:
         scale = torch.tensor([1 / (255 * s) for s in std])
         shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)])
-        self.scale = scale.view(1, 3, 1, 1).to(self.device)
-        self.shift = shift.view(1, 3, 1, 1).to(self.device)
+        if self.layout is torch.channels_last:  # for all values of a row of pixels
+            scale, shift = (one.repeat(self.dataset.size) for one in (scale, shift))
+        else:
+            scale, shift = (one.view(1, 3, 1, 1) for one in (scale, shift))
+        self.scale, self.shift = scale.to(self.device), shift.to(self.device)
 
     def start_count(self) -> None:
         """Count waiting and reading from now on."""
@@ -159,9 +162,8 @@ class Batches:
             # The same numbers row by row: three channels in turn are too short to be vectorised.
             n, size, width, _ = images.shape
             rows = images.reshape(n, size, width * 3)
-            scale, shift = (one.view(3).repeat(width) for one in (self.scale, self.shift))
             out = torch.empty_like(rows, dtype=self.dtype)
-            torch.addcmul(shift, rows, scale, out=out)
+            torch.addcmul(self.shift, rows, self.scale, out=out)
             return out.view(n, size, width, 3).permute(0, 3, 1, 2)
         images = images.permute(0, 3, 1, 2)
         out = torch.empty_like(images, dtype=self.dtype, memory_format=self.layout)

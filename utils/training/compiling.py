@@ -21,7 +21,7 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """``--compile``, for the scripts whose model torch.compile can take."""
+    """``--compile``."""
     group = parser.add_argument_group("compilation")
     group.add_argument(
         "--compile",
@@ -41,6 +41,8 @@ def compiled(module: nn.Module, args: argparse.Namespace, device: torch.device) 
     """
     if not args.compile:
         return module
+    if isinstance(module, nn.DataParallel):
+        raise UserError("--compile does not go through DataParallel: imagenet_ddp.py has it")
     _check_compiler(device)
     mode = None if args.compile == "default" else args.compile
     return torch.compile(module, mode=mode, dynamic=False)

@@ -52,7 +52,7 @@ def time_step(session: Session, train_step: TrainStep) -> int:
         _wait_for_all(world)
         return time.perf_counter() - began
 
-    if getattr(args, "compile", None):
+    if args.compile:
         train_step = compiling.first_step_timed(train_step, args, device)
     warm_up = CHOOSING_STEPS if comm is not None and comm.method is None else WARMUP_STEPS
     log.info(f"timing {TIMED_STEPS} steps of {global_batch} images, after {warm_up} to warm up ...")

@@ -35,7 +35,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
     run.console.start_bar(f"Epoch {state.epoch + 1}/{args.epochs}", steps, first)
     watch.start_epoch()
     stop.begin_phase()
-    if getattr(args, "compile", None) and not session.epochs:
+    if args.compile and not session.epochs:
         train_step = compiling.first_step_timed(train_step, args, world.device)
     if not first:
         state.printed = None
