@@ -61,13 +61,13 @@ def train(args: Namespace, world: World) -> int:
     loaders = build_loaders(args, world, dtype=levels.of(args).input_dtype)
 
     # ---- model
-    model = models.create(args.arch, len(loaders.classes), args.image_size, args.pretrained)
+    model = models.build(args, len(loaders.classes))
     model = model.to(device, memory_format=args.memory_format)
     if args.sync_bn:
         model = parallel.convert_syncbn_model(model)
 
     # ---- optimiser and mixed precision: float16 weights, of which it gets float32 masters
-    optimizer = optim.sgd(model.parameters(), args.lr, args.momentum, args.weight_decay)
+    optimizer = optim.build(args, model)
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     model, optimizer = amp.initialize(
         model,

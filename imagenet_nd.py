@@ -48,11 +48,11 @@ def train(args: Namespace, world: World) -> int:
     loaders = build_loaders(args, world, dtype=amp_dtype or torch.float32)
 
     # ---- model
-    model = models.create(args.arch, len(loaders.classes), args.image_size, args.pretrained)
+    model = models.build(args, len(loaders.classes))
     model = model.to(device, memory_format=args.memory_format)
 
     # ---- optimiser and mixed precision
-    optimizer = optim.sgd(model.parameters(), args.lr, args.momentum, args.weight_decay)
+    optimizer = optim.build(args, model)
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 

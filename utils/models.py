@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from typing import Any
 from urllib.error import URLError
 
 import torch
@@ -57,6 +58,11 @@ def preprocessing(arch: str) -> Preprocessing:
     if interpolation not in INTERPOLATIONS:
         interpolation = "bicubic"  # the nearest to Lanczos', which a few models of timm name
     return Preprocessing(tuple(wanted.mean), tuple(wanted.std), interpolation, size, short)
+
+
+def build(args: Any, classes: int) -> nn.Module:
+    """The model that the options ask for; see `create`."""
+    return create(args.arch, classes, args.image_size, args.pretrained)
 
 
 def create(arch: str, classes: int, image_size: int, pretrained: bool = False) -> nn.Module:

@@ -7,6 +7,11 @@ import torch
 from torch import nn
 
 
+def build(args: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimiser that the options ask for, for the parameters of ``model``."""
+    return sgd(model.parameters(), args.lr, args.momentum, args.weight_decay)
+
+
 def sgd(
     parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
     lr: float,
