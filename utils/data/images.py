@@ -74,18 +74,24 @@ def decode(data: bytes) -> Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def decode_rows(data: bytes, frame: jpeg_rows.Frame, rows: int) -> Tensor | None:
-    """What `decode` gives, but for the rows behind the first ``rows``, most of which are missing.
+def decode_rows(
+    data: bytes, frame: jpeg_rows.Frame, top: int, rows: int
+) -> tuple[Tensor, int] | None:
+    """What `decode` gives, but for the rows around ``top`` to ``top`` + ``rows``.
 
-    ``frame`` is that of the file. None when the whole image had better be decoded: because of its
-    last rows, or a damage. While it runs, the process's stderr is turned off.
+    Returns: pixels, and which row of the image is their first. ``frame`` is that of the file. None
+    when the whole image had better be decoded: it is about to show nearly all rows, or damaged.
+    While it runs, the process's stderr is turned off.
     """
-    part = jpeg_rows.lowered(data, frame, rows)
-    if part is None or not has_jpeg_ends(data):
+    if not has_jpeg_ends(data):
+        return None
+    part, first = jpeg_rows.between(data, frame, top, rows) or (None, 0)
+    part = part or jpeg_rows.lowered(data, frame, top + rows)
+    if part is None:
         return None
     try:
         with jpeg_rows.silent_stderr():
-            return _decode_jpeg(part)
+            return _decode_jpeg(part), first
     except RuntimeError:
         return None
 
