@@ -18,7 +18,8 @@ SEQUENTIAL = (0xC0, 0xC1)  # SOF0 and SOF1; progressive files are smoothed acros
 BEFORE_FRAME = {*range(0xE0, 0xF0), 0xFE, 0xDB, 0xC4, 0xDD}
 # Upsampling doubles colour vertically, and looks at one row of it above and below: two of pixels.
 MARGIN = 2
-RESTART_INTERVAL, SCAN, RESTART_0, END = 0xDD, 0xDA, 0xD0, 0xD9
+RESTART_INTERVAL, SCAN, END = 0xDD, 0xDA, b"\xff\xd9"
+RESTARTS = bytes(range(0xD0, 0xD8))  # second bytes of the markers, in their order
 LEAST = 16  # rows; to leave out fewer gains nothing, as whole rows of blocks are decoded
 
 
@@ -90,20 +91,20 @@ def between(data: bytes, frame: Frame, top: int, rows: int) -> tuple[bytearray, 
         return None
     codes = np.frombuffer(data, np.uint8)
     ends = begin + np.flatnonzero(codes[begin:-1] == 0xFF)
-    ends = ends[codes[ends + 1] != 0]  # those are bytes of the pixels
-    numbers = codes[ends + 1]
-    if len(ends) < high or numbers[high - 1] != END:
-        return None
-    if not np.array_equal(numbers[: high - 1], RESTART_0 + np.arange(high - 1) % 8):
+    following = codes[ends + 1]
+    ends = ends[following != 0][: last + 1].tolist()  # the others are bytes of pixels
+    markers = following[following != 0].tobytes()
+    if not markers.startswith((RESTARTS * (high // 8 + 1))[: high - 1] + END[1:]):
         return None
     copy = bytearray(data[:begin])
     below = min(frame.height, last * block_rows) - first * block_rows
     copy[frame.at : frame.at + 2] = below.to_bytes(2, "big")
-    start = int(ends[first - 1]) + 2 if first else begin
-    copy += data[start : int(ends[last - 1])]
-    for number, end in enumerate(ends[first : last - 1].tolist()):  # they begin with the first
-        copy[begin + end - start + 1] = RESTART_0 + number % 8
-    copy += bytes((0xFF, END))
+    start = ends[first - 1] + 2 if first else begin
+    copy += data[start : ends[last - 1]]
+    if first % 8:  # decoders want the first marker first
+        for number, end in enumerate(ends[first : last - 1]):
+            copy[begin + end - start + 1] = RESTARTS[number % 8]
+    copy += END
     return copy, first * block_rows
 
 
