@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from prepare.shrink import copy_folder, opened
 
-from utils.data.images import JPEG_MAGIC, has_jpeg_ends
+from utils.data.jpeg_rows import JPEG_MAGIC, has_jpeg_ends
 from utils.errors import UserError
 
 COMMAND = ("jpegtran", "-copy", "none", "-optimize", "-restart", "1")

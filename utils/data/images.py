@@ -17,9 +17,9 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
 from utils.data import jpeg_rows
+from utils.data.jpeg_rows import JPEG_MAGIC, has_jpeg_ends
 from utils.data.rgb import to_rgb
 
-JPEG_MAGIC, JPEG_END = b"\xff\xd8", b"\xff\xd9"
 CROP_SCALE = 0.08  # smallest share of the image's area that a training crop covers
 RATIO = (3 / 4, 4 / 3)  # its width : height
 EXTREME = 16  # long side : short side; of a longer image, evaluation looks at the middle alone
@@ -39,14 +39,6 @@ class Cut(NamedTuple):
     size: tuple[int, int]  # height and width after the resize
     window: Box
     mirrored: bool
-
-
-def has_jpeg_ends(data: bytes) -> bool:
-    """True if ``data`` begins and ends (but for padding) as a whole JPEG file does.
-
-    Decoders fill up what is missing of a file without its end, instead of refusing it.
-    """
-    return data.startswith(JPEG_MAGIC) and data[-64:].rstrip(b"\0").endswith(JPEG_END)
 
 
 def decode(data: bytes) -> Tensor:

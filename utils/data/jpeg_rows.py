@@ -13,14 +13,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+JPEG_MAGIC, JPEG_END = b"\xff\xd8", b"\xff\xd9"
 SEQUENTIAL = (0xC0, 0xC1)  # SOF0 and SOF1; progressive files are smoothed across rows of blocks
 # APP0 to APP15, COM, tables and the restart interval: what may stand before the frame header.
 BEFORE_FRAME = {*range(0xE0, 0xF0), 0xFE, 0xDB, 0xC4, 0xDD}
 # Upsampling doubles colour vertically, and looks at one row of it above and below: two of pixels.
 MARGIN = 2
-RESTART_INTERVAL, SCAN, END = 0xDD, 0xDA, b"\xff\xd9"
+RESTART_INTERVAL, SCAN = 0xDD, 0xDA
 RESTARTS = bytes(range(0xD0, 0xD8))  # second bytes of the markers, in their order
 LEAST = 16  # rows; to leave out fewer gains nothing, as whole rows of blocks are decoded
+
+
+def has_jpeg_ends(data: bytes) -> bool:
+    """True if ``data`` begins and ends (but for padding) as a whole JPEG file does.
+
+    Decoders fill up what is missing of a file without its end, instead of refusing it.
+    """
+    return data.startswith(JPEG_MAGIC) and data[-64:].rstrip(b"\0").endswith(JPEG_END)
 
 
 class Frame(NamedTuple):
@@ -38,7 +47,7 @@ def frame_of(data: bytes) -> Frame | None:
     that do not follow the standard up to the frame header.
     """
     at, end = 2, len(data) - 20
-    if data[:2] != b"\xff\xd8":
+    if not data.startswith(JPEG_MAGIC):
         return None
     while at < end and data[at] == 0xFF:
         marker, length = data[at + 1], data[at + 2] << 8 | data[at + 3]
@@ -94,7 +103,7 @@ def between(data: bytes, frame: Frame, top: int, rows: int) -> tuple[bytearray, 
     following = codes[ends + 1]
     ends = ends[following != 0][: last + 1].tolist()  # the others are bytes of pixels
     markers = following[following != 0].tobytes()
-    if not markers.startswith((RESTARTS * (high // 8 + 1))[: high - 1] + END[1:]):
+    if not markers.startswith((RESTARTS * (high // 8 + 1))[: high - 1] + JPEG_END[1:]):
         return None
     copy = bytearray(data[:begin])
     below = min(frame.height, last * block_rows) - first * block_rows
@@ -104,7 +113,7 @@ def between(data: bytes, frame: Frame, top: int, rows: int) -> tuple[bytearray, 
     if first % 8:  # decoders want the first marker first
         for number, end in enumerate(ends[first : last - 1]):
             copy[begin + end - start + 1] = RESTARTS[number % 8]
-    copy += END
+    copy += JPEG_END
     return copy, first * block_rows
 
 
