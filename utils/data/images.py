@@ -4,6 +4,7 @@ Faster than PIL with float tensors by keeping everything uint8 and the strides a
 them (channels last): torch's antialiased resize then takes its vectorised path.
 """
 
+import contextlib
 import io
 import math
 import random
@@ -73,19 +74,18 @@ def decode_rows(
 
     Returns: pixels, and which row of the image is their first. ``frame`` is that of the file. None
     when the whole image had better be decoded: it is about to show nearly all rows, or damaged.
-    While it runs, the process's stderr is turned off.
+    While it runs, the process's stderr may be turned off.
     """
     if not has_jpeg_ends(data):
         return None
-    part, first = jpeg_rows.between(data, frame, top, rows) or (None, 0)
-    part = part or jpeg_rows.lowered(data, frame, top + rows)
-    if part is None:
-        return None
-    try:
-        with jpeg_rows.silent_stderr():
+    with contextlib.suppress(RuntimeError):
+        if (found := jpeg_rows.between(data, frame, top, rows)) is not None:
+            part, first = found
             return _decode_jpeg(part), first
-    except RuntimeError:
-        return None
+        if (part := jpeg_rows.lowered(data, frame, top + rows)) is not None:
+            with jpeg_rows.silent_stderr():
+                return _decode_jpeg(part), 0
+    return None
 
 
 def _decode_jpeg(data: bytearray) -> Tensor:
