@@ -111,17 +111,17 @@ class Checkpointed:
 
 @contextmanager
 def _without_statistics(block: Any) -> Iterator[None]:
-    """In this context, batch norm does not count its batches: it has seen them already."""
-    norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-    # Those in evaluation mode use what they have counted.
-    norms = [norm for norm in norms if norm.training]
+    """In this context, batch norm counts its batches in copies: it has seen them already."""
+    norms = [module for module in block.modules() if isinstance(module, _NormBase)]
+    kept = [norm._buffers for norm in norms]
     for norm in norms:
-        norm.track_running_stats = False
+        copies = {n: None if b is None else b.clone() for n, b in norm._buffers.items()}
+        norm.__dict__["_buffers"] = copies
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, buffers in zip(norms, kept, strict=True):
+            norm.__dict__["_buffers"] = buffers
 
 
 def checkpoint_blocks(model: nn.Module) -> str:
