@@ -22,7 +22,7 @@ from utils.processes.distributed import World
 
 CPU = torch.device("cpu")
 SHAPES = ((64, 3, 7, 7), (64,), (128, 64, 3, 3), (300, 129), (1,))
-METHODS = ("fp32", "fp16", "bf16", "int8", "int4", "powersgd:2", "localsgd:3")
+METHODS = ("fp32", "fp16", "bf16", "int8", "int4", "powersgd:2", "localsgd:3", "localsgd:2")
 
 
 def gradients(rank: int) -> list[torch.Tensor]:
@@ -223,7 +223,12 @@ def _train(rank: int, size: int, local_size: int = 1, steps: int = 8) -> dict[st
             args = SimpleNamespace(comm=comm, seed=3, image_size=8, evaluate=False)
             replica = DistributedDataParallel(network(), bucket_cap_mb=0.1)
             replica.broadcast_buffers = False
-            optimizer = torch.optim.SGD(replica.parameters(), 0.05, momentum=0.9)
+            # One that keeps more than momentum.
+            optimizer = (
+                torch.optim.AdamW(replica.parameters(), 0.01)
+                if comm == "localsgd:2"
+                else torch.optim.SGD(replica.parameters(), 0.05, momentum=0.9)
+            )
             return replica, optimizer, Exchange(replica, optimizer, args, world)
 
         def go(parts, first, last):

@@ -249,7 +249,9 @@ def _check_image_size(model: nn.Module, arch: str, image_size: int) -> None:
     training = model.training
     model.eval()
     try:
-        weights = {k: v.to("meta") for k, v in model.state_dict(keep_vars=True).items()}
+        # Not of the state dict, which lacks some buffers.
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        weights = {name: tensor.to("meta") for name, tensor in tensors}
         images = torch.empty(2, 3, image_size, image_size, device="meta")
         with torch.no_grad():
             torch.func.functional_call(model, weights, (images,))

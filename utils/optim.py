@@ -171,7 +171,8 @@ def skip_on_device(optimizer: torch.optim.Optimizer) -> None:
 
     A loss scaler gives it ``grad_scale`` (or None) and ``found_inf``, a flag on the device, instead
     of asking for the flag's value. So it steps in any case, and after an overflow its weights and
-    state are put back from copies, which take as much memory as they do while a step lasts.
+    state are put back from copies, which take as much memory as they do while a step lasts. (LAMB's
+    count of steps, of which its first ones are corrected for their bias, goes on.)
     """
     copies: list[tuple[Tensor, Tensor]] = []
 

@@ -147,13 +147,14 @@ def checkpoint_blocks(model: nn.Module) -> str:
 def repeated(model: nn.Module) -> list[nn.Module]:
     """The outermost modules of classes that ``model`` has several of: its blocks, in order.
 
-    Layers of torch itself and plain sequences of modules are none.
+    Layers of torch itself, plain sequences of modules and timm's stages of blocks are none.
     """
 
     def is_block(module: nn.Module) -> bool:
-        listed = (nn.Sequential, nn.ModuleList)
-        mine = not type(module).__module__.startswith("torch.nn") and not isinstance(module, listed)
-        return mine and any(True for _ in module.children())
+        kind = type(module)
+        if isinstance(module, (nn.Sequential, nn.ModuleList)) or kind.__name__.endswith("Stage"):
+            return False
+        return not kind.__module__.startswith("torch.nn") and any(True for _ in module.children())
 
     kinds = [type(module) for module in model.modules() if is_block(module)]
     found: list[nn.Module] = []
