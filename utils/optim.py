@@ -174,28 +174,36 @@ def skip_on_device(optimizer: torch.optim.Optimizer) -> None:
     state are put back from copies, which take as much memory as they do while a step lasts. (LAMB's
     count of steps, of which its first ones are corrected for their bias, goes on.)
     """
-    copies: list[tuple[Tensor, Tensor]] = []
+    copies: dict[tuple[nn.Parameter, str], Tensor] = {}
 
+    def tensors() -> dict[tuple[nn.Parameter, str], Tensor]:
+        """What a step changes: of each weight with a gradient its own values, and its state."""
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        found = {(p, ""): _local(p) for p in weights if p.grad is not None}
+        for p, _ in list(found):
+            state = optimizer.state[p].items()
+            found |= {(p, name): _local(t) for name, t in state if isinstance(t, Tensor)}
+        return found
+
+    @torch.no_grad()
     def before(*_: Any) -> None:
         if getattr(optimizer, "found_inf", None) is None:
             return
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        trained = [p for p in trained if p.grad is not None]
+        copies.update({key: tensor.clone() for key, tensor in tensors().items()})
         if getattr(optimizer, "grad_scale", None) is not None:
-            torch._foreach_div_([p.grad for p in trained], optimizer.grad_scale)
-        copies[:] = [(t, t.clone()) for p in trained for t in (p, *_tensors(optimizer.state[p]))]
+            gradients = [_local(p.grad) for p, name in copies if not name]
+            torch._foreach_div_(gradients, optimizer.grad_scale)
 
+    @torch.no_grad()
     def after(*_: Any) -> None:
-        if getattr(optimizer, "found_inf", None) is None:
+        found = getattr(optimizer, "found_inf", None)
+        if found is None:
             return
-        kept = {id(tensor) for tensor, _ in copies}
-        # What the first step has made begins at zero.
-        new = [t for state in optimizer.state.values() for t in _tensors(state)]
-        copies.extend((t, torch.zeros_like(t)) for t in new if id(t) not in kept)
-        overflow = optimizer.found_inf > 0
-        with torch.no_grad():
-            for tensor, copy in copies:
-                tensor.copy_(torch.where(overflow, copy, tensor))
+        overflow = (found.full_tensor() if hasattr(found, "full_tensor") else found) > 0
+        for key, tensor in tensors().items():
+            # What the first step has made begins at zero.
+            copy = copies[key] if key in copies else torch.zeros_like(tensor)
+            tensor.copy_(torch.where(overflow, copy, tensor))
         copies.clear()
 
     optimizer._step_supports_amp_scaling = True
@@ -203,8 +211,9 @@ def skip_on_device(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_post_hook(after)
 
 
-def _tensors(state: dict[str, Any]) -> list[Tensor]:
-    return [value for value in state.values() if isinstance(value, Tensor)]
+def _local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor; of another one, the whole."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _timm_optimizers() -> Any:
