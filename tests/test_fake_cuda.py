@@ -161,12 +161,19 @@ def test_the_gpu_is_sampled(train, monkeypatch):
     assert summary(done.folder)["hardware"]["GPU/utilisation_rank0"] == 87
 
 
-@pytest.mark.parametrize(("script", "arch"), [(ND, "resnet18"), (DDP, "vgg11"), (APEX, "vit_b_32")])
-def test_architectures(train, script, arch, monkeypatch):
+@pytest.mark.parametrize(
+    ("script", "arch", "more"),
+    [
+        (DP, "resnet18", "--activation-checkpointing"),
+        (DDP, "vgg11", ""),
+        (APEX, "vit_b_32", "--activation-checkpointing --optimizer adamw"),
+    ],
+)
+def test_architectures(train, script, arch, more, monkeypatch):
     whole = vision_transformer.Encoder
     two = lambda length, layers, *others: whole(length, 2, *others)  # noqa: E731, they are alike
     monkeypatch.setattr(vision_transformer, "Encoder", two)
-    done = train.dummy(script, arch)
+    done = train.dummy(script, arch, 64, *more.split())
     assert done.dtypes == {HALF}, done.gpu.heavy
 
 

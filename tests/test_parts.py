@@ -257,6 +257,21 @@ def test_activations_computed_twice_give_the_same_bits(build, size, said):
     assert torch.equal(model(images), copy.deepcopy(model)(images))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("build", "size"), [(small_resnet, 32), (small_convnext, 32)])
+def test_compiled_activations_are_computed_twice(build, size, monkeypatch):
+    """With the real tracer, and a back end that does not change what it is given."""
+    expected, _ = train(build(), size)
+    model = build()
+    blocks.checkpoint_blocks(model)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=False)
+    found, _ = train(compiled, size)
+    found = {name.removeprefix("_orig_mod."): value for name, value in found.items()}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=name)
+
+
 @pytest.mark.parametrize(
     ("arch", "number"),
     [

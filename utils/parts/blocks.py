@@ -105,6 +105,8 @@ class Checkpointed:
         own = super().forward
         if not (self.training and torch.is_grad_enabled()):
             return own(*args, **kwargs)
+        if torch.compiler.is_compiling():  # which makes the forward pass's changes once
+            return checkpoint(own, *args, use_reentrant=False, **kwargs)
         contexts = lambda: (nullcontext(), _without_statistics(self))  # noqa: E731
         return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
