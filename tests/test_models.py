@@ -186,6 +186,14 @@ def test_unfit_image_size_of_a_pretrained_model_is_a_sentence(arch, size, downlo
         models.create(arch, 10, size, pretrained=True)
 
 
+@META
+def test_published_weights_of_a_vit_take_other_image_sizes(downloaded):
+    with torch.device("meta"):
+        model = models.create("vit_b_32", 7, 96, pretrained=True)
+    assert model.state_dict()["encoder.pos_embedding"].shape == (1, 1 + 3 * 3, 768)
+    assert logits(model, 96).shape == (2, 7)
+
+
 @pytest.mark.parametrize(("arch", "size"), [("vit_b_32", 64), ("maxvit_t", 448), ("resnet18", 32)])
 def test_new_models_of_other_image_sizes(arch, size):
     with torch.device("meta"):

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from test_preprocessing import parse
 from torch import nn
-from torchvision.models import WeightsEnum, get_model, resnet
+from torchvision.models import get_model, resnet
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.swin_transformer import SwinTransformer
 from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
@@ -135,14 +135,6 @@ def test_a_file_that_does_not_fit_is_a_sentence(tmp_path, content, sentence):
     with pytest.raises(UserError, match=sentence):
         weights.preprocessing(file)
         weights.load(small_resnet(), file, "resnet18", "fc")
-
-
-def test_published_weights_of_a_vit_take_other_image_sizes(monkeypatch):
-    state = get_model("vit_b_32").state_dict()
-    monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: dict(state))
-    monkeypatch.setattr(models, "_check_image_size", lambda *_: None)
-    model = models.create("vit_b_32", 1000, 96, pretrained=True)
-    assert same(model.state_dict(), interpolate_embeddings(96, 32, dict(state)))
 
 
 def test_what_follows_the_option_may_be_the_data(monkeypatch, folder, tmp_path):
