@@ -92,7 +92,7 @@ def build(args: Any, model: nn.Module) -> torch.optim.Optimizer:
     No step of it makes the host wait for the device, with a loss scaler either.
     """
     name, lr, momentum, decay = args.optimizer, args.lr, args.momentum, args.weight_decay
-    matrices = hidden_matrices(model) if name == "muon" else []
+    matrices = hidden_matrices(model) if name == "muon" else None
     groups = _groups(model, matrices, decay, args.wd_norm)
     if name in ("sgd", "nesterov"):
         return sgd(groups, lr, momentum, decay, nesterov=name == "nesterov")
@@ -117,13 +117,19 @@ def build(args: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _groups(
-    model: nn.Module, matrices: list[nn.Parameter], decay: float, decay_of_norms: float | None
+    model: nn.Module,
+    matrices: list[nn.Parameter] | None,
+    decay: float,
+    decay_of_norms: float | None,
 ) -> list[Any]:
-    """The trained parameters of ``model``: a list of them, or of groups if they are not alike."""
+    """The trained parameters of ``model``: a list of them, or of groups if they are not alike.
+
+    ``matrices``: those for Muon; None for other optimisers.
+    """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not matrices and decay_of_norms is None:
+    if matrices is None and decay_of_norms is None:
         return [p for _, p in trained]
-    inside = set(matrices)
+    inside = set(matrices or ())
     others = [(name, p) for name, p in trained if p not in inside]
     small = {p for name, p in others if decay_of_norms is not None and is_small(name, p)}
     groups = [
