@@ -27,6 +27,17 @@ def fused_sgd(
     gpu.optimised.add(params[0].dtype)
 
 
+def fused_adamw(gpu: Any, params: Any, grads: Any, *kept: Any, **flags: Any) -> None:
+    """torch's fused AdamW: what it keeps lies beside the weight, the count of steps, too."""
+    means, squares, _, steps = kept
+    for param, mean, square, step in zip(params, means, squares, steps, strict=True):
+        assert step.device == param.device, "fused AdamW: steps are counted elsewhere"
+        assert mean.stride() == square.stride(), "fused AdamW: memory formats differ"
+        assert mean.dtype == square.dtype == param.dtype
+    flags = {name: flags.get(name) for name in ("grad_scale", "found_inf")}
+    fused_sgd(gpu, params, grads, means, **flags)
+
+
 def check_and_unscale(gpu: Any, grads: Any, found_inf: Tensor, inverse: Tensor) -> None:
     """The kernel of the loss scalers."""
     for tensor in (*grads, found_inf, inverse):
@@ -77,6 +88,7 @@ def bn_backward(gpu: Any, grad: Tensor, images: Tensor, *_: Any) -> Tensor:
 
 KERNELS = {
     aten._fused_sgd_: fused_sgd,
+    aten._fused_adamw_: fused_adamw,
     aten._amp_foreach_non_finite_check_and_unscale_: check_and_unscale,
     aten._amp_update_scale_: update_scale,
     aten.batch_norm_stats: bn_stats,

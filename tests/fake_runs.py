@@ -265,9 +265,9 @@ class Runs:
         done.folder = self.folder / "run"
         return done
 
-    def dummy(self, script: str, arch: str, size: int = 64) -> Ran:
+    def dummy(self, script: str, arch: str, size: int = 64, *more: Any) -> Ran:
         """A few steps of ``--dummy``."""
         few = {"WARMUP_STEPS": 1, "TIMED_STEPS": 1, "CHOOSING_STEPS": 1}
         with mock.patch.multiple(dummy, **few):
             options = ("--dummy", "-a", arch, "--image-size", size, "-b", 4)
-            return self(script, *options, "--classes", 10)
+            return self(script, *options, "--classes", 10, *more)

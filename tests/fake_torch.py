@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel, comm
 dp_module = sys.modules["torch.nn.parallel.data_parallel"]
 
 CUDA_0 = torch.device("cuda", 0)
+NO_GRAPH = SimpleNamespace(is_capturing=lambda: False)  # a stream, as optimisers look at it
 
 # ---- torch.cuda
 
@@ -213,6 +214,7 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
         patch(torch.accelerator, "is_available", lambda: True)
         patch(torch.accelerator, "current_accelerator", lambda check_available=False: CUDA_0)
         patch(torch.accelerator, "synchronize", synchronize)
+        patch(torch.accelerator, "current_stream", lambda device=None: NO_GRAPH)
         patch(torch.cuda, "Stream", Stream)
         patch(torch.cuda, "Event", Event)
         patch(torch.cuda.nccl, "version", lambda: (2, 27, 3))

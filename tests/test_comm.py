@@ -23,6 +23,7 @@ from utils.processes.distributed import World
 CPU = torch.device("cpu")
 SHAPES = ((64, 3, 7, 7), (64,), (128, 64, 3, 3), (300, 129), (1,))
 METHODS = ("fp32", "fp16", "bf16", "int8", "int4", "powersgd:2", "localsgd:3")
+WITH_ADAMW = "localsgd:2"  # which keeps more than momentum
 
 
 def gradients(rank: int) -> list[torch.Tensor]:
@@ -217,13 +218,17 @@ def _train(rank: int, size: int, local_size: int = 1, steps: int = 8) -> dict[st
         CPU, rank, size, rank % local_size, local_size, size // local_size, dist.group.WORLD
     )
     found = {}
-    for comm in METHODS:
+    for comm in (*METHODS, WITH_ADAMW):
 
         def session(comm=comm):
             args = SimpleNamespace(comm=comm, seed=3, image_size=8, evaluate=False)
             replica = DistributedDataParallel(network(), bucket_cap_mb=0.1)
             replica.broadcast_buffers = False
-            optimizer = torch.optim.SGD(replica.parameters(), 0.05, momentum=0.9)
+            optimizer = (
+                torch.optim.AdamW(replica.parameters(), 0.01)
+                if comm == WITH_ADAMW
+                else torch.optim.SGD(replica.parameters(), 0.05, momentum=0.9)
+            )
             return replica, optimizer, Exchange(replica, optimizer, args, world)
 
         def go(parts, first, last):
@@ -261,7 +266,7 @@ def _nodes_of_two(rank: int, size: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("size", "work"), [(3, _train), (4, _nodes_of_two)])
 def test_weights_stay_equal_in_all_processes_and_resume_exactly(size, work):
     found = in_processes(size, work)
-    for comm in METHODS:
+    for comm in (*METHODS, WITH_ADAMW):
         for rank in range(size):
             whole, resumed = found[rank][comm]
             for one, two, mine in zip(found[0][comm][0], whole, resumed, strict=True):

@@ -44,8 +44,10 @@ def train(data, tmp_path):
         (ND, "--amp bf16 --no-channels-last", BRAIN),
         (ND, "--amp off --clip-grad 1", FLOAT),
         (ND, f"--print-freq 1 {EVERYTHING}", HALF),
-        (DP, "", HALF),
-        (DP, f"--amp bf16 {EVERYTHING}", BRAIN),
+        (ND, "--optimizer muon --wd-norm 0", HALF),
+        long(ND, "--optimizer nesterov --clip-grad 1", HALF),
+        (DP, "--optimizer adamw", HALF),
+        (DP, f"--amp bf16 --freeze {EVERYTHING}", BRAIN),
         long(DP, "--amp off", FLOAT),
     ],
 )
@@ -68,7 +70,7 @@ def test_one_process(train, script, options, dtype):
         (f"--comm int4 {EVERYTHING}", HALF, torch.uint8),
         ("--comm powersgd:2", HALF, FLOAT),
         long("--comm powersgd:2 --amp bf16", BRAIN, FLOAT),
-        ("--comm localsgd:2", HALF, FLOAT),
+        ("--comm localsgd:2 --optimizer adamw", HALF, FLOAT),
         long(f"--comm localsgd:2 --amp off {EVERYTHING}", FLOAT, FLOAT),
     ],
 )
@@ -101,7 +103,7 @@ def test_one_node_of_four(train, options):
         ("--opt-level O3", HALF),
         long(f"--opt-level O1 --delay-allreduce {EVERYTHING}", HALF),
         (f"--opt-level O2 --sync-bn {EVERYTHING}", HALF),
-        ("--opt-level O2 --allreduce fp32 --loss-scale 128", HALF),
+        ("--opt-level O2 --allreduce fp32 --loss-scale 128 --optimizer muon", HALF),
         long("--opt-level O2 --allreduce divide-sum --keep-batchnorm-fp32 False", HALF),
         ("--opt-level O3 --keep-batchnorm-fp32 True", HALF),
     ],
@@ -121,7 +123,8 @@ def test_opt_levels(train, options, dtype):
 
 
 @pytest.mark.parametrize(
-    "options", [long("O0"), long("O1"), "O2", long("O3"), f"O2 --sync-bn {EVERYTHING}"]
+    "options",
+    [long("O0"), long("O1"), "O2 --optimizer adamw", long("O3"), f"O2 --sync-bn {EVERYTHING}"],
 )
 def test_apex_itself_is_called_as_on_a_gpu(train, options):
     train(APEX, "--amp-impl", "apex", "--opt-level", *options.split())
@@ -131,7 +134,7 @@ def test_apex_itself_is_called_as_on_a_gpu(train, options):
     ("script", "options"),
     [
         long(ND, ""),
-        (DDP, "--comm powersgd:2"),
+        (DDP, "--comm powersgd:2 --optimizer adamw"),
         long(DDP, "--comm localsgd:2"),
         (APEX, "--opt-level O2"),
     ],
@@ -158,12 +161,19 @@ def test_the_gpu_is_sampled(train, monkeypatch):
     assert summary(done.folder)["hardware"]["GPU/utilisation_rank0"] == 87
 
 
-@pytest.mark.parametrize(("script", "arch"), [(ND, "resnet18"), (DDP, "vgg11"), (APEX, "vit_b_32")])
-def test_architectures(train, script, arch, monkeypatch):
+@pytest.mark.parametrize(
+    ("script", "arch", "more"),
+    [
+        (DP, "resnet18", "--activation-checkpointing"),
+        (DDP, "vgg11", ""),
+        (APEX, "vit_b_32", "--activation-checkpointing --optimizer adamw"),
+    ],
+)
+def test_architectures(train, script, arch, more, monkeypatch):
     whole = vision_transformer.Encoder
     two = lambda length, layers, *others: whole(length, 2, *others)  # noqa: E731, they are alike
     monkeypatch.setattr(vision_transformer, "Encoder", two)
-    done = train.dummy(script, arch)
+    done = train.dummy(script, arch, 64, *more.split())
     assert done.dtypes == {HALF}, done.gpu.heavy
 
 

@@ -176,14 +176,22 @@ def test_unfit_image_size_is_a_sentence(arch, size):
 
 
 @META
-@pytest.mark.parametrize("arch", ["vit_b_32", "maxvit_t"])
-def test_unfit_image_size_of_a_pretrained_model_is_a_sentence(arch, downloaded):
-    """The weights are for 224 pixels; these two cannot take others."""
+@pytest.mark.parametrize(("arch", "size"), [("vit_b_32", 450), ("maxvit_t", 448)])
+def test_unfit_image_size_of_a_pretrained_model_is_a_sentence(arch, size, downloaded):
+    """One needs multiples of its patches, one cannot take others than the 224 of its weights."""
     with (
         torch.device("meta"),
-        pytest.raises(UserError, match=f"{arch} does not take images of 448 pixels"),
+        pytest.raises(UserError, match=f"{arch} does not take images of {size} pixels"),
     ):
-        models.create(arch, 10, 448, pretrained=True)
+        models.create(arch, 10, size, pretrained=True)
+
+
+@META
+def test_published_weights_of_a_vit_take_other_image_sizes(downloaded):
+    with torch.device("meta"):
+        model = models.create("vit_b_32", 7, 96, pretrained=True)
+    assert model.state_dict()["encoder.pos_embedding"].shape == (1, 1 + 3 * 3, 768)
+    assert logits(model, 96).shape == (2, 7)
 
 
 @pytest.mark.parametrize(("arch", "size"), [("vit_b_32", 64), ("maxvit_t", 448), ("resnet18", 32)])

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from utils.schedules import learning_rate, scale_lr
 
@@ -48,6 +49,32 @@ def test_cosine_without_warmup_starts_at_the_top():
     rates = [learning_rate(p / 10, lr=1.0, epochs=5, schedule="cosine") for p in range(51)]
     assert (rates[0], rates[25], rates[50]) == pytest.approx((1.0, 0.5, 0.0))
     assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("position", "expected"),
+    [(0, 0), (1, 0.25), (2, 0.5), (9, 0.25), (15.5, 0.25 / 14), (16, 0), (17, 0)],
+)
+def test_linear_to_zero_after_warmup(position, expected):
+    """The short recipes of ffcv-imagenet: sixteen epochs, two of them warm-up."""
+    got = learning_rate(position, lr=0.5, epochs=16, warmup=2, schedule="linear")
+    assert got == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("warmup", [0, 50])
+def test_one_cycle_is_that_of_torch(warmup):
+    """torch counts from the first step to the last one, 0 to 99 here."""
+    steps, weight = 100, torch.zeros(1, requires_grad=True)
+    rise = (warmup or 0.3 * (steps - 1)) + 1
+    optimizer = torch.optim.SGD([weight], 1.0)
+    torchs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.4, steps, pct_start=rise / steps)
+    for step in range(steps):
+        got = learning_rate(step, lr=0.4, epochs=steps - 1, warmup=warmup, schedule="onecycle")
+        assert got == pytest.approx(torchs.get_last_lr()[0], rel=1e-9)
+        optimizer.step()
+        torchs.step()
+    past = learning_rate(steps + 1, lr=0.4, epochs=steps - 1, warmup=warmup, schedule="onecycle")
+    assert past == pytest.approx(0.4 / 25 * 1e-4)
 
 
 @pytest.mark.parametrize(("position", "expected"), [(0, 0), (1.25, 0.025), (5, 0.1), (30, 0.01)])

@@ -34,6 +34,9 @@ def test_weak_scaling_keeps_the_batch_and_scales_the_rate():
     assert all(arm.command[-1] == "DATA" for arm in plan)
     linear = arms.plan(wish(lr_scaling="linear"))[-1].command
     assert float(arms.option(linear, "--lr")) == pytest.approx(8e-4)
+    other = ("imagenet_ddp.py", "--optimizer", "adamw", "DATA")
+    usual = arms.plan(wish((1, 4), training=other))[-1].command
+    assert float(arms.option(usual, "--lr")) == pytest.approx(2e-3)
 
 
 def test_strong_scaling_shares_the_batch_and_keeps_the_rate():
@@ -58,6 +61,8 @@ def test_a_grid_with_seeds():
 def test_data_is_the_last_word_unless_it_is_a_value():
     assert arms.data_of(TRAINING) == "DATA"
     assert arms.data_of(("imagenet_ddp.py", "--pretrained", "DATA")) == "DATA"
+    assert arms.data_of(("imagenet_ddp.py", "--pretrained", __file__)) is None
+    assert arms.data_of(("imagenet_ddp.py", "--freeze", "DATA")) == "DATA"
     assert arms.data_of(("imagenet_ddp.py", "--epochs=2", "DATA")) == "DATA"
     assert arms.data_of(("imagenet_ddp.py", "--epochs", "2")) is None
     assert arms.data_of(("imagenet_ddp.py",)) is None

@@ -5,9 +5,8 @@ import os
 
 import torch
 
-from utils import models
+from utils import models, optim, schedules
 from utils.data import augment, images
-from utils.data.preprocessing import IMAGENET
 from utils.errors import UserError
 from utils.option_types import Formatter, Parser, accuracy, amount, count, http, positive, share
 from utils.processes import supervise
@@ -115,16 +114,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help="any classification model of torchvision, or of timm when it is installed",
     )
     group.add_argument(
-        "--pretrained",
-        action="store_true",
-        help="start from published weights, with images resized and normalised as they want it",
-    )
-    group.add_argument(
         "--channels-last",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="memory layout NHWC, which convolutions prefer",
     )
+    models.add_options(group)
 
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
@@ -134,17 +129,28 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--start-epoch", type=count, metavar="N", help="start from this epoch")
     group.add_argument(
-        "--lr", "--learning-rate", type=amount, default=0.1, help="learning rate after warm-up"
+        "--lr",
+        "--learning-rate",
+        type=amount,
+        help="learning rate after warm-up; default: 0.1, or 0.001 for adamw and muon",
     )
-    group.add_argument("--momentum", type=share, default=0.9, help="SGD momentum")
     group.add_argument(
-        "--wd", "--weight-decay", dest="weight_decay", type=amount, default=1e-4, help="L2 penalty"
+        "--momentum", type=share, help="of SGD, LARS and Muon; default: 0.9, or 0.95 for muon"
     )
+    group.add_argument(
+        "--wd",
+        "--weight-decay",
+        dest="weight_decay",
+        type=amount,
+        help="weight decay: SGD's and LARS' L2 penalty (default 1e-4), or decoupled (0.05)",
+    )
+    optim.add_options(group)
     group.add_argument(
         "--lr-schedule",
-        choices=("step", "cosine"),
+        choices=("step", *schedules.TO_THE_END),
         default="step",
-        help="step: x0.1 every 30 epochs and once more at 80; cosine: to 0 at the last epoch",
+        help="step: x0.1 every 30 epochs and once more at 80; cosine, linear: to 0 at the last "
+        "epoch; onecycle: up in 30 %% of the epochs, or in --warmup-epochs, then to 0",
     )
     group.add_argument(
         "--warmup-epochs", type=amount, default=0.0, metavar="N", help="linear warm-up from 0"
@@ -247,6 +253,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line. Raises: `UserError` for options that do not fit together."""
     args = parser.parse_args()
     models.check_name(args.arch)
+    models.settle(args, parser.get_default("data"))
+    optim.settle(args)
     if not args.dummy and not os.path.isdir(args.data):
         raise UserError(
             f"data folder {args.data} is missing: give DATA, or make one with "
@@ -277,12 +285,11 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def _settle_preprocessing(args: argparse.Namespace) -> None:
-    """Set ``args.preprocessing`` and the image size in it. Raises: `UserError`.
+    """Set the sizes in ``args.preprocessing``, and the image size. Raises: `UserError`.
 
     ``args.untyped`` names the sizes that a checkpoint may still change.
     """
     sizes = {"image_size": args.image_size, "val_resize_size": args.val_resize_size}
     args.untyped = tuple(name for name, size in sizes.items() if size is None)
-    wanted = models.preprocessing(args.arch) if args.pretrained else IMAGENET
-    args.preprocessing = wanted.resized(**sizes)
+    args.preprocessing = args.preprocessing.resized(**sizes)
     args.image_size = args.preprocessing.image_size

@@ -1,21 +1,22 @@
 """The arms of a study: which trainings it consists of, and the options of each."""
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.schedules import REFERENCE_BATCH, scale_lr
+from utils.schedules import REFERENCE_BATCH, USUAL_LR, scale_lr
 
 ONE_NODE = ("imagenet_nd.py", "imagenet_dp.py")
-# What the training script takes where nothing else is typed.
-DEFAULT_LR, DEFAULT_BATCH = 0.1, 128
+DEFAULT_BATCH = 128  # what the training script takes where nothing else is typed
 # Options of the training scripts that stand alone, or may: what follows may be DATA.
 FLAGS = (
     *("--pretrained", "--dummy", "--channels-last", "--no-channels-last", "--sync-bn", "-e"),
-    *("--evaluate", "--profile", "--delay-allreduce", "--spot-notice"),
+    *("--evaluate", "--profile", "--delay-allreduce", "--spot-notice", "--freeze"),
+    *("--zero-init-gamma", "--activation-checkpointing"),
 )
 # What the study itself decides, and where to say it instead.
 OWN = {
@@ -119,6 +120,8 @@ def data_of(training: Sequence[str]) -> str | None:
         return None
     before = training[-2]
     is_value = before.startswith("-") and "=" not in before and before not in FLAGS
+    if before == "--pretrained" and Path(training[-1]).is_file():
+        return None  # FILE
     return None if is_value and len(training) > 2 else training[-1]
 
 
@@ -181,7 +184,9 @@ def _arm(wish: Wish, nodes: int, variation: tuple[tuple[str, str], ...], seed: i
     if wish.global_batch:
         own += ["-b", str(_share_of_batch(wish, script, nodes))]
     elif nodes > wish.nodes[0] and wish.lr_scaling != "none":
-        lr = float(option(own, "--lr") or option(rest, "--lr") or DEFAULT_LR)
+        optimizer = option(own, "--optimizer") or option(rest, "--optimizer") or "sgd"
+        usual = USUAL_LR.get(optimizer, math.nan)  # without one, the training asks for --lr
+        lr = float(option(own, "--lr") or option(rest, "--lr") or usual)
         own, rest = without(own, "--lr"), without(rest, "--lr")
         batch = REFERENCE_BATCH * nodes / wish.nodes[0]
         own += ["--lr", f"{scale_lr(lr, batch, wish.lr_scaling):.6g}"]

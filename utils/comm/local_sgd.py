@@ -57,20 +57,20 @@ class LocalSGD:
         return [weight for group in self.optimizer.param_groups for weight in group["params"]]
 
     def state_dict(self) -> dict[str, list[Tensor]]:
-        """This process's weights and momentum."""
-        weights = self._weights()
-        momentum = [self.optimizer.state[weight].get("momentum_buffer") for weight in weights]
+        """This process's weights and momentum (and what else its optimiser keeps for a weight)."""
         return {
-            "weights": [weight.detach() for weight in weights],
-            "momentum": [buffer for buffer in momentum if buffer is not None],
+            "weights": [weight.detach() for weight in self._weights()],
+            "momentum": self._moments(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
         """Take over what `state_dict` gave; the optimiser must have its state already."""
-        weights = self._weights()
-        momentum = [self.optimizer.state[weight].get("momentum_buffer") for weight in weights]
-        momentum = [buffer for buffer in momentum if buffer is not None]
-        torch._foreach_copy_(weights, state["weights"])
-        if momentum:
-            torch._foreach_copy_(momentum, state["momentum"])
+        torch._foreach_copy_(self._weights(), state["weights"])
+        if moments := self._moments():
+            torch._foreach_copy_(moments, state["momentum"])
+
+    def _moments(self) -> list[Tensor]:
+        states = [self.optimizer.state[weight] for weight in self._weights()]
+        found = [state[name] for state in states for name in sorted(state)]
+        return [value for value in found if isinstance(value, Tensor)]

@@ -18,6 +18,7 @@ from utils.errors import UserError
 from utils.processes.distributed import World, from_main
 from utils.run import contents, elastic
 from utils.run.snapshots import candidates, check_whole
+from utils.schedules import TO_THE_END
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ def resume(
         return False
     progress = contents.progress(content, path) if whole else {}
     scaler = contents.loss_scale(content, state.scaler.state_dict(), path)
-    if "optimizer" in content:
+    if "optimizer" in content and not (args.start_epoch is not None and {*changed} & {*_OPTIMISER}):
         state.optimizer.load_state_dict(contents.momentum(content, state.optimizer, path))
     state.scaler.load_state_dict(scaler)
     if state.comm is not None and (comm := contents.communication(content, path)):
@@ -245,7 +246,8 @@ def _check_classes(saved: Any, classes: list[str] | None, path: Path | None) -> 
 
 
 # The run's order of samples and its learning rate curve: another value would break them off.
-_FIXED = ("seed", "lr_schedule", "warmup_epochs")
+_OPTIMISER = ("optimizer", "wd_norm", "freeze")  # what is in its state
+_FIXED = ("seed", "lr_schedule", "warmup_epochs", *_OPTIMISER)
 _PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
 
 
@@ -258,8 +260,8 @@ def _changed_options(saved: dict[str, Any], args: Any) -> list[str]:
 def _check_options(changed: list[str], saved: dict[str, Any], path: Path | None) -> None:
     """Refuse options that contradict the snapshot."""
     fixed = [key for key in changed if key in _FIXED]
-    # The cosine ends with the last epoch; the other schedules do not know it.
-    if "epochs" in changed and saved.get("lr_schedule") == "cosine":
+    # Step after step, the last epoch does not matter.
+    if "epochs" in changed and saved.get("lr_schedule") in TO_THE_END:
         fixed.append("epochs")
     if fixed:
         wishes = " ".join(f"--{key.replace('_', '-')} {saved[key]}" for key in fixed)

@@ -103,23 +103,47 @@ def momentum(content: dict[str, Any], optimizer: Any, path: Path | None) -> dict
     try:
         theirs = [len(group["params"]) for group in saved["param_groups"]]
         state = {number: dict(entry) for number, entry in saved["state"].items()}
+        steps = [group.get("step") for group in saved["param_groups"]]
     except (TypeError, KeyError, AttributeError, ValueError):
         raise _wrong(path, "optimizer", "an optimiser's state") from None
     if theirs != [len(group["params"]) for group in groups]:
-        raise UserError(f"the optimiser state in {path} is of another model", alike=True)
-    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
-    for number, weight in enumerate(parameters):
-        buffer = state.get(number, {}).get("momentum_buffer")
-        if buffer is None:
-            continue
-        if not isinstance(buffer, Tensor):
-            raise _wrong(path, "momentum", "a tensor")
-        if buffer.shape != weight.shape:
-            raise UserError(f"the optimiser state in {path} is of another model", alike=True)
-        # A fused optimiser refuses momentum in another memory layout than the weight's.
-        alike = torch.empty_like(weight, dtype=buffer.dtype, device=buffer.device)
-        state[number]["momentum_buffer"] = alike.copy_(buffer)
+        raise UserError(
+            f"the optimiser state in {path} is of another model, --optimizer, --wd-norm or "
+            f"--freeze; to start from its weights alone: --pretrained {path}",
+            alike=True,
+        )
+    for group, step in zip(groups, steps, strict=True):
+        if step is not None:
+            group["step"] = step  # timm's LAMB counts there
+    weights = [(weight, group) for group in optimizer.param_groups for weight in group["params"]]
+    for number, (weight, group) in enumerate(weights):
+        entry = state.get(number, {})
+        _check_kind(entry, group, path)
+        for name, buffer in entry.items():
+            if buffer is None or name == "step":
+                continue
+            if not isinstance(buffer, Tensor):
+                raise _wrong(path, "momentum", "a tensor")
+            if buffer.shape != weight.shape:
+                raise UserError(f"the optimiser state in {path} is of another model", alike=True)
+            # A fused optimiser refuses momentum in another memory layout than the weight's.
+            alike = torch.empty_like(weight, dtype=buffer.dtype, device=buffer.device)
+            entry[name] = alike.copy_(buffer)
     return {"state": state, "param_groups": groups}
+
+
+def _check_kind(entry: dict[str, Any], group: dict[str, Any], path: Path | None) -> None:
+    """Raise `UserError` unless a weight's saved state is of the optimiser of its ``group``."""
+    adam = "betas" in group and not group.get("muon")
+    wanted = {"exp_avg", "exp_avg_sq"} if adam else {"momentum_buffer"}
+    found = entry.keys() - {"step"}
+    if found and found != wanted:
+        raise UserError(
+            f"the optimiser state in {path} is of another --optimizer ({', '.join(sorted(found))}, "
+            f"not {', '.join(sorted(wanted))}); to start from its weights alone: "
+            f"--pretrained {path}",
+            alike=True,
+        )
 
 
 def communication(content: dict[str, Any], path: Path | None) -> dict[str, Any] | None:

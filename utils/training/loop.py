@@ -33,6 +33,8 @@ def resume(session: Session) -> None:
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums = args.start_epoch, 0, None
     _settle_preprocessing(session)
+    for note in args.model_notes:
+        log.info(note)
 
 
 def _settle_preprocessing(session: Session) -> None:

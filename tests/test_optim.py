@@ -1,0 +1,410 @@
+"""Optimisers by name: against torch's own, under a loss scale, in snapshots, with O2's masters."""
+
+import itertools
+import sys
+from argparse import ArgumentParser, Namespace
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from o2_cases import prepare, train
+from torch import nn
+from torchvision.models import get_model
+
+from utils import optim
+from utils.amp.loss_scale import LossScaler
+from utils.comm.local_sgd import LocalSGD
+from utils.errors import UserError
+from utils.parts.muon import Muon, hidden_matrices, orthogonal
+from utils.processes.distributed import World
+from utils.run.checkpoint import TrainState, resume, snapshot_of
+from utils.run.snapshots import write
+
+CPU = torch.device("cpu")
+WORLD = World(CPU)
+
+
+def asked(*line: str, **more) -> Namespace:
+    """The options of an optimiser, settled."""
+    parser = ArgumentParser()
+    optim.add_options(parser)
+    plain = {"lr": None, "momentum": None, "weight_decay": None, **more}
+    args = Namespace(**plain, **vars(parser.parse_args(line)))
+    optim.settle(args)
+    return args
+
+
+def network() -> nn.Module:
+    """A first layer, two for Muon (one of them a convolution), batch norm, a last layer."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.Conv2d(8, 12, 3, bias=False),
+        nn.Flatten(),
+        nn.Linear(12 * 16, 20),
+        nn.Linear(20, 5),
+    ).to(memory_format=torch.channels_last)
+
+
+def steps(model, optimizer, first=0, last=3):
+    for number in range(first, last):
+        images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(number))
+        model(images).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [weight.detach().clone() for weight in model.parameters()]
+
+
+def same(one, other) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("line", "original"),
+    [
+        ((), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=1e-4)),
+        (
+            ("--optimizer", "nesterov"),
+            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=1e-4, nesterov=True),
+        ),
+        (
+            ("--optimizer", "adamw", "--betas", "0.8,0.95"),
+            lambda p: torch.optim.AdamW(p, 1e-3, betas=(0.8, 0.95), weight_decay=0.05),
+        ),
+    ],
+    ids=["sgd", "nesterov", "adamw"],
+)
+def test_by_name_they_are_those_of_torch_bit_for_bit(line, original):
+    model, plain = network(), network()
+    built = optim.build(asked(*line), model)
+    assert len(built.param_groups) == 1
+    assert built.param_groups[0]["params"] == list(model.parameters())
+    assert same(steps(model, built), steps(plain, original(plain.parameters())))
+
+
+# ---- groups
+
+
+def names_in(model, group) -> set[str]:
+    inside = set(group["params"])
+    return {name for name, weight in model.named_parameters() if weight in inside}
+
+
+@pytest.mark.parametrize(
+    ("arch", "small"),
+    [
+        ("resnet18", {"bn1.weight", "layer1.0.bn2.bias", "fc.bias"}),
+        (
+            "vit_b_32",
+            {"class_token", "encoder.pos_embedding", "encoder.ln.weight", "conv_proj.bias"},
+        ),
+        ("swin_t", {"features.1.0.attn.relative_position_bias_table", "head.bias"}),
+        ("convnext_tiny", {"features.1.0.layer_scale", "features.0.1.bias"}),
+    ],
+)
+def test_norms_and_biases_have_a_decay_of_their_own(arch, small):
+    with torch.device("meta"):
+        model = get_model(arch)
+    weights, others = optim.build(asked("--wd-norm", "0"), model).param_groups
+    assert (weights["weight_decay"], others["weight_decay"]) == (1e-4, 0)
+    assert small <= names_in(model, others)
+    large = dict(model.named_parameters())
+    assert all(large[name].ndim >= 2 for name in names_in(model, weights))
+    assert names_in(model, weights) | names_in(model, others) == set(large)
+
+
+def test_what_is_frozen_is_not_in_the_optimiser():
+    model = network()
+    for last in (3, 5):
+        model[:last].requires_grad_(False)
+        for name in ("sgd", "muon"):
+            built = optim.build(asked("--optimizer", name), model)
+            found = {weight for group in built.param_groups for weight in group["params"]}
+            assert found == {weight for weight in model.parameters() if weight.requires_grad}
+            steps(model, built)
+
+
+# ---- Muon
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_of_a_matrix_is_that_of_torch_bit_for_bit():
+    def linear():
+        torch.manual_seed(0)
+        layers = (nn.Linear(a, b) for a, b in itertools.pairwise((192, 24, 16, 30, 5)))
+        return nn.Sequential(nn.Flatten(), *layers)
+
+    model, plain = linear(), linear()
+    inside = [model[2].weight, model[3].weight]
+    assert hidden_matrices(model) == inside
+    args = asked("--optimizer", "muon", "--wd-norm", "0.01")
+    groups = optim._groups(model, inside, args.weight_decay, args.wd_norm)
+    ours = Muon(groups, args.lr, args.momentum, (0.9, 0.999), dtype=torch.bfloat16)
+    matrices = [plain[2].weight, plain[3].weight]
+    theirs = torch.optim.Muon(
+        matrices, 1e-3, 0.05, 0.95, nesterov=True, adjust_lr_fn="match_rms_adamw"
+    )
+    rest = [
+        {"params": [plain[1].weight, plain[4].weight], "weight_decay": 0.05},
+        {"params": [layer.bias for layer in plain[1:]], "weight_decay": 0.01},
+    ]
+    adamw = torch.optim.AdamW(rest, 1e-3)
+    both = SimpleNamespace(
+        step=lambda: (theirs.step(), adamw.step()),
+        zero_grad=lambda: (theirs.zero_grad(), adamw.zero_grad()),
+    )
+    assert same(steps(model, ours), steps(plain, both))
+
+
+@pytest.mark.parametrize("shape", [(12, 72), (72, 12)])
+def test_singular_values_become_about_one(shape):
+    torch.manual_seed(0)
+    matrix = torch.randn(shape) @ torch.diag(torch.logspace(-1, 1, shape[1]))
+    before = matrix.clone()
+    found = torch.linalg.svdvals(orthogonal(matrix, torch.float32))
+    assert torch.equal(matrix, before)
+    assert 0.4 < found.min() <= found.max() < 1.3
+
+
+def test_a_convolution_is_the_matrix_of_its_filters():
+    model = network()
+    built = optim.build(asked("--optimizer", "muon", momentum=0.0, weight_decay=0.0), model)
+    (before, gradient), layer = (
+        (model[2].weight.detach().clone(), torch.randn(12, 8, 3, 3)),
+        model[2],
+    )
+    layer.weight.grad = gradient.to(memory_format=torch.channels_last)
+    built.step()
+    expected = orthogonal(gradient.reshape(12, 72), torch.float32).reshape(12, 8, 3, 3)
+    torch.testing.assert_close(before - layer.weight, 1e-3 * 0.2 * 72**0.5 * expected)
+
+
+@pytest.mark.parametrize(
+    ("arch", "inside", "outside"),
+    [
+        ("resnet18", 19, ("conv1.weight", "fc.weight", "bn1.weight")),
+        ("vit_b_32", 48, ("conv_proj.weight", "heads.head.weight", "class_token")),
+        ("mobilenet_v2", 34, ("features.1.conv.0.0.weight", "classifier.1.weight")),
+    ],
+)
+def test_muon_is_for_matrices_inside(arch, inside, outside):
+    with torch.device("meta"):
+        model = get_model(arch)
+    names = {weight: name for name, weight in model.named_parameters()}
+    found = {names[weight] for weight in hidden_matrices(model)}
+    assert len(found) == inside
+    assert not found & set(outside)
+    assert set(outside) <= set(names.values())
+
+
+# ---- a loss scale that skips steps on the device
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: optim.build(asked("--optimizer", "muon"), model),
+        lambda model: torch.optim.RAdam(model.parameters(), foreach=False),
+    ],
+    ids=["muon", "another"],
+)
+def test_a_step_that_overflows_leaves_no_trace(make):
+    """Also the first one; and gradients that carry a scale are divided by it."""
+
+    def go(overflows):
+        model = network()
+        built = make(model)
+        optim.skip_on_device(built)
+        for step, bad in enumerate(overflows):
+            built.found_inf, built.grad_scale = torch.tensor(float(bad)), torch.tensor(2.0**10)
+            number = sum(not one for one in overflows[:step])  # of the steps that count
+            images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(number))
+            loss = model(images).square().mean() * 2.0**10
+            (loss * torch.inf if bad else loss).backward()
+            built.step()
+            built.zero_grad()
+        state = [value for entry in built.state.values() for value in entry.values()]
+        return [weight.detach() for weight in model.parameters()], state
+
+    (weights, state), (expected, others) = go([1, 0, 1, 1, 0]), go([0, 0])
+    assert same(weights, expected)
+    assert same(state, others)
+
+
+# ---- snapshots
+
+ARGS = Namespace(arch="tiny", evaluate=False, start_epoch=None)
+
+
+def state_of(*line: str, **more) -> TrainState:
+    model = network()
+    built = optim.build(asked(*line), model)
+    return TrainState(model, built, LossScaler(CPU), global_batch=4, **more)
+
+
+LINES = [
+    ("--optimizer", "adamw", "--wd-norm", "0"),
+    ("--optimizer", "muon"),
+    ("--optimizer", "nesterov", "--wd-norm", "0.01"),
+]
+
+
+@pytest.mark.parametrize("line", LINES, ids=" ".join)
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, line):
+    whole, first, second = (state_of(*line) for _ in range(3))
+    expected = steps(whole.model, whole.optimizer, 0, 5)
+    steps(first.model, first.optimizer, 0, 2)
+    path = tmp_path / "snapshot.pt"
+    write(snapshot_of(first, {"arch": "tiny"}, ["a"], first.full_weights()), path)
+    assert resume(second, ARGS, WORLD, path)
+    assert same(steps(second.model, second.optimizer, 2, 5), expected)
+    # Laid out in memory as a fused optimiser wants it.
+    for weight, entry in second.optimizer.state.items():
+        assert all(t.ndim == 0 or t.stride() == weight.stride() for t in entry.values())
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "sentence"),
+    [
+        ((), ("--optimizer", "adamw"), "another --optimizer.*momentum_buffer, not exp_avg"),
+        (("--optimizer", "adamw"), (), "another --optimizer.*exp_avg, exp_avg_sq, not momentum"),
+        (("--wd-norm", "0"), (), "of another model, --optimizer, --wd-norm or --freeze"),
+        (("--optimizer", "muon"), ("--optimizer", "adamw"), "of another model, --optimizer"),
+    ],
+)
+def test_the_state_of_another_optimiser_is_refused(tmp_path, saved, now, sentence):
+    """Also where the snapshot does not say its options, or is another program's."""
+    old, new = state_of(*saved), state_of(*now)
+    steps(old.model, old.optimizer)
+    path = tmp_path / "snapshot.pt"
+    write(snapshot_of(old, {"arch": "tiny"}, ["a"], old.full_weights()), path)
+    with pytest.raises(UserError, match=sentence + ".*--pretrained"):
+        resume(new, ARGS, WORLD, path)
+
+
+def test_a_snapshot_that_names_its_optimiser(tmp_path):
+    old, path = state_of(), tmp_path / "snapshot.pt"
+    steps(old.model, old.optimizer)
+    options = {"arch": "tiny", "optimizer": "sgd"}
+    write(snapshot_of(old, options, ["a"], old.full_weights()), path)
+    args = Namespace(**{**vars(ARGS), "optimizer": "adamw"})
+    new = state_of("--optimizer", "adamw")
+    with pytest.raises(UserError, match="was made with --optimizer sgd"):
+        resume(new, args, WORLD, path)
+    args.start_epoch = 0  # from its weights alone
+    assert resume(new, args, WORLD, path)
+    assert same(new.model.state_dict().values(), old.model.state_dict().values())
+    assert not new.optimizer.state
+
+
+def test_local_sgd_keeps_all_that_the_optimiser_has():
+    one, other = state_of(*LINES[0]), state_of(*LINES[0])
+    local = [LocalSGD(2, state.optimizer, WORLD, False) for state in (one, other)]
+    steps(one.model, one.optimizer)
+    steps(other.model, other.optimizer, 5, 6)
+    saved = {k: [t.clone() for t in v] for k, v in local[0].state_dict().items()}
+    local[1].load_state_dict(saved)
+    assert same(steps(one.model, one.optimizer, 6, 8), steps(other.model, other.optimizer, 6, 8))
+
+
+# ---- O2
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_o2_gives_masters_to_any_optimiser(monkeypatch, name):
+    """Masters move as the optimiser moves float32 weights; an overflow moves nothing."""
+    monkeypatch.setattr("o2_cases.sgd", lambda groups, *_: _of(name, groups))
+    amp, model, optimizer = prepare()
+    masters = amp.master_params(optimizer)
+    assert {master.dtype for master in masters} == {torch.float32}
+    copies = [nn.Parameter(master.detach().clone()) for master in masters]
+    other, place = _of(name, optimizer.param_groups, dict(zip(masters, copies, strict=True))), []
+    optimizer.register_step_pre_hook(lambda *_: place.extend(m.grad for m in masters))
+    for step in range(2):
+        train(amp, model, optimizer, step)
+        for copy in copies:
+            copy.grad = place.pop(0)
+        other.step()
+    assert same(masters, copies)
+    weights = [master.half() for master in amp.weights.masters]
+    assert same(amp.weights.half, weights)
+    train(amp, model, optimizer, 3, weight=torch.inf)
+    assert same(masters, copies)
+
+
+def _of(name, groups, renamed=None):
+    """AdamW, or Muon for what has two dimensions, of groups like those of o2_cases."""
+    made = []
+    for group in groups:
+        trained = [p for p in group["params"] if p.requires_grad]
+        params = [renamed[p] if renamed else p for p in trained]
+        muon = name == "muon" and params[0].ndim > 1
+        made.append({"params": params, "weight_decay": group["weight_decay"], "muon": muon})
+    made.sort(key=lambda group: not group["muon"])
+    return Muon(made, 0.01, 0.9, (0.9, 0.999)) if name == "muon" else torch.optim.AdamW(made, 0.01)
+
+
+# ---- options
+
+
+def test_what_was_not_typed_is_usual_for_the_optimiser():
+    found = {name: asked("--optimizer", name) for name in ("sgd", "adamw", "muon")}
+    values = {name: (a.lr, a.momentum, a.weight_decay) for name, a in found.items()}
+    assert values == {
+        "sgd": (0.1, 0.9, 1e-4),
+        "adamw": (1e-3, 0.9, 0.05),
+        "muon": (1e-3, 0.95, 0.05),
+    }
+    typed = asked("--optimizer", "muon", lr=0.5, momentum=0.0, weight_decay=0.0)
+    assert (typed.lr, typed.momentum, typed.weight_decay) == (0.5, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "sentence"),
+    [
+        ("nesterov", {"momentum": 0.0}, "needs a --momentum"),
+        ("lars", {}, "no usual learning rate: give --lr"),
+        ("lamb", {"lr": 0.01}, "timm's, which is not installed"),
+        ("muon", {"opt_level": "O3"}, "--opt-level O2 keeps float32 masters"),
+    ],
+)
+def test_options_that_do_not_fit_are_a_sentence(monkeypatch, name, more, sentence):
+    monkeypatch.setitem(sys.modules, "timm.optim", None)
+    with pytest.raises(UserError, match=sentence):
+        asked("--optimizer", name, **more)
+
+
+@pytest.mark.parametrize("text", ["0.9", "0.9,1", "0.9,x", "0.9,0.9,0.9"])
+def test_betas_that_are_none(capsys, text):
+    with pytest.raises(SystemExit):
+        asked("--betas", text)
+    assert "--betas" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+def test_lamb_and_lars_are_those_of_timm(monkeypatch, name):
+    made = []
+    stand_in = SimpleNamespace(
+        Lamb=lambda params, lr, **others: made.append(("lamb", params, lr, others)),
+        Lars=lambda params, lr, **others: made.append(("lars", params, lr, others)),
+    )
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(optim=stand_in))
+    monkeypatch.setitem(sys.modules, "timm.optim", stand_in)
+    model = network()
+    optim.build(asked("--optimizer", name, lr=0.5), model)
+    ((kind, parameters, lr, others),) = made
+    assert (kind, parameters, lr) == (name, list(model.parameters()), 0.5)
+    assert others["weight_decay"] == {"lamb": 0.05, "lars": 1e-4}[name]
+
+
+def test_two_counts_of_lamb_come_back(tmp_path):
+    """timm's LAMB counts steps in its groups."""
+    old, new = state_of(*LINES[0]), state_of(*LINES[0])
+    steps(old.model, old.optimizer)
+    for group in old.optimizer.param_groups:
+        group["step"] = torch.tensor(3.0)
+    write(snapshot_of(old, {}, ["a"], old.full_weights()), tmp_path / "snapshot.pt")
+    assert resume(replace(new), ARGS, WORLD, tmp_path / "snapshot.pt")
+    assert [group["step"] for group in new.optimizer.param_groups] == [3.0, 3.0]

@@ -1,0 +1,373 @@
+"""Weights from files, frozen models, and what is done to blocks: by equality."""
+
+import copy
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_preprocessing import parse
+from torch import nn
+from torchvision.models import get_model, resnet
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+from torchvision.models.swin_transformer import SwinTransformer
+from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
+from torchvision.ops import StochasticDepth
+from torchvision.transforms import functional
+
+from utils import models
+from utils.data.dataset import ImageBatches
+from utils.data.index import ImageIndex
+from utils.data.preprocessing import IMAGENET, Preprocessing
+from utils.errors import UserError
+from utils.parts import blocks, weights
+from utils.samplers import Batch
+
+
+def small_resnet(classes=5, seed=0):
+    torch.manual_seed(seed)
+    return resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=classes)
+
+
+def small_vit(classes=5, size=16, seed=0):
+    torch.manual_seed(seed)
+    model = VisionTransformer(size, 4, 2, 2, 8, 16, dropout=0.2, num_classes=classes)
+    nn.init.normal_(model.heads.head.weight)  # torchvision's begins with zeros
+    return model
+
+
+def small_swin():
+    torch.manual_seed(0)
+    sizes = [4, 4], 8, [2, 2], [2, 2], [2, 2]
+    return SwinTransformer(*sizes, stochastic_depth_prob=0.4, num_classes=5)
+
+
+def small_convnext():
+    torch.manual_seed(0)
+    stages = [CNBlockConfig(8, 16, 2), CNBlockConfig(16, None, 2)]
+    return ConvNeXt(stages, stochastic_depth_prob=0.4, num_classes=5)
+
+
+def same(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- --pretrained FILE
+
+
+def saved(tmp_path, content, name="weights.pth"):
+    torch.save(content, tmp_path / name)
+    return str(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda state: state,
+        lambda state: {"state_dict": {f"module.{name}": value for name, value in state.items()}},
+        lambda state: {"model": state, "epoch": 3, "optimizer": {}},
+        lambda state: {"state_dict": state, "arch": "resnet18", "classes": [*"abcde"], "top1": 1},
+    ],
+    ids=["bare", "pytorch/examples", "torchvision's references", "best.pt"],
+)
+def test_weights_of_many_formats(tmp_path, around):
+    file, model = saved(tmp_path, around(small_resnet(seed=1).state_dict())), small_resnet()
+    (said,) = weights.load(model, file, "resnet18", "fc")
+    assert same(model.state_dict(), small_resnet(seed=1).state_dict())
+    assert said == f"weights from {file}: 74 of 74 tensors"
+
+
+def test_safetensors_where_the_package_is(tmp_path, monkeypatch):
+    file = str(tmp_path / "model.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(UserError, match="pip install safetensors"):
+        weights.load(small_resnet(), file, "resnet18", "fc")
+    stand_in = SimpleNamespace(load_file=lambda path: small_resnet(seed=1).state_dict())
+    monkeypatch.setitem(sys.modules, "safetensors", SimpleNamespace(torch=stand_in))
+    monkeypatch.setitem(sys.modules, "safetensors.torch", stand_in)
+    with pytest.raises(UserError, match="there is no file"):
+        weights.load(small_resnet(), file, "resnet18", "fc")
+    (tmp_path / "model.safetensors").touch()
+    model = small_resnet()
+    weights.load(model, file, "resnet18", "fc")
+    assert same(model.state_dict(), small_resnet(seed=1).state_dict())
+
+
+def test_a_head_for_other_classes_stays_new(tmp_path):
+    state = small_resnet(classes=9, seed=1).state_dict()
+    state["aux.fc.weight"] = torch.zeros(2)
+    del state["bn1.num_batches_tracked"], state["bn1.bias"]
+    file, model = saved(tmp_path, state), small_resnet()
+    (said,) = weights.load(model, file, "resnet18", "fc")
+    new = small_resnet().state_dict()
+    for name, value in model.state_dict().items():
+        kept = name.startswith("fc.") or name not in state
+        assert torch.equal(value, (new if kept else state)[name]), name
+    assert said == (
+        f"weights from {file}: 70 of 74 tensors; new: fc.weight, fc.bias; "
+        "not in the file, so new: bn1.bias; not in the model, so left out: aux.fc.weight"
+    )
+
+
+def test_position_embeddings_are_resized_to_the_images(tmp_path):
+    state = small_vit(size=16, seed=1).state_dict()
+    file, model = saved(tmp_path, state), small_vit(size=24)
+    (said,) = weights.load(model, file, "vit", "heads.head")
+    expected = interpolate_embeddings(24, 4, dict(state))
+    assert same(model.state_dict(), expected)
+    assert "encoder.pos_embedding resized from 1 x 17 x 8 to 1 x 37 x 8" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"state_dict": {}, "arch": "vgg16"}, "is a vgg16: use -a vgg16"),
+        ({"conv1.weight": torch.zeros(3)}, r"conv1\.weight is 3, not 64 x 3 x 7 x 7"),
+        ({"fc.weight": torch.zeros(5, 512)}, "60 of 74 weights are not in it: conv1"),
+        ({"model": 3}, "holds no model weights"),
+        ({"preprocessing": {"mean": 1}, "model": {}}, "says of its images"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_a_sentence(tmp_path, content, sentence):
+    file = saved(tmp_path, content)
+    with pytest.raises(UserError, match=sentence):
+        weights.preprocessing(file)
+        weights.load(small_resnet(), file, "resnet18", "fc")
+
+
+def test_what_follows_the_option_may_be_the_data(monkeypatch, folder, tmp_path):
+    line = ("-a", "inception_v3", "--pretrained")
+    args = parse(monkeypatch, folder, *line)
+    assert (args.pretrained, args.data, args.image_size) == (True, str(folder), 299)
+    file = saved(tmp_path, {"model": {}})
+    args = parse(monkeypatch, folder, *line, file)
+    assert (args.pretrained, args.data) == (file, str(folder))
+    assert args.preprocessing == models.preprocessing("inception_v3")
+    with pytest.raises(UserError, match="is a folder, not a file"):
+        parse(monkeypatch, folder, *line, tmp_path)
+    with pytest.raises(UserError, match="there is no"):
+        parse(monkeypatch, folder, *line, tmp_path / "none.pth")
+    with pytest.raises(UserError, match="not with --pretrained"):
+        parse(monkeypatch, folder, *line, file, "--zero-init-gamma")
+
+
+def test_images_as_the_file_says(monkeypatch, folder, tmp_path):
+    wanted = Preprocessing((0.5,) * 3, (0.5,) * 3, "bicubic", 100, 110)
+    file = saved(tmp_path, {"model": {}, "preprocessing": wanted.as_dict()})
+    assert parse(monkeypatch, folder, "--pretrained", file).preprocessing == wanted
+    args = parse(monkeypatch, folder, "--pretrained", file, "--image-size", 50)
+    assert (args.preprocessing.val_resize_size, args.preprocessing.mean) == (55, wanted.mean)
+    assert parse(monkeypatch, folder, "-a", "resnet18").preprocessing == IMAGENET
+
+
+# ---- --freeze
+
+
+def test_a_frozen_model_trains_its_head_alone():
+    model, images = small_resnet(), torch.randn(4, 3, 32, 32)
+    before = copy.deepcopy(model.state_dict())
+    blocks.freeze(model, blocks.head_of(model, 5))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for wrapper in (model, nn.DataParallel(model), copy.deepcopy(model)):
+        wrapper.train()
+        assert wrapper.training
+        wrapper(images).sum().backward()
+    trained = {name for name, weight in model.named_parameters() if weight.grad is not None}
+    assert trained == {"fc.weight", "fc.bias"}
+    assert same(model.state_dict(), before), "statistics, too"
+    assert not model.eval().training
+
+
+@pytest.mark.parametrize(
+    ("arch", "head"),
+    [
+        ("squeezenet1_1", "classifier.1"),
+        ("vit_b_32", "heads.head"),
+        ("swin_t", "head"),
+        ("densenet121", "classifier"),
+        ("convnext_tiny", "classifier.2"),
+    ],
+)
+def test_the_last_layer_is_found(arch, head):
+    with torch.device("meta"):
+        assert blocks.head_of(get_model(arch, num_classes=17), 17) == head
+
+
+def test_the_last_layer_of_timms_models_is_what_they_say():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    assert blocks.head_of(model, 3) == "1"
+    model.get_classifier = lambda: model[0]
+    assert blocks.head_of(model, 3) == "0"
+
+
+# ---- --activation-checkpointing
+
+
+def train(model, size):
+    """Three steps. Returns: weights and buffers; and bytes that backward kept in the last one."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    for step in range(3):
+        torch.manual_seed(step)  # dropout and stochastic depth
+        images = torch.randn(4, 3, size, size, generator=torch.Generator().manual_seed(step))
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(images).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return copy.deepcopy(model.state_dict()), sum(kept.values())
+
+
+@pytest.mark.parametrize(
+    ("build", "size", "said"),
+    [
+        (small_resnet, 32, "4 BasicBlock"),
+        (small_vit, 16, "2 EncoderBlock"),
+        (small_swin, 32, "4 SwinTransformerBlock"),
+        (small_convnext, 32, "4 CNBlock"),
+    ],
+)
+def test_activations_computed_twice_give_the_same_bits(build, size, said):
+    """Weights, and statistics of batch norm, which sees each batch once."""
+    expected, much = train(build(), size)
+    model = build()
+    assert blocks.checkpoint_blocks(model) == said
+    found, less = train(model, size)
+    assert same(found, expected)
+    assert less < 0.8 * much
+    model.eval()
+    images = torch.ones(2, 3, size, size)
+    assert torch.equal(model(images), copy.deepcopy(model)(images))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("build", "size"), [(small_resnet, 32), (small_convnext, 32)])
+def test_compiled_activations_are_computed_twice(build, size, monkeypatch):
+    """With the real tracer, and a back end that does not change what it is given."""
+    expected, _ = train(build(), size)
+    model = build()
+    blocks.checkpoint_blocks(model)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=False)
+    found, _ = train(compiled, size)
+    found = {name.removeprefix("_orig_mod."): value for name, value in found.items()}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("arch", "number"),
+    [
+        ("resnet50", 16),
+        ("densenet121", 4),
+        ("efficientnet_b0", 16),
+        ("mobilenet_v3_small", 11),
+        ("maxvit_t", 4),
+        ("googlenet", 12),
+        ("vgg16", 0),
+    ],
+)
+def test_blocks_are_found_by_structure(arch, number):
+    with torch.device("meta"):
+        model = models.create(arch, 10, 224)
+    found = blocks.repeated(model)
+    assert len(found) == number, [type(block).__name__ for block in found]
+    if not found:
+        with pytest.raises(UserError, match="no repeated blocks"):
+            blocks.checkpoint_blocks(model)
+
+
+# ---- --zero-init-gamma, --drop-path
+
+
+@pytest.mark.parametrize("block", [resnet.BasicBlock, resnet.Bottleneck])
+def test_blocks_begin_as_the_identity_as_in_torchvision(block):
+    found = []
+    for zero in (False, True):
+        torch.manual_seed(0)
+        found.append(resnet.ResNet(block, [1, 1, 1, 1], zero_init_residual=zero))
+    plain, expected = found
+    blocks.zero_init_gamma(plain)
+    assert same(plain.state_dict(), expected.state_dict())
+    with pytest.raises(UserError, match="is for ResNets"):
+        blocks.zero_init_gamma(small_vit())
+
+
+def probabilities(model):
+    return [drop.p for drop in model.modules() if isinstance(drop, StochasticDepth)]
+
+
+def test_stochastic_depth_is_that_of_torchvision():
+    with torch.device("meta"):
+        model = models.create("convnext_tiny", 10, 64, False, 0.3)
+        expected = get_model("convnext_tiny", stochastic_depth_prob=0.3)
+        own = get_model("convnext_tiny")
+        assert probabilities(models.create("convnext_tiny", 10, 64)) == probabilities(own)
+        with pytest.raises(UserError, match="no stochastic depth"):
+            models.create("resnet18", 10, 64, False, 0.3)
+    assert probabilities(model) == pytest.approx(probabilities(expected))
+    assert max(probabilities(model)) == 0.3
+
+
+def test_timms_models_are_asked_for_stochastic_depth_and_size(monkeypatch):
+    asked = []
+
+    def create_model(arch, pretrained, num_classes, **more):
+        asked.append(more)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, num_classes))
+        model.pos_embed = nn.Parameter(torch.zeros(1, 5, 4))
+        size = more.get("img_size", 224)
+        model.patch_embed = SimpleNamespace(img_size=(size, size))
+        return model
+
+    stand_in = SimpleNamespace(list_models=lambda: ["vit_x"], create_model=create_model)
+    monkeypatch.setattr(models, "timm", stand_in)
+    models.create("vit_x", 3, 32, False, 0.2)
+    assert asked == [{"drop_path_rate": 0.2}, {"drop_path_rate": 0.2, "img_size": 32}]
+
+
+# ---- the options together
+
+
+def test_build_does_what_the_options_say(monkeypatch, folder, tmp_path):
+    file = saved(tmp_path, get_model("resnet18").state_dict())
+    line = ("--pretrained", file, "--image-size", 32, "--freeze", "--activation-checkpointing")
+    args = parse(monkeypatch, folder, *line)
+    model = models.build(args, 5)
+    assert [p.shape[0] for p in model.parameters() if p.requires_grad] == [5, 5]
+    assert args.model_notes[0].endswith("120 of 122 tensors; new: fc.weight, fc.bias")
+    assert args.model_notes[1:] == [
+        "--freeze: fc alone is trained",
+        "--activation-checkpointing: 8 BasicBlock",
+    ]
+    torch.manual_seed(0)
+    plain = models.build(parse(monkeypatch, folder), 5)
+    torch.manual_seed(0)
+    assert same(plain.state_dict(), get_model("resnet18", num_classes=5).state_dict())
+
+
+# ---- small images
+
+
+def test_small_files_become_large_images_on_their_way(tmp_path):
+    """CIFAR-10's 32 pixels at --image-size 224, in training and in evaluation."""
+    (tmp_path / "cat").mkdir()
+    for number in range(2):
+        picture = Image.radial_gradient("L").resize((32, 32)).convert("RGB")
+        picture.save(tmp_path / "cat" / f"{number}.png")
+    for training in (True, False):
+        dataset = ImageBatches(ImageIndex(tmp_path, ["cat"]), 224, 0, train=training)
+        images = dataset.__getitems__(Batch(0, np.arange(2)))[0]
+        assert images.shape == (2, 224, 224, 3)
+    wide = functional.resize(functional.pil_to_tensor(picture), [256], antialias=True)
+    expected = functional.center_crop(wide, [224])
+    assert (images[1].int() - expected.permute(1, 2, 0).int()).abs().max() <= 1

@@ -1,0 +1,172 @@
+"""What is done to a model that is built: parts frozen, dropped, begun at zero, computed twice."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+from torchvision.models import resnet
+from torchvision.ops import StochasticDepth
+
+from utils.errors import UserError
+
+
+def head_of(model: nn.Module, classes: int) -> str:
+    """The name of the last layer, which gives ``classes`` logits. Raises: `UserError`."""
+    layers = {name: module for name, module in model.named_modules() if name}
+    if hasattr(model, "get_classifier"):  # timm's
+        own = model.get_classifier()
+        if found := [name for name, layer in layers.items() if layer is own]:
+            return found[0]
+    widths = {
+        name: getattr(layer, "out_features", getattr(layer, "out_channels", None))
+        for name, layer in layers.items()
+        if isinstance(layer, (nn.Linear, nn.Conv2d))
+    }
+    if found := [name for name, width in widths.items() if width == classes]:
+        return found[-1]
+    raise UserError(f"this model has no last layer of {classes} classes", alike=True)
+
+
+# ---- --freeze
+
+
+def freeze(model: nn.Module, head: str) -> None:
+    """Train the layer ``head`` alone: no gradients elsewhere, and no new statistics of images."""
+    model.requires_grad_(False)
+    model.get_submodule(head).requires_grad_(True)
+    model.train = MethodType(_train_what_is_trained, model)
+    model.train(model.training)
+
+
+def _train_what_is_trained(model: nn.Module, mode: bool = True) -> nn.Module:
+    # What batch norm has become, SyncBatchNorm, say, it is only known when it is needed.
+    type(model).train(model, mode)
+    for module in model.modules():
+        if isinstance(module, _NormBase) and not any(p.requires_grad for p in module.parameters()):
+            module.eval()
+    return model
+
+
+# ---- --zero-init-gamma, --drop-path
+
+
+@torch.no_grad()
+def zero_init_gamma(model: nn.Module) -> None:
+    """Let each residual block begin as the identity (Goyal et al. 2017, arXiv:1706.02677).
+
+    As torchvision's ``zero_init_residual`` does. Raises: `UserError` for other models.
+    """
+    done = 0
+    for block in model.modules():
+        if isinstance(block, resnet.Bottleneck):
+            block.bn3.weight.zero_()
+        elif isinstance(block, resnet.BasicBlock):
+            block.bn2.weight.zero_()
+        elif hasattr(block, "zero_init_last"):  # timm's
+            block.zero_init_last()
+        else:
+            continue
+        done += 1
+    if not done:
+        raise UserError("--zero-init-gamma is for ResNets: leave it out", alike=True)
+
+
+def drop_path(model: nn.Module, share: float) -> None:
+    """Set stochastic depth (Huang et al. 2016, arXiv:1603.09382) of one of torchvision's models.
+
+    The last block is dropped with a probability of ``share``, those before it in the proportions
+    that the model has. Raises: `UserError` for a model without stochastic depth.
+    """
+    drops = [module for module in model.modules() if isinstance(module, StochasticDepth)]
+    most = max((drop.p for drop in drops), default=0.0)
+    if not most:
+        raise UserError("--drop-path: this model has no stochastic depth: leave it out", alike=True)
+    for drop in drops:
+        drop.p = drop.p / most * share
+
+
+# ---- --activation-checkpointing
+
+
+class Checkpointed:
+    """Goes before a block's own class: in training its activations are not kept but computed again.
+
+    Chen et al. 2016 (arXiv:1604.06174). Being a class and not a wrapper, it leaves the names of
+    the weights alone, and DataParallel may copy it.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's own forward pass."""
+        own = super().forward
+        if not (self.training and torch.is_grad_enabled()):
+            return own(*args, **kwargs)
+        if torch.compiler.is_compiling():  # which makes the forward pass's changes once
+            return checkpoint(own, *args, use_reentrant=False, **kwargs)
+        contexts = lambda: (nullcontext(), _without_statistics(self))  # noqa: E731
+        return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@contextmanager
+def _without_statistics(block: Any) -> Iterator[None]:
+    """In this context, batch norm counts its batches in copies: it has seen them already."""
+    norms = [module for module in block.modules() if isinstance(module, _NormBase)]
+    kept = [norm._buffers for norm in norms]
+    for norm in norms:
+        copies = {n: None if b is None else b.clone() for n, b in norm._buffers.items()}
+        norm.__dict__["_buffers"] = copies
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, kept, strict=True):
+            norm.__dict__["_buffers"] = buffers
+
+
+def checkpoint_blocks(model: nn.Module) -> str:
+    """Make the repeated blocks of ``model`` `Checkpointed`. Returns: how many of which classes.
+
+    Raises: `UserError` for a model without repeated blocks.
+    """
+    blocks = repeated(model)
+    if not blocks:
+        raise UserError(
+            "--activation-checkpointing: this model has no repeated blocks: leave it out",
+            alike=True,
+        )
+    names = [type(block).__name__ for block in blocks]
+    made: dict[type, type] = {}
+    for block in blocks:
+        own = type(block)
+        made.setdefault(own, type(own.__name__, (Checkpointed, own), {}))
+        block.__class__ = made[own]
+    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+
+
+def repeated(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of classes that ``model`` has several of: its blocks, in order.
+
+    Layers of torch itself, plain sequences of modules and timm's stages of blocks are none.
+    """
+
+    def is_block(module: nn.Module) -> bool:
+        kind = type(module)
+        if isinstance(module, (nn.Sequential, nn.ModuleList)) or kind.__name__.endswith("Stage"):
+            return False
+        return not kind.__module__.startswith("torch.nn") and any(True for _ in module.children())
+
+    kinds = [type(module) for module in model.modules() if is_block(module)]
+    found: list[nn.Module] = []
+
+    def search(module: nn.Module) -> None:
+        for child in module.children():
+            if is_block(child) and kinds.count(type(child)) > 1:
+                found.append(child)
+            else:
+                search(child)
+
+    search(model)
+    return found

@@ -1,0 +1,119 @@
+"""``--pretrained FILE``: a model's weights from a file on this machine."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torchvision.models.vision_transformer import interpolate_embeddings
+
+from utils.data.preprocessing import Preprocessing
+from utils.errors import UserError
+from utils.run import checkpoint, contents
+
+# Tensors of the model that a file may lack before it is taken for one of another model.
+MOST_MISSING = 0.1
+_SHOWN = 4  # names in a line
+
+
+def read(file: str) -> dict[str, Any]:
+    """The content of a checkpoint, of whatever program, or of a .safetensors file, on the CPU.
+
+    No code in it is run. Raises: `UserError`.
+    """
+    path = Path(file)
+    if path.suffix != ".safetensors":
+        return checkpoint.read(path)
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise UserError(f"{path} needs a package: pip install safetensors", alike=True) from None
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    try:
+        return load_file(path)
+    except Exception as fault:  # the package's own kind, among others
+        raise UserError(f"{path} cannot be read as weights ({str(fault)[:200]})") from fault
+
+
+def preprocessing(file: str) -> Preprocessing | None:
+    """What a file of this suite says of its images; None for others. Raises: `UserError`."""
+    saved = contents.preprocessing(read(file), Path(file))
+    try:
+        return None if saved is None else Preprocessing.of(saved)
+    except ValueError as fault:
+        raise UserError(f"{file} says of its images: {fault}", alike=True) from None
+
+
+def load(model: nn.Module, file: str, arch: str, head: str) -> list[str]:
+    """Load the weights in ``file`` into ``model``, whose last layer is called ``head``.
+
+    That layer stays as it is if it is of other classes; position embeddings are resized to the
+    model's image size. Returns: sentences about what was done. Raises: `UserError` for a file of
+    another model.
+    """
+    path, content = Path(file), read(file)
+    if isinstance(saved := content.get("arch"), str) and saved != arch:
+        raise UserError(f"{path} is a {saved}: use -a {saved} to load it", alike=True)
+    found, note = contents.weights(content, path)
+    own = model.state_dict()
+    fitted: dict[str, Tensor] = {}
+    said = []
+    for name, saved_value in found.items():
+        value = saved_value
+        if name not in own or not isinstance(value, Tensor):
+            continue
+        if value.shape != own[name].shape and name.endswith(("pos_embedding", "pos_embed")):
+            value = resized(value, own[name], model)
+            said.append(f"{name} resized from {_size(saved_value)} to {_size(value)}")
+        if value.shape == own[name].shape:
+            fitted[name] = value
+        elif not name.startswith(f"{head}."):
+            raise _unfit(path, arch, f"{name} is {_size(value)}, not {_size(own[name])}")
+    # Counters of batch norm that old files lack.
+    lacking = [n for n in own if n not in fitted and not n.endswith("num_batches_tracked")]
+    new_head = [name for name in lacking if name.startswith(f"{head}.")]
+    missing = [name for name in lacking if name not in new_head]
+    if len(missing) > MOST_MISSING * len(own):
+        raise _unfit(
+            path, arch, f"{len(missing)} of {len(own)} weights are not in it: {_list(missing)}"
+        )
+    model.load_state_dict(own | fitted)
+    left = [name for name in found if name not in own]
+    said = [f"weights from {path}: {len(fitted)} of {len(own)} tensors", *said]
+    said += [f"new: {_list(new_head)}"] if new_head else []
+    said += [f"not in the file, so new: {_list(missing)}"] if missing else []
+    said += [f"not in the model, so left out: {_list(left)}"] if left else []
+    return [*([note] if note else []), "; ".join(said)]
+
+
+def resized(positions: Tensor, wanted: Tensor, model: nn.Module) -> Tensor:
+    """Position embeddings [1, places, width] of a vision transformer for another image size.
+
+    As torchvision does it, or timm, for their own models. What cannot be resized is given back.
+    """
+    if positions.ndim != 3 or positions.shape[2:] != wanted.shape[2:]:
+        return positions
+    if hasattr(model, "num_prefix_tokens"):
+        from timm.layers import resample_abs_pos_embed
+
+        size, tokens = list(model.patch_embed.grid_size), model.num_prefix_tokens
+        return resample_abs_pos_embed(positions, new_size=size, num_prefix_tokens=tokens)
+    name = "encoder.pos_embedding"
+    side = round((wanted.shape[1] - 1) ** 0.5)
+    try:  # as if patches had one pixel
+        return interpolate_embeddings(side, 1, {name: positions})[name]
+    except ValueError:
+        return positions
+
+
+def _unfit(path: Path, arch: str, why: str) -> UserError:
+    return UserError(f"{path} does not fit {arch}: {why}", alike=True)
+
+
+def _size(value: Tensor) -> str:
+    return " x ".join(map(str, value.shape)) or "a number"
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
