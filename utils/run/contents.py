@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from utils.errors import UserError
+from utils.sharding import pieces
 
 PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums", "printed")
 _EMA = ("state_dict_ema", "model_ema")  # timm's name, and that of torchvision's references
@@ -109,17 +110,25 @@ def momentum(content: dict[str, Any], optimizer: Any, path: Path | None) -> dict
         raise UserError(f"the optimiser state in {path} is of another model", alike=True)
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     for number, weight in enumerate(parameters):
-        buffer = state.get(number, {}).get("momentum_buffer")
-        if buffer is None:
-            continue
-        if not isinstance(buffer, Tensor):
-            raise _wrong(path, "momentum", "a tensor")
-        if buffer.shape != weight.shape:
-            raise UserError(f"the optimiser state in {path} is of another model", alike=True)
-        # A fused optimiser refuses momentum in another memory layout than the weight's.
-        alike = torch.empty_like(weight, dtype=buffer.dtype, device=buffer.device)
-        state[number]["momentum_buffer"] = alike.copy_(buffer)
+        for name, buffer in state.get(number, {}).items():
+            if name == "momentum_buffer" and not isinstance(buffer, (Tensor, type(None))):
+                raise _wrong(path, "momentum", "a tensor")
+            if not isinstance(buffer, Tensor) or not buffer.ndim:
+                continue  # a count of steps
+            if buffer.shape == weight.shape:
+                state[number][name] = _laid_out_like(weight, buffer)
+            elif name in ("momentum_buffer", "exp_avg"):
+                raise UserError(f"the optimiser state in {path} is of another model", alike=True)
     return {"state": state, "param_groups": groups}
+
+
+def _laid_out_like(weight: Tensor, value: Tensor) -> Tensor:
+    """``value`` in the memory layout of ``weight``, which fused optimisers want; of a sharded one,
+    this process's piece."""
+    if pieces.is_piece(weight):
+        return pieces.piece_like(value, weight)
+    alike = torch.empty_like(weight, dtype=value.dtype, device=value.device)
+    return alike.copy_(value)
 
 
 def communication(content: dict[str, Any], path: Path | None) -> dict[str, Any] | None:
