@@ -83,7 +83,7 @@ def get_pretrained_cfg(name: str) -> SimpleNamespace:
 
 def create_model(name: str, pretrained: bool = False, num_classes: int = 1000) -> nn.Module:
     if name == "tiny_vit":
-        return VisionTransformer(32, 8, 3, 2, 128, 256, num_classes=num_classes, dropout=0.1)
+        return VisionTransformer(32, 8, 3, 2, 128, 256, num_classes=num_classes)
     full = name == "tiny_full"
     layers = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8) if full else nn.Identity()]
     layers += [nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU()]
