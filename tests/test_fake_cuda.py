@@ -1,4 +1,4 @@
-"""All four scripts, from command line to summary, on a GPU that is played: tests/fake_cuda.py."""
+"""All scripts, from command line to summary, on a GPU that is played: tests/fake_cuda.py."""
 
 import sys
 from unittest import mock
@@ -24,6 +24,7 @@ def long(*values):
 
 
 ND, DP, DDP, APEX = "imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_ddp_apex"
+FSDP = "imagenet_fsdp"
 HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -77,6 +78,27 @@ def test_several_processes(train, options, dtype, travels):
     done = train(DDP, *options.split(), excused=("_prepare",))
     assert done.dtypes - ({FLOAT} if "powersgd" in options else set()) == {dtype}
     assert travels in {sort for _, sort in done.gpu.collectives}
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ("-a tiny_vit", HALF),
+        (f"--sync-bn --reshard node {EVERYTHING}", HALF),
+        long(f"-a tiny_vit --amp bf16 --reshard none {EVERYTHING}", BRAIN),
+        long("--amp off --clip-grad 1", FLOAT),
+    ],
+)
+def test_a_model_in_parts(train, options, dtype):
+    done = train(FSDP, *options.split())
+    assert done.dtypes == {dtype}
+    sorts = {name.partition("_")[0]: set() for name, _ in done.gpu.collectives}
+    for name, sort in done.gpu.collectives:
+        sorts[name.partition("_")[0]].add(sort)
+    norms = {FLOAT} if "tiny_vit" not in options else set()
+    assert sorts["all"] - norms - {torch.float64, FLOAT} == {dtype} - {FLOAT}
+    assert sorts["reduce"] == {FLOAT}
+    assert done.gpu.optimised == {FLOAT}
 
 
 def test_comm_auto_measures_and_chooses(train):
@@ -134,6 +156,7 @@ def test_apex_itself_is_called_as_on_a_gpu(train, options):
         (DDP, "--comm powersgd:2"),
         long(DDP, "--comm localsgd:2"),
         (APEX, "--opt-level O2"),
+        (FSDP, ""),
     ],
 )
 def test_a_run_continues_and_is_tested(train, data, script, options):
@@ -158,7 +181,9 @@ def test_the_gpu_is_sampled(train, monkeypatch):
     assert summary(done.folder)["hardware"]["GPU/utilisation_rank0"] == 87
 
 
-@pytest.mark.parametrize(("script", "arch"), [(ND, "resnet18"), (DDP, "vgg11"), (APEX, "vit_b_32")])
+@pytest.mark.parametrize(
+    ("script", "arch"), [(ND, "resnet18"), (DDP, "vgg11"), (APEX, "vit_b_32"), (FSDP, "vit_b_32")]
+)
 def test_architectures(train, script, arch, monkeypatch):
     whole = vision_transformer.Encoder
     two = lambda length, layers, *others: whole(length, 2, *others)  # noqa: E731, they are alike
@@ -168,7 +193,7 @@ def test_architectures(train, script, arch, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", [ND, DP, DDP, APEX])
+@pytest.mark.parametrize("script", [ND, DP, DDP, APEX, FSDP])
 @pytest.mark.parametrize(
     "arch",
     [
