@@ -83,7 +83,7 @@ def test_several_processes(train, options, dtype, travels):
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
-        ("-a tiny_vit", HALF),
+        long("-a tiny_vit", HALF),
         (f"--sync-bn --reshard node {EVERYTHING}", HALF),
         long(f"-a tiny_vit --amp bf16 --reshard none {EVERYTHING}", BRAIN),
         long("--amp off --clip-grad 1", FLOAT),
@@ -156,7 +156,7 @@ def test_apex_itself_is_called_as_on_a_gpu(train, options):
         (DDP, "--comm powersgd:2"),
         long(DDP, "--comm localsgd:2"),
         (APEX, "--opt-level O2"),
-        (FSDP, ""),
+        long(FSDP, ""),
     ],
 )
 def test_a_run_continues_and_is_tested(train, data, script, options):
