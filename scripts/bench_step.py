@@ -6,10 +6,10 @@
     python scripts/bench_step.py --data DATA --cases examples,nd+off \\
         --peer "timm=python ../timm/train.py {data} --model resnet18 -b 32 -j 2 --epochs 1"
 
-A case is a loop (nd, dp, ddp, O0 to O3: a script of this suite with its whole epoch loop; examples,
-torchvision: the loops of scripts/bench/peer_loops.py) and what is to be added: off, fp16 or bf16
-for --amp, compile or compile=MODE, and x2 for two processes. Without --data, the same batch is used
-again and again: the step alone. With --data, an epoch from image files, read, trained and
+A case is a loop (nd, dp, ddp, fsdp, O0 to O3: a script of this suite with its whole epoch loop;
+examples, torchvision: the loops of scripts/bench/peer_loops.py) and what is to be added: off, fp16
+or bf16 for --amp, compile or compile=MODE, and x2 for two processes. Without --data, the same batch
+is used again and again: the step alone. With --data, an epoch from image files, read, trained and
 evaluated; each is run on few images and on more, and the difference counts, so that start-up and
 evaluation do not. --peer adds a foreign script, whose {data} is replaced by the folder.
 
@@ -45,7 +45,7 @@ from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 from utils.option_types import count, positive  # noqa: E402
 from utils.processes import supervise  # noqa: E402
 
-SCRIPTS = {"nd": "imagenet_nd.py", "dp": "imagenet_dp.py", "ddp": "imagenet_ddp.py"}
+SCRIPTS = {name: f"imagenet_{name}.py" for name in ("nd", "dp", "ddp", "fsdp")}
 SCRIPTS |= dict.fromkeys(("O0", "O1", "O2", "O3"), "imagenet_ddp_apex.py")
 PEERS = ("examples", "torchvision")
 LIMIT = 1800  # seconds for one case and round

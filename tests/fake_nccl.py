@@ -187,6 +187,8 @@ ARGUMENTS = {  # of each collective: read, written
     "all_gather_into_tensor": (("input_tensor",), ("output_tensor",)),
     "all_gather_single": (("input_tensor",), ("output_tensor",)),
     "all_to_all_single": (("input",), ("output",)),
+    "reduce_scatter_tensor": (("input",), ("output",)),
+    "reduce_scatter_single": (("input",), ("output",)),
     "barrier": ((), ()),
 }
 DISTRIBUTED = {

@@ -28,7 +28,7 @@ from utils.processes import supervise
 from utils.run import snapshots
 from utils.training import dummy, epoch, evaluation
 
-SCRIPTS = ("imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_ddp_apex")
+SCRIPTS = ("imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_ddp_apex", "imagenet_fsdp")
 
 
 @dataclass

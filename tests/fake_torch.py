@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import fake_fsdp
 import torch
 import torch.distributed as dist
 from fake_cuda import Event, Gpu, Stream, as_device, fake_gpus, gpu, stream_context
@@ -211,6 +212,8 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
             patch(torch.cuda, name, value)
         for name, value in DISTRIBUTED.items():
             patch(dist, name, value)
+        for one in fake_fsdp.PATCHES:
+            patch(*one)
         patch(torch.accelerator, "is_available", lambda: True)
         patch(torch.accelerator, "current_accelerator", lambda check_available=False: CUDA_0)
         patch(torch.accelerator, "synchronize", synchronize)

@@ -137,13 +137,14 @@ def test_dummy_needs_no_data(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "mode", ["nd", "ddp_apex", *(pytest.param(m, marks=pytest.mark.long) for m in ("dp", "ddp"))]
+    "mode",
+    ["nd", "ddp_apex", *(pytest.param(m, marks=pytest.mark.long) for m in ("dp", "ddp", "fsdp"))],
 )
 def test_help_has_groups_and_defaults(mode):
     (done,) = ends_well(f"python imagenet_{mode}.py --help", COLUMNS="200")
     groups = {line for line in done.out.splitlines() if line.endswith(":") and line[0] != " "}
     wanted = {"data:", "model:", "training:", "run:"}
-    wanted |= {"processes and nodes:"} if "ddp" in mode else set()
+    wanted |= {"processes and nodes:"} if mode not in ("nd", "dp") else set()
     wanted |= {"Apex mixed precision:"} if mode == "ddp_apex" else {"mixed precision:"}
     assert wanted <= groups
     for default in ("128", "resnet18", "90", "0.1", "0.9", "0.0001", "runs"):

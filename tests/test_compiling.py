@@ -41,7 +41,9 @@ def test_data_parallel_is_not_compiled():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", ["imagenet_nd.py", "imagenet_ddp.py", "imagenet_ddp_apex.py"])
+@pytest.mark.parametrize(
+    "script", ["imagenet_nd.py", "imagenet_ddp.py", "imagenet_ddp_apex.py", "imagenet_fsdp.py"]
+)
 def test_a_compiled_step_runs_in_every_script(folder, tmp_path, script):
     options = ("-b", "10", "--epochs", "1", "--output-dir", tmp_path, "--name", "run", folder)
     one = () if script == "imagenet_nd.py" else ("-g", "1")

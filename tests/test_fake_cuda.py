@@ -1,4 +1,4 @@
-"""All four scripts, from command line to summary, on a GPU that is played: tests/fake_cuda.py."""
+"""All scripts, from command line to summary, on a GPU that is played: tests/fake_cuda.py."""
 
 import sys
 from unittest import mock
@@ -24,6 +24,7 @@ def long(*values):
 
 
 ND, DP, DDP, APEX = "imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_ddp_apex"
+FSDP = "imagenet_fsdp"
 HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -79,6 +80,27 @@ def test_several_processes(train, options, dtype, travels):
     done = train(DDP, *options.split(), excused=("_prepare",))
     assert done.dtypes - ({FLOAT} if "powersgd" in options else set()) == {dtype}
     assert travels in {sort for _, sort in done.gpu.collectives}
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        long("-a tiny_vit", HALF),
+        (f"--sync-bn --reshard node {EVERYTHING}", HALF),
+        long(f"-a tiny_vit --amp bf16 --reshard none {EVERYTHING}", BRAIN),
+        long("--amp off --clip-grad 1", FLOAT),
+    ],
+)
+def test_a_model_in_parts(train, options, dtype):
+    done = train(FSDP, *options.split())
+    assert done.dtypes == {dtype}
+    gathered, scattered = (
+        {sort for name, sort in done.gpu.collectives if name.startswith(kind)}
+        for kind in ("all_gather", "reduce_scatter")
+    )
+    assert gathered == ({dtype} if "tiny_vit" in options else {dtype, FLOAT})  # batch norms
+    assert scattered == {FLOAT}
+    assert done.gpu.optimised == {FLOAT}
 
 
 def test_comm_auto_measures_and_chooses(train):
@@ -137,6 +159,7 @@ def test_apex_itself_is_called_as_on_a_gpu(train, options):
         (DDP, "--comm powersgd:2 --optimizer adamw"),
         long(DDP, "--comm localsgd:2"),
         (APEX, "--opt-level O2"),
+        long(FSDP, ""),
     ],
 )
 def test_a_run_continues_and_is_tested(train, data, script, options):
@@ -167,6 +190,7 @@ def test_the_gpu_is_sampled(train, monkeypatch):
         (DP, "resnet18", "--activation-checkpointing"),
         (DDP, "vgg11", ""),
         (APEX, "vit_b_32", "--activation-checkpointing --optimizer adamw"),
+        long(FSDP, "vit_b_32", ""),
     ],
 )
 def test_architectures(train, script, arch, more, monkeypatch):
@@ -178,7 +202,7 @@ def test_architectures(train, script, arch, more, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", [ND, DP, DDP, APEX])
+@pytest.mark.parametrize("script", [ND, DP, DDP, APEX, FSDP])
 @pytest.mark.parametrize(
     "arch",
     [

@@ -27,6 +27,7 @@ from utils.training import evaluation
 pytestmark = pytest.mark.skipif(not playable(), reason="needs Linux on x86-64 or aarch64")
 
 ND, DP, DDP, APEX = "imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_ddp_apex"
+FSDP = "imagenet_fsdp"
 LOSS, END = "criterion(logits, targets)", "return loss, logits"
 
 
@@ -50,7 +51,7 @@ def test_a_misplaced_tensor(train, script):
         train(load(script, fault))
 
 
-@pytest.mark.parametrize("script", [ND, DP, DDP, APEX])
+@pytest.mark.parametrize("script", [ND, DP, DDP, APEX, FSDP])
 def test_item_in_the_step(train, script):
     with pytest.raises(Wait, match=r"reading a value waits for the device in .*train_step"):
         train(load(script, (END, f"loss.item(); {END}")))

@@ -10,7 +10,9 @@ from conftest import ROOT, python
 UTILS = ROOT / "utils"
 ROOMS = sorted(path.name for path in UTILS.iterdir() if (path / "__init__.py").is_file())
 # From the top: a room imports from those behind it alone.
-FLOORS = ("training", "parts", "data", "instruments", "run", "amp", "comm", "processes")
+FLOORS = (
+    *("training", "parts", "data", "instruments", "run", "amp", "comm", "sharding", "processes"),
+)
 TORCH_FREE = (
     *("errors", "option_types", "atomic", "samplers", "schedules"),
     *("processes.agreement", "processes.network", "processes.supervise"),

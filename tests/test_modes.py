@@ -11,6 +11,7 @@ from conftest import ROOT, scalars, summary, train
 from running import assert_same_weights, tiny
 
 SCRIPTS = ("imagenet_nd.py", "imagenet_dp.py", "imagenet_ddp.py", "imagenet_ddp_apex.py")
+SCRIPTS += ("imagenet_fsdp.py",)
 CURVES = ("Loss/train", "Top1/train", "Top5/train", "Loss/val", "Top1/val", "Top5/val", "Lr")
 
 # Everything that changes a step; float32 in all scripts.
@@ -205,6 +206,13 @@ def changes(other: str) -> tuple[list[str], list[str]]:
             "distribut|launch|worker|train\\(args, world|process|replica|sync|nullcontext|ranks|"
             "all-reduce|mode=|apex|amp\\.|master|float16|levels|level=|_fp32=|scale_loss|loss_scale|scaled_loss|"
             "allreduce|factor|buckets|^(model,|optimizer,|\\))$|optimizer\\.step|choice",
+        ),
+        (
+            "imagenet_fsdp.py",
+            7,
+            34,
+            "distribut|launch|worker|train\\(args, world|process|shard|sync|ranks|mode=|mesh|"
+            "^part,|policy|layout|copy_from_main|scattering|^\\)$",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from conftest import ROOT, environment, python, summary
 from running import tiny
 
 
-@pytest.mark.parametrize("name", ["nd", "dp", "ddp", "ddp_apex"])
+@pytest.mark.parametrize("name", ["nd", "dp", "ddp", "ddp_apex", "fsdp"])
 def test_a_python_without_torch_is_a_sentence(name):
     done = python("-S", f"imagenet_{name}.py", "--help")  # -S: without site-packages
     assert done.code == 2

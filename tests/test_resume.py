@@ -412,7 +412,9 @@ def test_native_loss_scale_goes_on(tmp_path, images):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", [ND, "imagenet_dp.py", DDP, "imagenet_ddp_apex.py"])
+@pytest.mark.parametrize(
+    "script", [ND, "imagenet_dp.py", DDP, "imagenet_ddp_apex.py", "imagenet_fsdp.py"]
+)
 def test_a_real_model_goes_on(tmp_path, images, script):
     """ResNet-18, in every script as it is without options."""
     where = ("-b", "10", "--output-dir", tmp_path)
@@ -424,3 +426,16 @@ def test_a_real_model_goes_on(tmp_path, images, script):
         assert run.result().code == INTERRUPTED
     train(script, "--name", "stopped", *arguments)
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+@pytest.mark.long
+def test_a_sharded_run_that_is_killed_goes_on(tmp_path, images):
+    """kill -9 of all processes in the middle of the second epoch."""
+    options = ("-b", "5", "-g", "2", "--snapshot-minutes", "0")
+    place, script = Place(tmp_path, images, *options), "imagenet_fsdp.py"
+    whole = place.finish(script, "whole")
+    place.stop(script, "killed", at=(2, 10), signum=signal.SIGKILL, group=True)
+    begun = position(tmp_path / "killed")
+    assert begun[0] == 1
+    assert 0 < begun[1] <= 10
+    assert_same_run(place.finish(script, "killed"), whole)

@@ -163,6 +163,7 @@ def test_the_study_files_are_lines_that_work(tmp_path):
         assert done.code == 0, done.err
         assert f"study {name}: " in done.out
         assert done.out.count(" DATA\n") >= 1
+        assert ("imagenet_fsdp.py " in done.out) == (name == "vit_cifar10")
         assert "NOT RUN ON GPUS YET" in (ROOT / f"scripts/studies/{name}.sh").read_text()
     for line, done in zip(lines, shell(*lines), strict=True):
         assert (done.code, done.err.startswith(f"{line} HOSTS_FILE DATA")) == (2, True), done.err

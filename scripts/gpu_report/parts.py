@@ -61,7 +61,9 @@ def _step(sitting: Sitting) -> tuple[str, Any]:
     """The scripts' steps and the peers' loops on synthetic batches."""
     half = "bf16" if sitting.small else "fp16"  # float16 on a CPU takes for ever
     cases = f"examples+{half}+channels_last,torchvision+{half},nd+{half},ddp+{half}"
-    cases += "" if sitting.small else f",O2,nd+bf16,examples+off,nd+off,nd+{half}+compile"
+    cases += (
+        "" if sitting.small else f",fsdp+{half},O2,nd+bf16,examples+off,nd+off,nd+{half}+compile"
+    )
     cases += ",dp+fp16" if sitting.gpus > 1 else ""
     found = _bench(sitting, "step", cases)
     images = {name: rounds[0]["images_per_s"] for name, rounds in found.items()}
@@ -131,6 +133,7 @@ def _waits(sitting: Sitting) -> tuple[str, Any]:
     """Operations that make the host wait for the device, within the step and the loop around it."""
     cases = {"nd": ("imagenet_nd.py", "--amp", "fp16"), "bf16": ("imagenet_nd.py", "--amp", "bf16")}
     cases["O2"] = ("imagenet_ddp_apex.py", "--opt-level", "O2", "--amp-impl", "torch")
+    cases["fsdp"] = ("imagenet_fsdp.py", "--amp", "fp16")
     if sitting.small:
         cases = {"nd": ("imagenet_nd.py",)}
     found = {}

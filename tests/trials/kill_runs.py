@@ -3,11 +3,11 @@
 
     python tests/trials/kill_runs.py [--kills 100] [--seed 0] [--snapshot-minutes 0.01]
 
-Each of imagenet_nd.py, imagenet_ddp.py -g 2 and imagenet_ddp_apex.py -g 2 trains a tiny model of
-tests/stand_in on 300 drawn images: once undisturbed, then in runs that get a signal at a random
-instant, mostly in training and sometimes while the script starts, and are resumed with --resume
-auto until they reach the end. SIGKILL goes to the whole process group; SIGTERM to the parent alone,
-as from `kill`; SIGINT to the group, as from a terminal. A run must end with the weights and
+Each of imagenet_nd.py and, with -g 2, imagenet_ddp.py, imagenet_ddp_apex.py and imagenet_fsdp.py
+trains a tiny model of tests/stand_in on 300 drawn images: once undisturbed, then in runs that get a
+signal at a random instant, mostly in training and sometimes while the script starts, and are
+resumed with --resume auto until they reach the end. SIGKILL goes to the whole process group;
+SIGTERM to the parent alone, as from `kill`; SIGINT to the group. A run must end with weights and
 momentum of the undisturbed one, bit for bit; each attempt must see the batches that follow its
 snapshot, so that each image of an epoch counts once; the TensorBoard curves must have the same
 points, each once and in order. Exit code 1 if anything differs. CPU only; needs pytest, as the
@@ -40,6 +40,7 @@ SCRIPTS = {
     "nd": ("imagenet_nd.py", "-b", "10"),
     "ddp": ("imagenet_ddp.py", "-g", "2", "-b", "5"),
     "apex": ("imagenet_ddp_apex.py", "-g", "2", "-b", "5"),
+    "fsdp": ("imagenet_fsdp.py", "-g", "2", "-b", "5"),
 }
 IMAGES, EPOCHS = 300, 4
 TRAINING = re.compile(r"^\d+ images in \d+ classes", re.MULTILINE)  # the line before the first step

@@ -105,6 +105,11 @@ class Batches:
     def __len__(self) -> int:
         return len(self.sampler)
 
+    def blank(self) -> Tensor:
+        """A batch of one image of zeros."""
+        size = (1, 3, self.dataset.size, self.dataset.size)
+        return torch.zeros(size, dtype=self.dtype, device=self.device)
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         before = time.perf_counter()
         for filled in self._loaded():

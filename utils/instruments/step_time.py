@@ -4,17 +4,20 @@ No step waits for the device: on a GPU the marks are CUDA events, read when they
 CPU, readings of the clock. Two marks stand inside backward, set by callbacks of autograd: when all
 local gradients are there, and when DistributedDataParallel has seen the last bucket's all-reduce.
 The time between them is what compute does not hide. It holds the waiting for slower processes, too.
-The reduction itself is not touched, so that weights stay equal bit for bit.
+The reduction itself is not touched, so that weights stay equal bit for bit. A sharded model waits
+all along, for weights and gradients of each block: there all of these waits are added up.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+
+from utils.sharding import pieces
 
 Mark = Any  # a torch.cuda.Event, or seconds of the clock
 PENDING = 4096  # marks of so many micro-batches are kept at most until the device has passed them
@@ -92,6 +95,7 @@ class _Micro:
     began: Mark
     local: Mark | None = None  # backward has this process's gradients
     reduced: Mark | None = None  # and the other processes'
+    waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # for those, of a sharded model
     ended: Mark | None = None
     update: bool = True
 
@@ -112,7 +116,11 @@ class StepTimer:
         self.last: Mark | None = None
         self.reported = StepTimes()
         self.queued = False
-        if distributed:
+        if distributed and pieces.is_sharded(model):
+            from utils.sharding import waiting
+
+            waiting.listen(model, self.clock.mark, self._waited)
+        elif distributed:
             # DDP waits for every parameter's gradient, so that those of the last layer, which
             # come first, are as good as any.
             trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -166,11 +174,19 @@ class StepTimer:
         if micro.local is not None and micro.reduced is not None:
             communication = between(micro.local, micro.reduced)
             own = between(micro.began, micro.local)
+        if micro.waits:
+            communication = sum(between(*wait) for wait in micro.waits)
+            own -= communication
         total.data += between(micro.asked, micro.began)
         total.communication += communication
         total.compute += between(micro.began, micro.ended) - communication
         total.own += own
         total.steps += micro.update
+
+    def _waited(self, began: Mark, ended: Mark) -> None:
+        """A part of a sharded model has waited for other processes, in forward or backward."""
+        if self.now is not None:
+            self.now.waits.append((began, ended))
 
     def _first_gradient(self, weight: torch.Tensor) -> None:
         """Backward has reached the model: have its end marked."""

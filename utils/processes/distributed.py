@@ -121,4 +121,5 @@ def copy_from_main(model: nn.Module, world: World, parameters: bool = True) -> N
     if world.size > 1:
         tensors = list(model.buffers()) + (list(model.parameters()) if parameters else [])
         for tensor in tensors:
-            dist.broadcast(tensor, src=0)
+            here = tensor.device.type == world.device.type
+            dist.broadcast(tensor, src=0, group=None if here else world.control)

@@ -19,6 +19,7 @@ from utils.processes.distributed import World, from_main
 from utils.run import contents, elastic
 from utils.run.snapshots import candidates, check_whole
 from utils.schedules import TO_THE_END
+from utils.sharding import pieces
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +67,20 @@ class TrainState:
         self.elapsed += now - self.clock if self.clock is not None else 0.0
         self.clock = now
 
+    @property
+    def sharded(self) -> bool:
+        """Whether each process has a part of the model: all must take part in saving it, and in
+        each of its forward passes."""
+        return pieces.is_sharded(self.model)
+
     def full_weights(self) -> dict[str, Tensor]:
-        """The model's state dict in float32, under plain torchvision names."""
+        """The model's state dict in float32, under plain torchvision names; of a sharded one,
+        pieces."""
         return (self.weights or self.model).state_dict()
 
     def load_weights(self, state: dict[str, Tensor]) -> None:
-        """Load what `full_weights` gives. Raises `UserError` when it is of another model."""
+        """Load whole weights. Raises `UserError` when they are of another model."""
+        state = pieces.pieces_like(state, self.model.state_dict()) if self.sharded else state
         try:
             (self.weights or self.model).load_state_dict(state)
         except RuntimeError as fault:

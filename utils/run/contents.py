@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from utils.errors import UserError
+from utils.sharding import pieces
 
 PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums", "printed")
 _EMA = ("state_dict_ema", "model_ema")  # timm's name, and that of torchvision's references
@@ -126,9 +127,7 @@ def momentum(content: dict[str, Any], optimizer: Any, path: Path | None) -> dict
                 raise _wrong(path, "momentum", "a tensor")
             if buffer.shape != weight.shape:
                 raise UserError(f"the optimiser state in {path} is of another model", alike=True)
-            # A fused optimiser refuses momentum in another memory layout than the weight's.
-            alike = torch.empty_like(weight, dtype=buffer.dtype, device=buffer.device)
-            entry[name] = alike.copy_(buffer)
+            entry[name] = _laid_out_like(weight, buffer)
     return {"state": state, "param_groups": groups}
 
 
@@ -144,6 +143,15 @@ def _check_kind(entry: dict[str, Any], group: dict[str, Any], path: Path | None)
             f"--pretrained {path}",
             alike=True,
         )
+
+
+def _laid_out_like(weight: Tensor, value: Tensor) -> Tensor:
+    """``value`` in the memory layout of ``weight``, which fused optimisers want; of a sharded one,
+    this process's piece."""
+    if pieces.is_piece(weight):
+        return pieces.piece_like(value, weight)
+    alike = torch.empty_like(weight, dtype=value.dtype, device=value.device)
+    return alike.copy_(value)
 
 
 def communication(content: dict[str, Any], path: Path | None) -> dict[str, Any] | None:

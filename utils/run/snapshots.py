@@ -17,6 +17,7 @@ from torch import Tensor
 
 from utils.atomic import save_atomically
 from utils.errors import UserError
+from utils.sharding.pieces import whole
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,10 @@ class SnapshotWriter:
 
 
 class _Copies:
-    """Deep copies on the host of what may be saved, into the buffers of the last time."""
+    """Deep copies on the host of what may be saved, into the buffers of the last time.
+
+    Of a tensor that is in pieces, the whole one; the other processes `pieces.take_part`.
+    """
 
     def __init__(self, buffers: dict[str, Tensor]):
         self.buffers = buffers
@@ -138,7 +142,7 @@ class _Copies:
     def of(self, value: Any, place: str) -> Any:
         if isinstance(value, Tensor):
             if id(value) not in self.made:
-                self.made[id(value)] = self._copy(value.detach(), place)
+                self.made[id(value)] = self._copy(whole(value).detach(), place)
             return self.made[id(value)]
         if isinstance(value, dict):
             return {key: self.of(entry, f"{place}/{key}") for key, entry in value.items()}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from utils.comm import auto
 from utils.processes.distributed import World
-from utils.training import compiling
+from utils.training import compiling, report
 from utils.training.session import Session, TrainStep
 from utils.training.stopping import Reason
 
@@ -28,6 +28,7 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     """
     args, world, run, global_batch = session.args, session.world, session.run, session.global_batch
     run.begin(0, 0)
+    report.sharding(session)
     device = world.device
     size = (args.batch_size, 3, args.image_size, args.image_size)
     generator = torch.Generator(device).manual_seed(args.seed + world.rank)

@@ -14,6 +14,7 @@ from utils.processes.distributed import from_main, gather
 from utils.run import checkpoint
 from utils.run.checkpoint import TrainState
 from utils.run.snapshots import BEST, SNAPSHOT
+from utils.sharding import pieces
 from utils.training import compiling, report
 from utils.training.lines import Lines
 from utils.training.session import Session, TrainStep
@@ -135,23 +136,28 @@ def why_diverged(session: Session) -> str:
 def save_snapshot(session: Session, is_best: bool = False) -> None:
     """Begin to write ``snapshot.pt``, and ``best.pt`` if this is the best model; in rank 0.
 
-    To be called in all processes: some ways to exchange gradients leave a state in each of them.
+    To be called in all processes: each may have a part of the model, or of the exchange of
+    gradients.
     """
     state, classes = session.state, session.loaders.classes
     comm = state.comm.collect() if state.comm is not None else None
-    if session.snapshots is None:
+    if session.snapshots is None and not state.sharded:
         return
     weights = state.full_weights()
     files = {SNAPSHOT: checkpoint.snapshot_of(state, session.run.options, classes, weights, comm)}
     if is_best:
         # First, so that no snapshot ever speaks of a best model that is not there.
         files = {BEST: checkpoint.best_of(state, session.args.arch, classes, weights), **files}
-    session.snapshots.save(files)
+    if session.snapshots is None:
+        pieces.take_part(files)
+    else:
+        session.snapshots.save(files)
 
 
 def _busy(session: Session) -> bool:
     """Whether the last snapshot is still being written; where it matters, the same in all ranks."""
-    if session.state.comm is not None and session.state.comm.has_states:
+    state = session.state
+    if state.sharded or (state.comm is not None and state.comm.has_states):
         return from_main(lambda: session.snapshots.busy, session.world)
     return session.snapshots is not None and session.snapshots.busy
 

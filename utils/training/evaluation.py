@@ -2,6 +2,7 @@
 
 import logging
 import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from utils.data.loaders import Batches
 from utils.errors import UserError
 from utils.metrics import UNREADABLE, Sums, to_metrics
-from utils.processes.distributed import copy_from_main
+from utils.processes.distributed import copy_from_main, from_main
 from utils.run import checkpoint
 from utils.run.snapshots import BEST
 from utils.training import report
@@ -49,6 +50,8 @@ def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, 
             logits = predict(images).float()
             loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=UNREADABLE)
             sums.add(loss, logits, targets)
+        elif session.state.sharded:
+            predict(batches.blank())  # the other ranks gather their weights with this one
         session.run.console.move_bar(number + 1)
         if stop is not None and stop.poll():
             break
@@ -105,9 +108,13 @@ def evaluate_only(session: Session, predict: Predict) -> int:
 def test_best(session: Session, predict: Predict) -> dict[str, float]:
     """Evaluate DATA/test with the best model of the run."""
     best = session.run.folder / BEST
-    if session.world.is_main and best.is_file():
-        session.state.load_weights(checkpoint.read(best)["state_dict"])
-    copy_from_main(session.state.model, session.world)
+
+    def read() -> Any:
+        return checkpoint.read(best)["state_dict"] if best.is_file() else None
+
+    weights = from_main(read, session.world)
+    if weights is not None:
+        session.state.load_weights(weights)
     test = evaluate(session, predict, session.loaders.test)
     report.evaluation(session, "test", test)
     return test

@@ -42,6 +42,7 @@ def start(session: Session) -> None:
     )
     if world.device.type == "cuda":
         log.info(kernels.CHOSEN)
+    sharding(session)
     scaled = schedules.scale_lr(args.lr, global_batch, args.lr_scaling)
     if args.lr_scaling != "none":
         log.info(
@@ -53,6 +54,14 @@ def start(session: Session) -> None:
     if session.resumed:
         source = run.resume if run.fetched else run.snapshot
         log.info(f"resumed from {source}: epoch {state.epoch + 1}, step {state.step}")
+
+
+def sharding(session: Session) -> None:
+    """Of a sharded model, print what of it is sharded how."""
+    if session.state.sharded:
+        from utils.sharding import layout  # a second to import
+
+        log.info(layout.describe(session.state.model, session.args.reshard))
 
 
 def facts(session: Session) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Plays timm, the optional package, with models that cost next to nothing to train.
 
 A test that puts tests/stand_in into PYTHONPATH can ask a script for ``-a tiny_plain``: no batch
-norm and no dropout, so that the gradient of a batch is the mean over its images; or for
-``-a tiny_full``, which has both. STEP_SECONDS in the environment makes a forward pass take that
+norm and no dropout, so that the gradient of a batch is the mean over its images; for
+``-a tiny_full``, which has both; or for ``-a tiny_vit`` and ``-a tiny_resnet``, a vision
+transformer for 32 pixels and a ResNet, of blocks that imagenet_fsdp.py shards.
+STEP_SECONDS in the environment makes a forward pass take that
 long, without using the CPU, so that a signal can meet it half-way. With HOLD_AFTER=N the forward
 pass after N training batches waits until the process has been asked to stop. With
 SEEN_IMAGES=FOLDER each process keeps a file there, <rank>_<start>, with a line for each training
@@ -19,8 +21,10 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
+from torchvision.models import ResNet, VisionTransformer
+from torchvision.models.resnet import Bottleneck
 
-MODELS = ("tiny_plain", "tiny_full")
+MODELS = ("tiny_plain", "tiny_full", "tiny_vit", "tiny_resnet")
 LONG = 10.0  # seconds
 STARTED = time.time_ns()
 
@@ -80,6 +84,10 @@ def get_pretrained_cfg(name: str) -> SimpleNamespace:
 
 
 def create_model(name: str, pretrained: bool = False, num_classes: int = 1000) -> nn.Module:
+    if name == "tiny_vit":
+        return VisionTransformer(32, 8, 3, 2, 128, 256, num_classes=num_classes)
+    if name == "tiny_resnet":
+        return ResNet(Bottleneck, [1, 1, 2, 1], num_classes, width_per_group=16)
     full = name == "tiny_full"
     layers = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8) if full else nn.Identity()]
     layers += [nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU()]

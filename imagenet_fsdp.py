@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Train an ImageNet classifier with one process per GPU and a model that they share (FSDP2).
+
+Started by hand, on every node with its own --rank (one node: no option at all):
+
+    python imagenet_fsdp.py -a vit_b_32 --dist-url tcp://MASTER_IP:8888 --world-size 2 --rank 0 DATA
+    python imagenet_fsdp.py -a vit_b_32 --reshard none DATA
+
+or by torchrun, likewise with its own --node_rank:
+
+    torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 --master_addr=IP --master_port=8888 \\
+        imagenet_fsdp.py -a vit_b_32 --reshard node DATA
+
+Each process keeps a part of every weight, gradient and momentum, and trains on its slice of the
+global batch: a block's weights are gathered just before it computes, its gradients scattered after.
+"""
+
+from argparse import Namespace
+
+import utils.processes.installed  # noqa: F401 (a missing package becomes one sentence)
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from utils import models, optim, options
+from utils.amp import native
+from utils.data.loaders import build_loaders
+from utils.processes import launch, supervise
+from utils.processes.distributed import World, copy_from_main
+from utils.run.checkpoint import TrainState
+from utils.run.tracking import Run
+from utils.sharding import layout
+from utils.training import compiling, dummy, epoch, evaluation, loop
+from utils.training.session import Session
+
+
+def main() -> int:
+    parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
+    native.add_options(parser)
+    compiling.add_options(parser)
+    layout.add_options(parser)
+    launch.add_options(parser)
+    args = options.parse(parser)
+    return launch.run(worker, args)  # in each process of this node
+
+
+def worker(args: Namespace, place: launch.Place) -> int:
+    """One process of the job: join the process group, train, leave it."""
+    with launch.process_group(args, place) as world:  # torch.distributed.init_process_group
+        return train(args, world)
+
+
+def train(args: Namespace, world: World) -> int:
+    """Everything from the options to the last epoch. Returns the exit code."""
+    device = world.device
+    torch.manual_seed(args.seed)
+
+    amp_dtype = native.autocast_dtype(args, world)
+
+    # ---- data: an order of images that seed and epoch fix (utils/samplers.py); each rank takes its
+    # slice of every global batch of DATA/train, and each image of DATA/val is evaluated once
+    loaders = build_loaders(args, world, dtype=amp_dtype or torch.float32)
+
+    # ---- model
+    model = models.build(args, len(loaders.classes))
+
+    # ---- fully sharded data parallelism: processes start with equal weights, and keep a part each
+    copy_from_main(model, world)
+    if args.sync_bn:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    mesh = layout.mesh(args, world)
+    for part, policy in layout.parts(model, amp_dtype):  # blocks; at last the model: what is left
+        fully_shard(
+            part,  # to the device, too: no GPU ever holds the whole model
+            mesh=mesh,
+            reshard_after_forward=False if args.reshard == "none" else None,
+            mp_policy=policy,
+        )
+
+    # ---- optimiser and mixed precision
+    optimizer = optim.build(args, model)
+    criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
+
+    forward = compiling.compiled(model, args, device)  # as it is without --compile
+
+    # ---- the training step
+    def train_step(
+        images: Tensor, targets: Tensor, weight: float, update: bool
+    ) -> tuple[Tensor, Tensor]:
+        """One micro-batch: images float [n, 3, size, size], targets int64 [n] -> loss, logits.
+
+        ``weight`` scales its mean loss, so that gradients, averaged over ranks and added up over
+        micro-batches, are those of the global batch. With ``update`` the step ends: weights change.
+        """
+        # Only the last micro-batch of a step pays for scattering the gradients.
+        model.set_requires_gradient_sync(update)
+        with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
+            logits = forward(images)
+            loss = criterion(logits, targets)
+        scaler.scale(loss * weight).backward()
+        if update:
+            if args.clip_grad:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return loss, logits
+
+    def predict(images: Tensor) -> Tensor:
+        """Logits for evaluation; all ranks call it equally often, as it gathers weights."""
+        with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
+            return model(images)
+
+    # ---- resume, then train and evaluate, epoch by epoch
+    run = Run(args, world, mode="fsdp")
+    state = TrainState(model, optimizer, scaler)
+    session = Session(args, world, run, loaders, state)
+    if args.dummy:
+        return dummy.time_step(session, train_step)
+    loop.resume(session)
+    if args.evaluate:
+        return evaluation.evaluate_only(session, predict)
+    loop.begin(session)
+    while loop.goes_on(session):
+        trained = epoch.train(session, train_step)
+        evaluated = evaluation.evaluate(session, predict, loaders.val)
+        loop.close_epoch(session, trained, evaluated)  # curves, best model, snapshot
+    return loop.end(session, predict)
+
+
+if __name__ == "__main__":
+    supervise.run_main(main)

@@ -1,0 +1,135 @@
+"""Training scripts as functions, in a few processes that run one after the other of them.
+
+A start of a script imports torch for seconds. Here a server imports it once, and forks.
+"""
+
+import logging
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from conftest import ROOT, environment
+
+SCRIPTS = ("imagenet_ddp", "imagenet_fsdp")
+LIMIT = 200  # seconds; against hangs
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command line of ``script`` on ``nodes`` nodes of ``processes`` each.
+
+    With ``stop_after`` a stop is asked for when that many steps of it are done.
+    """
+
+    script: str
+    options: tuple[Any, ...]
+    processes: int = 2
+    nodes: int = 1
+    stop_after: int | None = None
+
+
+def run_jobs(jobs: Iterable[Job], folder: Path) -> list[list[dict[str, Any]]]:
+    """Run all jobs, and give of each what `_run` returns in its processes, by rank."""
+    jobs = list(jobs)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["joined", "tensorboard", *SCRIPTS])
+    most = max(job.processes * job.nodes for job in jobs)
+    results = context.Queue()
+    with mock.patch.dict(os.environ, environment(), clear=True):
+        started = [
+            context.Process(target=_work, args=(rank, jobs, str(folder), results), daemon=True)
+            for rank in range(most)
+        ]
+        for process in started:
+            process.start()
+    try:
+        found = dict(results.get(timeout=LIMIT) for _ in started)
+    finally:
+        for process in started:
+            process.join(10)
+            process.kill()
+    faults = [text for text in found.values() if isinstance(text, str)]
+    assert not faults, "\n".join(faults)
+    return [
+        [found[rank][number] for rank in range(job.processes * job.nodes)]
+        for number, job in enumerate(jobs)
+    ]
+
+
+def _work(rank: int, jobs: list[Job], folder: str, results: Any) -> None:
+    sys.stdout = sys.stderr = open(f"{folder}/rank{rank}.txt", "w")
+    try:
+        results.put((rank, [_run(job, rank, f"{folder}/store{i}") for i, job in enumerate(jobs)]))
+    except BaseException:
+        results.put((rank, f"rank {rank}: {traceback.format_exc()}"))
+        results.close()
+        results.join_thread()
+        os._exit(1)  # others may wait in a collective
+
+
+def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
+    """One job in one of its processes: exit code, and the bytes of state in its last step."""
+    import importlib
+
+    import torch
+    from fake_runs import stand_in
+
+    from utils import models
+    from utils.processes import launch, network
+    from utils.run.checkpoint import TrainState
+    from utils.sharding import pieces
+    from utils.training.stopping import Reason, StopRequest
+
+    size = job.processes * job.nodes
+    if rank >= size:
+        return None
+    torch.set_num_threads(1)
+    module = importlib.import_module(job.script)
+    place = launch.Place(
+        rank, size, rank % job.processes, job.processes, f"file://{store}", "127.0.0.1", 1
+    )
+    found = SimpleNamespace(code=None, bytes={}, calls=0)
+
+    def watched(*args: Any, **more: Any) -> TrainState:
+        state = TrainState(*args, **more)
+
+        def count(*_: Any) -> None:
+            gradients = [w.grad for g in state.optimizer.param_groups for w in g["params"]]
+            found.bytes = pieces.bytes_held(state.model, state.optimizer)
+            found.bytes["gradients"] = pieces.bytes_of(gradients)
+
+        state.optimizer.register_step_pre_hook(count)
+        return state
+
+    poll = StopRequest.poll
+
+    def counted(request: StopRequest) -> Any:
+        found.calls += 1
+        if found.calls == job.stop_after:
+            request.ask(Reason.INTERRUPTED)
+        return poll(request)
+
+    with (
+        mock.patch.object(sys, "argv", [f"{job.script}.py", *map(str, job.options)]),
+        mock.patch.object(models, "timm", stand_in("timm")),
+        mock.patch.object(network, "wait_for_master", lambda *_: None),
+        mock.patch.object(launch, "run", lambda worker, args: worker(args, place)),
+        mock.patch.object(module, "TrainState", watched),
+        mock.patch.object(StopRequest, "poll", counted),
+    ):
+        try:
+            found.code = module.main()
+        finally:
+            for handler in logging.getLogger("utils").handlers[:]:
+                logging.getLogger("utils").removeHandler(handler)
+    return {"code": found.code, **found.bytes}
+
+
+sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]

@@ -1,0 +1,1 @@
+"""A model whose weights, gradients and optimiser state are divided among the processes (FSDP2)."""
