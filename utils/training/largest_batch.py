@@ -95,6 +95,8 @@ def settle(session: Session, train_step: TrainStep, predict: Predict) -> None:
             alike=True,
         )
     _use(session, least.size)
+    if world.device.type == "cpu" and mine.size == least.size:
+        session.counted_peak = mine.peak
     _say(session, [found for found, _ in all_found], time.monotonic() - began)
     if len({found.size for found, _ in all_found}) > 1:
         most = max(found.size for found, _ in all_found)
@@ -102,6 +104,7 @@ def settle(session: Session, train_step: TrainStep, predict: Predict) -> None:
 
 
 def _use(session: Session, size: int) -> None:
+    session.largest_batch = size
     session.args.batch_size = session.run.options["batch_size"] = size
     session.loaders.use_batch(size)
     session.run.open()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 FASTEST = 4  # times the size that fitted, at most, before any was too large
-PATIENCE = 6  # sizes that fit, until what they took is no longer believed to be linear
+PATIENCE = 6  # sizes, until what they take is no longer believed to be linear
 
 
 def search(
@@ -20,9 +20,9 @@ def search(
     be too large by those before. Returns: the size (0 if none fits), and what it took.
     """
     seen: dict[int, float] = {}
-    low, high, size = 0, math.inf, step
+    low, high, size, tried = 0, math.inf, step, 0
     while True:
-        taken = take(size)
+        taken, tried, last = take(size), tried + 1, size
         if taken <= limit:
             low, seen[size] = size, taken
         else:
@@ -31,28 +31,24 @@ def search(
                 return 0, taken
         if low >= most or high - low <= step:
             return low, seen[low]
-        size = _next(seen, limit, step, (low, min(high, most + step)), most)
+        size = _guess(seen, limit, low)
+        # What was wrong is not asked again.
+        if high < math.inf and (high == last or tried > PATIENCE):
+            size = (low + high) / 2
+        size = min(max(size, low + step), most, high - step)
+        size = step * math.floor(size / step)
         if careful and size > step and _forecast(seen, size) > limit:
             return low, seen[low]
 
 
-def _next(
-    seen: dict[int, float], limit: float, step: int, between: tuple[int, float], most: float
-) -> int:
-    low, high = between
+def _guess(seen: dict[int, float], limit: float, low: int) -> float:
+    """Where the limit should be, by the largest two sizes that were tried."""
     if len(seen) < 2:
-        guess: float = 2 * low
-    else:
-        a, b = sorted(seen)[-2:]
-        slope = (seen[b] - seen[a]) / (b - a)
-        guess = b + (limit - seen[b]) / slope if slope > 0 else math.inf
-        guess = min(guess, FASTEST * low)
-    if len(seen) > PATIENCE and high <= most:  # not as linear as it should be
-        guess = (low + high) / 2
-    if not math.isfinite(guess):
-        guess = FASTEST * low
-    guess = step * math.floor(guess / step)
-    return int(min(max(guess, low + step), high - step))
+        return 2 * low
+    a, b = sorted(seen)[-2:]
+    slope = (seen[b] - seen[a]) / (b - a)
+    guess = b + (limit - seen[b]) / slope if slope > 0 else math.inf
+    return min(guess, FASTEST * low)
 
 
 def _forecast(seen: dict[int, float], size: int) -> float:
