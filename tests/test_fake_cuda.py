@@ -158,6 +158,23 @@ def test_the_gpu_is_sampled(train, monkeypatch):
     assert summary(done.folder)["hardware"]["GPU/utilisation_rank0"] == 87
 
 
+@pytest.mark.parametrize(
+    ("script", "options", "size"),
+    [
+        (ND, "--amp fp16", 24),
+        long(DP, EVERYTHING, 16),
+        (DDP, "--comm int8", 8),
+        long(APEX, "--opt-level O2", 8),
+        long(DDP, EVERYTHING, 8),
+        long(APEX, "--amp-impl apex --opt-level O2", 8),
+    ],
+)
+def test_the_largest_batch_is_sought(train, script, options, size):
+    """The data set has no more."""
+    done = train(script, "-b", "auto", *options.split(), excused=("_prepare",))
+    assert summary(done.folder)["largest_batch"] == size
+
+
 @pytest.mark.parametrize(("script", "arch"), [(ND, "resnet18"), (DDP, "vgg11"), (APEX, "vit_b_32")])
 def test_architectures(train, script, arch, monkeypatch):
     whole = vision_transformer.Encoder

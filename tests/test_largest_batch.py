@@ -229,7 +229,7 @@ def test_a_run_that_found_its_batch_equals_one_that_was_told(folder, tmp_path, m
 LIMITS = (0.002, 0.0006)  # GiB, of rank 0 and rank 1: what rank 0 could take is too much for 1
 
 
-def _pair(rank, ports, folder, place):
+def _pair(rank, ports, folder, place, script):
     """One of two processes, as torchrun starts them; the other one has another memory."""
     torch.set_num_threads(1)
     env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
@@ -248,25 +248,29 @@ def _pair(rank, ports, folder, place):
 
     auto = (*MODEL, "--output-dir", place, "-b", "auto", "--memory-limit", LIMITS[rank])
     with mock.patch.object(largest_batch, "search", searched):
-        lines = train("imagenet_ddp.py", *auto, "--name", "auto")
+        lines = train(script, *auto, "--name", "auto")
         same = ("-b", summary(place / "auto")["largest_batch"], "--name", "told")
-        train("imagenet_ddp.py", *MODEL, "--output-dir", place, *same)
+        train(script, *MODEL, "--output-dir", place, *same)
         more = ("--name", "auto", "--resume", "auto", "--epochs", 3)
-        lines += train("imagenet_ddp.py", *auto, *more)
-        lines += train("imagenet_ddp_apex.py", *auto, "--name", "o2")
+        lines += train(script, *auto, *more)
     (place / f"{rank}.json").write_text(json.dumps([sizes, lines]))
 
 
-def test_all_ranks_take_what_the_one_with_the_least_memory_can(folder, tmp_path):
+@pytest.mark.parametrize(
+    "script",
+    ["imagenet_ddp.py", pytest.param("imagenet_ddp_apex.py", marks=pytest.mark.long)],
+)
+def test_all_ranks_take_what_the_one_with_the_least_memory_can(folder, tmp_path, script):
     """Rank 1 runs out of memory where rank 0 goes on; then the batch is in the snapshot."""
     with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(4)]
+        probes = [stack.enter_context(socket.socket()) for _ in range(3)]
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         ports = [probe.getsockname()[1] for probe in probes]
     context = multiprocessing.get_context("spawn")
     both = [
-        context.Process(target=_pair, args=(rank, ports, folder, tmp_path)) for rank in range(2)
+        context.Process(target=_pair, args=(rank, ports, folder, tmp_path, script))
+        for rank in range(2)
     ]
     for process in both:
         process.start()
@@ -277,8 +281,7 @@ def test_all_ranks_take_what_the_one_with_the_least_memory_can(folder, tmp_path)
     (mine, lines), (others, _) = found
     size = summary(tmp_path / "auto")["largest_batch"]
     assert size == others[0] < mine[0]
-    assert summary(tmp_path / "o2")["largest_batch"] == others[1] < mine[1]
-    assert len(mine) == 2  # the resumed run did not search
+    assert len(mine) == 1  # the resumed run did not search
     assert any(line == f"-b auto: {size} images per process, as in "
                f"{tmp_path / 'auto/snapshot.pt'}" for line in lines)  # fmt: skip
     assert any("has the least room" in line for line in lines)

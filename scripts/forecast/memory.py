@@ -181,13 +181,14 @@ def _step(plan: Plan, batch: int) -> Step:
     return Step(at(low.peak, high.peak), at(low.rest, high.rest))
 
 
-@cache
 def _tried(plan: Plan, batch: int) -> Step:
     model_of = (plan.arch, plan.classes, plan.image_size)
-    half = torch.float16 if plan.mode == "O2" else None
-    return take_step(model_of, batch, DTYPES[plan.amp] if half is None else None, half)
+    if plan.mode == "O2":
+        return take_step(model_of, batch, None, torch.float16)
+    return take_step(model_of, batch, DTYPES[plan.amp])
 
 
+@cache
 def take_step(
     model_of: tuple[str, int, int],
     batch: int,
