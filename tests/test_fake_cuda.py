@@ -161,7 +161,7 @@ def test_the_gpu_is_sampled(train, monkeypatch):
 @pytest.mark.parametrize(
     ("script", "options", "size"),
     [
-        (ND, "--amp fp16", 24),
+        long(ND, "--amp fp16", 24),
         long(DP, EVERYTHING, 16),
         (DDP, "--comm int8", 8),
         long(APEX, "--opt-level O2", 8),

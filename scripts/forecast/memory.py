@@ -108,7 +108,8 @@ def forecast(plan: Plan, batch: int) -> Forecast:
         whole = values if plan.reshard == "none" else min(values, facts.root + 2 * facts.block)
         if compute == 2:  # weights are gathered in it; autocast would hold copies of all
             activations = max(0.0, activations - compute * values)
-        activations += compute * (whole + facts.root + facts.block) if parts > 1 else 0.0
+        if parts > 1:  # gradients travel in float32
+            activations += compute * (whole + facts.root + facts.block) + 4 * facts.block
         parameters = (parameters - buffers) / parts + buffers
         gradients, optimizer = gradients / parts, optimizer / parts
     return Forecast(parameters, gradients, optimizer, activations + ready)

@@ -93,9 +93,7 @@ def sent_mb(session: Session) -> float | None:
     state, processes = session.state, session.world.size
     trained = [p for p in state.model.parameters() if p.requires_grad]
     if any(memory.local(p) is not p for p in trained):
-        times = 2 if getattr(session.args, "reshard", None) == "none" else 3
-        size = sum(p.numel() * p.element_size() for p in trained)
-        return times * (processes - 1) / processes * size / 1e6
+        return _sent_by_shards(session, sum(p.numel() for p in trained)) / 1e6
     method = "fp32" if state.comm is None else state.comm.method
     if method is None:
         return None
@@ -105,6 +103,17 @@ def sent_mb(session: Session) -> float | None:
     if state.comm is None:  # Apex sums gradients in the precision of their weights
         sent *= sum(p.numel() * p.element_size() for p in trained) / whole.values / cost.FLOAT32
     return sent / 1e6
+
+
+def _sent_by_shards(session: Session, values: int) -> float:
+    """Bytes that a process sends per step: weights as they compute, gradients in float32."""
+    args, world = session.args, session.world
+    among = world.local_size if args.reshard == "node" else world.size
+    weight = 2 if args.precision in ("fp16", "bf16") else 4
+    gathers = 1 if args.reshard == "none" else 2
+    sent = (gathers * weight + 4) * values * (among - 1) / among
+    groups = world.size // among  # which hold the same part, and sum its gradients
+    return sent + 2 * (groups - 1) / groups * 4 * values / among
 
 
 def tensor_peak(session: Session) -> float | None:
