@@ -209,13 +209,10 @@ def same_snapshots(one, other):
     assert a["options"]["batch_size"] == b["options"]["batch_size"]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param((), marks=pytest.mark.long),
-        ("--accum-steps", 2, "--clip-grad", 1, "--amp", "bf16"),
-    ],
-)
+MORE = ("--accum-steps", 2, "--clip-grad", 1, "--amp", "bf16")
+
+
+@pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.long), MORE])
 def test_a_run_that_found_its_batch_equals_one_that_was_told(folder, tmp_path, more):
     place = ("--output-dir", tmp_path, *more)
     limit = 0.0012 if more else 0.00085
