@@ -33,7 +33,7 @@ from utils.processes import launch, supervise
 from utils.processes.distributed import World
 from utils.run.checkpoint import TrainState
 from utils.run.tracking import Run
-from utils.training import compiling, dummy, epoch, evaluation, loop
+from utils.training import compiling, dummy, epoch, evaluation, largest_batch, loop
 from utils.training.session import Session
 
 
@@ -122,6 +122,7 @@ def train(args: Namespace, world: World) -> int:
     run = Run(args, world, mode="ddp")
     state = TrainState(model, optimizer, scaler, comm=comm)
     session = Session(args, world, run, loaders, state)
+    largest_batch.settle(session, train_step, predict)  # with -b auto
     if args.dummy:
         return dummy.time_step(session, train_step)
     loop.resume(session)

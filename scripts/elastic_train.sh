@@ -8,7 +8,7 @@
 #   MIN:MAX      how many machines training needs at least, and how many there are (such as 1:2)
 #   SAVE_NAME    the run directory is runs/SAVE_NAME, on a file system that all machines share; a run
 #                that exists already is resumed
-#   BATCH_SIZE   images per step and process (per GPU)
+#   BATCH_SIZE   images per step and process (per GPU); auto: as many as fit into memory
 #
 # MASTER_ADDR is the IP address of the machine where they meet, MASTER_PORT (8888) a free port
 # there; MAX_RESTARTS (100) is how many failures a machine allows. DATA=... ARCH=... SCRIPT=...

@@ -69,7 +69,7 @@ launch() {
     shift 3
     local script=${SCRIPT:-imagenet_ddp.py} launcher=()
     need_number TRAIN_HOURS "$hours" '([0-9]+\.?[0-9]*|\.[0-9]+)' "a number such as 1.5"
-    need_number BATCH_SIZE "$batch" '[1-9][0-9]*' "a whole number, at least 1"
+    need_number BATCH_SIZE "$batch" '([1-9][0-9]*|auto)' "a whole number, at least 1, or auto"
     [ -f "$root/$script" ] || fail "SCRIPT=$script does not exist in $root"
     use_environment
     local processes=${NPROC:-}

@@ -313,6 +313,7 @@ def ddp_init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
     nn.Module.__init__(self)
     self.module, self.device_ids = given["module"], given["device_ids"]
     self.require_backward_grad_sync = True
+    self.gradient_as_bucket_view = given["gradient_as_bucket_view"]
     self.broadcast_buffers = given["broadcast_buffers"] is not False
     places = {tensor.device for tensor in self.module.state_dict().values()}
     assert places == {as_device(self.device_ids[0])}, f"DDP: the model is on {places}"

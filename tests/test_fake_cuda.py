@@ -185,6 +185,23 @@ def test_the_gpu_is_sampled(train, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("script", "options", "size"),
+    [
+        long(ND, "--amp fp16", 24),
+        long(DP, EVERYTHING, 16),
+        (DDP, "--comm int8", 8),
+        long(APEX, "--opt-level O2", 8),
+        long(DDP, EVERYTHING, 8),
+        long(APEX, "--amp-impl apex --opt-level O2", 8),
+    ],
+)
+def test_the_largest_batch_is_sought(train, script, options, size):
+    """The data set has no more."""
+    done = train(script, "-b", "auto", *options.split(), excused=("_prepare",))
+    assert summary(done.folder)["largest_batch"] == size
+
+
+@pytest.mark.parametrize(
     ("script", "arch", "more"),
     [
         (DP, "resnet18", "--activation-checkpointing"),

@@ -107,7 +107,8 @@ def assert_same_curves(run: Path, other: Path, tolerance: float = 0.0) -> None:
     """The same points, each once."""
     ours, theirs = points(run), points(other)
     # A run that was on two processes for a while has curves of the second one's hardware.
-    hardware = {tag for tag in ours.keys() | theirs.keys() if tag.startswith(("CPU/", "GPU/"))}
+    of_ranks = ("CPU/", "GPU/", "Memory/")
+    hardware = {tag for tag in ours.keys() | theirs.keys() if tag.startswith(of_ranks)}
     assert ours.keys() - hardware == theirs.keys() - hardware
     assert "Step/loss" in ours
     assert "Top1/val" in ours

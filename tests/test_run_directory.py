@@ -19,7 +19,7 @@ TAGS = {
     *("Throughput/train", "Throughput/val", "Time/train", "Time/val", "Lr"),
 }
 TESTED = {"Loss/test", "Top1/test", "Top5/test"}  # one point, at the end
-GROUPS = ("IO/", "GPU/", "CPU/", "Amp/", "Step/")
+GROUPS = ("IO/", "GPU/", "CPU/", "Memory/", "Amp/", "Step/")
 PARTS = {"Time/data", "Time/compute", "Time/communication"}  # of a step
 KEYS = {
     *("best_top1", "best_top5", "best_epoch", "epochs_done", "images_per_s", "epoch_seconds"),

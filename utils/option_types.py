@@ -7,6 +7,8 @@ from typing import NoReturn
 
 from utils.errors import UserError, is_reported_by_another
 
+AUTO = "auto"  # as a batch size: the largest that fits
+
 
 class Parser(argparse.ArgumentParser):
     """Under torchrun, one process of a node prints the usage, not all that read the same line."""
@@ -58,6 +60,11 @@ def accuracy(text: str) -> float:
     return value * 100 if value <= 1 else value
 
 
+def batch_size(text: str) -> int | str:
+    """A number of images from 1 on, or `AUTO`."""
+    return text if text == AUTO else int(positive(text))
+
+
 def http(text: str) -> str:
     """The URL of a service."""
     if not text.startswith(("http://", "https://")):
@@ -67,6 +74,6 @@ def http(text: str) -> str:
     return text
 
 
-accuracy.__name__ = "accuracy"
+accuracy.__name__, batch_size.__name__ = "accuracy", "whole number"
 count, positive = number(int, 0), number(int, 1)
 share, amount = number(float, 0, 1), number(float, 0)

@@ -8,10 +8,20 @@ import torch
 from utils import models, optim, schedules
 from utils.data import augment, images
 from utils.errors import UserError
-from utils.option_types import Formatter, Parser, accuracy, amount, count, http, positive, share
+from utils.option_types import (
+    Formatter,
+    Parser,
+    accuracy,
+    amount,
+    batch_size,
+    count,
+    http,
+    positive,
+    share,
+)
 from utils.processes import supervise
 from utils.run import store
-from utils.training import spot
+from utils.training import largest_batch, spot
 
 
 def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser:
@@ -20,6 +30,7 @@ def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser
     _add_data_options(parser, batch)
     _add_model_options(parser)
     _add_training_options(parser)
+    largest_batch.add_options(parser)
     _add_run_options(parser)
     _add_cloud_options(parser)
     return parser
@@ -78,10 +89,10 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         "-b",
         "--batch-size",
         "--b",
-        type=positive,
+        type=batch_size,
         default=128,
-        metavar="N",
-        help=batch,
+        metavar="N|auto",
+        help=f"{batch}; auto: as many as fit into memory, tried before the training",
     )
     group.add_argument(
         "-j",
@@ -262,6 +273,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
             alike=True,
         )
     _settle_preprocessing(args)
+    largest_batch.check(args)
     if args.warmup_epochs and args.warmup_epochs > args.epochs:
         raise UserError(
             f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",

@@ -52,11 +52,15 @@ class TrainSampler:
         self.rank, self.ranks = ranks
         self.accum = accum
         self.seed = seed
-        self.global_batch = global_batch(batch, self.ranks, accum, images)
-        self.steps_per_epoch = images // self.global_batch
-        self.largest = -(-self.global_batch // (self.ranks * accum))  # images in a batch
+        self.use_batch(batch)
         self.epoch = 0
         self.first_step = 0
+
+    def use_batch(self, batch: int) -> None:
+        """Let micro-batches have ``batch`` images per process. Before the first iteration."""
+        self.global_batch = global_batch(batch, self.ranks, self.accum, self.images)
+        self.steps_per_epoch = self.images // self.global_batch
+        self.largest = -(-self.global_batch // (self.ranks * self.accum))  # images in a batch
 
     def start_at(self, epoch: int, step: int) -> None:
         """Let the next iteration begin with ``step`` of ``epoch``."""
@@ -85,10 +89,16 @@ class EvalSampler:
     """
 
     def __init__(self, images: int, batch: int, ranks: tuple[int, int]):
-        self.images, self.batch = images, batch
+        self.images = images
         self.rank, self.ranks = ranks
-        self.largest = max(1, min(batch, images))  # images in a batch
-        self.rounds = -(-images // (batch * self.ranks))  # the ranks' highest number of batches
+        self.use_batch(batch)
+
+    def use_batch(self, batch: int) -> None:
+        """Let batches have ``batch`` images. Before the first iteration."""
+        self.batch = batch
+        self.largest = max(1, min(batch, self.images))  # images in a batch
+        # The ranks' highest number of batches.
+        self.rounds = -(-self.images // (batch * self.ranks))
 
     def __len__(self) -> int:
         return len(range(self.rank * self.batch, self.images, self.ranks * self.batch))

@@ -211,6 +211,17 @@ def _fill(both: Comparison) -> None:
     _fill_steps_and_devices(both, add)
 
 
+def _fill_memory(both: Comparison, add: Callable[..., None]) -> None:
+    """What a process's tensors take, where that was recorded."""
+    parts = {part: [_largest(run, f"Memory/{part}_mb") for run in both.runs] for part in MEMORY}
+    for part, values in parts.items():
+        if any(value is not None for value in values):
+            add(f"{part}, MiB per process", f"{part}_mb", values)
+    sent = [run.known("sent_mb_per_step") for run in both.runs]
+    if any(sent):
+        add("sent per step, MB per process", "sent_mb_per_step", sent)
+
+
 def _fill_steps_and_devices(both: Comparison, add: Callable[..., None]) -> None:
     runs = both.runs
     for part in ("data", "compute", "communication"):
@@ -221,6 +232,7 @@ def _fill_steps_and_devices(both: Comparison, add: Callable[..., None]) -> None:
             shares.append(_ratio(parts[part], whole))
         if any(share is not None for share in shares):
             add(f"  share of step: {part}", f"step_{part}_share", shares, _share)
+    _fill_memory(both, add)
     for title, tag, key in DEVICES:
         values = [device(run, tag) for run in runs]
         if (tag.startswith("GPU/") and key != "gpu_w") or any(v is not None for v in values):
@@ -229,6 +241,7 @@ def _fill_steps_and_devices(both: Comparison, add: Callable[..., None]) -> None:
         add("state", "state", [run.state for run in runs], str)
 
 
+MEMORY = ("parameters", "gradients", "optimizer", "activations")
 STEP_PARTS = ("data", "compute", "communication")
 DEVICES = (
     ("GPU utilisation, %", "GPU/utilisation", "gpu_utilisation"),
@@ -243,12 +256,17 @@ def ranks_of(run: Run, family: str) -> list[str]:
     return sorted(tag for tag in run.scalars if tag.startswith(f"{family}_rank"))
 
 
+def _largest(run: Run, family: str) -> float | None:
+    """The most that any rank has had."""
+    values = [y for tag in ranks_of(run, family) for y in run.finite(tag).values()]
+    return max(values, default=None)
+
+
 def device(run: Run, family: str) -> float | None:
     """The mean over ranks of a device's median; for memory, the most that any rank has used."""
-    tags = ranks_of(run, family)
     if family.endswith("memory_gb"):
-        values = [y for tag in tags for y in run.finite(tag).values()]
-        return max(values, default=None)
+        return _largest(run, family)
+    tags = ranks_of(run, family)
     medians = [m for tag in tags if (m := run.median(tag)) is not None]
     return sum(medians) / len(medians) if medians else None
 

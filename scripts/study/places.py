@@ -23,6 +23,7 @@ from study.arms import ONE_NODE, Arm, data_of, is_given, option
 from study.running import Command, Runner
 
 from utils.errors import INTERRUPTED, UserError
+from utils.option_types import AUTO
 from utils.processes import network, supervise
 
 ROOT = hosts.ROOT
@@ -166,7 +167,7 @@ class Hosts:
         words = ["bash", script("doctor.sh"), str(self.file(folder, arm.nodes)), *self._ours()]
         for name, ours in (("--data", data_of(arm.command)), ("-a", None), ("-b", None)):
             value = ours or (option(arm.command, name) if name != "--data" else None)
-            words += [name, value] if value else []
+            words += [name, value] if value and value != AUTO else []
         print(f"+ {shlex.join(words)}", flush=True)
         code = runner.run([Command(words, environment=self._values())], None)
         if runner.stops:

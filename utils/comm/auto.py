@@ -224,7 +224,7 @@ def choose(
         sentence += f"; saves {1 - seconds[chosen] / plain:.0%} of the time"
     if share < 0.9:
         sentence += (
-            f". Exchanging them still takes {1 - share:.0%}: a larger batch (-b) costs nothing; "
-            "--comm powersgd:4 or localsgd:8 change the learning curve"
+            f". Exchanging them still takes {1 - share:.0%}: a larger batch (-b auto) costs "
+            "nothing; --comm powersgd:4 or localsgd:8 change the learning curve"
         )
     return Choice(chosen, sentence)

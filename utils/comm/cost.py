@@ -129,6 +129,12 @@ def sent_bytes(buckets: Iterable[Bucket], link: Link, how: Method) -> float:
     return share * sum(wire_bytes(bucket, how) for bucket in buckets) / how.period
 
 
+def process_bytes(buckets: Iterable[Bucket], processes: int, how: Method) -> float:
+    """Bytes that each of ``processes`` sends per step to sum ``buckets`` with the others."""
+    share = 2 * (processes - 1) / processes
+    return share * sum(wire_bytes(bucket, how) for bucket in buckets) / how.period
+
+
 def exchange_seconds(size: float, link: Link, collectives: int = 1) -> float:
     """Seconds to sum ``size`` bytes over all GPUs, in so many all-reduces one after the other.
 

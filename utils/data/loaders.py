@@ -18,6 +18,7 @@ from utils.data.preprocessing import MEAN, STD, Channels, Preprocessing
 from utils.data.ring import Filled, RingLoader
 from utils.errors import UserError
 from utils.metrics import UNREADABLE
+from utils.option_types import AUTO
 from utils.processes.distributed import World, check_alike, first_on_node, gather
 from utils.samplers import EvalSampler, TrainSampler
 
@@ -190,6 +191,12 @@ class Loaders:
             if part is not None:
                 part.use(wanted)
 
+    def use_batch(self, batch: int) -> None:
+        """Let the batches of all parts have ``batch`` images. Before the first one."""
+        for part in (self.train, self.val, self.test):
+            if part is not None:
+                part.sampler.use_batch(batch)
+
 
 def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
     """Index DATA/train, DATA/val and, if present, DATA/test; make their loaders for this rank.
@@ -210,6 +217,7 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
 
     workers = -(-args.workers // world.local_size)
     ranks = (world.rank, world.size)
+    batch = 1 if args.batch_size == AUTO else args.batch_size  # until `Loaders.use_batch`
 
     def batches(part: str, train: bool) -> Batches:
         # The first process of a node lists the folder, the others find the list in the cache.
@@ -227,9 +235,9 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
                     f"{args.accum_steps} accumulation steps (at least 2 each)",
                     alike=True,
                 )
-            sampler = TrainSampler(len(index), args.batch_size, ranks, args.accum_steps, args.seed)
+            sampler = TrainSampler(len(index), batch, ranks, args.accum_steps, args.seed)
         else:
-            sampler = EvalSampler(len(index), args.batch_size, ranks)
+            sampler = EvalSampler(len(index), batch, ranks)
         dataset = ImageBatches(index, args.image_size, args.seed, train, args.crop_scale)
         if train:
             dataset.augment = augment.build(args.auto_augment, args.random_erasing)

@@ -74,6 +74,7 @@ LAYOUT = {
         "GPU utilisation, %": ["Multiline", ["^GPU/utilisation"]],
         "GPU memory, GiB": ["Multiline", ["^GPU/memory"]],
         "CPU utilisation, %": ["Multiline", ["^CPU/utilisation"]],
+        "tensors, MiB": ["Multiline", ["^Memory/"]],
     },
 }
 _show_fault = threading.excepthook

@@ -18,6 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError
+from utils.option_types import AUTO
 from utils.processes.distributed import World, from_main, gather, node_name
 from utils.run import elastic, store, tensorboard
 from utils.run.console import LOG, Console
@@ -72,35 +73,48 @@ class Run:
     """Where this process reports to. ``mode`` is the script's short name (nd, dp, ddp, ...)."""
 
     def __init__(self, args: Any, world: World, mode: str):
-        """Choose and make the run directory. Raises `UserError` when it is taken."""
+        """Choose and make the run directory. Raises `UserError` when it is taken.
+
+        Where the batch size is part of its name, but is still to be found, that waits for `open`.
+        """
         self.args, self.world, self.mode = args, world, mode
-        plan = elastic.plan(args, world, OPTIONS)
+        plan = self.plan = elastic.plan(args, world, OPTIONS)
         self.resume = plan.resume  # --resume, or what a restart has made of it
-        self.folder = from_main(lambda: _directory(args, plan, world, mode), world)
+        self.folder: Path | None = None
         self.claim: Claim | None = None  # nobody else trains here; in rank 0
-        if not args.evaluate and not args.dummy:
-            self._claim(patient=plan.note is not None)
-            if elastic.is_elastic():
-                self._check_shared()
-        from_main(lambda: _make(self.folder), world)
+        self.fetched: Path | None = None
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
         self.options |= {"name": plan.name, "resume": plan.resume}
         self.options |= {"mode": mode, "command": " ".join(sys.argv)}
         if elastic.job_id():
             self.options["elastic_job"] = elastic.job_id()
-        self.console = Console(self.folder, world)
-        self.console.attach()
         self.writer: SummaryWriter | None = None
         self.has_gap = False  # the writer was lost to a full disk
         self.is_training = False  # an entry is open in the event file
+        if args.batch_size != AUTO or plan.name or store.is_url(self.resume):
+            self.open()
+
+    def open(self) -> None:
+        """Choose and make the run directory, unless that is done. Raises `UserError`."""
+        if self.folder is not None:
+            return
+        args, plan, world = self.args, self.plan, self.world
+        self.folder = from_main(lambda: _directory(args, plan, world, self.mode), world)
+        if not args.evaluate and not args.dummy:
+            self._claim(patient=plan.note is not None)
+            if elastic.is_elastic():
+                self._check_shared()
+        from_main(lambda: _make(self.folder), world)
+        self.console = Console(self.folder, world)
+        self.console.attach()
         for note in (plan.note, self.claim.note if self.claim else None):
             if note:
                 log.info(note)
         self.stores = bool(args.store and not args.evaluate and not args.dummy)
         url = args.store if self.stores and world.is_main else None
         self.store = store.Store(url, self.folder)
-        self.fetched: Path | None = from_main(self._open_store, world)
+        self.fetched = from_main(self._open_store, world)
 
     def _claim(self, patient: bool) -> None:
         """Become the directory's owner. Raises `UserError` while another training is."""

@@ -99,6 +99,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
         "IO/bad_files": float(len(batches.bad.seen)),
         **(_input_rates(session, seconds) if done else {}),
         **watch.end_epoch(),
+        **report.memory_tags(session),
     }
 
 

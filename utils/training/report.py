@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from utils import samplers, schedules
-from utils.instruments import watch
+from utils.comm import cost
+from utils.instruments import memory, watch
 from utils.processes import kernels, supervise
+from utils.processes.distributed import gather
 from utils.run import provenance
 from utils.run.checkpoint import TrainState
 from utils.run.figures import over_epochs
@@ -84,9 +86,66 @@ def facts(session: Session) -> dict[str, Any]:
         "train_images": sampler.images,
         "val_images": session.loaders.val.sampler.images,
         "class_count": len(session.loaders.classes),
+        "sent_mb_per_step": sent_mb(session),
         "data_id": session.train.bad.index.fingerprint(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         **provenance.describe(world.device),
+    }
+
+
+def sent_mb(session: Session) -> float | None:
+    """MB that each process sends per step for gradients, computed; None while that is not settled.
+
+    Of a sharded model (FSDP): also for its parameters, which are gathered for the forward pass and,
+    unless they stay (``--reshard none``), again for the backward pass.
+    """
+    state, processes = session.state, session.world.size
+    trained = [p for p in state.model.parameters() if p.requires_grad]
+    if any(memory.local(p) is not p for p in trained):
+        return _sent_by_shards(session, sum(p.numel() for p in trained)) / 1e6
+    method = "fp32" if state.comm is None else state.comm.method
+    if method is None:
+        return None
+    shapes = tuple((p.shape[0], p.numel() // p.shape[0]) for p in trained if p.dim() > 1)
+    whole = cost.Bucket(sum(p.numel() for p in trained), 1.0, shapes)
+    sent = cost.process_bytes([whole], processes, cost.method(method))
+    if state.comm is None:  # Apex sums gradients in the precision of their weights
+        sent *= sum(p.numel() * p.element_size() for p in trained) / whole.values / cost.FLOAT32
+    return sent / 1e6
+
+
+def _sent_by_shards(session: Session, values: int) -> float:
+    """Bytes that a process sends per step: weights as they compute, gradients in float32."""
+    args, world = session.args, session.world
+    among = world.local_size if args.reshard == "node" else world.size
+    weight = 2 if args.precision in ("fp16", "bf16") else 4
+    gathers = 1 if args.reshard == "none" else 2
+    sent = (gathers * weight + 4) * values * (among - 1) / among
+    groups = world.size // among  # which hold the same part, and sum its gradients
+    return sent + 2 * (groups - 1) / groups * 4 * values / among
+
+
+def tensor_peak(session: Session) -> float | None:
+    """The most bytes that this process's tensors have taken, as far as that is known."""
+    device = session.world.device
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return session.counted_peak
+
+
+def memory_tags(session: Session) -> dict[str, float]:
+    """What each process's tensors take, in MiB, as tags. Collective.
+
+    ``activations`` are what the peak has besides: known of a GPU, and of a CPU where -b auto has
+    counted.
+    """
+    mine = memory.of_state(session.state.model, session.state.optimizer)
+    if (peak := tensor_peak(session)) is not None:
+        mine["activations"] = max(0.0, peak - sum(mine.values()))
+    return {
+        f"Memory/{part}_mb_rank{rank}": size / 2**20
+        for rank, sizes in enumerate(gather(mine, session.world))
+        for part, size in sizes.items()
     }
 
 
@@ -153,7 +212,11 @@ def end(
         "world_size": world.size,
         "nodes": world.nodes,
         "global_batch": session.global_batch,
+        "largest_batch": session.largest_batch,
         "comm": state.comm.method if state.comm is not None else None,
+        "sent_mb_per_step": sent_mb(session),
+        "device": world.device.type,
+        "tensor_peak_bytes": tensor_peak(session),
         "val_images": int(last.get("images", 0)),
         "val_unreadable": int(last.get("unreadable", 0)),
         "val_top1": last.get("Top1/val", math.nan),
@@ -165,6 +228,11 @@ def end(
         if session.snapshots
         else math.nan,
         **watch.summary(state.history),
+        "memory_mb": {
+            tag.removeprefix("Memory/").replace("_mb_", "_"): value
+            for tag, value in last.items()
+            if tag.startswith("Memory/")
+        },
     }
     if test:
         values = {name: test[f"{name}/val"] for name in ("Top1", "Top5", "Loss")}
