@@ -24,6 +24,7 @@ from utils.samplers import Batch, EvalSampler
 from utils.training import loop
 
 HALVES = (0.5, 0.5, 0.5)
+SIZES = ("image_size", "val_resize_size", "val_image_size")
 PLACE = (torch.device("cpu"), torch.contiguous_format, torch.float32)
 
 
@@ -132,12 +133,12 @@ def parse(monkeypatch, folder, *line):
 @pytest.mark.parametrize(
     ("line", "size", "short", "untyped"),
     [
-        ((), 224, 256, ("image_size", "val_resize_size")),
-        (("--image-size", 112), 112, 128, ("val_resize_size",)),
-        (("--val-resize-size", 224), 224, 224, ("image_size",)),
-        (("--pretrained",), 299, 342, ("image_size", "val_resize_size")),
-        (("--pretrained", "--image-size", 224), 224, 256, ("val_resize_size",)),
-        (("--pretrained", "--val-resize-size", 300), 299, 300, ("image_size",)),
+        ((), 224, 256, SIZES),
+        (("--image-size", 112), 112, 128, ("val_resize_size", "val_image_size")),
+        (("--val-resize-size", 224), 224, 224, ("image_size", "val_image_size")),
+        (("--pretrained",), 299, 342, SIZES),
+        (("--pretrained", "--image-size", 224), 224, 256, ("val_resize_size", "val_image_size")),
+        (("--pretrained", "--val-resize-size", 300), 299, 300, ("image_size", "val_image_size")),
     ],
 )
 def test_typed_sizes_win(monkeypatch, folder, line, size, short, untyped):

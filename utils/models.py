@@ -62,7 +62,10 @@ def preprocessing(arch: str) -> Preprocessing:
 
 def build(args: Any, classes: int) -> nn.Module:
     """The model that the options ask for; see `create`."""
-    return create(args.arch, classes, args.image_size, args.pretrained)
+    model = create(args.arch, classes, args.image_size, args.pretrained)
+    if args.preprocessing.crop != args.image_size:
+        _check_image_size(model, args.arch, args.preprocessing.crop, "--val-image-size")
+    return model
 
 
 def create(arch: str, classes: int, image_size: int, pretrained: bool = False) -> nn.Module:
@@ -126,7 +129,9 @@ def _replace_head(model: nn.Module, classes: int) -> None:
         model.num_classes = classes
 
 
-def _check_image_size(model: nn.Module, arch: str, image_size: int) -> None:
+def _check_image_size(
+    model: nn.Module, arch: str, image_size: int, option: str = "--image-size"
+) -> None:
     """Try the forward pass on the meta device: shapes are checked, nothing is computed."""
     training = model.training
     model.eval()
@@ -136,15 +141,14 @@ def _check_image_size(model: nn.Module, arch: str, image_size: int) -> None:
         with torch.no_grad():
             torch.func.functional_call(model, weights, (images,))
     except (RuntimeError, AssertionError, ValueError) as fault:
-        raise _unfit(arch, image_size, fault) from fault
+        raise _unfit(arch, image_size, fault, option) from fault
     finally:
         model.train(training)
 
 
-def _unfit(arch: str, image_size: int, fault: Exception) -> UserError:
+def _unfit(arch: str, image_size: int, fault: Exception, option: str = "--image-size") -> UserError:
     reason = re.sub(r"\s+", " ", str(fault)).strip()[:160]
     return UserError(
-        f"{arch} does not take images of {image_size} pixels: choose another --image-size "
-        f"({reason})",
+        f"{arch} does not take images of {image_size} pixels: choose another {option} ({reason})",
         alike=True,
     )

@@ -5,14 +5,14 @@ import os
 
 import torch
 
-from utils import models
-from utils.data import augment, images
+from utils import models, samplers
+from utils.data import augment, images, mixing
 from utils.data.preprocessing import IMAGENET
 from utils.errors import UserError
 from utils.option_types import Formatter, Parser, accuracy, amount, count, http, positive, share
 from utils.processes import supervise
 from utils.run import store
-from utils.training import spot
+from utils.training import averaging, evaluation, spot
 
 
 def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser:
@@ -23,6 +23,10 @@ def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser
     _add_training_options(parser)
     _add_run_options(parser)
     _add_cloud_options(parser)
+    samplers.add_options(parser)
+    mixing.add_options(parser)
+    averaging.add_options(parser)
+    evaluation.add_options(parser)
     return parser
 
 
@@ -281,7 +285,8 @@ def _settle_preprocessing(args: argparse.Namespace) -> None:
 
     ``args.untyped`` names the sizes that a checkpoint may still change.
     """
-    sizes = {"image_size": args.image_size, "val_resize_size": args.val_resize_size}
+    names = ("image_size", "val_resize_size", "val_image_size")
+    sizes = {name: getattr(args, name) for name in names}
     args.untyped = tuple(name for name, size in sizes.items() if size is None)
     wanted = models.preprocessing(args.arch) if args.pretrained else IMAGENET
     args.preprocessing = wanted.resized(**sizes)

@@ -40,7 +40,7 @@ class TrainState:
     of samples, augmentation and dropout are functions of seed and position, so no random state
     needs keeping. ``weights`` saves the model as float32 where it trains in another precision.
     ``preprocessing`` is that of its images (see `utils.data.preprocessing`), as plain values;
-    ``comm`` is how the processes exchange gradients, if there are several.
+    ``comm`` is how the processes exchange gradients, ``ema`` the averaged weights, if any.
     """
 
     model: nn.Module
@@ -57,6 +57,7 @@ class TrainState:
     printed: list[float] | None = None
     preprocessing: dict[str, Any] | None = None
     comm: Any = None  # a `utils.comm.exchange.Exchange`
+    ema: Any = None  # a `utils.training.averaging.Average`
     clock: float | None = None  # when ``elapsed`` was brought up to date
 
     def tick(self) -> None:
@@ -100,15 +101,21 @@ def snapshot_of(
         "classes": classes,
         "preprocessing": state.preprocessing,
         "comm": comm,
+        "ema": state.ema.state_dict() if state.ema is not None else None,
     }
 
 
 def best_of(
     state: TrainState, arch: str, classes: list[str], weights: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """The content of ``best.pt``, which torchvision can load without this code."""
+    """The content of ``best.pt``, which torchvision can load without this code.
+
+    ``weights`` are the model's; the averaged ones take their places where those were better.
+    """
+    averaged = bool(state.best.get("ema"))
     return {
-        "state_dict": weights,
+        "state_dict": {**weights, **state.ema.weights()} if averaged else weights,
+        "weights": "ema" if averaged else "model",
         "arch": arch,
         "classes": classes,
         "epoch": state.best["epoch"],
@@ -189,6 +196,8 @@ def resume(
     _load_weights(state, weights, args)
     if args.evaluate:
         return False
+    if state.ema is not None:
+        state.ema.restore(contents.averages(content, path))
     progress = contents.progress(content, path) if whole else {}
     scaler = contents.loss_scale(content, state.scaler.state_dict(), path)
     if "optimizer" in content:

@@ -1,5 +1,6 @@
 """One evaluation for all scripts: exact at any world size."""
 
+import argparse
 import logging
 import time
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from utils.data.loaders import Batches
 from utils.errors import UserError
 from utils.metrics import UNREADABLE, Sums, to_metrics
+from utils.option_types import positive
 from utils.processes.distributed import copy_from_main
 from utils.run import checkpoint
 from utils.run.snapshots import BEST
@@ -19,8 +21,41 @@ from utils.training.stopping import Reason
 log = logging.getLogger(__name__)
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """``--val-image-size`` and ``--val-flip``."""
+    group = parser.add_argument_group("evaluation")
+    group.add_argument(
+        "--val-image-size",
+        type=positive,
+        metavar="PX",
+        help="side of the crop in evaluation, where it is not --image-size; somewhat larger ones "
+        "often score better (Touvron et al. 2019, arXiv:1906.06423)",
+    )
+    group.add_argument(
+        "--val-flip",
+        action="store_true",
+        help="evaluate by the mean of the logits of an image and its mirror image",
+    )
+
+
 @torch.no_grad()
 def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
+    """Evaluate the model and, in a training with ``--ema``, the averaged weights beside it.
+
+    Returns None when asked to stop, else what `measure` does; the averaged ones' tags end in
+    ``/ema``.
+    """
+    found, ema = measure(session, predict, batches), session.state.ema
+    if found is None or ema is None or session.stop is None:
+        return found
+    with ema.in_model():
+        averaged = measure(session, predict, batches)
+    if averaged is None:
+        return None
+    return found | {f"{name}/ema": averaged[f"{name}/val"] for name in ("Loss", "Top1", "Top5")}
+
+
+def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
     """Evaluate over all ranks; every image counts once. Returns None when asked to stop.
 
     The loss is plain cross entropy, whatever label smoothing training uses. Keys of the result:
@@ -47,6 +82,8 @@ def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, 
         if batch is not None:
             images, targets = batch
             logits = predict(images).float()
+            if session.args.val_flip:
+                logits = (logits + predict(images.flip(3)).float()) / 2
             loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=UNREADABLE)
             sums.add(loss, logits, targets)
         session.run.console.move_bar(number + 1)
