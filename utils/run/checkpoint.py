@@ -254,7 +254,7 @@ def _check_classes(saved: Any, classes: list[str] | None, path: Path | None) -> 
 
 
 # The run's order of samples and its learning rate curve: another value would break them off.
-_FIXED = ("seed", "lr_schedule", "warmup_epochs")
+_FIXED = ("seed", "repeated_aug", "lr_schedule", "warmup_epochs")
 _PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
 
 

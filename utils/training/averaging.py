@@ -71,7 +71,7 @@ class Average:
         self, model: nn.Module, decay: float, every: int = 1, masters: Named | None = None
     ):
         """``masters``: the float32 originals of weights that the model has in less, by name."""
-        self.decay, self.every = decay, every
+        self.model, self.decay, self.every = model, decay, every
         self.steps = 0  # since the average began
         self.pending = 0  # of them, since it was moved
         kept, masters = set(model.state_dict()), masters or {}
@@ -121,11 +121,18 @@ class Average:
         """
         live = _local([tensor.detach() for tensor in self.live])
         own = [tensor.clone() for tensor in live]
-        torch._foreach_copy_(live, _local(self.averages))
+        self._put(_local(self.averages), live)
         try:
             yield
         finally:
-            torch._foreach_copy_(live, own)
+            self._put(own, live)
+
+    @torch.no_grad()
+    def _put(self, values: list[Tensor], live: list[Tensor]) -> None:
+        torch._foreach_copy_(live, values)
+        for module in self.model.modules():
+            if hasattr(module, "reshard"):  # whole weights that FSDP may still have are old now
+                module.reshard()
 
     def state_dict(self) -> dict[str, Any]:
         """What a snapshot keeps."""

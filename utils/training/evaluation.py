@@ -73,6 +73,7 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
     # Each rank has seen other batches since DDP last shared the running statistics of batch norm.
     copy_from_main(session.state.model, world, parameters=False)
     session.state.model.eval()
+    predict = _of_both_views(predict) if session.args.val_flip else predict
     session.run.console.start_bar("Evaluation", sampler.rounds)
     sums = Sums(world.device)
     began = time.perf_counter()
@@ -82,8 +83,6 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
         if batch is not None:
             images, targets = batch
             logits = predict(images).float()
-            if session.args.val_flip:
-                logits = (logits + predict(images.flip(3)).float()) / 2
             loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=UNREADABLE)
             sums.add(loss, logits, targets)
         session.run.console.move_bar(number + 1)
@@ -116,6 +115,11 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
         "images": float(metrics.images),
         "unreadable": float(unreadable),
     }
+
+
+def _of_both_views(predict: Predict) -> Predict:
+    """The mean of the logits of the images and of their mirror images."""
+    return lambda images: (predict(images).float() + predict(images.flip(3)).float()) / 2
 
 
 def why_useless(batches: Batches) -> UserError:
