@@ -83,7 +83,7 @@ class Preprocessing:
         if known.get("interpolation", "bilinear") not in INTERPOLATIONS:
             raise ValueError(f"interpolation {known['interpolation']!r:.60}")
         names = ("image_size", "val_resize_size", "val_image_size")
-        sizes = (known.pop(name, None) for name in names)
+        sizes = [known.pop(name, None) for name in names]
         try:
             return cls(**known).resized(*sizes)
         except (TypeError, UserError) as fault:
