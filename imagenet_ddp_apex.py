@@ -95,6 +95,7 @@ def train(args: Namespace, world: World) -> int:
     ) -> tuple[Tensor, Tensor]:
         """One micro-batch: images float [n, 3, size, size], targets int64 [n] -> loss, logits.
 
+        Targets of mixed images are float [n, classes].
         ``weight`` scales its mean loss, so that gradients, averaged over ranks and added up over
         micro-batches, are those of the global batch. With ``update`` the step ends: weights change.
         """

@@ -234,7 +234,8 @@ def _watch(stack: ExitStack, gpu: Gpu) -> list[Any]:
 
 
 # What changes the step, but not its precision.
-EVERYTHING = "--accum-steps 2 --clip-grad 1 --label-smoothing 0.1 --no-channels-last"
+EVERYTHING = "--accum-steps 2 --clip-grad 1 --label-smoothing 0.1 --no-channels-last --ema 0.9"
+MIXED = "--mixup 0.2 --cutmix 1 --val-flip"  # of pairs, which four processes would cut
 JOBS = {"imagenet_nd": (1, 1), "imagenet_dp": (1, 2)}  # nodes, GPUs of each
 
 

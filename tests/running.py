@@ -191,6 +191,10 @@ def assert_same_weights(one: Path, other: Path, tolerance: float = 0.0) -> None:
     pairs = {name: (a["model"][name], b["model"][name]) for name in a["model"]}
     for i in moments[0]:
         pairs[f"momentum {i}"] = tuple(state[i]["momentum_buffer"] for state in moments)
+    if a["ema"] or b["ema"]:
+        averages = a["ema"].pop("model"), b["ema"].pop("model")
+        assert a["ema"] == b["ema"]
+        pairs |= {f"average of {name}": tuple(x[name] for x in averages) for name in averages[0]}
     for name, (x, y) in pairs.items():
         assert x.dtype == y.dtype
         if tolerance:

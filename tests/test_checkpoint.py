@@ -296,6 +296,7 @@ def test_best_model_loads_in_plain_torchvision(tmp_path):
     assert same_tensors(model.state_dict().values(), state.model.state_dict().values())
     assert content.pop("classes") == ["a", "b", "c"]
     assert content.pop("preprocessing") == {"image_size": 64}
+    assert content.pop("weights") == "model"  # not averaged ones
     assert content == {"arch": "shufflenet_v2_x0_5", "epoch": 2, "top1": 50.0, "top5": 90.0}
 
 

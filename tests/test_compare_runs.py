@@ -77,6 +77,19 @@ def test_times(tmp_path):
     assert (rows["epochs_within"], rows["target_h"]) == (["2", "5"], ["4 h", "2.5 h"])
 
 
+def test_averaged_weights_count_for_the_time_to_an_accuracy(tmp_path):
+    """As best.pt has the better ones; those of the model stay in a row of their own."""
+    both = zip((10, 30, 50, 70), (5, 55, 65, 60), strict=True)
+    points = {x: {"Top1/val": a, "Top1/ema": b} for x, (a, b) in enumerate(both, 1)}
+    write(tmp_path / "a", points, seconds=3600)
+    write(tmp_path / "b", {x: {"Top1/val": y["Top1/val"]} for x, y in points.items()}, seconds=3600)
+    rows, notes, _ = table(tmp_path, "--target-top1", 55)
+    assert rows["best_top1"] == ["70.00", "70.00"]
+    assert rows["best_ema_top1"] == ["65.00", "-"]
+    assert rows["target_h"] == ["2 h", "4 h"]
+    assert not any("averaged" in one for one in notes), "the other run was not asked for them"
+
+
 def test_no_epoch_is_lost_to_the_rounding_of_hours(tmp_path):
     write(tmp_path / "a", epochs_of(1000, 64, range(6)), seconds=57.7 / 6)
     rows, _, both = table(tmp_path)

@@ -350,11 +350,23 @@ def test_extra_augmentation_is_a_function_of_seed_epoch_and_image(index, policy,
     assert torch.equal(dataset.__getitems__(Batch(0, np.arange(IMAGES)))[0], centre)
 
 
+def test_views_of_an_image_are_other_crops_of_it(index):
+    """Repeated augmentation: index i + v x images is view v of image i."""
+    dataset = ImageBatches(index, 32, 0, train=True)
+    batch = Batch(0, np.array([3, 3 + len(index), 3 + 2 * len(index), 3]))
+    images, targets, reading = dataset.__getitems__(batch)
+    assert targets.tolist() == [index.targets[3]] * 4
+    assert torch.equal(images[0], images[3])
+    assert len({image.numpy().tobytes() for image in images}) == 3
+    assert not reading.faults
+
+
 def options(root, **changes):
     plain = {"data": str(root), "dummy": False, "classes": None, "evaluate": False, "workers": 0}
     plain |= {"batch_size": 4, "accum_steps": 1, "seed": 0, "image_size": 32, "crop_scale": 0.08}
     plain |= {"val_resize_size": None, "auto_augment": None, "random_erasing": 0.0}
     plain |= {"max_bad_files": 0, "memory_format": torch.contiguous_format}
+    plain |= {"repeated_aug": 1, "mixup": 0.0, "cutmix": 0.0}
     plain["preprocessing"] = IMAGENET.resized(32, None)
     return Namespace(**plain | changes)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import draw_folder, summary
 from fake_cuda import playable
-from fake_runs import EVERYTHING, Runs
+from fake_runs import EVERYTHING, MIXED, Runs
 from running import snapshot
 from test_monitor import stand_in_nvml
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -42,12 +42,12 @@ def train(data, tmp_path):
     ("script", "options", "dtype"),
     [
         (ND, "", HALF),
-        (ND, "--amp bf16 --no-channels-last", BRAIN),
+        (ND, f"--amp bf16 --no-channels-last {MIXED}", BRAIN),
         (ND, "--amp off --clip-grad 1", FLOAT),
         (ND, f"--print-freq 1 {EVERYTHING}", HALF),
         (ND, "--optimizer muon --wd-norm 0", HALF),
         long(ND, "--optimizer nesterov --clip-grad 1", HALF),
-        (DP, "--optimizer adamw", HALF),
+        (DP, f"--optimizer adamw {MIXED}", HALF),
         (DP, f"--amp bf16 --freeze {EVERYTHING}", BRAIN),
         long(DP, "--amp off", FLOAT),
     ],
@@ -65,7 +65,7 @@ def test_one_process(train, script, options, dtype):
         long(f"--comm fp32 --amp bf16 {EVERYTHING}", BRAIN, FLOAT),
         long("--comm fp32 --amp off --sync-bn", FLOAT, FLOAT),
         (f"--comm fp32 --sync-bn {EVERYTHING}", HALF, FLOAT),
-        ("--comm fp16", HALF, HALF),
+        (f"--comm fp16 {MIXED}", HALF, HALF),
         ("--comm bf16 --amp off", FLOAT, BRAIN),
         long("--comm int8", HALF, torch.uint8),
         (f"--comm int4 {EVERYTHING}", HALF, torch.uint8),
@@ -122,7 +122,7 @@ def test_one_node_of_four(train, options):
         ("--opt-level O0", FLOAT),
         ("--opt-level O1", HALF),
         long("--opt-level O2", HALF),
-        ("--opt-level O3", HALF),
+        (f"--opt-level O3 {MIXED}", HALF),
         long(f"--opt-level O1 --delay-allreduce {EVERYTHING}", HALF),
         (f"--opt-level O2 --sync-bn {EVERYTHING}", HALF),
         ("--opt-level O2 --allreduce fp32 --loss-scale 128 --optimizer muon", HALF),

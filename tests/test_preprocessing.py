@@ -11,7 +11,7 @@ from conftest import python, summary
 from PIL import Image
 from running import snapshot, tiny
 from test_images import picture
-from torchvision.models import get_model_weights
+from torchvision.models import VisionTransformer, get_model_weights
 
 from utils import models, options
 from utils.data import images as im
@@ -24,6 +24,7 @@ from utils.samplers import Batch, EvalSampler
 from utils.training import loop
 
 HALVES = (0.5, 0.5, 0.5)
+SIZES = ("image_size", "val_resize_size", "val_image_size")
 PLACE = (torch.device("cpu"), torch.contiguous_format, torch.float32)
 
 
@@ -132,18 +133,58 @@ def parse(monkeypatch, folder, *line):
 @pytest.mark.parametrize(
     ("line", "size", "short", "untyped"),
     [
-        ((), 224, 256, ("image_size", "val_resize_size")),
-        (("--image-size", 112), 112, 128, ("val_resize_size",)),
-        (("--val-resize-size", 224), 224, 224, ("image_size",)),
-        (("--pretrained",), 299, 342, ("image_size", "val_resize_size")),
-        (("--pretrained", "--image-size", 224), 224, 256, ("val_resize_size",)),
-        (("--pretrained", "--val-resize-size", 300), 299, 300, ("image_size",)),
+        ((), 224, 256, SIZES),
+        (("--image-size", 112), 112, 128, ("val_resize_size", "val_image_size")),
+        (("--val-resize-size", 224), 224, 224, ("image_size", "val_image_size")),
+        (("--pretrained",), 299, 342, SIZES),
+        (("--pretrained", "--image-size", 224), 224, 256, ("val_resize_size", "val_image_size")),
+        (("--pretrained", "--val-resize-size", 300), 299, 300, ("image_size", "val_image_size")),
     ],
 )
 def test_typed_sizes_win(monkeypatch, folder, line, size, short, untyped):
     args = parse(monkeypatch, folder, "-a", "inception_v3", *line)
     assert args.preprocessing == Preprocessing(image_size=size, val_resize_size=short)
     assert (args.image_size, args.untyped) == (size, untyped)
+
+
+@pytest.mark.parametrize(
+    ("line", "size", "short", "crop"),
+    [
+        (("--val-image-size", 256), 224, 293, 256),
+        (("--image-size", 160, "--val-image-size", 192), 160, 219, 192),
+        (("--val-image-size", 256, "--val-resize-size", 256), 224, 256, 256),
+        (("--pretrained", "--val-image-size", 320), 299, 366, 320),
+    ],
+)
+def test_evaluation_may_have_a_size_of_its_own(monkeypatch, folder, line, size, short, crop):
+    args = parse(monkeypatch, folder, "-a", "inception_v3", *line)
+    found = args.preprocessing
+    assert (found.image_size, found.val_resize_size, found.crop) == (size, short, crop)
+    assert Preprocessing.of(found.as_dict()) == found
+    assert f"(evaluation: {crop} from the centre of {short})" in str(found)
+    # What a checkpoint says stays in proportion to a size that is typed.
+    assert found.resized(2 * size, None).crop == 2 * crop
+    assert found.resized(None, None, size).crop == size
+
+
+def test_a_size_of_evaluation_is_seen_in_evaluation_alone(index):
+    wanted = IMAGENET.resized(64, None, 96)
+    for train, size in ((False, 96), (True, 64)):
+        dataset = ImageBatches(index, 224, 0, train=train)
+        batches = Batches(dataset, EvalSampler(2, 2, (0, 1)), BadFiles(index, 0), PLACE, 0)
+        batches.use(wanted)
+        ((found, _),) = batches
+        assert found.shape == (2, 3, size, size)
+    plain = evaluated(index, IMAGENET.resized(96, 110), 0)
+    assert torch.equal(evaluated(index, wanted, 0), plain)
+
+
+def test_a_size_of_evaluation_that_the_model_does_not_take_is_refused(monkeypatch, folder):
+    args = parse(monkeypatch, folder, "-a", "vit_b_32", "--val-image-size", 256)
+    small = VisionTransformer(224, 32, num_layers=1, num_heads=1, hidden_dim=8, mlp_dim=8)
+    monkeypatch.setattr(models, "create", lambda *_: small)
+    with pytest.raises(UserError, match=r"vit_b_32 does not take .* 256 .* --val-image-size"):
+        models.build(args, 3)
 
 
 def test_a_crop_larger_than_its_image_is_refused(monkeypatch, folder):

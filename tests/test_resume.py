@@ -152,7 +152,8 @@ ND, DDP = "imagenet_nd.py", "imagenet_ddp.py"
 @pytest.fixture(scope="module")
 def one(tmp_path_factory, images) -> Place:
     """Runs on one process; ``whole`` is the undisturbed one."""
-    place = Place(tmp_path_factory.mktemp("one"), images, "-b", "10")
+    options = ("-b", "10", "--ema", "0.9", "--ema-every", "2", "--mixup", "0.5", "--cutmix", "1")
+    place = Place(tmp_path_factory.mktemp("one"), images, *options)
     place.finish(ND, "whole")
     return place
 
@@ -268,7 +269,8 @@ def test_time_limit_ends_in_a_snapshot_and_a_file_is_continued_in_place(one):
     assert position(run) == (0, 1)
     assert "time limit" in result.out
     model, env = tiny(full=True)
-    train(ND, *model, *RECIPE, "-b", "10", "--resume", run / "snapshot.pt", one.images, **env)
+    where = ("--resume", run / "snapshot.pt", one.images)
+    train(ND, *model, *RECIPE, *one.options, *where, **env)
     assert_same_run(run, one.root / "whole")
 
 
@@ -289,7 +291,8 @@ def test_used_up_time_counts_after_a_resume(one):
 def two(tmp_path_factory, images) -> Place:
     """Runs on two processes; ``whole`` is the undisturbed one."""
     # A line is due after every fifth step, so that a stop comes between two lines.
-    place = Place(tmp_path_factory.mktemp("two"), images, "-b", "5", "-p", "5")
+    options = ("-b", "5", "-p", "5", "--ema", "0.9")
+    place = Place(tmp_path_factory.mktemp("two"), images, *options)
     place.finish(DDP, "whole", "-g", "2")
     return place
 
@@ -302,7 +305,12 @@ def test_the_best_model_evaluates_to_its_accuracy(two):
     train(ND, *model, *where, "-e", "-b", "8", two.images, **env)
     found, best = summary(two.root / "evaluated"), snapshot(whole, "best.pt")
     assert found["val_top1"] == summary(whole)["best_top1"] == best["top1"]
-    losses = dict(points(whole)["Loss/val"])
+    averaged = best["weights"] == "ema"
+    losses = dict(points(whole)["Loss/ema" if averaged else "Loss/val"])
+    assert (
+        found["val_top1"]
+        == dict(points(whole)["Top1/ema" if averaged else "Top1/val"])[best["epoch"]]
+    )
     assert found["val_loss"] == pytest.approx(losses[best["epoch"]], rel=1e-5)
     assert found["val_images"] == 21
     assert found["finished_because"] == "evaluated"
@@ -341,16 +349,17 @@ def test_two_processes_resume_bit_for_bit(two, stopped_twice):
 
 
 def test_a_run_moves_between_numbers_of_processes(tmp_path, images):
-    """Without batch norm and dropout, one process and two see and compute the same."""
-    place = Place(tmp_path, images, full=False)
-    whole = place.finish(ND, "whole", "-b", "10")
-    assert place.stop(ND, "moved", "-b", "10", at=(1, 5)).code == INTERRUPTED
-    stop = place.stop(DDP, "moved", "-b", "5", "-g", "2", at=(2, 5))
+    """Without batch norm and dropout, one process and two see, mix and compute the same."""
+    mixed = ("--mixup", "0.5", "--cutmix", "1", "--ema", "0.9", "--repeated-aug", "2")
+    place = Place(tmp_path, images, *mixed, full=False, steps=300 // 12)
+    whole = place.finish(ND, "whole", "-b", "12")
+    assert place.stop(ND, "moved", "-b", "12", at=(1, 5)).code == INTERRUPTED
+    stop = place.stop(DDP, "moved", "-b", "6", "-g", "2", at=(2, 5))
     assert stop.code == INTERRUPTED
     done, steps = position(place.root / "moved")
     assert done == 1
-    assert 5 <= steps < STEPS
-    moved = place.finish(ND, "moved", "-b", "10")
+    assert 5 <= steps < place.steps
+    moved = place.finish(ND, "moved", "-b", "12")
     assert_same_weights(moved, whole, tolerance=1e-5)
     assert_same_curves(moved, whole, tolerance=1e-4)
 

@@ -17,12 +17,13 @@ GOLDEN = {
 # fmt: on
 
 
-def global_batches(images, ranks, accum=1, start=(0, 0), batch=None, seed=7):
+def global_batches(images, ranks, accum=1, start=(0, 0), batch=None, seed=7, views=1):
     """Each step's images: [step][micro-batch][rank] -> list of indices."""
     batch = batch or GLOBAL // (ranks * accum)
     shards = []
     for rank in range(ranks):
         sampler = TrainSampler(images, batch, (rank, ranks), accum, seed)
+        sampler.views = views
         sampler.start_at(*start)
         found = list(sampler)
         assert len(found) == len(sampler)
@@ -108,6 +109,23 @@ def test_second_iteration_repeats_the_epoch_until_told_otherwise():
     first, second = ([part.indices.tolist() for part in sampler] for _ in range(2))
     sampler.start_at(1, 0)
     assert first == second != [part.indices.tolist() for part in sampler]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("views", [2, 3, 5])
+def test_repeated_augmentation_has_several_views_of_fewer_images(views, ranks):
+    steps = [flat(step) for step in global_batches(1000, ranks, start=(2, 0), views=views)]
+    assert steps == [flat(step) for step in global_batches(1000, 1, start=(2, 0), views=views)]
+    assert [len(step) for step in steps] == [GLOBAL] * (1000 // GLOBAL)
+    own = -(-GLOBAL // views)
+    order = epoch_order(1000, 7, 2).tolist()
+    for number, step in enumerate(steps):
+        assert len(set(step)) == GLOBAL, "each view of an image is another one"
+        assert [index % 1000 for index in step[:own]] == order[number * own : (number + 1) * own]
+        counts = np.bincount([index % 1000 for index in step], minlength=1000)
+        assert set(counts[counts > 0]) <= {views, views - 1}
+        # --mixup blends neighbours.
+        assert all(a % 1000 != b % 1000 for a, b in zip(step[::2], step[1::2], strict=True))
 
 
 @pytest.mark.parametrize(("ranks", "accum"), [(1, 1), (3, 1), (2, 2), (8, 1)])

@@ -142,6 +142,8 @@ def build(args: Any, classes: int) -> nn.Module:
         notes.append(f"--freeze: {head} alone is trained")
     if args.activation_checkpointing:
         notes.append(f"--activation-checkpointing: {blocks.checkpoint_blocks(model)}")
+    if args.preprocessing.crop != args.image_size:
+        _check_image_size(model, args.arch, args.preprocessing.crop, "--val-image-size")
     return model
 
 
@@ -244,7 +246,9 @@ def _replace_head(model: nn.Module, classes: int) -> None:
         model.num_classes = classes
 
 
-def _check_image_size(model: nn.Module, arch: str, image_size: int) -> None:
+def _check_image_size(
+    model: nn.Module, arch: str, image_size: int, option: str = "--image-size"
+) -> None:
     """Try the forward pass on the meta device: shapes are checked, nothing is computed."""
     training = model.training
     model.eval()
@@ -256,15 +260,14 @@ def _check_image_size(model: nn.Module, arch: str, image_size: int) -> None:
         with torch.no_grad():
             torch.func.functional_call(model, weights, (images,))
     except (RuntimeError, AssertionError, ValueError) as fault:
-        raise _unfit(arch, image_size, fault) from fault
+        raise _unfit(arch, image_size, fault, option) from fault
     finally:
         model.train(training)
 
 
-def _unfit(arch: str, image_size: int, fault: Exception) -> UserError:
+def _unfit(arch: str, image_size: int, fault: Exception, option: str = "--image-size") -> UserError:
     reason = re.sub(r"\s+", " ", str(fault)).strip()[:160]
     return UserError(
-        f"{arch} does not take images of {image_size} pixels: choose another --image-size "
-        f"({reason})",
+        f"{arch} does not take images of {image_size} pixels: choose another {option} ({reason})",
         alike=True,
     )

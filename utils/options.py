@@ -5,8 +5,8 @@ import os
 
 import torch
 
-from utils import models, optim, schedules
-from utils.data import augment, images
+from utils import models, optim, samplers, schedules
+from utils.data import augment, images, mixing
 from utils.errors import UserError
 from utils.option_types import (
     Formatter,
@@ -21,7 +21,7 @@ from utils.option_types import (
 )
 from utils.processes import supervise
 from utils.run import store
-from utils.training import largest_batch, spot
+from utils.training import averaging, evaluation, largest_batch, spot
 
 
 def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser:
@@ -33,6 +33,10 @@ def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser
     largest_batch.add_options(parser)
     _add_run_options(parser)
     _add_cloud_options(parser)
+    samplers.add_options(parser)
+    mixing.add_options(parser)
+    averaging.add_options(parser)
+    evaluation.add_options(parser)
     return parser
 
 
@@ -301,7 +305,8 @@ def _settle_preprocessing(args: argparse.Namespace) -> None:
 
     ``args.untyped`` names the sizes that a checkpoint may still change.
     """
-    sizes = {"image_size": args.image_size, "val_resize_size": args.val_resize_size}
+    names = ("image_size", "val_resize_size", "val_image_size")
+    sizes = {name: getattr(args, name) for name in names}
     args.untyped = tuple(name for name, size in sizes.items() if size is None)
     args.preprocessing = args.preprocessing.resized(**sizes)
     args.image_size = args.preprocessing.image_size

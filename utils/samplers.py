@@ -5,11 +5,27 @@ global batch into equal slices for micro-batches and ranks, so that global batch
 images on any number of processes as long as the global batch size is the same.
 """
 
+import argparse
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+
+from utils.option_types import positive
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """``--repeated-aug``."""
+    group = parser.add_argument_group("order of samples")
+    group.add_argument(
+        "--repeated-aug",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="N crops of each image in a global batch, of as many fewer images (repeated "
+        "augmentation; 3 is common for vision transformers)",
+    )
 
 
 class Batch(NamedTuple):
@@ -27,6 +43,21 @@ def epoch_order(images: int, seed: int, epoch: int) -> np.ndarray:
     """
     source = np.random.MT19937(np.random.SeedSequence([seed, epoch]))
     return np.random.RandomState(source).permutation(images)
+
+
+def repeated(order: np.ndarray, views: int, batch: int) -> np.ndarray:
+    """``order`` with ``views`` views of each image in its global batch of ``batch`` samples.
+
+    Repeated augmentation (Hoffer et al. 2020, arXiv:1901.09335): a step has fewer images, and
+    several crops of each; the number of steps of an epoch stays, so one of them looks at 1/views of
+    the images. View v of image i is the index i + v x images: modulo the number of images it is i,
+    and it is augmented in a way of its own (see `utils.data.dataset.ImageBatches`).
+    """
+    images, steps = len(order), len(order) // batch
+    own = -(-batch // views)  # images in a batch
+    chosen = order[: steps * own].reshape(steps, 1, own)
+    every = chosen + images * np.arange(views)[None, :, None]
+    return every.reshape(steps, -1)[:, :batch].reshape(-1)
 
 
 def global_batch(batch: int, ranks: int, accum: int, images: float = math.inf) -> int:
@@ -53,6 +84,7 @@ class TrainSampler:
         self.accum = accum
         self.seed = seed
         self.use_batch(batch)
+        self.views = 1  # of each image in a global batch
         self.epoch = 0
         self.first_step = 0
 
@@ -71,6 +103,8 @@ class TrainSampler:
 
     def __iter__(self) -> Iterator[Batch]:
         order = epoch_order(self.images, self.seed, self.epoch)
+        if self.views > 1:
+            order = repeated(order, self.views, self.global_batch)
         parts = self.ranks * self.accum
         for step in range(self.first_step, self.steps_per_epoch):
             start = step * self.global_batch

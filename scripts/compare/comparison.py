@@ -196,6 +196,9 @@ def _fill(both: Comparison) -> None:
         ]
         both.rows.append(Row("  in epoch (after)", f"best_{key}_epoch", when, epochs))
         both.rows.append(Row("", f"best_{key}_h", [], hours))
+        averaged = [run.best(f"{tag}/ema") for run in runs]
+        if any(averaged):
+            add("  of averaged weights", f"best_ema_{key}", [b and b[0] for b in averaged], show)
     for tag, (name, show) in METRICS.items():
         tested = [run.last(f"{tag}/test") for run in runs]
         if any(value is not None for value in tested):
@@ -297,6 +300,8 @@ def _done_within(run: Run, hours: float) -> int | None:
 def _reached(run: Run, top1: float) -> tuple[int, float | None] | None:
     """The first epoch after which ``top1`` was reached, and the hours until then."""
     points = run.finite("Top1/val")
+    for x, y in run.finite("Top1/ema").items():  # best.pt has the better one
+        points[x] = max(y, points.get(x, y))
     epoch = next((x for x in sorted(points) if points[x] >= top1), None)
     return None if epoch is None else (epoch, run.hours.get(epoch))
 

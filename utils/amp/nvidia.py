@@ -103,7 +103,8 @@ class Weights:
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.names = [names[parameter] for parameter in master_params(optimizer)]
 
-    def _masters(self) -> dict[str, nn.Parameter]:
+    def named_masters(self) -> dict[str, nn.Parameter]:
+        """What the optimiser updates, under the names of the weights."""
         # Apex makes its masters only when the first backward begins: later than a snapshot is
         # loaded.
         if hasattr(self.optimizer, "_amp_lazy_init"):
@@ -116,12 +117,13 @@ class Weights:
             name: value.float() if value.is_floating_point() else value
             for name, value in self.model.state_dict().items()
         }
-        return state | {name: value.detach().float() for name, value in self._masters().items()}
+        masters = self.named_masters().items()
+        return state | {name: value.detach().float() for name, value in masters}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load float32 (or float16) weights into the model and the masters."""
-        masters = self._masters()
+        masters = self.named_masters()
         self.model.load_state_dict(state)
         for name, master in masters.items():
             master.copy_(state[name])

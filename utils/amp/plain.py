@@ -167,21 +167,21 @@ class Weights:
             name: value.float() if value.is_floating_point() else value
             for name, value in self.model.state_dict().items()
         }
-        return state | {name: master.detach() for name, master in self._named_masters()}
+        return state | {name: master.detach() for name, master in self.named_masters().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load float32 (or float16) weights into the model and the masters."""
         self.model.load_state_dict(state)
-        for name, master in self._named_masters():
+        for name, master in self.named_masters().items():
             master.copy_(state[name])
 
-    def _named_masters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_masters(self) -> dict[str, nn.Parameter]:
+        """The masters under the names of their weights."""
         masters = dict(zip(self.half, self.masters, strict=True))
         # A parameter that two modules share stands in a state dict under both names.
-        for name, weight in self.model.named_parameters(remove_duplicate=False):
-            if weight in masters:
-                yield name, masters[weight]
+        weights = self.model.named_parameters(remove_duplicate=False)
+        return {name: masters[weight] for name, weight in weights if weight in masters}
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.data import augment
+from utils.data import augment, mixing
 from utils.data.dataset import ImageBatches, Reading
 from utils.data.index import ImageIndex, check_same_classes, class_folders, select_classes
 from utils.data.preprocessing import MEAN, STD, Channels, Preprocessing
@@ -86,7 +86,8 @@ class Batches:
 
     def use(self, wanted: Preprocessing) -> None:
         """Make the images as ``wanted`` says. Before the first one: workers keep what they have."""
-        self.dataset.size, self.dataset.resize = wanted.image_size, wanted.val_resize_size
+        self.dataset.size = wanted.image_size if self.dataset.train else wanted.crop
+        self.dataset.resize = wanted.val_resize_size
         self.dataset.interpolation = wanted.interpolation
         self._normalise_by(wanted.mean, wanted.std)
 
@@ -236,6 +237,9 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
                     alike=True,
                 )
             sampler = TrainSampler(len(index), batch, ranks, args.accum_steps, args.seed)
+            sampler.views = args.repeated_aug
+            if args.batch_size != AUTO:  # else when it is known
+                mixing.check(args, sampler)
         else:
             sampler = EvalSampler(len(index), batch, ranks)
         dataset = ImageBatches(index, args.image_size, args.seed, train, args.crop_scale)

@@ -42,7 +42,7 @@ class TrainState:
     of samples, augmentation and dropout are functions of seed and position, so no random state
     needs keeping. ``weights`` saves the model as float32 where it trains in another precision.
     ``preprocessing`` is that of its images (see `utils.data.preprocessing`), as plain values;
-    ``comm`` is how the processes exchange gradients, if there are several.
+    ``comm`` is how the processes exchange gradients, ``ema`` the averaged weights, if any.
     """
 
     model: nn.Module
@@ -59,6 +59,7 @@ class TrainState:
     printed: list[float] | None = None
     preprocessing: dict[str, Any] | None = None
     comm: Any = None  # a `utils.comm.exchange.Exchange`
+    ema: Any = None  # a `utils.training.averaging.Average`
     clock: float | None = None  # when ``elapsed`` was brought up to date
 
     def tick(self) -> None:
@@ -110,15 +111,21 @@ def snapshot_of(
         "classes": classes,
         "preprocessing": state.preprocessing,
         "comm": comm,
+        "ema": state.ema.state_dict() if state.ema is not None else None,
     }
 
 
 def best_of(
     state: TrainState, arch: str, classes: list[str], weights: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """The content of ``best.pt``, which torchvision can load without this code."""
+    """The content of ``best.pt``, which torchvision can load without this code.
+
+    ``weights`` are the model's; the averaged ones take their places where those were better.
+    """
+    averaged = bool(state.best.get("ema"))
     return {
-        "state_dict": weights,
+        "state_dict": {**weights, **state.ema.weights()} if averaged else weights,
+        "weights": "ema" if averaged else "model",
         "arch": arch,
         "classes": classes,
         "epoch": state.best["epoch"],
@@ -199,6 +206,8 @@ def resume(
     _load_weights(state, weights, args)
     if args.evaluate:
         return False
+    if state.ema is not None:
+        state.ema.restore(contents.averages(content, path))
     progress = contents.progress(content, path) if whole else {}
     scaler = contents.loss_scale(content, state.scaler.state_dict(), path)
     if "optimizer" in content and not (args.start_epoch is not None and {*changed} & {*_OPTIMISER}):
@@ -256,7 +265,7 @@ def _check_classes(saved: Any, classes: list[str] | None, path: Path | None) -> 
 
 # The run's order of samples and its learning rate curve: another value would break them off.
 _OPTIMISER = ("optimizer", "wd_norm", "freeze")  # what is in its state
-_FIXED = ("seed", "lr_schedule", "warmup_epochs", *_OPTIMISER)
+_FIXED = ("seed", "repeated_aug", "lr_schedule", "warmup_epochs", *_OPTIMISER)
 _PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
 
 

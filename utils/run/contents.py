@@ -165,6 +165,18 @@ def communication(content: dict[str, Any], path: Path | None) -> dict[str, Any] 
     return saved
 
 
+def averages(content: dict[str, Any], path: Path | None) -> dict[str, Any] | None:
+    """What `utils.training.averaging.Average.state_dict` gave, in a snapshot that has it."""
+    saved = content.get("ema")
+    if saved is None or "progress" not in content:
+        return None
+    fits = isinstance(saved, dict) and isinstance(saved.get("model"), dict)
+    fits = fits and all(isinstance(value, Tensor) for value in saved["model"].values())
+    if not (fits and _is_count(saved.get("steps")) and _is_count(saved.get("pending"))):
+        raise _wrong(path, "averaged weights", "tensors and a number of steps")
+    return saved
+
+
 def loss_scale(content: dict[str, Any], state: dict[str, Any], path: Path | None) -> dict[str, Any]:
     """A scaler's ``state`` with the loss scale that any script, or Apex or timm, has saved."""
     saved = content.get("scaler") or content.get("amp") or content.get("amp_scaler") or {}

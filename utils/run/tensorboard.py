@@ -53,7 +53,7 @@ METRICS = {
 # Tags are regular expressions to the custom scalars page; a chart shows all runs that are ticked.
 LAYOUT = {
     "Accuracy": {
-        "top-1 of validation, %": ["Multiline", ["^Top1/val$"]],
+        "top-1 of validation, %": ["Multiline", ["^Top1/val$", "^Top1/ema$"]],
         "top-1 of training, %": ["Multiline", ["^Top1/train$"]],
         "top-5 of validation, %": ["Multiline", ["^Top5/val$"]],
         "top-5 of training, %": ["Multiline", ["^Top5/train$"]],

@@ -252,7 +252,8 @@ class Run:
             f" top-5 {record['Top5/train']:.2f}"
             f"  val: loss {record['Loss/val']:.4f} top-1 {record['Top1/val']:.2f}"
             f" top-5 {record['Top5/val']:.2f}"
-            f"  lr {record['Lr']:.3g}  {record['Throughput/train']:.1f} images/s"
+            + (f" ema {record['Top1/ema']:.2f}" if "Top1/ema" in record else "")
+            + f"  lr {record['Lr']:.3g}  {record['Throughput/train']:.1f} images/s"
             + (f"  left {left}" if left else "")
         )
 

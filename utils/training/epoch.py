@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from utils import schedules
+from utils.data import mixing
 from utils.metrics import Sums, to_metrics
 from utils.processes.distributed import from_main, gather
 from utils.run import checkpoint
@@ -42,6 +43,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
         state.printed = None
     began = time.perf_counter()
     lines = Lines(session)
+    mix = mixing.build(args, batches.sampler, len(session.loaders.classes))
     for micro, (images, targets) in enumerate(batches if first < steps else ()):
         watch.timer.begin()
         if micro % args.accum_steps == 0:
@@ -52,12 +54,15 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
         place = (state.epoch, state.step, micro % args.accum_steps, world.rank)
         _seed_dropout(seeders, args.seed, place)
         weight = len(targets) * world.size / session.global_batch
-        loss, logits = train_step(images, targets, weight, update)
-        sums.add(loss * len(targets), logits, targets)
+        shown, wanted, labels = mix(images, targets, place[:3])
+        loss, logits = train_step(shown, wanted, weight, update)
+        sums.add(loss * len(labels), logits, labels)
         watch.end_step(update)
         if not update:
             continue
         state.step += 1
+        if state.ema is not None:
+            state.ema.after_step(state.comm)
         lines.after_step(sums)
         if getattr(state.scaler, "lost", False):
             stop.ask(Reason.DIVERGED)

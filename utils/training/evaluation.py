@@ -1,5 +1,6 @@
 """One evaluation for all scripts: exact at any world size."""
 
+import argparse
 import logging
 import time
 from typing import Any
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from utils.data.loaders import Batches
 from utils.errors import UserError
 from utils.metrics import UNREADABLE, Sums, to_metrics
+from utils.option_types import positive
 from utils.processes.distributed import copy_from_main, from_main
 from utils.run import checkpoint
 from utils.run.snapshots import BEST
@@ -20,8 +22,41 @@ from utils.training.stopping import Reason
 log = logging.getLogger(__name__)
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """``--val-image-size`` and ``--val-flip``."""
+    group = parser.add_argument_group("evaluation")
+    group.add_argument(
+        "--val-image-size",
+        type=positive,
+        metavar="PX",
+        help="side of the crop in evaluation, where it is not --image-size; somewhat larger ones "
+        "often score better (Touvron et al. 2019, arXiv:1906.06423)",
+    )
+    group.add_argument(
+        "--val-flip",
+        action="store_true",
+        help="evaluate by the mean of the logits of an image and its mirror image",
+    )
+
+
 @torch.no_grad()
 def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
+    """Evaluate the model and, in a training with ``--ema``, the averaged weights beside it.
+
+    Returns None when asked to stop, else what `measure` does; the averaged ones' tags end in
+    ``/ema``.
+    """
+    found, ema = measure(session, predict, batches), session.state.ema
+    if found is None or ema is None or session.stop is None:
+        return found
+    with ema.in_model():
+        averaged = measure(session, predict, batches)
+    if averaged is None:
+        return None
+    return found | {f"{name}/ema": averaged[f"{name}/val"] for name in ("Loss", "Top1", "Top5")}
+
+
+def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
     """Evaluate over all ranks; every image counts once. Returns None when asked to stop.
 
     The loss is plain cross entropy, whatever label smoothing training uses. Keys of the result:
@@ -39,6 +74,7 @@ def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, 
     # Each rank has seen other batches since DDP last shared the running statistics of batch norm.
     copy_from_main(session.state.model, world, parameters=False)
     session.state.model.eval()
+    predict = _of_both_views(predict) if session.args.val_flip else predict
     session.run.console.start_bar("Evaluation", sampler.rounds)
     sums = Sums(world.device)
     began = time.perf_counter()
@@ -82,6 +118,11 @@ def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, 
         "images": float(metrics.images),
         "unreadable": float(unreadable),
     }
+
+
+def _of_both_views(predict: Predict) -> Predict:
+    """The mean of the logits of the images and of their mirror images."""
+    return lambda images: (predict(images).float() + predict(images.flip(3)).float()) / 2
 
 
 def why_useless(batches: Batches) -> UserError:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from utils.data import mixing
 from utils.data.preprocessing import Preprocessing
 from utils.errors import UserError
 from utils.instruments import memory
@@ -107,6 +108,8 @@ def _use(session: Session, size: int) -> None:
     session.largest_batch = size
     session.args.batch_size = session.run.options["batch_size"] = size
     session.loaders.use_batch(size)
+    if session.loaders.train is not None:
+        mixing.check(session.args, session.train.sampler)
     session.run.open()
 
 

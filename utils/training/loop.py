@@ -14,7 +14,7 @@ from utils.processes.distributed import from_main
 from utils.run import checkpoint
 from utils.run.checkpoint import TrainState
 from utils.run.snapshots import SnapshotWriter
-from utils.training import report
+from utils.training import averaging, report
 from utils.training.epoch import save_snapshot, why_diverged
 from utils.training.evaluation import test_best, why_useless
 from utils.training.session import Predict, Session
@@ -29,6 +29,9 @@ def resume(session: Session) -> None:
     args, state, run = session.args, session.state, session.run
     state.global_batch = session.global_batch
     classes = session.loaders.classes
+    state.ema = averaging.build(args, state)
+    if state.ema is not None:
+        state.ema.restore(None)
     session.resumed = checkpoint.resume(state, args, session.world, run.snapshot, classes)
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums = args.start_epoch, 0, None
@@ -42,7 +45,7 @@ def _settle_preprocessing(session: Session) -> None:
     args, state, run = session.args, session.state, session.run
     typed = {
         name: None if name in args.untyped else getattr(args, name)
-        for name in ("image_size", "val_resize_size")
+        for name in ("image_size", "val_resize_size", "val_image_size")
     }
     wanted, source = args.preprocessing, "the pretrained weights want them"
     if state.preprocessing is not None:
@@ -103,7 +106,8 @@ def close_epoch(
     if session.epochs == 1:
         report.input_path(session, trained)
     save_snapshot(session, is_best)
-    if args.desired_acc is not None and evaluated["Top1/val"] >= args.desired_acc:
+    top1 = evaluated[f"Top1/{averaging.better(evaluated)}"]
+    if args.desired_acc is not None and top1 >= args.desired_acc:
         session.ended_because = Reason.DESIRED_ACC
 
 
@@ -139,9 +143,13 @@ def _add_to_history(state: TrainState, record: dict[str, float]) -> bool:
     """Add an epoch's record and move on to the next. Returns whether it is the best so far."""
     state.epoch, state.step, state.sums = state.epoch + 1, 0, None
     state.history.append({"epoch": state.epoch, **record})
-    if record["Top1/val"] <= state.best.get("top1", -1.0):
+    which = averaging.better(record)
+    top1, top5 = record[f"Top1/{which}"], record[f"Top5/{which}"]
+    if top1 <= state.best.get("top1", -1.0):
         return False
-    state.best = {"epoch": state.epoch, "top1": record["Top1/val"], "top5": record["Top5/val"]}
+    state.best = {"epoch": state.epoch, "top1": top1, "top5": top5}
+    if state.ema is not None:
+        state.best["ema"] = int(which == "ema")
     return True
 
 

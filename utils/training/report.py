@@ -234,6 +234,10 @@ def end(
             if tag.startswith("Memory/")
         },
     }
+    if state.ema is not None:
+        summary["best_weights"] = "ema" if state.best.get("ema") else "model"
+        for name in ("Top1", "Top5", "Loss"):
+            summary[f"val_ema_{name.lower()}"] = last.get(f"{name}/ema", math.nan)
     if test:
         values = {name: test[f"{name}/val"] for name in ("Top1", "Top5", "Loss")}
         run.scalars({f"{name}/test": value for name, value in values.items()}, state.epoch)
@@ -248,7 +252,8 @@ def end(
             Reason.INTERRUPTED: "interrupted by a signal; --resume continues from here",
         }[reason]
         best = (
-            f"best top-1 {state.best['top1']:.2f} % (epoch {state.best['epoch']})"
+            f"best top-1 {state.best['top1']:.2f} % (epoch {state.best['epoch']}"
+            f"{', averaged weights' * bool(state.best.get('ema'))})"
             if state.best
             else "no epoch finished"
         )

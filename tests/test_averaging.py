@@ -1,0 +1,338 @@
+"""Averaged weights: the arithmetic, precision, snapshots, and which of two models is the best."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from o2_cases import contents, prepare, train
+from test_checkpoint import ARGS, CLASSES, OPTIONS, WORLD, build, save_best, save_snapshot
+from test_comm import in_processes
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from utils.errors import UserError
+from utils.run.checkpoint import read, resume
+from utils.training import evaluation, loop
+from utils.training.averaging import Average, better
+
+DECAY = 0.9
+
+
+class Tied(nn.Module):
+    """A weight under two names, batch norm, and a buffer that is not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.norm, self.other = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.other.weight = self.one.weight
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        return self.other(self.norm(self.one(x)))
+
+
+@torch.no_grad()
+def descend(model, rate):
+    for weight in model.parameters():
+        weight.sub_(rate * weight.grad)
+        weight.grad = None
+
+
+def steps(model, number, seed=0):
+    """Train, and give the state dict after each step."""
+    source = torch.Generator().manual_seed(seed)
+    for _ in range(number):
+        model(torch.randn(8, 4, generator=source)).square().mean().backward()
+        descend(model, 0.5)
+        yield {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def begun(model, decay=DECAY, every=1, masters=None) -> Average:
+    ema = Average(model, decay, every, masters)
+    ema.restore(None)
+    return ema
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_average_is_the_formula(every):
+    """In float64; with --ema-every the average moves by as much as in all these steps."""
+    torch.manual_seed(0)
+    model = Tied()
+    floats = [name for name, value in model.state_dict().items() if value.is_floating_point()]
+    expected = {name: model.state_dict()[name].double() for name in floats}
+    ema = begun(model, every=every)
+    for number, state in enumerate(steps(model, 7), 1):
+        ema.after_step()
+        if number % every == 0:
+            decay = min(DECAY, (1 + number) / (10 + number)) ** every
+            for name in floats:
+                expected[name] = decay * expected[name] + (1 - decay) * state[name].double()
+        assert ema.weights().keys() == set(floats)
+        for name, value in ema.weights().items():
+            torch.testing.assert_close(value.double(), expected[name], rtol=1e-5, atol=1e-6)
+    assert ema.weights()["one.weight"] is ema.weights()["other.weight"]
+    assert (ema.steps, ema.pending) == (7, 7 % every)
+
+
+def test_the_model_gets_its_own_bits_back():
+    torch.manual_seed(0)
+    model = Tied()
+    ema = begun(model)
+    for _ in steps(model, 3):
+        ema.after_step()
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    with ema.in_model():
+        inside = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, own[name])
+        assert torch.equal(inside[name], ema.weights().get(name, value)), name
+
+
+def test_a_float16_model_is_averaged_by_its_masters():
+    amp, model, optimizer = prepare()
+    masters = amp.weights.named_masters()
+    expected = {name: value.double() for name, value in amp.weights.state_dict().items()}
+    ema = begun(model, masters=masters)
+    for number in range(1, 4):
+        train(amp, model, optimizer, number)
+        ema.after_step()
+        decay = (1 + number) / (10 + number)
+        for name, value in amp.weights.state_dict().items():
+            expected[name] = decay * expected[name] + (1 - decay) * value.double()
+    for name, value in ema.weights().items():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=1e-7, msg=name)
+    before = contents(amp, model, optimizer)
+    with ema.in_model():
+        assert torch.equal(model[0].weight, ema.weights()["0.weight"].half())
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, contents(amp, model, optimizer), strict=True)
+    )
+
+
+def test_local_sgd_is_averaged_when_all_processes_are_alike():
+    model = nn.Linear(2, 2)
+    ema = begun(model)
+    first = ema.weights()["weight"].clone()
+    with torch.no_grad():
+        model.weight += 1
+    apart = SimpleNamespace(local=SimpleNamespace(active=True, due=False))
+    for _ in range(3):
+        ema.after_step(apart)
+    assert torch.equal(ema.weights()["weight"], first)
+    apart.local.due = True
+    ema.after_step(apart)
+    moved = (ema.weights()["weight"] - first).mean().item()
+    assert moved == pytest.approx(1 - (5 / 14) ** 4, rel=1e-5)
+
+
+# ---- in snapshots
+
+
+def averaged(seed=0, number=3):
+    """A state with averages after some steps."""
+    state = build(seed)
+    state.ema, state.global_batch = begun(state.model, every=2), 32
+    for _ in steps(state.model, number, seed):
+        state.ema.after_step()
+    state.best = {"epoch": 1, "top1": 50.0, "top5": 90.0, "ema": 1}
+    return state
+
+
+def test_averages_go_on_from_a_snapshot(tmp_path):
+    whole = averaged(number=3)
+    save_snapshot(whole, tmp_path, OPTIONS)
+    other = build(seed=5)
+    other.ema, other.global_batch = begun(other.model, every=2), 32
+    assert resume(other, ARGS, WORLD, tmp_path / "snapshot.pt")
+    for state in (whole, other):
+        for _ in steps(state.model, 2, seed=9):
+            state.ema.after_step()
+    assert (other.ema.steps, other.ema.pending) == (5, 1)
+    for one, two in zip(whole.ema.averages, other.ema.averages, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_snapshot_without_averages_begins_them_from_its_weights(tmp_path):
+    save_snapshot(build(seed=1), tmp_path, OPTIONS)
+    state = averaged(seed=2)
+    resume(state, ARGS, WORLD, tmp_path / "snapshot.pt")
+    assert (state.ema.steps, state.ema.pending) == (0, 0)
+    for name, value in state.ema.weights().items():
+        assert torch.equal(value, state.model.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (lambda ema: ema["model"].pop("0.weight"), "of another model"),
+        (lambda ema: ema.update(steps=-1), "averaged weights is not tensors"),
+        (lambda ema: ema.update(model=[]), "averaged weights is not tensors"),
+    ],
+)
+def test_averages_that_do_not_fit_are_a_sentence(tmp_path, harm, sentence):
+    save_snapshot(averaged(), tmp_path, OPTIONS)
+    content = read(tmp_path / "snapshot.pt")
+    harm(content["ema"])
+    torch.save(content, tmp_path / "snapshot.pt")
+    with pytest.raises(UserError, match=sentence):
+        resume(averaged(), ARGS, WORLD, tmp_path / "snapshot.pt")
+
+
+def test_best_pt_has_the_averages_where_they_are_better(tmp_path):
+    state = averaged()
+    save_best(state, tmp_path, "tiny", CLASSES)
+    best = read(tmp_path / "best.pt")
+    assert best["weights"] == "ema"
+    assert best["state_dict"].keys() == state.model.state_dict().keys()
+    for name, value in state.model.state_dict().items():
+        assert torch.equal(best["state_dict"][name], state.ema.weights().get(name, value))
+    state.best["ema"] = 0
+    save_best(state, tmp_path, "tiny", CLASSES)
+    best = read(tmp_path / "best.pt")
+    assert best["weights"] == "model"
+    assert torch.equal(best["state_dict"]["0.weight"], state.model[0].weight)
+
+
+def test_the_better_one_counts():
+    state = averaged()
+    state.best, state.epoch = {}, 0
+    seen = []
+    for top1, ema in ((40.0, 35.0), (50.0, 55.0), (54.0, 20.0), (60.0, 60.0)):
+        record = {"Top1/val": top1, "Top5/val": 90.0, "Top1/ema": ema, "Top5/ema": 91.0}
+        seen.append((loop._add_to_history(state, record), better(record), state.best["ema"]))
+        state.best.pop("ema")
+        state.best["ema"] = seen[-1][2]
+    assert seen == [(True, "val", 0), (True, "ema", 1), (False, "val", 1), (True, "val", 0)]
+    assert state.best == {"epoch": 4, "top1": 60.0, "top5": 90.0, "ema": 0}
+
+
+# ---- evaluation
+
+
+class Console:
+    """Prints nothing."""
+
+    def start_bar(self, *_):
+        pass
+
+    move_bar = stop_bar = start_bar
+
+
+class Few(list):
+    """Batches of an evaluation."""
+
+    def __init__(self, batches):
+        super().__init__(batches)
+        self.sampler = SimpleNamespace(rounds=len(self), images=sum(len(b[1]) for b in batches))
+        self.bad = SimpleNamespace(share=lambda world: None, too_many=False)
+
+
+def evaluate(model, ema=None, flip=False, stop=None):
+    """What `evaluation.evaluate` finds with a model of [n, 3, 4, 4] on some fixed images."""
+    source = torch.Generator().manual_seed(4)
+    batches = Few(
+        [(torch.randn(n, 3, 4, 4, generator=source), torch.arange(n) % 3) for n in (6, 3)]
+    )
+    session = SimpleNamespace(
+        args=SimpleNamespace(val_flip=flip),
+        world=WORLD,
+        stop=stop,
+        status=None,
+        state=SimpleNamespace(model=model, ema=ema),
+        run=SimpleNamespace(console=Console()),
+    )
+    found = evaluation.evaluate(session, model, batches)
+    images, targets = (torch.cat(part) for part in zip(*batches, strict=True))
+    return found, images, targets
+
+
+def classifier(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
+
+
+def test_flips_are_the_mean_of_two_views():
+    model = classifier()
+    found, images, targets = evaluate(model, flip=True)
+    logits = (model(images) + model(images.flip(3))) / 2
+    assert found["Loss/val"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)
+    assert found["Top1/val"] == pytest.approx(
+        100 * (logits.argmax(1) == targets).float().mean().item()
+    )
+    assert found["Loss/val"] != evaluate(model)[0]["Loss/val"]
+
+
+def test_averages_are_evaluated_beside_the_model():
+    model, other = classifier(0), classifier(1)
+    ema = begun(other)
+    ema.live = list(model.parameters())  # so that they are another model
+    stop = SimpleNamespace(reason=None, begin_phase=lambda: None, poll=lambda: None)
+    found, *_ = evaluate(model, ema, stop=stop)
+    plain, theirs = evaluate(model)[0], evaluate(other)[0]
+    for name in ("Loss", "Top1", "Top5"):
+        assert found[f"{name}/val"] == plain[f"{name}/val"]
+        assert found[f"{name}/ema"] == theirs[f"{name}/val"]
+    assert "Loss/ema" not in evaluate(model, ema)[0], "outside of a training there is one model"
+
+
+# ---- sharded weights
+
+
+def shards(rank: int, size: int) -> list[float]:
+    """Train a sharded model and a whole one; compare, save and restore the averages."""
+    torch.manual_seed(0)
+    whole, model = Tied(), Tied()
+    model.load_state_dict(whole.state_dict())
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    pair = begun(whole), begun(model)
+    for _ in range(3):
+        for one in (whole, model):
+            one(torch.ones(8, 4).cumsum(0).cumsum(1)).square().mean().backward()
+            descend(one, 0.1)
+        for ema in pair:
+            ema.after_step()
+    gathered = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in pair[1].weights().items()
+    }
+    off = max((gathered[name] - value).abs().max() for name, value in pair[0].weights().items())
+    again = Average(model, DECAY)
+    again.restore({"model": gathered, "steps": 3, "pending": 0})
+    lost = [
+        (a.to_local() - b.to_local()).abs().sum()
+        for a, b in zip(again.averages[:2], pair[1].averages[:2], strict=True)
+    ]
+    own = model.one.weight.to_local().clone()
+    images = torch.ones(8, 4).cumsum(0)
+    with torch.no_grad():
+        model(images)
+        with again.in_model(), pair[0].in_model():
+            inside = model(images) - whole(images)
+        after = model(images) - whole(images)
+    model.reshard()
+    back = (model.one.weight.to_local() - own).abs().sum()
+    return [
+        float(x.detach()) for x in (off, inside.abs().max(), after.abs().max(), max(lost), back)
+    ]
+
+
+def test_sharded_weights_are_averaged_shard_by_shard():
+    """By FSDP, here in one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        *off, lost, back = shards(0, 1)
+    finally:
+        dist.destroy_process_group()
+    assert max(off) < 1e-5
+    assert lost == back == 0
+
+
+@pytest.mark.long
+def test_sharded_weights_of_two_processes():
+    for *off, lost, back in in_processes(2, shards):
+        assert max(off) < 1e-5
+        assert lost == back == 0

@@ -1,0 +1,157 @@
+"""``--mixup`` and ``--cutmix``: pairs of training images are blended, and their targets with them.
+
+Mixup (Zhang et al. 2018, arXiv:1710.09412) takes a weighted mean of two images, CutMix (Yun et al.
+2019, arXiv:1905.04899) puts a box of one into the other; with both options each pair gets one of
+them, by chance 0.5. As timm's mode "pair" does, each pair has a share of its own, drawn from
+Beta(A, A). The images at places 2k and 2k+1 of a global batch are a pair: the order is random
+anyway, and both are in the same process's slice. What happens to them is a function of (seed,
+epoch, step, k): the same on any number of processes, with nothing to keep for a resume.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.errors import UserError
+from utils.option_types import amount
+from utils.samplers import TrainSampler
+
+_STREAM = 0x6D6978  # apart from the order of samples, which is drawn from (seed, epoch)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """``--mixup`` and ``--cutmix``."""
+    group = parser.add_argument_group("mixed images")
+    group.add_argument(
+        "--mixup",
+        type=amount,
+        default=0.0,
+        metavar="A",
+        help="blend pairs of images, with shares from Beta(A, A); 0.2 is common",
+    )
+    group.add_argument(
+        "--cutmix",
+        type=amount,
+        default=0.0,
+        metavar="A",
+        help="put a box of an image into another, with shares from Beta(A, A); 1 is common. With "
+        "--mixup: either, by chance 0.5",
+    )
+
+
+Mix = Callable[[Tensor, Tensor, tuple[int, int, int]], tuple[Tensor, Tensor, Tensor]]
+
+
+def build(args: Any, sampler: TrainSampler, classes: int) -> Mix:
+    """What mixes batches as the options ask for; see `Mixing`."""
+    if args.mixup or args.cutmix:
+        return Mixing(args.mixup, args.cutmix, sampler, classes)
+    return lambda images, targets, place: (images, targets, targets)
+
+
+def check(args: Any, sampler: TrainSampler) -> None:
+    """Raise `UserError` if images are to be mixed whose pairs the slices of ``sampler`` cut."""
+    parts = sampler.ranks * sampler.accum
+    cuts = [part * sampler.global_batch // parts for part in range(parts)]
+    if (args.mixup or args.cutmix) and any(cut % 2 for cut in cuts):
+        raise UserError(
+            f"--mixup and --cutmix blend pairs of images, and a global batch of "
+            f"{sampler.global_batch} in {parts} parts cuts some of them apart: choose an even -b",
+            alike=True,
+        )
+
+
+@dataclass
+class Mixing:
+    """Mixes the batches of one rank, those of ``sampler``."""
+
+    mixup: float
+    cutmix: float
+    sampler: TrainSampler
+    classes: int
+
+    def __call__(
+        self, images: Tensor, targets: Tensor, place: tuple[int, int, int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Mix a micro-batch at ``place`` = (epoch, step, micro): images float [n, 3, size, size],
+        targets int64 [n].
+
+        Returns: the images; targets float [n, classes], whose rows add up to 1; and int64 [n],
+        those of each image's larger part. Nothing here waits for the device. The last one of an odd
+        number of images stays alone.
+        """
+        sampler, (epoch, step, micro) = self.sampler, place
+        parts = sampler.ranks * sampler.accum
+        low = (micro * sampler.ranks + sampler.rank) * sampler.global_batch // parts
+        key = (sampler.seed, epoch, step)
+        plan = draw(key, sampler.global_batch // 2, images.shape[-1], (self.mixup, self.cutmix))
+        plan = plan[low // 2 : low // 2 + len(targets) // 2]
+        return mix(images, targets, plan, self.classes)
+
+
+def draw(
+    key: tuple[int, int, int], pairs: int, size: int, alphas: tuple[float, float]
+) -> np.ndarray:
+    """What happens to the ``pairs`` of a global batch: float32 [pairs, 6], or 2 without CutMix.
+
+    ``key`` is (seed, epoch, step), ``size`` the side of the images in pixels, ``alphas`` those of
+    mixup and CutMix. Columns: the share of its partner in an image's target; the weight of the
+    partner in all of the image (mixup); top, bottom, left and right of the box that is the
+    partner's (CutMix; drawn as torchvision's transforms v2 do).
+    """
+    # RandomState: see `utils.samplers.epoch_order`.
+    source = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([*key, _STREAM])))
+    kind, *centre = source.random_sample((3, pairs))
+    share = np.zeros(pairs)
+    mixup, cutmix = alphas
+    boxed = kind < 0.5 if mixup and cutmix else np.full(pairs, bool(cutmix))
+    for alpha, chosen in ((mixup, ~boxed), (cutmix, boxed)):
+        if alpha:
+            share[chosen] = source.beta(alpha, alpha, pairs)[chosen]
+    plan = np.zeros((pairs, 6 if cutmix else 2), np.float32)
+    plan[:, 0] = plan[:, 1] = share
+    if not cutmix:
+        return plan
+    half = np.where(boxed, (0.5 * size * np.sqrt(share)).astype(int), 0)
+    for column, place in zip((2, 4), centre, strict=True):
+        middle = (size * place).astype(int)
+        plan[:, column] = np.maximum(middle - half, 0)
+        plan[:, column + 1] = np.minimum(middle + half, size)
+    area = (plan[:, 3] - plan[:, 2]) * (plan[:, 5] - plan[:, 4])
+    plan[:, 0] = np.where(boxed, area / size**2, share)
+    plan[:, 1] = np.where(boxed, 0.0, share)
+    return plan
+
+
+def mix(
+    images: Tensor, targets: Tensor, plan: np.ndarray, classes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mix images [n, 3, size, size] by a ``plan`` of n // 2 pairs (`draw`); see `Mixing`."""
+    paired = 2 * len(plan)
+    todo = torch.from_numpy(plan)
+    if images.is_cuda:  # else it would wait for the device
+        todo = todo.pin_memory().to(images.device, non_blocking=True)
+    pairs = images[:paired].unflatten(0, (-1, 2))
+    weight = todo[:, 1, None, None]
+    if plan.shape[1] > 2:
+        line = torch.arange(images.shape[-1], device=images.device)
+        top, bottom, left, right = todo[:, 2:, None].unbind(1)
+        rows, columns = (line >= top) & (line < bottom), (line >= left) & (line < right)
+        weight = weight.masked_fill(rows[:, :, None] & columns[:, None, :], 1.0)
+    weight = weight[:, None, None].to(images.dtype)
+    mixed = torch.lerp(pairs, pairs.flip(1), weight).flatten(0, 1)
+    share = todo[:, :1].expand(-1, 2).reshape(-1)
+    partner = targets[:paired].view(-1, 2).flip(1).reshape(-1)
+    if paired < len(targets):
+        mixed = torch.cat([mixed, images[paired:]])
+        share = torch.cat([share, share.new_zeros(1)])
+        partner = torch.cat([partner, targets[paired:]])
+    soft = share.new_zeros(len(targets), classes)
+    soft.scatter_(1, targets[:, None], 1 - share[:, None])
+    soft.scatter_add_(1, partner[:, None], share[:, None])
+    return mixed, soft, torch.where(share > 0.5, partner, targets)
