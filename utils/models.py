@@ -10,6 +10,7 @@ import torchvision
 from torch import nn
 from torchvision.models import get_model, get_model_weights, list_models
 
+from utils.data import progressive
 from utils.data.preprocessing import INTERPOLATIONS, Preprocessing
 from utils.errors import UserError
 
@@ -62,7 +63,10 @@ def preprocessing(arch: str) -> Preprocessing:
 
 def build(args: Any, classes: int) -> nn.Module:
     """The model that the options ask for; see `create`."""
-    return create(args.arch, classes, args.image_size, args.pretrained)
+    model = create(args.arch, classes, args.image_size, args.pretrained)
+    for size in {*progressive.of(args)} - {args.image_size}:
+        _check_image_size(model, args.arch, size)
+    return model
 
 
 def create(arch: str, classes: int, image_size: int, pretrained: bool = False) -> nn.Module:
@@ -144,7 +148,7 @@ def _check_image_size(model: nn.Module, arch: str, image_size: int) -> None:
 def _unfit(arch: str, image_size: int, fault: Exception) -> UserError:
     reason = re.sub(r"\s+", " ", str(fault)).strip()[:160]
     return UserError(
-        f"{arch} does not take images of {image_size} pixels: choose another --image-size "
-        f"({reason})",
+        f"{arch} does not take images of {image_size} pixels: choose another --image-size or "
+        f"--progressive ({reason})",
         alike=True,
     )

@@ -6,13 +6,13 @@ import os
 import torch
 
 from utils import models
-from utils.data import augment, images
+from utils.data import augment, images, progressive
 from utils.data.preprocessing import IMAGENET
 from utils.errors import UserError
 from utils.option_types import Formatter, Parser, accuracy, amount, count, http, positive, share
 from utils.processes import supervise
 from utils.run import store
-from utils.training import spot
+from utils.training import recipes, spot
 
 
 def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser:
@@ -21,6 +21,8 @@ def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser
     _add_data_options(parser, batch)
     _add_model_options(parser)
     _add_training_options(parser)
+    progressive.add_options(parser)
+    recipes.add_options(parser)
     _add_run_options(parser)
     _add_cloud_options(parser)
     return parser
@@ -245,7 +247,7 @@ def _add_cloud_options(parser: argparse.ArgumentParser) -> None:
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line. Raises: `UserError` for options that do not fit together."""
-    args = parser.parse_args()
+    args = recipes.parse(parser)
     models.check_name(args.arch)
     if not args.dummy and not os.path.isdir(args.data):
         raise UserError(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.data import augment
+from utils.data import augment, progressive
 from utils.data.dataset import ImageBatches, Reading
 from utils.data.index import ImageIndex, check_same_classes, class_folders, select_classes
 from utils.data.preprocessing import MEAN, STD, Channels, Preprocessing
@@ -85,7 +85,9 @@ class Batches:
 
     def use(self, wanted: Preprocessing) -> None:
         """Make the images as ``wanted`` says. Before the first one: workers keep what they have."""
-        self.dataset.size, self.dataset.resize = wanted.image_size, wanted.val_resize_size
+        sizes = getattr(self.sampler, "sizes", ())  # of training, where they grow
+        self.dataset.size = max(sizes, default=wanted.image_size)
+        self.dataset.resize = wanted.val_resize_size
         self.dataset.interpolation = wanted.interpolation
         self._normalise_by(wanted.mean, wanted.std)
 
@@ -130,7 +132,7 @@ class Batches:
         """The batch on the device, normalised; its slot is free again when that is done."""
         ring = self.loader.ring
         slot, number = filled.slot, len(filled.targets)
-        images = ring.images[slot, :number]
+        images = ring.room(slot, number, filled.size)
         if self.stream is None:
             batch = self._normalise(images), torch.from_numpy(filled.targets)
             ring.free_after(slot)
@@ -163,7 +165,8 @@ class Batches:
             n, size, width, _ = images.shape
             rows = images.reshape(n, size, width * 3)
             out = torch.empty_like(rows, dtype=self.dtype)
-            torch.addcmul(self.shift, rows, self.scale, out=out)
+            shift, scale = self.shift[: width * 3], self.scale[: width * 3]
+            torch.addcmul(shift, rows, scale, out=out)
             return out.view(n, size, width, 3).permute(0, 3, 1, 2)
         images = images.permute(0, 3, 1, 2)
         out = torch.empty_like(images, dtype=self.dtype, memory_format=self.layout)
@@ -223,6 +226,7 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
                     alike=True,
                 )
             sampler = TrainSampler(len(index), args.batch_size, ranks, args.accum_steps, args.seed)
+            sampler.sizes = progressive.of(args)
         else:
             sampler = EvalSampler(len(index), args.batch_size, ranks)
         dataset = ImageBatches(index, args.image_size, args.seed, train, args.crop_scale)

@@ -245,7 +245,7 @@ def _check_classes(saved: Any, classes: list[str] | None, path: Path | None) -> 
 
 
 # The run's order of samples and its learning rate curve: another value would break them off.
-_FIXED = ("seed", "lr_schedule", "warmup_epochs")
+_FIXED = ("seed", "lr_schedule", "warmup_epochs", "progressive")
 _PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
 
 
@@ -258,11 +258,16 @@ def _changed_options(saved: dict[str, Any], args: Any) -> list[str]:
 def _check_options(changed: list[str], saved: dict[str, Any], path: Path | None) -> None:
     """Refuse options that contradict the snapshot."""
     fixed = [key for key in changed if key in _FIXED]
-    # The cosine ends with the last epoch; the other schedules do not know it.
-    if "epochs" in changed and saved.get("lr_schedule") == "cosine":
+    # The cosine and progressive sizes end with the last epoch; the other schedules do not know it.
+    ends = saved.get("lr_schedule") == "cosine" or saved.get("progressive")
+    if "epochs" in changed and ends:
         fixed.append("epochs")
     if fixed:
-        wishes = " ".join(f"--{key.replace('_', '-')} {saved[key]}" for key in fixed)
+        names = {key: f"--{key.replace('_', '-')}" for key in fixed}
+        wishes = " ".join(
+            f"no {name}" if saved[key] is None else f"{name} {saved[key]}"
+            for key, name in names.items()
+        )
         raise UserError(
             f"{path} was made with {wishes}: continue with that, or begin a new schedule from its "
             "weights with --start-epoch 0",
