@@ -110,6 +110,12 @@ def test_a_wrong_line_is_named(parser, recipe, line, what):
         recipes.parse(parser, ["--recipe", recipe("# header", line), "D"])
 
 
+def test_tools_that_look_at_options_see_those_of_a_recipe(recipe):
+    words = recipes.expanded(["x.py", "-b", "8", "--recipe", recipe("--lr 0.5", "--wd 0"), "D"])
+    assert words == ["x.py", "--lr", "0.5", "--wd", "0", "-b", "8", "D"]
+    assert recipes.expanded(["x.py", "-b", "8", "D"]) == ["x.py", "-b", "8", "D"]
+
+
 def test_a_recipe_that_is_not_there(parser):
     with pytest.raises(UserError, match="no recipe fast: give a file, or one of classic90, fast16"):
         recipes.parse(parser, ["--recipe", "fast", "D"])

@@ -85,9 +85,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> arg
     Raises: `UserError` for a recipe that cannot be read, or that this script does not understand.
     """
     argv = sys.argv[1:] if argv is None else argv
-    only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    only.add_argument("--recipe", nargs="?")
-    name = only.parse_known_args(argv)[0].recipe
+    name, _ = _taken(argv)
     start, path = argparse.Namespace(), find(name) if name else None
     words = words_of(path) if path else []
     for number, line in words:
@@ -107,6 +105,25 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> arg
         if key in set_by
     )
     return args
+
+
+def expanded(training: list[str]) -> list[str]:
+    """A script and its options, those of its ``--recipe``, if it has one, in their place.
+
+    For tools that look at options before the script does. Raises: `UserError`.
+    """
+    name, rest = _taken(training)
+    if not name:
+        return training
+    return [*rest[:1], *(word for _, line in words_of(find(name)) for word in line), *rest[1:]]
+
+
+def _taken(words: list[str]) -> tuple[str | None, list[str]]:
+    """The recipe that is typed among ``words``, and the others."""
+    only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only.add_argument("--recipe", nargs="?")
+    found, rest = only.parse_known_args(words)
+    return found.recipe, rest
 
 
 def _is_named(action: argparse.Action, words: list[tuple[int, list[str]]]) -> bool:
