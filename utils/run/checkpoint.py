@@ -263,11 +263,7 @@ def _check_options(changed: list[str], saved: dict[str, Any], path: Path | None)
     if "epochs" in changed and ends:
         fixed.append("epochs")
     if fixed:
-        names = {key: f"--{key.replace('_', '-')}" for key in fixed}
-        wishes = " ".join(
-            f"no {name}" if saved[key] is None else f"{name} {saved[key]}"
-            for key, name in names.items()
-        )
+        wishes = " ".join(f"--{key.replace('_', '-')} {saved[key]}" for key in fixed)
         raise UserError(
             f"{path} was made with {wishes}: continue with that, or begin a new schedule from its "
             "weights with --start-epoch 0",
