@@ -42,7 +42,7 @@ def train(data, tmp_path):
     [
         (ND, "", HALF),
         (ND, "--amp bf16 --no-channels-last", BRAIN),
-        (ND, "--amp off --clip-grad 1", FLOAT),
+        (ND, "--amp off --clip-grad 1 --epochs 2 --progressive 24,40", FLOAT),
         (ND, f"--print-freq 1 {EVERYTHING}", HALF),
         (DP, "", HALF),
         (DP, f"--amp bf16 {EVERYTHING}", BRAIN),
