@@ -58,7 +58,7 @@ def recipe(tmp_path):
 def test_every_script_understands_every_recipe(name, script, monkeypatch):
     args = recipes.parse(parser_of(script, monkeypatch), ["--recipe", name, "--epochs", "7", "D"])
     assert (args.data, args.epochs) == ("D", 7)
-    assert args.recipe_options and "--epochs 7 (not " in args.recipe_typed
+    assert args.wanted.options and "--epochs 7 (not " in args.wanted.typed
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -76,7 +76,7 @@ def test_the_classic_recipe_is_the_defaults(script, monkeypatch, tmp_path):
     for line in ([], ["--recipe", "classic90"]):
         monkeypatch.setattr(sys, "argv", [script, *line, str(tmp_path)])
         settled = vars(options.parse(parser)).items()
-        found.append({key: value for key, value in settled if not key.startswith("recipe")})
+        found.append({key: value for key, value in settled if key not in ("recipe", "wanted")})
     assert found[0] == found[1]
 
 
@@ -85,9 +85,8 @@ def test_what_is_typed_wins_wherever_it_stands(parser, recipe):
     for line in (["--lr", "0.3", f"--recipe={path}", "D"], ["--recipe", path, "--lr", "0.3", "D"]):
         args = recipes.parse(parser, line)
         assert (args.lr, args.epochs, args.name, args.data) == (0.3, 16, "a b", "D")
-        assert args.recipe_options == "--lr 0.5 --epochs 16 --name 'a b'"
-        assert args.recipe_typed == "--lr 0.3 (not 0.5)"
-    assert recipes.parse(parser, ["D"]).recipe_options is None
+        assert args.wanted == ("--lr 0.5 --epochs 16 --name 'a b'", "--lr 0.3 (not 0.5)", None)
+    assert recipes.parse(parser, ["D"]).wanted is None
 
 
 def test_an_option_without_its_value_takes_no_data_for_one(parser, recipe):
@@ -135,13 +134,17 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
     assert "training images of 16 pixels in epoch 1, 24 in epoch 2; evaluation at 32" in done.out
     assert scalars(tmp_path / "run")["Size/train"] == [(1, 16), (2, 24)]
     kept = json.loads((tmp_path / "run/options.json").read_text())
-    assert kept["recipe"] == path and kept["recipe_options"].startswith("--epochs 3")
+    assert kept["recipe"] == path
     assert (kept["lr"], kept["epochs"]) == (0.05, 2)
 
 
 def wishes(**changes) -> Namespace:
-    plain = {"recipe": None, "recipe_batches": None, "lr": 0.1, "lr_scaling": "none"}
-    return Namespace(**plain | {"warmup_epochs": 0.0} | changes)
+    plain = {"recipe": None, "wanted": None, "lr": 0.1, "lr_scaling": "none", "warmup_epochs": 0.0}
+    return Namespace(**plain | changes)
+
+
+def meant_for(low, high) -> dict:
+    return {"recipe": "x", "wanted": recipes.Wanted("", "", (low, high))}
 
 
 @pytest.mark.parametrize(
@@ -157,10 +160,10 @@ def wishes(**changes) -> Namespace:
         (wishes(optimizer="adamw"), 100_000, []),
         (wishes(optimizer="lars"), 32768, []),
         (wishes(optimizer="lamb"), 65536, ["32768 .BERT: You et al"]),
-        (wishes(recipe="x", recipe_batches=(512, 1024)), 1024, []),
-        (wishes(recipe="x", recipe_batches=(512, 1024)), 2048, [r"512 to 1024.*2048.*--lr 0\.2"]),
-        (wishes(recipe="x", recipe_batches=(512, 512)), 256, [r"of 512, and.*256.*--lr 0\.05"]),
-        (wishes(recipe="x", recipe_batches=(512, 512), lr_scaling="linear"), 256, ["is 256$"]),
+        (wishes(**meant_for(512, 1024)), 1024, []),
+        (wishes(**meant_for(512, 1024)), 2048, [r"512 to 1024.*2048.*--lr 0\.2"]),
+        (wishes(**meant_for(512, 512)), 256, [r"of 512, and.*256.*--lr 0\.05"]),
+        (wishes(**meant_for(512, 512), lr_scaling="linear"), 256, ["is 256$"]),
     ],
 )
 def test_a_batch_beyond_what_is_known_is_named(args, batch, wanted):

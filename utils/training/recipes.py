@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from utils.errors import UserError
 
@@ -29,6 +29,15 @@ REFERENCE_LR, REFERENCE_BATCH = 0.1, 256  # theirs, for ResNet-50; scaled linear
 RANGE = re.compile(r"#\s*global batch:\s*(\d+)(?:\s*to\s*(\d+))?\b", re.IGNORECASE)
 
 log = logging.getLogger(__name__)
+
+
+class Wanted(NamedTuple):
+    """What a recipe wants: its ``options`` as text, what was ``typed`` instead of some of them, and
+    the global ``batches`` that it is meant for (lowest, highest), or None."""
+
+    options: str
+    typed: str
+    batches: tuple[int, int] | None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -79,31 +88,32 @@ def words_of(path: Path) -> list[tuple[int, list[str]]]:
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
     """The command line (``sys.argv``), with the options of its ``--recipe``, if it has one.
 
-    What the result has besides: ``recipe_options``, those of the recipe as text (None without),
-    ``recipe_typed``, what was typed instead of some, and ``recipe_batches``, the global batches
-    that the recipe is meant for (lowest, highest), or None.
-    Raises: `UserError` for a recipe that cannot be read, or that this script does not understand.
+    The result's ``wanted`` is a `Wanted`, or None. Raises: `UserError` for a recipe that cannot be
+    read, or that this script does not understand.
     """
     argv = sys.argv[1:] if argv is None else argv
     name, _ = _taken(argv)
-    start, path = argparse.Namespace(), find(name) if name else None
-    words = words_of(path) if path else []
+    if not name:
+        args = parser.parse_args(argv)
+        args.wanted = None
+        return args
+    start, path = argparse.Namespace(), find(name)
+    words = words_of(path)
     for number, line in words:
         start = _parse_line(parser, line, start, f"{path}, line {number}")
     # What a namespace has is not set to a default, and what is typed replaces it.
     vars(start).pop("data", None)
-    wanted = dict(vars(start))
+    before = dict(vars(start))
     args = parser.parse_args(argv, start)
-    args.recipe_options = shlex.join(word for _, line in words for word in line) if path else None
-    args.recipe_batches = _batches(path) if path else None
-    # What differs from the recipe, which may also name what is the default anyway.
-    typed = {key: value for key, value in vars(args).items() if wanted.get(key, value) != value}
-    set_by = {action.dest for action in parser._actions if _is_named(action, words)}
-    args.recipe_typed = ", ".join(
-        f"--{key.replace('_', '-')} {typed[key]} (not {wanted[key]})"
-        for key in typed
-        if key in set_by
+    all_words = [word for _, line in words for word in line]
+    named = {word.partition("=")[0] for word in all_words}
+    keys = [action.dest for action in parser._actions if named & {*action.option_strings}]
+    typed = (
+        f"--{key.replace('_', '-')} {vars(args)[key]} (not {before[key]})"
+        for key in keys
+        if vars(args)[key] != before[key]
     )
+    args.wanted = Wanted(shlex.join(all_words), ", ".join(typed), _batches(path))
     return args
 
 
@@ -126,19 +136,14 @@ def _taken(words: list[str]) -> tuple[str | None, list[str]]:
     return found.recipe, rest
 
 
-def _is_named(action: argparse.Action, words: list[tuple[int, list[str]]]) -> bool:
-    named = {word.partition("=")[0] for _, line in words for word in line}
-    return bool(named & {*action.option_strings})
-
-
 def start(args: Any, global_batch: int, lr: float) -> None:
     """Print what the recipe has set, what was typed instead, and what may go wrong.
 
     ``lr`` is the learning rate after warm-up, scaled to the global batch.
     """
-    if args.recipe:
-        typed = f"; typed instead: {args.recipe_typed}" if args.recipe_typed else ""
-        log.info(f"recipe {args.recipe}: {args.recipe_options}{typed}")
+    if args.wanted:
+        typed = f"; typed instead: {args.wanted.typed}" if args.wanted.typed else ""
+        log.info(f"recipe {args.recipe}: {args.wanted.options}{typed}")
     for sentence in batch_warnings(args, global_batch, lr):
         log.warning(sentence)
 
@@ -177,8 +182,8 @@ def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
     ``lr`` is the learning rate after warm-up, scaled.
     """
     said = []
-    if args.recipe_batches and not args.recipe_batches[0] <= global_batch <= args.recipe_batches[1]:
-        low, high = args.recipe_batches
+    low, high = (args.wanted and args.wanted.batches) or (0, math.inf)
+    if not low <= global_batch <= high:
         near = high if global_batch > high else low
         rate = args.lr * global_batch / near
         advice = f"; by the linear rule its rate would be --lr {rate:.3g}"
