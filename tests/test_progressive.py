@@ -2,18 +2,22 @@
 
 import argparse
 from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from utils import models
 from utils.data import progressive
 from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
 from utils.data.loaders import BadFiles, Batches
 from utils.data.preprocessing import Preprocessing
 from utils.data.ring import Ring
+from utils.errors import UserError
+from utils.run import checkpoint
 from utils.samplers import Batch, TrainSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -129,3 +133,27 @@ def test_the_size_goes_with_a_batch():
         sampler.start_at(epoch, 1)
         assert [batch.size for batch in sampler] == [size] * 2
     assert Batch(0, np.arange(2)).size == 0
+
+
+def test_a_size_that_the_model_does_not_take_is_refused_at_the_start():
+    args = Namespace(arch="alexnet", image_size=64, pretrained=False, epochs=4, progressive="32:64")
+    with (
+        torch.device("meta"),
+        pytest.raises(UserError, match=r"images of 32 pixels.*--progressive"),
+    ):
+        models.build(args, 10)
+
+
+@pytest.mark.parametrize("change", [{"progressive": "96,160"}, {"epochs": 9}, {"epochs": 2}])
+def test_a_run_goes_on_with_its_own_sizes(change):
+    """The sizes depend on both, as the steps so far were trained with them."""
+    saved = {"progressive": "96,128", "epochs": 3, "lr_schedule": "step", "seed": 0}
+    now = saved | change
+    (name,) = change
+    with pytest.raises(UserError, match=f"--{name} {saved[name]}: continue with that"):
+        checkpoint._check_options(
+            checkpoint._changed_options(saved, Namespace(**now)), saved, Path("snapshot.pt")
+        )
+    without = saved | {"progressive": None}
+    changed = checkpoint._changed_options(without, Namespace(**without | {"epochs": 9}))
+    checkpoint._check_options(changed, without, None)
