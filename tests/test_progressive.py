@@ -1,6 +1,7 @@
 """--progressive: which size comes when, and that nothing else changes with it."""
 
 import argparse
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from utils import models
+from utils import models, options
 from utils.data import progressive
 from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
@@ -135,8 +136,10 @@ def test_the_size_goes_with_a_batch():
     assert Batch(0, np.arange(2)).size == 0
 
 
-def test_a_size_that_the_model_does_not_take_is_refused_at_the_start():
-    args = Namespace(arch="alexnet", image_size=64, pretrained=False, epochs=4, progressive="32:64")
+def test_a_size_that_the_model_does_not_take_is_refused_at_the_start(monkeypatch, tmp_path):
+    line = f"x -a alexnet --image-size 64 --epochs 4 --progressive 32:64 {tmp_path}"
+    monkeypatch.setattr(sys, "argv", line.split())
+    args = options.parse(options.build_parser("", batch=""))
     with (
         torch.device("meta"),
         pytest.raises(UserError, match=r"images of 32 pixels.*--progressive"),
