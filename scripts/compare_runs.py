@@ -44,6 +44,8 @@ def _parser() -> argparse.ArgumentParser:
         "show the time to this validation top-1 (0.75 or 75; default: the highest that all reach)"
     )
     add("--target-top1", type=accuracy, metavar="A", help=text)
+    text = "of a node for an hour, in any currency (g4dn.xlarge: 0.526 $): adds what runs cost"
+    add("--price", type=number(float, 0, exclusive=True), metavar="P", help=text)
     text = "folder for table, pictures and page (default: %(default)s)"
     add("--out", type=Path, default=Path("figures"), metavar="DIR", help=text)
     add("--prefix", default="", metavar="NAME_", help="what the files' names begin with")
@@ -106,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     command = shlex.join(["python", "scripts/compare_runs.py", *argv])
     try:
         found, said = read(args)
-        both = comparison.compare(found, args.within, args.target_top1)
+        both = comparison.compare(found, args.within, args.target_top1, args.price)
         both.notes += said
         remarks.add_to(both)
         print(tables.as_text(both))

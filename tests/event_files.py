@@ -91,7 +91,7 @@ def table(*arguments: object) -> tuple[dict[str, list[str]], list[str], Comparis
     """Compare without drawing: the rows by their keys, the notes, the comparison."""
     args = compare_runs._parser().parse_args([str(argument) for argument in arguments])
     runs, said = compare_runs.read(args)
-    both = comparison.compare(runs, args.within, args.target_top1)
+    both = comparison.compare(runs, args.within, args.target_top1, args.price)
     both.notes += said
     remarks.add_to(both)
     return {row.key: row.cells for row in both.rows}, both.notes, both

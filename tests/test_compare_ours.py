@@ -5,10 +5,12 @@ import re
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
 import pytest
+from compare import pictures
 from conftest import ROOT, environment, summary, train
 from event_files import epochs_of, note, table
 from running import eventually
@@ -52,14 +54,15 @@ def test_all_is_in_the_event_files(ours, tmp_path):
         assert run.known(key), key
 
 
-def write_run(folder: Path, rate: float, **options: object) -> None:
-    """A run of ours with made-up curves, not closed."""
+def write_run(folder: Path, rate: float, seconds: float = 0.0, **options: object) -> None:
+    """A run of ours with made-up curves, ``seconds`` an epoch (0: at once), not closed."""
+    began = time.time()
     with SummaryWriter(str(folder)) as writer:
         for part in entry(options, folder.name):
             writer.file_writer.add_summary(part, 0)
         for x, values in epochs_of(rate, 64, first=1).items():
             for tag, value in values.items():
-                writer.add_scalar(tag, value, x)
+                writer.add_scalar(tag, value, x, began + x * seconds if seconds else None)
 
 
 def test_differences_in_size_data_and_machine_are_named(tmp_path):
@@ -74,6 +77,30 @@ def test_differences_in_size_data_and_machine_are_named(tmp_path):
     assert "data (8 images, not 9 images)" in note(notes, "NOT COMPARABLE: d ")
     assert "mode (ddp, not nd)" in note(notes, "b differs from its base a")
     assert set(rows["state"]) == {"running"}
+
+
+def test_what_runs_cost(tmp_path):
+    """Nodes x hours x price; the picture has both axes, of the runs whose nodes are known."""
+    usual = {"arch": "resnet50", "gpus": 1, "train_sizes": "224"}
+    write_run(tmp_path / "a", 100, 3600, **usual, nodes=1, recipe="classic90")
+    write_run(tmp_path / "b", 200, 1800, **usual, nodes=4)
+    fast = {**usual, "train_sizes": "128:160", "progressive": "128:160"}
+    write_run(tmp_path / "c", 300, 1200, **fast)
+    rows, notes, both = table(tmp_path, "--price", "0.5", "--target-top1", "60")
+    values = {row.key: row.values for row in both.rows}
+    assert values["target_h"] == pytest.approx([3, 1.5, 1], rel=0.01)
+    assert values["target_cost"] == [pytest.approx(1.5, rel=0.01), pytest.approx(3, rel=0.01), None]
+    assert values["cost"] == [pytest.approx(2, rel=0.01), pytest.approx(4, rel=0.01), None]
+    assert rows["recipe"] == ["classic90", "-", "-"]
+    assert "training image sizes (128:160, not 224)" in note(notes, "NOT COMPARABLE: c ")
+    plans, said = pictures.plan(both)
+    assert note(said, "cost is drawn without").endswith("of c")
+    left, right, _ = plans["cost"][1]().axes
+    assert "hours of training" in left.get_xlabel() and "cost" in right.get_xlabel()
+    curves = [[list(line.get_xdata()) for line in axes.lines] for axes in (left, right)]
+    assert len(curves[0]) == 3 and len(curves[1]) == 2
+    assert curves[1][1] == pytest.approx([2.0 * x for x in curves[0][1]])
+    assert not any(row.key.endswith("cost") for row in table(tmp_path)[2].rows)
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,13 @@ sys.exit(code)
 """
 
 
-def test_training_is_compiled_once_and_evaluation_not(folder, tmp_path):
+def test_training_is_compiled_once_for_each_size_and_evaluation_not(folder, tmp_path):
     options = ("-b", "9", "--accum-steps", "2", "--epochs", "2", "--output-dir", tmp_path)
+    options += ("--progressive", "24,40")
     code = COUNTED.format(script="imagenet_nd")
     done = python("-c", code, *SMALL, *options, "--compile", "--name", "run", folder)
     assert done.code == 0, done.err
-    assert "compiled: 1\n" in done.out
+    assert "compiled: 2\n" in done.out
     assert done.out.count("to compile it") == 1
 
 

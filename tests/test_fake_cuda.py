@@ -43,7 +43,7 @@ def train(data, tmp_path):
     [
         (ND, "", HALF),
         (ND, f"--amp bf16 --no-channels-last {MIXED}", BRAIN),
-        (ND, "--amp off --clip-grad 1", FLOAT),
+        (ND, "--amp off --clip-grad 1 --epochs 2 --progressive 24,40", FLOAT),
         (ND, f"--print-freq 1 {EVERYTHING}", HALF),
         (ND, "--optimizer muon --wd-norm 0", HALF),
         long(ND, "--optimizer nesterov --clip-grad 1", HALF),

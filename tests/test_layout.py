@@ -19,7 +19,7 @@ TORCH_FREE = (
     *("processes.meeting_point", "processes.installed"),
     *("data.listing", "data.index", "data.pack", "data.rgb"),
     *("run.figures", "run.owner", "run.provenance"),
-    "comm.cost",
+    *("comm.cost", "data.progressive", "training.recipes"),
 )
 # Sent to nodes as single files, whose Python may be 3.7 and have no package.
 SENT_TO_NODES = ("guard", "status", "cleanup", "doctor_start")

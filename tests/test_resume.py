@@ -290,8 +290,9 @@ def test_used_up_time_counts_after_a_resume(one):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, images) -> Place:
     """Runs on two processes; ``whole`` is the undisturbed one."""
-    # A line is due after every fifth step, so that a stop comes between two lines.
-    options = ("-b", "5", "-p", "5", "--ema", "0.9")
+    # A line is due after every fifth step, so that a stop comes between two lines. The images of
+    # the second epoch are larger.
+    options = split("-b 5 -p 5 --ema 0.9 --progressive 96,128")
     place = Place(tmp_path_factory.mktemp("two"), images, *options)
     place.finish(DDP, "whole", "-g", "2")
     return place

@@ -6,7 +6,7 @@ import os
 import torch
 
 from utils import models, optim, samplers, schedules
-from utils.data import augment, images, mixing
+from utils.data import augment, images, mixing, progressive
 from utils.errors import UserError
 from utils.option_types import (
     Formatter,
@@ -21,7 +21,7 @@ from utils.option_types import (
 )
 from utils.processes import supervise
 from utils.run import store
-from utils.training import averaging, evaluation, largest_batch, spot
+from utils.training import averaging, evaluation, largest_batch, recipes, spot
 
 
 def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser:
@@ -31,6 +31,8 @@ def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser
     _add_model_options(parser)
     _add_training_options(parser)
     largest_batch.add_options(parser)
+    progressive.add_options(parser)
+    recipes.add_options(parser)
     _add_run_options(parser)
     _add_cloud_options(parser)
     samplers.add_options(parser)
@@ -266,7 +268,7 @@ def _add_cloud_options(parser: argparse.ArgumentParser) -> None:
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line. Raises: `UserError` for options that do not fit together."""
-    args = parser.parse_args()
+    args = recipes.parse(parser)
     models.check_name(args.arch)
     models.settle(args, parser.get_default("data"))
     optim.settle(args)

@@ -29,10 +29,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Batch(NamedTuple):
-    """What a sampler asks a loader for: ``indices`` (int64) of the images, and their epoch."""
+    """What a sampler asks a loader for: ``indices`` (int64) of the images, and their epoch.
+
+    ``size`` is the side that they shall have, pixels; 0: the data set's own.
+    """
 
     epoch: int
     indices: np.ndarray
+    size: int = 0
 
 
 def epoch_order(images: int, seed: int, epoch: int) -> np.ndarray:
@@ -75,7 +79,8 @@ class TrainSampler:
     ``batch`` is the size of a micro-batch per process and ``accum`` the number of micro-batches per
     step, so a global batch has batch x ranks x accum images. What is left at the end of an epoch
     and fills no global batch is left out (another rest each epoch). A data set smaller than one
-    global batch makes one smaller step an epoch, shared out as evenly as possible.
+    global batch makes one smaller step an epoch, shared out as evenly as possible. ``sizes`` are
+    the sides of the images in each epoch (see `utils.data.progressive`), () if all have the same.
     """
 
     def __init__(self, images: int, batch: int, ranks: tuple[int, int], accum: int, seed: int):
@@ -85,8 +90,14 @@ class TrainSampler:
         self.seed = seed
         self.use_batch(batch)
         self.views = 1  # of each image in a global batch
+        self.sizes: tuple[int, ...] = ()
         self.epoch = 0
         self.first_step = 0
+
+    @property
+    def size(self) -> int:
+        """The side of this epoch's images, pixels; 0: the data set's own."""
+        return self.sizes[min(self.epoch, len(self.sizes) - 1)] if self.sizes else 0
 
     def use_batch(self, batch: int) -> None:
         """Let micro-batches have ``batch`` images per process. Before the first iteration."""
@@ -112,7 +123,7 @@ class TrainSampler:
                 part = micro * self.ranks + self.rank
                 low = start + part * self.global_batch // parts
                 high = start + (part + 1) * self.global_batch // parts
-                yield Batch(self.epoch, order[low:high])
+                yield Batch(self.epoch, order[low:high], self.size)
 
 
 class EvalSampler:

@@ -15,6 +15,7 @@ MUST_AGREE = {
     "arch": "arch",
     "image_size": "image size",
     "data_id": "data",
+    "train_sizes": "training image sizes",
 }
 NONE = "-"
 
@@ -64,10 +65,16 @@ def _ratio(value: float | None, other: float | None) -> float | None:
 
 
 def compare(
-    runs: list[Run], within: float | None = None, target: float | None = None
+    runs: list[Run],
+    within: float | None = None,
+    target: float | None = None,
+    price: float | None = None,
 ) -> Comparison:
     """Compare ``runs``: ``within`` hours for "epochs done", ``target`` top-1 (%) for "time to";
-    where None, chosen so that all runs have reached them."""
+    where None, chosen so that all runs have reached them. ``price``: of a node for an hour; None:
+    no costs."""
+    for run in runs:
+        run.price = price
     both = Comparison(runs, within=within, target=target)
     _find_bases(both)
     if within is None:
@@ -157,6 +164,9 @@ def _fill(both: Comparison) -> None:
     fact("GPUs (processes)", "gpus")
     fact("arch", "arch")
     fact("mode", "mode")
+    for title, key in (("recipe", "recipe"), ("training image sizes", "progressive")):
+        if any(run.known(key) for run in runs):
+            fact(title, key)
     add("learning rate (highest)", "lr", [_highest(run, "Lr") for run in runs])
     fact("batch per GPU", "batch_per_gpu")
     fact("global batch", "global_batch")
@@ -204,10 +214,17 @@ def _fill(both: Comparison) -> None:
         if any(value is not None for value in tested):
             add(f"test {name}", f"test_{tag.lower()}", tested, show)
     if both.target is not None:
-        reached = [_reached(run, both.target) for run in runs]
+        found = [reached(run, both.target) for run in runs]
         title = f"time to top-1 of {both.target:g} %"
-        add(title, "target_h", [r if r is None else r[1] for r in reached], duration)
-        add("  epochs needed", "target_epochs", [r if r is None else r[0] for r in reached])
+        add(title, "target_h", [r if r is None else r[1] for r in found], duration)
+        add("  epochs needed", "target_epochs", [r if r is None else r[0] for r in found])
+        if any(run.price is not None for run in runs):
+            costs = [r and run.costs.get(r[0]) for run, r in zip(runs, found, strict=True)]
+            add(f"cost to top-1 of {both.target:g} %", "target_cost", costs)
+    if any(run.price is not None for run in runs):
+        add(
+            "cost of the whole run", "cost", [max(run.costs.values(), default=None) for run in runs]
+        )
     add(
         "waiting for data", "data_wait_share", [run.median("IO/wait_share") for run in runs], _share
     )
@@ -297,7 +314,7 @@ def _done_within(run: Run, hours: float) -> int | None:
     return max((x for x, h in run.hours.items() if h <= hours * (1 + 1e-9)), default=0)
 
 
-def _reached(run: Run, top1: float) -> tuple[int, float | None] | None:
+def reached(run: Run, top1: float) -> tuple[int, float | None] | None:
     """The first epoch after which ``top1`` was reached, and the hours until then."""
     points = run.finite("Top1/val")
     for x, y in run.finite("Top1/ema").items():  # best.pt has the better one

@@ -25,7 +25,12 @@ KEY = 0.62  # inches of a curve's line that are drawn beside its name
 GAP = 1.2  # inches between two panels side by side
 LINE = 0.29  # inches from one name to the next
 BUNCHED = 0.15  # curves whose last third takes less of the panel's height get an inset
-LOGARITHMIC = 5  # runs whose hours differ by more than this factor get a logarithmic axis
+OVER = {
+    "epochs": "epochs finished",
+    "hours": "hours of training",
+    "costs": "cost: price x nodes x hours of training",
+}
+LOGARITHMIC = 5  # runs whose hours or costs differ by more than this factor get a logarithmic axis
 MATPLOTLIB = {
     "font.size": SIZE, "font.family": "sans-serif", "axes.titlesize": SIZE + 1,
     "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 12,
@@ -40,12 +45,16 @@ MATPLOTLIB = {
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves of one quantity: ``tag`` as recorded, and what its panel and axis are called."""
+    """Curves of one quantity: ``tag`` as recorded, and what its panel and axis are called.
+
+    ``over``: what the x axis shows, a key of `OVER`; None: what the picture does.
+    """
 
     tag: str
     title: str
     unit: str
     factor: float = 1.0
+    over: str | None = None
 
 
 def points_of(run: Run, panel: Panel) -> dict[int, float]:
@@ -75,9 +84,9 @@ def style(i: int, runs: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def curves(runs: list[Run], panels: Sequence[Panel], hours: bool = False) -> Any:
+def curves(runs: list[Run], panels: Sequence[Panel], over: str = "epochs") -> Any:
     """A figure with one panel below the other (four: two by two), and right of them the runs'
-    names, in their order."""
+    names, in their order. ``over``: what the x axes show, a key of `OVER`."""
     from matplotlib.figure import Figure
 
     labels = shorten([run.label for run in runs], 24)
@@ -93,19 +102,19 @@ def curves(runs: list[Run], panels: Sequence[Panel], hours: bool = False) -> Any
     axes = figure.subplots(rows, columns, squeeze=False).flat
     shown: set[int] = set()
     for one, panel in zip(axes, panels, strict=True):
-        shown |= _draw_curves(one, runs, panel, hours)
+        shown |= _draw_curves(one, runs, panel, panel.over or over)
     names = [(labels[i], style(i, len(runs))) for i in sorted(shown)]
     _legend(figure, names, margin)
     return figure
 
 
-def _draw_curves(axes: Any, runs: list[Run], panel: Panel, hours: bool) -> set[int]:
+def _draw_curves(axes: Any, runs: list[Run], panel: Panel, over: str) -> set[int]:
     """Draw the runs' curves; returns which runs have one."""
     drawn: dict[int, tuple[list[float], list[float]]] = {}
-    logarithmic = hours and _lengths_differ(runs)
+    logarithmic = _lengths_differ(runs, over)
     for i, run in enumerate(runs):
         points = points_of(run, panel)
-        x: dict[int, float] = run.hours if hours else {epoch: epoch for epoch in points}
+        x = positions(run, over) if over != "epochs" else {epoch: float(epoch) for epoch in points}
         epochs = [epoch for epoch in points if epoch in x and (x[epoch] > 0 or not logarithmic)]
         if not epochs:
             continue
@@ -116,7 +125,7 @@ def _draw_curves(axes: Any, runs: list[Run], panel: Panel, hours: bool) -> set[i
         axes.plot(*drawn[i], markevery=marks, clip_on=False, **style(i, len(runs)))
     axes.set(title=panel.title, ylabel=panel.unit)
     scale = " (logarithmic)" if logarithmic else ""
-    axes.set_xlabel(f"hours of training{scale}" if hours else "epochs finished")
+    axes.set_xlabel(f"{OVER[over]}{scale}")
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.margins(x=0.02)
     axes.tick_params(length=0)
@@ -125,14 +134,19 @@ def _draw_curves(axes: Any, runs: list[Run], panel: Panel, hours: bool) -> set[i
         axes.set_ylim(bottom=0)
     if percent:
         axes.set_ylim(max(axes.get_ylim()[0], 0), min(axes.get_ylim()[1], 100))
-    _ticks(axes, whole=not hours, logarithmic=logarithmic)
+    _ticks(axes, whole=over == "epochs", logarithmic=logarithmic)
     if "accuracy" in panel.unit and not logarithmic:
         _enlarge_the_plateau(axes, drawn, len(runs))
     return set(drawn)
 
 
-def _lengths_differ(runs: list[Run]) -> bool:
-    lasted = [run.total_hours for run in runs if run.total_hours]
+def positions(run: Run, over: str) -> dict[int, float]:
+    """Where the end of each epoch is on an axis that shows hours or costs; {} if not known."""
+    return {"hours": run.hours, "costs": run.costs}.get(over, {})
+
+
+def _lengths_differ(runs: list[Run], over: str) -> bool:
+    lasted = [max(x.values()) for run in runs if (x := positions(run, over))]
     return bool(lasted) and max(lasted) > LOGARITHMIC * min(lasted)
 
 

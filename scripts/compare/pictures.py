@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def plan(both: Comparison) -> tuple[dict[str, tuple[str, Callable[[], Any]]], li
         if have:
             plans[name] = (title, lambda: curves(runs, panels))
         if name in CURVES and any(run.hours for run in have):
-            plans[f"{name}_hours"] = (f"{title}, by time", lambda: curves(runs, panels, True))
+            plans[f"{name}_hours"] = (f"{title}, by time", lambda: curves(runs, panels, "hours"))
 
     for name, panel in CURVES.items():
         add(name, (panel,), panel.title)
@@ -110,6 +110,16 @@ def plan(both: Comparison) -> tuple[dict[str, tuple[str, Callable[[], Any]]], li
             plans[name] = (title, lambda draw_it=draw_it: draw_it(both))
         else:
             said.append(f"{name} is not drawn: no {tag} in {', '.join(r.label for r in runs)}")
+    if any(run.costs for run in runs):
+        top1 = CURVES["top1_val"]
+        panels = (
+            replace(top1, title="Top-1 accuracy over time", over="hours"),
+            replace(top1, title="Top-1 accuracy over cost", over="costs"),
+        )
+        plans["cost"] = ("Accuracy over time and cost", lambda: curves(runs, panels))
+        unknown = [run.label for run in runs if not run.costs]
+        if unknown:
+            said.append(f"cost is drawn without the nodes or hours of {', '.join(unknown)}")
     if any(run.total_hours for run in runs):
         plans["total_time"] = ("Time of the whole run", lambda: _total_time(both))
     counts = {run.known("gpus") for run in runs if run.known("gpus") and run.median(RATE)}

@@ -92,8 +92,17 @@ def origin(run: Run) -> dict[str, str]:
 
 def _options(run: Run) -> str:
     wanted = (
-        *("epochs", "lr", "lr_schedule", "lr_scaling", "warmup_epochs", "weight_decay"),
-        *("label_smoothing", "accum_steps", "image_size", "precision", "comm", "workers", "seed"),
+        *("recipe", "epochs", "lr", "lr_schedule", "lr_scaling", "warmup_epochs", "weight_decay"),
+        *(
+            "label_smoothing",
+            "accum_steps",
+            "image_size",
+            "progressive",
+            "precision",
+            "comm",
+            "workers",
+            "seed",
+        ),
     )
     known = [(key, run.known(key)) for key in wanted if run.known(key) is not None]
     return ", ".join(f"{key} {x:g}" if isinstance(x, float) else f"{key} {x}" for key, x in known)

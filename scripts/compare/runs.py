@@ -23,6 +23,7 @@ class Run:
     ``scalars[tag][epochs finished]``: throughput in images/s over all processes, time in seconds
     per step, accuracy in per cent. ``hours[epochs finished]``: training time up to there, without
     the pauses between the event files of a resumed run; {} where the files' clocks cannot be right.
+    ``price``: of a node for an hour, if it is known.
     ``facts``: options and machine, as far as known (see `reading`). ``notes``: sentences about
     what is odd.
     """
@@ -34,6 +35,7 @@ class Run:
     facts: dict[str, Any] = field(default_factory=dict)
     state: str = ""
     epoch_seconds: float | None = None
+    price: float | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -73,6 +75,14 @@ class Run:
     def total_hours(self) -> float | None:
         """Hours of training up to the end of the last epoch; None where they are not known."""
         return max(self.hours.values(), default=None)
+
+    @property
+    def costs(self) -> dict[int, float]:
+        """What the training up to the end of each epoch cost; {} where that is not known."""
+        nodes = self.known("nodes")
+        if self.price is None or not nodes:
+            return {}
+        return {epoch: hours * nodes * self.price for epoch, hours in self.hours.items()}
 
     def known(self, key: str) -> Any:
         """A fact, or None."""

@@ -42,11 +42,12 @@ class Reading:
 class ImageBatches(Dataset):
     """Whole batches of ``index``: training crops if ``train``, else centre crops.
 
-    A batch is (images uint8 [n, size, size, 3], targets int64 [n], `Reading`). A training image
-    that cannot be read is replaced by the next readable one in the index, so that no other sample
-    moves; in evaluation it is black, and its target is `UNREADABLE`. Augmentation is a function of
-    (seed, epoch, image): see `utils.samplers.Batch`. ``augment`` is called on each training crop
-    (uint8 [3, size, size]) with torch's random state set by the same three numbers.
+    ``size`` is their side where a batch does not name another. A batch is (images uint8 [n, size,
+    size, 3], targets int64 [n], `Reading`). A training image that cannot be read is replaced by the
+    next readable one in the index, so that no other sample moves; in evaluation it is black, and
+    its target is `UNREADABLE`. Augmentation is a function of (seed, epoch, image): see
+    `utils.samplers.Batch`. ``augment`` is called on each training crop (uint8 [3, size, size]) with
+    torch's random state set by the same three numbers.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class ImageBatches(Dataset):
         return len(self.index)
 
     def __getitems__(self, batch: Batch) -> tuple[Tensor, Tensor, Reading]:
-        shape = (len(batch.indices), self.size, self.size, 3)
+        size = batch.size or self.size
+        shape = (len(batch.indices), size, size, 3)
         images = torch.empty(shape, dtype=torch.uint8)
         targets, reading = self.fill(images, batch)
         return images, torch.from_numpy(targets), reading
@@ -110,7 +112,7 @@ class ImageBatches(Dataset):
         return None
 
     def _packed(
-        self, image: int, epoch: int, wanted: int, reading: Reading
+        self, image: int, epoch: int, wanted: int, size: int, reading: Reading
     ) -> tuple[Tensor, im.Cut] | None:
         """The rows that a view shows of packed pixels, until the next call, and what to cut out.
 
@@ -119,7 +121,7 @@ class ImageBatches(Dataset):
         pack = self.index.pack
         if pack is None or (shape := pack.shape(image)) is None:
             return None
-        cut = self._cut(shape, epoch, wanted)
+        cut = self._cut(shape, epoch, wanted, size)
         top, left, height, width = cut.box
         began = time.perf_counter()
         rows = pack.rows(image, top, height)
@@ -137,19 +139,21 @@ class ImageBatches(Dataset):
         reading.read_seconds += time.perf_counter() - began
         return data
 
-    def _cut(self, shape: tuple[int, int], epoch: int, wanted: int) -> im.Cut:
+    def _cut(self, shape: tuple[int, int], epoch: int, wanted: int, size: int = 0) -> im.Cut:
+        size = size or self.size
         if not self.train:
-            return im.eval_cut(shape, self.size, self.resize)
+            return im.eval_cut(shape, size, self.resize)
         draw = random.Random(self._key(epoch, wanted))
-        return im.train_cut(shape, self.size, draw, self.crop_scale)
+        return im.train_cut(shape, size, draw, self.crop_scale)
 
     def _key(self, epoch: int, wanted: int) -> int:
         return (self.seed << 72) | (epoch << 48) | wanted
 
     def _view(self, image: int, epoch: int, wanted: int, out: Tensor, reading: Reading) -> None:
         """Read an image and write its view: uint8 [size, size, 3]. Raises: OSError, ValueError."""
-        packed = self._packed(image, epoch, wanted, reading)
-        pixels, cut = packed or self._decode(self._read(image, reading), epoch, wanted)
+        size = len(out)
+        packed = self._packed(image, epoch, wanted, size, reading)
+        pixels, cut = packed or self._decode(self._read(image, reading), epoch, wanted, size)
         im.view(pixels, cut, self.interpolation, out)
         if self.train and self.augment:
             # Without workers this is the training process, whose own random state must stay.
@@ -159,20 +163,20 @@ class ImageBatches(Dataset):
                 view = out.clone().permute(2, 0, 1)
                 out.copy_(self.augment(view).permute(1, 2, 0))
 
-    def _decode(self, data: bytes, epoch: int, wanted: int) -> tuple[Tensor, im.Cut]:
+    def _decode(self, data: bytes, epoch: int, wanted: int, size: int) -> tuple[Tensor, im.Cut]:
         """Pixels of a file and what to cut out of them; no more of it than that needs."""
         if self.regions and (jpeg := region_decode.open_jpeg(data)) is not None:
-            cut = self._cut(jpeg.shape, epoch, wanted)
+            cut = self._cut(jpeg.shape, epoch, wanted, size)
             if (pixels := jpeg.decode(cut.box)) is not None:
                 return pixels, cut._replace(box=(0, 0, *pixels.shape[1:]))
         if self.stops_early and (frame := jpeg_rows.frame_of(data)) is not None:
-            cut = self._cut((frame.height, frame.width), epoch, wanted)
+            cut = self._cut((frame.height, frame.width), epoch, wanted, size)
             top, left, height, width = cut.box
             if (found := im.decode_rows(data, frame, top, height)) is not None:
                 pixels, first = found
                 return pixels, cut._replace(box=(top - first, left, height, width))
         pixels = im.decode(data)
-        return pixels, self._cut(tuple(pixels.shape[1:]), epoch, wanted)
+        return pixels, self._cut(tuple(pixels.shape[1:]), epoch, wanted, size)
 
 
 def _read_file(path: str) -> bytes:

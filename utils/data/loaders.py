@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.data import augment, mixing
+from utils.data import augment, mixing, progressive
 from utils.data.dataset import ImageBatches, Reading
 from utils.data.index import ImageIndex, check_same_classes, class_folders, select_classes
 from utils.data.preprocessing import MEAN, STD, Channels, Preprocessing
@@ -86,7 +86,10 @@ class Batches:
 
     def use(self, wanted: Preprocessing) -> None:
         """Make the images as ``wanted`` says. Before the first one: workers keep what they have."""
-        self.dataset.size = wanted.image_size if self.dataset.train else wanted.crop
+        if self.dataset.train:  # where progressive sizes grow, the largest
+            self.dataset.size = max(self.sampler.sizes, default=wanted.image_size)
+        else:
+            self.dataset.size = wanted.crop
         self.dataset.resize = wanted.val_resize_size
         self.dataset.interpolation = wanted.interpolation
         self._normalise_by(wanted.mean, wanted.std)
@@ -137,7 +140,7 @@ class Batches:
         """The batch on the device, normalised; its slot is free again when that is done."""
         ring = self.loader.ring
         slot, number = filled.slot, len(filled.targets)
-        images = ring.images[slot, :number]
+        images = ring.room(slot, number, filled.size)
         if self.stream is None:
             batch = self._normalise(images), torch.from_numpy(filled.targets)
             ring.free_after(slot)
@@ -170,7 +173,8 @@ class Batches:
             n, size, width, _ = images.shape
             rows = images.reshape(n, size, width * 3)
             out = torch.empty_like(rows, dtype=self.dtype)
-            torch.addcmul(self.shift, rows, self.scale, out=out)
+            shift, scale = self.shift[: width * 3], self.scale[: width * 3]
+            torch.addcmul(shift, rows, scale, out=out)
             return out.view(n, size, width, 3).permute(0, 3, 1, 2)
         images = images.permute(0, 3, 1, 2)
         out = torch.empty_like(images, dtype=self.dtype, memory_format=self.layout)
@@ -237,7 +241,7 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
                     alike=True,
                 )
             sampler = TrainSampler(len(index), batch, ranks, args.accum_steps, args.seed)
-            sampler.views = args.repeated_aug
+            sampler.views, sampler.sizes = args.repeated_aug, progressive.of(args)
             if args.batch_size != AUTO:  # else when it is known
                 mixing.check(args, sampler)
         else:

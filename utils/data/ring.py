@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from utils.data.dataset import ImageBatches, Reading
@@ -41,11 +42,15 @@ class Task(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A worker's answer: how many images are in ``slot``; ``targets`` are int64 [images]."""
+    """A worker's answer: how many images are in ``slot``; ``targets`` are int64 [images].
+
+    ``size`` is the images' side, pixels; 0: that of the ring.
+    """
 
     slot: int
     targets: np.ndarray
     reading: Reading
+    size: int = 0
 
 
 class Passed(Protocol):
@@ -81,6 +86,14 @@ class Ring:
 
     def __len__(self) -> int:
         return len(self.images)
+
+    def room(self, slot: int, number: int, size: int = 0) -> Tensor:
+        """Where ``number`` images of ``size`` x ``size`` pixels (0: as large as they may be) are
+        written in a slot: uint8 [number, size, size, 3], contiguous."""
+        images = self.images[slot]
+        if size in (0, images.shape[1]):
+            return images[:number]
+        return images.view(-1)[: number * size * size * 3].view(number, size, size, 3)
 
     def restart(self) -> None:
         """Take back the slots of batches that nobody has asked for any more.
@@ -198,8 +211,8 @@ class _IntoRing(Dataset):
 
     def __getitems__(self, task: Task) -> Filled:
         assert self.ring is not None
-        images = self.ring.images[task.slot, : len(task.batch.indices)]
-        return Filled(task.slot, *self.dataset.fill(images, task.batch))
+        images = self.ring.room(task.slot, len(task.batch.indices), task.batch.size)
+        return Filled(task.slot, *self.dataset.fill(images, task.batch), task.batch.size)
 
 
 def _as_it_is(filled: Filled) -> Filled:

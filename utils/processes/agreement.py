@@ -22,8 +22,9 @@ REMEDY = {
 
 
 def code(*scripts: Path) -> dict[str, str]:
-    """Checksum of each file below utils/ and of each of ``scripts``, by name; needs no git."""
-    files = {str(path.relative_to(ROOT)): path for path in (ROOT / "utils").rglob("*.py")}
+    """Checksum of each file below utils/, each recipe and each of ``scripts``, by name; no git."""
+    ours = [*(ROOT / "utils").rglob("*.py"), *(ROOT / "scripts/recipes").glob("*.txt")]
+    files = {str(path.relative_to(ROOT)): path for path in ours}
     files |= {path.name: path for path in scripts if path.is_file()}
     return {name: f"{zlib.crc32(path.read_bytes()):08x}" for name, path in sorted(files.items())}
 

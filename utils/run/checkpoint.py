@@ -265,7 +265,7 @@ def _check_classes(saved: Any, classes: list[str] | None, path: Path | None) -> 
 
 # The run's order of samples and its learning rate curve: another value would break them off.
 _OPTIMISER = ("optimizer", "wd_norm", "freeze")  # what is in its state
-_FIXED = ("seed", "repeated_aug", "lr_schedule", "warmup_epochs", *_OPTIMISER)
+_FIXED = ("seed", "repeated_aug", "lr_schedule", "warmup_epochs", "progressive", *_OPTIMISER)
 _PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
 
 
@@ -279,7 +279,7 @@ def _check_options(changed: list[str], saved: dict[str, Any], path: Path | None)
     """Refuse options that contradict the snapshot."""
     fixed = [key for key in changed if key in _FIXED]
     # Step after step, the last epoch does not matter.
-    if "epochs" in changed and saved.get("lr_schedule") in TO_THE_END:
+    if "epochs" in changed and (saved.get("lr_schedule") in TO_THE_END or saved.get("progressive")):
         fixed.append("epochs")
     if fixed:
         wishes = " ".join(f"--{key.replace('_', '-')} {saved[key]}" for key in fixed)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from utils.data import progressive
 from utils.errors import UserError
 from utils.training.session import TrainStep
 
@@ -37,7 +38,9 @@ def compiled(module: nn.Module, args: argparse.Namespace, device: torch.device) 
     """What the training step calls: ``module`` as ``--compile`` says, sharing its parameters.
 
     Training batches have one size, and evaluation, whose last batch is smaller, calls the module
-    itself: nothing is compiled twice. Raises: `UserError` where nothing can be compiled.
+    itself: nothing is compiled twice. With ``--progressive``, once for each size of the images, as
+    its epochs come: kernels for any size would be slower in every step. Raises: `UserError` where
+    nothing can be compiled.
     """
     if not args.compile:
         return module
@@ -45,6 +48,9 @@ def compiled(module: nn.Module, args: argparse.Namespace, device: torch.device) 
         raise UserError("--compile does not go through DataParallel: imagenet_ddp.py has it")
     _check_compiler(device)
     mode = None if args.compile == "default" else args.compile
+    sizes = len(set(progressive.of(args)))
+    if sizes > torch._dynamo.config.recompile_limit:  # beyond it, steps are no longer compiled
+        torch._dynamo.config.recompile_limit = sizes
     return torch.compile(module, mode=mode, dynamic=False)
 
 

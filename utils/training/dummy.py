@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from utils.comm import auto
+from utils.data import progressive
 from utils.processes.distributed import World
 from utils.training import compiling, report
 from utils.training.session import Session, TrainStep
@@ -30,7 +31,8 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     run.begin(0, 0)
     report.sharding(session)
     device = world.device
-    size = (args.batch_size, 3, args.image_size, args.image_size)
+    side = progressive.largest(args)
+    size = (args.batch_size, 3, side, side)
     generator = torch.Generator(device).manual_seed(args.seed + world.rank)
     images = torch.randn(size, generator=generator, device=device).to(
         memory_format=args.memory_format

@@ -100,6 +100,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
         "Throughput/train": done * session.global_batch / seconds if done else math.nan,
         "Time/train": seconds / done if done else math.nan,
         "Lr": learning_rate_at(session, state.epoch + (steps - 1) / steps),
+        **({"Size/train": float(size)} if (size := batches.sampler.size) else {}),
         **loss_scale(state),
         "IO/bad_files": float(len(batches.bad.seen)),
         **(_input_rates(session, seconds) if done else {}),

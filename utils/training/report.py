@@ -9,12 +9,14 @@ import torch
 
 from utils import samplers, schedules
 from utils.comm import cost
+from utils.data import progressive
 from utils.instruments import memory, watch
 from utils.processes import kernels, supervise
 from utils.processes.distributed import gather
 from utils.run import provenance
 from utils.run.checkpoint import TrainState
 from utils.run.figures import over_epochs
+from utils.training import recipes
 from utils.training.session import Session
 from utils.training.stopping import Reason
 
@@ -42,6 +44,11 @@ def start(session: Session) -> None:
         f"{small}); "
         f"evaluation on {session.loaders.val.sampler.images}"
     )
+    if sampler.sizes:
+        log.info(
+            f"training images of {progressive.in_words(sampler.sizes)}; evaluation at "
+            f"{args.image_size}"
+        )
     if world.device.type == "cuda":
         log.info(kernels.CHOSEN)
     sharding(session)
@@ -53,6 +60,7 @@ def start(session: Session) -> None:
         )
         if scaled > 1.5 * args.lr and not args.warmup_epochs:
             log.info("note: a scaled-up learning rate usually needs --warmup-epochs 5")
+    recipes.start(args, global_batch, scaled)
     if session.resumed:
         source = run.resume if run.fetched else run.snapshot
         log.info(f"resumed from {source}: epoch {state.epoch + 1}, step {state.step}")
@@ -82,6 +90,7 @@ def facts(session: Session) -> dict[str, Any]:
         "precision": getattr(args, "opt_level", None) or args.precision,
         "batch_per_gpu": session.global_batch / gpus,
         "global_batch": session.global_batch,
+        "train_sizes": args.progressive or str(args.image_size),
         "steps_per_epoch": sampler.steps_per_epoch,
         "train_images": sampler.images,
         "val_images": session.loaders.val.sampler.images,

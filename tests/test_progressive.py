@@ -1,0 +1,162 @@
+"""--progressive: which size comes when, and that nothing else changes with it."""
+
+import argparse
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from utils import models, options
+from utils.data import progressive
+from utils.data.dataset import ImageBatches
+from utils.data.index import ImageIndex
+from utils.data.loaders import BadFiles, Batches
+from utils.data.preprocessing import Preprocessing
+from utils.data.ring import Ring
+from utils.errors import UserError
+from utils.run import checkpoint
+from utils.samplers import Batch, TrainSampler
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+def ffcv(epoch, start, end, low, high):
+    """`get_resolution` of ffcv-imagenet's train_imagenet.py, in its words."""
+    if epoch <= start:
+        return low
+    if epoch >= end:
+        return high
+    return int(np.round(np.interp([epoch], [start, end], [low, high])[0] / 32)) * 32
+
+
+@pytest.mark.parametrize(("epochs", "start", "end"), [(16, 11, 13), (32, 23, 27)])
+def test_a_ramp_is_that_of_ffcv_imagenet(epochs, start, end):
+    theirs = tuple(ffcv(epoch, start, end, 160, 192) for epoch in range(epochs))
+    assert progressive.sizes("160:192", epochs) == theirs
+
+
+@pytest.mark.parametrize(
+    ("text", "epochs", "sizes"),
+    [
+        ("24:40", 10, (24,) * 7 + (32,) + (40,) * 2),  # in steps of their greatest common divisor
+        ("128:192", 10, (128,) * 7 + (160,) + (192,) * 2),
+        ("96,128,160", 7, (96, 96, 96, 128, 128, 160, 160)),
+        ("192,128", 2, (192, 128)),
+        ("176", 3, (176,) * 3),
+        ("32:64", 1, (32,)),
+        ("32:64", 0, ()),
+    ],
+)
+def test_sizes(text, epochs, sizes):
+    assert progressive.sizes(text, epochs) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "a", "0:32", "64:32", "32:32", "32:48:64", "32,,64", "32:x"])
+def test_what_is_no_plan_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"160:192.*128,160,192"):
+        progressive.plan(text)
+
+
+def test_the_plan_in_words():
+    assert progressive.in_words((160, 160, 192)) == "160 pixels in epochs 1 to 2, 192 in epoch 3"
+    args = Namespace(progressive="24:40", epochs=10, image_size=48)
+    assert progressive.largest(args) == 40
+    assert progressive.largest(Namespace(progressive=None, epochs=10, image_size=48)) == 48
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory) -> ImageIndex:
+    root = tmp_path_factory.mktemp("progressive")
+    source = np.random.default_rng(0)
+    for i in range(18):
+        path = root / f"class_{i // 9}" / f"{i:02}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(source.integers(0, 256, (60, 50 + i, 3), np.uint8)).save(path)
+    return ImageIndex(root, ["class_0", "class_1"])
+
+
+SIZES = (16, 24, 16)
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epochs_batches_are_those_of_a_data_set_of_its_size(index, workers, layout):
+    """The same workers and slots for all sizes; resumed in the middle of the larger one, too."""
+    sampler = TrainSampler(len(index), 4, (0, 1), 1, 3)
+    sampler.sizes = SIZES
+    place = (torch.device("cpu"), layout, torch.float32)
+    dataset = ImageBatches(index, 16, 3, train=True)
+    batches = Batches(dataset, sampler, BadFiles(index, 0), place, workers)
+    batches.use(Preprocessing(image_size=20, val_resize_size=20))
+    seen = set()
+    for epoch, step in ((0, 0), (1, 2), (1, 0), (2, 0)):
+        sampler.start_at(epoch, step)
+        got = list(batches)
+        seen.add(batches.loader.ring.images.data_ptr())
+        plain = TrainSampler(len(index), 4, (0, 1), 1, 3)
+        plain.start_at(epoch, step)
+        alone = ImageBatches(index, SIZES[epoch], 3, train=True)
+        for (images, targets), wanted in zip(got, plain, strict=True):
+            raw, labels, _ = alone.__getitems__(wanted)
+            shape = Batches(alone, plain, BadFiles(index, 0), place, 0)
+            assert torch.equal(images, shape._normalise(raw)) and torch.equal(targets, labels)
+            assert images.is_contiguous(memory_format=layout)
+    assert len(seen) == 1, "one ring for the whole run"
+    assert batches.loader.ring.images.shape[2:4] == (24, 24)
+
+
+def test_a_crop_shows_the_same_part_of_an_image_whatever_its_size(index):
+    dataset = ImageBatches(index, 32, 3, train=True)
+    small, large = (dataset._cut((60, 50), 1, 2, size) for size in (16, 24))
+    assert small.box == large.box and small.mirrored == large.mirrored
+    assert (small.size, large.size) == ((16, 16), (24, 24))
+
+
+def test_room_in_a_slot_is_contiguous_and_its_own():
+    ring = Ring(2, 3, 8)
+    ring.images.zero_()
+    room = ring.room(1, 2, 4)
+    assert room.shape == (2, 4, 4, 3) and room.is_contiguous()
+    room.fill_(7)
+    assert not ring.images[0].any() and int((ring.images[1] == 7).sum()) == room.numel()
+    assert ring.room(0, 3).shape == (3, 8, 8, 3)
+
+
+def test_the_size_goes_with_a_batch():
+    sampler = TrainSampler(12, 4, (0, 1), 1, 0)
+    assert [batch.size for batch in sampler] == [0] * 3
+    sampler.sizes = SIZES
+    for epoch, size in enumerate((*SIZES, SIZES[-1])):  # past the end, the last one stays
+        sampler.start_at(epoch, 1)
+        assert [batch.size for batch in sampler] == [size] * 2
+    assert Batch(0, np.arange(2)).size == 0
+
+
+def test_a_size_that_the_model_does_not_take_is_refused_at_the_start(monkeypatch, tmp_path):
+    line = f"x -a alexnet --image-size 64 --epochs 4 --progressive 32:64 {tmp_path}"
+    monkeypatch.setattr(sys, "argv", line.split())
+    args = options.parse(options.build_parser("", batch=""))
+    with (
+        torch.device("meta"),
+        pytest.raises(UserError, match=r"images of 32 pixels.*--progressive"),
+    ):
+        models.build(args, 10)
+
+
+@pytest.mark.parametrize("change", [{"progressive": "96,160"}, {"epochs": 9}, {"epochs": 2}])
+def test_a_run_goes_on_with_its_own_sizes(change):
+    """The sizes depend on both, as the steps so far were trained with them."""
+    saved = {"progressive": "96,128", "epochs": 3, "lr_schedule": "step", "seed": 0}
+    now = saved | change
+    (name,) = change
+    with pytest.raises(UserError, match=f"--{name} {saved[name]}: continue with that"):
+        checkpoint._check_options(
+            checkpoint._changed_options(saved, Namespace(**now)), saved, Path("snapshot.pt")
+        )
+    without = saved | {"progressive": None}
+    changed = checkpoint._changed_options(without, Namespace(**without | {"epochs": 9}))
+    checkpoint._check_options(changed, without, None)
