@@ -79,6 +79,22 @@ def read(path: Path) -> list[Host]:
     return hosts
 
 
+def of_list(text: str) -> list[Host]:
+    """The hosts in a list as Horovod and MPI write it, such as a:2,b:2 (processes; without: 1).
+
+    Raises: `UserError`.
+    """
+    hosts = []
+    for word in text.split(","):
+        address, slots = word.rsplit(":", 1) if ":" in word else (word, "1")
+        if not address or address.startswith("-") or not slots.isdecimal() or not int(slots):
+            raise UserError(f"-H {text}: {word!r} is not of the form HOST or HOST:PROCESSES")
+        if address.rpartition("@")[2] in [host.name for host in hosts]:
+            raise UserError(f"-H {text}: {address} is listed twice")
+        hosts.append(Host(address, int(slots)))
+    return hosts
+
+
 def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:
     """The command that runs a `program` on ``host``; ``ssh`` is ssh with the user's options.
 

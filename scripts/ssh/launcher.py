@@ -20,16 +20,31 @@ from utils.option_types import Formatter, amount, number
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The launcher's own options, and SCRIPT with its options. Raises: `UserError`."""
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    end = "--" if "--" in arguments else "python"  # horovodrun's lines have the second alone
+    cut = arguments.index(end) if end in arguments else len(arguments)
     own, command = arguments[:cut], arguments[cut + 1 :]
+    if command[:1] == ["python"]:
+        del command[0]
     parser = argparse.ArgumentParser(
         prog="train_on_nodes.sh",
         usage="bash scripts/train_on_nodes.sh HOSTS_FILE [options] -- SCRIPT TRAINING OPTIONS",
         formatter_class=Formatter,
         allow_abbrev=False,
     )
-    hosts.add_options(parser)
+    hosts.add_options(parser, needed=False)
     add = parser.add_argument
+    add(
+        "-H",
+        dest="list",
+        metavar="HOST:N,...",
+        help="instead of HOSTS_FILE: hosts and their processes, as horovodrun and mpirun take them",
+    )
+    add(
+        *("-np", "--num-proc"),
+        type=number(int, 1),
+        metavar="N",
+        help="processes in all; so many of the hosts take part, the first ones",
+    )
     add("--sync", action="store_true", help="copy this code to the nodes first")
     add("--fetch", action="store_true", help="bring the run directory back; needs --name")
     add("--port", type=number(int, 1, 65535), help="of the master; default: a free one there")
@@ -50,7 +65,30 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options = parser.parse_args(own)
     if not command:
         raise UserError("what to train is missing: ... HOSTS_FILE -- imagenet_ddp.py OPTIONS DATA")
+    if bool(options.hosts) == bool(options.list):
+        raise UserError("where to train: give either HOSTS_FILE or -H HOST:N,HOST:N")
     return options, command
+
+
+def machines_of(options: argparse.Namespace) -> list[Host]:
+    """The hosts that the options name. Raises: `UserError`."""
+    found = hosts.of_list(options.list) if options.list else hosts.read(options.hosts)
+    if len({host.slots for host in found}) > 1:
+        raise UserError(f"{_source(options)}: give all nodes the same number of slots, or none")
+    if options.num_proc is None:
+        return found
+    nodes, rest = divmod(options.num_proc, found[0].slots or 1)
+    if found[0].slots is None or rest or nodes > len(found):
+        slots = "unknown" if found[0].slots is None else found[0].slots
+        raise UserError(
+            f"-np {options.num_proc} does not fit {len(found)} hosts (slots of each: {slots}): all "
+            "nodes that take part need the same number of processes"
+        )
+    return found[:nodes]
+
+
+def _source(options: argparse.Namespace) -> str:
+    return str(options.hosts or f"-H {options.list}")
 
 
 def _limits(text: str) -> tuple[int, int]:
@@ -65,14 +103,12 @@ def main() -> int:
     hosts.go_on_without_reader()
     hosts.hide_values()
     options, command = parse(sys.argv[1:])
-    machines = hosts.read(options.hosts)
+    machines = machines_of(options)
     script = command[0]
     if not (ROOT / script).is_file() or "/" in script or not script.startswith("imagenet_"):
         raise UserError(f"{script} is not a training script in {ROOT}")
     if script in ("imagenet_nd.py", "imagenet_dp.py") and (len(machines) > 1 or machines[0].slots):
         raise UserError(f"{script} is one process on one node: use imagenet_ddp.py")
-    if len({host.slots for host in machines}) > 1:
-        raise UserError(f"{options.hosts}: give all nodes the same number of slots, or none")
     training = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     training.add_argument("--name")
     training.add_argument("--resume")
@@ -107,7 +143,7 @@ def _elastic(
         raise UserError("--elastic needs --name, the run to continue, among the training options")
     least, most = options.elastic
     if least > len(machines):
-        raise UserError(f"--elastic {least}:{most}, but {options.hosts} names {len(machines)}")
+        raise UserError(f"--elastic {least}:{most}, but {_source(options)} names {len(machines)}")
     resume = [] if known.resume else ["--resume", "auto"]
     return Elastic(options, machines, [command[0], *resume, *command[1:]], options.elastic)
 
