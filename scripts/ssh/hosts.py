@@ -101,8 +101,13 @@ def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:
     ``mark`` is the value of the environment variable by which clean-up recognises what is ours.
     """
     marked = f"env {MARKER}={mark} " if mark else ""
-    line = f"{marked}python3 -u -c {shlex.quote(_BOOTSTRAP)}"
+    line = f"{marked}python3 {shlex.join(bootstrap())}"
     return [*shlex.split(ssh), *_SSH_OPTIONS, host.address, line]
+
+
+def bootstrap() -> list[str]:
+    """The arguments with which Python reads a `program` and runs it."""
+    return ["-u", "-c", _BOOTSTRAP]
 
 
 def program(path: Path, arguments: dict) -> bytes:
@@ -118,11 +123,17 @@ def default_directory() -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, needed: bool = True) -> None:
-    """The hosts file (which may be missing unless ``needed``), where the code is on the hosts, with
-    what it runs there, and ssh."""
+    """The hosts file (which may be missing unless ``needed``), `add_node_options`, and ssh."""
     add = parser.add_argument
     text = "one ssh host per line, node rank 0 first"
     add("hosts", type=Path, nargs=None if needed else "?", metavar="HOSTS_FILE", help=text)
+    add_node_options(parser)
+    add("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options, as 'ssh -F FILE'")
+
+
+def add_node_options(parser: argparse.ArgumentParser) -> None:
+    """Where the code is on the nodes, what it is run by there, and variables for it."""
+    add = parser.add_argument
     add("--dir", default=default_directory(), help="where this code is on the nodes")
     add("--python", help="on the nodes; default: DIR/.venv/bin/python if it exists, else python3")
     add(
@@ -132,7 +143,6 @@ def add_options(parser: argparse.ArgumentParser, needed: bool = True) -> None:
         metavar="NAME[=VALUE]",
         help="a variable for the environment on the nodes; NAME alone: with its value here",
     )
-    add("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options, as 'ssh -F FILE'")
 
 
 def hide_values() -> None:

@@ -57,7 +57,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     add(
         "--elastic",
-        type=_limits,
+        type=limits,
         metavar="MIN:MAX",
         help="any node may fail and come back: train on at least MIN and at most MAX of them, with "
         "a --name, and an --output-dir that all nodes share",
@@ -91,7 +91,7 @@ def _source(options: argparse.Namespace) -> str:
     return str(options.hosts or f"-H {options.list}")
 
 
-def _limits(text: str) -> tuple[int, int]:
+def limits(text: str) -> tuple[int, int]:
     """MIN and MAX of --elastic."""
     least, colon, most = text.partition(":")
     if not (colon and least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
@@ -104,16 +104,7 @@ def main() -> int:
     hosts.hide_values()
     options, command = parse(sys.argv[1:])
     machines = machines_of(options)
-    script = command[0]
-    if not (ROOT / script).is_file() or "/" in script or not script.startswith("imagenet_"):
-        raise UserError(f"{script} is not a training script in {ROOT}")
-    if script in ("imagenet_nd.py", "imagenet_dp.py") and (len(machines) > 1 or machines[0].slots):
-        raise UserError(f"{script} is one process on one node: use imagenet_ddp.py")
-    training = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    training.add_argument("--name")
-    training.add_argument("--resume")
-    training.add_argument("--output-dir", default="runs")
-    known, _ = training.parse_known_args(command[1:])
+    known = check(command, len(machines) > 1 or bool(machines[0].slots))
     if options.fetch and not known.name:
         raise UserError("--fetch needs --name, the run to bring back, among the training options")
     if options.elastic:
@@ -128,6 +119,23 @@ def main() -> int:
             signal.signal(signum, signal.SIG_DFL)
         copying.fetch(options, host, known)
     return code
+
+
+def check(command: list[str], several: bool) -> argparse.Namespace:
+    """The name, resume and output_dir of a training; ``several``: on several nodes or processes.
+
+    Raises: `UserError` if that script cannot be trained so.
+    """
+    script = command[0]
+    if not (ROOT / script).is_file() or "/" in script or not script.startswith("imagenet_"):
+        raise UserError(f"{script} is not a training script in {ROOT}")
+    if script in ("imagenet_nd.py", "imagenet_dp.py") and several:
+        raise UserError(f"{script} is one process on one node: use imagenet_ddp.py")
+    training = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    training.add_argument("--name")
+    training.add_argument("--resume")
+    training.add_argument("--output-dir", default="runs")
+    return training.parse_known_args(command[1:])[0]
 
 
 def _elastic(
