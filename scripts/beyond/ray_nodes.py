@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import queue
 import socket
@@ -13,9 +14,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util import placement_group, remove_placement_group
 
-MORE_SECONDS = 60.0  # to wait for more nodes than training needs at least
+MOST_SECONDS, FEWER_SECONDS = 10.0, 3.0  # to ask for all nodes, and for each number below
 
 
 class Seat:
@@ -96,23 +97,28 @@ def fitting(bundle: dict[str, int]) -> int:
     return sum(all(node.get(kind, 0) >= n for kind, n in bundle.items()) for node in nodes)
 
 
+def ask_for(nodes: int, bundle: dict[str, int]) -> Any:
+    """A placement group of a ``bundle`` on each of so many nodes, ready or not; Ray's autoscaler
+    tries to start nodes for one that is not."""
+    wish = {kind: n for kind, n in bundle.items() if n}
+    return placement_group([wish] * nodes, strategy="STRICT_SPREAD")
+
+
 def reserve(bundle: dict[str, int], limits: tuple[int, int]) -> Iterator[tuple[Any, int, bool]]:
-    """Ask for a ``bundle`` on each of MAX nodes; after `MORE_SECONDS`, of as many as there are.
+    """Ask for MAX nodes, then for fewer of them down to MIN, round and round until they are free.
 
     Yields once a second: a placement group, of how many nodes, and whether it is ready, which ends
-    this. As long as it is not, Ray's autoscaler tries to start nodes for it.
+    this.
     """
-
-    def ask() -> Any:
-        wish = {kind: n for kind, n in bundle.items() if n}
-        return placement_group([wish] * wanted, strategy="STRICT_SPREAD")
-
-    (least, wanted), began = limits, time.monotonic()
-    group = ask()
-    while not group.wait(timeout_seconds=1):
-        yield group, wanted, False
-        if time.monotonic() - began > MORE_SECONDS and least <= fitting(bundle) < wanted:
+    least, most = limits
+    while True:
+        for nodes in range(most, least - 1, -1):
+            group = ask_for(nodes, bundle)
+            seconds = MOST_SECONDS if nodes == most else FEWER_SECONDS
+            until = time.monotonic() + seconds if least < most else math.inf
+            while time.monotonic() < until:
+                ready = group.wait(timeout_seconds=1)
+                yield group, nodes, ready
+                if ready:
+                    return
             remove_placement_group(group)
-            wanted = fitting(bundle)
-            group = ask()
-    yield group, wanted, True

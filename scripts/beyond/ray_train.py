@@ -74,10 +74,10 @@ class Job:
         threading.Thread(target=self._beat, daemon=True).start()
         code = None
         while code is None:
-            group, nodes = self._nodes()
+            groups, nodes = self._nodes()
             self.codes, began, joining = {}, time.monotonic(), False
             try:
-                joining = self._attempt(group, nodes)
+                joining = self._attempt(groups, nodes)
             except ray.exceptions.RayError as fault:
                 note(f"training could not begin: {_line(fault)}")
                 self.codes = {0: 1}
@@ -85,7 +85,8 @@ class Job:
                 for seat in self.seats:
                     ray.kill(seat)
                 self.seats = []
-                ray.util.remove_placement_group(group)
+                for group in groups:
+                    ray.util.remove_placement_group(group)
             code = self._judge(joining, time.monotonic() - began)
         return code
 
@@ -93,8 +94,9 @@ class Job:
         self.interrupts += 1
         self.events.put(("signal", signum, None))
 
-    def _nodes(self) -> tuple[Any, int]:
-        """Wait for nodes. Returns: a placement group, and of how many. Raises: `UserError`."""
+    def _nodes(self) -> tuple[list[Any], int]:
+        """Wait for nodes. Returns: a placement group, if necessary a second one that waits for the
+        nodes that are missing, and of how many the first is. Raises: `UserError`."""
         began, next_line = time.monotonic(), 2.0
         wish = " and ".join(f"{n} {kind}" for kind, n in self.bundle.items() if n)
         for group, nodes, ready in ray_nodes.reserve(self.bundle, self.options.nodes):
@@ -116,11 +118,12 @@ class Job:
             if why:
                 ray.util.remove_placement_group(group)
                 raise UserError(why, code=code)
-        return group, nodes
+        missing = self.options.nodes[1] - nodes
+        return [group, *([ray_nodes.ask_for(missing, self.bundle)] if missing else [])], nodes
 
-    def _attempt(self, group: Any, nodes: int) -> bool:
+    def _attempt(self, groups: list[Any], nodes: int) -> bool:
         """One start of the training. Returns: whether it has ended to make room for more nodes."""
-        self.seats = ray_nodes.seats(group, nodes, self.bundle)
+        self.seats = ray_nodes.seats(groups[0], nodes, self.bundle)
         hellos = ray.get([seat.hello.remote() for seat in self.seats], timeout=START_SECONDS)
         names = [hello["name"] for hello in hellos]
         if len(set(names)) < nodes:  # a machine may be several of Ray's nodes
@@ -139,7 +142,7 @@ class Job:
         for place in enumerate(self.seats):
             more = (screen, names)
             threading.Thread(target=self._follow, args=(*place, *more), daemon=True).start()
-        return self._wait(names)
+        return self._wait(names, groups[1:])
 
     def _job(self, rank: int, nodes: int, first: dict[str, Any]) -> dict[str, Any]:
         """What the guard on a node is to run; its script takes all GPUs that Ray shows it."""
@@ -183,8 +186,8 @@ class Job:
             with contextlib.suppress(Exception):  # of a node that is gone
                 seat.say.remote(order)
 
-    def _wait(self, names: list[str]) -> bool:
-        """Wait until all nodes have ended. Returns: whether that was to make room for more."""
+    def _wait(self, names: list[str], more: list[Any]) -> bool:
+        """Wait until all nodes have ended. Returns: whether that was to make room for ``more``."""
         began = looked = time.monotonic()
         ending = joining = False
         while len(self.codes) < len(names):
@@ -208,7 +211,8 @@ class Job:
                     self._end()
             elif not ending and now - began > SETTLE_SECONDS and now - looked > LOOK_SECONDS:
                 looked = now
-                if len(names) < min(self.options.nodes[1], ray_nodes.fitting(self.bundle)):
+                here = len(names) < ray_nodes.fitting(self.bundle)
+                if here and any(group.wait(timeout_seconds=0) for group in more):
                     note("stopping with a snapshot, to go on with more nodes")
                     ending = joining = True
                     self._say(b"TERM\n")
