@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, summary
@@ -20,8 +21,7 @@ pytestmark = pytest.mark.long
 INTERRUPTED = 75
 PYTHON = os.environ.get("RAY_PYTHON", sys.executable)
 PORT = 6379
-# Ray starts its own python3.11 from the PATH's first python, and asks nobody about usage.
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
 _, ENV = tiny(step_seconds=0.05)
 
 
@@ -44,7 +44,7 @@ def nodes(has_ray):
 def ray(node: Node, options: str) -> Typed:
     """A node of the cluster, which stays as long as the command does."""
     memory = "--object-store-memory 80000000 --disable-usage-stats --block"
-    line = f"exec {PYTHON} -m ray.scripts.scripts start {options} {memory} 2>&1"
+    line = f"unset CUDA_VISIBLE_DEVICES; exec {PYTHON} -m ray.scripts.scripts start {options} {memory} 2>&1"
     line = f"{line} --node-ip-address {node.ip}"
     started = node.type(line, **QUIET)
     started.until("Ray runtime started")
@@ -52,13 +52,14 @@ def ray(node: Node, options: str) -> Typed:
 
 
 def join(node: Node) -> Typed:
-    """A node that trains."""
-    return ray(node, f"--address 10.77.0.1:{PORT} --num-cpus 1")
+    """A node that trains; Ray believes what it is told of its GPU."""
+    return ray(node, f"--address 10.77.0.1:{PORT} --num-cpus 1 --num-gpus 1")
 
 
 def typed(nodes: list[Node], runs, folder, limits: str, epochs: int = 100000) -> Typed:
     """The training, typed on node0; a line every step."""
     given = " ".join(f"--env {name}={value}" for name, value in ENV.items())
+    given += " --env CUDA_VISIBLE_DEVICES="
     return nodes[0].type(
         f"exec {PYTHON} scripts/beyond/ray_train.py --address 10.77.0.1:{PORT} --nodes {limits} "
         f"--python {sys.executable} --dir {ROOT} {given} -- imagenet_ddp.py {TINY_LINE} -p 1 "
@@ -104,13 +105,18 @@ def test_nothing_is_left(nodes, folder, tmp_path, way):
     """Of a launcher that is killed; a machine that is switched off ends with its number."""
     with typed(nodes, tmp_path, folder, "2") as run:
         run.until(r"\[node2\] (\[rank 1\] )?Epoch 2/\d+ step")
-        assert len(trainings(nodes)) >= 4
+        ours = trainings(nodes)
+        guards = [one for one in ours if "ARGUMENTS" in one.command]
+        assert len(ours) >= 6
+        assert len(guards) >= 2
+        for one in guards:  # Ray has given them their GPU
+            assert b"CUDA_VISIBLE_DEVICES=0" in Path(f"/proc/{one.pid}/environ").read_bytes()
         if way == "SIGKILL":
             run.send(signal.SIGKILL)
         else:
             nodes[2].kill()
             run.until("node2 is lost; stopping the rest")
-            run.until("waiting for 2 nodes with 1 CPU free on each: the cluster has 1")
+            run.until("waiting for 2 nodes with 1 CPU and 1 GPU free on each: the cluster has 1")
             run.send(signal.SIGINT, group=True)
             assert run.result().code == INTERRUPTED
         assert eventually(lambda: not trainings(nodes[:2])), trainings(nodes[:2])

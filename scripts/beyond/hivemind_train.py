@@ -66,6 +66,8 @@ def main() -> int:
     native.add_options(parser)
     add_options(parser)
     args = options.parse(parser)
+    # Hivemind takes tensors for vectors (view(-1)), which NHWC weights are not.
+    args.channels_last, args.memory_format = False, torch.contiguous_format
     args.target_batch = args.target_batch or args.batch_size
     args.accum_steps, rest = divmod(args.target_batch, args.batch_size)  # what one process would do
     if rest:
@@ -80,7 +82,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("peers")
     add = group.add_argument
     add("--swarm", default="imagenet", metavar="NAME", help="peers of one name train together")
-    add("--peers", nargs="+", metavar="ADDRESS", help="of any that are there; none: the first one")
+    add("--peers", metavar="A,B,...", help="addresses of some that are there; none: the first one")
     add(
         "--listen",
         default="/ip4/0.0.0.0/tcp/0",
@@ -121,7 +123,8 @@ def train(args: Namespace, world: World) -> int:
 
     # ---- peers: a table that they hold together (DHT), and an optimiser that steps with them
     os.register_at_fork(after_in_child=supervise.die_with_parent)  # Hivemind's own processes
-    dht = hivemind.DHT(args.peers, host_maddrs=[args.listen], start=True)
+    others = args.peers.split(",") if args.peers else None
+    dht = hivemind.DHT(others, host_maddrs=[args.listen], start=True)
     swarm = hivemind.Optimizer(
         dht=dht,
         run_id=args.swarm,

@@ -51,6 +51,7 @@ START_SECONDS = 120.0  # for the actors
 SETTLE_SECONDS, LOOK_SECONDS = 30.0, 5.0  # an attempt lasts so long before it makes room for a node
 LOST_SECONDS = 6.0  # for the other nodes to end once one has failed
 QUICK_SECONDS, QUICK_FAILURES = 120.0, 5  # so many such short attempts in a row are no accident
+PAUSE_SECONDS = 5.0  # before the second attempt; then twice as long, and so on
 LOST = None  # in place of the exit code of a node that is gone
 
 
@@ -153,6 +154,8 @@ class Job:
             "NODE_RANK": str(rank),
             "IMAGENET_ELASTIC": f"{self.name}:{self.number}",
         }
+        if not self.options.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # none that Ray has not given
         return {
             "command": list(self.command),
             "folder": self.options.dir,
@@ -242,7 +245,7 @@ class Job:
         if self.quick >= QUICK_FAILURES:
             note(f"training has failed {self.quick} times in a row soon after its start")
             return failed[0]
-        until = time.monotonic() + 5 * 2 ** (self.quick - 1)
+        until = time.monotonic() + PAUSE_SECONDS * 2 ** (self.quick - 1)
         while time.monotonic() < until and not self.interrupts:
             time.sleep(0.5)
         return None
