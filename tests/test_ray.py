@@ -43,10 +43,9 @@ def nodes(has_ray):
 
 def ray(node: Node, options: str) -> Typed:
     """A node of the cluster, which stays as long as the command does."""
-    memory = "--object-store-memory 80000000 --disable-usage-stats --block"
-    line = f"unset CUDA_VISIBLE_DEVICES; exec {PYTHON} -m ray.scripts.scripts start {options} {memory} 2>&1"
-    line = f"{line} --node-ip-address {node.ip}"
-    started = node.type(line, **QUIET)
+    options += f" --node-ip-address {node.ip} --object-store-memory 80000000"
+    line = f"exec {PYTHON} -m ray.scripts.scripts start {options} --disable-usage-stats --block"
+    started = node.type(f"unset CUDA_VISIBLE_DEVICES; {line} 2>&1", **QUIET)
     started.until("Ray runtime started")
     return started
 
