@@ -180,11 +180,12 @@ def train(args: Namespace, world: World) -> int:
                     break
                 if position != swarm.local_epoch and swarm.local_epoch % args.print_freq == 0:
                     say_where(session, swarm, steps)
+            if not session.stop.reason:
+                state.epoch = swarm.local_epoch // steps - 1  # who joins late begins in a later one
+            state.step = swarm.local_epoch - state.epoch * steps
             if session.stop.reason:
-                state.step = swarm.local_epoch - state.epoch * steps
                 loop.close_epoch(session, None, None)
                 break
-            state.epoch = swarm.local_epoch // steps - 1  # who joins late begins in a later one
             done = (swarm.local_epoch - seen) * args.target_batch
             trained = record(session, sums, done / (time.monotonic() - began))
             run.scalars(swarm_facts(swarm), state.epoch + 1)
@@ -193,6 +194,7 @@ def train(args: Namespace, world: World) -> int:
                 loop.close_epoch(session, trained, evaluated)
             else:
                 state.epoch, state.step = state.epoch + 1, 0
+                state.tick()
                 epoch.save_snapshot(session)
     finally:
         swarm.shutdown()
