@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, summary
+from conftest import ROOT, TIMEOUT, summary
 from nodes import Node, Nodes, Typed
 from running import TINY_LINE, Process, eventually, tiny
 
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.long
 INTERRUPTED = 75
 PYTHON = os.environ.get("RAY_PYTHON", sys.executable)
 PORT = 6379
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+# Without the last, Ray makes its workers, and so the training, give way to everything else.
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 _, ENV = tiny(step_seconds=0.05)
 
 
@@ -45,9 +47,17 @@ def ray(node: Node, options: str) -> Typed:
     """A node of the cluster, which stays as long as the command does."""
     options += f" --node-ip-address {node.ip} --object-store-memory 80000000"
     line = f"exec {PYTHON} -m ray.scripts.scripts start {options} --disable-usage-stats --block"
-    started = node.type(f"unset CUDA_VISIBLE_DEVICES; {line} 2>&1", **QUIET)
+    started = patient(node.type(f"unset CUDA_VISIBLE_DEVICES; {line} 2>&1", **QUIET))
     started.until("Ray runtime started")
     return started
+
+
+def patient(run: Typed) -> Typed:
+    """Three attempts at a training take longer than a test does otherwise."""
+    run.limit.cancel()
+    run.limit = threading.Timer(4 * TIMEOUT, run.send, (signal.SIGKILL,))
+    run.limit.start()
+    return run
 
 
 def join(node: Node) -> Typed:
@@ -59,12 +69,13 @@ def typed(nodes: list[Node], runs, folder, limits: str, epochs: int = 100000) ->
     """The training, typed on node0; a line every step."""
     given = " ".join(f"--env {name}={value}" for name, value in ENV.items())
     given += " --env CUDA_VISIBLE_DEVICES="
-    return nodes[0].type(
+    run = nodes[0].type(
         f"exec {PYTHON} scripts/beyond/ray_train.py --address 10.77.0.1:{PORT} --nodes {limits} "
         f"--python {sys.executable} --dir {ROOT} {given} -- imagenet_ddp.py {TINY_LINE} -p 1 "
         f"--epochs {epochs} --snapshot-minutes 0.02 --name run --output-dir {runs} {folder} 2>&1",
         **QUIET,
     )
+    return patient(run)
 
 
 def trainings(nodes: list[Node]) -> set[Process]:
