@@ -6,6 +6,9 @@
 #   HOSTS_FILE  one ssh host per line, in the order of node ranks; see scripts/ssh/hosts.py
 #   SCRIPT      such as imagenet_ddp.py, with its options as typed on one node
 #
+# -H a:2,b:2 stands in for HOSTS_FILE, with the processes of each host: horovodrun's lines
+# (-np 4 -H a:2,b:2 python imagenet_ddp.py ...) can be typed as they are.
+#
 # --elastic MIN:MAX goes on when nodes fail, whichever, and takes those in that come back. The run
 # directory must then be on a file system that the nodes share.
 #

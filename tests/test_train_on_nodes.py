@@ -35,7 +35,7 @@ def hosts(tmp_path) -> Path:
     return path
 
 
-def line(hosts: Path, training: str, launcher: str = f"--dir {ROOT}") -> str:
+def line(hosts: Path | str, training: str, launcher: str = f"--dir {ROOT}") -> str:
     """The command as people type it."""
     return f"bash scripts/train_on_nodes.sh {hosts} {launcher} -- {training}"
 
@@ -45,8 +45,11 @@ def ours(nodes: list[Node]) -> set[Process]:
     return set().union(*(node.processes() for node in nodes))
 
 
-def test_two_nodes_sync_and_fetch(nodes, hosts, folder, tmp_path):
-    """The code goes there, the run comes back, and each line shows where it is from."""
+def test_two_nodes_sync_and_fetch(nodes, folder, tmp_path):
+    """The code goes there, the run comes back, and each line shows where it is from.
+
+    Typed as for horovodrun, but for our own options.
+    """
     need("rsync")
     code = tmp_path / "copied"
     (tmp_path / "here").mkdir()
@@ -55,7 +58,8 @@ def test_two_nodes_sync_and_fetch(nodes, hosts, folder, tmp_path):
     launcher = f"--sync --fetch --dir {code} --python {python} --port 8888 --env TIMES=3"
     launcher += f" --env AWS_SECRET_ACCESS_KEY={SECRET} --env=HERE"
     training = f"imagenet_ddp.py {TINY_LINE} --epochs 1 --name mine {folder}"
-    typed = line(hosts, training, launcher).replace("scripts/", f"{ROOT}/scripts/")
+    typed = line("-np 2 -H node1:1,root@node2:1", f"python {training}", launcher)
+    typed = typed.replace("scripts/", f"{ROOT}/scripts/").replace(" -- ", " ")
     done = nodes[0].run(typed, cwd=tmp_path / "here", env={"HERE": SECRET})
     assert done.code == 0, done.out + done.err
     assert SECRET not in done.out + done.err

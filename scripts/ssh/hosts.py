@@ -79,14 +79,35 @@ def read(path: Path) -> list[Host]:
     return hosts
 
 
+def of_list(text: str) -> list[Host]:
+    """The hosts in a list as Horovod and MPI write it, such as a:2,b:2 (processes; without: 1).
+
+    Raises: `UserError`.
+    """
+    hosts = []
+    for word in text.split(","):
+        address, slots = word.rsplit(":", 1) if ":" in word else (word, "1")
+        if not address or address.startswith("-") or not slots.isdecimal() or not int(slots):
+            raise UserError(f"-H {text}: {word!r} is not of the form HOST or HOST:PROCESSES")
+        if address.rpartition("@")[2] in [host.name for host in hosts]:
+            raise UserError(f"-H {text}: {address} is listed twice")
+        hosts.append(Host(address, int(slots)))
+    return hosts
+
+
 def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:
     """The command that runs a `program` on ``host``; ``ssh`` is ssh with the user's options.
 
     ``mark`` is the value of the environment variable by which clean-up recognises what is ours.
     """
     marked = f"env {MARKER}={mark} " if mark else ""
-    line = f"{marked}python3 -u -c {shlex.quote(_BOOTSTRAP)}"
+    line = f"{marked}python3 {shlex.join(bootstrap())}"
     return [*shlex.split(ssh), *_SSH_OPTIONS, host.address, line]
+
+
+def bootstrap() -> list[str]:
+    """The arguments with which Python reads a `program` and runs it."""
+    return ["-u", "-c", _BOOTSTRAP]
 
 
 def program(path: Path, arguments: dict) -> bytes:
@@ -102,11 +123,17 @@ def default_directory() -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, needed: bool = True) -> None:
-    """The hosts file (which may be missing unless ``needed``), where the code is on the hosts, with
-    what it runs there, and ssh."""
+    """The hosts file (which may be missing unless ``needed``), `add_node_options`, and ssh."""
     add = parser.add_argument
     text = "one ssh host per line, node rank 0 first"
     add("hosts", type=Path, nargs=None if needed else "?", metavar="HOSTS_FILE", help=text)
+    add_node_options(parser)
+    add("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options, as 'ssh -F FILE'")
+
+
+def add_node_options(parser: argparse.ArgumentParser) -> None:
+    """Where the code is on the nodes, what it is run by there, and variables for it."""
+    add = parser.add_argument
     add("--dir", default=default_directory(), help="where this code is on the nodes")
     add("--python", help="on the nodes; default: DIR/.venv/bin/python if it exists, else python3")
     add(
@@ -116,7 +143,6 @@ def add_options(parser: argparse.ArgumentParser, needed: bool = True) -> None:
         metavar="NAME[=VALUE]",
         help="a variable for the environment on the nodes; NAME alone: with its value here",
     )
-    add("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options, as 'ssh -F FILE'")
 
 
 def hide_values() -> None:

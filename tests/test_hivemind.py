@@ -1,0 +1,90 @@
+"""scripts/beyond/hivemind_train.py: three peers on this machine, one comes late, one is killed.
+
+Needs Hivemind, in this environment or in that of the interpreter $HIVEMIND_PYTHON.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import draw_folder, python, scalars, summary
+from running import TINY_LINE, Running, descendants, eventually, tiny
+
+pytestmark = pytest.mark.long
+
+PYTHON = os.environ.get("HIVEMIND_PYTHON", sys.executable)
+EXEC = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"  # keeps the process number
+TARGET, EPOCHS = 60, 8
+RECIPE = f"{TINY_LINE} --lr 0.02 --epochs {EPOCHS}".split()
+_, ENV = tiny(step_seconds=0.25)
+
+
+@pytest.fixture(scope="module")
+def has_hivemind() -> None:
+    done = subprocess.run([PYTHON, "-c", "import hivemind"], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"not installed for {PYTHON}: pip install hivemind, or set HIVEMIND_PYTHON")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """300 images to train on: five steps an epoch."""
+    return draw_folder(tmp_path_factory.mktemp("swarm") / "data", train=100, val=30)
+
+
+def peer(name: str, runs, images, *more: str) -> Running:
+    options = ("--target-batch", TARGET, "--matchmaking", "2", "-p", "1", "--name", name)
+    where = ("--listen", "/ip4/127.0.0.1/tcp/0", "--output-dir", runs, images)
+    script = "scripts/beyond/hivemind_train.py"
+    return Running("-c", EXEC, PYTHON, script, *RECIPE, *options, *more, *where, **ENV)
+
+
+def test_peers_come_and_go(has_hivemind, images, tmp_path):
+    """... and reach what one process reaches with as many images; nothing of them is left."""
+    one = ("imagenet_nd.py", *RECIPE, "--accum-steps", TARGET // 5, "--name", "one")
+    done = python(*one, "--output-dir", tmp_path, images, **tiny()[1])
+    assert done.code == 0, done.err
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(peer("first", tmp_path, images))
+        assert "no order of samples" in first.until("no order of samples")
+        address = first.until("others join with").split()[-1]
+        second = stack.enter_context(peer("second", tmp_path, images, "--peers", address))
+        first.until("peers 2")
+        late = stack.enter_context(peer("late", tmp_path, images, "--peers", address))
+        first.until("peers 3")
+        late.until(r"Epoch \d+/\d+ step")
+        family = second.meet_family()
+        second.send(signal.SIGKILL)
+        assert eventually(lambda: not any(one.lives() for one in family)), family
+        assert not late.seen[-1].startswith("Epoch 1/")  # it has the state of the others
+        results = [first.result(), late.result()]
+        for run, result in zip((first, late), results, strict=True):
+            assert result.code == 0, result.out + result.err
+            assert not descendants(run.process.pid)
+    found, plain = summary(tmp_path / "first"), summary(tmp_path / "one")
+    assert (found["epochs_done"], found["finished_because"]) == (EPOCHS, "epochs")
+    assert found["best_top1"] >= plain["best_top1"] - 2
+    curves = scalars(tmp_path / "first")
+    assert max(peers for _, peers in curves["Swarm/peers"]) == 3
+    assert curves["Swarm/samples"][-1] == (EPOCHS, EPOCHS * 300)
+    assert (tmp_path / "late" / "snapshot.pt").is_file()
+    assert not re.search(r"Epoch \d+/\d+  train", results[1].out)  # one peer evaluates
+
+
+def test_a_peer_that_is_interrupted_continues(has_hivemind, images, tmp_path):
+    """Ctrl-C writes a snapshot; with --resume the only peer goes on from there."""
+    with peer("alone", tmp_path, images) as run:
+        run.until(r"Epoch 2/\d+ step")
+        run.send(signal.SIGINT)
+        result = run.result()
+    assert result.code == 75, result.out + result.err
+    with peer("alone", tmp_path, images, "--resume", "auto") as run:
+        assert "epoch 2" in run.until("resumed from")
+        assert re.match(r"Epoch [23]/", run.until(r"Epoch \d+/\d+ step"))
+        result = run.result()
+    assert result.code == 0, result.out + result.err
+    assert summary(tmp_path / "alone")["epochs_done"] == EPOCHS

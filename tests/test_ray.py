@@ -1,0 +1,146 @@
+"""scripts/beyond/ray_train.py on a Ray cluster of two nodes that train, and a head.
+
+Needs Ray, in this environment or in that of the interpreter $RAY_PYTHON.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TIMEOUT, summary
+from nodes import Node, Nodes, Typed
+from running import TINY_LINE, Process, eventually, tiny
+
+pytestmark = pytest.mark.long
+
+INTERRUPTED = 75
+PYTHON = os.environ.get("RAY_PYTHON", sys.executable)
+PORT = 6379
+# Without the last, Ray makes its workers, and so the training, give way to everything else.
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+_, ENV = tiny(step_seconds=0.05)
+
+
+@pytest.fixture(scope="module")
+def has_ray() -> None:
+    if subprocess.run([PYTHON, "-c", "import ray"], capture_output=True, check=False).returncode:
+        pytest.skip(f"Ray is not installed for {PYTHON}: pip install ray, or set RAY_PYTHON")
+
+
+@pytest.fixture
+def nodes(has_ray):
+    """node0, Ray's head, to type on; node1 and node2, which train."""
+    # The path of a socket is short, and so is this.
+    with Nodes(3) as all_nodes, tempfile.TemporaryDirectory(prefix="ray") as folder:
+        head = f"--head --port {PORT} --num-cpus 0 --include-dashboard false --temp-dir {folder}"
+        with ray(all_nodes[0], head), join(all_nodes[1]), join(all_nodes[2]):
+            yield all_nodes
+
+
+def ray(node: Node, options: str) -> Typed:
+    """A node of the cluster, which stays as long as the command does."""
+    options += f" --node-ip-address {node.ip} --object-store-memory 80000000"
+    line = f"exec {PYTHON} -m ray.scripts.scripts start {options} --disable-usage-stats --block"
+    started = patient(node.type(f"unset CUDA_VISIBLE_DEVICES; {line} 2>&1", **QUIET))
+    started.until("Ray runtime started")
+    return started
+
+
+def patient(run: Typed) -> Typed:
+    """Three attempts at a training take longer than a test does otherwise."""
+    run.limit.cancel()
+    run.limit = threading.Timer(4 * TIMEOUT, run.send, (signal.SIGKILL,))
+    run.limit.start()
+    return run
+
+
+def join(node: Node) -> Typed:
+    """A node that trains; Ray believes what it is told of its GPU."""
+    return ray(node, f"--address 10.77.0.1:{PORT} --num-cpus 1 --num-gpus 1")
+
+
+def typed(nodes: list[Node], runs, folder, limits: str, epochs: int = 100000) -> Typed:
+    """The training, typed on node0; a line every step."""
+    given = " ".join(f"--env {name}={value}" for name, value in ENV.items())
+    given += " --env CUDA_VISIBLE_DEVICES="
+    run = nodes[0].type(
+        f"exec {PYTHON} scripts/beyond/ray_train.py --address 10.77.0.1:{PORT} --nodes {limits} "
+        f"--python {sys.executable} --dir {ROOT} {given} -- imagenet_ddp.py {TINY_LINE} -p 1 "
+        f"--epochs {epochs} --snapshot-minutes 0.02 --name run --output-dir {runs} {folder} 2>&1",
+        **QUIET,
+    )
+    return patient(run)
+
+
+def trainings(nodes: list[Node]) -> set[Process]:
+    """What belongs to trainings in the nodes, guards too."""
+    found = set().union(*(node.processes() for node in nodes))
+    return {one for one in found if re.search("imagenet_ddp|ARGUMENTS|spawn_main", one.command)}
+
+
+def test_training_goes_on_without_a_node_and_with_it_again(nodes, folder, tmp_path):
+    """Then Ctrl-C ends it, with a snapshot."""
+    with typed(nodes, tmp_path, folder, "1:2") as run:
+        run.until(r"training begins on node\d, node\d")
+        run.until(r"\[node2\] (\[rank 1\] )?Epoch 2/\d+ step")
+        (raylet,) = [one for one in nodes[2].processes() if "/raylet/raylet " in one.command]
+        os.kill(raylet.pid, signal.SIGKILL)
+        run.until("node2 is lost; stopping the rest")
+        run.until("training begins again on node1$")
+        run.until(r"resumed from \S+: epoch \d+, step \d+")
+        run.until(r"\[node1\] Epoch \d+/\d+ step")
+        assert eventually(lambda: not trainings(nodes[2:])), trainings(nodes[2:])
+        with join(nodes[2]):
+            run.until("stopping with a snapshot, to go on with more nodes")
+            run.until(r"training begins again on node\d, node\d")
+            run.until(r"resumed from \S+: epoch \d+, step \d+")
+            run.until(r"\[node2\] (\[rank 1\] )?Epoch \d+/\d+ step")
+            run.send(signal.SIGINT, group=True)
+            result = run.result()
+            assert result.code == INTERRUPTED, result.out
+            assert "asking all nodes to stop with a snapshot" in result.out
+            found = summary(tmp_path / "run")
+            assert (found["finished_because"], found["nodes"]) == ("interrupted", 2)
+            assert not trainings(nodes)
+
+
+@pytest.mark.parametrize("way", ["SIGKILL", "machine"])
+def test_nothing_is_left(nodes, folder, tmp_path, way):
+    """Of a launcher that is killed; a machine that is switched off ends with its number."""
+    with typed(nodes, tmp_path, folder, "2") as run:
+        run.until(r"\[node2\] (\[rank 1\] )?Epoch 2/\d+ step")
+        ours = trainings(nodes)
+        guards = [one for one in ours if "ARGUMENTS" in one.command]
+        assert len(ours) >= 6
+        assert len(guards) >= 2
+        for one in guards:  # Ray has given them their GPU
+            assert b"CUDA_VISIBLE_DEVICES=0" in Path(f"/proc/{one.pid}/environ").read_bytes()
+        if way == "SIGKILL":
+            run.send(signal.SIGKILL)
+        else:
+            nodes[2].kill()
+            run.until("node2 is lost; stopping the rest")
+            run.until("waiting for 2 nodes with 1 CPU and 1 GPU free on each: the cluster has 1")
+            run.send(signal.SIGINT, group=True)
+            assert run.result().code == INTERRUPTED
+        assert eventually(lambda: not trainings(nodes[:2])), trainings(nodes[:2])
+
+
+def test_a_training_ends_and_its_faults_are_sentences(nodes, folder, tmp_path):
+    with typed(nodes, tmp_path, folder, "2", epochs=1) as run:
+        result = run.result()
+    assert result.code == 0, result.out
+    found = summary(tmp_path / "run")
+    assert (found["nodes"], found["world_size"], found["epochs_done"]) == (2, 2, 1)
+    with typed(nodes, tmp_path, "/nowhere", "2") as run:
+        result = run.result()
+    assert result.code == 2, result.out
+    assert "error: data folder /nowhere is missing" in result.out
+    assert "Traceback" not in result.out
+    assert not trainings(nodes)
