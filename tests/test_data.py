@@ -22,7 +22,7 @@ from utils.data.loaders import BadFiles, Batches, build_loaders
 from utils.data.preprocessing import IMAGENET, MEAN, STD
 from utils.data.workers import Worker
 from utils.errors import UserError
-from utils.metrics import UNREADABLE
+from utils.instruments.metrics import UNREADABLE
 from utils.processes.distributed import World
 from utils.samplers import Batch, EvalSampler, TrainSampler
 

@@ -14,7 +14,7 @@ from test_monitor import stand_in_nvml
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
-import utils.metrics
+import utils.instruments.metrics
 from utils import optim
 from utils.amp.loss_scale import LossScaler
 from utils.comm.lane import Lane
@@ -94,7 +94,7 @@ def test_a_precision_that_is_not_there(train):
         (Batches._upload, "images = images.to(self.device, non_blocking=True)",
          "images = images.to(self.device)", Wait),
         (Batches._upload, "current.wait_stream(self.stream)", "pass", Race),
-        (utils.metrics.Sums.add, "hits = ", "hits = loss_sum.item(); hits = ", Wait),
+        (utils.instruments.metrics.Sums.add, "hits = ", "hits = loss_sum.item(); hits = ", Wait),
         (optim.sgd, "fused=first.is_cuda", "fused=False", Wait),
         (evaluation.measure, "sums.add(", "loss.item(); sums.add(", Wait),
         (snapshots.SnapshotWriter.save, "torch.cuda.synchronize()", "pass", Race),

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from utils.metrics import Sums
+from utils.instruments.metrics import Sums
 from utils.processes.distributed import World
 from utils.training.lines import Lines
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from utils.metrics import UNREADABLE, Sums, to_metrics
+from utils.instruments.metrics import UNREADABLE, Sums, to_metrics
 from utils.processes.distributed import World
 
 CPU = torch.device("cpu")

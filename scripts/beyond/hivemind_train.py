@@ -40,7 +40,7 @@ from utils import models, optim, options
 from utils.amp import native
 from utils.data.loaders import Batches, build_loaders
 from utils.errors import UserError
-from utils.metrics import Sums, to_metrics
+from utils.instruments.metrics import Sums, to_metrics
 from utils.option_types import amount, positive
 from utils.processes import launch, supervise
 from utils.processes.distributed import World

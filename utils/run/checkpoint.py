@@ -36,7 +36,7 @@ class TrainState:
     """All that the future of a run depends on.
 
     ``epoch`` epochs are finished, and ``step`` steps of ``global_batch`` images of the next one.
-    ``sums`` are that epoch's metric sums so far (see `utils.metrics.Sums`), ``printed`` those at
+    ``sums`` are that epoch's metric sums so far (`metrics.Sums`), ``printed`` those at
     the last printed line, both of all ranks; ``elapsed`` are the seconds of training, ``history``
     is a dictionary an epoch, ``best`` that of the best one. The order
     of samples, augmentation and dropout are functions of seed and position, so no random state

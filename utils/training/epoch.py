@@ -10,7 +10,7 @@ import torch
 
 from utils import schedules
 from utils.data import mixing
-from utils.metrics import Sums, to_metrics
+from utils.instruments.metrics import Sums, to_metrics
 from utils.processes.distributed import from_main, gather
 from utils.run import checkpoint
 from utils.run.checkpoint import TrainState

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from utils.data.loaders import Batches
 from utils.errors import UserError
-from utils.metrics import UNREADABLE, Sums, to_metrics
+from utils.instruments.metrics import UNREADABLE, Sums, to_metrics
 from utils.option_types import positive
 from utils.processes.distributed import copy_from_main, from_main
 from utils.run import checkpoint

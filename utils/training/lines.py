@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from utils.metrics import Sums, Total, to_metrics
+from utils.instruments.metrics import Sums, Total, to_metrics
 from utils.training.session import Session
 from utils.training.stopping import Reason
 
