@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from utils.errors import UserError
+from utils.sharding import pieces
 from utils.training.session import TrainStep
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ def compiled(module: nn.Module, args: argparse.Namespace, device: torch.device) 
         return module
     if isinstance(module, nn.DataParallel):
         raise UserError("--compile does not go through DataParallel: imagenet_ddp.py has it")
+    if pieces.is_sharded(module):
+        raise UserError("--compile is not for sharded models: imagenet_ddp.py has it", alike=True)
     _check_compiler(device)
     mode = None if args.compile == "default" else args.compile
     return torch.compile(module, mode=mode, dynamic=False)
