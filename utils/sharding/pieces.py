@@ -42,7 +42,7 @@ def piece_like(full: Tensor, like: Tensor) -> Tensor:
     """
     if not is_piece(like) or is_piece(full) or full.shape != like.shape:
         return full
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard
 
     part, mesh = full, like.device_mesh
     for dim, placement in enumerate(like.placements):
@@ -51,9 +51,18 @@ def piece_like(full: Tensor, like: Tensor) -> Tensor:
             number = mesh.get_local_rank(dim)
             empty = part.narrow(placement.dim, 0, 0)  # fewer rows than processes
             part = parts[number] if number < len(parts) else empty
-    part = part.detach().to(like.device, copy=True).contiguous()
+    return as_piece(part.detach().to(like.device, copy=True).contiguous(), like)
+
+
+def as_piece(part: Tensor, like: Tensor) -> Tensor:
+    """``part``, made from `local` of ``like``, as a piece of a whole tensor of that shape: so that
+    snapshots get the whole one. Plain if ``like`` is plain."""
+    if not is_piece(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
     shape = {"shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(part, mesh, like.placements, run_check=False, **shape)
+    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, **shape)
 
 
 def pieces_like(full: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
