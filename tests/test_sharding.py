@@ -95,7 +95,7 @@ def test_fsdp_ddp_and_fsdp_in_turns_are_ddp_bit_for_bit(trained):
     for ours, theirs in zip(*records, strict=True):
         assert [ours[tag] for tag in CURVES] == [theirs[tag] for tag in CURVES]
     log = (runs / "turns" / "train.log").read_text()
-    assert "--reshard full, 2 processes: 3 x EncoderBlock by itself" in log
+    assert "--reshard full, 2 processes: 3 x EncoderBlock each by itself" in log
 
 
 def test_a_run_goes_from_two_to_four_to_three_processes(trained):

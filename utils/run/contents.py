@@ -116,19 +116,10 @@ def momentum(content: dict[str, Any], optimizer: Any, path: Path | None) -> dict
             if not isinstance(buffer, Tensor) or not buffer.ndim:
                 continue  # a count of steps
             if buffer.shape == weight.shape:
-                state[number][name] = _laid_out_like(weight, buffer)
+                state[number][name] = pieces.laid_out_like(buffer, weight)
             elif name in ("momentum_buffer", "exp_avg"):
                 raise UserError(f"the optimiser state in {path} is of another model", alike=True)
     return {"state": state, "param_groups": groups}
-
-
-def _laid_out_like(weight: Tensor, value: Tensor) -> Tensor:
-    """``value`` in the memory layout of ``weight``, which fused optimisers want; of a sharded one,
-    this process's piece."""
-    if pieces.is_piece(weight):
-        return pieces.piece_like(value, weight)
-    alike = torch.empty_like(weight, dtype=value.dtype, device=value.device)
-    return alike.copy_(value)
 
 
 def communication(content: dict[str, Any], path: Path | None) -> dict[str, Any] | None:

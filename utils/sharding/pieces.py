@@ -65,6 +65,22 @@ def as_piece(part: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, **shape)
 
 
+def laid_out_like(value: Tensor, weight: Tensor) -> Tensor:
+    """``value``, of the shape of ``weight``, in its memory layout, which fused optimisers want; of
+    a sharded weight, this process's piece."""
+    if is_piece(weight):
+        return piece_like(value, weight)
+    return torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def let_go(model: nn.Module) -> None:
+    """Free what a sharded model has gathered: an evaluation leaves weights as they were then."""
+    if is_sharded(model):
+        for module in model.modules():
+            if is_sharded(module):
+                module.reshard()
+
+
 def pieces_like(full: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
     """`piece_like` for each entry of a state dict."""
     return {name: piece_like(value, like.get(name, value)) for name, value in full.items()}
@@ -98,7 +114,7 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
 def bytes_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes that this process holds between two steps, of parameters, gradients (as many as there
     are) and optimiser state."""
-    model.state_dict()  # gathered weights are let go
+    let_go(model)
     state = (value for entry in optimizer.state.values() for value in entry.values())
     trained = (weight for group in optimizer.param_groups for weight in group["params"])
     return {
