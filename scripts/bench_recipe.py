@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 import utils.processes.installed  # noqa: E402, F401 (a missing package becomes one sentence)
 
 from bench import network_table  # noqa: E402
-from compare import comparison, reading, results  # noqa: E402
+from compare import reading, results  # noqa: E402
 
 from utils.atomic import save_atomically  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
@@ -155,7 +155,7 @@ def _children_cpu() -> float:
 def reached(folder: Path, target: float) -> Figures:
     """The epochs and seconds until a run reached ``target`` (None: never), and its best top-1."""
     run = reading.read_run(folder)
-    best, first = run.best("Top1/val"), comparison.reached(run, target)
+    best, first = run.best("Top1/val"), measures.reached(run, target)
     hours = first and first[1]
     return {
         "best_top1": best and best[0],

@@ -107,7 +107,7 @@ def options_of(case: str, args: argparse.Namespace) -> tuple[str, list[str], int
             options += ["--amp", word]
         elif word == "channels_last" and kind in PEERS:
             options += ["--channels-last"]
-        elif word.partition("=")[0] == "compile" and kind not in ("dp", *PEERS):
+        elif word.partition("=")[0] == "compile" and kind not in ("dp", "fsdp", *PEERS):
             options += ["--compile", word.partition("=")[2] or "default"]
         elif word[0] == "x" and word[1:].isdecimal() and kind not in ("nd", "dp"):
             processes = int(word[1:])

@@ -41,10 +41,15 @@ def test_data_parallel_is_not_compiled():
         compiling.compiled(model, asked, torch.device("cpu"))
 
 
+def test_a_sharded_model_is_not_compiled(monkeypatch):
+    monkeypatch.setattr(compiling.pieces, "is_sharded", lambda model: True)
+    asked = argparse.Namespace(compile="default")
+    with pytest.raises(UserError, match=r"not for sharded models: imagenet_ddp\.py"):
+        compiling.compiled(nn.Identity(), asked, torch.device("cpu"))
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "script", ["imagenet_nd.py", "imagenet_ddp.py", "imagenet_ddp_apex.py", "imagenet_fsdp.py"]
-)
+@pytest.mark.parametrize("script", ["imagenet_nd.py", "imagenet_ddp.py", "imagenet_ddp_apex.py"])
 def test_a_compiled_step_runs_in_every_script(folder, tmp_path, script):
     options = ("-b", "10", "--epochs", "1", "--output-dir", tmp_path, "--name", "run", folder)
     one = () if script == "imagenet_nd.py" else ("-g", "1")

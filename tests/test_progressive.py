@@ -18,7 +18,6 @@ from utils.data.loaders import BadFiles, Batches
 from utils.data.preprocessing import Preprocessing
 from utils.data.ring import Ring
 from utils.errors import UserError
-from utils.run import checkpoint
 from utils.samplers import Batch, TrainSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -154,9 +153,9 @@ def test_a_run_goes_on_with_its_own_sizes(change):
     now = saved | change
     (name,) = change
     with pytest.raises(UserError, match=f"--{name} {saved[name]}: continue with that"):
-        checkpoint._check_options(
-            checkpoint._changed_options(saved, Namespace(**now)), saved, Path("snapshot.pt")
+        agreeing.check_options(
+            agreeing.changed_options(saved, Namespace(**now)), saved, Path("snapshot.pt")
         )
     without = saved | {"progressive": None}
-    changed = checkpoint._changed_options(without, Namespace(**without | {"epochs": 9}))
-    checkpoint._check_options(changed, without, None)
+    changed = agreeing.changed_options(without, Namespace(**without | {"epochs": 9}))
+    agreeing.check_options(changed, without, None)

@@ -3,14 +3,16 @@
 
     sudo .venv/bin/python scripts/bench/sharding.py -a vit_b_32 --image-size 64 -b 4 --processes 2,4
 
-Each case runs imagenet_ddp.py or imagenet_fsdp.py with --dummy, as it is, in a network namespace of
-its own, whose interface (lo) counts what the processes send each other, headers included. State is
+Each case runs imagenet_ddp.py or imagenet_fsdp.py with --dummy, as it is, in a network namespace
+whose interface (lo) counts what the processes send each other, headers included. State is
 counted in tensors, in the last step: what a process of the CPU occupies says little. Cases take
 turns, round by round; times are medians. Weights after the last step are compared with DDP's.
 """
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
 import shlex
 import subprocess
@@ -34,7 +36,6 @@ CASES = {
     "FSDP full": ("imagenet_fsdp", "--reshard", "full"),
     "FSDP none": ("imagenet_fsdp", "--reshard", "none"),
 }
-COUNTER = Path("/sys/class/net/lo/statistics/tx_bytes")
 MIB = 2**20
 
 
@@ -50,51 +51,54 @@ def main() -> int:
     add("--rounds", type=positive, default=3, metavar="N", help="(%(default)s)")
     add("--warm-up", type=positive, default=2, metavar="N", help="steps (%(default)s)")
     add("--steps", type=positive, default=4, metavar="N", help="timed (%(default)s)")
-    add("--rank-of", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
+    add("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.rank_of:
-        return rank(args, *args.rank_of)
+    if not args.inside:
+        up = "ip link set lo up && exec " + shlex.join([sys.executable, *sys.argv, "--inside"])
+        env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.call(["unshare", "--net", "sh", "-ec", up], env=os.environ | env)
+    with tempfile.TemporaryDirectory() as place:
+        measure(args, Path(place))
+    return 0
+
+
+def measure(args: argparse.Namespace, place: Path) -> None:
+    """Run all cases and print the table."""
+    for module, *_ in CASES.values():  # once; each process is a fork
+        importlib.import_module(module)
     head = ["processes", "case", "parameters", "gradients", "optimizer", "wire", "ms", "CPU ms"]
     head, rows = [*head, "largest difference"], []
-    with tempfile.TemporaryDirectory() as place:
-        for size in map(int, args.processes.split(",")):
-            found: dict[str, list[dict[str, Any]]] = {case: [] for case in CASES}
-            for number in range(args.rounds):
-                for case in CASES if number % 2 == 0 else reversed(CASES):
-                    found[case].append(run(args, case, size, Path(place)))
-            rows += [row(size, case, rounds, Path(place)) for case, rounds in found.items()]
+    for size in map(int, args.processes.split(",")):
+        found: dict[str, list[dict[str, Any]]] = {case: [] for case in CASES}
+        for number in range(args.rounds):
+            for case in CASES if number % 2 == 0 else reversed(CASES):
+                print(f"... {size} processes, round {number + 1}, {case}", file=sys.stderr)
+                found[case].append(run(args, case, size, place))
+        rows += [row(size, case, rounds, place) for case, rounds in found.items()]
     print(network_table.as_text(head, rows))
     print(
         f"{args.arch}, {args.batch_size} images of {args.image_size} pixels per process, SGD with "
         f"momentum, float32, gloo; MiB of the first process, MiB on the wire per step of all, per "
         f"step ms and CPU ms of all, medians of {args.rounds} interleaved rounds"
     )
-    return 0
 
 
 def run(args: argparse.Namespace, case: str, size: int, place: Path) -> dict[str, Any]:
-    """One case in a namespace of its own: what its first process has counted."""
-    own = (sys.executable, __file__, *sys.argv[1:], "--rank-of", case, place)
-    env = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": 29500, "OMP_NUM_THREADS": 1}
-    typed = shlex.join(map(str, own))
-    lines = [f"RANK={one} LOCAL_RANK={one} {typed} > {place}/{one} 2>&1 &" for one in range(size)]
-    script = "\n".join(["ip link set lo up", *lines, "wait"])
-    subprocess.run(
-        ["unshare", "--net", "bash", "-ec", script],
-        env=os.environ | {key: str(value) for key, value in env.items()},
-        cwd=place,
-        check=True,
-    )
-    try:
-        figures = json.loads((place / "figures.json").read_text())
-    except FileNotFoundError:
-        sys.exit(f"{case} on {size} processes failed: {(place / '0').read_text()[-2000:]}")
-    (place / "figures.json").unlink()
-    return figures
+    """One case, in as many processes: what the first has counted."""
+    context = multiprocessing.get_context("fork")
+    started = [
+        context.Process(target=rank, args=(args, case, (one, size), place)) for one in range(size)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    if any(process.exitcode for process in started):
+        sys.exit(f"{case} on {size} processes failed: {(place / 'rank0').read_text()[-2000:]}")
+    return json.loads((place / "figures.json").read_text())
 
 
-def rank(args: argparse.Namespace, case: str, folder: str) -> int:
+def rank(args: argparse.Namespace, case: str, where: tuple[int, int], folder: Path) -> None:
     """One process of a case."""
     import torch
     import torch.distributed as dist
@@ -103,7 +107,12 @@ def rank(args: argparse.Namespace, case: str, folder: str) -> int:
     from utils.sharding import pieces
     from utils.training import dummy
 
-    module = __import__(CASES[case][0])
+    sys.stdout = sys.stderr = open(folder / f"rank{where[0]}", "w", buffering=1)
+    env = {"RANK": where[0], "LOCAL_RANK": where[0], "WORLD_SIZE": where[1]}
+    env |= {"LOCAL_WORLD_SIZE": where[1], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    os.environ.update({key: str(value) for key, value in env.items()})
+    torch.set_num_threads(1)
+    module = importlib.import_module(CASES[case][0])
     state: TrainState | None = None
     done, first, last = 0, args.warm_up, args.warm_up + args.steps
     begin: tuple[float, ...] = ()
@@ -111,7 +120,7 @@ def rank(args: argparse.Namespace, case: str, folder: str) -> int:
 
     def now() -> tuple[float, ...]:
         dist.barrier()
-        return int(COUNTER.read_text()), time.perf_counter(), time.process_time()
+        return _sent(), time.perf_counter(), time.process_time()
 
     def before(*_: Any) -> None:
         if done == last - 1:
@@ -144,8 +153,8 @@ def rank(args: argparse.Namespace, case: str, folder: str) -> int:
         code = module_train(*given)
         weights = {name: pieces.whole(value) for name, value in state.full_weights().items()}
         if dist.get_rank() == 0:
-            torch.save(weights, f"{folder}/{case}.pt")
-            Path(f"{folder}/figures.json").write_text(json.dumps(figures))
+            torch.save(weights, folder / f"{case}.pt")
+            (folder / "figures.json").write_text(json.dumps(figures))
         return code
 
     module_train = module.train
@@ -154,7 +163,15 @@ def rank(args: argparse.Namespace, case: str, folder: str) -> int:
         mock.patch.multiple(dummy, **steps),
         mock.patch.multiple(module, TrainState=watched, train=train),
     ):
-        return module.main()
+        if module.main():
+            raise SystemExit(f"{case} has failed")
+
+
+def _sent() -> int:
+    """Bytes that the loopback interface of this network namespace has carried."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (line,) = (line for line in lines if line.strip().startswith("lo:"))
+    return int(line.split()[9])
 
 
 def row(size: int, case: str, rounds: list[dict[str, Any]], place: Path) -> list[str]:

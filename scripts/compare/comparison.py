@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from compare import measures
 from compare.runs import RATE, STEP_TIME, Run
-
-from utils.run.figures import typical
 
 # What must be equal for a ratio of two runs' speeds to mean anything.
 MUST_AGREE = {
@@ -167,7 +166,7 @@ def _fill(both: Comparison) -> None:
     for title, key in (("recipe", "recipe"), ("training image sizes", "progressive")):
         if any(run.known(key) for run in runs):
             fact(title, key)
-    add("learning rate (highest)", "lr", [_highest(run, "Lr") for run in runs])
+    add("learning rate (highest)", "lr", [measures.highest(run, "Lr") for run in runs])
     fact("batch per GPU", "batch_per_gpu")
     fact("global batch", "global_batch")
     fact("steps per epoch", "steps_per_epoch")
@@ -188,7 +187,7 @@ def _fill(both: Comparison) -> None:
     add("time per epoch", "epoch_h", epoch_hours, duration)
     add("epochs finished", "epochs", [run.epochs for run in runs])
     if both.within is not None:
-        done = [_done_within(run, both.within) for run in runs]
+        done = [measures.done_within(run, both.within) for run in runs]
         add(f"epochs in {duration(both.within)}", "epochs_within", done)
     add("total time", "hours", [run.total_hours for run in runs], duration)
     for tag, (name, show) in METRICS.items():
@@ -214,7 +213,7 @@ def _fill(both: Comparison) -> None:
         if any(value is not None for value in tested):
             add(f"test {name}", f"test_{tag.lower()}", tested, show)
     if both.target is not None:
-        found = [reached(run, both.target) for run in runs]
+        found = [measures.reached(run, both.target) for run in runs]
         title = f"time to top-1 of {both.target:g} %"
         add(title, "target_h", [r if r is None else r[1] for r in found], duration)
         add("  epochs needed", "target_epochs", [r if r is None else r[0] for r in found])
@@ -233,7 +232,9 @@ def _fill(both: Comparison) -> None:
 
 def _fill_memory(both: Comparison, add: Callable[..., None]) -> None:
     """What a process's tensors take, where that was recorded."""
-    parts = {part: [_largest(run, f"Memory/{part}_mb") for run in both.runs] for part in MEMORY}
+    parts = {
+        part: [measures.largest(run, f"Memory/{part}_mb") for run in both.runs] for part in MEMORY
+    }
     for part, values in parts.items():
         if any(value is not None for value in values):
             add(f"{part}, MiB per process", f"{part}_mb", values)
@@ -247,14 +248,14 @@ def _fill_steps_and_devices(both: Comparison, add: Callable[..., None]) -> None:
     for part in ("data", "compute", "communication"):
         shares = []
         for run in runs:
-            parts = {p: _part_of_step(run, p) for p in STEP_PARTS}
+            parts = {p: measures.part_of_step(run, p) for p in STEP_PARTS}
             whole = sum(value for value in parts.values() if value is not None)
             shares.append(_ratio(parts[part], whole))
         if any(share is not None for share in shares):
             add(f"  share of step: {part}", f"step_{part}_share", shares, _share)
     _fill_memory(both, add)
     for title, tag, key in DEVICES:
-        values = [device(run, tag) for run in runs]
+        values = [measures.device(run, tag) for run in runs]
         if (tag.startswith("GPU/") and key != "gpu_w") or any(v is not None for v in values):
             add(title, key, values)
     if any(run.state for run in runs):
@@ -271,56 +272,8 @@ DEVICES = (
 )
 
 
-def ranks_of(run: Run, family: str) -> list[str]:
-    """The tags of ``family`` (GPU/utilisation, say), one per rank."""
-    return sorted(tag for tag in run.scalars if tag.startswith(f"{family}_rank"))
-
-
-def _largest(run: Run, family: str) -> float | None:
-    """The most that any rank has had."""
-    values = [y for tag in ranks_of(run, family) for y in run.finite(tag).values()]
-    return max(values, default=None)
-
-
-def device(run: Run, family: str) -> float | None:
-    """The mean over ranks of a device's median; for memory, the most that any rank has used."""
-    if family.endswith("memory_gb"):
-        return _largest(run, family)
-    tags = ranks_of(run, family)
-    medians = [m for tag in tags if (m := run.median(tag)) is not None]
-    return sum(medians) / len(medians) if medians else None
-
-
-def _part_of_step(run: Run, part: str) -> float | None:
-    """Seconds of a step that were spent on data, compute or communication."""
-    seconds = run.median(f"Time/{part}")
-    if seconds is not None:
-        return seconds
-    points = run.finite(f"Step/{part}_s")
-    return typical({x / 1000: y for x, y in points.items()}) if points else None
-
-
 def _times(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
-
-
-def _highest(run: Run, tag: str) -> float | None:
-    return max(run.finite(tag).values(), default=None)
-
-
-def _done_within(run: Run, hours: float) -> int | None:
-    if not run.hours or (run.total_hours < hours and run.state == "running"):
-        return None
-    return max((x for x, h in run.hours.items() if h <= hours * (1 + 1e-9)), default=0)
-
-
-def reached(run: Run, top1: float) -> tuple[int, float | None] | None:
-    """The first epoch after which ``top1`` was reached, and the hours until then."""
-    points = run.finite("Top1/val")
-    for x, y in run.finite("Top1/ema").items():  # best.pt has the better one
-        points[x] = max(y, points.get(x, y))
-    epoch = next((x for x in sorted(points) if points[x] >= top1), None)
-    return None if epoch is None else (epoch, run.hours.get(epoch))
 
 
 def _base_title(both: Comparison) -> str:

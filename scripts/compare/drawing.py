@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compare.comparison import Comparison, number, ranks_of
+from compare.comparison import Comparison, number
 from compare.labels import shorten
+from compare.measures import ranks_of
 from compare.runs import RATE, Run
 
 # From pale to dark, so that the runs differ in grey too, and a later curve shows on an earlier one.

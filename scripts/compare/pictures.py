@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compare.comparison import Comparison, device, duration, number
+from compare.comparison import Comparison, duration, number
 from compare.drawing import MATPLOTLIB, RATE_UNIT, Panel, bars, curves, points_of, scaling
+from compare.measures import device
 from compare.runs import RATE, STEP_TIME
 
 CURVES = {

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from utils.errors import UserError
 from utils.processes.distributed import World, from_main
-from utils.run import contents, elastic
+from utils.run import agreeing, contents, elastic
 from utils.run.snapshots import candidates, check_whole
-from utils.schedules import TO_THE_END
 from utils.sharding import pieces
 
 log = logging.getLogger(__name__)
@@ -194,11 +193,11 @@ def resume(
     saved = contents.options(content, path)
     if isinstance(arch := content.get("arch", saved.get("arch")), str) and arch != args.arch:
         raise UserError(f"{path} is a {arch}: use -a {arch} to load it", alike=True)
-    _check_classes(contents.classes(content, path), classes, path)
-    changed = _changed_options(saved, args)
+    agreeing.check_classes(contents.classes(content, path), classes, path)
+    changed = agreeing.changed_options(saved, args)
     whole = "progress" in content
     if whole and not args.evaluate and args.start_epoch is None:
-        _check_options(changed, saved, path)
+        agreeing.check_options(changed, saved, path)
     state.preprocessing = contents.preprocessing(content, path)
     weights, note = contents.weights(content, path)
     if note and world.is_main:
@@ -210,7 +209,8 @@ def resume(
         state.ema.restore(contents.averages(content, path))
     progress = contents.progress(content, path) if whole else {}
     scaler = contents.loss_scale(content, state.scaler.state_dict(), path)
-    if "optimizer" in content and not (args.start_epoch is not None and {*changed} & {*_OPTIMISER}):
+    other = args.start_epoch is not None and {*changed} & {*agreeing.OPTIMISER}
+    if "optimizer" in content and not other:
         state.optimizer.load_state_dict(contents.momentum(content, state.optimizer, path))
     state.scaler.load_state_dict(scaler)
     if state.comm is not None and (comm := contents.communication(content, path)):
@@ -248,46 +248,6 @@ def _load_weights(state: TrainState, weights: dict[str, Tensor], args: Any) -> N
         if size in (None, getattr(args, "image_size", None)):
             raise
         raise UserError(f"{fault}; it was trained with --image-size {size}", alike=True) from None
-
-
-def _check_classes(saved: Any, classes: list[str] | None, path: Path | None) -> None:
-    if saved is None or classes is None or list(saved) == list(classes):
-        return
-    if len(saved) != len(classes):
-        what = f"has {len(saved)} classes, the data {len(classes)}"
-    else:
-        number, one, other = next(
-            (i, a, b) for i, (a, b) in enumerate(zip(saved, classes, strict=True)) if a != b
-        )
-        what = f"has {one} as class {number}, the data {other}"
-    raise UserError(f"{path} {what}: choose the same with DATA and --classes", alike=True)
-
-
-# The run's order of samples and its learning rate curve: another value would break them off.
-_OPTIMISER = ("optimizer", "wd_norm", "freeze")  # what is in its state
-_FIXED = ("seed", "repeated_aug", "lr_schedule", "warmup_epochs", "progressive", *_OPTIMISER)
-_PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
-
-
-def _changed_options(saved: dict[str, Any], args: Any) -> list[str]:
-    now = vars(args)
-    free = (*_PLACES, *getattr(args, "untyped", ()))  # where the snapshot decides
-    return [key for key in saved if key in now and key not in free and saved[key] != now[key]]
-
-
-def _check_options(changed: list[str], saved: dict[str, Any], path: Path | None) -> None:
-    """Refuse options that contradict the snapshot."""
-    fixed = [key for key in changed if key in _FIXED]
-    # Step after step, the last epoch does not matter.
-    if "epochs" in changed and (saved.get("lr_schedule") in TO_THE_END or saved.get("progressive")):
-        fixed.append("epochs")
-    if fixed:
-        wishes = " ".join(f"--{key.replace('_', '-')} {saved[key]}" for key in fixed)
-        raise UserError(
-            f"{path} was made with {wishes}: continue with that, or begin a new schedule from its "
-            "weights with --start-epoch 0",
-            alike=True,
-        )
 
 
 def _read_foreign_progress(

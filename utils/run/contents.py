@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from utils.errors import UserError
@@ -127,7 +126,7 @@ def momentum(content: dict[str, Any], optimizer: Any, path: Path | None) -> dict
                 raise _wrong(path, "momentum", "a tensor")
             if buffer.shape != weight.shape:
                 raise UserError(f"the optimiser state in {path} is of another model", alike=True)
-            entry[name] = _laid_out_like(weight, buffer)
+            entry[name] = pieces.laid_out_like(buffer, weight)
     return {"state": state, "param_groups": groups}
 
 
@@ -143,15 +142,6 @@ def _check_kind(entry: dict[str, Any], group: dict[str, Any], path: Path | None)
             f"--pretrained {path}",
             alike=True,
         )
-
-
-def _laid_out_like(weight: Tensor, value: Tensor) -> Tensor:
-    """``value`` in the memory layout of ``weight``, which fused optimisers want; of a sharded one,
-    this process's piece."""
-    if pieces.is_piece(weight):
-        return pieces.piece_like(value, weight)
-    alike = torch.empty_like(weight, dtype=value.dtype, device=value.device)
-    return alike.copy_(value)
 
 
 def communication(content: dict[str, Any], path: Path | None) -> dict[str, Any] | None:

@@ -124,7 +124,7 @@ def describe(model: nn.Module, reshard: str) -> str:
     rest, mine = whole - sum(map(weights, units)), sum(local(w).numel() for w in model.parameters())
     shape = " x ".join(map(str, first.device_mesh.shape))
     return (
-        f"--reshard {reshard}, {shape} process{'es' * (shape != '1')}: {names} by itself, and the "
-        f"rest, {rest / 1e6:.3g} of {whole / 1e6:.4g} M weights{', batch norms in float32' * norms}"
-        f"; rank 0 keeps {mine / 1e6:.3g} M"
+        f"--reshard {reshard}, {shape} process{'es' * (shape != '1')}: {names} each by itself, the "
+        f"rest ({rest / 1e6:.3g} of {whole / 1e6:.4g} M weights) together"
+        f"{'; batch norms in float32' * norms}; rank 0 keeps {mine / 1e6:.3g} M"
     )

@@ -42,7 +42,7 @@ def piece_like(full: Tensor, like: Tensor) -> Tensor:
     """
     if not is_piece(like) or is_piece(full) or full.shape != like.shape:
         return full
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard
 
     part, mesh = full, like.device_mesh
     for dim, placement in enumerate(like.placements):
@@ -51,9 +51,34 @@ def piece_like(full: Tensor, like: Tensor) -> Tensor:
             number = mesh.get_local_rank(dim)
             empty = part.narrow(placement.dim, 0, 0)  # fewer rows than processes
             part = parts[number] if number < len(parts) else empty
-    part = part.detach().to(like.device, copy=True).contiguous()
+    return as_piece(part.detach().to(like.device, copy=True).contiguous(), like)
+
+
+def as_piece(part: Tensor, like: Tensor) -> Tensor:
+    """``part``, made from `local` of ``like``, as a piece of a whole tensor of that shape: so that
+    snapshots get the whole one. Plain if ``like`` is plain."""
+    if not is_piece(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
     shape = {"shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(part, mesh, like.placements, run_check=False, **shape)
+    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, **shape)
+
+
+def laid_out_like(value: Tensor, weight: Tensor) -> Tensor:
+    """``value``, of the shape of ``weight``, in its memory layout, which fused optimisers want; of
+    a sharded weight, this process's piece."""
+    if is_piece(weight):
+        return piece_like(value, weight)
+    return torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def let_go(model: nn.Module) -> None:
+    """Free what a sharded model has gathered: an evaluation leaves weights as they were then."""
+    if is_sharded(model):
+        for module in model.modules():
+            if is_sharded(module):
+                module.reshard()
 
 
 def pieces_like(full: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -89,7 +114,7 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
 def bytes_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes that this process holds between two steps, of parameters, gradients (as many as there
     are) and optimiser state."""
-    model.state_dict()  # gathered weights are let go
+    let_go(model)
     state = (value for entry in optimizer.state.values() for value in entry.values())
     trained = (weight for group in optimizer.param_groups for weight in group["params"])
     return {

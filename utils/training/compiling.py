@@ -14,6 +14,7 @@ from torch import nn
 
 from utils.data import progressive
 from utils.errors import UserError
+from utils.sharding import pieces
 from utils.training.session import TrainStep
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ def compiled(module: nn.Module, args: argparse.Namespace, device: torch.device) 
         return module
     if isinstance(module, nn.DataParallel):
         raise UserError("--compile does not go through DataParallel: imagenet_ddp.py has it")
+    if pieces.is_sharded(module):
+        raise UserError("--compile is not for sharded models: imagenet_ddp.py has it", alike=True)
     _check_compiler(device)
     mode = None if args.compile == "default" else args.compile
     sizes = len(set(progressive.of(args)))

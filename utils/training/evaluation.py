@@ -15,6 +15,7 @@ from utils.option_types import positive
 from utils.processes.distributed import copy_from_main, from_main
 from utils.run import checkpoint
 from utils.run.snapshots import BEST
+from utils.sharding import pieces
 from utils.training import report
 from utils.training.session import Predict, Session
 from utils.training.stopping import Reason
@@ -91,6 +92,7 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
         session.run.console.move_bar(number + 1)
         if stop is not None and stop.poll():
             break
+    pieces.let_go(session.state.model)
     total = sums.total(world)
     seconds = time.perf_counter() - began
     session.run.console.stop_bar()
