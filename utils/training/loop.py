@@ -36,7 +36,7 @@ def resume(session: Session) -> None:
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums = args.start_epoch, 0, None
     _settle_preprocessing(session)
-    for note in args.model_notes:
+    for note in () if session.resumed else args.model_notes:
         log.info(note)
 
 
