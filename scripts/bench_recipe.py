@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 import utils.processes.installed  # noqa: E402, F401 (a missing package becomes one sentence)
 
 from bench import network_table  # noqa: E402
-from compare import reading, results  # noqa: E402
+from compare import measures, reading, results  # noqa: E402
 
 from utils.atomic import save_atomically  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402

@@ -18,6 +18,7 @@ from utils.data.loaders import BadFiles, Batches
 from utils.data.preprocessing import Preprocessing
 from utils.data.ring import Ring
 from utils.errors import UserError
+from utils.run import agreeing
 from utils.samplers import Batch, TrainSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

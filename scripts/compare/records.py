@@ -17,7 +17,7 @@ EMA_TAGS = ("Loss/ema", "Top1/ema", "Top5/ema")  # of the averaged weights, in v
 TEST_TAGS = ("Loss/test", "Top1/test", "Top5/test")  # of the best model, when a run ends
 PART_TAGS = ("Time/data", "Time/compute", "Time/communication")  # seconds per step, x = epochs
 STEP_TAGS = ("Step/data_s", "Step/compute_s", "Step/communication_s")  # x = 1000 x epoch
-FAMILIES = ("IO/", "GPU/", "CPU/")  # and all tags that begin like this
+FAMILIES = ("IO/", "GPU/", "CPU/", "Memory/")  # and all tags that begin like this
 TAGS = frozenset((*EPOCH_TAGS, *EMA_TAGS, *TEST_TAGS, *PART_TAGS, *STEP_TAGS, "Size/train"))
 HPARAMS = "_hparams_/"  # the summaries of a run's HParams entry begin like this
 FRAME = 16  # bytes around an event in a file: its length (8) and two checksums (4 each)

@@ -104,12 +104,15 @@ def forecast(plan: Plan, batch: int) -> Forecast:
     elif plan.mode == "fsdp":
         parts = plan.local if plan.reshard == "node" else plan.processes
         compute = 4 if DTYPES[plan.amp] is None else 2
-        # Two blocks are whole at a time, one of them gathered ahead, and one's gradients.
-        whole = values if plan.reshard == "none" else min(values, facts.root + 2 * facts.block)
         if compute == 2:  # weights are gathered in it; autocast would hold copies of all
             activations = max(0.0, activations - compute * values)
-        if parts > 1:  # gradients travel in float32
-            activations += compute * (whole + facts.root + facts.block) + 4 * facts.block
+        if parts > 1:
+            # When backward begins, most activations are there, and the last two blocks are whole;
+            # later, a block's gradients and, on their way, the same in float32.
+            whole = values if plan.reshard == "none" else facts.root + facts.last
+            later = values if plan.reshard == "none" else facts.root + 2 * facts.block
+            later = compute * later + (compute + 4) * facts.block
+            activations = max(activations + compute * whole, later)
         parameters = (parameters - buffers) / parts + buffers
         gradients, optimizer = gradients / parts, optimizer / parts
     return Forecast(parameters, gradients, optimizer, activations + ready)
@@ -131,13 +134,14 @@ def largest_batch(plan: Plan, gpu_memory: float, reserve: float = RESERVE) -> in
 
 @dataclass(frozen=True)
 class _Facts:
-    """Numbers of values: of all parameters, those of batch norm, buffers, and for FSDP those of the
-    largest repeated block and of what lies outside of such blocks."""
+    """Numbers of values: of all parameters, those of batch norm, buffers; for FSDP of the largest
+    repeated block, of the last two of them, and of what lies outside of such blocks."""
 
     values: int
     norms: int
     buffers: int
     block: int
+    last: int
     root: int
 
 
@@ -150,7 +154,9 @@ def _facts(arch: str, classes: int, image_size: int) -> _Facts:
     blocks = [_size(block) for block in _blocks(model)]
     root = values - sum(blocks)
     buffers = sum(buffer.numel() for buffer in model.buffers())
-    return _Facts(values, norms, buffers, max(blocks, default=values), root if blocks else 0)
+    if not blocks:
+        return _Facts(values, norms, buffers, values, values, 0)
+    return _Facts(values, norms, buffers, max(blocks), sum(blocks[-2:]), root)
 
 
 def _size(module: nn.Module) -> int:

@@ -41,7 +41,9 @@ def rehearsal(
         _keep_random_states(stack)
         if compiled:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        if not is_sharded(state.model):
+        if is_sharded(state.model):
+            stack.callback(_reshard, state.model)
+        else:
             _mute(state.model, found, stack)
         yield
 
@@ -61,6 +63,13 @@ def recover(state: TrainState) -> None:
 def existing(state: TrainState) -> list[Tensor]:
     """The tensors of a training that are there before its first step."""
     return [*_places(state), *_state_tensors(state.optimizer)]
+
+
+def _reshard(model: nn.Module) -> None:
+    """Let go of what the last forward pass has gathered and no backward pass has let go."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
 
 
 def _places(state: TrainState) -> list[Tensor]:
