@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,7 @@ import utils.processes.installed  # noqa: E402, F401 (a missing package becomes 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from bench import photographs, pipelines, worker_profile  # noqa: E402
+from prepare import restart  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 from utils.data import listing  # noqa: E402
@@ -47,6 +49,7 @@ from utils.samplers import Batch, epoch_order  # noqa: E402
 
 BATCH = 64
 IMAGENET = 1_281_167
+RESTARTS = "restart markers"  # the originals with them: nothing to gain for the other pipelines
 
 
 def main() -> int:
@@ -58,6 +61,8 @@ def main() -> int:
     packed = prepared("pack", originals, Path(args.cache) / f"packed_{name:08x}")
     result: dict[str, Any] = {"command": " ".join(sys.argv), "machine": machine()}
     sets = {"originals": originals, "shrunk to 256": shrunk, "packed at 256": packed}
+    if shutil.which(restart.COMMAND[0]):
+        sets[RESTARTS] = prepared("restart", originals, Path(args.cache) / f"restart_{name:08x}")
     indices = {name: index_of(root / "train") for name, root in sets.items()}
     result["images"] = {name: describe(name, index) for name, index in indices.items()}
     if args.profile:
@@ -199,12 +204,18 @@ def time_it(pipeline: pipelines.Pipeline, batches: list[Batch], workers: int) ->
     return cpu_seconds() - cpu, wall
 
 
+def offered(images: str, index: ImageIndex) -> dict[str, pipelines.Pipeline]:
+    """The pipelines to compare on a set of images."""
+    choose = pipelines.of_this_suite if images == RESTARTS else pipelines.all_of
+    return dict(choose(index))
+
+
 def compare(indices: dict[str, ImageIndex], args: argparse.Namespace, workers: int) -> list[Any]:
     """Rounds of every pipeline on every set: one row each, with the figures of each round."""
     rows = [
         {"pipeline": name, "images": images, "make": pipeline, "index": index, "rounds": []}
         for images, index in indices.items()
-        for name, pipeline in pipelines.all_of(index).items()
+        for name, pipeline in offered(images, index).items()
     ]
     number = args.batches * BATCH
     for turn in range(-1, args.rounds):  # the first turn warms up

@@ -1,8 +1,8 @@
 """Makes image folders OUT/train/CLASS/ and OUT/val/CLASS/, as torchvision's ImageFolder reads them.
 
 Run `python scripts/prepare_data.py --help` for the data sets; `shrink` copies any image folder with
-smaller images, `pack` with decoded ones. An interrupted preparation continues when the same command
-is run again.
+smaller images, `restart` with the same ones, `pack` with decoded ones. An interrupted preparation
+continues when the same command is run again.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from prepare.archives import (
 from prepare.files import png_bytes, reading
 from prepare.folder import SPLITS, Item, Plan, prepare
 from prepare.pack import pack_folder, verify
+from prepare.restart import restart_folder
 from prepare.shrink import shrink_folder
 
 from utils.errors import UserError, go_on_without_reader, report
@@ -173,6 +174,10 @@ def _run_shrink(args: argparse.Namespace) -> None:
     shrink_folder(args.source, args.out, args.size, args.quality, args.workers)
 
 
+def _run_restart(args: argparse.Namespace) -> None:
+    restart_folder(args.source, args.out, args.workers)
+
+
 def _run_pack(args: argparse.Namespace) -> None:
     pack_folder(args.source, args.out, args.size, args.workers)
 
@@ -238,6 +243,10 @@ def build_parser() -> argparse.ArgumentParser:
     text = "JPEG quality, 1 to 100 (default: %(default)s)"
     shrink.add_argument("--quality", type=number(int, 1, 100), default=90, metavar="Q", help=text)
 
+    text = "a copy of an image folder, same pixels, of whose JPEG files training decodes less"
+    examples = ("data/imagenet data/faster",)
+    restart = add("restart", _run_restart, text, *examples, source="the image folder to copy")
+
     text = "the pixels of an image folder, decoded and reduced, in a few large files"
     examples = ("data/imagenet /nvme/packed", "DATA PACKED --size 400")
     packing = add("pack", _run_pack, text, *examples, source="the image folder to pack")
@@ -246,7 +255,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = "reads a whole pack, and compares checksums"
     check = add("verify", lambda args: verify(args.out, args.workers), text, "/nvme/packed")
     text = "processes (default: one per usable core, here %(default)s)"
-    for one in (shrink, packing, check):
+    for one in (shrink, restart, packing, check):
         one.add_argument("--workers", type=positive, default=usable_cores(), metavar="N", help=text)
     return parser
 

@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from utils.comm import cost
+from utils.comm import auto, cost
 from utils.comm.cost import Bucket, Link
+from utils.comm.lane import Alone
 from utils.errors import UserError
+from utils.processes.distributed import World
 
 MI = 2**20 // 4  # float32 values in a MiB
 # VGG19 with 20 classes as DDP packs it: 139.65 M values.
@@ -108,3 +111,46 @@ def test_known_methods():
         assert cost.method(name).name == name
     assert cost.method("powersgd").name == "powersgd:4"
     assert cost.method("localsgd").name == "localsgd:8"
+
+
+def test_exchanges_that_take_longer_than_the_link_says():
+    buckets = [cost.Bucket(1000, 0.5), cost.Bucket(1000, 1.0)]
+    link, int8 = cost.Link(2, 1000.0, 0.0), cost.method("int8")
+    one = 1000 * int8.bytes_per_value / 1000.0  # seconds
+    assert cost.step_seconds(1.0, buckets, link, int8, 0.0) == pytest.approx(0.5 + 2 * one)
+    assert cost.step_seconds(1.0, buckets, link, int8, 0.0, 3.0) == pytest.approx(0.5 + 6 * one)
+
+
+def test_auto_tries_how_much_longer(monkeypatch):
+    """By a clock that only the collectives move: as of a link with the rate that auto measured,
+    but for the exchange of parts, which gets a third of it."""
+    now, rate = [0.0], 1e6
+    monkeypatch.setattr(auto.time, "perf_counter", lambda: now[0])
+    for name in ("barrier", "all_reduce"):
+        monkeypatch.setattr(auto.dist, name, lambda *_, **__: None)
+
+    class Slow(Alone):
+        def pass_time(self, values, share):
+            now[0] += share * values.nbytes * (self.size - 1) / self.size / rate
+
+        def exchange(self, parts):
+            self.pass_time(parts, 3)
+            return parts
+
+        def gather(self, part):
+            whole = super().gather(part)
+            self.pass_time(whole, 1)
+            return whole
+
+        def sum(self, values):
+            self.pass_time(values, 2)
+
+    world = World(torch.device("cpu"), 0, 4, 0, 1, 4, None)
+    link, buckets = cost.Link(4, rate, 0.0), [cost.Bucket(4_000_000, 1.0, ((2000, 2000),))]
+
+    def found(name):
+        return auto.stretch(name, 0.0, buckets, link, world, Slow(4))
+
+    assert found("int8") == pytest.approx((3 + 1) / 2, rel=0.02)
+    assert found("powersgd:4") == pytest.approx(1, rel=0.02)
+    assert found("fp16") == 1

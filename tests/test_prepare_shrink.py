@@ -82,7 +82,7 @@ def reference(data, size, quality):
     factor = size / min(rgb.size)
     small = rgb.resize([round(side * factor) for side in rgb.size], Image.Resampling.BICUBIC)
     small.info = {}
-    return file_bytes(small, quality=quality)
+    return file_bytes(small, quality=quality, restart_marker_rows=1)
 
 
 @pytest.fixture(scope="module")

@@ -78,6 +78,8 @@ def measure(order: dict[str, Any], world: World) -> dict[str, Any]:
             seconds, size = training.steps(count)
             if turn:  # the first is a warm-up
                 found[name]["rounds"].append({"step_s": seconds, "bytes": size})
+    if "auto" in trainings:
+        found["auto"]["why"] = trainings["auto"].why
     return found
 
 
@@ -85,6 +87,7 @@ class Training:
     """Steps with one method, or ``alone`` without an exchange."""
 
     alone = False
+    why: str | None = None  # auto has chosen its method
 
     def __init__(self, name: str, replica: DistributedDataParallel, world: World):
         self.replica, self.world, self.number = replica, world, 0
@@ -104,7 +107,7 @@ class Training:
         before, began = sent_bytes(), time.perf_counter()
         for _ in range(count):
             # In the second of two epochs: methods that begin late are at work.
-            self.exchange.begin_step(1, self.number, 2**30, 2)
+            self.why = self.exchange.begin_step(1, self.number, 2**30, 2) or self.why
             self.number += 1
             with self.replica.no_sync() if self.alone else nullcontext():
                 self.replica(images).backward()

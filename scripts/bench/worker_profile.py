@@ -20,6 +20,7 @@ PARTS = (
     (ImageBatches, "_cut", "draw the crop"),
     (region_decode.RegionOfJpeg, "decode", "decode"),
     (im, "decode", "decode"),
+    (jpeg_rows, "between", "cut rows out of the file"),
     (im, "decode_rows", "decode"),
     (im, "crop_and_resize", "resize"),
     (im, "view", "mirror, copy into the batch"),

@@ -15,7 +15,7 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from utils.data.rgb import to_rgb
 from utils.errors import UserError
 
 UNREADABLE = ".unreadable.txt"
+Make = Callable[[bytes], bytes]  # an image file of a file; raises ValueError, see `shrink`
 # Seen through the evaluation's resize to 256 and crop, bicubic images are nearer to the originals
 # than Lanczos ones, and their files smaller; through training crops both are equally near.
 FILTER = Image.Resampling.BICUBIC
@@ -112,16 +113,17 @@ def shrink(data: bytes, size: int, quality: int) -> bytes:
             return data
         small.info.clear()
         file = io.BytesIO()
-        small.save(file, "JPEG", quality=quality)
+        # So that training need not decode the rows above a crop (utils/data/jpeg_rows.py).
+        small.save(file, "JPEG", quality=quality, restart_marker_rows=1)
         return file.getvalue()
 
 
-def _shrink_file(size: int, quality: int, job: tuple[str, str]) -> tuple[str, str, str] | None:
-    """Writes one reduced image; for one that cannot be read, returns source, target and reason."""
+def _copy_file(make: Make, job: tuple[str, str]) -> tuple[str, str, str] | None:
+    """Writes what is made of an image; if it cannot be read, returns source, target and reason."""
     source, target = job
     data = read(source)
     try:
-        data = shrink(data, size, quality)
+        data = make(data)
     except ValueError as error:
         return source, target, str(error)
     write_whole(Path(target), data)
@@ -129,10 +131,10 @@ def _shrink_file(size: int, quality: int, job: tuple[str, str]) -> tuple[str, st
 
 
 def _write(
-    out: Path, size: int, quality: int, workers: int, missing: Iterator[tuple[Path, Item]]
+    out: Path, make: Make, workers: int, missing: Iterator[tuple[Path, Item]]
 ) -> Iterator[None]:
     jobs = ((str(item.content), str(path)) for path, item in missing)
-    for fault in spread(partial(_shrink_file, size, quality), jobs, workers):
+    for fault in spread(partial(_copy_file, make), jobs, workers):
         if fault:
             source, target, reason = fault
             tqdm.write(f"copied as it is: {source}: {reason}", file=sys.stderr)
@@ -211,6 +213,18 @@ def shrink_folder(source: Path, out: Path, size: int, quality: int, workers: int
         UserError: one of the images cannot be opened; and whatever `check_places` and `prepare`
             raise it for.
     """
+    make = partial(shrink, size=size, quality=quality)
+    copy_folder(source, out, "shrink", {"size": size, "quality": quality}, make, workers)
+
+
+def copy_folder(
+    source: Path, out: Path, command: str, options: dict[str, int], make: Make, workers: int
+) -> None:
+    """Writes ``make`` of each image into a copy of the folder, as ``command`` with ``options``.
+
+    Raises:
+        UserError: as `shrink_folder` does.
+    """
     source, out, splits = check_places(source, out)
     before: dict[str, tuple[int, int]] = {}
 
@@ -222,9 +236,8 @@ def shrink_folder(source: Path, out: Path, size: int, quality: int, workers: int
             _items(source, out, tuple(full)), tuple(full), full, notes=[], same_classes=False
         )
 
-    options = {"source": str(source), "size": size, "quality": quality}
-    write = partial(_write, out, size, quality, workers)
-    prepare(out, "shrink", options, open_plan, write, splits)
+    write = partial(_write, out, make, workers)
+    prepare(out, command, {"source": str(source), **options}, open_plan, write, splits)
     if before:
         number, old = (sum(values) for values in zip(*before.values(), strict=True))
         new = sum(_size(out / split)[1] for split in before)

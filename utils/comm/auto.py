@@ -10,13 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils.comm import cost
-from utils.comm.lane import Alone
+from utils.comm.lane import Alone, Peers
 from utils.comm.methods import PowerSGD, Quantised, Step
 from utils.processes.distributed import World
 
 WARM_UP, STEPS = 3, 8  # steps: the first are slower, as they allocate and choose kernels
 SMALL_ROUNDS, LINK_SECONDS = 10, 0.2
 MOST_BYTES = 64 * 2**20
+TRIAL_SECONDS = 0.5  # what a trial of an exchange would take in float32
+LEAST_TRIAL, MOST_TRIAL = 2**18, 2**24  # values
+LEAST_STRETCH = 0.5
 SAMPLE = 2**20  # values on which a method's own arithmetic is timed
 WITHIN = 0.05  # how much slower than the best the method may be that loses less
 
@@ -117,24 +120,66 @@ def measure_link(world: World) -> cost.Link:
     return cost.Link(world.size, rate, latency / hops, world.local_size)
 
 
+def stretch(
+    method: str,
+    own: float,
+    buckets: list[cost.Bucket],
+    link: cost.Link,
+    world: World,
+    peers: Peers | None,
+) -> float:
+    """How much longer an exchange takes than the link's rate says, by trying one.
+
+    Not all collectives get as much of a link as the all-reduce by which it was measured. ``own`` is
+    the method's `arithmetic`. Tried on a matrix in the proportions of the largest one. Collective.
+    """
+    how = cost.method(method)
+    matrices = [matrix for bucket in buckets for matrix in bucket.matrices]
+    if method in ("fp32", "fp16", "bf16") or not matrices:
+        return 1.0
+    rows, columns = max(matrices, key=lambda shape: shape[0] * shape[1])
+    wanted = min(max(TRIAL_SECONDS * link.bytes_per_s / 8, LEAST_TRIAL), MOST_TRIAL)
+    share = min(1.0, wanted / (rows * columns)) ** 0.5
+    rows, columns = max(1, int(rows * share)), max(1, int(columns * share))
+    tried = cost.Bucket(rows * columns, 1.0, ((rows, columns),))
+    expected = cost.exchange_seconds(cost.wire_bytes(tried, how), link, how.collectives)
+    gradient = torch.randn(rows, columns, device=world.device)
+    codec = codec_of(how, peers) if peers else None
+    times = []
+    for _ in range(3):
+        dist.barrier(group=world.control)
+        began = time.perf_counter()
+        if codec is not None:
+            codec.mean([(0, gradient)], Step())
+        if gradient.is_cuda:
+            torch.cuda.synchronize(world.device)
+        slowest = torch.tensor(time.perf_counter() - began)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=world.control)
+        times.append(float(slowest))
+    found = (min(times) - own * tried.values) / expected
+    return min(max(found, LEAST_STRETCH), 1 / LEAST_STRETCH)
+
+
+def codec_of(how: cost.Method, peers: Peers, seed: int = 0) -> Quantised | PowerSGD:
+    """What computes the means of a method that is neither torch's own nor local."""
+    return PowerSGD(how.rank, peers, seed) if how.rank else Quantised(int(how.name[3:]), peers)
+
+
 def arithmetic(method: str, world: World) -> float:
     """Seconds per value that a method computes, before and after the network (slowest process)."""
     how = cost.method(method)
     if how.name == "fp32":
         return 0.0
     values = torch.randn(1024, SAMPLE // 1024, device=world.device)
-    alone = Alone(world.nodes)
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(how.name)
+    codec = codec_of(how, Alone(world.nodes)) if half is None else None
 
     def once() -> None:
-        if how.name in ("int8", "int4"):
-            Quantised(int(how.name[3:]), alone).mean([(0, values)], Step())
-        elif how.rank:
-            power.mean([(0, values)], Step())
+        if codec is not None:
+            codec.mean([(0, values)], Step())
         else:
-            half = torch.float16 if how.name == "fp16" else torch.bfloat16
             values.copy_(values.to(half).div_(2))
 
-    power = PowerSGD(how.rank or 1, alone, seed=0)
     times = []
     for _ in range(4):
         began, used = time.perf_counter(), time.process_time()
@@ -149,9 +194,12 @@ def arithmetic(method: str, world: World) -> float:
     return float(slowest) / SAMPLE
 
 
-def choose(measurement: Measurement, candidates: list[str], world: World) -> Choice:
+def choose(
+    measurement: Measurement, candidates: list[str], world: World, peers: Peers | None
+) -> Choice:
     """The mildest of ``candidates`` (mildest first) that is about as fast as the fastest.
 
+    ``peers`` exchange gradients between nodes; None in a process that takes no part in that.
     Collective. All processes come to the same choice, as they calculate with the same numbers.
     """
     compute, buckets = measurement.compute()
@@ -159,7 +207,9 @@ def choose(measurement: Measurement, candidates: list[str], world: World) -> Cho
     steps = []
     for name in candidates:
         own = arithmetic(name, world)
-        steps.append((name, cost.step_seconds(compute, buckets, link, cost.method(name), own)))
+        longer = stretch(name, own, buckets, link, world, peers)
+        how = cost.method(name)
+        steps.append((name, cost.step_seconds(compute, buckets, link, how, own, longer)))
     chosen = cost.mildest(steps, WITHIN)
     seconds = dict(steps)
     plain = seconds[candidates[0]]

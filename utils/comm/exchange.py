@@ -149,7 +149,9 @@ class Exchange:
         candidates = list(cost.AUTO)
         if self.scale is None:  # without a loss scale fp16 has no range
             candidates[candidates.index("fp16")] = "bf16"
-        choice = choose(self.measurement, candidates, self.world)
+        choice = choose(
+            self.measurement, candidates, self.world, self.peers if self.leads else None
+        )
         self.measurement = None
         self._use(choice.method)
         return choice.sentence

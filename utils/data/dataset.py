@@ -167,8 +167,10 @@ class ImageBatches(Dataset):
                 return pixels, cut._replace(box=(0, 0, *pixels.shape[1:]))
         if self.stops_early and (frame := jpeg_rows.frame_of(data)) is not None:
             cut = self._cut((frame.height, frame.width), epoch, wanted)
-            if (pixels := im.decode_rows(data, frame, cut.box[0] + cut.box[2])) is not None:
-                return pixels, cut
+            top, left, height, width = cut.box
+            if (found := im.decode_rows(data, frame, top, height)) is not None:
+                pixels, first = found
+                return pixels, cut._replace(box=(top - first, left, height, width))
         pixels = im.decode(data)
         return pixels, self._cut(tuple(pixels.shape[1:]), epoch, wanted)
 

@@ -4,6 +4,7 @@ Faster than PIL with float tensors by keeping everything uint8 and the strides a
 them (channels last): torch's antialiased resize then takes its vectorised path.
 """
 
+import contextlib
 import io
 import math
 import random
@@ -17,9 +18,9 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
 from utils.data import jpeg_rows
+from utils.data.jpeg_rows import JPEG_MAGIC, has_jpeg_ends
 from utils.data.rgb import to_rgb
 
-JPEG_MAGIC, JPEG_END = b"\xff\xd8", b"\xff\xd9"
 CROP_SCALE = 0.08  # smallest share of the image's area that a training crop covers
 RATIO = (3 / 4, 4 / 3)  # its width : height
 EXTREME = 16  # long side : short side; of a longer image, evaluation looks at the middle alone
@@ -39,14 +40,6 @@ class Cut(NamedTuple):
     size: tuple[int, int]  # height and width after the resize
     window: Box
     mirrored: bool
-
-
-def has_jpeg_ends(data: bytes) -> bool:
-    """True if ``data`` begins and ends (but for padding) as a whole JPEG file does.
-
-    Decoders fill up what is missing of a file without its end, instead of refusing it.
-    """
-    return data.startswith(JPEG_MAGIC) and data[-64:].rstrip(b"\0").endswith(JPEG_END)
 
 
 def decode(data: bytes) -> Tensor:
@@ -74,20 +67,25 @@ def decode(data: bytes) -> Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def decode_rows(data: bytes, frame: jpeg_rows.Frame, rows: int) -> Tensor | None:
-    """What `decode` gives, but for the rows behind the first ``rows``, most of which are missing.
+def decode_rows(
+    data: bytes, frame: jpeg_rows.Frame, top: int, rows: int
+) -> tuple[Tensor, int] | None:
+    """What `decode` gives, but for the rows around ``top`` to ``top`` + ``rows``.
 
-    ``frame`` is that of the file. None when the whole image had better be decoded: because of its
-    last rows, or a damage. While it runs, the process's stderr is turned off.
+    Returns: pixels, and which row of the image is their first. ``frame`` is that of the file. None
+    when the whole image had better be decoded: it is about to show nearly all rows, or damaged.
+    While it runs, the process's stderr may be turned off.
     """
-    part = jpeg_rows.lowered(data, frame, rows)
-    if part is None or not has_jpeg_ends(data):
+    if not has_jpeg_ends(data):
         return None
-    try:
-        with jpeg_rows.silent_stderr():
-            return _decode_jpeg(part)
-    except RuntimeError:
-        return None
+    with contextlib.suppress(RuntimeError):
+        if (found := jpeg_rows.between(data, frame, top, rows)) is not None:
+            part, first = found
+            return _decode_jpeg(part), first
+        if (part := jpeg_rows.lowered(data, frame, top + rows)) is not None:
+            with jpeg_rows.silent_stderr():
+                return _decode_jpeg(part), 0
+    return None
 
 
 def _decode_jpeg(data: bytearray) -> Tensor:

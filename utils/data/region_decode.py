@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.data.images import Box, has_jpeg_ends
+from utils.data.images import Box
+from utils.data.jpeg_rows import has_jpeg_ends
 
 LARGEST_SHARE = 0.4  # of the image's area; from 0.3 to 0.5 on, decoding all rows of it is as fast
 _made: dict[int, tuple[Any, Any] | None] = {}  # by process, as it cannot be forked
