@@ -394,7 +394,7 @@ def check_stop_and_resume(place: Place, script: str, *options: object) -> dict:
 def test_masters_loss_scale_and_accumulation_go_on(tmp_path, images):
     # At --lr 0.05 a gradient overflows, early in the run on one CPU and late on another; at 0.001
     # none is larger than half of float16's range.
-    options = ("-b", "5", "--accum-steps", "2", "--lr", "0.001")
+    options = ("-b", "5", "--accum-steps", "2", "--lr", "0.001", "--ema", "0.9")
     place = Place(tmp_path, images, *options, accum=2)
     scaler = check_stop_and_resume(place, "imagenet_ddp_apex.py", "-g", "1", "--opt-level", "O2")
     assert scaler["clean_steps"] > STEPS  # so that a counter begun again would show
