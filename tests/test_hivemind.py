@@ -11,14 +11,14 @@ import subprocess
 import sys
 
 import pytest
-from conftest import draw_folder, python, scalars, summary
+from conftest import TIMEOUT, draw_folder, python, scalars, summary
 from running import TINY_LINE, Running, descendants, eventually, tiny
 
 pytestmark = pytest.mark.long
 
 PYTHON = os.environ.get("HIVEMIND_PYTHON", sys.executable)
 EXEC = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"  # keeps the process number
-TARGET, EPOCHS = 60, 12
+TARGET, EPOCHS = 60, 9
 # So slow that it still learns when the third peer comes and the second is killed.
 RECIPE = f"{TINY_LINE} --lr 0.004 --epochs {EPOCHS}".split()
 _, ENV = tiny(step_seconds=0.25)
@@ -41,7 +41,9 @@ def peer(name: str, runs, images, *more: str) -> Running:
     options = ("--target-batch", TARGET, "--matchmaking", "2", "-p", "1", "--name", name)
     where = ("--listen", "/ip4/127.0.0.1/tcp/0", "--output-dir", runs, images)
     script = "scripts/beyond/hivemind_train.py"
-    return Running("-c", EXEC, PYTHON, script, *RECIPE, *options, *more, *where, **ENV)
+    run = Running("-c", EXEC, PYTHON, script, *RECIPE, *options, *more, *where, **ENV)
+    run.allow(3 * TIMEOUT)  # each step waits for peers to find each other
+    return run
 
 
 def test_peers_come_and_go(has_hivemind, images, tmp_path):
