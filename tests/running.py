@@ -64,6 +64,12 @@ class Running:
         self.process.stdout.close()
         self.errors.close()
 
+    def allow(self, seconds: float) -> None:
+        """From now on, let the command run for so long, not `TIMEOUT`."""
+        self.limit.cancel()
+        self.limit = threading.Timer(seconds, self.limit.function)
+        self.limit.start()
+
     def until(self, pattern: str) -> str:
         """Read lines until one matches ``pattern``; fail if the command ends first."""
         for line in self.process.stdout:

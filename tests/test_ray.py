@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
@@ -47,17 +46,10 @@ def ray(node: Node, options: str) -> Typed:
     """A node of the cluster, which stays as long as the command does."""
     options += f" --node-ip-address {node.ip} --object-store-memory 80000000"
     line = f"exec {PYTHON} -m ray.scripts.scripts start {options} --disable-usage-stats --block"
-    started = patient(node.type(f"unset CUDA_VISIBLE_DEVICES; {line} 2>&1", **QUIET))
+    started = node.type(f"unset CUDA_VISIBLE_DEVICES; {line} 2>&1", **QUIET)
+    started.allow(4 * TIMEOUT)
     started.until("Ray runtime started")
     return started
-
-
-def patient(run: Typed) -> Typed:
-    """Three attempts at a training take longer than a test does otherwise."""
-    run.limit.cancel()
-    run.limit = threading.Timer(4 * TIMEOUT, run.send, (signal.SIGKILL,))
-    run.limit.start()
-    return run
 
 
 def join(node: Node) -> Typed:
@@ -75,7 +67,8 @@ def typed(nodes: list[Node], runs, folder, limits: str, epochs: int = 100000) ->
         f"--epochs {epochs} --snapshot-minutes 0.02 --name run --output-dir {runs} {folder} 2>&1",
         **QUIET,
     )
-    return patient(run)
+    run.allow(3 * TIMEOUT)
+    return run
 
 
 def trainings(nodes: list[Node]) -> set[Process]:

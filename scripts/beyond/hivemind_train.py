@@ -166,7 +166,7 @@ def train(args: Namespace, world: World) -> int:
     # ---- train, epoch by epoch of what all peers together have seen
     loop.begin(session)
     say_how_to_join(dht, args)
-    batches = endless(loaders.train)
+    batches, own = endless(loaders.train), 0
     try:
         while loop.goes_on(session):
             began, sums, seen = time.monotonic(), Sums(device), swarm.local_epoch
@@ -176,6 +176,7 @@ def train(args: Namespace, world: World) -> int:
                 images, targets = next(batches)
                 loss, logits = train_step(images, targets)
                 sums.add(loss * len(targets), logits, targets)
+                own += len(targets)
                 if session.stop.poll():
                     break
                 if position != swarm.local_epoch and swarm.local_epoch % args.print_freq == 0:
@@ -188,7 +189,9 @@ def train(args: Namespace, world: World) -> int:
                 break
             done = (swarm.local_epoch - seen) * args.target_batch
             trained = record(session, sums, done / (time.monotonic() - began))
-            run.scalars(swarm_facts(swarm), state.epoch + 1)
+            run.scalars(
+                {**swarm_facts(swarm), "Swarm/own_samples": own}, state.epoch + 1, flush=True
+            )
             if evaluates(dht, args.swarm, 3 * (time.monotonic() - began)):
                 evaluated = evaluation.evaluate(session, predict, loaders.val)
                 loop.close_epoch(session, trained, evaluated)
@@ -236,7 +239,8 @@ def record(session: Session, sums: Sums, rate: float) -> dict[str, float]:
 
 
 def swarm_facts(swarm: "hivemind.Optimizer") -> dict[str, float]:
-    """Peers that train now, and images that all have seen since the beginning."""
+    """Peers that train now, and the steps of all since the beginning, in images; Hivemind begins a
+    step when it expects the target to be reached, so that some have fewer."""
     return {
         "Swarm/peers": float(max(1, swarm.tracker.global_progress.num_peers)),
         "Swarm/samples": float(swarm.local_epoch * swarm.target_batch_size),

@@ -11,7 +11,7 @@ GPU, which meets the others as if started by hand. When a node is lost, or comes
 on from the latest snapshot on the nodes that are there. Ctrl-C ends it with a snapshot.
 
 Needs `pip install ray` in one version on all nodes, this code and the data at one path, and an
---output-dir that the nodes share.
+--output-dir that the nodes share. The cluster's head must live: without it, all ends.
 """
 
 import argparse
