@@ -112,6 +112,8 @@ def test_each_process_holds_its_part(trained):
     cases = [(ranks, whole[0]) for ranks in found["chain"]] + [(found["resnet"][0], resnet[0])]
     assert [len(ranks) for ranks, _ in cases] == [2, 4, 3, 2]
     for ranks, all_of_it in cases:
+        # An evaluation lets go of what it has gathered, or training would go on with that.
+        assert [mine["at_end"] for mine in ranks] == [mine["parameters"] for mine in ranks]
         for kind in ("parameters", "gradients", "optimizer"):
             assert sum(mine[kind] for mine in ranks) == all_of_it[kind]
             for mine in ranks:  # rows that cannot be divided are the first processes'
