@@ -42,6 +42,10 @@ def test_all_is_in_the_event_files(ours, tmp_path):
     shown |= {"batch_per_gpu": "6", "global_batch": "12", "steps_per_epoch": "5", "epochs": "2"}
     assert {key: rows[key] for key in shown} == {key: [text] for key, text in shown.items()}
     assert rows["state"] == ["finished"]
+    # 11,178,051 weights in float32, and 9,620 values of batch norm; the same again in 44.7 MB of
+    # gradients, of which each of two processes sends a half twice.
+    assert (rows["parameters_mb"], rows["optimizer_mb"]) == (["42.68"], ["42.64"])
+    assert rows["sent_mb_per_step"] == ["44.71"]
     (run,) = both.runs
     facts = summary(ours / "one")
     assert run.best("Top1/val") == (pytest.approx(facts["best_top1"]), facts["best_epoch"])

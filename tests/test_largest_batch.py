@@ -1,5 +1,6 @@
 """``-b auto``: the largest batch that fits, and a training that is as if it had been typed."""
 
+import argparse
 import importlib.util
 import json
 import logging
@@ -19,6 +20,7 @@ from running import assert_same_weights, snapshot
 from torch import nn
 
 from utils import models
+from utils.errors import UserError
 from utils.instruments import memory
 from utils.instruments.memory import Counter, Full
 from utils.processes import supervise
@@ -295,3 +297,14 @@ def test_all_ranks_take_what_the_one_with_the_least_memory_can(folder, tmp_path,
         assert {k: v for k, v in a.items() if k.startswith(("Loss", "Top"))} == {
             k: v for k, v in b.items() if k.startswith(("Loss", "Top"))
         }
+
+
+def test_what_cannot_be_is_a_sentence(folder, tmp_path):
+    tell = largest_batch.check
+    with pytest.raises(UserError, match="--memory-limit GIB without a GPU"):
+        tell(argparse.Namespace(batch_size="auto", memory_limit=None))
+    with pytest.raises(UserError, match="is for -b auto"):
+        tell(argparse.Namespace(batch_size=64, memory_limit=2.0))
+    little = ("-b", "auto", "--memory-limit", 0.0001, "--output-dir", tmp_path, folder)
+    with pytest.raises(UserError, match="not even 8 images fit into"):
+        run("imagenet_nd.py", *MODEL, *little)
