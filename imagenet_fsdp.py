@@ -31,7 +31,7 @@ from utils.processes.distributed import World, copy_from_main
 from utils.run.checkpoint import TrainState
 from utils.run.tracking import Run
 from utils.sharding import layout
-from utils.training import compiling, dummy, epoch, evaluation, loop
+from utils.training import compiling, dummy, epoch, evaluation, largest_batch, loop
 from utils.training.session import Session
 
 
@@ -91,6 +91,7 @@ def train(args: Namespace, world: World) -> int:
     ) -> tuple[Tensor, Tensor]:
         """One micro-batch: images float [n, 3, size, size], targets int64 [n] -> loss, logits.
 
+        Targets of mixed images are float [n, classes].
         ``weight`` scales its mean loss, so that gradients, averaged over ranks and added up over
         micro-batches, are those of the global batch. With ``update`` the step ends: weights change.
         """
@@ -118,6 +119,7 @@ def train(args: Namespace, world: World) -> int:
     run = Run(args, world, mode="fsdp")
     state = TrainState(model, optimizer, scaler)
     session = Session(args, world, run, loaders, state)
+    largest_batch.settle(session, train_step, predict)  # with -b auto
     if args.dummy:
         return dummy.time_step(session, train_step)
     loop.resume(session)
