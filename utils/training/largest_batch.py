@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.data import mixing
+from utils.data import mixing, progressive
 from utils.data.preprocessing import Preprocessing
 from utils.errors import UserError
 from utils.instruments import memory
@@ -85,7 +85,7 @@ def settle(session: Session, train_step: TrainStep, predict: Predict) -> None:
         _use(session, kept)
         log.info(f"-b auto: {kept} images per process, as in {run.snapshot}")
         return
-    mine = _find(session, train_step, predict, image_size or args.image_size)
+    mine = _find(session, train_step, predict, image_size or progressive.largest(args))
     all_found = gather((mine, node_name(world)), world)
     least, node = min(all_found, key=lambda pair: pair[0].size)
     if not least.size:
@@ -161,7 +161,8 @@ def _find(session: Session, train_step: TrainStep, predict: Predict, image_size:
     """The largest batch of this process; of a sharded model, of all."""
     args, state, world = session.args, session.state, session.world
     together = is_sharded(state.model)
-    gauge = _gauge(session, strict=not together)
+    averages = _averages(session)
+    gauge = _gauge(session, averages, strict=not together)
     hold = args.accum_steps == 1  # else the first micro-batch's gradients lie beside the buckets
     limit, trials = gauge.limit, 0
     rehearse = _Rehearsal(session, train_step, predict, image_size)
@@ -195,11 +196,20 @@ def _find(session: Session, train_step: TrainStep, predict: Predict, image_size:
     return Found(size, peak, limit, trials)
 
 
-def _gauge(session: Session, strict: bool) -> memory.Gauge:
+def _averages(session: Session) -> list[Tensor]:
+    """What ``--ema`` will take: made after this search."""
+    if not session.args.ema:
+        return []
+    weights = (memory.local(weight.detach()) for weight in session.state.model.parameters())
+    return [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
+
+
+def _gauge(session: Session, averages: list[Tensor], strict: bool) -> memory.Gauge:
     args, device = session.args, session.world.device
     limit = math.inf if args.memory_limit is None else args.memory_limit * memory.GIB
     if device.type == "cpu":
-        return memory.Counter(limit * (1 - MARGIN), strict, existing(session.state))
+        there = [*existing(session.state), *averages]
+        return memory.Counter(limit * (1 - MARGIN), strict, there)
     every = range(torch.cuda.device_count())
     devices = every if session.run.mode == "dp" else [torch.cuda.current_device()]
     gauge = memory.Allocator(devices, limit, strict)
