@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils import models, optim, options
+from utils import models, options
 from utils.amp import native
 from utils.comm import exchange
 from utils.data.loaders import build_loaders
+from utils.parts import optim
 from utils.processes import launch, supervise
 from utils.processes.distributed import World
 from utils.run.checkpoint import TrainState

@@ -21,10 +21,11 @@ import utils.processes.installed  # noqa: F401 (a missing package becomes one se
 import torch
 from torch import Tensor, nn
 
-from utils import models, optim, options
+from utils import models, options
 from utils.amp import choice, levels
 from utils.comm.exchange import settle_buckets
 from utils.data.loaders import build_loaders
+from utils.parts import optim
 from utils.processes import launch, supervise
 from utils.processes.distributed import World
 from utils.run.checkpoint import TrainState

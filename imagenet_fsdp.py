@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from utils import models, optim, options
+from utils import models, options
 from utils.amp import native
 from utils.data.loaders import build_loaders
+from utils.parts import optim
 from utils.processes import launch, supervise
 from utils.processes.distributed import World, copy_from_main
 from utils.run.checkpoint import TrainState

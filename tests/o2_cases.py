@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from utils.amp.plain import Amp
-from utils.optim import sgd
+from utils.parts.optim import sgd
 from utils.processes.distributed import World
 
 CPU = torch.device("cpu")

@@ -15,12 +15,12 @@ from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 import utils.instruments.metrics
-from utils import optim
 from utils.amp.loss_scale import LossScaler
 from utils.comm.lane import Lane
 from utils.comm.local_sgd import LocalSGD
 from utils.data.loaders import Batches
 from utils.instruments import monitor
+from utils.parts import optim
 from utils.run import snapshots
 from utils.training import evaluation
 

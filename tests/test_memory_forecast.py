@@ -12,7 +12,7 @@ from torch import nn
 from utils import models
 from utils.errors import UserError
 from utils.instruments.memory import Counter, of_state
-from utils.optim import sgd
+from utils.parts.optim import sgd
 
 MIB = 2**20
 SMALL = Plan("resnet18", "nd", "off", image_size=32, classes=10, on_cpu=True)

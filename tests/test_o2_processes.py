@@ -11,7 +11,7 @@ from o2_cases import CPU, level
 from torch import nn
 
 from utils.amp.plain import Amp, DistributedDataParallel
-from utils.optim import sgd
+from utils.parts.optim import sgd
 from utils.processes.distributed import World
 
 STEPS = 4

@@ -12,10 +12,10 @@ from o2_cases import prepare, train
 from torch import nn
 from torchvision.models import get_model
 
-from utils import optim
 from utils.amp.loss_scale import LossScaler
 from utils.comm.local_sgd import LocalSGD
 from utils.errors import UserError
+from utils.parts import optim
 from utils.parts.muon import Muon, hidden_matrices, orthogonal
 from utils.processes.distributed import World
 from utils.run.checkpoint import TrainState, resume, snapshot_of

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from utils import models, optim, samplers, schedules
+from utils import models, samplers, schedules
 from utils.data import augment, images, mixing, progressive
 from utils.errors import UserError
 from utils.option_types import (
@@ -19,6 +19,7 @@ from utils.option_types import (
     positive,
     share,
 )
+from utils.parts import optim
 from utils.processes import supervise
 from utils.run import store
 from utils.training import averaging, evaluation, largest_batch, recipes, spot

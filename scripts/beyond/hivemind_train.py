@@ -36,12 +36,13 @@ import utils.processes.installed  # noqa: F401 (a missing package becomes one se
 import torch
 from torch import Tensor, nn
 
-from utils import models, optim, options
+from utils import models, options
 from utils.amp import native
 from utils.data.loaders import Batches, build_loaders
 from utils.errors import UserError
 from utils.instruments.metrics import Sums, to_metrics
 from utils.option_types import amount, positive
+from utils.parts import optim
 from utils.processes import launch, supervise
 from utils.processes.distributed import World
 from utils.run.checkpoint import TrainState

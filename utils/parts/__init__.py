@@ -1,1 +1,1 @@
-"""What `utils/models.py` and `utils/optim.py` put together: weights from files, blocks, Muon."""
+"""What `utils/models.py` puts together, and optimisers: weights from files, blocks, Muon."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from utils.amp import native
+
 ITERATIONS, EPSILON = 5, 1e-7
 A, B, C = 3.4445, -4.7750, 2.0315  # of the quintic polynomial: the steepest at zero
 
@@ -89,6 +91,8 @@ def _orthogonal(update: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _fast_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    if device.type == "cpu" and native.has_amx():
         return torch.bfloat16
     return torch.float32
 

@@ -11,7 +11,7 @@ def allow_sharded_sgd() -> None:
     """Let the fused kernel of SGD work on each process's own pieces.
 
     It computes element by element, so that pieces get what the whole would. Any other SGD makes a
-    loss scaler ask the host, and wait for it, in every step (see `utils.optim`).
+    loss scaler ask the host, and wait for it, in every step (see `utils.parts.optim`).
     """
     DTensor._op_dispatcher._custom_op_handlers.setdefault(torch.ops.aten._fused_sgd_.default, _step)
 
