@@ -115,6 +115,10 @@ def forecast(plan: Plan, batch: int) -> Forecast:
             activations = max(activations + compute * whole, later)
         parameters = (parameters - buffers) / parts + buffers
         gradients, optimizer = gradients / parts, optimizer / parts
+    if plan.on_cpu:  # where SGD is not fused, and makes a copy of one gradient after the other
+        parts = plan.processes if plan.mode == "fsdp" else 1
+        images = 3.0 * plan.image_size**2 * batch * (4 if plan.amp == "off" else 2)
+        activations = max(activations, images + 4.0 * facts.largest / parts)
     return Forecast(parameters, gradients, optimizer, activations + ready)
 
 
@@ -143,6 +147,7 @@ class _Facts:
     block: int
     last: int
     root: int
+    largest: int  # parameter
 
 
 @cache
@@ -154,9 +159,10 @@ def _facts(arch: str, classes: int, image_size: int) -> _Facts:
     blocks = [_size(block) for block in _blocks(model)]
     root = values - sum(blocks)
     buffers = sum(buffer.numel() for buffer in model.buffers())
+    largest = max(parameter.numel() for parameter in model.parameters())
     if not blocks:
-        return _Facts(values, norms, buffers, values, values, 0)
-    return _Facts(values, norms, buffers, max(blocks), sum(blocks[-2:]), root)
+        return _Facts(values, norms, buffers, values, values, 0, largest)
+    return _Facts(values, norms, buffers, max(blocks), sum(blocks[-2:]), root, largest)
 
 
 def _size(module: nn.Module) -> int:
@@ -231,9 +237,10 @@ def _take_step(
         _remake(model, half)
         images = torch.empty(batch, 3, size, size, dtype=autocast or half or torch.float32)
         targets = torch.zeros(batch, dtype=torch.int64)
-        all_of_it, rest = Counter(), Counter()
-        rest.add_bytes(images.numel() * images.element_size())
-        all_of_it.add_bytes(rest.now)
+        # Weights are counted elsewhere, also where an operator gives a view of them.
+        weights = [*model.parameters(), *model.buffers()]
+        all_of_it, rest = (Counter(existing=[*weights, images]) for _ in range(2))
+        known = Counter(existing=weights).now
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: rest.leave_out(p.grad))
         with all_of_it, rest:
@@ -241,7 +248,7 @@ def _take_step(
                 logits = model(images)
                 loss = nn.functional.cross_entropy(logits.float(), targets)
             loss.backward()
-    return Step(all_of_it.peak, rest.peak)
+    return Step(all_of_it.peak - known, rest.peak - known)
 
 
 def _remake(model: nn.Module, half: torch.dtype | None) -> None:
