@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train with peers that come and go, over the internet if it must be (Hivemind).
+"""Train with peers that come and go, over the internet if it must be (Hivemind). Experimental.
 
     python scripts/beyond/hivemind_train.py -a resnet50 -b 32 --target-batch 2048 DATA
     python scripts/beyond/hivemind_train.py -a resnet50 -b 32 --target-batch 2048 DATA \\
@@ -250,7 +250,7 @@ def swarm_facts(swarm: "hivemind.Optimizer") -> dict[str, float]:
 
 def say_how_to_join(dht: "hivemind.DHT", args: Namespace) -> None:
     """Print the addresses, and what does not hold here."""
-    log.info("no order of samples, no exact resume here: see the top of this script")
+    log.info("experimental; no order of samples, no exact resume here: see the top of this script")
     for address in dht.get_visible_maddrs():
         log.info(f"others join with --peers {address}")
     if not args.peers:
