@@ -23,7 +23,8 @@ def both_refuse(folder: Path, tmp_path: Path, other: Path = ROOT, path: str = ""
 
 
 def test_nodes_with_other_code(folder, tmp_path):
-    shutil.copytree(ROOT / "utils", tmp_path / "utils")
+    for part in ("utils", "scripts/recipes"):
+        shutil.copytree(ROOT / part, tmp_path / part)
     shutil.copy(ROOT / "imagenet_ddp.py", tmp_path)
     with open(tmp_path / "utils" / "schedules.py", "a") as file:
         file.write("# a change that git does not know of\n")

@@ -115,7 +115,7 @@ def assert_same_curves(run: Path, other: Path, tolerance: float = 0.0) -> None:
     for tag in ours:
         x = [x for x, _ in ours[tag]]
         assert x == sorted(set(x)), f"{tag} runs backward"
-        if tag.startswith(SPEED):
+        if tag.startswith(SPEED) or (tag in hardware and tag not in theirs):
             continue  # an epoch that was resumed after its last step has no speed
         assert x == [x for x, _ in theirs[tag]], tag
         if not tag.startswith(MEASURED):

@@ -84,7 +84,8 @@ def test_two_nodes_with_one_rank_end_all():
 def test_a_node_with_other_code_is_named(tmp_path):
     """The copy differs in one file."""
     port = free_port()
-    copy = f"cp -r utils {tmp_path} && echo >>{tmp_path}/utils/samplers.py && cd {tmp_path}"
+    copy = f"cp -r --parents utils scripts/recipes {tmp_path} && cd {tmp_path}"
+    copy += " && echo >>utils/samplers.py"
     for sentence in sentences(shell(f"{copy} && {line(1, port)}", line(0, port))):
         assert "this code differs between the nodes: utils/samplers.py" in sentence
 

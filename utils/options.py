@@ -150,17 +150,17 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         "--lr",
         "--learning-rate",
         type=amount,
-        help="learning rate after warm-up; default: 0.1, or 0.001 for adamw and muon",
+        help="learning rate after warm-up (default: 0.1); 0.001 for adamw and muon",
     )
     group.add_argument(
-        "--momentum", type=share, help="of SGD, LARS and Muon; default: 0.9, or 0.95 for muon"
+        "--momentum", type=share, help="of SGD, LARS and Muon (default: 0.9); 0.95 for muon"
     )
     group.add_argument(
         "--wd",
         "--weight-decay",
         dest="weight_decay",
         type=amount,
-        help="weight decay: SGD's and LARS' L2 penalty (default 1e-4), or decoupled (0.05)",
+        help="SGD's and LARS' L2 penalty (default: 0.0001), or decoupled weight decay (0.05)",
     )
     optim.add_options(group)
     group.add_argument(

@@ -87,7 +87,8 @@ class Batches:
     def use(self, wanted: Preprocessing) -> None:
         """Make the images as ``wanted`` says. Before the first one: workers keep what they have."""
         if self.dataset.train:  # where progressive sizes grow, the largest
-            self.dataset.size = max(self.sampler.sizes, default=wanted.image_size)
+            sizes = getattr(self.sampler, "sizes", ())
+            self.dataset.size = max(sizes, default=wanted.image_size)
         else:
             self.dataset.size = wanted.crop
         self.dataset.resize = wanted.val_resize_size

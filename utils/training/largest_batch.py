@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--memory-limit",
         type=number(float, 0, exclusive=True),
         metavar="GIB",
-        help=f"fill at most this much memory of each process's device, less {MARGIN:.0%}; "
+        help=f"fill at most this much memory of each process's device, less {MARGIN:.0%}%; "
         "default: what is free of a GPU. On a CPU, where it is needed, the bytes of tensors are "
         "counted",
     )
