@@ -263,7 +263,9 @@ def _nodes_of_two(rank: int, size: int) -> dict[str, Any]:
     return _train(rank, size, local_size=2)
 
 
-@pytest.mark.parametrize(("size", "work"), [(3, _train), (4, _nodes_of_two)])
+@pytest.mark.parametrize(
+    ("size", "work"), [(3, _train), pytest.param(4, _nodes_of_two, marks=pytest.mark.long)]
+)
 def test_weights_stay_equal_in_all_processes_and_resume_exactly(size, work):
     found = in_processes(size, work)
     for comm in (*METHODS, WITH_ADAMW):

@@ -84,9 +84,9 @@ def alone():
     "options",
     [
         {},
-        {"delay_allreduce": True},
+        pytest.param({"delay_allreduce": True}, marks=pytest.mark.long),
         {"gradient_predivide_factor": 2.0},  # torch's own order
-        {"gradient_predivide_factor": 4.0},
+        pytest.param({"gradient_predivide_factor": 4.0}, marks=pytest.mark.long),
         {"allreduce_always_fp32": True, "delay_allreduce": True},
     ],
     ids=str,

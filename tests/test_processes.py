@@ -66,7 +66,7 @@ def test_nothing_outlives_the_process_that_was_typed(folder, tmp_path, way, sign
         assert all_gone(run), [one for one in family if one.lives()]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_killed_rank_ends_the_other_with_a_sentence(folder, tmp_path, victim):
     with endless("spawn", folder, tmp_path) as run:
         run.until(r"step +3/")

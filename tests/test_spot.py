@@ -98,6 +98,7 @@ def test_a_notice_stops_the_run_with_a_snapshot(folder, tmp_path, service):
     assert snapshot(tmp_path / "run")["progress"]["epoch"] >= 0
 
 
+@pytest.mark.long
 def test_a_notice_for_one_node_stops_both(folder, tmp_path):
     """Node 1 alone is reclaimed; both nodes stop, after the same step."""
     with serve() as quiet, serve() as reclaimed:
