@@ -98,7 +98,6 @@ def test_fsdp_ddp_and_fsdp_in_turns_are_ddp_bit_for_bit(trained):
     assert "--reshard full, 2 processes: 3 x EncoderBlock each by itself" in log
 
 
-@pytest.mark.long
 def test_a_run_goes_from_two_to_four_to_three_processes(trained):
     runs, found = trained
     codes = [[one["code"] for one in ranks] for ranks in found["chain"]]
