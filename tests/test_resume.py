@@ -152,8 +152,7 @@ ND, DDP = "imagenet_nd.py", "imagenet_ddp.py"
 @pytest.fixture(scope="module")
 def one(tmp_path_factory, images) -> Place:
     """Runs on one process; ``whole`` is the undisturbed one."""
-    more = "--ema 0.9 --ema-every 2 --mixup 0.5 --cutmix 1 --progressive 96,128"
-    options = ("-b", "10", *split(more))
+    options = ("-b", "10", "--ema", "0.9", "--ema-every", "2", "--mixup", "0.5", "--cutmix", "1")
     place = Place(tmp_path_factory.mktemp("one"), images, *options)
     place.finish(ND, "whole")
     return place
@@ -390,6 +389,12 @@ def check_stop_and_resume(place: Place, script: str, *options: object) -> dict:
     assert 0 < position(place.root / "stopped")[1] < STEPS
     assert_same_run(place.finish(script, "stopped", *options), whole)
     return snapshot(whole)["scaler"]
+
+
+@pytest.mark.long
+def test_a_progressive_mixed_averaged_run_goes_on_bit_for_bit(tmp_path, images):
+    options = split("-b 10 --ema 0.9 --mixup 0.5 --cutmix 1 --progressive 96,128")
+    check_stop_and_resume(Place(tmp_path, images, *options), ND)
 
 
 def test_masters_loss_scale_and_accumulation_go_on(tmp_path, images):

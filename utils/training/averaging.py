@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from utils.errors import UserError
 from utils.option_types import number, positive
+from utils.sharding import pieces
 
 Named = dict[str, Tensor]
 
@@ -130,9 +131,7 @@ class Average:
     @torch.no_grad()
     def _put(self, values: list[Tensor], live: list[Tensor]) -> None:
         torch._foreach_copy_(live, values)
-        for module in self.model.modules():
-            if hasattr(module, "reshard"):  # whole weights that FSDP may still have are old now
-                module.reshard()
+        pieces.let_go(self.model)  # whole weights that FSDP may still have are old now
 
     def state_dict(self) -> dict[str, Any]:
         """What a snapshot keeps."""
@@ -156,7 +155,7 @@ class Average:
                     f"the averaged weights in the snapshot are of another model ({name})",
                     alike=True,
                 )
-            average.copy_(_like(found, average))
+            average.copy_(pieces.piece_like(found, average))
 
 
 def better(record: dict[str, float]) -> str:
@@ -166,14 +165,4 @@ def better(record: dict[str, float]) -> str:
 
 def _local(tensors: list[Tensor]) -> list[Tensor]:
     """The tensors; of those that are sharded, this process's shard (the same memory)."""
-    return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-
-
-def _like(whole: Tensor, average: Tensor) -> Tensor:
-    """``whole``, sharded as ``average`` is. All processes have it and call this."""
-    if not hasattr(average, "to_local"):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    whole = whole.to(average.device)
-    return distribute_tensor(whole, average.device_mesh, average.placements)
+    return [pieces.local(tensor) for tensor in tensors]
