@@ -55,7 +55,7 @@ def test_all_pipelines_are_measured_on_originals_and_shrunk(photograph, tmp_path
 def test_a_profile_names_the_parts_and_leaves_no_trace(photograph, tmp_path):
     root = photographs.make(tmp_path, photographs.find(photograph), 10) / "train"
     images = ImageBatches(ImageIndex(root, class_folders(root)), 32, 0, train=True)
-    images.regions, images.stops_early = False, True
+    images.regions, images.quietly = False, True
     before = [vars(place)[name] for place, name, _ in worker_profile.PARTS]
     parts = worker_profile.of(images, [Batch(0, np.arange(10)), Batch(1, np.arange(5))])
     assert {"read the file", "decode", "resize", "the rest"} <= set(parts)

@@ -33,6 +33,16 @@ def of_kind(kind, *size):
     return jpeg(image.convert("L") if "grey" in kind else image, **(KINDS | MORE)[kind])
 
 
+def rows_of(data, frame, top, rows):
+    """Rows without the library for regions, and which row of the image is their first."""
+    found = im.decode_part(data, frame, (top, 3, rows, 4), regions=False, quietly=True)
+    if found is None:
+        return None
+    part, (y, *columns) = found
+    assert columns == [3, rows, 4]
+    return part, top - y
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS | MORE if kind != "progressive"])
 @pytest.mark.parametrize("size", [(50, 131), (9, 48)])
 def test_rows_are_those_of_the_whole_image(kind, size):
@@ -43,7 +53,7 @@ def test_rows_are_those_of_the_whole_image(kind, size):
     for top in range(0, frame.height, 7):
         parts = 0
         for rows in range(1, frame.height - top + 1):
-            found = im.decode_rows(data, frame, top, rows)
+            found = rows_of(data, frame, top, rows)
             if found is not None:
                 part, first = found
                 assert torch.equal(part[:, top - first :][:, :rows], whole[:, top:][:, :rows])
@@ -78,9 +88,9 @@ def test_others_are_left_to_whole_decoding(kind):
 def test_a_file_without_its_end_is_left_to_whole_decoding():
     data = jpeg(picture())
     frame = jpeg_rows.frame_of(data)
-    assert im.decode_rows(data, frame, 0, 20) is not None
-    assert im.decode_rows(data[:-500], frame, 0, 20) is None
-    assert im.decode_rows(data, frame, 0, frame.height - 10) is None, "hardly anything to leave out"
+    assert rows_of(data, frame, 0, 20) is not None
+    assert rows_of(data[:-500], frame, 0, 20) is None
+    assert rows_of(data, frame, 0, frame.height - 10) is None, "hardly anything to leave out"
 
 
 def test_the_decoders_warning_is_not_shown(capfd):
@@ -88,7 +98,7 @@ def test_the_decoders_warning_is_not_shown(capfd):
     frame = jpeg_rows.frame_of(data)
     im._decode_jpeg(jpeg_rows.lowered(data, frame, 20))
     assert "extraneous bytes" in capfd.readouterr().err, "else there is nothing to silence"
-    im.decode_rows(data, frame, 0, 20)
+    rows_of(data, frame, 0, 20)
     os.write(2, b"heard again")
     assert capfd.readouterr().err == "heard again"
 
@@ -115,7 +125,7 @@ def test_damaged_files_are_what_they_are_to_whole_decoding():
             whole = im.decode(data)
         frame = jpeg_rows.frame_of(data)
         top = number % 3 * 25
-        found = frame and im.decode_rows(data, frame, top, 20)
+        found = frame and rows_of(data, frame, top, 20)
         if found is not None:
             part, first = found
             assert whole is not None
@@ -136,7 +146,7 @@ def test_batches_are_those_of_whole_decoding(tmp_path):
     index = ImageIndex(tmp_path, ["a"])
     sampler = TrainSampler(12, 4, (0, 1), 1, 0)
     dataset = ImageBatches(index, 32, 0, train=True)
-    dataset.regions = False
+    dataset.partly = False
     loader = RingLoader(dataset, sampler, workers=2)  # whose workers stop early
     for epoch in range(3):
         sampler.start_at(epoch, 0)

@@ -106,10 +106,10 @@ def test_pixels_are_those_of_torchvisions_own_transforms(index, arch, workers):
         assert levels.max() < 1.01, "no more than another rounding"
 
 
-@pytest.mark.parametrize("regions", [True, False])
-def test_training_crops_are_resized_alike(index, regions):
+@pytest.mark.parametrize("partly", [True, False])
+def test_training_crops_are_resized_alike(index, partly):
     dataset = ImageBatches(index, 224, 0, train=True)
-    dataset.regions = regions
+    dataset.partly = partly
     batch = Batch(0, np.arange(2))
     plain = dataset.__getitems__(batch)[0]
     dataset.interpolation = "bicubic"

@@ -1,25 +1,26 @@
 """Decoding a part of a JPEG file: the very pixels of decoding it whole, or nothing."""
 
+import contextlib
 import io
 import random
-import subprocess
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
+import build_region_decode
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from PIL import Image
 
 from utils.data import images as im
-from utils.data import region_decode
-from utils.data.dataset import ImageBatches
+from utils.data import jpeg_rows, region_decode
+from utils.data.dataset import ImageBatches, Reading
 from utils.data.index import ImageIndex
+from utils.errors import UserError
 from utils.samplers import Batch
+from utils.training import report
 
-needs_library = pytest.mark.skipif(
-    not region_decode.available(), reason="needs nvidia-nvimgcodec (tests/requirements.txt)"
-)
 TURNED = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0"
 KINDS = {
     "4:2:0": {"subsampling": "4:2:0"},
@@ -47,51 +48,81 @@ def jpeg(image: Image.Image, **options) -> bytes:
     return file.getvalue()
 
 
-@needs_library
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The library, built as the script does."""
+    path = tmp_path_factory.mktemp("built") / "library.so"
+    try:
+        build_region_decode.build(path)
+    except UserError as error:
+        if "apt install" in str(error):
+            pytest.skip("needs a C compiler and libjpeg's header")
+        raise
+    return path
+
+
+@pytest.fixture
+def built(library, monkeypatch):
+    monkeypatch.setattr(region_decode, "LIBRARY", library)
+
+
+@pytest.fixture
+def not_built(tmp_path, monkeypatch):
+    monkeypatch.setattr(region_decode, "LIBRARY", tmp_path / "none.so")
+
+
+@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind != "progressive"), "grey"])
 @pytest.mark.parametrize("size", [(173, 131), (16, 300), (9, 9)])
-def test_pixels_are_those_of_the_whole_image(kind, size):
-    data = jpeg(picture(*size), **KINDS[kind])
-    whole, part = im.decode(data), region_decode.open_jpeg(data)
-    assert part.shape == whole.shape[1:]
-    parts = 0
-    for seed in range(30):
-        box = im.random_box(random.Random(seed), *part.shape)
-        pixels = part.decode(box)
-        if pixels is not None:
-            top, left, height, width = box
-            assert torch.equal(pixels, whole[:, top : top + height, left : left + width])
-            assert pixels.stride(0) == 1, "channels-last, as decode gives it"
-            parts += 1
-    assert parts > 5
+def test_pixels_are_those_of_the_whole_image(library, kind, size):
+    image = picture(*size)
+    data = jpeg(image.convert("L")) if kind == "grey" else jpeg(image, **KINDS[kind])
+    whole, draw = im.decode(data), random.Random(0)
+    for _ in range(60):
+        top, left = (draw.randrange(side) for side in whole.shape[1:])
+        height, width = (
+            draw.randint(1, side - at)
+            for side, at in zip(whole.shape[1:], (top, left), strict=True)
+        )
+        pixels, column = region_decode.decode(data, (top, left, height, width), library)
+        assert pixels.shape[1] == height
+        part = pixels[:, :, left - column :][:, :, :width]
+        assert torch.equal(part, whole[:, top : top + height, left : left + width])
+        assert pixels.stride(0) == 1, "channels-last, as decode gives it"
 
 
-@needs_library
-def test_large_box_is_left_to_whole_decoding():
-    part = region_decode.open_jpeg(jpeg(picture()))
-    assert part.decode((0, 0, 60, 173)) is None
-    assert part.decode((0, 0, 50, 173)) is not None
-
-
-@pytest.mark.parametrize("kind", ["grey", "CMYK", "PNG", "cut", "empty", "text"])
-def test_others_are_left_to_whole_decoding(kind):
+def test_pixels_that_the_file_has_not_got_are_refused(library):
     data = jpeg(picture())
-    file = io.BytesIO()
-    picture().save(file, "PNG")
-    others = {
-        "grey": jpeg(picture().convert("L")),
-        "CMYK": jpeg(picture().convert("CMYK")),
-        "PNG": file.getvalue(),
-        "cut": data[: len(data) // 2],
-        "empty": b"",
-        "text": b"\xff\xd8 this is no image \xff\xd9",
-    }
-    assert region_decode.open_jpeg(others[kind]) is None
+    assert region_decode.decode(data, (0, 0, 131, 173), library) is not None
+    for box in ((1, 0, 131, 173), (0, 1, 131, 173), (200, 0, 1, 1), (2**31, 0, 2, 2)):
+        assert region_decode.decode(data, box, library) is None
 
 
-@needs_library
+def test_damaged_files_are_what_they_are_to_whole_decoding(built):
+    from test_jpeg_rows import damaged
+
+    decoded = regions = 0
+    for number in range(300):
+        data, whole = damaged(number), None
+        with jpeg_rows.silent_stderr(), contextlib.suppress(ValueError):
+            whole = im.decode(data)
+        if (frame := jpeg_rows.frame_of(data)) is None:
+            continue
+        box = top, left, height, width = (number % 3 * 25, number % 4 * 9, 20, 25)
+        region = region_decode.decode(data, box)
+        found = im.decode_part(data, frame, box, quietly=True)
+        if found is not None:
+            assert whole is not None
+            pixels, (y, x, *_) = found
+            part = pixels[:, y : y + height, x : x + width]
+            assert torch.equal(part, whole[:, top : top + height, left : left + width])
+            decoded += 1
+            regions += region is not None
+    assert decoded > 20
+    assert 5 < regions < decoded, "some damage is seen, some makes another image of it"
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_the_same_with_and_without(tmp_path, workers):
+def test_batches_are_the_same_with_and_without(built, tmp_path, workers):
     from torch.utils.data import DataLoader
 
     folder = tmp_path / "a"
@@ -103,9 +134,9 @@ def test_batches_are_the_same_with_and_without(tmp_path, workers):
     index = ImageIndex(tmp_path, ["a"])
     batches = [Batch(epoch, np.arange(9)) for epoch in range(6)]
     seen = []
-    for regions in (True, False):
+    for partly in (True, False):
         dataset = ImageBatches(index, 32, 0, train=True)
-        dataset.regions = regions
+        dataset.partly = partly
         loader = DataLoader(
             dataset, batch_sampler=batches, num_workers=workers, collate_fn=lambda batch: batch
         )
@@ -116,28 +147,74 @@ def test_batches_are_the_same_with_and_without(tmp_path, workers):
         assert [image for image, _ in faults] == [image for image, _ in faults2] == [8]
 
 
-@needs_library
-def test_library_says_nothing(tmp_path):
-    """It complains about each codec for GPUs that is not there; nobody wants to read that."""
-    (tmp_path / "x.jpg").write_bytes(jpeg(picture()))
-    code = (
-        "import sys; from utils.data import region_decode as r; "
-        "print(r.open_jpeg(open(sys.argv[1], 'rb').read()).decode((1, 2, 30, 40)).shape)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "x.jpg")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert done.stdout.strip() == "torch.Size([3, 30, 40])"
-    assert done.stderr == ""
+def test_nothing_is_said_of_damaged_files(library, capfd):
+    data = jpeg(picture())
+    assert region_decode.decode(data[:2000], (0, 0, 131, 173), library) is None
+    assert region_decode.decode(b"\xff\xd8 this is no image", (0, 0, 1, 1), library) is None
+    assert capfd.readouterr() == ("", "")
 
 
-def test_without_the_library_images_are_decoded_whole(monkeypatch):
-    monkeypatch.setattr(region_decode, "find_spec", lambda name: None)
-    monkeypatch.setattr(region_decode, "_made", {})
+def test_without_the_library_images_are_decoded_otherwise(not_built):
+    data = jpeg(picture())
     assert not region_decode.available()
-    assert region_decode.open_jpeg(jpeg(picture())) is None
+    assert region_decode.decode(data, (0, 0, 9, 9)) is None
+    pixels, box = im.decode_part(data, jpeg_rows.frame_of(data), (0, 5, 9, 9), quietly=True)
+    assert (pixels.shape[2], box) == (173, (0, 5, 9, 9))
+
+
+def test_a_library_of_another_machine_is_as_none(tmp_path):
+    (tmp_path / "other.so").write_bytes(b"\x7fELF" + bytes(100))
+    assert region_decode.decode(jpeg(picture()), (0, 0, 9, 9), tmp_path / "other.so") is None
+
+
+def test_it_is_built_where_training_finds_it(library, not_built, capsys):
+    assert build_region_decode.main([]) == 0
+    assert f"built {region_decode.LIBRARY} (400 parts" in capsys.readouterr().out
+    assert region_decode.available()
+
+
+def test_other_pixels_are_not_taken(library, not_built, tmp_path, monkeypatch, capsys):
+    """As of a libjpeg that upsamples colour in another way."""
+    other = tmp_path / "other.c"
+    text = build_region_decode.SOURCE.read_text()
+    other.write_text(text.replace("jpeg_start", "jpeg.do_fancy_upsampling = 0;\n    jpeg_start", 1))
+    monkeypatch.setattr(build_region_decode, "SOURCE", other)
+    region_decode.LIBRARY.write_bytes(library.read_bytes())
+    assert build_region_decode.main([]) == 2
+    assert "are not torchvision's here (colour 4:2:2)" in capsys.readouterr().err
+    assert region_decode.LIBRARY.read_bytes() == library.read_bytes(), "the good one stays"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["none.so", "other.c"]
+
+
+@pytest.mark.parametrize(
+    ("compiler", "sentence"),
+    [
+        ("no-such-cc", "error: there is no C compiler no-such-cc: apt install gcc"),
+        (f"{sys.executable} -c 1/0", "it needs libjpeg-turbo's header: apt install gcc"),
+    ],
+)
+def test_what_is_missing_is_said(not_built, monkeypatch, capsys, compiler, sentence):
+    monkeypatch.setenv("CC", compiler)
+    assert build_region_decode.main([]) == 2
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
+    assert not region_decode.LIBRARY.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "read_seconds", "told"),
+    [("x.JPEG", 0.1, True), ("x.JPEG", 0.9, False), ("x.png", 0.1, False)],
+)
+def test_a_run_that_waits_for_decoding_is_told(not_built, caplog, name, read_seconds, told):
+    index = mock.MagicMock(pack=None, path=lambda image: name)
+    reading = Reading(files=10, bytes=800_000, read_seconds=read_seconds, seconds=1.0)
+    session = SimpleNamespace(
+        train=SimpleNamespace(reading=reading, bad=SimpleNamespace(index=index)),
+        world=SimpleNamespace(device=torch.device("cpu")),
+        args=SimpleNamespace(workers=1),
+    )
+    with caplog.at_level("INFO"):
+        report.input_path(session, {"IO/wait_share": 0.05})
+        assert not caplog.text
+        report.input_path(session, {"IO/wait_share": 0.5})
+    assert ("build_region_decode.py" in caplog.text) == told
+    assert "scripts/prepare_data.py shrink" in caplog.text

@@ -43,7 +43,7 @@ def sampler() -> TrainSampler:
 def plain(index):
     """The batches of the epoch without workers, ring, or any saving."""
     dataset = ImageBatches(index, SIZE, SEED, train=True)
-    dataset.regions = False
+    dataset.partly = False
     return [dataset.__getitems__(batch)[:2] for batch in sampler()]
 
 
@@ -133,7 +133,7 @@ def test_a_slot_with_an_unreadable_image_shows_nothing_of_the_batch_before(index
 def test_a_worker_killed_while_it_fills_a_slot_is_named(index):
     class Deadly(ImageBatches):
         def fill(self, images: torch.Tensor, batch: Batch):
-            if self.stops_early and 7 in batch.indices:  # in a worker
+            if self.quietly and 7 in batch.indices:  # in a worker
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().fill(images, batch)
 

@@ -115,7 +115,7 @@ class ThisSuite:
     def __init__(self, index: ImageIndex, regions: bool):
         self.dataset = ImageBatches(index, SIZE, seed=0, train=True)
         self.dataset.regions = regions
-        self.dataset.stops_early = True  # in this process, too, as it has no other threads
+        self.dataset.quietly = True  # in this process, too, as it has no other threads
 
     def __call__(self, batches: list[Batch], workers: int) -> Iterator[Any]:
         loader = RingLoader(self.dataset, Fixed(batches), workers)
@@ -141,8 +141,8 @@ def all_of(index: ImageIndex) -> dict[str, Pipeline]:
 
 
 def of_this_suite(index: ImageIndex) -> dict[str, ThisSuite]:
-    """This suite's, without and, if it is installed, with nvImageCodec."""
+    """This suite's, without and, if it was built, with region decode."""
     found = {"this suite": ThisSuite(index, regions=False)}
     if index.pack is None and region_decode.available():
-        found["with nvImageCodec"] = ThisSuite(index, regions=True)
+        found["with region decode"] = ThisSuite(index, regions=True)
     return found

@@ -75,7 +75,7 @@ def decode(data: str, image_size: int) -> dict[str, float]:
 
     root = Path(data) / "train"
     batches = ImageBatches(ImageIndex(root, class_folders(root)), image_size, seed=0, train=True)
-    batches.stops_early = True  # as in a worker
+    batches.quietly = True  # as in a worker
     order = epoch_order(len(batches), seed=0, epoch=0)
     batches.__getitems__(Batch(0, order[:4]))  # the first ones load libraries
     images, began, used = 0, time.perf_counter(), time.process_time()

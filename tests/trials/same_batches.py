@@ -40,7 +40,7 @@ def main() -> int:
     index = ImageIndex(root, class_folders(root))
     sampler = TrainSampler(len(index), BATCH, (0, 1), 1, SEED)
     plain = ImageBatches(index, SIZE, SEED, train=True)
-    plain.regions = False
+    plain.partly = False
     different = 0
     loaders = {"whole rows": RingLoader(_images(index, regions=False), sampler, workers=2)}
     if region_decode.available():

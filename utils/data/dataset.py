@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from utils.data import images as im
-from utils.data import jpeg_rows, region_decode
+from utils.data import jpeg_rows
 from utils.data.index import ImageIndex
 from utils.instruments.metrics import UNREADABLE
 from utils.samplers import Batch
@@ -63,10 +63,10 @@ class ImageBatches(Dataset):
         self.crop_scale, self.resize = crop_scale, resize
         self.interpolation = "bilinear"
         self.augment: Callable[[Tensor], Tensor] | None = None
-        self.regions = train  # decode no more than a crop needs, where that is possible
-        # Decode no further than its last row. For a process without other threads alone, as stderr
-        # is turned off meanwhile.
-        self.stops_early = False
+        self.partly = train  # decode no more than a crop needs, where that is possible
+        self.regions = True  # by the library for it, if it was built
+        # Stderr may be turned off meanwhile. For a process without other threads alone.
+        self.quietly = False
 
     def __len__(self) -> int:
         return len(self.index)
@@ -165,16 +165,12 @@ class ImageBatches(Dataset):
 
     def _decode(self, data: bytes, epoch: int, wanted: int, size: int) -> tuple[Tensor, im.Cut]:
         """Pixels of a file and what to cut out of them; no more of it than that needs."""
-        if self.regions and (jpeg := region_decode.open_jpeg(data)) is not None:
-            cut = self._cut(jpeg.shape, epoch, wanted, size)
-            if (pixels := jpeg.decode(cut.box)) is not None:
-                return pixels, cut._replace(box=(0, 0, *pixels.shape[1:]))
-        if self.stops_early and (frame := jpeg_rows.frame_of(data)) is not None:
+        if self.partly and (frame := jpeg_rows.frame_of(data)) is not None:
             cut = self._cut((frame.height, frame.width), epoch, wanted, size)
-            top, left, height, width = cut.box
-            if (found := im.decode_rows(data, frame, top, height)) is not None:
-                pixels, first = found
-                return pixels, cut._replace(box=(top - first, left, height, width))
+            found = im.decode_part(data, frame, cut.box, self.regions, self.quietly)
+            if found is not None:
+                pixels, box = found
+                return pixels, cut._replace(box=box)
         pixels = im.decode(data)
         return pixels, self._cut(tuple(pixels.shape[1:]), epoch, wanted, size)
 

@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
-from utils.data import jpeg_rows
+from utils.data import jpeg_rows, region_decode
 from utils.data.jpeg_rows import JPEG_MAGIC, has_jpeg_ends
 from utils.data.rgb import to_rgb
 
@@ -67,24 +67,29 @@ def decode(data: bytes) -> Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def decode_rows(
-    data: bytes, frame: jpeg_rows.Frame, top: int, rows: int
-) -> tuple[Tensor, int] | None:
-    """What `decode` gives, but for the rows around ``top`` to ``top`` + ``rows``.
+def decode_part(
+    data: bytes, frame: jpeg_rows.Frame, box: Box, regions: bool = True, quietly: bool = False
+) -> tuple[Tensor, Box] | None:
+    """What `decode` gives, but for pixels around ``box``, and where ``box`` is in that.
 
-    Returns: pixels, and which row of the image is their first. ``frame`` is that of the file. None
-    when the whole image had better be decoded: it is about to show nearly all rows, or damaged.
-    While it runs, the process's stderr may be turned off.
+    ``frame`` is that of the file. ``regions``: by the library for it, where it was built.
+    ``quietly``: stderr may be turned off meanwhile, for the whole process. None when the whole
+    image had better be decoded: it is about to be shown, or damaged.
     """
+    top, left, height, width = box
     if not has_jpeg_ends(data):
         return None
     with contextlib.suppress(RuntimeError):
-        if (found := jpeg_rows.between(data, frame, top, rows)) is not None:
-            part, first = found
-            return _decode_jpeg(part), first
-        if (part := jpeg_rows.lowered(data, frame, top + rows)) is not None:
+        part, first = jpeg_rows.between(data, frame, top, height) or (data, 0)
+        inside = (top - first, left, height, width)
+        if regions and (found := region_decode.decode(part, inside)) is not None:
+            pixels, column = found
+            return pixels, (0, left - column, height, width)
+        if isinstance(part, bytearray):  # rows above and below are left out of it
+            return _decode_jpeg(part), inside
+        if quietly and (part := jpeg_rows.lowered(data, frame, top + height)) is not None:
             with jpeg_rows.silent_stderr():
-                return _decode_jpeg(part), 0
+                return _decode_jpeg(part), box
     return None
 
 

@@ -221,4 +221,4 @@ def _as_it_is(filled: Filled) -> Filled:
 
 def _begin_worker(_: int) -> None:
     supervise.die_with_parent()
-    get_worker_info().dataset.dataset.stops_early = True
+    get_worker_info().dataset.dataset.quietly = True

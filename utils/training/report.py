@@ -9,7 +9,7 @@ import torch
 
 from utils import samplers, schedules
 from utils.comm import cost
-from utils.data import progressive
+from utils.data import progressive, region_decode
 from utils.instruments import memory, watch
 from utils.processes import kernels, supervise
 from utils.processes.distributed import gather
@@ -164,6 +164,9 @@ def input_path(session: Session, record: dict[str, float]) -> None:
     if share < WAIT_LIMIT:
         return
     reading, cores = train.reading, supervise.usable_cores()
+    index = train.bad.index
+    packed = index.pack is not None  # of which only the rows of the crops have been read
+    jpeg = not packed and index.path(0).lower().endswith((".jpg", ".jpeg"))
     of_reading = reading.read_seconds / max(reading.seconds, 1e-9)
     log.info(
         f"note: {share:.0%} of the time was spent waiting for images: the input path, not the "
@@ -171,8 +174,7 @@ def input_path(session: Session, record: dict[str, float]) -> None:
     )
     advice = []
     if of_reading > 0.5:
-        index = train.bad.index  # of a pack, only the rows of the crops have been read
-        mean = index.sample_sizes()[0] if index.pack else reading.bytes / max(reading.files, 1)
+        mean = index.sample_sizes()[0] if packed else reading.bytes / max(reading.files, 1)
         size = len(index) * mean / 2**30
         advice.append(
             f"the workers spent {of_reading:.0%} of their time reading files: a faster disk (local "
@@ -180,10 +182,12 @@ def input_path(session: Session, record: dict[str, float]) -> None:
         )
     if session.args.workers < cores:
         advice.append(f"more workers: -j {cores} on this node")
-    if train.bad.index.pack is None and reading.bytes > LARGE_FILE * reading.files:
+    if jpeg and of_reading <= 0.5 and not region_decode.available():
+        advice.append("faster decoding, once on each node: python scripts/build_region_decode.py")
+    if not packed and reading.bytes > LARGE_FILE * reading.files:
         advice.append("smaller files: scripts/prepare_data.py shrink DATA OUT, then train on OUT")
     elif session.args.workers >= cores and of_reading <= 0.5:
-        if train.bad.index.pack is None:
+        if not packed:
             advice.append("no decoding: scripts/prepare_data.py pack DATA OUT, then train on OUT")
         advice.append("a machine with more cores for each GPU")
     log.info("what helps: " + "; ".join(advice))
