@@ -15,7 +15,7 @@ from torchvision.models import get_model
 from utils.amp.loss_scale import LossScaler
 from utils.comm.local_sgd import LocalSGD
 from utils.errors import UserError
-from utils.parts import optim
+from utils.parts import muon, optim
 from utils.parts.muon import Muon, hidden_matrices, orthogonal
 from utils.processes.distributed import World
 from utils.run.checkpoint import TrainState, resume, snapshot_of
@@ -156,6 +156,30 @@ def test_muon_of_a_matrix_is_that_of_torch_bit_for_bit():
         zero_grad=lambda: (theirs.zero_grad(), adamw.zero_grad()),
     )
     assert same(steps(model, ours), steps(plain, both))
+
+
+@pytest.mark.parametrize(
+    "decades", [0, 2, 4]
+)  # between the largest and the smallest singular value
+@pytest.mark.parametrize("tall", [False, True])
+def test_way_by_gram_matrices_is_as_exact(monkeypatch, decades, tall):
+    torch.manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(size, 64).double())[0] for size in (64, 512))
+    matrix = (left * torch.logspace(0, -decades, 64).double()) @ right.T
+    matrix = matrix.T if tall else matrix
+
+    def errors():
+        found = [orthogonal(matrix, dtype).double() for dtype in (torch.float32, torch.bfloat16)]
+        return [(one - exact).norm() / exact.norm() for one in found]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(muon, "WIDE", 1000)
+        exact = orthogonal(matrix, torch.float64)
+        _, usual = errors()
+    single, half = errors()
+    assert single < 1e-4
+    assert half < 1.5 * usual
+    assert half != usual, "another way it is"
 
 
 @pytest.mark.parametrize("shape", [(12, 72), (72, 12)])
