@@ -53,7 +53,9 @@ def library(tmp_path_factory):
     """The library, built as the script does."""
     path = tmp_path_factory.mktemp("built") / "library.so"
     try:
-        build_region_decode.build(path)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CC", "cc -Wall -Wextra -Werror")
+            build_region_decode.build(path)
     except UserError as error:
         if "apt install" in str(error):
             pytest.skip("needs a C compiler and libjpeg's header")
