@@ -244,10 +244,10 @@ def compare(indices: dict[str, ImageIndex], args: argparse.Namespace, workers: i
 
 
 def print_table(title: str, rows: list[Any]) -> None:
-    print(f"\n{title:18}{'images':16}{'images/s':>10}{'CPU ms':>9}{'ratio':>8}")
+    print(f"\n{title:20}{'images':16}{'images/s':>10}{'CPU ms':>9}{'ratio':>8}")
     for row in rows:
         print(
-            f"{row['pipeline']:18}{row['images']:16}{row['images_per_s']:10.0f}"
+            f"{row['pipeline']:20}{row['images']:16}{row['images_per_s']:10.0f}"
             f"{row['cpu_ms']:9.2f}{row['ratio']:8.2f}"
         )
     print(flush=True)
