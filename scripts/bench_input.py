@@ -7,9 +7,11 @@
 
 timm and DALI are compared with where they are installed. Rounds of the pipelines alternate, so that
 a change of the machine's speed affects all of them; the figures are medians, and the ratios are
-those of CPU time, which other programs on the machine disturb least. One core: batches are made in
-this process by one thread. Workers: the CPU time of the workers, from their start to their end, and
-of this process, which receives the batches; DALI's workers are threads that have been started.
+those of CPU time, which other programs on the machine disturb least. In a round a faster pipeline
+makes more batches, so that all take about as long, and starting weighs the same. One core: batches
+are made in this process by one thread. Workers: the CPU time of the workers, from their start to
+their end, and of this process, which receives the batches; DALI's are threads that have been
+started.
 """
 
 import argparse
@@ -22,10 +24,8 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,9 @@ import utils.processes.installed  # noqa: E402, F401 (a missing package becomes 
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from bench import photographs, pipelines, worker_profile  # noqa: E402
+from bench import big_index, photographs, pipelines, worker_profile  # noqa: E402
 from prepare import restart  # noqa: E402
-from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
-from utils.data import listing  # noqa: E402
 from utils.data.index import ImageIndex, class_folders  # noqa: E402
 from utils.errors import UserError  # noqa: E402
 from utils.option_types import positive  # noqa: E402
@@ -49,7 +47,7 @@ from utils.samplers import Batch, epoch_order  # noqa: E402
 
 BATCH = 64
 IDLE_SECONDS = 0.05
-IMAGENET = 1_281_167
+MOST = 12  # times the batches of the first row
 RESTARTS = "restart markers"  # the originals with them: nothing to gain for the other pipelines
 
 
@@ -74,7 +72,7 @@ def main() -> int:
     args.batches *= 8  # so that the workers' start weighs little
     result["workers"] = compare(indices, args, args.workers)
     print_table(f"{args.workers} worker{'s' * (args.workers > 1)}", result["workers"])
-    result |= first_batch(indices["originals"], args.workers) | big_index()
+    result |= first_batch(indices["originals"], args.workers) | big_index.measure()
     for key in ("first_batch_s", "index_load_s", "worker_growth_mb"):
         print(f"{key}: {result[key]:.3g}")
     return write(result, args)
@@ -99,7 +97,8 @@ def parse() -> argparse.Namespace:
         type=positive,
         default=5,
         metavar="N",
-        help=f"per round, of {BATCH} images (5; eight times as many for the workers)",
+        help=f"of {BATCH} images, in a round of the first row (5; eight times as many for the "
+        "workers); faster pipelines make more",
     )
     parser.add_argument("-j", "--workers", type=positive, default=2, metavar="N", help="(2)")
     parser.add_argument("--images", type=positive, default=1500, metavar="N", help="to make (1500)")
@@ -220,17 +219,22 @@ def offered(images: str, index: ImageIndex) -> dict[str, pipelines.Pipeline]:
 
 def compare(indices: dict[str, ImageIndex], args: argparse.Namespace, workers: int) -> list[Any]:
     """Rounds of every pipeline on every set: one row each, with the figures of each round."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"pipeline": name, "images": images, "make": pipeline, "index": index, "rounds": []}
+        | {"batches": args.batches}
         for images, index in indices.items()
         for name, pipeline in offered(images, index).items()
     ]
-    number = args.batches * BATCH
-    for turn in range(-1, args.rounds):  # the first turn warms up
+    slowest = 0.0
+    for turn in range(-1, args.rounds):
         for row in rows:
-            batches = batches_of(row["index"], args.batches, max(turn, 0))
+            batches = batches_of(row["index"], row["batches"], max(turn, 0))
             cpu, wall = time_it(row["make"], batches, workers)
-            if turn >= 0:
+            number = row["batches"] * BATCH
+            if turn < 0:  # warms up, and tells how many batches take as long as the first row's
+                slowest = slowest or wall
+                row["batches"] = round(args.batches * min(max(slowest / wall, 1), MOST))
+            else:
                 row["rounds"].append({"cpu_ms": 1000 * cpu / number, "images_per_s": number / wall})
     base: list[float] = []
     for row in rows:
@@ -259,60 +263,6 @@ def first_batch(index: ImageIndex, workers: int) -> dict[str, float]:
     began = time.perf_counter()
     next(pipelines.all_of(index)["this suite"](batches, workers))
     return {"first_batch_s": time.perf_counter() - began}
-
-
-class Touch(Dataset):
-    """Looks every sample up, and gives the worker's private memory in MB."""
-
-    def __init__(self, index: ImageIndex):
-        self.index = index
-
-    def __getitems__(self, wanted: np.ndarray) -> float:
-        for image in wanted.tolist():
-            self.index.path(image)
-            int(self.index.targets[image])
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1024
-
-
-def big_index() -> dict[str, float]:
-    """Loading a cached index of ImageNet's size, and the growth of a worker over an epoch of it."""
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        fill_with_names(root)
-        began = time.perf_counter()
-        index = index_of(root)
-        load = time.perf_counter() - began
-    order = epoch_order(len(index), 0, 0)
-    loader = DataLoader(
-        Touch(index),
-        batch_sampler=list(chunks(order, 4096)),
-        num_workers=1,
-        collate_fn=lambda value: value,
-    )
-    memory = list(loader)
-    return {"index_load_s": load, "worker_growth_mb": memory[-1] - memory[0]}
-
-
-def chunks(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    for start in range(0, len(order), size):
-        yield order[start : start + size]
-
-
-def fill_with_names(root: Path) -> None:
-    """A cached index of `IMAGENET` names in 1000 class folders, without the files."""
-    listings = {}
-    for number, share in enumerate(np.array_split(np.arange(IMAGENET), 1000)):
-        name = f"n{number:08}"
-        (root / name).mkdir()
-        os.utime(root / name, (1e9, 1e9))  # long ago, or the cache would not be trusted
-        paths = [b"%s/%s_%d.JPEG" % (name.encode(), name.encode(), i) for i in share]
-        listings[name] = listing.Listing(
-            b"".join(paths),
-            np.array([len(path) for path in paths]),
-            {name: os.stat(root / name).st_mtime_ns},
-        )
-    listing.write(root, listings)
 
 
 if __name__ == "__main__":
