@@ -51,16 +51,16 @@ def jpeg(image: Image.Image, **options) -> bytes:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """The library, built as the script does."""
-    path = tmp_path_factory.mktemp("built") / "library.so"
+    folder = tmp_path_factory.mktemp("built")
+    (folder / "header.c").write_text("#include <stdio.h>\n#include <jpeglib.h>\n")
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CC", "cc -Wall -Wextra -Werror")
-            build_region_decode.build(path)
-    except UserError as error:
-        if "apt install" in str(error):
-            pytest.skip("needs a C compiler and libjpeg's header")
-        raise
-    return path
+        build_region_decode.run(["cc", "-fsyntax-only", str(folder / "header.c")])
+    except UserError:
+        pytest.skip("needs a C compiler and libjpeg's header")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", "cc -Wall -Wextra -Werror")
+        build_region_decode.build(folder / "library.so")
+    return folder / "library.so"
 
 
 @pytest.fixture
