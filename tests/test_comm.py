@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from conftest import python
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.comm import cost
+from utils.comm import auto, cost
 from utils.comm.exchange import Exchange, mean_of
 from utils.comm.lane import Alone, Peers
 from utils.comm.methods import PowerSGD, Quantised, Step
@@ -288,6 +289,45 @@ def test_weights_stay_equal_in_all_processes_and_resume_exactly(size, work):
         off = sum((a - b).norm() ** 2 for a, b in zip(plain, weights, strict=True)) ** 0.5
         way = sum((a - b.detach()).norm() ** 2 for a, b in zip(plain, start, strict=True)) ** 0.5
         assert 0 < off < near * way, comm
+
+
+def _tries_all(rank: int, size: int) -> dict[str, Any]:
+    """What auto takes after a trial of each method, with sums of the weights after each step."""
+    world = World(CPU, rank, size, 0, 1, size, dist.group.WORLD)
+    args = SimpleNamespace(comm="auto", seed=3, image_size=8, evaluate=False)
+    replica = DistributedDataParallel(network(), bucket_cap_mb=0.1)
+    optimizer = torch.optim.SGD(replica.parameters(), 0.05)
+    exchange = Exchange(replica, optimizer, args, world)
+    order = iter(["bf16", "int8", "powersgd:2", "int4", "int8"])
+    weights, errors, reasons = [], [], []
+    with mock.patch.object(cost, "mildest", lambda *_: next(order)):
+        for step in range(auto.MOST_STEPS + 2):
+            why = exchange.begin_step(0, step, 100, 1)
+            reasons += [(step, why)] if why else []
+            kept = exchange.collect()
+            source = torch.Generator().manual_seed(100 * step + rank)
+            replica(torch.randn(4, 3, 8, 8, generator=source)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            weights.append(sum(float(p.detach().double().sum()) for p in replica.parameters()))
+            errors.append(len(getattr(exchange.codec, "errors", ())))
+    assert not optimizer._optimizer_step_pre_hooks
+    return {"weights": weights, "reasons": reasons, "errors": errors, "kept": kept}
+
+
+def test_auto_tries_methods_in_training_and_leaves_nothing_of_them():
+    one, other = in_processes(2, _tries_all)
+    assert one["weights"] == other["weights"]
+    assert len(set(one["weights"])) == len(one["weights"])
+    ((step, why),) = one["reasons"]
+    assert step == auto.MOST_STEPS
+    assert why.startswith("communication: int8.")
+    assert one["kept"] == {"method": "int8", "nodes": 2}
+    tried = auto.TRIAL_WARM_UP + auto.TRIAL_STEPS
+    first = auto.WARM_UP + auto.STEPS + 2 * tried
+    assert [step for step, number in enumerate(one["errors"]) if number] == list(
+        range(first, first + tried)
+    )
 
 
 def _overflow(rank: int, size: int) -> dict[str, Any]:

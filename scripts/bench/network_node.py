@@ -66,7 +66,8 @@ def measure(order: dict[str, Any], world: World) -> dict[str, Any]:
     trainings["compute"].alone = True
     found: dict[str, Any] = {name: {"rounds": []} for name in trainings}
     if "auto" in trainings:
-        trainings["auto"].steps(auto.WARM_UP + auto.STEPS + 1)  # then it has chosen
+        while trainings["auto"].exchange.method is None:
+            trainings["auto"].steps(1)
     for name in order["methods"]:
         chosen = found[name]["method"] = trainings[name].exchange.method
         plain = cost.method(chosen).period > 1

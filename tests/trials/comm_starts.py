@@ -27,12 +27,13 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
+from utils.comm.auto import MOST_STEPS  # noqa: E402
 from utils.comm.exchange import Exchange  # noqa: E402
 from utils.processes.distributed import World  # noqa: E402
 
 METHODS = "fp16,bf16,int8,int4,powersgd:2,localsgd:2,auto"
 LIMIT = 60.0  # seconds
-STEPS, SIZE = 14, 24  # auto chooses after 11 steps
+SIZE = 24
 
 
 class Sleepy(nn.Module):
@@ -68,8 +69,9 @@ def train(rank: int, size: int, port: int, method: str, seed: int) -> float:
     optimizer = torch.optim.SGD(replica.parameters(), 0.01, momentum=0.9)
     args = SimpleNamespace(comm=method, seed=seed, image_size=SIZE, evaluate=False)
     exchange = Exchange(replica, optimizer, args, world)
-    for step in range(STEPS):
-        exchange.begin_step(0, step, STEPS, 1)
+    steps = MOST_STEPS + 3 if method == "auto" else 14
+    for step in range(steps):
+        exchange.begin_step(0, step, steps, 1)
         replica(torch.randn(2, 3, SIZE, SIZE)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

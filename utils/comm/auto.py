@@ -1,7 +1,14 @@
-"""``--comm auto``: what the first steps show of compute and link, and the method to choose."""
+"""``--comm auto``: what the first steps show of compute and link, and the method to take.
 
+Steps in float32 say how long compute takes and when each bucket of gradients is ready. With the
+link's rate, `utils.comm.cost` says what a step would take with each method if its collectives got
+all of the link: hardly any step is shorter than that, and some are longer. So the method that would
+be taken is tried in some steps first, and what they took replaces the forecast, until the method
+that would be taken is one that was tried.
+"""
+
+import math
 import time
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -15,63 +22,140 @@ from utils.comm.methods import PowerSGD, Quantised, Step
 from utils.processes.distributed import World
 
 WARM_UP, STEPS = 3, 8  # steps: the first are slower, as they allocate and choose kernels
+TRIAL_WARM_UP, TRIAL_STEPS = 1, 3  # of a method on trial
+MOST_STEPS = WARM_UP + STEPS + (len(cost.AUTO) - 1) * (TRIAL_WARM_UP + TRIAL_STEPS)
 SMALL_ROUNDS, LINK_SECONDS = 10, 0.2
 MOST_BYTES = 64 * 2**20
-TRIAL_SECONDS = 0.5  # what a trial of an exchange would take in float32
-LEAST_TRIAL, MOST_TRIAL = 2**18, 2**24  # values
-LEAST_STRETCH = 0.5
 SAMPLE = 2**20  # values on which a method's own arithmetic is timed
 WITHIN = 0.05  # how much slower than the best the method may be that loses less
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The method that was chosen, and a sentence that says why."""
+class Search:
+    """auto's way to a method, in one process; all processes make the same steps.
 
-    method: str
-    sentence: str
+    ``method`` is what the current step exchanges by; ``sentence`` says why that one was taken, as
+    soon as it was.
+    """
+
+    def __init__(self, candidates: list[str], optimizer: torch.optim.Optimizer, world: World):
+        """``candidates``: names of methods, the mildest first, which is plain float32."""
+        self.candidates, self.optimizer, self.world = candidates, optimizer, world
+        self.method, self.sentence = candidates[0], ""
+        self.timing = Timing(optimizer, world, WARM_UP, STEPS)
+        self.tried: list[str] = []
+        # Seconds per step by method: forecast, or of its trial.
+        self.seconds: dict[str, float] = {}
+
+    def begin_step(self) -> None:
+        """A step begins. Collective; all come to the same choice, as all see the same numbers."""
+        if self.timing.done:
+            if not self.seconds:
+                self._forecast()
+            found = self.timing.end()
+            if math.isfinite(found):
+                self.seconds[self.method] = found
+            self.tried.append(self.method)
+            self.method = cost.mildest(list(self.seconds.items()), WITHIN)
+            if self.method in self.tried:
+                self.sentence = self._why()
+                return
+            self.timing = Timing(self.optimizer, self.world, TRIAL_WARM_UP, TRIAL_STEPS)
+        self.timing.begin_step()
+
+    def _forecast(self) -> None:
+        self.compute, self.buckets = self.timing.compute()
+        self.link = measure_link(self.world)
+        for name in self.candidates:
+            own, how = arithmetic(name, self.world), cost.method(name)
+            self.seconds[name] = cost.step_seconds(self.compute, self.buckets, self.link, how, own)
+
+    def _why(self) -> str:
+        size = sum(bucket.values for bucket in self.buckets) * cost.FLOAT32 / 1e6
+        steps = {name: f"{1000 * took:.0f} ms with {name}" for name, took in self.seconds.items()}
+        sentence = (
+            f"communication: {self.method}. {size:.0f} MB of gradients per step at "
+            f"{self.link.bytes_per_s * 8e-9:.3g} Gbit/s, {1000 * self.compute:.0f} ms of compute: "
+            "steps took " + ", ".join(steps.pop(name) for name in self.tried)
+        )
+        if steps:
+            sentence += ", would take at least " + ", ".join(steps.values())
+        plain, taken = self.seconds[self.candidates[0]], self.seconds[self.method]
+        if self.method != self.candidates[0]:
+            sentence += f"; saves {1 - taken / plain:.0%} of the time"
+        share = self.compute / taken
+        if share < 0.9:
+            sentence += (
+                f". Exchanging them still takes {1 - share:.0%}: a larger batch (-b auto) costs "
+                "nothing; --comm powersgd:4 or localsgd:8 change the learning curve"
+            )
+        return sentence
 
 
-class Measurement:
-    """Times the first steps of one process, which exchange float32 gradients."""
+class Timing:
+    """Times ``steps`` steps of one process, after some to ``warm_up``."""
 
-    def __init__(self, world: World):
-        self.world = world
+    def __init__(self, optimizer: torch.optim.Optimizer, world: World, warm_up: int, steps: int):
+        self.optimizer, self.world = optimizer, world
+        self.warm_up, self.steps = warm_up, steps
         self.cuda = world.device.type == "cuda"
-        self.steps = 0
-        self.began: Any = None
-        self.marks: list[tuple[Any, list[Any]]] = []  # per step: its begin, and each bucket's
+        self.begun = 0
+        self.begins: list[Any] = []
+        self.ready: list[list[Any]] = []  # per step, in the order of the buckets
+        self.ends: list[Any] = []  # None for a step in which no weight changed
         self.shapes: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+        self.hook: Any = None
 
     @property
     def done(self) -> bool:
         """Whether enough steps were seen; the same in all processes."""
-        return self.steps == WARM_UP + STEPS
+        return self.begun == self.warm_up + self.steps
 
     def begin_step(self) -> None:
         """A step begins, and with it its compute."""
-        self.steps += 1
-        if self.steps > WARM_UP:
-            self.marks.append((self._mark(), []))
+        if not self.begun:  # when weights change, the means are there
+            self.hook = self.optimizer.register_step_pre_hook(self._weights_change)
+        self.begun += 1
+        if self.begun > self.warm_up:
+            self.begins.append(self._mark())
+            self.ready.append([])
+            self.ends.append(None)
             self.shapes = []
 
     def bucket_is_ready(self, bucket: dist.GradBucket) -> None:
         """To be called by the hook of DistributedDataParallel, in the order of readiness."""
-        if self.steps > WARM_UP:
-            self.marks[-1][1].append(self._mark())
+        if self.ready:
+            self.ready[-1].append(self._mark())
             shapes = [g.shape for g in bucket.gradients() if g.dim() > 1]
             matrices = tuple((s[0], s.numel() // s[0]) for s in shapes)
             self.shapes.append((bucket.buffer().numel(), matrices))
+
+    def _weights_change(self, *_: Any) -> None:
+        if self.ends:
+            self.ends[-1] = self._mark()
+
+    def end(self) -> float:
+        """Seconds from a step's begin until the means are there (median; infinite if no step had
+        any). Collective: the slowest process counts."""
+        self.hook.remove()
+        self._wait()
+        pairs = zip(self.begins, self.ends, strict=True)
+        times = [self._between(begin, end) for begin, end in pairs if end is not None]
+        slowest = torch.tensor(median(times) if times else math.inf)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.world.control)
+        return float(slowest)
 
     def compute(self) -> tuple[float, list[cost.Bucket]]:
         """Seconds until all local gradients are there (median), and the buckets on the way.
 
         Collective: the slowest process counts.
         """
-        if self.cuda:
-            torch.cuda.synchronize(self.world.device)
-        marks = [entry for entry in self.marks if len(entry[1]) == len(self.shapes)]
-        seconds = [[self._between(begin, mark) for mark in ready] for begin, ready in marks]
+        self._wait()
+        steps = zip(self.begins, self.ready, strict=True)
+        seconds = [
+            [self._between(begin, mark) for mark in marks]
+            for begin, marks in steps
+            if len(marks) == len(self.shapes)
+        ]
         ready = torch.tensor([median(times) for times in zip(*seconds, strict=True)])
         dist.all_reduce(ready, dist.ReduceOp.MAX, group=self.world.control)
         whole = max(float(ready.max()), 1e-6)
@@ -91,6 +175,10 @@ class Measurement:
 
     def _between(self, begin: Any, end: Any) -> float:
         return begin.elapsed_time(end) / 1000 if self.cuda else end - begin
+
+    def _wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.world.device)
 
 
 def measure_link(world: World) -> cost.Link:
@@ -118,46 +206,6 @@ def measure_link(world: World) -> cost.Link:
     rate = share * size / max(taken - latency, 1e-6)
     hops = 2 * (world.nodes - 1)
     return cost.Link(world.size, rate, latency / hops, world.local_size)
-
-
-def stretch(
-    method: str,
-    own: float,
-    buckets: list[cost.Bucket],
-    link: cost.Link,
-    world: World,
-    peers: Peers | None,
-) -> float:
-    """How much longer an exchange takes than the link's rate says, by trying one.
-
-    Not all collectives get as much of a link as the all-reduce by which it was measured. ``own`` is
-    the method's `arithmetic`. Tried on a matrix in the proportions of the largest one. Collective.
-    """
-    how = cost.method(method)
-    matrices = [matrix for bucket in buckets for matrix in bucket.matrices]
-    if method in ("fp32", "fp16", "bf16") or not matrices:
-        return 1.0
-    rows, columns = max(matrices, key=lambda shape: shape[0] * shape[1])
-    wanted = min(max(TRIAL_SECONDS * link.bytes_per_s / 8, LEAST_TRIAL), MOST_TRIAL)
-    share = min(1.0, wanted / (rows * columns)) ** 0.5
-    rows, columns = max(1, int(rows * share)), max(1, int(columns * share))
-    tried = cost.Bucket(rows * columns, 1.0, ((rows, columns),))
-    expected = cost.exchange_seconds(cost.wire_bytes(tried, how), link, how.collectives)
-    gradient = torch.randn(rows, columns, device=world.device)
-    codec = codec_of(how, peers) if peers else None
-    times = []
-    for _ in range(3):
-        dist.barrier(group=world.control)
-        began = time.perf_counter()
-        if codec is not None:
-            codec.mean([(0, gradient)], Step())
-        if gradient.is_cuda:
-            torch.cuda.synchronize(world.device)
-        slowest = torch.tensor(time.perf_counter() - began)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=world.control)
-        times.append(float(slowest))
-    found = (min(times) - own * tried.values) / expected
-    return min(max(found, LEAST_STRETCH), 1 / LEAST_STRETCH)
 
 
 def codec_of(how: cost.Method, peers: Peers, seed: int = 0) -> Quantised | PowerSGD:
@@ -192,39 +240,3 @@ def arithmetic(method: str, world: World) -> float:
     slowest = torch.tensor(min(times[1:]))
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=world.control)
     return float(slowest) / SAMPLE
-
-
-def choose(
-    measurement: Measurement, candidates: list[str], world: World, peers: Peers | None
-) -> Choice:
-    """The mildest of ``candidates`` (mildest first) that is about as fast as the fastest.
-
-    ``peers`` exchange gradients between nodes; None in a process that takes no part in that.
-    Collective. All processes come to the same choice, as they calculate with the same numbers.
-    """
-    compute, buckets = measurement.compute()
-    link = measure_link(world)
-    steps = []
-    for name in candidates:
-        own = arithmetic(name, world)
-        longer = stretch(name, own, buckets, link, world, peers)
-        how = cost.method(name)
-        steps.append((name, cost.step_seconds(compute, buckets, link, how, own, longer)))
-    chosen = cost.mildest(steps, WITHIN)
-    seconds = dict(steps)
-    plain = seconds[candidates[0]]
-    size = sum(bucket.values for bucket in buckets) * cost.FLOAT32 / 1e6
-    sentence = (
-        f"communication: {chosen}. {size:.0f} MB of gradients per step at "
-        f"{link.bytes_per_s * 8e-9:.3g} Gbit/s, {1000 * compute:.0f} ms of compute: steps of "
-        + ", ".join(f"{1000 * step:.0f} ms with {name}" for name, step in steps)
-    )
-    share = compute / seconds[chosen]
-    if chosen != candidates[0]:
-        sentence += f"; saves {1 - seconds[chosen] / plain:.0%} of the time"
-    if share < 0.9:
-        sentence += (
-            f". Exchanging them still takes {1 - share:.0%}: a larger batch (-b auto) costs "
-            "nothing; --comm powersgd:4 or localsgd:8 change the learning curve"
-        )
-    return Choice(chosen, sentence)

@@ -167,13 +167,12 @@ def step_seconds(
     link: Link,
     how: Method,
     codec_s_per_value: float | None = None,
-    stretch: float = 1.0,
 ) -> float:
     """Seconds of a step of ``compute_s`` seconds of compute (forward and backward).
 
     ``buckets`` in the order in which they become ready. ``codec_s_per_value`` is what the method's
     own arithmetic takes, half of it before and half after the exchange; None assumes a device with
-    `MEMORY_BYTES_PER_S`. ``stretch`` is how much longer exchanges take than `exchange_seconds`.
+    `MEMORY_BYTES_PER_S`.
     """
     if link.gpus == 1:
         return compute_s
@@ -191,7 +190,7 @@ def step_seconds(
         half = codec_s_per_value * bucket.values / 2
         device += half
         size = wire_bytes(bucket, how)
-        arrival = max(network, device) + stretch * exchange_seconds(size, link, how.collectives)
+        arrival = max(network, device) + exchange_seconds(size, link, how.collectives)
         network = arrival + half  # the next exchange begins when this one is decoded
         beside.append((arrival, half))
     return max(device, network)

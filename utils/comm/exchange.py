@@ -11,7 +11,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.comm import cost
-from utils.comm.auto import Measurement, choose
+from utils.comm.auto import Search
 from utils.comm.lane import Lane, Peers
 from utils.comm.local_sgd import LocalSGD
 from utils.comm.methods import PowerSGD, Quantised, Step
@@ -55,7 +55,7 @@ def _method(text: str) -> str:
 class Exchange:
     """The exchange of one process; it is saved in snapshots.
 
-    ``method`` is the method in use: that of ``--comm``, or auto's choice, None while it measures.
+    ``method`` is the method in use: that of ``--comm``, or auto's choice, None while it searches.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Exchange:
         elif self.auto:
             self.method = None
         self.step, self.progress = Step(args.seed), 0.0
-        self.measurement: Measurement | None = None
+        self.search: Search | None = None
         trained = (p for p in replica.module.parameters() if p.requires_grad)
         self.number = {parameter: i for i, parameter in enumerate(trained)}
         self.optimizer = optimizer
@@ -94,6 +94,11 @@ class Exchange:
         self.ready = True
         if self.method:
             self._use(self.method)
+        else:
+            candidates = list(cost.AUTO)
+            if self.scale is None:  # without a loss scale fp16 has no range
+                candidates[candidates.index("fp16")] = "bf16"
+            self.search = Search(candidates, optimizer, world)
 
     def _make_groups(self) -> None:
         """Who exchanges with whom. Of a node with several processes the first one compresses."""
@@ -115,7 +120,8 @@ class Exchange:
         self.lane = Lane(world.device)
 
     def _use(self, method: str) -> None:
-        self.method = method
+        """Make what ``method`` needs, in place of what another one on trial has left."""
+        self.codec = self.early = None
         how = cost.method(method)
         peers = self.peers if method != "fp32" and self.leads else None
         if method in ("int8", "int4") and peers:
@@ -140,35 +146,30 @@ class Exchange:
             # The last step of an epoch, too: what is evaluated are the averages.
             self.local.due = done % self.local.period == 0 or step + 1 == steps
             self.local.active = self.progress >= LATE
-        if self.method is not None:
+        search = self.search
+        if search is None:
             return None
-        self.measurement = self.measurement or Measurement(self.world)
-        if not self.measurement.done:
-            self.measurement.begin_step()
-            return None
-        candidates = list(cost.AUTO)
-        if self.scale is None:  # without a loss scale fp16 has no range
-            candidates[candidates.index("fp16")] = "bf16"
-        choice = choose(
-            self.measurement, candidates, self.world, self.peers if self.leads else None
-        )
-        self.measurement = None
-        self._use(choice.method)
-        return choice.sentence
+        before = search.method
+        search.begin_step()
+        if search.sentence:
+            self.method, self.search = search.method, None
+        if search.sentence or search.method != before:
+            self._use(search.method)
+        return search.sentence or None
 
     def _hook(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
         """What DistributedDataParallel calls for each bucket of gradients that is ready."""
         if not self.ready:
             return _done(bucket.buffer())
-        if self.measurement is not None:
-            self.measurement.bucket_is_ready(bucket)
-        method = self.method or "fp32"
+        if self.search is not None:
+            self.search.timing.bucket_is_ready(bucket)
+        method = self.search.method if self.search is not None else self.method
         if method in ("fp16", "bf16"):
             half = getattr(default_hooks, f"{method}_compress_hook")
             return half(dist.group.WORLD, bucket)
         if self.local is not None and self.local.active:
             return self.local.hook(bucket)
-        how, early = cost.method(method), self.progress < LATE
+        how, early = cost.method(method), self.progress < LATE and self.search is None
         if method == "fp32" or how.period > 1 or (how.rank and early and not self.auto):
             return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
         codec = self.early if how.rank and early else self.codec
@@ -220,8 +221,9 @@ class Exchange:
         processes each gets the mean of what all had, so that nothing of it is lost.
         """
         alike = saved["nodes"] == self.world.nodes and saved["method"] is not None
-        if self.method is None and alike:
-            self._use(saved["method"])
+        if self.search is not None and alike:
+            self.method, self.search = saved["method"], None
+            self._use(self.method)
         states = saved.get("states")
         if not states or saved["method"] != self.method:
             return

@@ -15,7 +15,7 @@ from utils.training.session import Session, TrainStep
 from utils.training.stopping import Reason
 
 WARMUP_STEPS, TIMED_STEPS = 5, 20
-CHOOSING_STEPS = auto.WARM_UP + auto.STEPS + 2  # to warm up, while ``--comm auto`` has to choose
+CHOOSING_STEPS = auto.MOST_STEPS + 2  # to warm up, while ``--comm auto`` has to choose
 MOST_STEPS = CHOOSING_STEPS + TIMED_STEPS
 
 log = logging.getLogger(__name__)
