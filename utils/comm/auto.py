@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils.comm import cost
-from utils.comm.lane import Alone, Peers
+from utils.comm.lane import Alone
 from utils.comm.methods import PowerSGD, Quantised, Step
 from utils.processes.distributed import World
 
@@ -208,11 +208,6 @@ def measure_link(world: World) -> cost.Link:
     return cost.Link(world.size, rate, latency / hops, world.local_size)
 
 
-def codec_of(how: cost.Method, peers: Peers, seed: int = 0) -> Quantised | PowerSGD:
-    """What computes the means of a method that is neither torch's own nor local."""
-    return PowerSGD(how.rank, peers, seed) if how.rank else Quantised(int(how.name[3:]), peers)
-
-
 def arithmetic(method: str, world: World) -> float:
     """Seconds per value that a method computes, before and after the network (slowest process)."""
     how = cost.method(method)
@@ -220,7 +215,11 @@ def arithmetic(method: str, world: World) -> float:
         return 0.0
     values = torch.randn(1024, SAMPLE // 1024, device=world.device)
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(how.name)
-    codec = codec_of(how, Alone(world.nodes)) if half is None else None
+    codec: Quantised | PowerSGD | None = None
+    if how.rank:
+        codec = PowerSGD(how.rank, Alone(world.nodes), seed=0)
+    elif half is None:
+        codec = Quantised(int(how.name[3:]), Alone(world.nodes))
 
     def once() -> None:
         if codec is not None:
