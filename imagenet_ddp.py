@@ -19,23 +19,23 @@ gradients while backward still computes.
 from argparse import Namespace
 from contextlib import nullcontext
 
-import utils.processes.installed  # noqa: F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: F401 (a missing package becomes one sentence)
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils import models, options
+from utils import options
 from utils.amp import native
 from utils.comm import exchange
 from utils.data.loaders import build_loaders
-from utils.parts import optim
-from utils.processes import launch, supervise
-from utils.processes.distributed import World
+from utils.launch import launch, supervise
+from utils.launch.world import World
+from utils.model import models, optim
 from utils.run.checkpoint import TrainState
 from utils.run.tracking import Run
-from utils.training import compiling, dummy, epoch, evaluation, largest_batch, loop
-from utils.training.session import Session
+from utils.train import compiling, dummy, epoch, evaluation, largest_batch, loop
+from utils.train.session import Session
 
 
 def main() -> int:

@@ -17,23 +17,23 @@ global batch: a block's weights are gathered just before it computes, its gradie
 
 from argparse import Namespace
 
-import utils.processes.installed  # noqa: F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: F401 (a missing package becomes one sentence)
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from utils import models, options
+from utils import options
 from utils.amp import native
+from utils.comm import layout
 from utils.data.loaders import build_loaders
-from utils.parts import optim
-from utils.processes import launch, supervise
-from utils.processes.distributed import World, copy_from_main
+from utils.launch import launch, supervise
+from utils.launch.world import World, copy_from_main
+from utils.model import models, optim
 from utils.run.checkpoint import TrainState
 from utils.run.tracking import Run
-from utils.sharding import layout
-from utils.training import compiling, dummy, epoch, evaluation, largest_batch, loop
-from utils.training.session import Session
+from utils.train import compiling, dummy, epoch, evaluation, largest_batch, loop
+from utils.train.session import Session
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import utils.processes.installed  # noqa: E402, F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one sentence)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -41,8 +41,8 @@ from prepare import restart  # noqa: E402
 
 from utils.data.index import ImageIndex, class_folders  # noqa: E402
 from utils.errors import UserError  # noqa: E402
+from utils.launch import supervise  # noqa: E402
 from utils.option_types import positive  # noqa: E402
-from utils.processes import supervise  # noqa: E402
 from utils.samplers import Batch, epoch_order  # noqa: E402
 
 BATCH = 64

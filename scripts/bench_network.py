@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import utils.processes.installed  # noqa: E402, F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one sentence)
 
 from bench import namespaces, network_table  # noqa: E402
 from bench.network_table import Case  # noqa: E402
@@ -43,8 +43,8 @@ from forecast_scaling import METHODS, above_0, numbers  # noqa: E402
 
 from utils.comm import cost  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
+from utils.launch.network import free_port  # noqa: E402
 from utils.option_types import positive  # noqa: E402
-from utils.processes.network import free_port  # noqa: E402
 
 WORKER = ROOT / "scripts/bench/network_node.py"
 PORT = 29555

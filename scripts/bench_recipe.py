@@ -30,17 +30,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import utils.processes.installed  # noqa: E402, F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one sentence)
 
 from bench import network_table  # noqa: E402
 from compare import measures, reading, results  # noqa: E402
 
 from utils.atomic import save_atomically  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
+from utils.launch import supervise  # noqa: E402
 from utils.option_types import accuracy, positive  # noqa: E402
-from utils.processes import supervise  # noqa: E402
 from utils.run import provenance  # noqa: E402
-from utils.training import recipes  # noqa: E402
+from utils.train import recipes  # noqa: E402
 
 FIGURES = "figures.json"  # in a run's folder: what is not in its event file
 

@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import utils.processes.installed  # noqa: E402, F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one sentence)
 
 from bench import network_table  # noqa: E402
 from compare import results  # noqa: E402
@@ -42,8 +42,8 @@ from compare import results  # noqa: E402
 from utils.atomic import save_atomically  # noqa: E402
 from utils.data.listing import SUFFIXES  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
+from utils.launch import supervise  # noqa: E402
 from utils.option_types import count, positive  # noqa: E402
-from utils.processes import supervise  # noqa: E402
 
 SCRIPTS = {name: f"imagenet_{name}.py" for name in ("nd", "dp", "ddp", "fsdp")}
 SCRIPTS |= dict.fromkeys(("O0", "O1", "O2", "O3"), "imagenet_ddp_apex.py")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import utils.processes.installed  # noqa: F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: F401 (a missing package becomes one sentence)
 
 from compare import comparison, page, pictures, reading, remarks, results, runs, tables
 from compare.labels import short_labels

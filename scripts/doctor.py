@@ -29,9 +29,9 @@ from checkup.node import TORCH_LIMIT, Node  # noqa: E402
 from checkup.shapes import DOCTOR  # noqa: E402
 
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
+from utils.launch import network, visitor  # noqa: E402
+from utils.launch.meeting import Host, NoMeeting  # noqa: E402
 from utils.option_types import amount, count, number, positive  # noqa: E402
-from utils.processes import network, visitor  # noqa: E402
-from utils.processes.meeting import Host, NoMeeting  # noqa: E402
 
 LONG = 3600.0  # seconds; listing ImageNet for the first time on a network disk takes minutes
 STREAMS = (1, 4)  # numbers of parallel connections whose bandwidth is measured

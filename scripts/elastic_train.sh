@@ -36,7 +36,7 @@ address=$(ask_network address_towards "$MASTER_ADDR")
 [ -n "$address" ] || fail "there is no route from here to MASTER_ADDR=$MASTER_ADDR: is the link up?"
 rank=_$(hostname) # node ranks change as nodes come and go; the log has the node's name
 # A node whose own name does not resolve can join only by its address, and by is_host; the meeting
-# point's own node keeps it open beside torchrun (utils/processes/meeting_point.py).
+# point's own node keeps it open beside torchrun (utils/launch/meeting_point.py).
 # Otherwise training would use torchrun's own meeting point: a node that comes back would find it
 # in use, and a restart might find the addresses of processes that have ended.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

@@ -23,13 +23,13 @@ need_master() {
     esac
 }
 
-# ask_network FUNCTION IP: what a function of utils/processes/network.py returns; empty if unknown.
+# ask_network FUNCTION IP: what a function of utils/launch/network.py returns; empty if unknown.
 ask_network() {
     "$PYTHON" - "$root" "$@" <<'CODE'
 import sys
 
 sys.path.insert(0, sys.argv[1])
-from utils.processes import network
+from utils.launch import network
 
 print(getattr(network, sys.argv[2])(sys.argv[3]) or "")
 CODE
@@ -115,12 +115,12 @@ launch() {
     if [ -n "$again" ]; then
         # torchrun would wait for a meeting point that is gone for many minutes.
         local folder=$PWD
-        cd "$root" && exec "$PYTHON" -m utils.processes.meeting_point "${master[@]}" \
+        cd "$root" && exec "$PYTHON" -m utils.launch.meeting_point "${master[@]}" \
             --folder "$folder" --again "$again" -- "${command[@]}"
     fi
     if [ ${#meet[@]} -gt 0 ]; then
         # torchrun itself would be silent for many minutes about a node that is missing.
-        (cd "$root" && exec "$PYTHON" -m utils.processes.rollcall "${meet[@]}" "${master[@]}" \
+        (cd "$root" && exec "$PYTHON" -m utils.launch.rollcall "${meet[@]}" "${master[@]}" \
             --processes "$processes") || exit
     fi
     exec "${command[@]}"

@@ -20,16 +20,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import utils.processes.installed  # noqa: E402, F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one sentence)
 
 from forecast import memory  # noqa: E402
 from forecast.memory import Forecast, Plan  # noqa: E402
 
-from utils import models  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
-from utils.instruments.memory import GIB  # noqa: E402
+from utils.model import models  # noqa: E402
 from utils.option_types import amount, number, positive  # noqa: E402
-from utils.training.largest_batch import MARGIN  # noqa: E402
+from utils.train.largest_batch import MARGIN  # noqa: E402
+from utils.train.memory import GIB  # noqa: E402
 
 MIB = 2**20
 

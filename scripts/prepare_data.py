@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import utils.processes.installed  # noqa: F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: F401 (a missing package becomes one sentence)
 
 import numpy as np
 from prepare import sample as sample_drawings
@@ -35,8 +35,8 @@ from prepare.restart import restart_folder
 from prepare.shrink import shrink_folder
 
 from utils.errors import UserError, go_on_without_reader, report
+from utils.launch.supervise import usable_cores
 from utils.option_types import number, positive
-from utils.processes.supervise import usable_cores
 
 FASHION_CLASSES = (
     *("0_tshirt_top", "1_trouser", "2_pullover", "3_dress", "4_coat"),

@@ -22,11 +22,11 @@ from fake_torch import fake_cuda
 from running import STAND_IN
 from torch.utils._python_dispatch import _disable_current_modes
 
-from utils import models
 from utils.data.dataset import ImageBatches
-from utils.processes import supervise
+from utils.launch import supervise
+from utils.model import models
 from utils.run import snapshots
-from utils.training import dummy, epoch, evaluation
+from utils.train import dummy, epoch, evaluation
 
 SCRIPTS = ("imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_ddp_apex", "imagenet_fsdp")
 

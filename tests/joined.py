@@ -81,11 +81,11 @@ def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
     import torch
     from fake_runs import stand_in
 
-    from utils import models
-    from utils.processes import launch, network
+    from utils.comm import pieces
+    from utils.launch import launch, network
+    from utils.model import models
     from utils.run.checkpoint import TrainState
-    from utils.sharding import pieces
-    from utils.training.stopping import Reason, StopRequest
+    from utils.train.stopping import Reason, StopRequest
 
     size = job.processes * job.nodes
     if rank >= size:

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from utils.amp.plain import Amp
-from utils.parts.optim import sgd
-from utils.processes.distributed import World
+from utils.launch.world import World
+from utils.model.optim import sgd
 
 CPU = torch.device("cpu")
 RECIPE = {"lr": 0.05, "momentum": 0.9}

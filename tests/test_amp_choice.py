@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from utils.amp import native
-from utils.processes.distributed import World
+from utils.launch import kernels
+from utils.launch.world import World
 
 WORLD = World(torch.device("cpu"))
 
@@ -28,14 +29,14 @@ def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch, flags, lim
     info = tmp_path / "cpuinfo"
     if flags is not None:
         info.write_text(f"processor: 0\nflags\t\t: {flags}\nbugs: none\n")
-    assert native.has_amx(info) is expected
+    assert kernels.has_amx(info) is expected
 
 
 @pytest.mark.parametrize(
     ("amx", "size", "dtype"), [(True, 224, torch.bfloat16), (True, 64, None), (False, 224, None)]
 )
 def test_auto_takes_bf16_with_amx_and_says_so(monkeypatch, capsys, amx, size, dtype):
-    monkeypatch.setattr(native, "has_amx", lambda: amx)
+    monkeypatch.setattr(kernels, "has_amx", lambda: amx)
     args = Namespace(amp="auto", image_size=size)
     assert native.autocast_dtype(args, WORLD) is dtype
     assert args.precision == ("bf16" if dtype else "off")

@@ -20,7 +20,7 @@ import sys
 sys.argv = ["imagenet_ddp_apex.py", *sys.argv[1:]]
 import apex, apex.amp
 from utils.amp import choice
-from utils.processes import supervise
+from utils.launch import supervise
 import imagenet_ddp_apex
 
 def main():
@@ -144,7 +144,7 @@ def test_with_apex_a_run_goes_on_exactly(run_with_stand_in, tmp_path):
     """Stopped after one epoch of two; masters come back, though Apex makes them late."""
     whole = ("--epochs", 2, "--lr-schedule", "cosine", "--name")
     calls(run_with_stand_in(*whole, "whole"))
-    stop = "from utils.training import loop\n_f = loop.close_epoch\n"
+    stop = "from utils.train import loop\n_f = loop.close_epoch\n"
     stop += "def once(*a):\n    import os, signal\n"
     stop += "    os.kill(os.getpid(), signal.SIGTERM)\n    return _f(*a)\n"
     stop += "loop.close_epoch = once"
@@ -182,8 +182,8 @@ def test_why_apex_is_not_used(packages, reason, tmp_path):
     path = make_package(tmp_path / "site", *packages) if packages else ""
     code = (
         "import argparse, torch; from utils.amp import choice\n"
-        "from utils.processes.distributed import World\n"
-        "from utils.processes.supervise import run_main\n"
+        "from utils.launch.world import World\n"
+        "from utils.launch.supervise import run_main\n"
         "parser = argparse.ArgumentParser(); choice.add_options(parser)\n"
         "args = parser.parse_args()\n"
         "run_main(lambda: choice.amp_and_parallel(args, World(torch.device('cpu'))) and None)"

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 from utils.errors import UserError
 from utils.run.checkpoint import read, resume
-from utils.training import evaluation, loop
-from utils.training.averaging import Average, better
+from utils.train import evaluation, loop
+from utils.train.averaging import Average, better
 
 DECAY = 0.9
 

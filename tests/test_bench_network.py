@@ -13,7 +13,7 @@ from bench.network_table import Case
 from conftest import python, shell
 from forecast import buckets
 
-from utils.processes.network import free_port
+from utils.launch.network import free_port
 
 BENCH = "scripts/bench_network.py"
 CASE = Case("resnet18", 10, "amp", 0.2, 10.0, 2, ("fp32", "fp16"), slow_down=10, shrink=16)

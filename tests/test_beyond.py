@@ -7,7 +7,7 @@ from conftest import ROOT
 
 from utils.errors import UserError
 
-sys.path += [str(ROOT / "scripts/ssh"), str(ROOT / "scripts/beyond")]
+sys.path += [str(ROOT / "scripts/ssh"), str(ROOT / "scripts/examples")]
 import hivemind_train
 import launcher
 import ray_train

@@ -21,8 +21,8 @@ from utils.amp.loss_scale import LossScaler
 from utils.atomic import save_atomically
 from utils.data.preprocessing import IMAGENET, Preprocessing
 from utils.errors import UserError
-from utils.parts.optim import sgd
-from utils.processes.distributed import World
+from utils.launch.world import World
+from utils.model.optim import sgd
 from utils.run import contents
 from utils.run.checkpoint import TrainState, best_of, read, resume, snapshot_of
 from utils.run.snapshots import write

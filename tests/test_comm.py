@@ -19,7 +19,7 @@ from utils.comm.exchange import Exchange, mean_of
 from utils.comm.lane import Alone, Peers
 from utils.comm.methods import PowerSGD, Quantised, Step
 from utils.errors import UserError
-from utils.processes.distributed import World
+from utils.launch.world import World
 
 CPU = torch.device("cpu")
 SHAPES = ((64, 3, 7, 7), (64,), (128, 64, 3, 3), (300, 129), (1,))

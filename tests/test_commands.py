@@ -11,7 +11,7 @@ from compare import runs
 from conftest import ROOT, Result, shell, summary
 
 from utils.errors import UserError
-from utils.processes.network import free_port
+from utils.launch.network import free_port
 
 # The last of several equal options counts, so these shrink a line without changing its form.
 TINY = "-a resnet18 --image-size 32 -b 5 --workers 0 --epochs 1 --lr 0.01"

@@ -16,7 +16,7 @@ from event_files import epochs_of, note, table
 from running import eventually
 from torch.utils.tensorboard import SummaryWriter
 
-from utils.run.tensorboard import LAYOUT, entry
+from utils.tensorboard import LAYOUT, entry
 
 STATUSES = ["STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING", "STATUS_UNKNOWN"]
 

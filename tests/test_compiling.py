@@ -8,7 +8,7 @@ from conftest import SMALL, python
 from torch import nn
 
 from utils.errors import UserError
-from utils.training import compiling
+from utils.train import compiling
 
 # With the real tracer, and a back end that counts what it is given instead of compiling it.
 COUNTED = """

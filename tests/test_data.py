@@ -22,8 +22,8 @@ from utils.data.loaders import BadFiles, Batches, build_loaders
 from utils.data.preprocessing import IMAGENET, MEAN, STD
 from utils.data.workers import Worker
 from utils.errors import UserError
-from utils.instruments.metrics import UNREADABLE
-from utils.processes.distributed import World
+from utils.launch.world import World
+from utils.metrics import UNREADABLE
 from utils.samplers import Batch, EvalSampler, TrainSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -416,7 +416,7 @@ import sys
 import torch
 from utils import options
 from utils.data.loaders import build_loaders
-from utils.processes import launch
+from utils.launch import launch
 sys.argv = ["x", "-b", "8", "-j", "2", "--image-size", "32", sys.argv[1]]
 args = options.parse(options.build_parser("x", "b"))
 batches = iter(build_loaders(args, launch.single_process(), torch.float32).train)

@@ -357,7 +357,7 @@ def test_another_version_of_this_code(nodes, data, tmp_path):
     with open(tmp_path / "utils" / "schedules.py", "a") as file:
         file.write("# a change\n")
     report = quick(nodes, data, script={1: tmp_path / "scripts" / "doctor.py"})
-    report.only("code", 2, "this code differs", "utils/schedules.py", "node 1 (node1)")
+    report.only("code", 2, "this code differs", "utils/model/schedules.py", "node 1 (node1)")
 
 
 def test_few_open_files(nodes, data):

@@ -12,8 +12,8 @@ import pytest
 from conftest import ROOT, Result, python, shell
 from forecast import buckets
 
-from utils.processes import agreement
-from utils.processes.network import free_port
+from utils.launch import agreement
+from utils.launch.network import free_port
 
 DOCTOR = "scripts/doctor.py"
 SMALL = "--quick --batch-size 16 --image-size 32 --workers 1"
@@ -242,7 +242,7 @@ def test_unlike():
 def test_versions_without_importing_torch():
     done = python(
         "-c",
-        "import sys; from utils.processes import agreement as p; "
+        "import sys; from utils.launch import agreement as p; "
         "print(p.torch_version(), 'torch' in sys.modules); import torch; print(torch.__version__)",
     )
     first, second = done.out.splitlines()

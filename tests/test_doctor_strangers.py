@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, python
 from running import Running, eventually
 
-from utils.processes.network import free_port
+from utils.launch.network import free_port
 
 DOCTOR = "scripts/doctor.py"
 SMALL = "--quick --batch-size 16 --image-size 32 --workers 1 --nodes 2 --master 127.0.0.1"
@@ -54,7 +54,7 @@ class Stranger:
 
     def hear(self) -> dict:
         """The next message; {} if the connection was closed."""
-        from utils.processes import messages
+        from utils.launch import messages
 
         try:
             return messages.receive(self.link)
@@ -171,7 +171,7 @@ def host():
     """Node 0 of two, in this process."""
     from checkup.shapes import DOCTOR
 
-    from utils.processes.meeting import Host
+    from utils.launch.meeting import Host
 
     node_0 = Host(free_port(), 2, {}, DOCTOR)
     yield node_0
@@ -249,7 +249,7 @@ def test_a_node_refuses_nonsense_from_node_0():
     """Whatever has taken the master's port; the request is not carried out."""
     from checkup.shapes import DOCTOR
 
-    from utils.processes import visitor
+    from utils.launch import visitor
 
     for request in (
         {"do": ["clock"]},

@@ -12,9 +12,9 @@ from conftest import python, summary
 from running import Running, descendants, start, tiny
 
 from utils.errors import UserError
-from utils.processes import faults, network
-from utils.processes.distributed import World
-from utils.processes.faults import Peer
+from utils.launch import faults, network
+from utils.launch.faults import Peer
+from utils.launch.world import World
 from utils.run import checkpoint, elastic
 
 RESTARTS = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1")

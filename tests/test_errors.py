@@ -12,7 +12,7 @@ from running import tiny
 from torchvision.models import get_model
 
 from utils.errors import of_shortage
-from utils.processes.network import free_port
+from utils.launch.network import free_port
 
 TINY = ("-a", "resnet18", "--image-size", "32", "-b", "5", "-j", "0", "--epochs", "2")
 LINE = " ".join(TINY)
@@ -336,7 +336,7 @@ def test_torchrun_tells_what_the_slowest_process_was_to_tell(folder, tmp_path):
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import os, time\n"
-        "from utils.processes import supervise\n"
+        "from utils.launch import supervise\n"
         "from utils.errors import UserError\n"
         "def main():\n"
         "    time.sleep(0 if os.environ['LOCAL_RANK'] == '1' else 4)\n"
@@ -349,7 +349,7 @@ def test_torchrun_tells_what_the_slowest_process_was_to_tell(folder, tmp_path):
 
 def test_a_fault_that_the_first_process_does_not_find_is_told_by_the_other():
     code = (
-        "from utils.processes import supervise\n"
+        "from utils.launch import supervise\n"
         "from utils.errors import UserError\n"
         "supervise.REPORT_SECONDS = 0.1\n"
         "def main(): raise UserError('found by one', alike=True)\n"
@@ -384,7 +384,7 @@ def test_a_loss_scale_that_falls_without_end_leaves_the_last_snapshot(folder, tm
     spoilt = ("--image-size", "32", "--clip-grad", "1", "--output-dir", tmp_path, "--name", "one")
     code = (
         "import sys; from torch import nn; import imagenet_ddp_apex as script\n"
-        "from utils.processes import supervise\n"
+        "from utils.launch import supervise\n"
         "class Endless(nn.CrossEntropyLoss):\n"
         "    def forward(self, *a): return super().forward(*a) * 1e30\n"
         "script.nn.CrossEntropyLoss = Endless\n"
@@ -407,7 +407,7 @@ def test_no_snapshot_is_written_once_the_loss_is_no_number(folder, tmp_path):
     """It is due after each step, long before the line that would show the loss."""
     code = (
         "from torch import nn; import imagenet_nd as script\n"
-        "from utils.processes import supervise\n"
+        "from utils.launch import supervise\n"
         "class Spoilt(nn.CrossEntropyLoss):\n"
         "    calls = 0\n"
         "    def forward(self, *a):\n"

@@ -4,7 +4,7 @@ import pytest
 from conftest import scalars
 from torch.utils.tensorboard import SummaryWriter
 
-from utils.run.tensorboard import cut_off
+from utils.tensorboard import cut_off
 
 
 def write(folder, first, last, suffix="", offset=0.0):

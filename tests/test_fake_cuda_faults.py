@@ -14,15 +14,14 @@ from test_monitor import stand_in_nvml
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
-import utils.instruments.metrics
+import utils.metrics
 from utils.amp.loss_scale import LossScaler
 from utils.comm.lane import Lane
 from utils.comm.local_sgd import LocalSGD
 from utils.data.loaders import Batches
-from utils.instruments import monitor
-from utils.parts import optim
+from utils.model import optim
 from utils.run import snapshots
-from utils.training import evaluation
+from utils.train import evaluation, monitor
 
 pytestmark = pytest.mark.skipif(not playable(), reason="needs Linux on x86-64 or aarch64")
 
@@ -94,7 +93,7 @@ def test_a_precision_that_is_not_there(train):
         (Batches._upload, "images = images.to(self.device, non_blocking=True)",
          "images = images.to(self.device)", Wait),
         (Batches._upload, "current.wait_stream(self.stream)", "pass", Race),
-        (utils.instruments.metrics.Sums.add, "hits = ", "hits = loss_sum.item(); hits = ", Wait),
+        (utils.metrics.Sums.add, "hits = ", "hits = loss_sum.item(); hits = ", Wait),
         (optim.sgd, "fused=first.is_cuda", "fused=False", Wait),
         (evaluation.measure, "sums.add(", "loss.item(); sums.add(", Wait),
         (snapshots.SnapshotWriter.save, "torch.cuda.synchronize()", "pass", Race),

@@ -1,4 +1,4 @@
-"""scripts/beyond/hivemind_train.py: three peers on this machine, one comes late, one is killed.
+"""scripts/examples/hivemind_train.py: three peers on this machine, one comes late, one is killed.
 
 Needs Hivemind, in this environment or in that of the interpreter $HIVEMIND_PYTHON.
 """
@@ -40,7 +40,7 @@ def images(tmp_path_factory):
 def peer(name: str, runs, images, *more: str) -> Running:
     options = ("--target-batch", TARGET, "--matchmaking", "2", "-p", "1", "--name", name)
     where = ("--listen", "/ip4/127.0.0.1/tcp/0", "--output-dir", runs, images)
-    script = "scripts/beyond/hivemind_train.py"
+    script = "scripts/examples/hivemind_train.py"
     run = Running("-c", EXEC, PYTHON, script, *RECIPE, *options, *more, *where, **ENV)
     run.allow(3 * TIMEOUT)  # each step waits for peers to find each other
     return run

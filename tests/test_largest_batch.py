@@ -19,15 +19,14 @@ from conftest import ROOT, summary
 from running import assert_same_weights, snapshot
 from torch import nn
 
-from utils import models
 from utils.errors import UserError
-from utils.instruments import memory
-from utils.instruments.memory import Counter, Full
-from utils.processes import supervise
+from utils.launch import supervise
+from utils.model import models
 from utils.run.checkpoint import TrainState
-from utils.training import largest_batch
-from utils.training.rehearsal import rehearsal
-from utils.training.search import search
+from utils.train import largest_batch, memory
+from utils.train.memory import Counter, Full
+from utils.train.rehearsal import rehearsal
+from utils.train.search import search
 
 MIB = 2**20
 

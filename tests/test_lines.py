@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import torch
 
-from utils.instruments.metrics import Sums
-from utils.processes.distributed import World
-from utils.training.lines import Lines
+from utils.launch.world import World
+from utils.metrics import Sums
+from utils.train.lines import Lines
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,11 @@ from conftest import python
 from nodes import Nodes
 from running import TINY_LINE, Running, eventually, tiny
 
-from utils.processes import network
-from utils.processes.network import free_port
+from utils.launch import network
+from utils.launch.network import free_port
 
 HERE = "127.0.0.1"
-POINT = ("-m", "utils.processes.meeting_point", "--master")
+POINT = ("-m", "utils.launch.meeting_point", "--master")
 # Deaf to signals, with a child in a session of its own: a torchrun that waits for its store.
 DEAF = """
 import signal, subprocess, time

@@ -9,10 +9,10 @@ from forecast import memory
 from forecast.memory import Plan, forecast, largest_batch
 from torch import nn
 
-from utils import models
 from utils.errors import UserError
-from utils.instruments.memory import Counter, of_state
-from utils.parts.optim import sgd
+from utils.model import models
+from utils.model.optim import sgd
+from utils.train.memory import Counter, of_state
 
 MIB = 2**20
 SMALL = Plan("resnet18", "nd", "off", image_size=32, classes=10, on_cpu=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from utils.instruments.metrics import UNREADABLE, Sums, to_metrics
-from utils.processes.distributed import World
+from utils.launch.world import World
+from utils.metrics import UNREADABLE, Sums, to_metrics
 
 CPU = torch.device("cpu")
 WORLD = World(CPU)

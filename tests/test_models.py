@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torchvision.models import WeightsEnum, get_model
 
-from utils import models
 from utils.errors import UserError
+from utils.model import models
 
 # A model of each family. They are built on the meta device: shapes without numbers.
 FAMILIES = [

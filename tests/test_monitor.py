@@ -11,8 +11,8 @@ import pytest
 import torch
 from running import eventually
 
-from utils.instruments import monitor, watch
-from utils.processes import launch
+from utils.launch import launch
+from utils.train import monitor, watch
 
 GPU = "GPU-11111111-2222-3333-4444-555555555555"
 

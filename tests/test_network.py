@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from utils.errors import UserError
-from utils.processes.network import (
+from utils.launch.network import (
     free_port,
     interface_towards,
     interfaces,

@@ -15,7 +15,7 @@ from utils.amp.levels import LEVELS
 from utils.amp.loss_scale import ENDLESS, SMALLEST, LossScaler
 from utils.amp.plain import Amp
 from utils.errors import UserError
-from utils.processes.distributed import World
+from utils.launch.world import World
 
 HALF, FULL = torch.float16, torch.float32
 

@@ -11,8 +11,8 @@ from o2_cases import CPU, level
 from torch import nn
 
 from utils.amp.plain import Amp, DistributedDataParallel
-from utils.parts.optim import sgd
-from utils.processes.distributed import World
+from utils.launch.world import World
+from utils.model.optim import sgd
 
 STEPS = 4
 

@@ -15,9 +15,9 @@ from torchvision.models import get_model
 from utils.amp.loss_scale import LossScaler
 from utils.comm.local_sgd import LocalSGD
 from utils.errors import UserError
-from utils.parts import muon, optim
-from utils.parts.muon import Muon, hidden_matrices, orthogonal
-from utils.processes.distributed import World
+from utils.launch.world import World
+from utils.model import muon, optim
+from utils.model.muon import Muon, hidden_matrices, orthogonal
 from utils.run.checkpoint import TrainState, resume, snapshot_of
 from utils.run.snapshots import write
 

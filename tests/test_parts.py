@@ -17,12 +17,11 @@ from torchvision.models.vision_transformer import VisionTransformer, interpolate
 from torchvision.ops import StochasticDepth
 from torchvision.transforms import functional
 
-from utils import models
 from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
 from utils.data.preprocessing import IMAGENET, Preprocessing
 from utils.errors import UserError
-from utils.parts import blocks, weights
+from utils.model import blocks, models, weights
 from utils.samplers import Batch
 
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, Result, shell
 from test_errors import LINE, assert_one_sentence
 
-from utils.processes.network import free_port
+from utils.launch.network import free_port
 
 
 def both_refuse(folder: Path, tmp_path: Path, other: Path = ROOT, path: str = "") -> list[Result]:
@@ -30,7 +30,7 @@ def test_nodes_with_other_code(folder, tmp_path):
         file.write("# a change that git does not know of\n")
     for result in both_refuse(folder, tmp_path, other=tmp_path):
         assert_one_sentence(
-            result, "this code differs", "utils/schedules.py", "(node 1)", "copy it"
+            result, "this code differs", "utils/model/schedules.py", "(node 1)", "copy it"
         )
 
 

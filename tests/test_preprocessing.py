@@ -13,15 +13,16 @@ from running import snapshot, tiny
 from test_images import picture
 from torchvision.models import VisionTransformer, get_model_weights
 
-from utils import models, options
+from utils import options
 from utils.data import images as im
 from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
 from utils.data.loaders import BadFiles, Batches
 from utils.data.preprocessing import IMAGENET, MEAN, STD, Preprocessing
 from utils.errors import UserError
+from utils.model import models
 from utils.samplers import Batch, EvalSampler
-from utils.training import loop
+from utils.train import loop
 
 HALVES = (0.5, 0.5, 0.5)
 SIZES = ("image_size", "val_resize_size", "val_image_size")

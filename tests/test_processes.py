@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, python, summary
 from running import TORCHRUN, Process, Running, eventually, start, tiny
 
-from utils.processes import supervise
+from utils.launch import supervise
 
 INTERRUPTED = 75
 WAYS = {

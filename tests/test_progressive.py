@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from utils import models, options
+from utils import options
 from utils.data import progressive
 from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
@@ -18,6 +18,7 @@ from utils.data.loaders import BadFiles, Batches
 from utils.data.preprocessing import Preprocessing
 from utils.data.ring import Ring
 from utils.errors import UserError
+from utils.model import models
 from utils.run import agreeing
 from utils.samplers import Batch, TrainSampler
 

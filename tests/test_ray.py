@@ -1,4 +1,4 @@
-"""scripts/beyond/ray_train.py on a Ray cluster of two nodes that train, and a head.
+"""scripts/examples/ray_train.py on a Ray cluster of two nodes that train, and a head.
 
 Needs Ray, in this environment or in that of the interpreter $RAY_PYTHON.
 """
@@ -62,7 +62,7 @@ def typed(nodes: list[Node], runs, folder, limits: str, epochs: int = 100000) ->
     given = " ".join(f"--env {name}={value}" for name, value in ENV.items())
     given += " --env CUDA_VISIBLE_DEVICES="
     run = nodes[0].type(
-        f"exec {PYTHON} scripts/beyond/ray_train.py --address 10.77.0.1:{PORT} --nodes {limits} "
+        f"exec {PYTHON} scripts/examples/ray_train.py --address 10.77.0.1:{PORT} --nodes {limits} "
         f"--python {sys.executable} --dir {ROOT} {given} -- imagenet_ddp.py {TINY_LINE} -p 1 "
         f"--epochs {epochs} --snapshot-minutes 0.02 --name run --output-dir {runs} {folder} 2>&1",
         **QUIET,

@@ -39,7 +39,7 @@ def test_what_a_package_can_do_without_is_its_own_affair(tmp_path):
     (tmp_path / "site-packages" / "guarded.py").write_text(
         "try:\n    import torch\nexcept ImportError:\n    print('fine')\n"
     )
-    code = "import utils.processes.installed, sys; sys.path.append(sys.argv[1]); import guarded"
+    code = "import utils.launch.installed, sys; sys.path.append(sys.argv[1]); import guarded"
     done = python("-S", "-c", code, tmp_path / "site-packages")
     assert (done.code, done.out) == (0, "fine\n"), done.err
 

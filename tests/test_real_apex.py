@@ -12,7 +12,7 @@ import torch
 from o2_cases import CPU, RECIPE, contents, groups, level, network, prepare, train
 
 from utils.amp import nvidia
-from utils.parts.optim import sgd
+from utils.model.optim import sgd
 
 
 def real_apex_is_there() -> bool:

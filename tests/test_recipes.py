@@ -12,8 +12,8 @@ from running import tiny
 
 from utils import options
 from utils.errors import UserError
-from utils.training import recipes
-from utils.training.recipes import batch_warnings
+from utils.train import recipes
+from utils.train.recipes import batch_warnings
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("imagenet_*.py"))
 ASKED = ("classic90", "fast16", "fast30", "strong100", "vit-finetune", "tiny")
@@ -175,6 +175,6 @@ def test_a_batch_beyond_what_is_known_is_named(args, batch, wanted):
 
 def test_recipes_go_to_all_nodes():
     """A job whose nodes have other recipes is refused, as one with other code."""
-    from utils.processes import agreement
+    from utils.launch import agreement
 
     assert {f"scripts/recipes/{name}.txt" for name in recipes.names()} <= agreement.code().keys()

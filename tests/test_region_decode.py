@@ -19,7 +19,7 @@ from utils.data.dataset import ImageBatches, Reading
 from utils.data.index import ImageIndex
 from utils.errors import UserError
 from utils.samplers import Batch
-from utils.training import report
+from utils.train import report
 
 TURNED = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0"
 KINDS = {

@@ -10,7 +10,7 @@ from conftest import SMALL, Result, draw_folder, python, summary, train
 from running import TORCHRUN, assert_same_weights, snapshot, start, tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from utils.processes.network import free_port
+from utils.launch.network import free_port
 
 INTERRUPTED = 75
 STEPS = 30  # of 10 images in an epoch

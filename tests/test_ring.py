@@ -16,7 +16,7 @@ from utils.data.index import ImageIndex
 from utils.data.loaders import BadFiles, Batches
 from utils.data.ring import Ring, RingLoader
 from utils.errors import UserError
-from utils.instruments.metrics import UNREADABLE
+from utils.metrics import UNREADABLE
 from utils.samplers import Batch, EvalSampler, TrainSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -9,9 +9,9 @@ from conftest import python, shell
 from nodes import Nodes, need
 from running import Running, eventually
 
-from utils.processes.network import free_port
+from utils.launch.network import free_port
 
-ROLL_CALL = ("-m", "utils.processes.rollcall")
+ROLL_CALL = ("-m", "utils.launch.rollcall")
 HERE = "127.0.0.1"
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import Result, draw_folder, python, scalars, summary, train
 
-from utils.training import report
+from utils.train import report
 
 TAGS = {
     *("Loss/train", "Loss/val", "Top1/train", "Top1/val", "Top5/train", "Top5/val"),

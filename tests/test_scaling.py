@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from utils.comm import cost
 from utils.comm.cost import Bucket
-from utils.run.tensorboard import entry
+from utils.tensorboard import entry
 
 TOOL = "scripts/forecast_scaling.py"
 WORK = Workload(128, 400, (Bucket(5_000_000, 0.4), Bucket(12_000_000, 0.6), Bucket(8_000_000, 1.0)))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from utils.schedules import learning_rate, scale_lr
+from utils.model.schedules import learning_rate, scale_lr
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from conftest import scalars, summary
 from joined import Job, run_jobs
 from running import assert_same_weights, snapshot
 
-from utils import models
-from utils.sharding import layout
+from utils.comm import layout
+from utils.model import models
 
 CURVES = ("Loss/train", "Top1/train", "Top5/train", "Loss/val", "Top1/val", "Top5/val", "Lr")
 RECIPE = "--image-size 32 -j 0 -p 1 --lr 0.01 --label-smoothing 0.1 --warmup-epochs 1"

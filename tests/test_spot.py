@@ -11,8 +11,8 @@ import pytest
 from conftest import python, summary
 from running import Running, eventually, snapshot, start, tiny
 
-from utils.processes.network import free_port
-from utils.training import spot
+from utils.launch.network import free_port
+from utils.train import spot
 
 INTERRUPTED = 75
 NOTICE = json.dumps({"action": "terminate", "time": "2026-11-21T08:22:00Z"})

@@ -15,8 +15,8 @@ from running import eventually
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.instruments.step_time import StepTimer, StepTimes
-from utils.instruments.watch import mean_times
+from utils.train.step_time import StepTimer, StepTimes
+from utils.train.watch import mean_times
 
 CPU = torch.device("cpu")
 

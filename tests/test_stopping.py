@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from test_comm import in_processes
 
-from utils.processes.distributed import World
-from utils.training import stopping
-from utils.training.stopping import FARTHEST, Reason, StopRequest
+from utils.launch.world import World
+from utils.train import stopping
+from utils.train.stopping import FARTHEST, Reason, StopRequest
 
 
 def polled(rank: int, size: int) -> dict[str, Any]:

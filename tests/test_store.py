@@ -18,7 +18,7 @@ from conftest import Result, python, summary, train
 from running import TORCHRUN, assert_same_weights, eventually, snapshot, start, tiny
 
 from utils.errors import UserError
-from utils.processes.network import free_port
+from utils.launch.network import free_port
 from utils.run import store
 
 pytest.importorskip("moto", reason="the server of moto[server] plays S3")

@@ -5,9 +5,11 @@ import os
 
 import torch
 
-from utils import models, samplers, schedules
+from utils import samplers
 from utils.data import augment, images, mixing, progressive
 from utils.errors import UserError
+from utils.launch import supervise
+from utils.model import models, optim, schedules
 from utils.option_types import (
     Formatter,
     Parser,
@@ -19,10 +21,8 @@ from utils.option_types import (
     positive,
     share,
 )
-from utils.parts import optim
-from utils.processes import supervise
 from utils.run import store
-from utils.training import averaging, evaluation, largest_batch, recipes, spot
+from utils.train import averaging, evaluation, largest_batch, recipes, spot
 
 
 def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser:

@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from utils import models  # noqa: E402
-from utils.instruments import monitor  # noqa: E402
-from utils.instruments.step_time import StepTimer  # noqa: E402
+from utils.model import models  # noqa: E402
 from utils.option_types import number, positive  # noqa: E402
+from utils.train import monitor  # noqa: E402
+from utils.train.step_time import StepTimer  # noqa: E402
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ from forecast import buckets  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from utils.comm import auto, cost, exchange  # noqa: E402
-from utils.processes.distributed import World  # noqa: E402
+from utils.launch.world import World  # noqa: E402
 
 SEED, IMAGE = 0, 1
 TIMEOUT = timedelta(minutes=10)

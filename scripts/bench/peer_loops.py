@@ -32,8 +32,8 @@ from torch.utils.data import DataLoader  # noqa: E402
 from torchvision import datasets  # noqa: E402
 from torchvision.transforms import v2  # noqa: E402
 
-from utils import models  # noqa: E402
 from utils.data.preprocessing import MEAN, STD  # noqa: E402
+from utils.model import models  # noqa: E402
 from utils.option_types import positive  # noqa: E402
 
 PRECISIONS = {"off": None, "fp16": torch.float16, "bf16": torch.bfloat16}

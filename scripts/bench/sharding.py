@@ -103,9 +103,9 @@ def rank(args: argparse.Namespace, case: str, where: tuple[int, int], folder: Pa
     import torch
     import torch.distributed as dist
 
+    from utils.comm import pieces
     from utils.run.checkpoint import TrainState
-    from utils.sharding import pieces
-    from utils.training import dummy
+    from utils.train import dummy
 
     sys.stdout = sys.stderr = open(folder / f"rank{where[0]}", "w", buffering=1)
     env = {"RANK": where[0], "LOCAL_RANK": where[0], "WORLD_SIZE": where[1]}

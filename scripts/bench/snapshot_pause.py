@@ -18,10 +18,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils import models
 from utils.amp.loss_scale import LossScaler
+from utils.model import models
+from utils.model.optim import sgd
 from utils.option_types import positive
-from utils.parts.optim import sgd
 from utils.run.checkpoint import TrainState, snapshot_of
 from utils.run.snapshots import SNAPSHOT, SnapshotWriter, write
 

@@ -31,8 +31,8 @@ from torch import Tensor  # noqa: E402
 
 from utils.data.dataset import Reading  # noqa: E402
 from utils.data.loaders import BadFiles, Loaders  # noqa: E402
+from utils.launch.world import World  # noqa: E402
 from utils.option_types import positive  # noqa: E402
-from utils.processes.distributed import World  # noqa: E402
 from utils.samplers import EvalSampler, TrainSampler  # noqa: E402
 
 CLASSES = 1000

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError
-from utils.processes import agreement, network, supervise
+from utils.launch import agreement, network, supervise
 from utils.run import provenance
 
 READ_SECONDS = 0.4

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from checkup.findings import FAULT, OK, WARNING, Checkup, Finding
 
-from utils.processes import agreement
+from utils.launch import agreement
 
 
 def judge(check: Checkup) -> Iterator[Finding]:

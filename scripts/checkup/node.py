@@ -10,9 +10,9 @@ from pathlib import Path
 
 from checkup import facts
 
-from utils.processes import links
-from utils.processes.meeting import Handlers
-from utils.processes.messages import Message, plain
+from utils.launch import links
+from utils.launch.meeting import Handlers
+from utils.launch.messages import Message, plain
 
 TORCH_LIMIT = 300.0  # seconds for the part that imports torch, all-reduces included
 

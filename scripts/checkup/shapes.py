@@ -1,7 +1,7 @@
 """What the doctors of two nodes may say to each other. Standard library only."""
 
-from utils.processes import shapes
-from utils.processes.shapes import (
+from utils.launch import shapes
+from utils.launch.shapes import (
     FAILED,
     PORT,
     TARGET,

@@ -95,7 +95,7 @@ def all_reduce(backend: str, ring: dict[str, Any]) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    if ring["interface"]:  # as utils/processes/launch.py chooses
+    if ring["interface"]:  # as utils/launch/launch.py chooses
         os.environ.setdefault("GLOO_SOCKET_IFNAME", ring["interface"])
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={ring['interface']}")
     dist.init_process_group(

@@ -57,7 +57,7 @@ def trace(arch: str, classes: int, image_size: int) -> Layers:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from utils import models
+    from utils.model import models
 
     with torch.device("meta"):
         model = models.create(arch, classes, image_size).train()

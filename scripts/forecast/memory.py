@@ -2,7 +2,7 @@
 
 State (parameters, gradients, optimiser) is arithmetic. For the activations a step is taken on fake
 tensors, which have shapes and no values: forward and backward of the real model, every tensor
-counted while it lives, as `utils.instruments.memory.Counter` does. It takes seconds for any batch,
+counted while it lives, as `utils.train.memory.Counter` does. It takes seconds for any batch,
 and what it takes is linear in the batch, so that two batches tell all others.
 
 Not in it: what a kernel takes for itself while it runs (cuDNN's workspaces), and fragments. What
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from utils import models
 from utils.errors import UserError
-from utils.instruments.memory import GIB, Counter
-from utils.training.largest_batch import MARGIN, STEP
+from utils.model import models
+from utils.train.largest_batch import MARGIN, STEP
+from utils.train.memory import GIB, Counter
 
 RESERVE = 0.7  # GiB of a GPU that torch's allocator never gets; assumed, not measured
 MODES = ("nd", "dp", "ddp", "O2", "fsdp")

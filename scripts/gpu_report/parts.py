@@ -13,8 +13,8 @@ from gpu_report.report import ROOT, Failed, Part, Sitting
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
-from utils import models
-from utils.processes import supervise
+from utils.launch import supervise
+from utils.model import models
 
 STEP = "The step"
 PICTURES = 400  # files, each under many names

@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import utils.processes.installed  # noqa: E402, F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one sentence)
 
 import torch  # noqa: E402
 

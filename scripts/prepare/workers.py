@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 from utils.errors import UserError
-from utils.processes.supervise import die_with_parent
+from utils.launch.supervise import die_with_parent
 
 Job = TypeVar("Job")
 Answer = TypeVar("Answer")

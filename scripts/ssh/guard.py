@@ -226,7 +226,7 @@ def wait_for(pid, events, grace):
 def free_port():
     """A TCP port that was free a moment ago.
 
-    As utils.processes.network has it, which this file cannot import on a node.
+    As utils.launch.network has it, which this file cannot import on a node.
     """
     with socket.socket() as probe:
         probe.bind(("", 0))

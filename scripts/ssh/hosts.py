@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # what is imported from there needs nothing but Python
 
 from utils.errors import UserError, go_on_without_reader  # noqa: E402, F401
-from utils.processes.supervise import MARKER  # noqa: E402
+from utils.launch.supervise import MARKER  # noqa: E402
 
 # Reads the program; what follows on the same standard input is the program's own.
 _BOOTSTRAP = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.schedules import REFERENCE_BATCH, USUAL_LR, scale_lr
+from utils.model.schedules import REFERENCE_BATCH, USUAL_LR, scale_lr
 
 ONE_NODE = ("imagenet_nd.py", "imagenet_dp.py")
 DEFAULT_BATCH = 128  # what the training script takes where nothing else is typed

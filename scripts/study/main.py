@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/ssh")]
 
-import utils.processes.installed  # noqa: E402, F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one sentence)
 
 import hosts  # noqa: E402
 from study import arms, outcome, page, places, state  # noqa: E402
@@ -25,7 +25,7 @@ from study.state import FAILED, FINISHED, RUNNING, STOPPED, State  # noqa: E402
 from utils import errors  # noqa: E402
 from utils.errors import BAD_INPUT, INTERRUPTED, UserError  # noqa: E402
 from utils.option_types import Formatter, count, number, positive  # noqa: E402
-from utils.training import recipes  # noqa: E402
+from utils.train import recipes  # noqa: E402
 
 Place = places.Simulated | places.Hosts | Slurm
 NOT_DONE = 1  # exit code: an arm has failed

@@ -23,8 +23,8 @@ from study.arms import ONE_NODE, Arm, data_of, is_given, option
 from study.running import Command, Runner
 
 from utils.errors import INTERRUPTED, UserError
+from utils.launch import network, supervise
 from utils.option_types import AUTO
-from utils.processes import network, supervise
 
 ROOT = hosts.ROOT
 EMPTY_SECONDS = 30.0  # after a launcher's death; its nodes are empty 25 s later

@@ -22,7 +22,7 @@ from utils.data import region_decode  # noqa: E402
 from utils.data.dataset import ImageBatches  # noqa: E402
 from utils.data.index import ImageIndex, class_folders  # noqa: E402
 from utils.data.ring import RingLoader  # noqa: E402
-from utils.processes import supervise  # noqa: E402
+from utils.launch import supervise  # noqa: E402
 from utils.samplers import TrainSampler  # noqa: E402
 
 SIZE, BATCH, SEED = 224, 64, 0

@@ -11,7 +11,7 @@ import torch
 
 from utils.amp import levels, nvidia, plain
 from utils.errors import UserError
-from utils.processes.distributed import World
+from utils.launch.world import World
 
 HOW_TO_GET_APEX = (
     "install the last Apex that has it (git clone --branch 25.04 https://github.com/NVIDIA/apex, "

@@ -1,12 +1,11 @@
 """Native automatic mixed precision (torch.amp): its option, and the dtype that it chooses."""
 
 import argparse
-import os
-from pathlib import Path
 
 import torch
 
-from utils.processes.distributed import World, gather
+from utils.launch import kernels
+from utils.launch.world import World, gather
 
 # ResNet-18 on two cores with AMX, beside other programs: with bf16 a step took less than half as
 # long as in float32 at 224 pixels, and more than twice as long at 64.
@@ -35,7 +34,7 @@ def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None
     if choice == "auto" and device.type == "cuda":
         choice = "fp16"
     elif choice == "auto":
-        faster = has_amx() and args.image_size >= LEAST_FOR_AMX
+        faster = kernels.has_amx() and args.image_size >= LEAST_FOR_AMX
         choice = "bf16" if all(gather(faster, world)) else "off"
         if choice == "bf16" and world.is_main:
             print("--amp auto: bf16, as the CPU has AMX (--amp off: float32)", flush=True)
@@ -45,15 +44,3 @@ def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None
         print("warning: this GPU only emulates bf16, slowly: --amp fp16 is faster", flush=True)
     args.precision = choice
     return DTYPES[choice]
-
-
-def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU multiplies matrices of bfloat16 in tiles, and oneDNN may use them."""
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
-    if not torch.backends.mkldnn.is_available() or not limit.endswith(("AMX", "ALL", "DEFAULT")):
-        return False
-    try:
-        flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
-    except (OSError, StopIteration):  # not a Linux on x86
-        return False
-    return {"amx_tile", "amx_bf16"} <= set(flags.split())

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from utils.amp import levels
 from utils.amp.levels import OptLevel
 from utils.amp.loss_scale import LossScaler
-from utils.processes.distributed import World
+from utils.launch.world import World
 
 
 class Amp:

@@ -19,7 +19,7 @@ from torch import Tensor
 from utils.comm import cost
 from utils.comm.lane import Alone
 from utils.comm.methods import PowerSGD, Quantised, Step
-from utils.processes.distributed import World
+from utils.launch.world import World
 
 WARM_UP, STEPS = 3, 8  # steps: the first are slower, as they allocate and choose kernels
 TRIAL_WARM_UP, TRIAL_STEPS = 1, 3  # of a method on trial

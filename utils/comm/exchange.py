@@ -16,8 +16,8 @@ from utils.comm.lane import Lane, Peers
 from utils.comm.local_sgd import LocalSGD
 from utils.comm.methods import PowerSGD, Quantised, Step
 from utils.errors import UserError
+from utils.launch.world import World
 from utils.option_types import amount
-from utils.processes.distributed import World
 
 LATE = 0.25  # share of a training before which powersgd and localsgd exchange float32
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from utils.processes.distributed import World
+from utils.launch.world import World
 
 
 class LocalSGD:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from utils.data import images as im
 from utils.data import jpeg_rows
 from utils.data.index import ImageIndex
-from utils.instruments.metrics import UNREADABLE
+from utils.metrics import UNREADABLE
 from utils.samplers import Batch
 
 LONGEST_SEARCH = 10_000  # unreadable files in one batch: it is the disk then, not the files

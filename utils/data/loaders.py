@@ -17,9 +17,9 @@ from utils.data.index import ImageIndex, check_same_classes, class_folders, sele
 from utils.data.preprocessing import MEAN, STD, Channels, Preprocessing
 from utils.data.ring import Filled, RingLoader
 from utils.errors import UserError
-from utils.instruments.metrics import UNREADABLE
+from utils.launch.world import World, check_alike, first_on_node, gather
+from utils.metrics import UNREADABLE
 from utils.option_types import AUTO
-from utils.processes.distributed import World, check_alike, first_on_node, gather
 from utils.samplers import EvalSampler, TrainSampler
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from utils.data.dataset import ImageBatches, Reading
 from utils.data.workers import WorkerContext
 from utils.errors import UserError
-from utils.processes import supervise
+from utils.launch import supervise
 from utils.samplers import Batch, EvalSampler, TrainSampler
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError
-from utils.schedules import TO_THE_END
+from utils.model.schedules import TO_THE_END
 
 
 def check_classes(saved: Any, classes: list[str] | None, path: Path | None) -> None:

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from utils.comm import pieces
 from utils.errors import UserError
-from utils.processes.distributed import World, from_main
+from utils.launch.world import World, from_main
 from utils.run import agreeing, contents, elastic
 from utils.run.snapshots import candidates, check_whole
-from utils.sharding import pieces
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class TrainState:
     printed: list[float] | None = None
     preprocessing: dict[str, Any] | None = None
     comm: Any = None  # a `utils.comm.exchange.Exchange`
-    ema: Any = None  # a `utils.training.averaging.Average`
+    ema: Any = None  # a `utils.train.averaging.Average`
     clock: float | None = None  # when ``elapsed`` was brought up to date
 
     def tick(self) -> None:

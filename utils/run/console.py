@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from utils.processes.distributed import World
+from utils.launch.world import World
 
 LOG = "train.log"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from utils.comm import pieces
 from utils.errors import UserError
-from utils.sharding import pieces
 
 PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums", "printed")
 _EMA = ("state_dict_ema", "model_ema")  # timm's name, and that of torchvision's references
@@ -156,7 +156,7 @@ def communication(content: dict[str, Any], path: Path | None) -> dict[str, Any] 
 
 
 def averages(content: dict[str, Any], path: Path | None) -> dict[str, Any] | None:
-    """What `utils.training.averaging.Average.state_dict` gave, in a snapshot that has it."""
+    """What `utils.train.averaging.Average.state_dict` gave, in a snapshot that has it."""
     saved = content.get("ema")
     if saved is None or "progress" not in content:
         return None

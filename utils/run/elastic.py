@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.errors import UserError
-from utils.processes.distributed import World, from_main, gather
+from utils.launch.world import World, from_main, gather
 from utils.run.snapshots import latest
 
 _NO_ID = "none"  # what torchrun calls a job whose user has given no --rdzv-id

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from utils.processes.agreement import ROOT
+from utils.launch.agreement import ROOT
 
 if TYPE_CHECKING:
     import torch

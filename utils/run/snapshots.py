@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from utils.atomic import save_atomically
+from utils.comm.pieces import whole
 from utils.errors import UserError
-from utils.sharding.pieces import whole
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,12 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from utils import tensorboard
 from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError
+from utils.launch.world import World, from_main, gather, node_name
 from utils.option_types import AUTO
-from utils.processes.distributed import World, from_main, gather, node_name
-from utils.run import elastic, store, tensorboard
+from utils.run import elastic, store
 from utils.run.console import LOG, Console
 from utils.run.owner import OWNER, Claim
 from utils.run.snapshots import BEST, SNAPSHOT, latest

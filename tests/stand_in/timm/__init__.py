@@ -51,7 +51,7 @@ class Tiny(nn.Sequential):
 
 
 def wait_for_a_signal() -> None:
-    """Return once utils.training.stopping.StopRequest has met a signal in this process."""
+    """Return once utils.train.stopping.StopRequest has met a signal in this process."""
     request = signal.getsignal(signal.SIGTERM).__self__
     while not request.code:
         time.sleep(0.01)

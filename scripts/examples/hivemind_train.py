@@ -1,0 +1,272 @@
+#!/usr/bin/env python3
+"""Train with peers that come and go, over the internet if it must be (Hivemind). Experimental.
+
+    python scripts/examples/hivemind_train.py -a resnet50 -b 32 --target-batch 2048 DATA
+    python scripts/examples/hivemind_train.py -a resnet50 -b 32 --target-batch 2048 DATA \\
+        --peers /ip4/203.0.113.5/tcp/4001/p2p/12D3KooW...    # as the first has printed
+
+`diff -u imagenet_nd.py scripts/examples/hivemind_train.py` shows what it takes. No process has a
+rank. Each peer adds up gradients of its own images, at its own speed, until all of them together
+have seen --target-batch images; then those that are there average their gradients and step. Who
+joins late takes weights and optimiser state from the others; who is lost is missed by nobody.
+
+Two promises of the other scripts do not hold here. There is no one order of samples: each peer
+shuffles for itself, and which images make a step depends on who is fast. So no run can be repeated,
+and a resumed one is not the uninterrupted one. Evaluation is exact, by one of the peers.
+
+**Who reaches a peer's port can take part, and send what gradients he likes.** Needs `pip install
+hivemind`; all peers the same model, --target-batch, recipe and --seed.
+"""
+
+import argparse
+import itertools
+import logging
+import os
+import secrets
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import utils.launch.installed  # noqa: F401 (a missing package becomes one sentence)
+
+import torch
+from torch import Tensor, nn
+
+from utils import options
+from utils.amp import native
+from utils.data.loaders import Batches, build_loaders
+from utils.errors import UserError
+from utils.launch import launch, supervise
+from utils.launch.world import World
+from utils.metrics import Sums, to_metrics
+from utils.model import models, optim
+from utils.option_types import amount, positive
+from utils.run.checkpoint import TrainState
+from utils.run.tracking import Run
+from utils.train import epoch, evaluation, loop
+from utils.train.session import Session
+
+os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
+try:
+    import hivemind
+except ImportError:
+    hivemind = None
+
+log = logging.getLogger("utils.beyond")  # its lines are shown and kept with those of utils
+
+AVERAGE_EVERY = 10  # steps after which weights are averaged: who missed a step has others
+LEASE_SECONDS = 60.0  # or three epochs: then another peer evaluates, if the one that did has gone
+
+
+def main() -> int:
+    parser = options.build_parser(__doc__, batch="images per step of this peer")
+    native.add_options(parser)
+    add_options(parser)
+    args = options.parse(parser)
+    # Hivemind takes tensors for vectors (view(-1)), which NHWC weights are not.
+    args.channels_last, args.memory_format = False, torch.contiguous_format
+    args.target_batch = args.target_batch or args.batch_size
+    args.accum_steps, rest = divmod(args.target_batch, args.batch_size)  # what one process would do
+    if rest:
+        raise UserError(f"--target-batch {args.target_batch} is no multiple of -b")
+    if hivemind is None:
+        raise UserError(f"Hivemind is not installed for {sys.executable}: pip install hivemind")
+    return train(args, launch.single_process())
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """How the peers find each other and work together."""
+    group = parser.add_argument_group("peers")
+    add = group.add_argument
+    add("--swarm", default="imagenet", metavar="NAME", help="peers of one name train together")
+    add("--peers", metavar="A,B,...", help="addresses of some that are there; none: the first one")
+    add(
+        "--listen",
+        default="/ip4/0.0.0.0/tcp/0",
+        metavar="ADDRESS",
+        help="where other peers reach this one; /ip4/0.0.0.0/tcp/4001 for a fixed port",
+    )
+    add("--target-batch", type=positive, metavar="N", help="images per step of all; default: -b")
+    text = "to find each other before a step: 1 to 5 on one network, else 10 to 15"
+    add("--matchmaking", type=amount, default=10.0, metavar="SECONDS", help=text)
+
+
+def train(args: Namespace, world: World) -> int:
+    """Everything from the options to the last epoch. Returns the exit code."""
+    device = world.device
+    torch.manual_seed(args.seed)
+
+    amp_dtype = native.autocast_dtype(args, world)
+
+    # ---- data: all of DATA/train, in an order of this peer's own; each image of DATA/val once
+    own_order = Namespace(**vars(args) | {"seed": secrets.randbelow(2**31)})
+    loaders = build_loaders(own_order, world, dtype=amp_dtype or torch.float32)
+
+    # ---- model
+    model = models.build(args, len(loaders.classes))
+    model = model.to(device, memory_format=args.memory_format)
+
+    # ---- optimiser and mixed precision
+    optimizer = optim.build(args, model)
+    criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
+
+    # ---- resume before others are asked: the newest state wins
+    run = Run(args, world, mode="hivemind")
+    state = TrainState(model, optimizer, scaler)
+    session = Session(args, world, run, loaders, state)
+    loop.resume(session)
+    steps = loaders.train.sampler.steps_per_epoch  # of all peers, each of --target-batch images
+
+    # ---- peers: a table that they hold together (DHT), and an optimiser that steps with them
+    os.register_at_fork(after_in_child=supervise.die_with_parent)  # Hivemind's own processes
+    others = args.peers.split(",") if args.peers else None
+    dht = hivemind.DHT(others, host_maddrs=[args.listen], start=True)
+    swarm = hivemind.Optimizer(
+        dht=dht,
+        run_id=args.swarm,
+        target_batch_size=args.target_batch,
+        batch_size_per_step=args.batch_size,
+        optimizer=optimizer,
+        matchmaking_time=args.matchmaking,
+        averaging_timeout=max(4 * args.matchmaking, 10.0),
+        averager_opts={"request_timeout": min(3.0, args.matchmaking / 2)},
+        delay_state_averaging=False,  # otherwise late averages may undo a step
+        average_state_every=AVERAGE_EVERY,
+        extra_tensors=[one for one in model.buffers() if one.is_floating_point()],
+    )
+    swarm.state_averager.local_epoch = state.epoch * steps + state.step  # what Hivemind calls epoch
+
+    # ---- the training step
+    def train_step(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """One batch of this peer: images float [n, 3, size, size], targets int64 [n] -> loss,
+        logits. Weights change when all peers together have seen enough images."""
+        for group in optimizer.param_groups:
+            group["lr"] = epoch.learning_rate_at(session, swarm.local_epoch / steps)
+        with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
+            logits = model(images)
+            loss = criterion(logits, targets)
+        scaler.scale(loss).backward()
+        if args.clip_grad:
+            scaler.unscale_(swarm)
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+        scaler.step(swarm, batch_size=len(targets))
+        scaler.update()
+        swarm.zero_grad()
+        return loss, logits
+
+    def predict(images: Tensor) -> Tensor:
+        """Logits for evaluation."""
+        with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
+            return model(images)
+
+    # ---- train, epoch by epoch of what all peers together have seen
+    loop.begin(session)
+    say_how_to_join(dht, args)
+    batches, own = endless(loaders.train), 0
+    try:
+        while loop.goes_on(session):
+            began, sums, seen = time.monotonic(), Sums(device), swarm.local_epoch
+            session.epoch_began = began
+            model.train()
+            while (position := swarm.local_epoch) < (state.epoch + 1) * steps:
+                images, targets = next(batches)
+                loss, logits = train_step(images, targets)
+                sums.add(loss * len(targets), logits, targets)
+                own += len(targets)
+                if session.stop.poll():
+                    break
+                if position != swarm.local_epoch and swarm.local_epoch % args.print_freq == 0:
+                    say_where(session, swarm, steps)
+            if not session.stop.reason:
+                state.epoch = swarm.local_epoch // steps - 1  # who joins late begins in a later one
+            state.step = swarm.local_epoch - state.epoch * steps
+            if session.stop.reason:
+                loop.close_epoch(session, None, None)
+                break
+            done = (swarm.local_epoch - seen) * args.target_batch
+            trained = record(session, sums, done / (time.monotonic() - began))
+            run.scalars(
+                {**swarm_facts(swarm), "Swarm/own_samples": own}, state.epoch + 1, flush=True
+            )
+            if evaluates(dht, args.swarm, 3 * (time.monotonic() - began)):
+                evaluated = evaluation.evaluate(session, predict, loaders.val)
+                loop.close_epoch(session, trained, evaluated)
+            else:
+                state.epoch, state.step = state.epoch + 1, 0
+                state.tick()
+                epoch.save_snapshot(session)
+    finally:
+        swarm.shutdown()
+        dht.shutdown()
+    return loop.end(session, predict)
+
+
+def endless(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batch after batch of this peer's own order, which begins again when it ends."""
+    for number in itertools.count():
+        batches.sampler.start_at(number, 0)
+        yield from batches
+
+
+def evaluates(dht: "hivemind.DHT", swarm: str, seconds: float) -> bool:
+    """Whether this peer evaluates: the one that did last, or, when it has not for so many seconds,
+    the first to ask."""
+    key, mine = f"evaluation of {swarm}", dht.peer_id.to_base58()
+    found = dht.get(key, latest=True)
+    if found is not None and found.value != mine:
+        return False
+    dht.store(
+        key, mine, expiration_time=hivemind.utils.get_dht_time() + max(seconds, LEASE_SECONDS)
+    )
+    return True
+
+
+def record(session: Session, sums: Sums, rate: float) -> dict[str, float]:
+    """An epoch's record: loss and accuracy on this peer's images, images/s of all peers."""
+    own, state = to_metrics(sums.total(session.world)), session.state
+    return {
+        "Loss/train": own.loss,
+        "Top1/train": own.top1,
+        "Top5/train": own.top5,
+        "Throughput/train": rate,
+        "Lr": state.optimizer.param_groups[0]["lr"],
+        **epoch.loss_scale(state),
+    }
+
+
+def swarm_facts(swarm: "hivemind.Optimizer") -> dict[str, float]:
+    """Peers that train now, and the steps of all since the beginning, in images; Hivemind begins a
+    step when it expects the target to be reached, so that some have fewer."""
+    return {
+        "Swarm/peers": float(max(1, swarm.tracker.global_progress.num_peers)),
+        "Swarm/samples": float(swarm.local_epoch * swarm.target_batch_size),
+    }
+
+
+def say_how_to_join(dht: "hivemind.DHT", args: Namespace) -> None:
+    """Print the addresses, and what does not hold here."""
+    log.info("experimental; no order of samples, no exact resume here: see the top of this script")
+    for address in dht.get_visible_maddrs():
+        log.info(f"others join with --peers {address}")
+    if not args.peers:
+        log.info("the first peer of this swarm; with --peers it would join one")
+
+
+def say_where(session: Session, swarm: "hivemind.Optimizer", steps: int) -> None:
+    """Print a line about the step that the peers have just made."""
+    facts = swarm_facts(swarm)
+    number, step = divmod(swarm.local_epoch - 1, steps)
+    log.info(
+        f"Epoch {number + 1}/{session.args.epochs} step "
+        f"{step + 1}/{steps}  peers {facts['Swarm/peers']:.0f}  images of all "
+        f"{facts['Swarm/samples']:.0f}"
+    )
+
+
+if __name__ == "__main__":
+    supervise.run_main(main)

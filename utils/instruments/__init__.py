@@ -1,1 +1,0 @@
-"""What is measured beside training: parts of a step, GPU and CPU, a trace, the status file."""

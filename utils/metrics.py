@@ -1,0 +1,93 @@
+"""Loss and accuracy as sums and counts that stay on the device until somebody prints them."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from utils.launch.world import World, sum_over_ranks
+
+UNREADABLE = -1  # target of an image that could not be read; it counts nowhere
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Mean loss, top-1 and top-5 accuracy in per cent, over ``images`` images."""
+
+    loss: float
+    top1: float
+    top5: float
+    images: int
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+class Total:
+    """Sums over all ranks that may still be under way (see `Sums.begin_total`).
+
+    From a GPU they travel to the host behind the work that has been started, and nothing waits for
+    either before `read`.
+    """
+
+    def __init__(self, values: Tensor, work: Any = None):
+        self.values, self.work, self.event = values, work, None
+        if values.is_cuda:
+            if work is not None:
+                work.wait()  # NCCL: the stream waits, not the host
+            self.values = values.to("cpu", non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def ready(self) -> bool:
+        """Whether `read` has no device to wait for."""
+        return self.event is None or self.event.query()
+
+    def read(self) -> list[float]:
+        """The four sums. Waits for the device and the other ranks."""
+        if self.event is not None:
+            self.event.synchronize()
+        elif self.work is not None:
+            self.work.wait()
+        return self.values.tolist()
+
+
+class Sums:
+    """Running sums of [loss, top-1 hits, top-5 hits, images] on ``device`` (float64).
+
+    float64 holds every count exactly; the sums of all ranks are then the same at any world size.
+    """
+
+    def __init__(self, device: torch.device, start: list[float] | None = None):
+        self.values = torch.tensor(start or [0.0] * 4, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, loss_sum: Tensor, logits: Tensor, targets: Tensor) -> None:
+        """Add a batch: its summed loss (scalar), logits [n, classes] and targets [n] (int64).
+
+        Nothing here waits for the device.
+        """
+        best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        hits = best.eq(targets[:, None])
+        counts = torch.stack([hits[:, 0].sum(), hits.sum(), (targets != UNREADABLE).sum()])
+        self.values[0] += loss_sum.detach().double()
+        self.values[1:] += counts
+
+    def total(self, world: World) -> list[float]:
+        """The four sums over all ranks. Waits for the device and the other ranks."""
+        return sum_over_ranks(self.values.clone(), world).tolist()
+
+    def begin_total(self, world: World) -> Total:
+        """Begin to sum over all ranks, which must all call it; only who reads the result waits."""
+        values = self.values.clone()
+        return Total(values, dist.all_reduce(values, async_op=True) if world.size > 1 else None)
+
+
+def to_metrics(total: list[float]) -> Metrics:
+    """Turn the sums of `Sums.total` into means; NaN where there was no image."""
+    loss, top1, top5, images = total
+    if not images:
+        return Metrics(float("nan"), float("nan"), float("nan"), 0)
+    return Metrics(loss / images, 100.0 * top1 / images, 100.0 * top5 / images, int(images))

@@ -1,0 +1,276 @@
+"""Classification models by name: torchvision's, and timm's when it is installed."""
+
+import argparse
+import difflib
+import os
+import re
+from typing import Any
+from urllib.error import URLError
+
+import torch
+import torchvision
+from torch import nn
+from torchvision.models import get_model, get_model_weights, list_models
+from torchvision.models.vision_transformer import interpolate_embeddings
+
+from utils.data import progressive
+from utils.data.preprocessing import IMAGENET, INTERPOLATIONS, Preprocessing
+from utils.errors import UserError
+from utils.model import blocks, weights
+from utils.option_types import share
+
+try:
+    import timm
+except ImportError:
+    timm = None
+
+
+# Heads in the middle of the model, which would change what a training step returns.
+_WITH_AUXILIARY_HEADS = {"googlenet": ("aux1", "aux2"), "inception_v3": ("AuxLogits",)}
+
+
+def add_options(group: argparse._ArgumentGroup) -> None:
+    """What a model begins with, and how it is trained; its name is in utils/options.py."""
+    group.add_argument(
+        "--pretrained",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="FILE",
+        help="start from published weights, with images resized and normalised as they want it, or "
+        "from FILE: of this suite, torchvision, timm or .safetensors, with a new last layer if its "
+        "classes are others",
+    )
+    group.add_argument(
+        "--freeze",
+        action="store_true",
+        help="train the last layer alone; batch norm keeps its statistics, too",
+    )
+    group.add_argument(
+        "--drop-path",
+        type=share,
+        metavar="P",
+        help="stochastic depth: how often the last block is left out, the first ones less; "
+        "default: the model's own",
+    )
+    group.add_argument(
+        "--zero-init-gamma",
+        action="store_true",
+        help="the blocks of a ResNet begin as the identity: weight 0 of their last batch norm",
+    )
+    group.add_argument(
+        "--activation-checkpointing",
+        action="store_true",
+        help="compute the activations of each block twice instead of keeping them: the same "
+        "weights with less memory, for the time of a second forward pass",
+    )
+
+
+def settle(args: argparse.Namespace, default_data: str) -> None:
+    """Find out what follows ``--pretrained``; set ``args.preprocessing``. Raises: `UserError`."""
+    if isinstance(args.pretrained, str) and os.path.isdir(args.pretrained):
+        if args.data != default_data:
+            raise UserError(f"--pretrained {args.pretrained} is a folder, not a file", alike=True)
+        args.data, args.pretrained = args.pretrained, True  # as typed: --pretrained DATA
+    if args.pretrained and args.zero_init_gamma:
+        raise UserError("--zero-init-gamma is for new weights: not with --pretrained", alike=True)
+    if isinstance(args.pretrained, str):
+        args.preprocessing = weights.preprocessing(args.pretrained) or _usual(args.arch)
+    else:
+        args.preprocessing = preprocessing(args.arch) if args.pretrained else IMAGENET
+
+
+def _usual(arch: str) -> Preprocessing:
+    """As the published weights of ``arch`` want it, if there are any, else ImageNet's."""
+    try:
+        return preprocessing(arch)
+    except UserError:
+        return IMAGENET
+
+
+def names() -> list[str]:
+    """All model names that `create` accepts."""
+    own = list_models(module=torchvision.models)
+    return own + [name for name in (timm.list_models() if timm else []) if name not in set(own)]
+
+
+def check_name(arch: str) -> None:
+    """Raise `UserError` with the nearest names unless ``arch`` is a known model."""
+    known = names()
+    if arch in known:
+        return
+    near = difflib.get_close_matches(arch, known, n=4, cutoff=0.5)
+    hint = f"; nearest names: {', '.join(near)}" if near else ""
+    more = "" if timm else " (more architectures with: pip install timm)"
+    raise UserError(f"unknown arch {arch!r}{hint}{more}", alike=True)
+
+
+def preprocessing(arch: str) -> Preprocessing:
+    """What the pretrained weights of ``arch`` want their images to be like; downloads nothing.
+
+    Raises: `UserError` when there are no such weights.
+    """
+    if arch in list_models(module=torchvision.models):
+        wanted = get_model_weights(arch).DEFAULT.transforms()
+        (size,), (short,) = wanted.crop_size, wanted.resize_size
+        interpolation = wanted.interpolation.value
+    else:
+        if not timm.is_model_pretrained(arch):
+            raise UserError(f"timm has no pretrained weights of {arch}: leave --pretrained out")
+        wanted = timm.get_pretrained_cfg(arch)
+        size = wanted.input_size[-1]
+        short, interpolation = int(size / wanted.crop_pct), wanted.interpolation
+    if interpolation not in INTERPOLATIONS:
+        interpolation = "bicubic"  # the nearest to Lanczos', which a few models of timm name
+    return Preprocessing(tuple(wanted.mean), tuple(wanted.std), interpolation, size, short)
+
+
+def build(args: Any, classes: int) -> nn.Module:
+    """The model that the options ask for; see `create`.
+
+    What was done to it is in ``args.model_notes``, for the log.
+    """
+    file = args.pretrained if isinstance(args.pretrained, str) else None
+    model = create(args.arch, classes, args.image_size, args.pretrained is True, args.drop_path)
+    notes = args.model_notes = []
+    if file:
+        notes += weights.load(model, file, args.arch, blocks.head_of(model, classes))
+    if args.zero_init_gamma:
+        blocks.zero_init_gamma(model)
+    if args.freeze:
+        head = blocks.head_of(model, classes)
+        blocks.freeze(model, head)
+        notes.append(f"--freeze: {head} alone is trained")
+    if args.activation_checkpointing:
+        notes.append(f"--activation-checkpointing: {blocks.checkpoint_blocks(model)}")
+    if args.preprocessing.crop != args.image_size:
+        _check_image_size(model, args.arch, args.preprocessing.crop, "--val-image-size")
+    for size in {*progressive.of(args)} - {args.image_size}:
+        _check_image_size(model, args.arch, size, "--image-size or --progressive")
+    return model
+
+
+def create(
+    arch: str,
+    classes: int,
+    image_size: int,
+    pretrained: bool = False,
+    drop_path: float | None = None,
+) -> nn.Module:
+    """Build ``arch`` with an output of ``classes`` logits, float32, on the CPU.
+
+    ``pretrained`` takes the library's best ImageNet weights, with a new last layer unless
+    ``classes`` is 1000; ``drop_path`` None leaves stochastic depth as the library has it. The model
+    takes float images [n, 3, image_size, image_size].
+    Raises: `UserError` for an unknown arch, weights that cannot be had, or an unfit image size.
+    """
+    check_name(arch)
+    try:
+        if arch in list_models(module=torchvision.models):
+            model = _torchvision_model(arch, classes, image_size, pretrained)
+            if drop_path is not None:
+                blocks.drop_path(model, drop_path)
+        else:
+            model = _timm_model(arch, classes, image_size, pretrained, drop_path)
+    except (AssertionError, ValueError) as fault:
+        raise _unfit(arch, image_size, fault) from fault
+    except (URLError, OSError) as fault:
+        raise UserError(
+            f"the pretrained weights of {arch} could not be downloaded ({fault}): "
+            "put them in torch's cache folder (TORCH_HOME), give a file, --pretrained FILE, or "
+            "leave it out"
+        ) from fault
+    _check_image_size(model, arch, image_size)
+    return model
+
+
+def _timm_model(
+    arch: str, classes: int, image_size: int, pretrained: bool, drop_path: float | None
+) -> nn.Module:
+    extra: dict[str, Any] = {} if drop_path is None else {"drop_path_rate": drop_path}
+    make = lambda **more: timm.create_model(  # noqa: E731
+        arch, pretrained=pretrained, num_classes=classes, **extra, **more
+    )
+    try:
+        model = make()
+    except TypeError as fault:
+        if drop_path is None:
+            raise
+        raise UserError(f"--drop-path: {arch} takes none ({fault})", alike=True) from fault
+    positions = getattr(model, "pos_embed", None)
+    own_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if isinstance(positions, nn.Parameter) and own_size not in (None, (image_size, image_size)):
+        model = make(img_size=image_size)
+    return model
+
+
+def _torchvision_model(arch: str, classes: int, image_size: int, pretrained: bool) -> nn.Module:
+    extra: dict[str, object] = {}
+    if arch in _WITH_AUXILIARY_HEADS and not pretrained:
+        extra |= {"aux_logits": False, "init_weights": True}
+    if arch.startswith("maxvit"):
+        extra["input_size"] = (image_size, image_size)
+    elif arch.startswith("vit_") and not pretrained:
+        extra["image_size"] = image_size
+    if not pretrained:
+        return get_model(arch, weights=None, num_classes=classes, **extra)
+    published = get_model_weights(arch).DEFAULT
+    if arch.startswith("vit_") and published.meta["min_size"] != (image_size, image_size):
+        model = get_model(arch, weights=None, image_size=image_size, **extra)
+        state = published.get_state_dict(progress=True, check_hash=True)
+        model.load_state_dict(
+            interpolate_embeddings(image_size, model.patch_size, state, reset_heads=False)
+        )
+    else:
+        model = get_model(arch, weights=published, **extra)
+    if arch in _WITH_AUXILIARY_HEADS:
+        model.aux_logits = False
+        for head in _WITH_AUXILIARY_HEADS[arch]:
+            setattr(model, head, None)
+    if classes != 1000:
+        _replace_head(model, classes)
+    return model
+
+
+def _replace_head(model: nn.Module, classes: int) -> None:
+    heads = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if (isinstance(layer, nn.Linear) and layer.out_features == 1000)
+        or (isinstance(layer, nn.Conv2d) and layer.out_channels == 1000)
+    ]
+    name, old = heads[-1]
+    if isinstance(old, nn.Linear):
+        new: nn.Module = nn.Linear(old.in_features, classes, bias=old.bias is not None)
+    else:
+        new = nn.Conv2d(old.in_channels, classes, old.kernel_size)
+    model.set_submodule(name, new)
+    if hasattr(model, "num_classes"):  # squeezenet and a few others keep a copy
+        model.num_classes = classes
+
+
+def _check_image_size(
+    model: nn.Module, arch: str, image_size: int, option: str = "--image-size"
+) -> None:
+    """Try the forward pass on the meta device: shapes are checked, nothing is computed."""
+    training = model.training
+    model.eval()
+    try:
+        # Not of the state dict, which lacks some buffers.
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        weights = {name: tensor.to("meta") for name, tensor in tensors}
+        images = torch.empty(2, 3, image_size, image_size, device="meta")
+        with torch.no_grad():
+            torch.func.functional_call(model, weights, (images,))
+    except (RuntimeError, AssertionError, ValueError) as fault:
+        raise _unfit(arch, image_size, fault, option) from fault
+    finally:
+        model.train(training)
+
+
+def _unfit(arch: str, image_size: int, fault: Exception, option: str = "--image-size") -> UserError:
+    reason = re.sub(r"\s+", " ", str(fault)).strip()[:160]
+    return UserError(
+        f"{arch} does not take images of {image_size} pixels: choose another {option} ({reason})",
+        alike=True,
+    )

@@ -1,1 +1,0 @@
-"""What `utils/models.py` puts together, and optimisers: weights from files, blocks, Muon."""

@@ -1,1 +1,0 @@
-"""A model whose weights, gradients and optimiser state are divided among the processes (FSDP2)."""

@@ -1,0 +1,107 @@
+"""``--compile``: the forward and backward pass of training as kernels that torch.compile makes."""
+
+import argparse
+import functools
+import importlib.util
+import logging
+import os
+import shutil
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from utils.comm import pieces
+from utils.data import progressive
+from utils.errors import UserError
+from utils.train.session import TrainStep
+
+log = logging.getLogger(__name__)
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """``--compile``."""
+    group = parser.add_argument_group("compilation")
+    group.add_argument(
+        "--compile",
+        nargs="?",
+        const="default",
+        choices=MODES,
+        help="compile the training step by torch.compile; without a mode, after DATA. "
+        "reduce-overhead: with CUDA graphs, for small batches. Evaluation is not compiled",
+    )
+
+
+def compiled(module: nn.Module, args: argparse.Namespace, device: torch.device) -> nn.Module:
+    """What the training step calls: ``module`` as ``--compile`` says, sharing its parameters.
+
+    Training batches have one size, and evaluation, whose last batch is smaller, calls the module
+    itself: nothing is compiled twice. With ``--progressive``, once for each size of the images, as
+    its epochs come: kernels for any size would be slower in every step. Raises: `UserError` where
+    nothing can be compiled.
+    """
+    if not args.compile:
+        return module
+    if isinstance(module, nn.DataParallel):
+        raise UserError("--compile does not go through DataParallel: imagenet_ddp.py has it")
+    if pieces.is_sharded(module):
+        raise UserError("--compile is not for sharded models: imagenet_ddp.py has it", alike=True)
+    _check_compiler(device)
+    mode = None if args.compile == "default" else args.compile
+    sizes = len(set(progressive.of(args)))
+    if sizes > torch._dynamo.config.recompile_limit:  # beyond it, steps are no longer compiled
+        torch._dynamo.config.recompile_limit = sizes
+    return torch.compile(module, mode=mode, dynamic=False)
+
+
+def first_step_timed(train_step: TrainStep, args: Any, device: torch.device) -> TrainStep:
+    """``train_step``, but its first call, which compiles, says how long it takes.
+
+    Raises then: `UserError` for what torch.compile cannot do.
+    """
+    from torch._dynamo.exc import TorchDynamoException  # seconds to import
+
+    began: float | None = None
+
+    @functools.wraps(train_step)
+    def step(*batch: Any) -> Any:
+        nonlocal began
+        if began is not None:
+            return train_step(*batch)
+        began = time.perf_counter()
+        try:
+            result = train_step(*batch)
+        except TorchDynamoException as fault:
+            text = str(fault).strip().splitlines()
+            raise UserError(
+                f"--compile {args.compile} does not work here ({text[0] if text else fault!r}): "
+                "leave it out",
+                alike=True,
+            ) from fault
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - began
+        log.info(f"--compile {args.compile}: the first step took {seconds:.1f} s, to compile it")
+        return result
+
+    return step
+
+
+def _check_compiler(device: torch.device) -> None:
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            raise UserError("--compile needs triton: pip install triton, or leave it out")
+        names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+        variable, kind = "CC", "C"
+    else:
+        names = [os.environ.get("CXX", "g++")]
+        variable, kind = "CXX", "C++"
+    if not any(map(shutil.which, names)):
+        raise UserError(
+            f"--compile needs a {kind} compiler, and {' or '.join(names)} is not on the PATH: "
+            f"install one (or name it in {variable}), or leave --compile out",
+            alike=True,
+        )

@@ -1,0 +1,94 @@
+"""The lines that are printed while an epoch trains, and the curves per step."""
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from utils.metrics import Sums, Total, to_metrics
+from utils.train.session import Session
+from utils.train.stopping import Reason
+
+
+@dataclass
+class _Line:
+    """A line that is due: what is known when its step has been started.
+
+    ``at`` is a mark of the step timer's clock, ``step`` one of the epoch, ``waited`` the seconds
+    spent waiting for data. ``total`` is kept until the ranks have surely added it up.
+    """
+
+    at: Any
+    step: int
+    waited: float = 0.0
+    total: Total | None = None
+
+
+class Lines:
+    """An epoch's printed lines; each shows what has come since the last one.
+
+    On a GPU a line is printed some steps later than it is due, when its numbers have come to the
+    host: no step waits for the device.
+    """
+
+    def __init__(self, session: Session):
+        self.session, self.clock = session, session.watch.timer.clock
+        self.last = _Line(self.clock.mark(), session.state.step)
+        self.due: _Line | None = None
+        self.began, self.first = time.perf_counter(), session.state.step
+
+    def after_step(self, sums: Sums) -> None:
+        """To be called after every step, in all ranks: some of them add up what a line shows."""
+        session = self.session
+        step, steps = session.state.step, session.train.sampler.steps_per_epoch
+        if step % session.print_freq == 0 or step == steps:
+            self.flush()  # of an older line, if its numbers are that late
+            session.status.training(time.perf_counter() - self.began, step - self.first)
+            at = self.clock.mark()  # before the sums: the device has passed it when they have come
+            total = sums.begin_total(session.world)
+            self.due = _Line(at, step, session.train.waited, total)
+        if self.due is not None and (step == steps or self.due.total.ready()):
+            self.flush()
+
+    def flush(self) -> None:
+        """Print the line that is due, if there is one. Waits for its numbers."""
+        if self.due is None:
+            return
+        line, self.due = self.due, None
+        if self.session.run.console.shows or self.session.world.is_main:
+            _report(self.session, line, self.last, self.clock)
+        self.last = line
+
+
+def _report(session: Session, line: _Line, last: _Line, clock: Any) -> None:
+    """Print a line and draw the per-step curves.
+
+    Both are of the steps since the ``last`` line. Loss and accuracy are those of all ranks (the
+    processes that print wait for the total, no other does), and after a resume they cover the steps
+    before it, too; speed and waiting are this process's own, since the resume. A loss that is not a
+    finite number ends the run.
+    """
+    state, sampler, run = session.state, session.train.sampler, session.run
+    sums = line.total.read()
+    if not math.isfinite(sums[0]):
+        session.stop.ask(Reason.DIVERGED)
+    before, state.printed = state.printed or [0.0] * len(sums), sums
+    metrics = to_metrics([b - a for a, b in zip(before, sums, strict=True)])
+    seconds, steps = clock.seconds(last.at, line.at), line.step - last.step
+    position = state.epoch + line.step / sampler.steps_per_epoch
+    rate = steps * session.global_batch / seconds
+    curves = {"Step/loss": metrics.loss, "Step/throughput": rate, **session.watch.recent()}
+    run.scalars(curves, round(1000 * position))
+    place = (
+        f"Epoch {state.epoch + 1}/{session.args.epochs}"
+        f" step {line.step:{len(str(sampler.steps_per_epoch))}}/{sampler.steps_per_epoch}"
+    )
+    values = {
+        "loss": metrics.loss,
+        "top-1": metrics.top1,
+        "top-5": metrics.top5,
+        "images/s": rate,
+        "s/step": seconds / steps,
+        "waiting %": 100 * (line.waited - last.waited) / seconds,
+    }
+    run.step(place, line.step, values)

@@ -1,0 +1,175 @@
+"""Where a training begins, goes from epoch to epoch, and ends; the loop itself is in the scripts.
+
+Knows nothing of DDP, AMP or Apex: those are in the scripts, too.
+"""
+
+import logging
+import time
+
+from utils.data.preprocessing import Preprocessing
+from utils.errors import INTERRUPTED, UserError
+from utils.launch.world import from_main
+from utils.run import checkpoint
+from utils.run.checkpoint import TrainState
+from utils.run.snapshots import SnapshotWriter
+from utils.train import averaging, report
+from utils.train.epoch import save_snapshot, why_diverged
+from utils.train.evaluation import test_best, why_useless
+from utils.train.session import Predict, Session
+from utils.train.spot import SpotWatch
+from utils.train.status_file import StatusFile
+from utils.train.stopping import Reason, StopRequest
+from utils.train.watch import Watch
+
+log = logging.getLogger(__name__)
+
+
+def resume(session: Session) -> None:
+    """Load what ``--resume`` names, if anything. Raises: `UserError`."""
+    args, state, run = session.args, session.state, session.run
+    state.global_batch = session.global_batch
+    classes = session.loaders.classes
+    state.ema = averaging.build(args, state)
+    if state.ema is not None:
+        state.ema.restore(None)
+    session.resumed = checkpoint.resume(state, args, session.world, run.snapshot, classes)
+    if args.start_epoch is not None and not args.evaluate:
+        state.epoch, state.step, state.sums = args.start_epoch, 0, None
+    _settle_preprocessing(session)
+    for note in () if session.resumed else args.model_notes:
+        log.info(note)
+
+
+def _settle_preprocessing(session: Session) -> None:
+    """Let the images be as the checkpoint wants them, but for the sizes that were typed."""
+    args, state, run = session.args, session.state, session.run
+    typed = {
+        name: None if name in args.untyped else getattr(args, name)
+        for name in ("image_size", "val_resize_size", "val_image_size")
+    }
+    wanted, source = args.preprocessing, "the pretrained weights want them"
+    if state.preprocessing is not None:
+        try:
+            wanted = Preprocessing.of(state.preprocessing).resized(**typed)
+        except ValueError as fault:
+            raise UserError(f"{run.snapshot} says of its images: {fault}", alike=True) from None
+        source = f"in {run.snapshot}"
+    if args.pretrained or wanted != args.preprocessing:
+        log.info(f"images as {source}: {wanted}")
+    session.loaders.use(wanted)
+    state.preprocessing = wanted.as_dict()
+    args.preprocessing, args.image_size = wanted, wanted.image_size
+    run.options["image_size"] = wanted.image_size
+
+
+def begin(session: Session) -> None:
+    """Open the run's files, print what is about to be trained, listen to signals, start clocks."""
+    args, world, state, run = session.args, session.world, session.state, session.run
+    position = state.epoch + state.step / session.train.sampler.steps_per_epoch
+    # All ranks add up what a line shows, so one of them says when a line is due.
+    session.print_freq = from_main(lambda: args.print_freq, world)
+    run.begin(state.epoch, position, report.facts(session))
+    report.start(session)
+    session.watch = Watch(args, world, run.folder, state.model)
+    session.stop = StopRequest(world, args.train_time, state.elapsed, args.snapshot_minutes)
+    if args.spot_notice and world.local_rank == 0:  # any of the nodes may be reclaimed
+        session.spot = SpotWatch(args.spot_notice, lambda: session.stop.ask(Reason.INTERRUPTED))
+    session.status = StatusFile(session)
+    if world.is_main:
+        session.snapshots = SnapshotWriter(run.folder, run.store.upload)
+    state.tick()
+
+
+def goes_on(session: Session) -> bool:
+    """Whether there is another epoch to train."""
+    if session.ended_because is None and session.state.epoch >= session.args.epochs:
+        session.ended_because = Reason.EPOCHS
+    return session.ended_because is None
+
+
+def close_epoch(
+    session: Session, trained: dict[str, float] | None, evaluated: dict[str, float] | None
+) -> None:
+    """Record an epoch: curves, the best model, a snapshot. None stands for a part cut short."""
+    args, state = session.args, session.state
+    state.tick()
+    if trained is None or evaluated is None:
+        session.ended_because = session.stop.reason
+        # In the middle of evaluation, the snapshot is of the moment after the epoch's last step.
+        if session.ended_because is not Reason.DIVERGED:
+            save_snapshot(session)
+        return
+    seconds = time.monotonic() - session.epoch_began
+    is_best = _add_to_history(state, {**trained, **evaluated, "Seconds": seconds})
+    session.run.epoch(state.history[-1], report.time_left(args, state))
+    session.epochs += 1
+    if session.epochs == 1:
+        report.input_path(session, trained)
+    save_snapshot(session, is_best)
+    top1 = evaluated[f"Top1/{averaging.better(evaluated)}"]
+    if args.desired_acc is not None and top1 >= args.desired_acc:
+        session.ended_because = Reason.DESIRED_ACC
+
+
+def end(session: Session, predict: Predict) -> int:
+    """Stop what `begin` started, evaluate DATA/test if there is one, write the summary.
+
+    Returns: the process's exit code. Raises: `UserError` when the loss is no longer a finite
+    number, when too many images are unreadable, or when the last snapshot could not be written.
+    After any exception the process ends at once instead: what is done here waits for other ranks.
+    """
+    run, reason = session.run, session.ended_because
+    if session.spot is not None:
+        session.spot.close()
+    session.stop.close()
+    session.stop = None
+    session.status.close()
+    session.status = None
+    session.watch.close()
+    failure = _finish_snapshots(session)
+    fault = _why_ended_badly(session)
+    if fault is not None:
+        run.close_store()
+        raise fault
+    interrupted = reason is Reason.INTERRUPTED
+    test = test_best(session, predict) if session.loaders.test and not interrupted else {}
+    report.end(session, reason, test)
+    if failure:
+        raise UserError(f"{failure}; free disk space, then continue with --resume", alike=True)
+    return INTERRUPTED if interrupted else 0
+
+
+def _add_to_history(state: TrainState, record: dict[str, float]) -> bool:
+    """Add an epoch's record and move on to the next. Returns whether it is the best so far."""
+    state.epoch, state.step, state.sums = state.epoch + 1, 0, None
+    state.history.append({"epoch": state.epoch, **record})
+    which = averaging.better(record)
+    top1, top5 = record[f"Top1/{which}"], record[f"Top5/{which}"]
+    if top1 <= state.best.get("top1", -1.0):
+        return False
+    state.best = {"epoch": state.epoch, "top1": top1, "top5": top5}
+    if state.ema is not None:
+        state.best["ema"] = int(which == "ema")
+    return True
+
+
+def _why_ended_badly(session: Session) -> UserError | None:
+    """The error with which a training ends; None if it ended as it should."""
+    if session.ended_because is Reason.DIVERGED:
+        return UserError(why_diverged(session), alike=True)
+    for batches in (session.train, session.loaders.val):
+        if batches.bad.too_many:
+            return batches.bad.error()
+    # Training has found replacements for its images, so it is those of validation.
+    useless = session.ended_because is Reason.BAD_FILES
+    return why_useless(session.loaders.val) if useless else None
+
+
+def _finish_snapshots(session: Session) -> str | None:
+    """Wait until the last snapshot is on disk. Returns, in every process, why it is not."""
+
+    def finish() -> str | None:
+        session.snapshots.wait()
+        return str(session.snapshots.failure) if session.snapshots.failure else None
+
+    return from_main(finish, session.world)

@@ -1,0 +1,292 @@
+"""The words before and after a run: what will be trained, what the result is, summary.json."""
+
+import logging
+import math
+import time
+from typing import Any
+
+import torch
+
+from utils import samplers
+from utils.comm import cost
+from utils.data import progressive, region_decode
+from utils.launch import kernels, supervise
+from utils.launch.world import gather
+from utils.model import schedules
+from utils.run import provenance
+from utils.run.checkpoint import TrainState
+from utils.run.figures import over_epochs
+from utils.train import memory, recipes, watch
+from utils.train.session import Session
+from utils.train.stopping import Reason
+
+log = logging.getLogger(__name__)
+
+WAIT_LIMIT = 0.1  # share of the time waiting for data; above, a run says so
+LARGE_FILE = 50_000  # bytes; ImageNet's files have 110,000 on average, shrunk to 256 pixels 27,000
+
+
+def start(session: Session) -> None:
+    """Print what is about to be trained: processes, global batch, steps, learning rate."""
+    args, world, state, run = session.args, session.world, session.state, session.run
+    sampler, global_batch = session.train.sampler, session.global_batch
+    count = f"{world.size} process{'es' * (world.size > 1)}"
+    place = f"{world.nodes} node{'s' * (world.nodes > 1)}, {world.device.type}"
+    log.info(f"{args.arch} on {count} ({place}); run directory {run.folder}")
+    factors = f"{args.batch_size} per process x {world.size}"
+    if args.accum_steps > 1:
+        factors += f" x {args.accum_steps} accumulation steps"
+    asked = samplers.global_batch(args.batch_size, world.size, args.accum_steps)
+    small = "; the whole data set is one step" if asked > global_batch else ""
+    log.info(
+        f"{sampler.images} images in {len(session.loaders.classes)} classes: "
+        f"{sampler.steps_per_epoch} steps per epoch, global batch {global_batch} ({factors}"
+        f"{small}); "
+        f"evaluation on {session.loaders.val.sampler.images}"
+    )
+    if sampler.sizes:
+        log.info(
+            f"training images of {progressive.in_words(sampler.sizes)}; evaluation at "
+            f"{args.image_size}"
+        )
+    if world.device.type == "cuda":
+        log.info(kernels.CHOSEN)
+    sharding(session)
+    scaled = schedules.scale_lr(args.lr, global_batch, args.lr_scaling)
+    if args.lr_scaling != "none":
+        log.info(
+            f"lr {scaled:.4g}: --lr {args.lr:g} by the {args.lr_scaling} rule for "
+            f"{global_batch}/{schedules.REFERENCE_BATCH}"
+        )
+        if scaled > 1.5 * args.lr and not args.warmup_epochs:
+            log.info("note: a scaled-up learning rate usually needs --warmup-epochs 5")
+    recipes.start(args, global_batch, scaled)
+    if session.resumed:
+        source = run.resume if run.fetched else run.snapshot
+        log.info(f"resumed from {source}: epoch {state.epoch + 1}, step {state.step}")
+
+
+def sharding(session: Session) -> None:
+    """Of a sharded model, print what of it is sharded how."""
+    if session.state.sharded:
+        from utils.comm import layout  # a second to import
+
+        log.info(layout.describe(session.state.model, session.args.reshard))
+
+
+def facts(session: Session) -> dict[str, Any]:
+    """What the event file says about a training besides its options: sizes, data, machine, date.
+
+    ``gpus`` counts processes where there is no GPU.
+    """
+    args, world, sampler = session.args, session.world, session.train.sampler
+    on_gpu = world.device.type == "cuda"
+    gpus = torch.cuda.device_count() if on_gpu and session.run.mode == "dp" else world.size
+    return {
+        "nodes": world.nodes,
+        "gpus": gpus,
+        # Overrides the option: what auto has chosen; "auto" while it measures.
+        "comm": (session.state.comm.method or "auto") if session.state.comm else None,
+        "precision": getattr(args, "opt_level", None) or args.precision,
+        "batch_per_gpu": session.global_batch / gpus,
+        "global_batch": session.global_batch,
+        "train_sizes": args.progressive or str(args.image_size),
+        "steps_per_epoch": sampler.steps_per_epoch,
+        "train_images": sampler.images,
+        "val_images": session.loaders.val.sampler.images,
+        "class_count": len(session.loaders.classes),
+        "sent_mb_per_step": sent_mb(session),
+        "data_id": session.train.bad.index.fingerprint(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        **provenance.describe(world.device),
+    }
+
+
+def sent_mb(session: Session) -> float | None:
+    """MB that each process sends per step for gradients, computed; None while that is not settled.
+
+    Of a sharded model (FSDP): also for its parameters, which are gathered for the forward pass and,
+    unless they stay (``--reshard none``), again for the backward pass.
+    """
+    state, processes = session.state, session.world.size
+    trained = [p for p in state.model.parameters() if p.requires_grad]
+    if any(memory.local(p) is not p for p in trained):
+        return _sent_by_shards(session, sum(p.numel() for p in trained)) / 1e6
+    method = "fp32" if state.comm is None else state.comm.method
+    if method is None:
+        return None
+    shapes = tuple((p.shape[0], p.numel() // p.shape[0]) for p in trained if p.dim() > 1)
+    whole = cost.Bucket(sum(p.numel() for p in trained), 1.0, shapes)
+    sent = cost.process_bytes([whole], processes, cost.method(method))
+    if state.comm is None:  # Apex sums gradients in the precision of their weights
+        sent *= sum(p.numel() * p.element_size() for p in trained) / whole.values / cost.FLOAT32
+    return sent / 1e6
+
+
+def _sent_by_shards(session: Session, values: int) -> float:
+    """Bytes that a process sends per step: weights as they compute, gradients in float32."""
+    args, world = session.args, session.world
+    among = world.local_size if args.reshard == "node" else world.size
+    weight = 2 if args.precision in ("fp16", "bf16") else 4
+    gathers = 1 if args.reshard == "none" else 2
+    sent = (gathers * weight + 4) * values * (among - 1) / among
+    groups = world.size // among  # which hold the same part, and sum its gradients
+    return sent + 2 * (groups - 1) / groups * 4 * values / among
+
+
+def tensor_peak(session: Session) -> float | None:
+    """The most bytes that this process's tensors have taken, as far as that is known."""
+    device = session.world.device
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return session.counted_peak
+
+
+def memory_tags(session: Session) -> dict[str, float]:
+    """What each process's tensors take, in MiB, as tags. Collective.
+
+    ``activations`` are what the peak has besides: known of a GPU, and of a CPU where -b auto has
+    counted.
+    """
+    mine = memory.of_state(session.state.model, session.state.optimizer)
+    if (peak := tensor_peak(session)) is not None:
+        mine["activations"] = max(0.0, peak - sum(mine.values()))
+    return {
+        f"Memory/{part}_mb_rank{rank}": size / 2**20
+        for rank, sizes in enumerate(gather(mine, session.world))
+        for part, size in sizes.items()
+    }
+
+
+def input_path(session: Session, record: dict[str, float]) -> None:
+    """Say whether the input path limited the first epoch, and what would help."""
+    share, train = record.get("IO/wait_share", 0.0), session.train
+    if share < WAIT_LIMIT:
+        return
+    reading, cores = train.reading, supervise.usable_cores()
+    index = train.bad.index
+    packed = index.pack is not None  # of which only the rows of the crops have been read
+    jpeg = not packed and index.path(0).lower().endswith((".jpg", ".jpeg"))
+    of_reading = reading.read_seconds / max(reading.seconds, 1e-9)
+    log.info(
+        f"note: {share:.0%} of the time was spent waiting for images: the input path, not the "
+        f"{'GPU' if session.world.device.type == 'cuda' else 'model'}, is the limit"
+    )
+    advice = []
+    if of_reading > 0.5:
+        mean = index.sample_sizes()[0] if packed else reading.bytes / max(reading.files, 1)
+        size = len(index) * mean / 2**30
+        advice.append(
+            f"the workers spent {of_reading:.0%} of their time reading files: a faster disk (local "
+            f"NVMe), or memory that holds the {size:.3g} GiB of the data set"
+        )
+    if session.args.workers < cores:
+        advice.append(f"more workers: -j {cores} on this node")
+    if jpeg and of_reading <= 0.5 and not region_decode.available():
+        advice.append("faster decoding, once on each node: python scripts/build_region_decode.py")
+    if not packed and reading.bytes > LARGE_FILE * reading.files:
+        advice.append("smaller files: scripts/prepare_data.py shrink DATA OUT, then train on OUT")
+    elif session.args.workers >= cores and of_reading <= 0.5:
+        if not packed:
+            advice.append("no decoding: scripts/prepare_data.py pack DATA OUT, then train on OUT")
+        advice.append("a machine with more cores for each GPU")
+    log.info("what helps: " + "; ".join(advice))
+
+
+def evaluation(session: Session, part: str, result: dict[str, float]) -> None:
+    """Print the metrics of an evaluation of DATA/``part``."""
+    log.info(
+        f"{part}: loss {result['Loss/val']:.4f}  top-1 {result['Top1/val']:.3f} %  "
+        f"top-5 {result['Top5/val']:.3f} %  ({result['images']:.0f} images)"
+    )
+
+
+def end(
+    session: Session,
+    reason: Reason,
+    test: dict[str, float],
+    val: dict[str, float] | None = None,
+) -> None:
+    """Print the closing line and write summary.json. ``val`` defaults to the last epoch's."""
+    state, run, world = session.state, session.run, session.world
+    last: dict[str, float] = val or (state.history[-1] if state.history else {})
+    rate = over_epochs(state.history, "Throughput/train")
+    summary: dict[str, Any] = {
+        "arch": session.args.arch,
+        "classes": len(session.loaders.classes),
+        "mode": run.mode,
+        "best_top1": state.best.get("top1", math.nan),
+        "best_top5": state.best.get("top5", math.nan),
+        "best_epoch": state.best.get("epoch"),
+        "epochs_done": state.epoch,
+        "images_per_s": rate,
+        "epoch_seconds": over_epochs(state.history, "Seconds"),
+        "elapsed_seconds": state.elapsed,
+        "world_size": world.size,
+        "nodes": world.nodes,
+        "global_batch": session.global_batch,
+        "largest_batch": session.largest_batch,
+        "comm": state.comm.method if state.comm is not None else None,
+        "sent_mb_per_step": sent_mb(session),
+        "device": world.device.type,
+        "tensor_peak_bytes": tensor_peak(session),
+        "val_images": int(last.get("images", 0)),
+        "val_unreadable": int(last.get("unreadable", 0)),
+        "val_top1": last.get("Top1/val", math.nan),
+        "val_top5": last.get("Top5/val", math.nan),
+        "val_loss": last.get("Loss/val", math.nan),
+        "finished_because": reason,
+        # The longest time for which training stood still for a snapshot.
+        "snapshot_pause_seconds": max(session.snapshots.pauses, default=math.nan)
+        if session.snapshots
+        else math.nan,
+        **watch.summary(state.history),
+        "memory_mb": {
+            tag.removeprefix("Memory/").replace("_mb_", "_"): value
+            for tag, value in last.items()
+            if tag.startswith("Memory/")
+        },
+    }
+    if state.ema is not None:
+        summary["best_weights"] = "ema" if state.best.get("ema") else "model"
+        for name in ("Top1", "Top5", "Loss"):
+            summary[f"val_ema_{name.lower()}"] = last.get(f"{name}/ema", math.nan)
+    if test:
+        values = {name: test[f"{name}/val"] for name in ("Top1", "Top5", "Loss")}
+        run.scalars({f"{name}/test": value for name, value in values.items()}, state.epoch)
+        summary |= {f"test_{name.lower()}": value for name, value in values.items()}
+        summary["test_images"] = int(test["images"])
+    run.finish(summary)
+    if reason is not Reason.EVALUATED:
+        why = {
+            Reason.EPOCHS: "all epochs done",
+            Reason.DESIRED_ACC: "desired accuracy reached",
+            Reason.TRAIN_TIME: "time limit reached; --resume continues from here",
+            Reason.INTERRUPTED: "interrupted by a signal; --resume continues from here",
+        }[reason]
+        best = (
+            f"best top-1 {state.best['top1']:.2f} % (epoch {state.best['epoch']}"
+            f"{', averaged weights' * bool(state.best.get('ema'))})"
+            if state.best
+            else "no epoch finished"
+        )
+        speed = "" if rate is None else f", {rate:.1f} images/s"
+        log.info(f"Training time {hours_minutes(state.elapsed)}, {best}{speed}: {why}")
+
+
+def time_left(args: Any, state: TrainState) -> str:
+    """How long the training will go on as 1:02:03, as far as epochs and --train-time tell; or "".
+
+    An epoch lasts as long as it typically did, evaluation included.
+    """
+    epoch = over_epochs(state.history, "Seconds") or 0.0
+    seconds = epoch * max(args.epochs - state.epoch, 0)
+    if args.train_time is not None:
+        seconds = min(seconds, 3600 * args.train_time - state.elapsed)
+    return hours_minutes(seconds) if seconds > 0 else ""
+
+
+def hours_minutes(seconds: float) -> str:
+    """Seconds as 1:02:03."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"

@@ -1,0 +1,63 @@
+"""One process's part in a run, from its start or resume to its end."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from utils import samplers
+from utils.data.loaders import Batches, Loaders
+from utils.launch.world import World
+from utils.run.checkpoint import TrainState
+from utils.run.snapshots import SnapshotWriter
+from utils.run.tracking import Run
+from utils.train.spot import SpotWatch
+from utils.train.status_file import StatusFile
+from utils.train.stopping import Reason, StopRequest
+from utils.train.watch import Watch
+
+# A script's train_step(images, targets, weight, update) -> (loss, logits); its docstring in each
+# script says what the arguments mean.
+TrainStep = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+Predict = Callable[[Tensor], Tensor]  # images to logits, with the mode's precision
+
+
+@dataclass
+class Session:
+    """A script's options and what it has built with them.
+
+    What comes after ``state`` is there only between `loop.begin` and `loop.end`.
+    """
+
+    args: Any
+    world: World
+    run: Run
+    loaders: Loaders
+    state: TrainState
+    resumed: bool = False  # from a full snapshot
+    largest_batch: int | None = None  # images per process, where -b auto has found it
+    counted_peak: float | None = None  # bytes of its tensors with them, on a CPU
+    stop: StopRequest | None = None
+    spot: SpotWatch | None = None  # in one process per node, with --spot-notice
+    watch: Watch | None = None
+    status: StatusFile | None = None
+    snapshots: SnapshotWriter | None = None  # in rank 0 alone
+    print_freq: int = 0  # steps between printed lines, the same in all ranks
+    epochs: int = 0  # finished in this session
+    epoch_began: float = 0.0  # time.monotonic()
+    ended_because: Reason | None = None
+
+    @property
+    def train(self) -> Batches:
+        """The training batches."""
+        assert self.loaders.train is not None
+        return self.loaders.train
+
+    @property
+    def global_batch(self) -> int:
+        """Images per optimiser step over all processes; without training data, what -b asks for."""
+        if self.loaders.train is not None:
+            return self.train.sampler.global_batch
+        args = self.args
+        return samplers.global_batch(args.batch_size, self.world.size, args.accum_steps)

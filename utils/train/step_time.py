@@ -1,0 +1,208 @@
+"""Where the time of a step goes: waiting for data, compute, communication that nothing hides.
+
+No step waits for the device: on a GPU the marks are CUDA events, read when they have passed; on the
+CPU, readings of the clock. Two marks stand inside backward, set by callbacks of autograd: when all
+local gradients are there, and when DistributedDataParallel has seen the last bucket's all-reduce.
+The time between them is what compute does not hide. It holds the waiting for slower processes, too.
+The reduction itself is not touched, so that weights stay equal bit for bit. A sharded model waits
+all along, for weights and gradients of each block: there all of these waits are added up.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from utils.comm import pieces
+
+Mark = Any  # a torch.cuda.Event, or seconds of the clock
+PENDING = 4096  # marks of so many micro-batches are kept at most until the device has passed them
+
+
+class _HostClock:
+    """Marks on the CPU, where a call returns when its work is done."""
+
+    def mark(self) -> Mark:
+        return time.perf_counter()
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        return end - begin
+
+    def passed(self, mark: Mark) -> bool:
+        return True
+
+
+class _DeviceClock:
+    """Marks in the stream of work of a GPU."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        return begin.elapsed_time(end) / 1000
+
+    def passed(self, mark: Mark) -> bool:
+        return mark.query()
+
+
+@dataclass
+class StepTimes:
+    """Sums in seconds over ``steps`` optimiser steps of one process.
+
+    ``own`` is the part of ``compute`` until its own gradients are there: it waits for nobody.
+    """
+
+    steps: int = 0
+    data: float = 0.0
+    compute: float = 0.0
+    communication: float = 0.0
+    own: float = 0.0
+
+    def __sub__(self, other: "StepTimes") -> "StepTimes":
+        return StepTimes(
+            self.steps - other.steps,
+            self.data - other.data,
+            self.compute - other.compute,
+            self.communication - other.communication,
+            self.own - other.own,
+        )
+
+    def per_step(self, prefix: str, suffix: str = "") -> dict[str, float]:
+        """Seconds per step under three tags; empty if there was no step."""
+        if not self.steps:
+            return {}
+        return {
+            f"{prefix}data{suffix}": self.data / self.steps,
+            f"{prefix}compute{suffix}": self.compute / self.steps,
+            f"{prefix}communication{suffix}": self.communication / self.steps,
+        }
+
+
+@dataclass
+class _Micro:
+    """The marks of one micro-batch."""
+
+    asked: Mark  # from here on the device waits for data
+    began: Mark
+    local: Mark | None = None  # backward has this process's gradients
+    reduced: Mark | None = None  # and the other processes'
+    waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # for those, of a sharded model
+    ended: Mark | None = None
+    update: bool = True
+
+
+class StepTimer:
+    """Times the micro-batches of one process, and adds them up in ``total``.
+
+    An epoch: `start`; for each micro-batch `begin`, the training step, `end`, and, when what came
+    after it (printed lines) is to be no part of a step, `wait`; at last `stop`.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, distributed: bool):
+        cuda = device.type == "cuda"
+        self.clock: _HostClock | _DeviceClock = _DeviceClock(device) if cuda else _HostClock()
+        self.total = StepTimes()
+        self.pending: deque[_Micro] = deque()
+        self.now: _Micro | None = None
+        self.last: Mark | None = None
+        self.reported = StepTimes()
+        self.queued = False
+        if distributed and pieces.is_sharded(model):
+            from utils.comm import waiting
+
+            waiting.listen(model, self.clock.mark, self._waited)
+        elif distributed:
+            # DDP waits for every parameter's gradient, so that those of the last layer, which
+            # come first, are as good as any.
+            trained = [weight for weight in model.parameters() if weight.requires_grad]
+            for weight in trained[-2:]:
+                weight.register_post_accumulate_grad_hook(self._first_gradient)
+
+    def start(self) -> None:
+        """An epoch begins."""
+        self.total, self.reported = StepTimes(), StepTimes()
+        self.pending.clear()
+        self.now, self.last = None, self.clock.mark()
+
+    def begin(self) -> None:
+        """The data of a micro-batch are there, and its computation begins."""
+        if self.last is not None:
+            self.now, self.queued = _Micro(self.last, self.clock.mark()), False
+
+    def end(self, update: bool) -> None:
+        """All work of a micro-batch has been started; with ``update`` it ended a step."""
+        if self.now is None:
+            return
+        self.now.ended, self.now.update = self.clock.mark(), update
+        self.last = self.now.ended
+        self.pending.append(self.now)
+        self.now = None
+        while len(self.pending) > PENDING:
+            self.pending.popleft()
+        while self.pending and self.clock.passed(self.pending[0].ended):
+            self._add(self.pending.popleft())
+
+    def wait(self) -> None:
+        """The next batch is requested; lines may have been printed since `end`."""
+        self.last = self.clock.mark()
+
+    def stop(self) -> StepTimes:
+        """The epoch has ended and the device is idle: all times there are."""
+        while self.pending:
+            self._add(self.pending.popleft())
+        self.now = self.last = None
+        return self.total
+
+    def recent(self) -> StepTimes:
+        """What has come since the last call. A GPU's last steps are not in it yet."""
+        total = replace(self.total)
+        since, self.reported = total - self.reported, total
+        return since
+
+    def _add(self, micro: _Micro) -> None:
+        between, total = self.clock.seconds, self.total
+        communication, own = 0.0, between(micro.began, micro.ended)
+        if micro.local is not None and micro.reduced is not None:
+            communication = between(micro.local, micro.reduced)
+            own = between(micro.began, micro.local)
+        if micro.waits:
+            communication = sum(between(*wait) for wait in micro.waits)
+            own -= communication
+        total.data += between(micro.asked, micro.began)
+        total.communication += communication
+        total.compute += between(micro.began, micro.ended) - communication
+        total.own += own
+        total.steps += micro.update
+
+    def _waited(self, began: Mark, ended: Mark) -> None:
+        """A part of a sharded model has waited for other processes, in forward or backward."""
+        if self.now is not None:
+            self.now.waits.append((began, ended))
+
+    def _first_gradient(self, weight: torch.Tensor) -> None:
+        """Backward has reached the model: have its end marked."""
+        if self.now is not None and not self.queued:
+            self.queued = True
+            _at_end_of_backward(self._local_gradients)
+
+    def _local_gradients(self) -> None:
+        """All local gradients are there. DDP's own callback, queued later, now waits for buckets;
+        one that is queued here comes after it."""
+        self.now.local = self.clock.mark()
+        _at_end_of_backward(self._all_gradients)
+
+    def _all_gradients(self) -> None:
+        self.now.reduced = self.clock.mark()
+
+
+def _at_end_of_backward(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)

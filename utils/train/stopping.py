@@ -1,0 +1,135 @@
+"""When to stop before the last epoch: time limit and signals, agreed on by all ranks."""
+
+import enum
+import math
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from utils.launch.world import World
+
+
+class Reason(str, enum.Enum):
+    """Why a training ended; the values stand in summary.json as ``finished_because``."""
+
+    EPOCHS = "epochs"
+    DESIRED_ACC = "desired_acc"
+    TRAIN_TIME = "train_time"
+    INTERRUPTED = "interrupted"
+    BAD_FILES = "bad_files"
+    DIVERGED = "diverged"
+    EVALUATED = "evaluated"  # -e
+    DUMMY = "dummy"  # --dummy
+
+
+# Those on which the ranks vote, by rising weight: the maximum counts.
+_VOTES = (None, Reason.TRAIN_TIME, Reason.INTERRUPTED, Reason.BAD_FILES, Reason.DIVERGED)
+PROMPT = 0.5  # seconds; the ranks ask each other at least so often, where a step is shorter
+FARTHEST = 8  # calls of `StopRequest.poll` from one vote to the next, at most
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Tells all ranks, at the same step, that the run should end, and why.
+
+    SIGTERM, SIGUSR1 (sent by Slurm before its time limit) and the first Ctrl-C ask for the end; a
+    second Ctrl-C ends the process at once. ``hours`` is the limit on training time, of which
+    ``elapsed`` seconds are used up already; rank 0's clock counts.
+    """
+
+    def __init__(
+        self, world: World, hours: float | None, elapsed: float, minutes: float = math.inf
+    ):
+        """``minutes``: how often `snapshot_due` comes true, in all ranks at the same step."""
+        self.world = world
+        self.minutes, self.last_snapshot = minutes, time.monotonic()
+        self.snapshot_due = False
+        self.deadline = time.monotonic() + hours * 3600 - elapsed if hours is not None else None
+        self.reason: Reason | None = None  # what the last poll said
+        self.code = 0  # this process's own wish
+        self.interrupts = 0
+        self.pending: tuple[Any, torch.Tensor] | None = None
+        self.every = 1  # calls of `poll` from one vote to the next, the same in all ranks
+        self.fresh = True  # a phase has begun: its calls may be further apart than those before
+        self.calls, self.voted = 0, time.monotonic()  # since the last vote, and when that was
+        for signum in _SIGNALS:
+            signal.signal(signum, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        self.ask(Reason.INTERRUPTED)
+        if signum == signal.SIGINT:
+            self.interrupts += 1
+            if self.interrupts > 1:
+                os._exit(128 + signum)
+
+    def ask(self, reason: Reason) -> None:
+        """Wish for the end of the run, as far as this rank is concerned."""
+        self.code = max(self.code, _VOTES.index(reason))
+
+    def begin_phase(self) -> None:
+        """Training or evaluation begins, in all ranks: vote at each call of `poll`, at first."""
+        self.every, self.fresh = 1, True
+
+    def poll(self) -> Reason | None:
+        """Reason to stop, or None; all ranks must call it equally often and get the same answer.
+
+        Moves `snapshot_due` on as well. The ranks agree by an all-reduce of three numbers on the
+        CPU which runs while the next step computes, so the answer is one call old and nobody
+        waits. Where calls follow each other in less than half of `PROMPT` they do so at every
+        second to eighth call.
+        """
+        self.calls += 1
+        if self.world.size == 1:
+            due = self._look_at_clock()
+            self.reason, self.snapshot_due = _VOTES[self.code], due
+            return self.reason
+        agreed, self.snapshot_due = self._finish_pending()
+        self.reason = _VOTES[agreed]
+        if self.calls < self.every and self.reason is None:
+            return None
+        due = self._look_at_clock()
+        vote = torch.tensor([self.code, int(due), self._wanted_distance()])
+        self.calls, self.voted = 0, time.monotonic()
+        work = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.world.control, async_op=True)
+        self.pending = (work, vote)
+        return self.reason
+
+    def _look_at_clock(self) -> bool:
+        """Whether a snapshot is due, by rank 0's clock; the end of the time asks for the end."""
+        now = time.monotonic()
+        if self.deadline is not None and self.world.is_main and now >= self.deadline:
+            self.ask(Reason.TRAIN_TIME)
+        due = self.world.is_main and now - self.last_snapshot >= 60 * self.minutes
+        if due:
+            self.last_snapshot = now
+        return due
+
+    def _wanted_distance(self) -> int:
+        """Calls until the next vote but one, as rank 0 sees it; nothing in the others."""
+        if not self.world.is_main:
+            return 0
+        seconds = (time.monotonic() - self.voted) / self.calls
+        return max(1, min(FARTHEST, 2 * self.every, int(PROMPT / max(seconds, 1e-6))))
+
+    def _finish_pending(self) -> tuple[int, bool]:
+        if self.pending is None:
+            return 0, False
+        work, vote = self.pending
+        self.pending = None
+        work.wait()
+        code, due, every = vote.tolist()
+        if not self.fresh:
+            self.every = every
+        self.fresh = False
+        return code, bool(due)
+
+    def close(self) -> None:
+        """Finish what is under way between the ranks; put the default signal handlers back."""
+        self._finish_pending()
+        for signum in _SIGNALS:
+            default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+            signal.signal(signum, default)
