@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import utils.launch.installed  # noqa: F401 (a missing package becomes one sentence)
 
-from compare import comparison, page, pictures, reading, remarks, results, runs, tables
+from compare import comparison, page, pictures, reading, remarks, results, runs, table
 from compare.labels import short_labels
 from compare.runs import Run
 
@@ -111,15 +111,15 @@ def main(argv: list[str] | None = None) -> int:
         both = comparison.compare(found, args.within, args.target_top1, args.price)
         both.notes += said
         remarks.add_to(both)
-        print(tables.as_text(both))
+        print(table.as_text(both))
         print()
         for note in both.notes:
             print(f"- {note}")
         title = args.title or _title([run.label for run in found])
         drawn, missing = pictures.draw(both, args.out, args.prefix)
         written = {
-            f"{args.prefix}compare.md": tables.as_markdown(both) + "\n",
-            f"{args.prefix}compare.csv": tables.as_csv(both),
+            f"{args.prefix}compare.md": table.as_markdown(both) + "\n",
+            f"{args.prefix}compare.csv": table.as_csv(both),
             f"{args.prefix}compare.html": page.build(both, drawn, title, command),
         }
         for name, text in written.items():

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from compare.results import fence
-from compare.tables import markdown_table
+from compare.table import markdown_table
 from forecast import buckets
 from forecast.scaling import Cluster
 

@@ -10,7 +10,7 @@ from compare.comparison import NONE, Comparison
 from compare.drawing import COLOURS, GRID, INK, PAPER
 from compare.pictures import Picture
 from compare.results import origin
-from compare.tables import shown
+from compare.table import shown
 
 # What the pictures' colours become on a dark screen; those not listed stay.
 DARK = {

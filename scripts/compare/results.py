@@ -6,7 +6,7 @@ from pathlib import Path
 
 from compare.comparison import Comparison, date_of
 from compare.runs import Run
-from compare.tables import as_markdown, escape_markdown, markdown_table
+from compare.table import as_markdown, escape_markdown, markdown_table
 
 from utils.atomic import save_atomically
 from utils.errors import UserError

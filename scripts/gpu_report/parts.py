@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from bench import photographs
-from compare.tables import markdown_table
+from compare.table import markdown_table
 from gpu_report.report import ROOT, Failed, Part, Sitting
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compare import comparison, pictures, remarks, results, tables
+from compare import comparison, pictures, remarks, results, table
 from compare.comparison import duration, number
-from compare.tables import escape_markdown, markdown_table
+from compare.table import escape_markdown, markdown_table
 from study import curve, published, state
 from study.outcome import Column, Outcome, columns
 from study.state import State
@@ -51,7 +51,7 @@ def write(book: Path, study: Study, outcomes: Sequence[Outcome], kept: State) ->
         target = next((top1 for one in seen if (top1 := one.option("desired_acc"))), None)
         both = comparison.compare([one.run for one in seen], study.hours, target)
         remarks.add_to(both)
-        parts += ["## Metrics", tables.as_markdown(both)]
+        parts += ["## Metrics", table.as_markdown(both)]
         parts += ["\n".join(f"- {escape_markdown(note)}" for note in both.notes)]
         parts += _pictures(both, book, study.name)
     parts += _origin(study, seen, outcomes)

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from compare.tables import markdown_table
+from compare.table import markdown_table
 from study.outcome import Column, Outcome, spread
 
 LEGEND = (
