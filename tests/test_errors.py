@@ -86,6 +86,10 @@ def test_value_that_an_option_cannot_have(folder, option, value):
     assert_one_sentence(attempt("imagenet_nd.py", f"{option}={value}", folder), option, value)
 
 
+def test_more_workers_than_the_machine_can_run(folder):
+    assert_one_sentence(attempt("imagenet_nd.py", "-j", "5000", folder), "5000", "--workers")
+
+
 # ---- the data set
 
 

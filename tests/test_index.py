@@ -114,6 +114,29 @@ def test_select_classes_refuses(choice):
         select_classes(choice, FOLDERS)
 
 
+@pytest.mark.parametrize("content", [bytes(range(256)), b"dog\0ant", b"\xff\xd8\xff\xe0"])
+def test_a_binary_file_as_classes_is_refused(tmp_path, content):
+    (tmp_path / "binary").write_bytes(content)
+    with pytest.raises(UserError, match=r"--classes .*binary is no text file: list class names"):
+        select_classes(str(tmp_path / "binary"), FOLDERS)
+
+
+def test_a_link_that_leads_back_to_itself_is_named(tmp_path):
+    make(tmp_path, "part/a/1.jpg", "loop/b/1.jpg", "up/c/1.jpg", "far/d/1.jpg")
+    (tmp_path / "part/me").symlink_to("me")
+    (tmp_path / "loop/b/me").symlink_to("me")
+    (tmp_path / "up/c/round").symlink_to("..")
+    with pytest.raises(UserError, match="part/me is a link that leads back to itself: remove it"):
+        class_folders(tmp_path / "part")
+    with pytest.raises(UserError, match="b/me is a link that leads back to itself"):
+        ImageIndex(tmp_path / "loop", ["b"])
+    with pytest.raises(UserError, match=r"up/c/round is a link .* itself") as error:
+        ImageIndex(tmp_path / "up", ["c"])
+    assert len(str(error.value)) < 200
+    (tmp_path / "far/more").symlink_to("d")
+    assert class_folders(tmp_path / "far") == ["d", "more"], "other links are folders"
+
+
 def test_same_classes_in_both_parts(tmp_path):
     make(tmp_path, "val/a/", "val/b/", "val/x/")
     check_same_classes(tmp_path, "val", ["a", "b", "x"], subset=False)

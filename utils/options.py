@@ -18,11 +18,15 @@ from utils.option_types import (
     batch_size,
     count,
     http,
+    number,
     positive,
     share,
 )
 from utils.run import store
 from utils.train import averaging, evaluation, largest_batch, recipes, spot
+
+# Eight wait for a slow disk while one core decodes; thousands would take minutes to start.
+MOST_WORKERS = max(64, 8 * supervise.usable_cores())
 
 
 def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser:
@@ -104,10 +108,11 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
     group.add_argument(
         "-j",
         "--workers",
-        type=count,
+        type=number(int, 0, MOST_WORKERS),
         default=supervise.usable_cores(),
         metavar="N",
-        help="data loading workers of this node, shared by its processes",
+        help=f"data loading workers of this node, shared by its processes; at most {MOST_WORKERS} "
+        "here: 8 per core, or 64",
     )
     group.add_argument(
         "--max-bad-files",

@@ -139,7 +139,16 @@ def select_classes(choice: str | None, folders: list[str]) -> list[str]:
         return folders[: int(choice)]
     wanted = choice.split(",")
     if os.path.isfile(choice):
-        wanted = Path(choice).read_text().split("\n")
+        try:
+            text = Path(choice).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            text = "\0"
+        if "\0" in text:
+            raise UserError(
+                f"--classes {choice} is no text file: list class names in it, one per line",
+                alike=True,
+            )
+        wanted = text.split("\n")
     wanted = sorted({name.strip() for name in wanted} - {""})
     unknown = [name for name in wanted if name not in folders]
     if unknown or not wanted:

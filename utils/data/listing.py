@@ -6,6 +6,7 @@ it was made from: adding, removing or renaming a file changes one of them, and t
 anew.
 """
 
+import errno
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -94,7 +96,22 @@ def class_names(root: Path) -> list[str]:
     """Sorted names of the class folders in ``root``; none where that is no folder."""
     if not root.is_dir():
         return []
-    return sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith("."))
+    with os.scandir(root) as entries:
+        return sorted(e.name for e in entries if not e.name.startswith(".") and _is_folder(e, root))
+
+
+def _is_folder(entry: os.DirEntry[Any], top: Path) -> bool:
+    """Whether an ``entry`` below ``top`` is a folder. Raises: `UserError` for a loop of links."""
+    try:
+        return entry.is_dir()
+    except OSError as fault:
+        if fault.errno != errno.ELOOP:
+            raise
+    link = Path(os.fsdecode(entry.path))
+    # Such as a/up -> .., which is found as a/up/a/up/a/up...: name its first occurrence.
+    names = link.relative_to(top).parts
+    first = top.joinpath(*names[: names.index(names[-1]) + 1])
+    raise UserError(f"{first} is a link that leads back to itself: remove it", alike=True)
 
 
 def image_files(root: Path, name: str, folders: dict[str, int]) -> list[bytes]:
@@ -120,7 +137,7 @@ def image_files(root: Path, name: str, folders: dict[str, int]) -> list[bytes]:
                         continue
                     if file.lower().endswith(_SUFFIXES):
                         found.append(b"%s/%s" % (folder, file))
-                    elif entry.is_dir():
+                    elif _is_folder(entry, root):
                         waiting.append(b"%s/%s" % (folder, file))
         except OSError as fault:
             raise _unusable(os.fsdecode(place), fault) from None
