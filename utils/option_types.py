@@ -2,23 +2,24 @@
 
 import argparse
 import math
+import os
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from utils.errors import UserError, is_reported_by_another
+from utils.errors import BAD_INPUT, UserError, is_reported_by_another
 
 AUTO = "auto"  # as a batch size: the largest that fits
 
 
 class Parser(argparse.ArgumentParser):
-    """Under torchrun, one process of a node prints the usage, not all that read the same line."""
+    """A wrong option is a one-line error; under torchrun, one process of a node prints it."""
 
     def error(self, message: str) -> NoReturn:
         """End with ``message``; raises `UserError` where another process prints it."""
         error = UserError(message, alike=True)
         if is_reported_by_another(error):
             raise error
-        super().error(message)
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see --help)\n")
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -32,24 +33,41 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
 def number(
     kind: type, low: float, high: float = math.inf, *, exclusive: bool = False
-) -> Callable[[str], float]:
-    """The type of an option that takes an int or a float (``kind``) from ``low`` to ``high``.
+) -> Callable[[str], Any]:
+    """The type of an option that takes a finite int or float (``kind``) from ``low`` to ``high``.
 
-    With ``exclusive``, ``low`` itself is refused: it takes more than that.
+    With ``exclusive``, ``low`` itself is refused.
     """
 
-    def parse(text: str) -> float:
+    def parse(text: str) -> Any:
         value = kind(text)
-        if not low <= value <= high or (exclusive and value == low):
-            limits = f"{'more than' if exclusive else 'at least'} {low:g}"
+        if not (low <= value <= high and value < math.inf) or (exclusive and value == low):
+            limits = f"more than {low}" if exclusive else f"at least {low}"
             if high < math.inf:
-                both = f"{limits} and at most {high:g}"
-                limits = both if exclusive else f"from {low:g} to {high:g}"
-            raise argparse.ArgumentTypeError(f"{text} is not {limits}")
+                limits = f"{limits} and at most {high}" if exclusive else f"from {low} to {high}"
+            finite = "a finite number " if value == math.inf else ""
+            raise argparse.ArgumentTypeError(f"{text} is not {finite}{limits}")
         return value
 
     parse.__name__ = "number" if kind is float else "whole number"
     return parse
+
+
+def from_environment(name: str, kind: Callable[[str], Any], default: Any = None) -> Any:
+    """The environment variable ``name``, of a ``kind`` of this module; ``default`` if unset.
+
+    Raises: `UserError` for a value that is not of this kind.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return kind(text)
+    except argparse.ArgumentTypeError as fault:
+        reason = str(fault)
+    except ValueError:
+        reason = f"{text!r} is not a {kind.__name__}"
+    raise UserError(f"the environment variable {name}={text} is wrong: {reason}", alike=True)
 
 
 def accuracy(text: str) -> float:
@@ -74,6 +92,19 @@ def http(text: str) -> str:
     return text
 
 
+def run_name(text: str) -> str:
+    """The name of a run, which names its folder and its objects in a store."""
+    if not text or text in (".", "..") or "/" in text or not text.isprintable():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a plain name: the parent folder is --output-dir"
+        )
+    if len(text.encode(errors="surrogateescape")) > 200:  # file names have 255 bytes at most
+        raise argparse.ArgumentTypeError(f"{text[:20]}... is longer than 200 bytes")
+    return text
+
+
 accuracy.__name__, batch_size.__name__ = "accuracy", "whole number"
 count, positive = number(int, 0), number(int, 1)
 share, amount = number(float, 0, 1), number(float, 0)
+seed = number(int, 0, 2**63 - 1)  # torch.manual_seed
+port, seconds = number(int, 1, 65535), number(float, 1, 1_000_000)

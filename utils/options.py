@@ -20,6 +20,8 @@ from utils.option_types import (
     http,
     number,
     positive,
+    run_name,
+    seed,
     share,
 )
 from utils.run import store
@@ -198,13 +200,15 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         "--clip-grad", type=amount, default=0.0, metavar="NORM", help="gradient norm limit; 0: off"
     )
     group.add_argument(
-        "--seed", type=count, default=0, help="seed of weights, order and augmentation"
+        "--seed", type=seed, default=0, help="seed of weights, order and augmentation"
     )
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
-    group.add_argument("--name", help="name of the run directory; default: date, host, arch, sizes")
+    group.add_argument(
+        "--name", type=run_name, help="name of the run directory; default: date, host, arch, sizes"
+    )
     group.add_argument(
         "--output-dir", default="runs", metavar="DIR", help="parent of run directories"
     )
@@ -290,10 +294,6 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         raise UserError(
             f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",
             alike=True,
-        )
-    if args.name and ("/" in args.name or args.name in (".", "..")):
-        raise UserError(
-            f"--name {args.name} is not a plain name: the folder is --output-dir", alike=True
         )
     store.check_options(args.store, args.resume)
     if args.resume == "auto" and not args.name:

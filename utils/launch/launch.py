@@ -16,7 +16,7 @@ import torch.distributed as dist
 from utils.errors import LOST_PEER, UserError
 from utils.launch import agreement, faults, kernels, network, rollcall, supervise
 from utils.launch.world import World, gather, node_name
-from utils.option_types import amount, count, positive
+from utils.option_types import count, positive, seconds
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--dist-timeout",
-        type=amount,
+        type=seconds,
         default=300.0,
         metavar="SECONDS",
         help="how long to wait for other nodes before giving up",
