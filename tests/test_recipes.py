@@ -126,12 +126,13 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
     path = recipe("# Global batch: 64", "--epochs 3 --lr 0.05 --progressive 16,24", "-p 2")
     model, env = tiny()
     line = ("--recipe", path, *model, "-b", "10", "--epochs", "2", "--image-size", "32")
+    line += ("--val-image-size", "48")
     line += ("--output-dir", tmp_path, "--name", "run", folder)
     done = train("imagenet_nd.py", *line, **env)
     assert f"recipe {path}: --epochs 3 --lr 0.05 --progressive 16,24 -p 2" in done.out
     assert "typed instead: --epochs 2 (not 3)" in done.out
     assert "meant for a global batch of 64, and this is 10; by the linear rule" in done.out
-    assert "training images of 16 pixels in epoch 1, 24 in epoch 2; evaluation at 32" in done.out
+    assert "training images of 16 pixels in epoch 1, 24 in epoch 2; evaluation at 48" in done.out
     assert scalars(tmp_path / "run")["Size/train"] == [(1, 16), (2, 24)]
     kept = json.loads((tmp_path / "run/options.json").read_text())
     assert kept["recipe"] == path

@@ -1,11 +1,19 @@
-"""When all ranks stop: they ask each other often enough, and not more often than that."""
+"""When all ranks stop: they ask each other often enough, and a signal ends a run at any time."""
 
+import shutil
+import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from conftest import draw_folder, summary, train
+from running import start, tiny
 from test_comm import in_processes
+
+from utils.errors import INTERRUPTED
 
 from utils.launch.world import World
 from utils.train import stopping
@@ -58,3 +66,47 @@ def test_two_ranks_vote_at_some_steps_and_stop_at_the_same():
     assert one["stopped after"] <= FARTHEST + 1
     assert one["reason"] is Reason.INTERRUPTED
     assert len(one["due"]) == 3, "every minute of 200 seconds"
+
+
+# ---- the end of a run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """Folder of a run ``done`` of one epoch, and of its data, which has DATA/test."""
+    root = tmp_path_factory.mktemp("finished")
+    data = draw_folder(root / "data")
+    shutil.copytree(data / "val", data / "test")
+    model, env = tiny()
+    options = ("-b", "10", "--epochs", "1", "--output-dir", root, "--name", "done")
+    train("imagenet_nd.py", *model, *options, data, **env)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("script", "processes", "signum"),
+    [
+        ("imagenet_nd.py", (), signal.SIGINT),
+        ("imagenet_ddp.py", ("-g", "2"), signal.SIGTERM),
+    ],
+)
+def test_a_signal_while_the_test_images_are_evaluated(finished, script, processes, signum):
+    """The run has ended as interrupted, and the same command evaluates them."""
+    name = Path(script).stem
+    run = shutil.copytree(finished / "done", finished / name)
+    model, env = tiny()
+    line = (*model, *processes, "-b", "10", "--epochs", "1", "--output-dir", finished)
+    line += ("--name", name, "--resume", "auto", finished / "data")
+    with start(script, *line, HOLD_AFTER="0", **env) as command:
+        command.until("waiting for a signal")
+        command.send(signum)
+        result = command.result()
+    assert result.code == INTERRUPTED, result.err
+    assert "continue" in result.out
+    found = summary(run)
+    assert found["finished_because"] == "interrupted"
+    assert found["epochs_done"] == 1
+    assert "test_top1" not in found
+    train(script, *line, **env)
+    found = summary(run)
+    assert (found["finished_because"], found["test_images"]) == ("epochs", 21)

@@ -40,7 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@torch.no_grad()
 def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
     """Evaluate the model and, in a training with ``--ema``, the averaged weights beside it.
 
@@ -57,6 +56,7 @@ def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, 
     return found | {f"{name}/ema": averaged[f"{name}/val"] for name in ("Loss", "Top1", "Top5")}
 
 
+@torch.no_grad()
 def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
     """Evaluate over all ranks; every image counts once. Returns None when asked to stop.
 
@@ -148,8 +148,8 @@ def evaluate_only(session: Session, predict: Predict) -> int:
     return 0
 
 
-def test_best(session: Session, predict: Predict) -> dict[str, float]:
-    """Evaluate DATA/test with the best model of the run."""
+def test_best(session: Session, predict: Predict) -> dict[str, float] | None:
+    """Evaluate DATA/test with the best model of the run. Returns None when asked to stop."""
     best = session.run.folder / BEST
 
     def read() -> Any:
@@ -158,6 +158,9 @@ def test_best(session: Session, predict: Predict) -> dict[str, float]:
     weights = from_main(read, session.world)
     if weights is not None:
         session.state.load_weights(weights)
-    test = evaluate(session, predict, session.loaders.test)
-    report.evaluation(session, "test", test)
+    test = measure(session, predict, session.loaders.test)
+    if session.stop.reason is Reason.BAD_FILES:
+        raise why_useless(session.loaders.test)
+    if test is not None:
+        report.evaluation(session, "test", test)
     return test

@@ -112,31 +112,33 @@ def close_epoch(
 
 
 def end(session: Session, predict: Predict) -> int:
-    """Stop what `begin` started, evaluate DATA/test if there is one, write the summary.
+    """Wait for the last snapshot, evaluate DATA/test if there is one, write the summary.
 
     Returns: the process's exit code. Raises: `UserError` when the loss is no longer a finite
     number, when too many images are unreadable, or when the last snapshot could not be written.
     After any exception the process ends at once instead: what is done here waits for other ranks.
     """
-    run, reason = session.run, session.ended_because
-    if session.spot is not None:
-        session.spot.close()
-    session.stop.close()
-    session.stop = None
-    session.status.close()
-    session.status = None
-    session.watch.close()
+    run, stop = session.run, session.stop
     failure = _finish_snapshots(session)
     fault = _why_ended_badly(session)
     if fault is not None:
+        session.status.close()
         run.close_store()
         raise fault
-    interrupted = reason is Reason.INTERRUPTED
-    test = test_best(session, predict) if session.loaders.test and not interrupted else {}
-    report.end(session, reason, test)
+    stop.end_training()
+    test = {}
+    if session.loaders.test and session.ended_because is not Reason.INTERRUPTED:
+        test = test_best(session, predict)
+        session.ended_because = stop.reason or session.ended_because
+    session.watch.close()
+    session.status.close()
+    report.end(session, session.ended_because, test or {})
+    stop.close()
+    if session.spot is not None:
+        session.spot.close()
     if failure:
         raise UserError(f"{failure}; free disk space, then continue with --resume", alike=True)
-    return INTERRUPTED if interrupted else 0
+    return INTERRUPTED if session.ended_because is Reason.INTERRUPTED else 0
 
 
 def _add_to_history(state: TrainState, record: dict[str, float]) -> bool:

@@ -47,7 +47,7 @@ def start(session: Session) -> None:
     if sampler.sizes:
         log.info(
             f"training images of {progressive.in_words(sampler.sizes)}; evaluation at "
-            f"{args.image_size}"
+            f"{args.preprocessing.crop}"
         )
     if world.device.type == "cuda":
         log.info(kernels.CHOSEN)

@@ -127,9 +127,16 @@ class StopRequest:
         self.fresh = False
         return code, bool(due)
 
-    def close(self) -> None:
-        """Finish what is under way between the ranks; put the default signal handlers back."""
+    def end_training(self) -> None:
+        """Training has ended, for whatever reason: from now on only signals ask for the end.
+
+        The handlers stay until the process exits, so that no signal interrupts what is written.
+        """
         self._finish_pending()
-        for signum in _SIGNALS:
-            default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
-            signal.signal(signum, default)
+        self.deadline, self.reason = None, None
+        interrupted = _VOTES.index(Reason.INTERRUPTED)
+        self.code = interrupted if self.code >= interrupted else 0
+
+    def close(self) -> None:
+        """Finish the vote that is under way between the ranks."""
+        self._finish_pending()

@@ -51,8 +51,9 @@ class Tiny(nn.Sequential):
 
 
 def wait_for_a_signal() -> None:
-    """Return once utils.train.stopping.StopRequest has met a signal in this process."""
+    """Say so, and return once utils.train.stopping.StopRequest has met a signal in this process."""
     request = signal.getsignal(signal.SIGTERM).__self__
+    os.write(1, b"waiting for a signal\n")
     while not request.code:
         time.sleep(0.01)
 
