@@ -12,8 +12,9 @@ from test_comm import in_processes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from utils.atomic import read_checkpoint
 from utils.errors import UserError
-from utils.run.checkpoint import read, resume
+from utils.run.checkpoint import resume
 from utils.train import evaluation, loop
 from utils.train.averaging import Average, better
 
@@ -174,7 +175,7 @@ def test_a_snapshot_without_averages_begins_them_from_its_weights(tmp_path):
 )
 def test_averages_that_do_not_fit_are_a_sentence(tmp_path, harm, sentence):
     save_snapshot(averaged(), tmp_path, OPTIONS)
-    content = read(tmp_path / "snapshot.pt")
+    content = read_checkpoint(tmp_path / "snapshot.pt")
     harm(content["ema"])
     torch.save(content, tmp_path / "snapshot.pt")
     with pytest.raises(UserError, match=sentence):
@@ -184,14 +185,14 @@ def test_averages_that_do_not_fit_are_a_sentence(tmp_path, harm, sentence):
 def test_best_pt_has_the_averages_where_they_are_better(tmp_path):
     state = averaged()
     save_best(state, tmp_path, "tiny", CLASSES)
-    best = read(tmp_path / "best.pt")
+    best = read_checkpoint(tmp_path / "best.pt")
     assert best["weights"] == "ema"
     assert best["state_dict"].keys() == state.model.state_dict().keys()
     for name, value in state.model.state_dict().items():
         assert torch.equal(best["state_dict"][name], state.ema.weights().get(name, value))
     state.best["ema"] = 0
     save_best(state, tmp_path, "tiny", CLASSES)
-    best = read(tmp_path / "best.pt")
+    best = read_checkpoint(tmp_path / "best.pt")
     assert best["weights"] == "model"
     assert torch.equal(best["state_dict"]["0.weight"], state.model[0].weight)
 

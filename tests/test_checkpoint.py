@@ -18,13 +18,11 @@ from test_data import no_longer_than
 from torch import nn
 
 from utils.amp.loss_scale import LossScaler
-from utils.atomic import save_atomically
-from utils.data.preprocessing import IMAGENET, Preprocessing
+from utils.atomic import read_checkpoint, save_atomically
 from utils.errors import UserError
 from utils.launch.world import World
 from utils.model.optim import sgd
-from utils.run import contents
-from utils.run.checkpoint import TrainState, best_of, read, resume, snapshot_of
+from utils.run.checkpoint import TrainState, best_of, resume, snapshot_of
 from utils.run.snapshots import write
 
 CPU = torch.device("cpu")
@@ -90,7 +88,7 @@ def test_snapshot_brings_everything_back(tmp_path):
     assert new.scaler.state_dict() == {"scale": 1024.0, "clean_steps": 17, "skipped": 2}
     for name in ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums"):
         assert getattr(new, name) == getattr(old, name), name
-    content = read(tmp_path / "snapshot.pt")
+    content = read_checkpoint(tmp_path / "snapshot.pt")
     assert content["options"] == OPTIONS
     assert list(content["model"]) == list(old.model.state_dict())
 
@@ -246,7 +244,7 @@ def test_files_of_timm(tmp_path, logged, version, finished):
     assert state.scaler.state_dict()["scale"] == 512.0
     assert len(logged) == 1
     assert logged[0].endswith(
-        "holds averaged (EMA) weights, state_dict_ema: the plain ones are taken"
+        "holds averaged (EMA) weights, state_dict_ema: the plain weights in it are used"
     )
 
 
@@ -259,9 +257,9 @@ def test_averaged_weights_of_torchvisions_references(tmp_path, logged):
     plain, mean = trained(), trained(seed=5)
     content = {"model": plain.model.state_dict(), "model_ema": averaged(mean)}
     assert same_weights(take_up(tmp_path, content)[0], plain)
-    assert "model_ema: the plain ones are taken" in logged.pop()
+    assert "model_ema: the plain weights in it are used" in logged.pop()
     assert same_weights(take_up(tmp_path, {"model_ema": averaged(mean)})[0], mean)
-    assert "model_ema: the only ones in it" in logged.pop()
+    assert "model_ema: there are no others in it" in logged.pop()
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
@@ -345,7 +343,6 @@ WRONG = {
     "options": "none",
     "classes": 3,
     "classes.0": 3,
-    "preprocessing": "ImageNet's",
     "model": 3,
     "model.0.weight": "heavy",
     "model.0.bias": None,
@@ -386,21 +383,6 @@ def test_how_images_were_made_comes_from_the_file(tmp_path):
     assert state.preprocessing == {"mean": [0.5, 0.5, 0.5]}
 
 
-def test_files_from_before_it_was_kept_mean_imagenets(tmp_path):
-    """And images of the size that was asked for then; files of other programs say nothing."""
-    options = {**OPTIONS, "image_size": 128, "val_resize_size": None}
-    content = snapshot_of(trained(), options, CLASSES, trained().full_weights())
-    del content["preprocessing"]
-    state, _ = take_up(tmp_path, content)
-    kept = Preprocessing.of(state.preprocessing)
-    assert kept == IMAGENET.resized(128, None)
-    best = best_of(trained(), "tiny", CLASSES, trained().full_weights())
-    del best["preprocessing"]
-    state, _ = take_up(tmp_path, best)
-    assert Preprocessing.of(state.preprocessing) == IMAGENET
-    assert contents.preprocessing({"state_dict": {}, "arch": "tiny", "best_acc1": 3}, None) is None
-
-
 def test_weights_of_another_image_size_name_it(tmp_path):
     """Vision transformers have a weight for each place of the image."""
     old = replace(trained(classes=4), preprocessing={"image_size": 64})
@@ -410,44 +392,10 @@ def test_weights_of_another_image_size_name_it(tmp_path):
         resume(build(), args, WORLD, tmp_path / "snapshot.pt")
 
 
-def saved_bytes():
+def saved_bytes(content=None):
     file = io.BytesIO()
-    torch.save({"state_dict": trained().model.state_dict()}, file)
+    torch.save(content or {"state_dict": trained().model.state_dict()}, file)
     return file.getvalue()
-
-
-DAMAGED = {
-    "empty": lambda: b"",
-    "text": lambda: b"not a checkpoint\n" * 30,
-    "half": lambda: saved_bytes()[: len(saved_bytes()) // 2],
-    "without its end": lambda: saved_bytes()[:-30],
-    "zeros": lambda: bytes(4096),
-    "no torch file": lambda: pickle.dumps({"state_dict": {}}, protocol=0)[:-1],
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGED)
-def test_damaged_file_is_a_sentence(tmp_path, kind):
-    path = tmp_path / "snapshot.pt"
-    path.write_bytes(DAMAGED[kind]())
-    with pytest.raises(UserError, match=r"snapshot\.pt"):
-        read(path)
-
-
-def test_missing_folder_or_other_file_is_a_sentence(tmp_path):
-    with pytest.raises(UserError, match="there is no snapshot"):
-        read(tmp_path / "snapshot.pt")
-    with pytest.raises(UserError, match="cannot be read"):
-        read(tmp_path)
-    torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(UserError, match="is not a checkpoint: it holds a list"):
-        read(tmp_path / "list.pt")
-
-
-def test_a_pipe_is_no_snapshot_and_nobody_waits_for_it(tmp_path):
-    os.mkfifo(tmp_path / "snapshot.pt")
-    with no_longer_than(20), pytest.raises(UserError, match="no regular file"):
-        read(tmp_path / "snapshot.pt")
 
 
 class Malicious:
@@ -458,14 +406,47 @@ class Malicious:
         return os.mkdir, (str(self.path),)
 
 
+UNREADABLE = {
+    "empty": lambda: b"",
+    "text": lambda: b"not a checkpoint\n" * 30,
+    "one letter": lambda: b"x",
+    "half": lambda: saved_bytes()[: len(saved_bytes()) // 2],
+    "without its end": lambda: saved_bytes()[:-30],
+    "zeros": lambda: bytes(4096),
+    "pickle": lambda: pickle.dumps({"state_dict": {}}),
+    "old pickle": lambda: pickle.dumps({"state_dict": {}}, protocol=0),
+    "damaged pickle": lambda: pickle.dumps({"state_dict": {}}, protocol=0)[:-1],
+    "picture": lambda: b"\x89PNG\r\n" * 100,
+    "list": lambda: saved_bytes([1, 2]),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_file_that_is_no_checkpoint_is_one_clear_message(tmp_path, recwarn, kind):
+    path = tmp_path / "snapshot.pt"
+    path.write_bytes(UNREADABLE[kind]())
+    with pytest.raises(UserError, match=r"snapshot\.pt is not a checkpoint: it is damaged, .*"):
+        read_checkpoint(path)
+    assert not recwarn.list
+
+
+def test_what_is_missing_or_no_file_is_told(tmp_path):
+    with pytest.raises(UserError, match=r"there is no file \S+snapshot.pt"):
+        read_checkpoint(tmp_path / "snapshot.pt")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with no_longer_than(20), pytest.raises(UserError, match="is not a file: give the chec"):
+            read_checkpoint(path)
+
+
 @pytest.mark.parametrize(
     "write", [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x, 2))]
 )
 def test_code_in_a_file_is_refused_and_not_run(tmp_path, write):
     path, trace = tmp_path / "snapshot.pt", tmp_path / "executed"
     write({"state_dict": {}, "args": Malicious(trace)}, path)
-    with pytest.raises(UserError, match=r"snapshot\.pt cannot be read"):
-        read(path)
+    with pytest.raises(UserError, match=r"code in a checkpoint is never run"):
+        read_checkpoint(path)
     assert not trace.exists()
     with contextlib.suppress(RuntimeError):
         torch.load(path, weights_only=False)
@@ -536,5 +517,5 @@ def test_kill_at_any_instant_leaves_a_whole_snapshot(tmp_path):
         time.sleep(0.05 * source.random())
         child.kill()
         child.join()
-        content = read(path)
+        content = read_checkpoint(path)
         assert (content["model"]["weight"] == content["progress"]["epoch"]).all()

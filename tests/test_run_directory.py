@@ -259,3 +259,22 @@ def test_taken_name_is_refused_and_the_old_run_stays(run, output, folder):
     assert "--resume" in taken.sentence
     assert "--name" in taken.sentence
     assert contents(output) == before
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "../x", "x" * 300, "a\n"], ids=repr)
+def test_a_name_that_is_no_folder_name_is_refused(tmp_path, folder, name):
+    where = ("--output-dir", tmp_path / "runs", "--name", name, folder)
+    done = python("imagenet_nd.py", *OPTIONS, *where)
+    assert done.code == 2
+    assert "--name" in done.sentence
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["snapshot.pt", "best.pt", "options.json"])
+def test_a_folder_in_the_place_of_a_file_is_found_before_training(tmp_path, folder, name):
+    (tmp_path / "run" / name).mkdir(parents=True)
+    where = ("--output-dir", tmp_path, "--name", "run", "--resume", "auto", folder)
+    done = python("imagenet_nd.py", *OPTIONS, "--image-size", 32, "-j", 0, *where)
+    assert done.code == 2
+    assert f"{tmp_path}/run/{name} is not a file" in done.sentence
+    assert "Epoch" not in done.out

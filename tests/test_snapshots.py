@@ -24,9 +24,10 @@ from test_checkpoint import (
 )
 
 from utils import atomic
+from utils.atomic import read_checkpoint
 from utils.errors import UserError
 from utils.run import snapshots
-from utils.run.checkpoint import read, read_latest, resume, snapshot_of
+from utils.run.checkpoint import read_latest, resume, snapshot_of
 from utils.run.snapshots import PREVIOUS, SNAPSHOT, SnapshotWriter, write
 
 
@@ -64,7 +65,7 @@ def flip(path, where):
 
 def data_place(path):
     """A byte in the middle of a weight."""
-    weight = read(path)["model"]["0.weight"]
+    weight = read_checkpoint(path)["model"]["0.weight"]
     return path.read_bytes().index(weight.numpy().tobytes()) + 5
 
 
@@ -98,8 +99,8 @@ def test_every_flipped_byte_of_the_weights_is_seen(tmp_path):
     path = tmp_path / SNAPSHOT
     flip(path, data_place(path))
     torch.load(path, weights_only=True)
-    with pytest.raises(UserError, match="checksum"):
-        read(path)
+    with pytest.raises(UserError, match="damaged"):
+        read_checkpoint(path)
 
 
 def test_both_damaged_is_a_sentence(tmp_path):
@@ -107,7 +108,7 @@ def test_both_damaged_is_a_sentence(tmp_path):
     save_epoch(tmp_path, 2)
     for name in (SNAPSHOT, PREVIOUS):
         os.truncate(tmp_path / name, 100)
-    with pytest.raises(UserError, match=f"{SNAPSHOT} cannot be read"):
+    with pytest.raises(UserError, match=f"{SNAPSHOT} is not a checkpoint"):
         read_latest(tmp_path / SNAPSHOT)
 
 
@@ -175,13 +176,13 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path, monkeypatch):
     gate.set()
     writer.wait()
     assert not writer.busy
-    found = read(tmp_path / SNAPSHOT)
+    found = read_checkpoint(tmp_path / SNAPSHOT)
     assert found["progress"]["epoch"] == 2
     assert len(found["progress"]["history"]) == 2
     assert all(torch.equal(found["model"][name], value) for name, value in before.items())
     writer.save(contents(state))  # into the same buffers
     writer.wait()
-    assert not read(tmp_path / SNAPSHOT)["model"]["0.weight"].any()
+    assert not read_checkpoint(tmp_path / SNAPSHOT)["model"]["0.weight"].any()
     assert len(writer.pauses) == 2
 
 
@@ -256,7 +257,9 @@ def test_a_damaged_snapshot_is_told_and_the_run_goes_on(whole, folder, tmp_path)
 
 
 def data_place_of(path):
-    weight = next(value for name, value in read(path)["model"].items() if name.endswith("bias"))
+    weight = next(
+        value for name, value in read_checkpoint(path)["model"].items() if name.endswith("bias")
+    )
     return path.read_bytes().index(weight.numpy().tobytes()) + 5
 
 
@@ -293,11 +296,11 @@ def test_a_full_disk_does_not_end_a_training(folder, tmp_path):
             r"warning: cannot write \S+snapshot.pt \(No space left on device\)", done.out
         )
         assert "free disk space" in done.err
-        assert read(disk / "x" / SNAPSHOT)["progress"]["epoch"] == 1
+        assert read_checkpoint(disk / "x" / SNAPSHOT)["progress"]["epoch"] == 1
         again = python("imagenet_nd.py", *SMALL, *line, "--resume", "auto", **env)
         assert again.code == 2
         assert "cannot write into the run directory" in again.sentence
-        assert read(disk / "x" / SNAPSHOT)["progress"]["epoch"] == 1
+        assert read_checkpoint(disk / "x" / SNAPSHOT)["progress"]["epoch"] == 1
         (disk / "ballast").unlink()
         done = train("imagenet_nd.py", *line, "--resume", "auto", **env)
         assert summary(disk / "x")["epochs_done"] == 2

@@ -1,11 +1,17 @@
-"""Files that exist either as a whole or not at all."""
+"""Files that exist either as a whole or not at all, and reading those that torch.save wrote."""
 
 import os
 import shutil
+import stat
+import warnings
+import zipfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from utils.errors import UserError
 
 TEMPORARY = (".tmp", ".part")  # the second one: by preparations of earlier versions
 
@@ -45,6 +51,41 @@ def link_atomically(source: Path, path: Path) -> None:
         except OSError:
             shutil.copyfile(source, temporary)
         os.replace(temporary, path)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What torch.save has written to ``path``, on the CPU. Code in the file is not run.
+
+    Checksums are compared first: torch.load would accept a weight with a flipped bit. Files of
+    torch before 1.6 have none. Raises: `UserError`.
+    """
+    import torch  # here, as most programs of this suite write files without it
+
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for its writer
+            raise UserError(
+                f"{path} is not a file: give the checkpoint itself, such as snapshot.pt"
+            )
+        with open(path, "rb") as file:
+            whole = file.read(2) != b"PK" or zipfile.ZipFile(file).testzip() is None
+        # torchvision's reference scripts keep their command line in the file: a plain Namespace.
+        with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location="cpu", weights_only=True) if whole else None
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}") from None
+    except Exception as fault:  # torch and zipfile report damage by half a dozen types
+        if isinstance(fault, OSError) and fault.strerror:
+            raise UserError(f"{path} cannot be read ({fault.strerror})") from fault
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(
+            f"{path} is not a checkpoint: it is damaged, was not written by torch.save, or holds "
+            "more than tensors and plain values (code in a checkpoint is never run)"
+        )
+    return content
 
 
 def remove_leftovers(folder: Path, recursive: bool = False) -> None:

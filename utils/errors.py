@@ -1,9 +1,9 @@
 """Errors that a user can correct: one sentence, a non-zero exit code, no traceback."""
 
+import errno
 import io
 import os
 import re
-import stat
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -68,19 +68,19 @@ def show(error: UserError) -> None:
 
 
 def go_on_without_reader() -> None:
-    """Drop what is printed once nobody reads it any more (`| head -3`), instead of failing.
+    """Drop output that cannot be written (`| head -3`, a full disk), instead of failing.
 
     For the start of a program: files are still written, and the exit code stays its own.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
-            kind = os.fstat(stream.fileno()).st_mode
+            terminal = os.isatty(stream.fileno())
         except (AttributeError, OSError):  # closed, or not a file
             continue
-        if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind):
+        if not terminal:
             stream.flush()
-            raw = _Unread(stream.fileno(), "w", closefd=False)
+            raw = _Droppable(stream.fileno(), "w", closefd=False)
             new = io.TextIOWrapper(
                 raw if stream.write_through else io.BufferedWriter(raw),
                 stream.encoding,
@@ -91,8 +91,8 @@ def go_on_without_reader() -> None:
             setattr(sys, name, new)
 
 
-class _Unread(io.FileIO):
-    """The writing end of a pipe whose reader may leave."""
+class _Droppable(io.FileIO):
+    """A pipe whose reader may exit, or a file whose disk may be full."""
 
     def write(self, data: bytes) -> int | None:
         try:
@@ -101,7 +101,11 @@ class _Unread(io.FileIO):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())  # for C++ and processes started later, too
             os.close(nowhere)
-            return memoryview(data).nbytes
+        except OSError as fault:
+            if fault.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+            # Only this text is lost: there may be room again later.
+        return memoryview(data).nbytes
 
 
 def end_with(main: Callable[[], int]) -> NoReturn:

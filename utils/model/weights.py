@@ -6,10 +6,11 @@ from typing import Any
 from torch import Tensor, nn
 from torchvision.models.vision_transformer import interpolate_embeddings
 
+from utils.atomic import read_checkpoint
 from utils.data.preprocessing import Preprocessing
 from utils.errors import UserError
-from utils.run import checkpoint, contents
 
+_EMA = ("state_dict_ema", "model_ema")  # timm's name, and that of torchvision's references
 # Tensors of the model that a file may lack before it is taken for one of another model.
 MOST_MISSING = 0.1
 _SHOWN = 4  # names in a line
@@ -22,7 +23,7 @@ def read(file: str) -> dict[str, Any]:
     """
     path = Path(file)
     if path.suffix != ".safetensors":
-        return checkpoint.read(path)
+        return read_checkpoint(path)
     try:
         from safetensors.torch import load_file
     except ImportError:
@@ -37,11 +38,33 @@ def read(file: str) -> dict[str, Any]:
 
 def preprocessing(file: str) -> Preprocessing | None:
     """What a file of this suite says of its images; None for others. Raises: `UserError`."""
-    saved = contents.preprocessing(read(file), Path(file))
+    saved = read(file).get("preprocessing")
     try:
         return None if saved is None else Preprocessing.of(saved)
     except ValueError as fault:
         raise UserError(f"{file} says of its images: {fault}", alike=True) from None
+
+
+def plain(content: dict[str, Any], path: Path | None) -> tuple[dict[str, Tensor], str | None]:
+    """The model's weights in any program's checkpoint, under torchvision's names, and a note.
+
+    Averaged weights (EMA) are taken only if there are no others: the optimiser continues from the
+    plain ones. Raises: `UserError`.
+    """
+    ema = next((name for name in _EMA if name in content), None)
+    found, note = content.get("model", content.get("state_dict")), None
+    if ema is not None:
+        which = "the plain weights in it are used" if found else "there are no others in it"
+        note = f"note: {path} holds averaged (EMA) weights, {ema}: {which}"
+    if found is None:
+        found = content.get(ema, content)
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise UserError(f"{path} holds no model weights", alike=True)
+    # Without what DistributedDataParallel and torch.compile put around a name.
+    named = {n.replace("_orig_mod.", "").removeprefix("module."): x for n, x in found.items()}
+    if ema is not None:
+        named.pop("n_averaged", None)  # torch.optim.swa_utils.AveragedModel counts there
+    return named, note
 
 
 def load(model: nn.Module, file: str, arch: str, head: str) -> list[str]:
@@ -54,7 +77,7 @@ def load(model: nn.Module, file: str, arch: str, head: str) -> list[str]:
     path, content = Path(file), read(file)
     if isinstance(saved := content.get("arch"), str) and saved != arch:
         raise UserError(f"{path} is a {saved}: use -a {saved} to load it", alike=True)
-    found, note = contents.weights(content, path)
+    found, note = plain(content, path)
     own = model.state_dict()
     fitted: dict[str, Tensor] = {}
     said = []

@@ -3,9 +3,7 @@
 utils/run/snapshots.py writes them. Reading runs no code that a file may hold.
 """
 
-import argparse
 import logging
-import stat
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from utils.atomic import read_checkpoint
 from utils.comm import pieces
 from utils.errors import UserError
 from utils.launch.world import World, from_main
+from utils.model import weights
 from utils.run import agreeing, contents, elastic
-from utils.run.snapshots import candidates, check_whole
+from utils.run.snapshots import candidates
 
 log = logging.getLogger(__name__)
 
@@ -134,35 +134,12 @@ def best_of(
     }
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU; no code in it is run. Raises `UserError` if that fails."""
-    try:
-        # Opening a pipe that nobody writes into would wait for ever.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise UserError(f"{path} cannot be read as a checkpoint: it is no regular file")
-        check_whole(path)
-    except FileNotFoundError:
-        raise UserError(f"there is no snapshot {path}") from None
-    except OSError as fault:
-        raise UserError(f"{path} cannot be read ({fault.strerror})") from fault
-    try:
-        # torchvision's reference scripts keep their command line in the file: a plain Namespace.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as fault:  # torch.load reports damage by half a dozen types
-        first = (str(fault).splitlines() or [type(fault).__name__])[0]
-        raise UserError(f"{path} cannot be read as a checkpoint ({first[:200]})") from fault
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not a checkpoint: it holds a {type(content).__name__}")
-    return content
-
-
 def read_latest(path: Path) -> dict[str, Any]:
     """Read ``path`` or, if it is a run's snapshot and damaged, the one before, and say so."""
     failure: UserError | None = None
     for candidate in candidates(path):
         try:
-            content = read(candidate)
+            content = read_checkpoint(candidate)
         except UserError as fault:
             failure = failure or fault
             continue
@@ -198,11 +175,11 @@ def resume(
     whole = "progress" in content
     if whole and not args.evaluate and args.start_epoch is None:
         agreeing.check_options(changed, saved, path)
-    state.preprocessing = contents.preprocessing(content, path)
-    weights, note = contents.weights(content, path)
+    state.preprocessing = content.get("preprocessing")
+    named, note = weights.plain(content, path)
     if note and world.is_main:
         log.info(note)
-    _load_weights(state, weights, args)
+    _load_weights(state, named, args)
     if args.evaluate:
         return False
     if state.ema is not None:
@@ -239,9 +216,9 @@ def resume(
     return True
 
 
-def _load_weights(state: TrainState, weights: dict[str, Tensor], args: Any) -> None:
+def _load_weights(state: TrainState, named: dict[str, Tensor], args: Any) -> None:
     try:
-        state.load_weights(weights)
+        state.load_weights(named)
     except UserError as fault:
         # Some models have weights for each place of the image.
         size = (state.preprocessing or {}).get("image_size")

@@ -15,7 +15,6 @@ from utils.comm import pieces
 from utils.errors import UserError
 
 PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums", "printed")
-_EMA = ("state_dict_ema", "model_ema")  # timm's name, and that of torchvision's references
 
 
 def _wrong(path: Path | None, part: str, kind: str) -> UserError:
@@ -54,46 +53,6 @@ def classes(content: dict[str, Any], path: Path | None) -> list[str] | None:
     ):
         raise _wrong(path, "classes", "a list of names")
     return found if found is None else list(found)
-
-
-def weights(content: dict[str, Any], path: Path | None) -> tuple[dict[str, Tensor], str | None]:
-    """The model's weights under plain names, and what is to be said about the choice.
-
-    A file may hold an exponential moving average (EMA) of the weights as well: what the optimiser
-    goes on from are the plain ones, so those are taken.
-    """
-    ema = next((name for name in _EMA if name in content), None)
-    plain, note = content.get("model", content.get("state_dict")), None
-    if ema is not None:
-        which = "the only ones in it" if plain is None else "the plain ones are taken"
-        note = f"note: {path} holds averaged (EMA) weights, {ema}: {which}"
-    if plain is None:
-        plain = content if ema is None else content[ema]
-    if not isinstance(plain, dict) or not all(isinstance(name, str) for name in plain):
-        raise UserError(f"{path} holds no model weights", alike=True)
-    named = {_plain_name(name): value for name, value in plain.items()}
-    if ema is not None:
-        named.pop("n_averaged", None)  # torch.optim.swa_utils.AveragedModel counts there
-    return named, note
-
-
-def _plain_name(name: str) -> str:
-    """A parameter's name without what DistributedDataParallel and torch.compile put around it."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
-
-
-def preprocessing(content: dict[str, Any], path: Path | None) -> dict[str, Any] | None:
-    """How the run that wrote the file made its images, see `utils.data.preprocessing`.
-
-    None for other programs' files. Our older ones do not say it: it was ImageNet's usual way.
-    """
-    saved = content.get("preprocessing")
-    if not isinstance(saved, (dict, type(None))):
-        raise _wrong(path, "preprocessing", "a dictionary")
-    if saved is not None or not ("progress" in content or "top1" in content):
-        return saved
-    sizes = content.get("options") or {}
-    return {name: sizes.get(name) for name in ("image_size", "val_resize_size")}
 
 
 def momentum(content: dict[str, Any], optimizer: Any, path: Path | None) -> dict[str, Any]:

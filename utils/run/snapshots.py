@@ -7,7 +7,6 @@ instant, also in the middle of a write, ``snapshot.pt`` or the one before it is 
 import logging
 import threading
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,24 +33,6 @@ def candidates(path: Path) -> Iterator[Path]:
     yield path
     if path.name == SNAPSHOT and path.with_name(PREVIOUS).is_file():
         yield path.with_name(PREVIOUS)
-
-
-def check_whole(path: Path) -> None:
-    """Compare a file that torch.save has written with its checksums (CRC-32 of each record).
-
-    torch.load does not: a flipped bit in a weight would be trained on. Raises: `UserError`. Files
-    of torch before 1.6 have no checksums, and pass.
-    """
-    with open(path, "rb") as file:
-        if file.read(2) != b"PK":
-            return
-        try:
-            with zipfile.ZipFile(file) as archive:
-                damaged = archive.testzip()
-        except Exception as fault:  # zipfile reports damage by half a dozen types
-            raise UserError(f"{path} cannot be read as a checkpoint ({fault})") from fault
-    if damaged is not None:
-        raise UserError(f"{path} cannot be read as a checkpoint (checksum of {damaged} is wrong)")
 
 
 def write(content: dict[str, Any], path: Path) -> None:

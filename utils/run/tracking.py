@@ -24,7 +24,7 @@ from utils.option_types import AUTO
 from utils.run import elastic, store
 from utils.run.console import LOG, Console
 from utils.run.owner import OWNER, Claim
-from utils.run.snapshots import BEST, SNAPSHOT, latest
+from utils.run.snapshots import BEST, PREVIOUS, SNAPSHOT, latest
 
 Facts = dict[str, tensorboard.Value]
 VISIBLE_SECONDS = 10.0  # for a file to be seen on another node
@@ -63,6 +63,13 @@ def _directory(args: Any, plan: elastic.Plan, world: World, mode: str) -> Path:
 
 def _make(folder: Path) -> None:
     """Make the run's directory and its log. For rank 0."""
+    for name in (SNAPSHOT, PREVIOUS, BEST, OPTIONS, SUMMARY, LOG):
+        path = folder / name
+        if path.exists() and not path.is_file():
+            raise UserError(
+                f"{path} is not a file, and training will write one there: move it away, or choose "
+                "another --name"
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / LOG).touch()

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from utils.atomic import read_checkpoint
 from utils.comm import pieces
 from utils.data.loaders import Batches
 from utils.errors import UserError
 from utils.launch.world import copy_from_main, from_main
 from utils.metrics import UNREADABLE, Sums, to_metrics
 from utils.option_types import positive
-from utils.run import checkpoint
 from utils.run.snapshots import BEST
 from utils.train import report
 from utils.train.session import Predict, Session
@@ -153,7 +153,7 @@ def test_best(session: Session, predict: Predict) -> dict[str, float] | None:
     best = session.run.folder / BEST
 
     def read() -> Any:
-        return checkpoint.read(best)["state_dict"] if best.is_file() else None
+        return read_checkpoint(best)["state_dict"] if best.is_file() else None
 
     weights = from_main(read, session.world)
     if weights is not None:

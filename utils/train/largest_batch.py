@@ -142,7 +142,7 @@ def _of_checkpoint(session: Session) -> tuple[int | None, int | None]:
     goes_on = "progress" in content and args.start_epoch is None and not args.evaluate
     if goes_on and isinstance(size, int) and size > 0:
         return size, None
-    wanted = contents.preprocessing(content, path)
+    wanted = content.get("preprocessing")
     if wanted is None or "image_size" not in args.untyped:
         return None, None
     try:
