@@ -131,7 +131,7 @@ def run(
         patch(models, "create", create_fake)
         patch(snapshots, "write", write_values)
         patch(ImageBatches, "fill", _unseen(ImageBatches.fill))
-        patch(supervise, "die_with_parent", lambda: None)
+        patch(supervise, "die_with_parent", lambda *_: None)
         for utils in [m for name, m in sys.modules.items() if name.startswith("utils.")]:
             if getattr(utils, "Future", None) is REAL_FUTURE:
                 patch(utils, "Future", Future)

@@ -188,7 +188,7 @@ def run(script, *options):
         with (
             mock.patch.object(sys, "argv", argv),
             mock.patch.object(models, "timm", timm),
-            mock.patch.object(supervise, "die_with_parent", lambda: None),
+            mock.patch.object(supervise, "die_with_parent", lambda *_: None),
         ):
             assert module.main() == 0
     finally:

@@ -1,15 +1,18 @@
 """No orphans: when a launcher or a rank dies, nothing that the run has started lives on."""
 
+import contextlib
 import os
+import random
 import re
 import signal
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from conftest import ROOT, python, summary
-from running import TORCHRUN, Process, Running, eventually, start, tiny
+from running import TORCHRUN, Process, Running, eventually, everyone, start, tiny
 
 from utils.launch import supervise
 
@@ -64,6 +67,47 @@ def test_nothing_outlives_the_process_that_was_typed(folder, tmp_path, way, sign
         run.send(signum)
         run.process.wait()
         assert all_gone(run), [one for one in family if one.lives()]
+
+
+def marked(mark: str) -> list[Process]:
+    """The living processes with ``mark`` in their environment, whoever is their parent now."""
+    found = []
+    for one in everyone():
+        with contextlib.suppress(OSError):
+            if mark.encode() in Path(f"/proc/{one.pid}/environ").read_bytes() and one.lives():
+                found.append(one)
+    return found
+
+
+FSDP = ("imagenet_fsdp.py", *WAYS["torchrun"][1:])
+
+
+@pytest.mark.parametrize("way", [*WAYS, "fsdp"])
+@pytest.mark.parametrize(
+    "moment", ["ranks start", *(pytest.param(s, marks=pytest.mark.long) for s in range(12))]
+)
+def test_nothing_outlives_a_launcher_killed_during_start_up(folder, tmp_path, way, moment):
+    """Killed at a random instant: just after its ranks were started, or within 12 s.
+
+    The ranks, which import torch for seconds, have to notice that their parent is gone.
+    """
+    mark = f"MARK={tmp_path}/{random.getrandbits(40):x}"
+    with mock.patch.dict(WAYS, {"fsdp": FSDP}):
+        run = endless(way, folder, tmp_path, **dict([mark.split("=")]))
+    with run:
+        if moment == "ranks start":
+            least = 1 if way == "nd" else 3
+            assert eventually(lambda: len(marked(mark)) >= least)
+            time.sleep(random.uniform(0, 0.7))
+        else:
+            time.sleep(moment + random.random())
+        run.send(signal.SIGKILL)
+        run.process.wait()
+        try:
+            assert eventually(lambda: not marked(mark), seconds=15), marked(mark)
+        finally:
+            for one in marked(mark):
+                os.kill(one.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])

@@ -170,10 +170,12 @@ def relay(source, target):
 
 def start(job):
     """Start the job's command in its own session; its output goes through this process."""
-    libc = ctypes.CDLL(None)
+    libc, guard = ctypes.CDLL(None), os.getpid()
 
     def die_with_guard():
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:  # it was killed before the call
+            os._exit(1)
 
     child = subprocess.Popen(
         job["command"],

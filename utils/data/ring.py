@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from utils.data.dataset import ImageBatches, Reading
 from utils.data.workers import WorkerContext
 from utils.errors import UserError
-from utils.launch import supervise
 from utils.samplers import Batch, EvalSampler, TrainSampler
 
 log = logging.getLogger(__name__)
@@ -220,5 +219,4 @@ def _as_it_is(filled: Filled) -> Filled:
 
 
 def _begin_worker(_: int) -> None:
-    supervise.die_with_parent()
     get_worker_info().dataset.dataset.quietly = True

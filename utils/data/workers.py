@@ -18,6 +18,8 @@ import os
 import signal
 from multiprocessing.context import ForkContext, ForkProcess
 
+from utils.launch import supervise
+
 BEGIN_SECONDS = 10.0  # a fork takes milliseconds; a slow one that is done again costs nothing else
 TRIES = 5
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Slurm sends the last one
@@ -32,6 +34,7 @@ class Worker(ForkProcess):
         for _ in range(TRIES):
             self._target, self._args, self._kwargs = task
             self._pipe = os.pipe()
+            self._trainer = os.getpid()
             before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
             try:
                 super().start()  # the child keeps the mask
@@ -52,7 +55,8 @@ class Worker(ForkProcess):
         raise RuntimeError(f"none of {TRIES} forks of a data loading worker came to run")
 
     def run(self) -> None:
-        """In the child: say that it runs, and do the task."""
+        """In the child: end with the training process, say that it runs, and do the task."""
+        supervise.die_with_parent(self._trainer)
         os.write(self._pipe[1], b".")
         for end in self._pipe:
             os.close(end)

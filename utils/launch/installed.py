@@ -1,4 +1,4 @@
-"""Imported before all packages: one that is not installed is one sentence, not a traceback."""
+"""Imported before all packages: end with the launcher, and name a package that is missing."""
 
 import importlib.abc
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError, report
+from utils.launch import supervise
 
 ROOT = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = ROOT / ".venv"
@@ -36,4 +37,5 @@ def _is_ours(frame: Any) -> bool:
     return file.is_relative_to(ROOT) and "site-packages" not in file.parts
 
 
+supervise.die_with_launcher()
 sys.meta_path.append(_Missing())

@@ -89,7 +89,6 @@ def run(worker: Callable[[Any, Place], int], args: Any) -> int:
     Returns: the exit code for this process. Raises: `UserError`.
     """
     if "LOCAL_RANK" in os.environ:
-        supervise.die_with_parent()
         return worker(args, _place_from_torchrun())
     places = _places_of_this_node(args)
     first = places[0]

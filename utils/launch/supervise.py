@@ -25,6 +25,7 @@ from utils.errors import (
 
 # In the environment of all that the suite starts; scripts/cleanup.sh looks for it.
 MARKER = "IMAGENET_SUITE"
+LAUNCHER = "IMAGENET_LAUNCHER"  # there as well: the process id of what has to outlive it
 GRACE_SECONDS = 15.0  # how long the others may take to end once one process has failed
 REPORT_SECONDS = 60.0  # how long a node's first process may take to find what others found
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -44,6 +45,28 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
         os._exit(1)
+
+
+def die_with_launcher() -> None:
+    """Let this process end with its launcher, if it has one: `supervise`, a script or torchrun.
+
+    Call it before torch is imported, which takes seconds: a launcher may be killed meanwhile.
+    """
+    if launcher := os.environ.pop(LAUNCHER, None):
+        die_with_parent(int(launcher))
+    elif "LOCAL_RANK" in os.environ:
+        die_with_parent()
+        # torchrun does not tell its process id. It has torch loaded; what adopts orphans has not.
+        if "TORCHELASTIC_RUN_ID" in os.environ and not _has_torch(os.getppid()):
+            os._exit(1)
+
+
+def _has_torch(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/maps") as file:
+            return any("libtorch" in line for line in file)
+    except OSError:  # gone, or of another user
+        return False
 
 
 def adopt_orphans() -> set[int]:
@@ -138,7 +161,6 @@ def _wait_for_the_end(error: UserError) -> None:
     find the same fault after all; then it reports it itself.
     """
     _kill_children()
-    die_with_parent()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)
     time.sleep(REPORT_SECONDS)
@@ -180,7 +202,8 @@ def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...]]]) -> int:
     # the very thread they wait for: measured, steps took twice as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     context = multiprocessing.get_context("spawn")
-    children = [context.Process(target=_child, args=(run, *args)) for run, args in calls]
+    me = os.getpid()
+    children = [context.Process(target=_child, args=(me, run, *args)) for run, args in calls]
     interrupts = 0
 
     def pass_on(signum: int, frame: Any) -> None:
@@ -193,8 +216,9 @@ def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...]]]) -> int:
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {signum: signal.signal(signum, pass_on) for signum in handled}
     try:
-        for child in children:
-            child.start()
+        with _environment({LAUNCHER: str(me)}):
+            for child in children:
+                child.start()
         return _wait_for(children)
     finally:
         for child in children:
@@ -202,6 +226,19 @@ def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...]]]) -> int:
                 child.kill()
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+@contextlib.contextmanager
+def _environment(more: dict[str, str]) -> Iterator[None]:
+    """Variables that processes started meanwhile inherit."""
+    before = dict(os.environ)
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name in more:
+            os.environ.pop(name)
+        os.environ.update({name: before[name] for name in more if name in before})
 
 
 def _wait_for(children: list[Any]) -> int:
@@ -229,10 +266,9 @@ def _wait_for(children: list[Any]) -> int:
     return first_code
 
 
-def _child(function: Callable[..., int], *arguments: Any) -> None:
-    # The parent's death must end this process too, and only the parent decides about Ctrl-C until
-    # training has put its own handlers in place.
-    die_with_parent()
+def _child(parent: int, function: Callable[..., int], *arguments: Any) -> None:
+    # Only the parent decides about Ctrl-C until training has put its own handlers in place.
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with _errors_reported(by_torchrun=False):
         code = function(*arguments)
