@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from utils import options
 from utils.amp import native
-from utils.comm import layout
+from utils.comm import fsdp
 from utils.data.loaders import build_loaders
 from utils.launch import launch, supervise
 from utils.launch.world import World, copy_from_main
@@ -40,7 +40,7 @@ def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
     native.add_options(parser)
     compiling.add_options(parser)
-    layout.add_options(parser)
+    fsdp.add_options(parser)
     launch.add_options(parser)
     args = options.parse(parser)
     return launch.run(worker, args)  # in each process of this node
@@ -70,8 +70,8 @@ def train(args: Namespace, world: World) -> int:
     copy_from_main(model, world)
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    mesh = layout.mesh(args, world)
-    for part, policy in layout.parts(model, amp_dtype):  # blocks; at last the model: what is left
+    mesh = fsdp.mesh(args, world)
+    for part, policy in fsdp.parts(model, amp_dtype):  # blocks; at last the model: what is left
         fully_shard(
             part,  # to the device, too: no GPU ever holds the whole model
             mesh=mesh,

@@ -81,8 +81,8 @@ def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
     import torch
     from fake_runs import stand_in
 
-    from utils.comm import pieces
     from utils.launch import launch, network
+    from utils.launch.world import local, reshard
     from utils.model import models
     from utils.run.checkpoint import TrainState
     from utils.train.stopping import Reason, StopRequest
@@ -95,6 +95,10 @@ def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
     place = launch.Place(
         rank, size, rank % job.processes, job.processes, f"file://{store}", "127.0.0.1", 1
     )
+
+    def bytes_of(tensors: Iterable[Any]) -> int:
+        return sum(local(t).numel() * t.element_size() for t in tensors if torch.is_tensor(t))
+
     found = SimpleNamespace(code=None, bytes={}, calls=0, model=None)
 
     def watched(*args: Any, **more: Any) -> TrainState:
@@ -103,8 +107,13 @@ def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
 
         def count(*_: Any) -> None:
             gradients = [w.grad for g in state.optimizer.param_groups for w in g["params"]]
-            found.bytes = pieces.bytes_held(state.model, state.optimizer)
-            found.bytes["gradients"] = pieces.bytes_of(gradients)
+            reshard(state.model)
+            kept = [v for entry in state.optimizer.state.values() for v in entry.values()]
+            found.bytes = {
+                "parameters": bytes_of(state.model.parameters()),
+                "gradients": bytes_of(gradients),
+                "optimizer": bytes_of(kept),
+            }
 
         state.optimizer.register_step_pre_hook(count)
         return state
@@ -130,7 +139,7 @@ def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
         finally:
             for handler in logging.getLogger("utils").handlers[:]:
                 logging.getLogger("utils").removeHandler(handler)
-    at_end = pieces.bytes_of(found.model.parameters())
+    at_end = bytes_of(found.model.parameters())
     return {"code": found.code, "at_end": at_end, **found.bytes}
 
 

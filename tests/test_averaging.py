@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from utils.atomic import read_checkpoint
+from utils.comm import fsdp
 from utils.errors import UserError
 from utils.run.checkpoint import resume
 from utils.train import evaluation, loop
@@ -302,7 +303,8 @@ def shards(rank: int, size: int) -> list[float]:
     }
     off = max((gathered[name] - value).abs().max() for name, value in pair[0].weights().items())
     again = Average(model, DECAY)
-    again.restore({"model": gathered, "steps": 3, "pending": 0})
+    saved = fsdp.shards_like(gathered, again.weights())
+    again.restore({"model": saved, "steps": 3, "pending": 0})
     lost = [
         (a.to_local() - b.to_local()).abs().sum()
         for a, b in zip(again.averages[:2], pair[1].averages[:2], strict=True)

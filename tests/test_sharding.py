@@ -10,7 +10,7 @@ from conftest import scalars, summary
 from joined import Job, run_jobs
 from running import assert_same_weights, snapshot
 
-from utils.comm import layout
+from utils.comm import fsdp
 from utils.model import models
 
 CURVES = ("Loss/train", "Top1/train", "Top5/train", "Loss/val", "Top1/val", "Top5/val", "Lr")
@@ -180,8 +180,8 @@ def test_blocks_are_found_by_the_models_structure(arch, chosen, rest, monkeypatc
     monkeypatch.setattr(models, "_check_image_size", lambda *_: None)
     with torch.device("meta"):
         model = models.create(arch, 1000, 224)
-    found = layout.blocks(model)
+    found = fsdp.units(model)
     assert Counter(type(block).__name__ for block in found) == chosen
-    assert layout.weights(model) - sum(map(layout.weights, found)) <= rest * layout.weights(model)
+    assert fsdp.size(model) - sum(map(fsdp.size, found)) <= rest * fsdp.size(model)
     inside = [set(block.modules()) for block in found]
     assert sum(map(len, inside)) == len(set().union(*inside))  # none in another

@@ -123,3 +123,15 @@ def copy_from_main(model: nn.Module, world: World, parameters: bool = True) -> N
         for tensor in tensors:
             here = tensor.device.type == world.device.type
             dist.broadcast(tensor, src=0, group=None if here else world.control)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's shard of a sharded tensor (the same memory); of a plain one, all of it."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the whole weights that FSDP has gathered, as they are out of date or not needed."""
+    for module in model.modules():
+        if hasattr(module, "set_requires_gradient_sync"):  # an FSDPModule
+            module.reshard()

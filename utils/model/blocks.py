@@ -1,5 +1,6 @@
 """What is done to a model that is built: parts frozen, dropped, begun at zero, computed twice."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import MethodType
@@ -13,6 +14,8 @@ from torchvision.models import resnet
 from torchvision.ops import StochasticDepth
 
 from utils.errors import UserError
+
+SEQUENCES = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def head_of(model: nn.Module, classes: int) -> str:
@@ -147,26 +150,30 @@ def checkpoint_blocks(model: nn.Module) -> str:
 
 
 def repeated(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules of classes that ``model`` has several of: its blocks, in order.
+    """The blocks of a model, in order: the outermost modules of classes that it has several of.
 
-    Layers of torch itself, plain sequences of modules and timm's stages of blocks are none.
+    Layers of torch itself, sequences of modules and stages, which hold a row of blocks, are none.
     """
-
-    def is_block(module: nn.Module) -> bool:
-        kind = type(module)
-        if isinstance(module, (nn.Sequential, nn.ModuleList)) or kind.__name__.endswith("Stage"):
-            return False
-        return not kind.__module__.startswith("torch.nn") and any(True for _ in module.children())
-
-    kinds = [type(module) for module in model.modules() if is_block(module)]
+    kinds = Counter(type(module) for module in model.modules() if _is_block(module))
     found: list[nn.Module] = []
 
     def search(module: nn.Module) -> None:
         for child in module.children():
-            if is_block(child) and kinds.count(type(child)) > 1:
+            if kinds[type(child)] > 1:
                 found.append(child)
             else:
                 search(child)
 
     search(model)
     return found
+
+
+def _is_block(module: nn.Module) -> bool:
+    kind, children = type(module), list(module.children())
+    if isinstance(module, SEQUENCES) or kind.__module__.startswith("torch.nn"):
+        return False
+    if len(children) == 1 and isinstance(children[0], SEQUENCES):
+        row = list(children[0].children())
+        if all(map(_is_block, row)) and len(set(map(type, row))) == 1:
+            return False  # a stage
+    return bool(children) and not kind.__name__.endswith("Stage")  # timm's

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from utils.errors import UserError
+from utils.launch.world import local
 from utils.model.muon import Muon, hidden_matrices
 from utils.model.schedules import USUAL_LR
 
@@ -162,7 +164,8 @@ def sgd(
     parameters = list(parameters)
     first = parameters[0]["params"][0] if isinstance(parameters[0], dict) else parameters[0]
     decay = {"weight_decay": weight_decay, "nesterov": nesterov}
-    optimizer = torch.optim.SGD(parameters, lr, momentum, **decay, fused=first.is_cuda)
+    fused = first.is_cuda and (not hasattr(first, "to_local") or _fused_takes_shards())
+    optimizer = torch.optim.SGD(parameters, lr, momentum, **decay, fused=fused)
     if momentum:
         # The fused kernel leaves momentum uninitialised when the very first step overflows, as it
         # often does with a fresh loss scale. From zeros, the first step is the same as without.
@@ -170,6 +173,25 @@ def sgd(
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
+
+
+def _fused_takes_shards() -> bool:
+    """Let the fused kernel of SGD work on shards, which torch itself does for Adam alone.
+
+    It computes element by element, so that shards get what the whole would. torch has no public
+    way to say so; without its private table, a loss scaler waits for the device in each step.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def step(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        args, kwargs = tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
+        op(*args, **kwargs)
+
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if handlers is None:
+        return False
+    handlers.setdefault(torch.ops.aten._fused_sgd_.default, step)
+    return True
 
 
 def skip_on_device(optimizer: torch.optim.Optimizer) -> None:
@@ -185,10 +207,10 @@ def skip_on_device(optimizer: torch.optim.Optimizer) -> None:
     def tensors() -> dict[tuple[nn.Parameter, str], Tensor]:
         """What a step changes: of each weight with a gradient its own values, and its state."""
         weights = [p for group in optimizer.param_groups for p in group["params"]]
-        found = {(p, ""): _local(p) for p in weights if p.grad is not None}
+        found = {(p, ""): local(p) for p in weights if p.grad is not None}
         for p, _ in list(found):
             state = optimizer.state[p].items()
-            found |= {(p, name): _local(t) for name, t in state if isinstance(t, Tensor)}
+            found |= {(p, name): local(t) for name, t in state if isinstance(t, Tensor)}
         return found
 
     @torch.no_grad()
@@ -197,7 +219,7 @@ def skip_on_device(optimizer: torch.optim.Optimizer) -> None:
             return
         copies.update({key: tensor.clone() for key, tensor in tensors().items()})
         if getattr(optimizer, "grad_scale", None) is not None:
-            gradients = [_local(p.grad) for p, name in copies if not name]
+            gradients = [local(p.grad) for p, name in copies if not name]
             torch._foreach_div_(gradients, optimizer.grad_scale)
 
     @torch.no_grad()
@@ -215,11 +237,6 @@ def skip_on_device(optimizer: torch.optim.Optimizer) -> None:
     optimizer._step_supports_amp_scaling = True
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor; of another one, the whole."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _timm_optimizers() -> Any:

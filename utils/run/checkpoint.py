@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.atomic import read_checkpoint
-from utils.comm import pieces
+from utils.comm import fsdp
 from utils.errors import UserError
 from utils.launch.world import World, from_main
 from utils.model import weights
@@ -71,16 +71,16 @@ class TrainState:
     def sharded(self) -> bool:
         """Whether each process has a part of the model: all must take part in saving it, and in
         each of its forward passes."""
-        return pieces.is_sharded(self.model)
+        return fsdp.is_sharded(self.model)
 
     def full_weights(self) -> dict[str, Tensor]:
         """The model's state dict in float32, under plain torchvision names; of a sharded one,
-        pieces."""
+        shards."""
         return (self.weights or self.model).state_dict()
 
     def load_weights(self, state: dict[str, Tensor]) -> None:
         """Load whole weights. Raises `UserError` when they are of another model."""
-        state = pieces.pieces_like(state, self.model.state_dict()) if self.sharded else state
+        state = fsdp.shards_like(state, self.model.state_dict()) if self.sharded else state
         try:
             (self.weights or self.model).load_state_dict(state)
         except RuntimeError as fault:
@@ -183,7 +183,10 @@ def resume(
     if args.evaluate:
         return False
     if state.ema is not None:
-        state.ema.restore(contents.averages(content, path))
+        averages = contents.averages(content, path)
+        if averages is not None:
+            averages |= {"model": fsdp.shards_like(averages["model"], state.ema.weights())}
+        state.ema.restore(averages)
     progress = contents.progress(content, path) if whole else {}
     scaler = contents.loss_scale(content, state.scaler.state_dict(), path)
     other = args.start_epoch is not None and {*changed} & {*agreeing.OPTIMISER}

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from utils.comm import pieces
+from utils.comm import fsdp
 from utils.errors import UserError
 
 PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums", "printed")
@@ -85,7 +85,7 @@ def momentum(content: dict[str, Any], optimizer: Any, path: Path | None) -> dict
                 raise _wrong(path, "momentum", "a tensor")
             if buffer.shape != weight.shape:
                 raise UserError(f"the optimiser state in {path} is of another model", alike=True)
-            entry[name] = pieces.laid_out_like(buffer, weight)
+            entry[name] = fsdp.laid_out_like(buffer, weight)
     return {"state": state, "param_groups": groups}
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from utils.atomic import save_atomically
-from utils.comm.pieces import whole
+from utils.comm.fsdp import whole
 from utils.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class SnapshotWriter:
 class _Copies:
     """Deep copies on the host of what may be saved, into the buffers of the last time.
 
-    Of a tensor that is in pieces, the whole one; the other processes `pieces.take_part`.
+    Of a sharded tensor, the whole one; the other processes `fsdp.gather_for_main`.
     """
 
     def __init__(self, buffers: dict[str, Tensor]):

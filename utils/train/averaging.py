@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.comm import pieces
 from utils.errors import UserError
+from utils.launch.world import local, reshard
 from utils.option_types import number, positive
 
 Named = dict[str, Tensor]
@@ -131,7 +131,7 @@ class Average:
     @torch.no_grad()
     def _put(self, values: list[Tensor], live: list[Tensor]) -> None:
         torch._foreach_copy_(live, values)
-        pieces.let_go(self.model)  # whole weights that FSDP may still have are old now
+        reshard(self.model)  # whole weights that FSDP may still have are old now
 
     def state_dict(self) -> dict[str, Any]:
         """What a snapshot keeps."""
@@ -139,7 +139,8 @@ class Average:
 
     @torch.no_grad()
     def restore(self, saved: dict[str, Any] | None) -> None:
-        """Continue as a snapshot says (`state_dict`); without one, begin from the weights.
+        """Continue as a snapshot says (`state_dict`, sharded as the model); without one, begin from
+        the weights.
 
         Raises: `UserError` when it is of another model.
         """
@@ -155,7 +156,7 @@ class Average:
                     f"the averaged weights in the snapshot are of another model ({name})",
                     alike=True,
                 )
-            average.copy_(pieces.piece_like(found, average))
+            average.copy_(found)
 
 
 def better(record: dict[str, float]) -> str:
@@ -165,4 +166,4 @@ def better(record: dict[str, float]) -> str:
 
 def _local(tensors: list[Tensor]) -> list[Tensor]:
     """The tensors; of those that are sharded, this process's shard (the same memory)."""
-    return [pieces.local(tensor) for tensor in tensors]
+    return [local(tensor) for tensor in tensors]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from utils.comm import pieces
+from utils.comm import fsdp
 from utils.data import progressive
 from utils.errors import UserError
 from utils.train.session import TrainStep
@@ -47,7 +47,7 @@ def compiled(module: nn.Module, args: argparse.Namespace, device: torch.device) 
         return module
     if isinstance(module, nn.DataParallel):
         raise UserError("--compile does not go through DataParallel: imagenet_ddp.py has it")
-    if pieces.is_sharded(module):
+    if fsdp.is_sharded(module):
         raise UserError("--compile is not for sharded models: imagenet_ddp.py has it", alike=True)
     _check_compiler(device)
     mode = None if args.compile == "default" else args.compile

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from utils.comm import pieces
+from utils.comm import fsdp
 from utils.data import mixing
 from utils.launch.world import from_main, gather
 from utils.metrics import Sums, to_metrics
@@ -156,7 +156,7 @@ def save_snapshot(session: Session, is_best: bool = False) -> None:
         # First, so that no snapshot ever speaks of a best model that is not there.
         files = {BEST: checkpoint.best_of(state, session.args.arch, classes, weights), **files}
     if session.snapshots is None:
-        pieces.take_part(files)
+        fsdp.gather_for_main(files)
     else:
         session.snapshots.save(files)
 

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from utils.atomic import read_checkpoint
-from utils.comm import pieces
 from utils.data.loaders import Batches
 from utils.errors import UserError
-from utils.launch.world import copy_from_main, from_main
+from utils.launch.world import copy_from_main, from_main, reshard
 from utils.metrics import UNREADABLE, Sums, to_metrics
 from utils.option_types import positive
 from utils.run.snapshots import BEST
@@ -92,7 +91,7 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
         session.run.console.move_bar(number + 1)
         if stop is not None and stop.poll():
             break
-    pieces.let_go(session.state.model)
+    reshard(session.state.model)
     total = sums.total(world)
     seconds = time.perf_counter() - began
     session.run.console.stop_bar()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from utils import samplers
-from utils.comm import cost
+from utils.comm import cost, fsdp
 from utils.data import progressive, region_decode
 from utils.launch import kernels, supervise
 from utils.launch.world import gather
@@ -69,9 +69,7 @@ def start(session: Session) -> None:
 def sharding(session: Session) -> None:
     """Of a sharded model, print what of it is sharded how."""
     if session.state.sharded:
-        from utils.comm import layout  # a second to import
-
-        log.info(layout.describe(session.state.model, session.args.reshard))
+        log.info(fsdp.describe(session.state.model, session.args.reshard))
 
 
 def facts(session: Session) -> dict[str, Any]:

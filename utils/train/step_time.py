@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from utils.comm import pieces
+from utils.comm import fsdp
 
 Mark = Any  # a torch.cuda.Event, or seconds of the clock
 PENDING = 4096  # marks of so many micro-batches are kept at most until the device has passed them
@@ -116,10 +116,8 @@ class StepTimer:
         self.last: Mark | None = None
         self.reported = StepTimes()
         self.queued = False
-        if distributed and pieces.is_sharded(model):
-            from utils.comm import waiting
-
-            waiting.listen(model, self.clock.mark, self._waited)
+        if distributed and fsdp.is_sharded(model):
+            fsdp.time_waits(model, self.clock.mark, self._waited)
         elif distributed:
             # DDP waits for every parameter's gradient, so that those of the last layer, which
             # come first, are as good as any.

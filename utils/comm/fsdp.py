@@ -1,0 +1,219 @@
+"""Sharded models (FSDP2): what is sharded together, and what else has to know about shards.
+
+Plain tensors and models pass through all of it, so that callers need not ask. FSDP and DTensor take
+a second to import: only functions that need them do.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from utils.launch.world import World, local
+from utils.model.blocks import SEQUENCES, repeated
+
+SMALL = 100_000  # weights; a smaller block is not worth a collective of its own
+LARGE = 1_000_000  # weights; a single layer outside of all blocks that is
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """``--reshard``."""
+    group = parser.add_argument_group("sharding")
+    group.add_argument(
+        "--reshard",
+        choices=("none", "full", "node"),
+        default="full",
+        help="how long gathered weights stay. full (ZeRO-3): until a block has computed; none "
+        "(ZeRO-2): until its backward pass, which gathers half as often and takes the memory of a "
+        "whole model; node: as full, but each node has all shards, so that only gradients leave it",
+    )
+
+
+# ---- what `fully_shard` is called with
+
+
+def mesh(args: Any, world: World) -> DeviceMesh:
+    """The processes that divide the model among them: all, or with ``--reshard node`` those of each
+    node, [nodes, processes of a node]. All processes must call it."""
+    kind = world.device.type
+    if args.reshard != "node" or world.nodes == 1:
+        return DeviceMesh.from_group(dist.group.WORLD, kind)
+    ranks = torch.arange(world.size).view(world.nodes, world.local_size)
+    limit = timedelta(seconds=args.dist_timeout)
+    within, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit)
+    across, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=limit)
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group([across, within], kind, mesh=ranks, mesh_dim_names=names)
+
+
+def parts(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[Any, Any]]:
+    """The modules to shard and their precision, in order: the `units`, then the model itself.
+
+    The weights of a part travel together, as ``dtype`` (None: float32) to where they compute; their
+    gradients in float32. Inputs are left to torch.autocast, as in the other scripts. Batch norms
+    have running statistics in float32 and want their weights like them: they are parts of their
+    own, all of a unit together.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+    found: list[tuple[Any, Any]] = []
+    done: set[nn.Module] = set()
+    for part in (*units(model), model):
+        norms = [m for m in part.modules() if isinstance(m, _BatchNorm) and m.affine]
+        norms = [norm for norm in norms if norm not in done]
+        if dtype is not None and norms and norms != [part]:
+            found.append((norms, exact))
+            done |= set(norms)
+        found.append((part, policy))
+    return found
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """What is sharded by itself: the blocks that a model repeats, and large layers outside of them
+    (those of a VGG). What is left is small, or is not found."""
+    blocks = [block for block in repeated(model) if size(block) >= SMALL]
+    return blocks + [layer for layer in _layers(model) if size(layer) >= LARGE]
+
+
+def _layers(parent: nn.Module) -> Iterator[nn.Module]:
+    """Linear and convolution layers of the model itself and of its sequences. Others may be read
+    without being called, and then nothing would gather their weights."""
+    for child in parent.children():
+        if type(child) in (nn.Linear, nn.Conv2d):
+            yield child
+        elif isinstance(child, SEQUENCES):
+            yield from _layers(child)
+
+
+def size(module: nn.Module) -> int:
+    """How many numbers the parameters of a module have, on all processes together."""
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def describe(model: nn.Module, reshard: str) -> str:
+    """One line, before the first step: what has been sharded by itself, over how many processes,
+    and how much of it this one keeps."""
+    found = [module for module in model.modules() if is_sharded(module) and module is not model]
+    norms = any(isinstance(unit, _BatchNorm) for unit in found)
+    found = [unit for unit in found if not isinstance(unit, _BatchNorm)]
+    kinds = Counter(type(unit).__name__.removeprefix("FSDP") for unit in found)
+    names = ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "no block"
+    total, first = size(model), next(model.parameters())
+    rest, mine = total - sum(map(size, found)), sum(local(w).numel() for w in model.parameters())
+    shape = " x ".join(map(str, first.device_mesh.shape))
+    return (
+        f"--reshard {reshard}, {shape} process{'es' * (shape != '1')}: {names} each by itself, the "
+        f"rest ({rest / 1e6:.3g} of {total / 1e6:.4g} M weights) together"
+        f"{'; batch norms in float32' * norms}; rank 0 keeps {mine / 1e6:.3g} M"
+    )
+
+
+# ---- tensors of which each process has a shard (torch's DTensor)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` has been called with the model."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor, on its device. Collective: all processes that have a shard call it."""
+    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
+    """The shard of ``full``, which every process has, that ``like`` is of its own whole tensor.
+
+    On the device of ``like``. No communication. Plain if ``like`` is plain, or of another shape:
+    loading it then says so.
+    """
+    if not hasattr(like, "placements") or full.shape != like.shape:
+        return full
+    from torch.distributed.tensor import DTensor, Shard
+
+    part, mesh = full, like.device_mesh
+    for dim, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            shards = part.chunk(mesh.size(dim), placement.dim)
+            number = mesh.get_local_rank(dim)
+            empty = part.narrow(placement.dim, 0, 0)  # fewer rows than processes
+            part = shards[number] if number < len(shards) else empty
+    part = part.detach().to(like.device, copy=True).contiguous()
+    layout = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(part, mesh, like.placements, run_check=False, **layout)
+
+
+def shards_like(full: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`shard_like` for each entry of a state dict."""
+    return {name: shard_like(value, like.get(name, value)) for name, value in full.items()}
+
+
+def laid_out_like(value: Tensor, weight: Tensor) -> Tensor:
+    """``value``, of the shape of ``weight``, in its memory layout, which fused optimisers want; of
+    a sharded weight, this process's shard."""
+    if hasattr(weight, "placements"):
+        return shard_like(value, weight)
+    return torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def gather_for_main(tree: Any, done: set[int] | None = None) -> None:
+    """Take part in rank 0's `whole` of each tensor in ``tree``, which it copies for a snapshot.
+
+    A tree of the same form in all processes, of dictionaries, lists and tensors; a tensor that
+    stands in it twice is gathered once.
+    """
+    done = set() if done is None else done
+    if isinstance(tree, Tensor):
+        if id(tree) not in done:
+            done.add(id(tree))
+            whole(tree)
+    elif isinstance(tree, (dict, list, tuple)):
+        for entry in tree.values() if isinstance(tree, dict) else tree:
+            gather_for_main(entry, done)
+
+
+# ---- timing
+
+
+def time_waits(
+    model: nn.Module, mark: Callable[[], Any], waited: Callable[[Any, Any], None]
+) -> None:
+    """Have ``waited(begin, end)`` called, with two of ``mark()``, whenever a part of a sharded
+    model has waited for other processes, in forward and backward.
+
+    On a GPU the marks stand in the stream that computes, where it waits for those that communicate.
+    torch has no public hook there: what it calls is wrapped, and nothing is timed if it has gone.
+    """
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began = mark()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                waited(began, mark())
+
+        return run
+
+    for module in filter(is_sharded, model.modules()):
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
+                call = getattr(group, name, None)
+                # A list of modules shares a group: it must not be timed twice.
+                if call is not None and name not in vars(group):
+                    setattr(group, name, timed(call))
