@@ -14,7 +14,6 @@ from running import start, tiny
 from test_comm import in_processes
 
 from utils.errors import INTERRUPTED
-
 from utils.launch.world import World
 from utils.train import stopping
 from utils.train.stopping import FARTHEST, Reason, StopRequest
