@@ -18,14 +18,10 @@ show_help "$@"
 
 [ $# -ge 5 ] || fail "usage: MASTER_ADDR=IP bash scripts/multi_node_train.sh TRAIN_HOURS NODE_RANK" \
     "NODES SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]"
-hours=$1 rank=$2 nodes=$3 name=$4 batch=$5
-shift 5
-[ $# -eq 0 ] || [ "$1" = -- ] || fail "$1: put options of the training script after --"
-need_number NODE_RANK "$rank" '[0-9]+' "a whole number"
-need_number NODES "$nodes" '[1-9][0-9]*' "a whole number, at least 1"
-[ "$rank" -lt "$nodes" ] || fail "NODE_RANK $rank is not one of 0 to $((nodes - 1))"
+need_number NODE_RANK "$2" '[0-9]+' "a whole number"
+need_number NODES "$3" '[1-9][0-9]*' "a whole number, at least 1"
+[ "$2" -lt "$3" ] || fail "NODE_RANK $2 is not one of 0 to $(($3 - 1))"
 need_master
-[ "$nodes" = 1 ] || meet=(--nodes "$nodes" --node-rank "$rank")
-# Static rendezvous: with c10d, a node whose own name does not resolve could not join.
-launch "$hours" "$name" "$batch" "--nnodes=$nodes" "--node_rank=$rank" \
-    "--master_addr=$MASTER_ADDR" "--master_port=${MASTER_PORT:-8888}" "$@"
+export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-8888}
+nodes=(-n "$3" -nr "$2") log=node$2.log
+launch "$1" "${@:4}"

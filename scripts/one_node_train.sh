@@ -14,7 +14,5 @@ show_help "$@"
 
 [ $# -ge 3 ] || fail "usage: bash scripts/one_node_train.sh TRAIN_HOURS SAVE_NAME BATCH_SIZE" \
     "[-- TRAINING OPTIONS]"
-hours=$1 name=$2 batch=$3
-shift 3
-[ $# -eq 0 ] || [ "$1" = -- ] || fail "$1: put options of the training script after --"
-launch "$hours" "$name" "$batch" --standalone "$@"
+unset MASTER_ADDR MASTER_PORT WORLD_SIZE NODE_RANK # of a job on several nodes
+launch "$@"

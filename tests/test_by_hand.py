@@ -57,6 +57,5 @@ def test_nodes_train_together(folder, tmp_path, count, line):
         assert (found["nodes"], found["epochs_done"]) == (count, 1)
         assert found["world_size"] == count * (2 if "-g 2" in line else 1)
         if "multi_node" in line:
-            assert "interface: gloo eth0, NCCL eth0" in outputs[1]
             assert "Epoch 1/1" in (tmp_path / "run" / f"node{count - 1}.log").read_text()
         assert not any(node.processes() for node in nodes)

@@ -261,8 +261,7 @@ def test_multi_node_wrapper(folder, tmp_path):
         log = (only_run(tmp_path / rank) / f"node{rank}.log").read_text()
         assert only_run(tmp_path / rank).name == "mine"
         assert "Epoch 1/1" in log
-        assert "torch.distributed.run --nnodes=2 --node_rank=" in log
-        assert "interface: gloo lo, NCCL lo (lo leads to 127.0.0.1;" in log
+        assert f"imagenet_ddp.py -n 2 -nr {rank} -g 1 -b 8" in log
 
 
 @pytest.mark.parametrize(

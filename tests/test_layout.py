@@ -14,7 +14,7 @@ FLOORS = ("train", "run", "amp", "comm", "model", "data", "launch")
 TORCH_FREE = (
     *("errors", "option_types", "atomic", "samplers", "model.schedules"),
     *("launch.agreement", "launch.network", "launch.supervise"),
-    *("launch.meeting_point", "launch.installed"),
+    "launch.installed",
     *("data.listing", "data.index", "data.pack", "data.rgb"),
     *("run.figures", "run.owner", "run.provenance"),
     *("comm.cost", "data.progressive", "train.recipes"),

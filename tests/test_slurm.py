@@ -96,7 +96,7 @@ def test_a_job_trains_on_two_nodes(cluster, folder, tmp_path):
     assert eventually(lambda: cluster.state(job) == "COMPLETED 0", 120), log.read_text()
     found = summary(tmp_path / "runs" / f"slurm_{job}")
     assert (found["nodes"], found["world_size"], found["epochs_done"]) == (2, 2, 1)
-    assert "--master_addr=10.77.0.1" in log.read_text()
+    assert "--dist-url tcp://10.77.0.1:" in log.read_text()
     assert "1: [rank 1] Epoch 1/1" in log.read_text()
 
 

@@ -61,16 +61,6 @@ def call(
         raise UserError(fault)
 
 
-def find_master(master: tuple[str, int], seconds: float = WAIT) -> None:
-    """Return when the meeting point of an elastic job can be reached, or is to be on this node.
-
-    Prints that it waits. Raises: `UserError` if it cannot be reached within ``seconds``.
-    """
-    network.resolve(*master)
-    if not network.is_own(master[0]):
-        network.wait_for_master(*master, seconds, _say_that_it_waits(master, seconds))
-
-
 class _Me:
     """This node; ``handlers`` answer node 0's questions."""
 
@@ -245,7 +235,7 @@ def _say_that_it_waits(master: tuple[str, int], seconds: float) -> Callable[[str
     clock = _Clock(seconds)
     # The launcher over ssh has reached all nodes and started them together: a master that does not
     # even refuse is not late.
-    all_up = os.environ.get(MARKER) == "guard"
+    all_up = os.environ.get(MARKER, "").startswith("guard")
     answered = 0.0
 
     def say(reason: str) -> None:
