@@ -35,12 +35,12 @@ import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one
 from bench import network_table  # noqa: E402
 from compare import measures, reading, results  # noqa: E402
 
+from utils import option_types  # noqa: E402
 from utils.atomic import save_atomically  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 from utils.launch import supervise  # noqa: E402
 from utils.option_types import accuracy, positive  # noqa: E402
 from utils.run import provenance  # noqa: E402
-from utils.train import recipes  # noqa: E402
 
 FIGURES = "figures.json"  # in a run's folder: what is not in its event file
 
@@ -86,7 +86,7 @@ def arms_of(args: argparse.Namespace) -> dict[str, list[str]]:
         label, equals, typed = text.partition("=")
         words = shlex.split(typed) if equals else ["--recipe", text]
         if not equals:
-            label = recipes.find(text).stem
+            label = option_types.recipe_file(text).stem
         if label in found:
             raise UserError(f"two arms are called {label}: give LABEL=OPTIONS")
         found[label] = [*shlex.split(args.options), *words]

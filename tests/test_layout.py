@@ -17,7 +17,7 @@ TORCH_FREE = (
     "launch.installed",
     *("data.listing", "data.index", "data.pack", "data.rgb"),
     *("run.figures", "run.owner", "run.provenance"),
-    *("comm.cost", "data.progressive", "train.recipes"),
+    *("comm.cost", "data.progressive"),
 )
 # Sent to nodes as single files, whose Python may be 3.7 and have no package.
 SENT_TO_NODES = ("guard", "status", "cleanup", "doctor_start")

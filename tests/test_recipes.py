@@ -1,4 +1,4 @@
-"""--recipe: files of options, what is typed beside them, and how large a batch they bear."""
+"""--recipe: files of options, the batches they are meant for; options that are gone."""
 
 import importlib
 import json
@@ -10,37 +10,38 @@ import pytest
 from conftest import ROOT, scalars, train
 from running import tiny
 
-from utils import options
+from utils import option_types, options
 from utils.errors import UserError
-from utils.train import recipes
-from utils.train.recipes import batch_warnings
+from utils.train import report
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("imagenet_*.py"))
-ASKED = ("classic90", "fast16", "fast30", "strong100", "vit-finetune", "tiny")
+NAMES = ("classic90", "fast16", "fast30", "strong100", "tiny", "vit-finetune")
 
 
-class Stop(Exception):
-    """Raised in place of parsing, by the parser's owner."""
-
-
-def parser_of(script: str, monkeypatch):
-    """The parser that a script parses its command line with."""
-    found = []
-
-    def keep(parser):
-        found.append(parser)
-        raise Stop
-
-    with monkeypatch.context() as patch:
-        patch.setattr(options, "parse", keep)
-        with pytest.raises(Stop):
-            importlib.import_module(script).main()
-    return found[0]
+class Parsed(Exception):
+    """Raised once a script has parsed its command line."""
 
 
 @pytest.fixture
-def parser(monkeypatch):
-    return parser_of("imagenet_nd", monkeypatch)
+def parse(monkeypatch):
+    """The options of a script with the words of a command line."""
+    real = options.parse
+
+    def parsed(script: str, *words: object) -> dict:
+        found = {}
+
+        def keep(parser):
+            found.update(vars(real(parser)))
+            raise Parsed
+
+        with monkeypatch.context() as patch:
+            patch.setattr(options, "parse", keep)
+            patch.setattr(sys, "argv", [script, *map(str, words)])
+            with pytest.raises(Parsed):
+                importlib.import_module(script).main()
+        return found
+
+    return parsed
 
 
 @pytest.fixture
@@ -54,71 +55,45 @@ def recipe(tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("name", sorted({*recipes.names(), *ASKED}))
-def test_every_script_understands_every_recipe(name, script, monkeypatch):
-    args = recipes.parse(parser_of(script, monkeypatch), ["--recipe", name, "--epochs", "7", "D"])
-    assert (args.data, args.epochs) == ("D", 7)
-    assert args.wanted.options and "--epochs 7 (not " in args.wanted.typed
+@pytest.mark.parametrize("name", NAMES)
+def test_every_script_takes_every_recipe_and_the_command_line_takes_precedence(
+    name, script, parse, tmp_path
+):
+    words = option_types.recipe_words(name)
+    found = parse(script, tmp_path, "--epochs", 7, "--recipe", name)
+    assert (found["data"], found["epochs"]) == (str(tmp_path), 7)
+    assert found["lr"] == float(words[words.index("--lr") + 1])
+    if name == "classic90":  # so it trains what no recipe trains, bit for bit
+        plain = parse(script, tmp_path, "--epochs", 7)
+        assert found | {"recipe": None} == plain
 
 
-@pytest.mark.parametrize("name", recipes.names())
-def test_a_recipe_says_where_it_comes_from_and_what_it_reached(name):
-    text = recipes.find(name).read_text()
-    for wanted in ("Source: ", "What that reached: ", "What we reached: ", "Global batch: "):
-        assert f"# {wanted}" in text, wanted
-    assert recipes.RANGE.search(text)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_classic_recipe_is_the_defaults(script, monkeypatch, tmp_path):
-    """So it trains what no recipe trains, bit for bit."""
-    parser, found = parser_of(script, monkeypatch), []
-    for line in ([], ["--recipe", "classic90"]):
-        monkeypatch.setattr(sys, "argv", [script, *line, str(tmp_path)])
-        settled = vars(options.parse(parser)).items()
-        found.append({key: value for key, value in settled if key not in ("recipe", "wanted")})
-    assert found[0] == found[1]
-
-
-def test_what_is_typed_wins_wherever_it_stands(parser, recipe):
-    path = recipe("# a comment", "--lr 0.5 --epochs 16  # another", "", "--name 'a b'")
-    for line in (["--lr", "0.3", f"--recipe={path}", "D"], ["--recipe", path, "--lr", "0.3", "D"]):
-        args = recipes.parse(parser, line)
-        assert (args.lr, args.epochs, args.name, args.data) == (0.3, 16, "a b", "D")
-        assert args.wanted == ("--lr 0.5 --epochs 16 --name 'a b'", "--lr 0.3 (not 0.5)", None)
-    assert recipes.parse(parser, ["D"]).wanted is None
-
-
-def test_an_option_without_its_value_takes_no_data_for_one(parser, recipe):
-    args = recipes.parse(parser, ["--recipe", recipe("--pretrained", "--resume"), "D"])
-    assert (args.data, args.resume) == ("D", "auto") and args.pretrained
+def test_the_recipes_are_those_and_say_where_they_come_from_and_what_they_reached():
+    assert option_types.recipe_names() == sorted(NAMES)
+    for name in NAMES:
+        text = option_types.recipe_file(name).read_text()
+        for wanted in ("Source: ", "What that reached: ", "What we reached: ", "Global batch: "):
+            assert f"# {wanted}" in text, (name, wanted)
+        assert report.RANGE.search(text)
 
 
 @pytest.mark.parametrize(
-    ("line", "what"),
+    ("line", "message"),
     [
-        ("--lr x", "argument --lr"),
-        ("--opt-level O2", "--opt-level O2: no option of this script"),
-        ("--lr 0.1 DATA", "DATA: no option of this script"),
-        ("--lr '0.1", "No closing quotation"),
-        ("--recipe tiny", "no other recipe"),
-        ("--help", "no other recipe"),
+        ("--lr '0.1", r"mine\.txt cannot be read: No closing quotation"),
+        ("--optimizer lamb", "--optimizer lamb is gone: use adamw or muon"),
+        ("--comm=localsgd:8", "--comm localsgd is gone: .*--accum-steps"),
+        ("--ema-every 4", "--ema-every is gone: .* leave it out"),
     ],
 )
-def test_a_wrong_line_is_named(parser, recipe, line, what):
-    with pytest.raises(UserError, match=rf"mine\.txt, line 2: .*{re.escape(what)}"):
-        recipes.parse(parser, ["--recipe", recipe("# header", line), "D"])
+def test_a_recipe_that_cannot_be_used(parse, recipe, tmp_path, line, message):
+    with pytest.raises(UserError, match=message):
+        parse("imagenet_ddp", "--recipe", recipe("# header", line), tmp_path)
 
 
-def test_tools_that_look_at_options_see_those_of_a_recipe(recipe):
-    words = recipes.expanded(["x.py", "-b", "8", "--recipe", recipe("--lr 0.5", "--wd 0"), "D"])
-    assert words == ["x.py", "--lr", "0.5", "--wd", "0", "-b", "8", "D"]
-    assert recipes.expanded(["x.py", "-b", "8", "D"]) == ["x.py", "-b", "8", "D"]
-
-
-def test_a_recipe_that_is_not_there(parser):
+def test_a_recipe_that_is_not_there(parse):
     with pytest.raises(UserError, match="no recipe fast: give a file, or one of classic90, fast16"):
-        recipes.parse(parser, ["--recipe", "fast", "D"])
+        parse("imagenet_nd", "--recipe", "fast", "D")
 
 
 def test_a_run_by_a_recipe(folder, tmp_path, recipe):
@@ -130,45 +105,32 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
     line += ("--output-dir", tmp_path, "--name", "run", folder)
     done = train("imagenet_nd.py", *line, **env)
     assert f"recipe {path}: --epochs 3 --lr 0.05 --progressive 16,24 -p 2" in done.out
-    assert "typed instead: --epochs 2 (not 3)" in done.out
     assert "meant for a global batch of 64, and this is 10; by the linear rule" in done.out
     assert "training images of 16 pixels in epoch 1, 24 in epoch 2; evaluation at 48" in done.out
     assert scalars(tmp_path / "run")["Size/train"] == [(1, 16), (2, 24)]
     kept = json.loads((tmp_path / "run/options.json").read_text())
-    assert kept["recipe"] == path
-    assert (kept["lr"], kept["epochs"]) == (0.05, 2)
-
-
-def wishes(**changes) -> Namespace:
-    plain = {"recipe": None, "wanted": None, "lr": 0.1, "lr_scaling": "none", "warmup_epochs": 0.0}
-    return Namespace(**plain | changes)
-
-
-def meant_for(low, high) -> dict:
-    return {"recipe": "x", "wanted": recipes.Wanted("", "", (low, high))}
+    assert (kept["recipe"], kept["lr"], kept["epochs"]) == (path, 0.05, 2)
 
 
 @pytest.mark.parametrize(
-    ("args", "batch", "wanted"),
+    ("changes", "batch", "wanted"),
     [
-        (wishes(), 8192, []),
-        (wishes(), 8193, [r"sgd is known .* batch of 8192 \(ResNet-50: Goyal", "0 epochs of warm"]),
-        (
-            wishes(lr=3.2),
-            16384,
-            [r"by the linear rule 6\.4\)", "--warmup-epochs 5 or more, or LAR"],
-        ),
-        (wishes(optimizer="adamw"), 100_000, []),
-        (wishes(optimizer="lars"), 32768, []),
-        (wishes(optimizer="lamb"), 65536, ["32768 .BERT: You et al"]),
-        (wishes(**meant_for(512, 1024)), 1024, []),
-        (wishes(**meant_for(512, 1024)), 2048, [r"512 to 1024.*2048.*--lr 0\.2"]),
-        (wishes(**meant_for(512, 512)), 256, [r"of 512, and.*256.*--lr 0\.05"]),
-        (wishes(**meant_for(512, 512), lr_scaling="linear"), 256, ["is 256$"]),
+        ({}, 8192, []),
+        ({}, 8193, [r"sgd is known .* batch of 8192 \(ResNet-50: Goyal", "0 epochs of warm"]),
+        ({"lr": 3.2}, 16384, [r"by the linear rule 6\.4\)", "--warmup-epochs 5 or more"]),
+        ({"optimizer": "adamw"}, 100_000, []),
+        ({"range": "512 to 1024"}, 1024, []),
+        ({"range": "512 to 1024"}, 2048, [r"512 to 1024.*2048.*--lr 0\.2"]),
+        ({"range": "512"}, 256, [r"of 512, and.*256.*--lr 0\.05"]),
+        ({"range": "512", "lr_scaling": "linear"}, 256, ["is 256$"]),
     ],
 )
-def test_a_batch_beyond_what_is_known_is_named(args, batch, wanted):
-    said = batch_warnings(args, batch, args.lr)
+def test_a_batch_beyond_what_is_known_is_named(recipe, changes, batch, wanted):
+    usual = {"lr": 0.1, "lr_scaling": "none", "warmup_epochs": 0.0, "optimizer": "sgd"}
+    batches = changes.pop("range", None)
+    path = recipe(f"# Global batch: {batches}") if batches else None
+    args = Namespace(recipe=path, **usual | changes)
+    said = report.batch_warnings(args, batch, args.lr)
     assert len(said) == bool(wanted)
     for pattern in wanted:
         assert re.search(pattern, said[0]), said[0]
@@ -178,4 +140,4 @@ def test_recipes_go_to_all_nodes():
     """A job whose nodes have other recipes is refused, as one with other code."""
     from utils.launch import agreement
 
-    assert {f"scripts/recipes/{name}.txt" for name in recipes.names()} <= agreement.code().keys()
+    assert {f"scripts/recipes/{name}.txt" for name in NAMES} <= agreement.code().keys()

@@ -1,14 +1,17 @@
-"""What values the options of the command line may have, and how its help is laid out."""
+"""What the command lines share: kinds of values, recipes, gone options, the layout of the help."""
 
 import argparse
 import math
 import os
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from utils.errors import BAD_INPUT, UserError, is_reported_by_another
 
 AUTO = "auto"  # as a batch size: the largest that fits
+RECIPES = Path(__file__).resolve().parents[1] / "scripts" / "recipes"
 
 
 class Parser(argparse.ArgumentParser):
@@ -108,3 +111,53 @@ count, positive = number(int, 0), number(int, 1)
 share, amount = number(float, 0, 1), number(float, 0)
 seed = number(int, 0, 2**63 - 1)  # torch.manual_seed
 port, seconds = number(int, 1, 65535), number(float, 1, 1_000_000)
+
+
+def refuse_gone(words: Sequence[str], gone: Mapping[str, str]) -> None:
+    """Raise `UserError` for an option, or its value, that a program no longer has.
+
+    ``gone`` has what to use instead of "--option" or of "--option value"; a value is compared up to
+    its first colon.
+    """
+    for number, word in enumerate(words):
+        name, _, value = word.partition("=")
+        value = (value or " ".join(words[number + 1 : number + 2])).partition(":")[0]
+        for wanted in (name, f"{name} {value}"):
+            if wanted in gone:
+                raise UserError(f"{wanted} is gone: {gone[wanted]}", alike=True)
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with the suite."""
+    return sorted(path.stem for path in RECIPES.glob("*.txt"))
+
+
+def recipe_file(name: str) -> Path:
+    """The file of a recipe: ``name`` itself, or one in scripts/recipes. Raises: `UserError`."""
+    for path in (Path(name), RECIPES / f"{name}.txt"):
+        if path.is_file():
+            return path
+    raise UserError(
+        f"there is no recipe {name}: give a file, or one of {', '.join(recipe_names())}", alike=True
+    )
+
+
+def recipe_words(name: str) -> list[str]:
+    """The options of a recipe; # begins a comment. Raises: `UserError`."""
+    path = recipe_file(name)
+    try:
+        return shlex.split(path.read_text(encoding="utf-8"), comments=True)
+    except (OSError, ValueError) as fault:  # also what is not UTF-8
+        raise UserError(f"the recipe {path} cannot be read: {fault}", alike=True) from None
+
+
+def with_recipe(words: Sequence[str]) -> list[str]:
+    """``words`` of a command line behind those of its ``--recipe``, if it has one.
+
+    Of options given twice the last one counts: the command line takes precedence. Raises:
+    `UserError`.
+    """
+    only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only.add_argument("--recipe", nargs="?")
+    name = only.parse_known_args(words)[0].recipe
+    return [*(recipe_words(name) if name else ()), *words]

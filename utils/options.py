@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 
 import torch
 
@@ -20,12 +21,23 @@ from utils.option_types import (
     http,
     number,
     positive,
+    recipe_names,
+    refuse_gone,
     run_name,
     seed,
     share,
+    with_recipe,
 )
 from utils.run import store
-from utils.train import averaging, evaluation, largest_batch, recipes, spot
+from utils.train import averaging, evaluation, largest_batch, spot
+
+# What earlier versions had, and what to use instead. Scripts of other command lines have their own.
+GONE = {
+    "--comm localsgd": "--comm powersgd sends as little, --accum-steps N sends N times less often",
+    "--ema-every": "the average now moves at every step: leave it out",
+    "--optimizer lamb": "use adamw or muon",
+    "--optimizer lars": "use sgd, nesterov or muon",
+}
 
 # Eight wait for a slow disk while one core decodes; thousands would take minutes to start.
 MOST_WORKERS = max(64, 8 * supervise.usable_cores())
@@ -39,7 +51,7 @@ def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser
     _add_training_options(parser)
     largest_batch.add_options(parser)
     progressive.add_options(parser)
-    recipes.add_options(parser)
+    _add_recipe_option(parser)
     _add_run_options(parser)
     _add_cloud_options(parser)
     samplers.add_options(parser)
@@ -47,6 +59,15 @@ def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser
     averaging.add_options(parser)
     evaluation.add_options(parser)
     return parser
+
+
+def _add_recipe_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument_group("recipe").add_argument(
+        "--recipe",
+        metavar="NAME|FILE",
+        help="take the options of a file, or of one in scripts/recipes: "
+        f"{', '.join(recipe_names())}; options on the command line take precedence",
+    )
 
 
 def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
@@ -278,7 +299,9 @@ def _add_cloud_options(parser: argparse.ArgumentParser) -> None:
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line. Raises: `UserError` for options that do not fit together."""
-    args = recipes.parse(parser)
+    words = with_recipe(sys.argv[1:])
+    refuse_gone(words, GONE)
+    args = parser.parse_args(words)
     models.check_name(args.arch)
     models.settle(args, parser.get_default("data"))
     optim.settle(args)

@@ -24,8 +24,7 @@ from study.state import FAILED, FINISHED, RUNNING, STOPPED, State  # noqa: E402
 
 from utils import errors  # noqa: E402
 from utils.errors import BAD_INPUT, INTERRUPTED, UserError  # noqa: E402
-from utils.option_types import Formatter, count, number, positive  # noqa: E402
-from utils.train import recipes  # noqa: E402
+from utils.option_types import Formatter, count, number, positive, with_recipe  # noqa: E402
 
 Place = places.Simulated | places.Hosts | Slurm
 NOT_DONE = 1  # exit code: an arm has failed
@@ -249,7 +248,7 @@ def main() -> int:
     hosts.go_on_without_reader()
     hosts.hide_values()
     options, training = parse(sys.argv[1:])
-    training = recipes.expanded(training)
+    training = [*training[:1], *with_recipe(training[1:])]
     command = shlex.join(["bash", "scripts/scaling_study.sh", *sys.argv[1:]])
     if options.runs:
         return of_runs(options, command)

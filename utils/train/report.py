@@ -2,6 +2,8 @@
 
 import logging
 import math
+import re
+import shlex
 import time
 from typing import Any
 
@@ -13,16 +15,20 @@ from utils.data import progressive, region_decode
 from utils.launch import kernels, supervise
 from utils.launch.world import gather
 from utils.model import schedules
+from utils.option_types import recipe_file, recipe_words
 from utils.run import provenance
 from utils.run.checkpoint import TrainState
 from utils.run.figures import over_epochs
-from utils.train import memory, recipes, watch
+from utils.train import memory, watch
 from utils.train.session import Session
 from utils.train.stopping import Reason
 
 log = logging.getLogger(__name__)
 
 WAIT_LIMIT = 0.1  # share of the time waiting for data; above, a run says so
+SGD_HOLDS_TO = 8192  # the largest global batch that was published as costing SGD no accuracy
+REFERENCE_LR = 0.1  # for a global batch of schedules.REFERENCE_BATCH, by the same paper
+RANGE = re.compile(r"#\s*global batch:\s*(\d+)(?:\s*to\s*(\d+))?\b", re.IGNORECASE)
 LARGE_FILE = 50_000  # bytes; ImageNet's files have 110,000 on average, shrunk to 256 pixels 27,000
 
 
@@ -60,10 +66,45 @@ def start(session: Session) -> None:
         )
         if scaled > 1.5 * args.lr and not args.warmup_epochs:
             log.info("note: a scaled-up learning rate usually needs --warmup-epochs 5")
-    recipes.start(args, global_batch, scaled)
+    _recipe(args)
+    for warning in batch_warnings(args, global_batch, scaled):
+        log.warning(warning)
     if session.resumed:
         source = run.resume if run.fetched else run.snapshot
         log.info(f"resumed from {source}: epoch {state.epoch + 1}, step {state.step}")
+
+
+def _recipe(args: Any) -> None:
+    if args.recipe:
+        words = shlex.join(recipe_words(args.recipe))
+        log.info(f"recipe {args.recipe}: {words} (options on the command line take precedence)")
+
+
+def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
+    """What to say of a global batch that is not known to keep the recipe's, or SGD's, accuracy.
+
+    ``lr`` is the learning rate after warm-up, scaled.
+    """
+    said = []
+    found = args.recipe and RANGE.search(recipe_file(args.recipe).read_text(encoding="utf-8"))
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, global_batch)
+    if not low <= global_batch <= high:
+        rate = args.lr * global_batch / (high if global_batch > high else low)
+        advice = f"; by the linear rule its rate would be --lr {rate:.3g}"
+        said.append(
+            f"the recipe {args.recipe} is meant for a global batch of "
+            f"{low if low == high else f'{low} to {high}'}, and this is {global_batch}"
+            f"{advice if args.lr_scaling == 'none' else ''}"
+        )
+    if global_batch > SGD_HOLDS_TO and args.optimizer in ("sgd", "nesterov"):
+        linear = REFERENCE_LR * global_batch / schedules.REFERENCE_BATCH
+        said.append(
+            f"{args.optimizer} is known to keep its accuracy up to a global batch of "
+            f"{SGD_HOLDS_TO} (ResNet-50: Goyal et al. 2017, arXiv:1706.02677); this is {global_batch}, with lr "
+            f"{lr:.3g} (by the linear rule {linear:.3g}) and {args.warmup_epochs:g} epochs of "
+            "warm-up: expect less accuracy, and use --warmup-epochs 5 or more"
+        )
+    return said
 
 
 def sharding(session: Session) -> None:
