@@ -186,6 +186,7 @@ def test_two_nodes_by_dist_url(folder, tmp_path):
         f" --world-size 2 --rank {{rank}} -p {{rank}}1 --desired-acc 0.75 {folder}",
         tmp_path,
     )
+    assert summary(only_run(tmp_path / "0"))["comm"] == "fp32", "what nobody asked for"
     notes = [line for line in results[0].out.splitlines() if "gloo" in line]
     assert len(notes) == 1
     assert "nccl" in notes[0]

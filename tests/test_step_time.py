@@ -2,8 +2,10 @@
 
 import copy
 import json
+import re
 import threading
 from dataclasses import astuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from running import eventually
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from utils.train import report
 from utils.train.step_time import StepTimer, StepTimes
 from utils.train.watch import mean_times
 
@@ -265,3 +268,19 @@ def test_a_slow_link_shows_as_communication(folder, tmp_path):
     # the first 256 kB, which its bucket holds).
     assert found["communication_s"] > 0.95 * seconds - found["compute_s"]
     assert found["communication_s"] > 0.3 * seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nodes", "comm", "told"),
+    [
+        (0.09, 2, "fp32", None),
+        (0.45, 2, "fp32", "45% of each step; try --comm auto.* or --comm fp16: .* 29% more"),
+        (0.45, 1, "fp32", "45% of each step; try --comm fp16"),
+        (0.45, 2, "int8", "45% of each step; a larger -b"),
+    ],
+)
+def test_a_run_that_waits_for_its_network_is_told(logged, seconds, nodes, comm, told):
+    session = SimpleNamespace(world=SimpleNamespace(nodes=nodes), args=SimpleNamespace(comm=comm))
+    record = {"Time/data": 0.1, "Time/compute": 0.9 - seconds, "Time/communication": seconds}
+    report.communication(session, record)
+    assert (len(logged) == 1 and re.search(told, logged[0])) if told else not logged

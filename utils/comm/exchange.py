@@ -28,12 +28,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--comm",
         type=_method,
-        default="auto",
+        default="fp32",
         metavar="METHOD",
         help="what gradients are on their way: fp32, fp16, bf16, int8, int4, powersgd[:RANK] (4), "
-        "or localsgd[:PERIOD] (8: nothing, but weights are averaged every 8 steps); auto: fp32 on "
-        "one node; on several the mildest that is about as fast as the best, as measured in the "
-        "first steps",
+        "or localsgd[:PERIOD] (8: nothing, but weights are averaged every 8 steps); auto: on "
+        "several nodes the mildest that is about as fast as the best, by trials in the first "
+        "steps",
     )
     group.add_argument(
         "--bucket-mb",

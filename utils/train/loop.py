@@ -105,6 +105,7 @@ def close_epoch(
     session.epochs += 1
     if session.epochs == 1:
         report.input_path(session, trained)
+        report.communication(session, trained)
     save_snapshot(session, is_best)
     top1 = evaluated[f"Top1/{averaging.better(evaluated)}"]
     if args.desired_acc is not None and top1 >= args.desired_acc:

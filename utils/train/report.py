@@ -26,6 +26,7 @@ from utils.train.stopping import Reason
 log = logging.getLogger(__name__)
 
 WAIT_LIMIT = 0.1  # share of the time waiting for data; above, a run says so
+COMMUNICATION_LIMIT = 0.1  # share of a step for communication that compute does not hide; likewise
 SGD_HOLDS_TO = 8192  # the largest global batch that was published as costing SGD no accuracy
 REFERENCE_LR = 0.1  # for a global batch of schedules.REFERENCE_BATCH, by the same paper
 RANGE = re.compile(r"#\s*global batch:\s*(\d+)(?:\s*to\s*(\d+))?\b", re.IGNORECASE)
@@ -100,9 +101,10 @@ def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
         linear = REFERENCE_LR * global_batch / schedules.REFERENCE_BATCH
         said.append(
             f"{args.optimizer} is known to keep its accuracy up to a global batch of "
-            f"{SGD_HOLDS_TO} (ResNet-50: Goyal et al. 2017, arXiv:1706.02677); this is {global_batch}, with lr "
-            f"{lr:.3g} (by the linear rule {linear:.3g}) and {args.warmup_epochs:g} epochs of "
-            "warm-up: expect less accuracy, and use --warmup-epochs 5 or more"
+            f"{SGD_HOLDS_TO} (ResNet-50: Goyal et al. 2017, arXiv:1706.02677); this is "
+            f"{global_batch}, with lr {lr:.3g} (by the linear rule {linear:.3g}) and "
+            f"{args.warmup_epochs:g} epochs of warm-up: expect less accuracy, and use "
+            "--warmup-epochs 5 or more"
         )
     return said
 
@@ -230,6 +232,23 @@ def input_path(session: Session, record: dict[str, float]) -> None:
             advice.append("no decoding: scripts/prepare_data.py pack DATA OUT, then train on OUT")
         advice.append("a machine with more cores for each GPU")
     log.info("what helps: " + "; ".join(advice))
+
+
+def communication(session: Session, record: dict[str, float]) -> None:
+    """Say whether communication limited the first epoch, and what would help."""
+    seconds = [record.get(f"Time/{part}", 0.0) for part in ("data", "compute", "communication")]
+    share = seconds[2] / (sum(seconds) or 1.0)
+    if share <= COMMUNICATION_LIMIT:
+        return
+    # What is sent halves, and what of it compute hides stays hidden: so does what is not hidden.
+    gain = 1 / (1 - share / 2) - 1
+    advice = "a larger -b, --accum-steps, or a faster link between the nodes"
+    if getattr(session.args, "comm", None) == "fp32":
+        auto = "try --comm auto, which measures what is fastest, or " * (session.world.nodes > 1)
+        advice = (
+            f"{auto or 'try '}--comm fp16: by this share {gain:.0%} more images/s; also {advice}"
+        )
+    log.info(f"note: communication takes {share:.0%} of each step; {advice}")
 
 
 def evaluation(session: Session, part: str, result: dict[str, float]) -> None:
