@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from utils.atomic import read_checkpoint
 from utils.comm import fsdp
 from utils.errors import UserError
+from utils.model.ema import Average, better
 from utils.run.checkpoint import resume
 from utils.train import evaluation, loop
-from utils.train.averaging import Average, better
 
 DECAY = 0.9
 

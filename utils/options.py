@@ -10,7 +10,7 @@ from utils import samplers
 from utils.data import augment, images, mixing, progressive
 from utils.errors import UserError
 from utils.launch import supervise
-from utils.model import models, optim, schedules
+from utils.model import ema, models, optim, schedules
 from utils.option_types import (
     Formatter,
     Parser,
@@ -29,7 +29,7 @@ from utils.option_types import (
     with_recipe,
 )
 from utils.run import store
-from utils.train import averaging, evaluation, largest_batch, spot
+from utils.train import evaluation, largest_batch, spot
 
 # What earlier versions had, and what to use instead. Scripts of other command lines have their own.
 GONE = {
@@ -56,7 +56,7 @@ def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser
     _add_cloud_options(parser)
     samplers.add_options(parser)
     mixing.add_options(parser)
-    averaging.add_options(parser)
+    ema.add_options(parser)
     evaluation.add_options(parser)
     return parser
 

@@ -58,7 +58,7 @@ class TrainState:
     printed: list[float] | None = None
     preprocessing: dict[str, Any] | None = None
     comm: Any = None  # a `utils.comm.exchange.Exchange`
-    ema: Any = None  # a `utils.train.averaging.Average`
+    ema: Any = None  # a `utils.model.ema.Average`
     clock: float | None = None  # when ``elapsed`` was brought up to date
 
     def tick(self) -> None:

@@ -115,7 +115,7 @@ def communication(content: dict[str, Any], path: Path | None) -> dict[str, Any] 
 
 
 def averages(content: dict[str, Any], path: Path | None) -> dict[str, Any] | None:
-    """What `utils.train.averaging.Average.state_dict` gave, in a snapshot that has it."""
+    """What `utils.model.ema.Average.state_dict` gave, in a snapshot that has it."""
     saved = content.get("ema")
     if saved is None or "progress" not in content:
         return None

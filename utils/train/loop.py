@@ -9,10 +9,11 @@ import time
 from utils.data.preprocessing import Preprocessing
 from utils.errors import INTERRUPTED, UserError
 from utils.launch.world import from_main
+from utils.model import ema
 from utils.run import checkpoint
 from utils.run.checkpoint import TrainState
 from utils.run.snapshots import SnapshotWriter
-from utils.train import averaging, report
+from utils.train import report
 from utils.train.epoch import save_snapshot, why_diverged
 from utils.train.evaluation import test_best, why_useless
 from utils.train.session import Predict, Session
@@ -29,7 +30,7 @@ def resume(session: Session) -> None:
     args, state, run = session.args, session.state, session.run
     state.global_batch = session.global_batch
     classes = session.loaders.classes
-    state.ema = averaging.build(args, state)
+    state.ema = ema.build(args, state)
     if state.ema is not None:
         state.ema.restore(None)
     session.resumed = checkpoint.resume(state, args, session.world, run.snapshot, classes)
@@ -107,7 +108,7 @@ def close_epoch(
         report.input_path(session, trained)
         report.communication(session, trained)
     save_snapshot(session, is_best)
-    top1 = evaluated[f"Top1/{averaging.better(evaluated)}"]
+    top1 = evaluated[f"Top1/{ema.better(evaluated)}"]
     if args.desired_acc is not None and top1 >= args.desired_acc:
         session.ended_because = Reason.DESIRED_ACC
 
@@ -146,7 +147,7 @@ def _add_to_history(state: TrainState, record: dict[str, float]) -> bool:
     """Add an epoch's record and move on to the next. Returns whether it is the best so far."""
     state.epoch, state.step, state.sums = state.epoch + 1, 0, None
     state.history.append({"epoch": state.epoch, **record})
-    which = averaging.better(record)
+    which = ema.better(record)
     top1, top5 = record[f"Top1/{which}"], record[f"Top5/{which}"]
     if top1 <= state.best.get("top1", -1.0):
         return False
