@@ -1,293 +1,275 @@
-"""Writes image folders OUT/SPLIT/CLASS/IMAGE in such a way that an interruption never hurts.
+"""Fill an image folder OUT/SPLIT/CLASS/ with several processes; an interruption does no harm.
 
-An image appears under its name only when it is whole, and marker files say what a folder holds and
-whether it is finished, so that a preparation can always be run again to finish the work.
+An image gets its name when it is whole, an image that exists is not made again, and a marker file
+says what a folder holds and which splits are finished: the same command finishes the work.
 """
 
+import fcntl
 import json
+import multiprocessing
 import os
+import signal
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from prepare.files import images_by_class, write_whole
 from tqdm import tqdm
 
-from utils.atomic import remove_leftovers
+from utils.atomic import link_atomically, remove_leftovers, save_atomically
+from utils.data.listing import class_names, image_files
 from utils.errors import UserError
+from utils.launch.supervise import die_with_parent
 
-try:
-    import fcntl
-except ImportError:  # not a Unix system: no protection from two preparations at once
-    fcntl = None
+Job, Answer = TypeVar("Job"), TypeVar("Answer")
 
-SPLITS = ("train", "val")
-ALL_SPLITS = (*SPLITS, "test")
-PREPARING, PREPARED = ".preparing.json", ".prepared.json"
-SECONDS_BETWEEN_LINES = 10.0
+SPLITS = ("train", "val", "test")
+MARKER = ".prepared.json"
+BATCH = 16  # images handed to a worker together
+AGAIN = "run the same command again to finish the work"
 
 
 class Item(NamedTuple):
-    """One image: its place OUT/split/label/name, and a file to copy or a function for its bytes.
+    """One image: its place ``SPLIT/CLASS/NAME`` and its content.
 
-    The name may begin with sub-folders of the class.
+    The content is a file to link or copy, or a function that makes the bytes: in a worker, or
+    ``in_turn`` in this process (for a tar). If it raises ValueError, ``source`` is copied.
     """
 
-    split: str
-    label: str
-    name: str
-    content: Path | Callable[[], bytes]
+    place: str
+    content: Any
+    source: Path | None = None
+    in_turn: bool = False
 
 
-class Plan(NamedTuple):
-    """What a source holds.
+# How many images a split should have, and each of those that the source has.
+Split = tuple[int, Iterable[Item]]
 
-    items: every image of `splits`; the content of one must be read before the next is asked for.
-    full: the number of images in the complete data set, by split.
-    notes: sentences for the user.
-    same_classes: whether train and val must have the same classes in the end.
+
+def progress(total: int, unit: str = " images") -> tqdm:
+    """A progress bar; in a log file it is shown rarely, and only if the work takes long."""
+    every = 0.1 if sys.stderr.isatty() else 10
+    return tqdm(total=total, unit=unit, mininterval=every, maxinterval=10, delay=every)
+
+
+def spread(
+    function: Callable[[Job], Answer], jobs: Iterable[Job], workers: int
+) -> Iterator[Answer]:
+    """Yield ``function(job)`` of each job in no particular order, made by ``workers`` processes.
+
+    Jobs are taken only as processes become free. The processes end with this one, however it ends,
+    and at once when this iterator is closed. Raises: what ``function`` raises; `UserError` if a
+    process dies.
     """
-
-    items: Iterator[Item]
-    splits: tuple[str, ...]
-    full: dict[str, int]
-    notes: list[str]
-    same_classes: bool = True
-
-
-class Progress:
-    """Shows the progress: as a bar on a terminal, as a line every ten seconds elsewhere."""
-
-    def __init__(self, total: int, unit: str = " images"):
-        self.total, self.number, self.unit = total, 0, unit
-        self.said = time.monotonic(), 0  # time and number of images of the last line printed
-        self.bar = tqdm(total=total, unit=unit) if sys.stderr.isatty() else None
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def advance(self) -> None:
-        """Counts one more image."""
-        self.number += 1
-        if self.bar is not None:
-            self.bar.update()
-            return
-        seconds = time.monotonic() - self.said[0]
-        if seconds >= SECONDS_BETWEEN_LINES:
-            rate = (self.number - self.said[1]) / seconds
-            left = tqdm.format_interval(max(0, self.total - self.number) / rate)
-            unit = self.unit
-            speed = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
-            line = f"{self.number} of {self.total}{unit}, {speed}{unit}/s, {left} left"
-            print(line, file=sys.stderr, flush=True)
-            self.said = time.monotonic(), self.number
-
-
-# Writes images that are missing, each to its path, and yields once for each that is written.
-Writer = Callable[[Iterator[tuple[Path, Item]]], Iterator[None]]
-
-
-def read_marker(path: Path) -> dict[str, Any] | None:
-    """What a marker file says; None where there is none. Raises UserError for a damaged one."""
+    context = multiprocessing.get_context("spawn")  # numpy has started threads already
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    pool = ProcessPoolExecutor(workers, context, die_with_parent, (os.getpid(),))
+    waiting: set[Any] = set()
     try:
-        marker = json.loads(path.read_bytes())
+        # A terminal sends Ctrl-C to all processes, but this one decides: workers inherit this.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            list(pool.map(abs, range(workers)))  # starts them all
+        finally:
+            signal.signal(signal.SIGINT, before)
+        for job in jobs:
+            waiting.add(pool.submit(function, job))
+            if len(waiting) >= 2 * workers:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                yield from (one.result() for one in done)
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            yield from (one.result() for one in done)
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"a worker process died, perhaps for lack of memory; {AGAIN}, with fewer --workers"
+        ) from error
+    finally:
+        if waiting:  # an exception: what they have in hand is not wanted any more
+            for child in multiprocessing.active_children():
+                child.kill()
+        pool.shutdown(cancel_futures=True)
+
+
+def images_by_class(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Each class folder in ``folder``, and the sorted paths of its images relative to ``folder``.
+
+    They are what training finds; none where ``folder`` does not exist. Raises: `UserError`.
+    """
+    for label in class_names(folder):
+        yield label, sorted(map(os.fsdecode, image_files(folder, label, {})))
+
+
+def write_whole(path: Path, content: bytes | Path) -> None:
+    """Write bytes, or link or copy a file; ``path`` is whole or not there. Raises: `UserError`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            link_atomically(content, path)
+        else:
+            # Not flushed: that would take longer than all the rest. A file that a crash of the
+            # whole system leaves empty is written again.
+            save_atomically(lambda file: file.write(content), path, durable=False)
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}); then {AGAIN}") from error
+
+
+def _text(what: dict[str, Any]) -> str:
+    options = ", ".join(f"{k} {v}" for k, v in what["options"].items() if v is not None)
+    return f"{what['source']} ({options})" if options else what["source"]
+
+
+def read_marker(folder: Path) -> dict[str, Any]:
+    """What the marker file of a folder says; "finished" is False during a preparation."""
+    try:
+        marker = json.loads((folder / MARKER).read_bytes())
         return {"source": marker["source"], "options": dict(marker["options"]), **marker}
     except FileNotFoundError:
-        return None
+        return {}
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} is damaged; remove the folder {path.parent}") from error
+        raise UserError(f"{folder / MARKER} is damaged; remove the folder {folder}") from error
 
 
-def describe(marker: dict[str, Any]) -> str:
-    """What a folder holds, in a few words."""
-    options = ", ".join(f"{k} {v}" for k, v in marker["options"].items() if v is not None)
-    return f"{marker['source']} ({options})" if options else marker["source"]
-
-
-def _summary(counts: dict[str, dict[str, int]]) -> str:
-    return ", ".join(
-        f"{s} {n['images']} images in {n['classes']} classes" for s, n in counts.items()
-    )
+def mark(folder: Path, finished: bool, **content: Any) -> None:
+    """Write the marker file of a folder."""
+    text = json.dumps({**content, "finished": finished}, indent=2)
+    write_whole(folder / MARKER, text.encode())
 
 
 @contextmanager
-def _only_writer(folder: Path) -> Iterator[None]:
-    """Holds a lock on `folder`, which the system releases however the process ends."""
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"another process is preparing {folder} right now") from error
-        except OSError:
-            pass  # some network file systems have no locks
-        yield
-    finally:
-        os.close(handle)
+def locked(out: Path, what: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Make the folder ``out`` if necessary and lock it; yield what its marker says.
 
-
-def write_in_turn(missing: Iterator[tuple[Path, Item]]) -> Iterator[None]:
-    """Writes one image after the other, each before the next is asked for."""
-    for path, item in missing:
-        content = item.content
-        write_whole(path, content if isinstance(content, Path) else content())
-        yield
-
-
-def _write_items(out: Path, plan: Plan, write: Writer) -> Counter[str]:
-    """Writes the images that `out` lacks and returns how many the plan has, by split."""
-    remove_leftovers(out)
-    for split in plan.splits:
-        remove_leftovers(out / split, recursive=True)
-    seen: Counter[str] = Counter()
-
-    def missing() -> Iterator[tuple[Path, Item]]:
-        for item in plan.items:
-            path = out / item.split / item.label / item.name
-            seen[item.split] += 1
-            # An empty file is what a crash of the whole system may leave behind.
-            if path.exists() and path.stat().st_size > 0:
-                progress.advance()
-                continue
-            path.parent.mkdir(parents=True, exist_ok=True)
-            yield path, item
-
-    total = sum(plan.full[split] for split in plan.splits)
-    with Progress(total) as progress, closing(write(missing())) as written:
-        for _ in written:
-            progress.advance()
-    return seen
-
-
-def _check(out: Path, plan: Plan, seen: Counter[str], counts: dict[str, dict[str, int]]) -> None:
-    """Compares what lies in `out` with what the source had, and adds it to `counts`."""
-    classes = {}
-    for split in (*counts, *seen):
-        found = {label: len(names) for label, names in images_by_class(out / split)}
-        classes[split] = set(found)
-        if split in seen and sum(found.values()) != seen[split]:
-            raise UserError(
-                f"{out / split} has {sum(found.values())} images but the source {seen[split]}: "
-                "remove what does not belong there"
-            )
-        counts[split] = {"classes": len(found), "images": sum(found.values())}
-    # A class that only one split has would shift the numbers of all classes after it.
-    both = plan.same_classes and classes.keys() >= {"train", "val"}
-    if both and classes["train"] != classes["val"]:
-        only = {
-            one: ", ".join(sorted(classes[one] - classes[other])[:3])
-            for one, other in (("train", "val"), ("val", "train"))
-        }
-        raise UserError(
-            f"train and val in {out} do not have the same classes: "
-            + "; ".join(f"only {split} has {names}" for split, names in only.items() if names)
-        )
-
-
-def check_own(out: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    """The marker of a finished `out`, if it has one.
-
-    Raises:
-        UserError: `out` holds something else than `wanted`, or what no preparation has made.
-    """
-    done, begun = read_marker(out / PREPARED), read_marker(out / PREPARING)
-    for marker in (done, begun):
-        if marker and {key: marker[key] for key in wanted} != wanted:
-            raise UserError(
-                f"{out} holds {describe(marker)}, not {describe(wanted)}; "
-                "choose another folder or remove that one"
-            )
-    foreign = next((split for split in ALL_SPLITS if (out / split).exists()), None)
-    if not done and not begun and foreign:
-        raise UserError(
-            f"{out} has a {foreign} folder that this command did not make; choose another folder"
-        )
-    return done
-
-
-def _prepare_locked(
-    out: Path,
-    wanted: dict[str, Any],
-    open_plan: Callable[[tuple[str, ...]], Plan],
-    write: Writer,
-    splits: tuple[str, ...],
-) -> None:
-    done = check_own(out, wanted)
-    counts = done.get("counts", {}) if done else {}
-    plan = open_plan(tuple(counts)) if set(splits) - set(counts) else None
-    for note in plan.notes if plan else []:
-        print(note, flush=True)
-    if not plan or not plan.splits:
-        (out / PREPARING).unlink(missing_ok=True)
-        print(f"nothing to do: {out} already holds {describe(wanted)}: {_summary(counts)}")
-        return
-    write_whole(out / PREPARING, json.dumps(wanted, indent=2).encode())
-    seen = _write_items(out, plan, write)
-    _check(out, plan, seen, counts)
-    write_whole(out / PREPARED, json.dumps({**wanted, "counts": counts}, indent=2).encode())
-    (out / PREPARING).unlink()
-    print(f"done: {out}: {_summary(counts)}")
-    for split, number in seen.items():
-        if number != plan.full[split]:
-            print(f"note: the complete {split} set has {plan.full[split]} images, not {number}")
-
-
-def prepare(
-    out: Path,
-    source: str,
-    options: dict[str, int | str | None],
-    open_plan: Callable[[tuple[str, ...]], Plan],
-    write: Writer = write_in_turn,
-    splits: tuple[str, ...] = SPLITS,
-) -> None:
-    """Makes the image folders OUT/train/CLASS/ and OUT/val/CLASS/ from a source.
-
-    Writes only what is missing, so that it finishes what an interrupted call with the same source
-    and options began, and does nothing in a folder that is finished.
-
-    Args:
-        out: the folder to make.
-        source: the source's name; together with `options` it says what the folder holds.
-        options: what else determines the content, in types that JSON can store.
-        open_plan: opens the source; is given the splits that are finished already.
-        write: writes the images that are missing.
-        splits: the splits that `out` will have when nothing is left to do.
-
-    Raises:
-        UserError: `out` holds something else, another process is writing it, it cannot be
-            written, or the source is missing or damaged.
-    """
-    with made_by_one(out):
-        wanted = {"source": source, "options": options}
-        _prepare_locked(out, wanted, open_plan, write, splits)
-
-
-@contextmanager
-def made_by_one(out: Path) -> Iterator[None]:
-    """Makes the folder `out` if necessary, and holds a lock on it.
-
-    A new one is removed if nothing was written into it. Raises UserError.
+    ``what``: the "source" and "options" that determine the content. A new folder is removed again
+    if nothing was written. Raises: `UserError` if ``out`` holds something else or is in use.
     """
     is_new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
+    except (FileExistsError, NotADirectoryError) as error:
         raise UserError(f"{out} is not a folder") from error
+    handle = os.open(out, os.O_RDONLY)
     try:
-        with _only_writer(out):
-            yield
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"another process is preparing {out} right now") from error
+        except OSError:
+            pass  # some network file systems have no locks
+        marker = read_marker(out)
+        if marker and {key: marker[key] for key in what} != what:
+            raise UserError(
+                f"{out} holds {_text(marker)}, not {_text(what)}; "
+                "choose another folder or remove that one"
+            )
+        foreign = next((split for split in SPLITS if (out / split).exists()), None)
+        if foreign and not marker:
+            raise UserError(
+                f"{out} has a {foreign} folder that this command did not make; "
+                "choose another folder"
+            )
+        yield marker
     finally:
+        os.close(handle)
         if is_new:
             with suppress(OSError):
                 out.rmdir()  # fails, as it should, unless nothing was written
+
+
+def _write(out: Path, items: list[Item]) -> tuple[int, list[tuple[Item, str]]]:
+    """In a worker: write images; return their number, and those that could not be made and why."""
+    faults = []
+    for item in items:
+        try:
+            content = item.content if isinstance(item.content, Path) else item.content()
+        except ValueError as error:
+            faults.append((item, str(error)))
+            content = item.source.read_bytes()
+        write_whole(out / item.place, content)
+    return len(items), faults
+
+
+def fill(
+    out: Path,
+    source: str,
+    options: dict[str, Any],
+    splits: Callable[[dict[str, Any]], dict[str, Split]],
+    workers: int,
+) -> int | None:
+    """Write all images that are missing.
+
+    Args:
+        source, options: what determines the content; a folder that holds something else is refused.
+        splits: opens the source; is given the marker, and returns the splits to be written.
+
+    Returns: how many of the images could not be decoded; None if there was nothing to do.
+    Raises: `UserError`; the same command then continues.
+    """
+    what = {"source": source, "options": options}
+    with locked(out, what) as marker:
+        counts, faults = dict(marker.get("counts", {})), 0
+        todo = splits(marker)
+        if todo:
+            mark(out, False, **what, counts=counts)
+        for name, (total, items) in todo.items():
+            faults += _fill_split(out, name, total, items, workers)
+            counts[name] = sum(len(names) for _, names in images_by_class(out / name))
+            mark(out, False, **what, counts=counts)
+        if todo or not marker["finished"]:
+            mark(out, True, **what, counts=counts)
+    found = {split: len(class_names(out / split)) for split in counts}
+    numbers = ", ".join(f"{s} {n} images in {found[s]} classes" for s, n in counts.items())
+    print(f"{'done' if todo else 'nothing to do'}: {out} holds {_text(what)}: {numbers}")
+    return faults if todo else None
+
+
+def unfinished(splits: dict[str, Split], marker: dict[str, Any]) -> dict[str, Split]:
+    """Those of the splits that are not finished, by the marker of the folder to make."""
+    return {name: split for name, split in splits.items() if name not in marker.get("counts", {})}
+
+
+def _fill_split(out: Path, name: str, total: int, items: Iterable[Item], workers: int) -> int:
+    """Write the missing images of a split; return how many could not be decoded."""
+    seen = faults = 0
+
+    def missing() -> Iterator[Item]:
+        nonlocal seen
+        for item in items:
+            seen += 1
+            path = out / item.place
+            if path.exists() and path.stat().st_size:
+                bar.update()
+            elif item.in_turn:
+                yield item._replace(content=partial(bytes, item.content()))
+            else:
+                yield item
+
+    each = missing()
+    batches = iter(lambda: list(islice(each, BATCH)), [])
+    remove_leftovers(out / name, recursive=True)
+    try:
+        with (
+            progress(total) as bar,
+            closing(spread(partial(_write, out), batches, workers)) as written,
+        ):
+            for number, failed in written:
+                bar.update(number)
+                faults += len(failed)
+                for item, reason in failed:
+                    tqdm.write(f"copied as it is: {item.source}: {reason}", file=sys.stderr)
+    finally:
+        remove_leftovers(out / name, recursive=True)
+    found = sum(len(names) for _, names in images_by_class(out / name))
+    if found != seen:
+        raise UserError(
+            f"{out / name} has {found} images but the source {seen}: "
+            "remove what does not belong there"
+        )
+    if seen != total:
+        print(f"note: the complete {name} set has {total} images, not {seen}")
+    return faults

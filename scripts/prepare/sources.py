@@ -1,0 +1,269 @@
+"""Where images come from: drawings, Fashion-MNIST, CIFAR-10 and ImageNet 2012.
+
+torchvision reads the published archives, and checks their MD5 sums. Each function is given the
+marker of the folder to make, and leaves out the splits that are finished (its "counts").
+"""
+
+import csv
+import gzip
+import io
+import pickle
+import shutil
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from prepare.folder import Item, Split, unfinished
+from prepare.sample import TEXTURES, draw
+
+from utils.errors import UserError
+
+FASHION_CLASSES = (
+    *("0_tshirt_top", "1_trouser", "2_pullover", "3_dress", "4_coat"),
+    *("5_sandal", "6_shirt", "7_sneaker", "8_bag", "9_ankle_boot"),
+)
+FASHION_FILES = tuple(
+    f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
+)
+CIFAR_CLASSES = (
+    *("airplane", "automobile", "bird", "cat", "deer"),
+    *("dog", "frog", "horse", "ship", "truck"),
+)
+DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")
+CIFAR_ARCHIVE, CIFAR_FOLDER = "cifar-10-python.tar.gz", "cifar-10-batches-py"
+ARCHIVES = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
+KAGGLE_CSV, KAGGLE_IMAGES = "LOC_val_solution.csv", "ILSVRC/Data/CLS-LOC"
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+IMAGENET_SIZES = {"train": 1_281_167, "val": 50_000}
+_DAMAGE = (
+    *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AssertionError),
+    *(zlib.error, tarfile.TarError, csv.Error, pickle.UnpicklingError),
+)
+
+
+@contextmanager
+def _reading(what: object, advice: str = "") -> Iterator[None]:
+    """Turn the errors of reading damaged data into a `UserError` that names it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except _DAMAGE as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"cannot read {what} ({reason}){advice}") from error
+
+
+def sample(classes: int, train: int, val: int, seed: int, marker: dict) -> dict[str, Split]:
+    """Drawn images, ``train`` and ``val`` of each class. Raises: `UserError`: too many classes."""
+    if classes > len(TEXTURES):
+        raise UserError(f"--classes {classes} is too many: the sample has {len(TEXTURES)} classes")
+
+    def items(split: str, number: int) -> Iterator[Item]:
+        for name in list(TEXTURES)[:classes]:
+            for i in range(number):
+                place = f"{split}/{name}/{name}_{i:05d}.JPEG"
+                yield Item(place, partial(draw, seed, split, name, i))
+
+    found = {s: (classes * n, items(s, n)) for s, n in (("train", train), ("val", val))}
+    return unfinished(found, marker)
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    """A PNG file of a uint8 array: height x width (greyscale) or height x width x 3 (RGB)."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def _small(
+    kind: str, classes: tuple[str, ...], sizes: tuple[int, int], folder: str, source: Path | None
+) -> dict[str, Split]:
+    """The splits of a data set of torchvision: from ``folder``, or a download without a source."""
+    from torchvision import datasets
+
+    def items(split: str, part: Any) -> Iterator[Item]:
+        with _reading(source):
+            for i, (image, label) in enumerate(zip(part.data, part.targets, strict=True)):
+                pixels = np.ascontiguousarray(image)
+                yield Item(f"{split}/{classes[int(label)]}/{i:05d}.png", partial(_png, pixels))
+
+    splits = {}
+    for split, size in zip(("train", "val"), sizes, strict=True):
+        with _reading(source or f"{kind} from the internet", "" if source else "; give --source"):
+            part = getattr(datasets, kind)(folder, split == "train", download=source is None)
+        splits[split] = size, items(split, part)
+    return splits
+
+
+def fashion_mnist(source: Path | None, marker: dict[str, Any]) -> dict[str, Split]:
+    """Fashion-MNIST: the four idx files, .gz or not, in ``source``; Debian's, or a download."""
+    if marker.get("finished"):
+        return {}
+    if source is None and DEBIAN_FASHION.is_dir():
+        source = DEBIAN_FASHION
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(folder, "FashionMNIST", "raw")  # where torchvision looks for them
+        raw.mkdir(parents=True)
+        for name in FASHION_FILES if source else ():
+            path = next((p for p in (source / name, source / f"{name}.gz") if p.is_file()), None)
+            if path is None:
+                raise UserError(f"neither {name} nor {name}.gz is in {source}")
+            opened = gzip.open if path.suffix else open
+            with _reading(path), opened(path, "rb") as file, (raw / name).open("wb") as copy:
+                shutil.copyfileobj(file, copy)
+        sizes = (60_000, 10_000)
+        return unfinished(_small("FashionMNIST", FASHION_CLASSES, sizes, folder, source), marker)
+
+
+def cifar10(source: Path | None, marker: dict[str, Any]) -> dict[str, Split]:
+    """CIFAR-10: the archive, the folder extracted from it, or the folder of either."""
+    if marker.get("finished"):
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        inside = Path(folder, CIFAR_FOLDER)
+        if source:
+            places = (source, source / CIFAR_ARCHIVE, source / CIFAR_FOLDER)
+            found = (p for p in places if p.is_file() or (p / "data_batch_1").is_file())
+            path = next(found, None)
+            if path is None:
+                raise UserError(f"neither {CIFAR_ARCHIVE} nor {CIFAR_FOLDER} was found at {source}")
+            if path.is_dir():
+                inside.symlink_to(path)
+            else:
+                inside.mkdir()
+                with _reading(path), path.open("rb") as file, tarfile.open(fileobj=file) as tar:
+                    for member in filter(tarfile.TarInfo.isfile, tar):
+                        # torchvision checks the MD5 sum of a pickle before it opens it.
+                        content = tar.extractfile(member).read()
+                        (inside / PurePosixPath(member.name).name).write_bytes(content)
+        sizes = (50_000, 10_000)
+        return unfinished(_small("CIFAR10", CIFAR_CLASSES, sizes, folder, source), marker)
+
+
+def imagenet(source: Path, marker: dict[str, Any]) -> dict[str, Split]:
+    """ImageNet 2012: the published archives, or Kaggle's folders, in ``source``.
+
+    The images are the original files; Kaggle's are hard-linked where the file system allows it.
+    Raises: `UserError` if nothing is found, an archive's MD5 sum is wrong, or the classes of the
+    validation images are not known.
+    """
+    splits = {}
+    for split, archive in ARCHIVES.items():
+        if split in marker.get("counts", {}):
+            continue
+        places = (source / archive, source / KAGGLE_IMAGES / split)
+        path = next((place for place in places if place.exists()), None)
+        if path is None:
+            print(f"not prepared: {split}, as neither {archive} nor {places[1]} exists")
+            continue
+        # An interrupted preparation has checked it already; the training images take minutes.
+        if path.is_file() and marker.get("finished", True):
+            _check_md5(split, path)
+        print(f"reading {path}", flush=True)
+        items = _train(path) if split == "train" else _val(path, _val_labels(source))
+        splits[split] = IMAGENET_SIZES[split], items
+    if not splits and not marker:
+        raise UserError(
+            f"neither {' nor '.join(ARCHIVES.values())} nor the folder {KAGGLE_IMAGES} "
+            f"is in {source}"
+        )
+    return splits
+
+
+def _check_md5(kind: str, path: Path) -> None:
+    from torchvision.datasets.imagenet import ARCHIVE_META
+    from torchvision.datasets.utils import check_integrity
+
+    print(f"checking the MD5 sum of {path}", flush=True)
+    if not check_integrity(str(path), ARCHIVE_META[kind][1]):
+        raise UserError(f"{path} is not the published file (its MD5 sum differs); get it again")
+
+
+def _tar(file: Any, what: object, suffix: str) -> Iterator[tuple[str, Any]]:
+    """Last part of the name, and open file, of each file in an uncompressed tar."""
+    with _reading(what), tarfile.open(fileobj=file, mode="r:") as tar:
+        for member in tar:
+            name = PurePosixPath(member.name).name
+            if member.isfile() and name.endswith(suffix):
+                yield name, tar.extractfile(member)
+
+
+def _read(file: Any, what: object) -> bytes:
+    with _reading(what):
+        return file.read()
+
+
+def _train(path: Path) -> Iterator[Item]:
+    """The training images in a tar of one tar per class, or in one folder per class."""
+    if path.is_dir():
+        for image in sorted(path.glob("*/*.JPEG")):
+            yield Item(f"train/{image.parent.name}/{image.name}", image)
+        return
+    with path.open("rb") as file:
+        for inner, content in _tar(file, path, ".tar"):
+            what = f"{inner} in {path}"
+            for name, image in _tar(content, what, ".JPEG"):
+                place = f"train/{inner.removesuffix('.tar')}/{name}"
+                yield Item(place, partial(_read, image, what), in_turn=True)
+
+
+def _val(path: Path, labels: dict[str, str]) -> Iterator[Item]:
+    """The validation images in a tar or folder, each in the folder of its class."""
+    left = dict(labels)
+
+    def place(name: str) -> str:
+        if name not in left:
+            raise UserError(f"{path} holds {name}, whose class is not known")
+        return f"val/{left.pop(name)}/{name}"
+
+    if path.is_dir():
+        for image in sorted(path.glob("*.JPEG")):
+            yield Item(place(image.name), image)
+    else:
+        with path.open("rb") as file:
+            for name, image in _tar(file, path, ".JPEG"):
+                yield Item(place(name), partial(_read, image, path), in_turn=True)
+    if left:
+        raise UserError(f"{path} lacks {len(left)} of the images, such as {min(left)}")
+
+
+def _val_labels(source: Path) -> dict[str, str]:
+    """The class (WordNet id) of each validation image, by file name."""
+    if (source / KAGGLE_CSV).is_file():
+        path = source / KAGGLE_CSV
+        with _reading(path), path.open(newline="") as file:
+            rows = csv.DictReader(file)
+            labels = {f"{r['ImageId']}.JPEG": r["PredictionString"].split()[0] for r in rows}
+    elif (source / DEVKIT).is_file():
+        path = source / DEVKIT
+        labels = _devkit_labels(path)
+    else:
+        raise UserError(
+            f"the classes of the validation images are not known: neither {KAGGLE_CSV} "
+            f"nor {DEVKIT} is in {source}"
+        )
+    print(f"the classes of the validation images are from {path.name}")
+    return labels
+
+
+def _devkit_labels(path: Path) -> dict[str, str]:
+    from torchvision.datasets import imagenet as archives
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, DEVKIT).symlink_to(path.resolve())
+        try:
+            with _reading(path):
+                archives.parse_devkit_archive(folder)
+                wnids = archives.load_meta_file(folder)[1]
+        except ImportError as error:
+            raise UserError(
+                f"reading {DEVKIT} needs scipy: pip install scipy, or put {KAGGLE_CSV} beside it"
+            ) from error
+    return {f"ILSVRC2012_val_{i:08d}.JPEG": wnid for i, wnid in enumerate(wnids, start=1)}

@@ -1,0 +1,337 @@
+"""`prepare_data.py` with miniatures of Fashion-MNIST, CIFAR-10 and ImageNet."""
+
+import gzip
+import os
+import pickle
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+from preparing import SCRIPT, fail, images, run, succeed, tar_bytes, tree
+
+TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+CSV, DEVKIT = "LOC_val_solution.csv", "ILSVRC2012_devkit_t12.tar.gz"
+KAGGLE = "ILSVRC/Data/CLS-LOC"
+TENCH, GOLDFISH = "n01440764", "n01443537"
+VAL_CLASSES = [GOLDFISH, TENCH, TENCH]
+CLOTHES = [
+    "tshirt_top",
+    "trouser",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "ankle_boot",
+]
+AIRPLANE_TO_TRUCK = [
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+]
+
+
+def call(prepare, *arguments):
+    """The error message of a command in this process, which must be one line; "" if it succeeds."""
+    main, capsys = prepare
+    code = main([*map(str, arguments), "--workers", "1"])
+    text = capsys.readouterr().err
+    assert (code, text) == (0, "") or (code == 2 and text.count("\n") == 1), text
+    return text
+
+
+@pytest.fixture
+def prepare(monkeypatch, capsys):
+    """prepare_data.py in this process; miniature archives pass for the published ones."""
+    import prepare_data
+    from torchvision import datasets
+
+    for module in (datasets.cifar, datasets.imagenet, datasets.utils):
+        monkeypatch.setattr(module, "check_integrity", lambda path, md5=None: os.path.isfile(path))
+    return prepare_data.main, capsys
+
+
+def put(folder, files):
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+# ---- Fashion-MNIST
+
+
+def write_idx(folder, suffix="", damage=None):
+    """Small idx files as Fashion-MNIST's; gives the arrays."""
+    numbers, arrays = np.random.default_rng(0), {}
+    for prefix, count in (("train", 20), ("t10k", 10)):
+        arrays[prefix] = pixels = numbers.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        labels = np.arange(count, dtype=np.uint8) % 10
+        for name, magic, array in (("images-idx3", 0x803, pixels), ("labels-idx1", 0x801, labels)):
+            data = struct.pack(f">{1 + array.ndim}I", magic, *array.shape) + array.tobytes()
+            if damage and (prefix, name) == damage[0]:
+                data = damage[1](data)
+            file = f"{prefix}-{name}-ubyte{suffix}"
+            put(folder, {file: gzip.compress(data) if suffix else data})
+    return arrays
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_fashion_mnist(prepare, tmp_path, suffix):
+    arrays, out = write_idx(tmp_path / "idx", suffix), tmp_path / "out"
+    assert not call(prepare, "fashion-mnist", out, "--source", tmp_path / "idx")
+    assert len(images(out)) == 30
+    for split, prefix in (("train", "train"), ("val", "t10k")):
+        folders = sorted(os.listdir(out / split))
+        assert folders == [f"{i}_{name}" for i, name in enumerate(CLOTHES)]
+        for number, pixels in enumerate(arrays[prefix]):
+            with Image.open(out / split / folders[number % 10] / f"{number:05d}.png") as image:
+                assert image.mode == "L" and np.array_equal(np.asarray(image), pixels)
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("images-idx3", lambda data: b"\x00\x00\x07\x03" + data[4:]),
+        ("images-idx3", lambda data: data[:3]),
+        ("images-idx3", lambda data: data[:-1]),
+        ("labels-idx1", lambda data: data[:-1] + b"\x0a"),
+        ("labels-idx1", lambda data: struct.pack(">2I", 0x801, 1) + b"\x01"),
+    ],
+)
+def test_damaged_idx_files_are_refused(prepare, tmp_path, file, change):
+    write_idx(tmp_path / "idx", damage=(("t10k", file), change))
+    out = tmp_path / "out"
+    assert "cannot read" in call(prepare, "fashion-mnist", out, "--source", tmp_path / "idx")
+    assert not (out / "val").exists() or len(images(out)) < 30
+
+
+def test_cut_and_missing_idx_files_are_named(prepare, tmp_path):
+    write_idx(tmp_path / "idx", ".gz")
+    labels = tmp_path / "idx" / "t10k-labels-idx1-ubyte.gz"
+    labels.write_bytes(labels.read_bytes()[:-9])
+    command = ("fashion-mnist", tmp_path / "out", "--source", tmp_path / "idx")
+    assert f"cannot read {labels}" in call(prepare, *command)
+    labels.unlink()
+    message = call(prepare, *command)
+    assert f"neither {labels.stem} nor {labels.name} is in {tmp_path / 'idx'}" in message
+    assert not (tmp_path / "out").exists()
+
+
+# ---- CIFAR-10
+
+
+@pytest.fixture
+def cifar(tmp_path):
+    """A miniature archive, 10 images in each of the six batches, and their pixels."""
+    numbers, pixels = np.random.default_rng(0), {}
+    files = {"batches.meta": pickle.dumps({"label_names": AIRPLANE_TO_TRUCK})}
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        pixels[name] = numbers.integers(0, 256, (10, 3072), dtype=np.uint8)
+        files[name] = pickle.dumps({"data": pixels[name], "labels": list(range(10))})
+    members = [(f"cifar-10-batches-py/{name}", data) for name, data in files.items()]
+    archive = tmp_path / "archive" / "cifar-10-python.tar.gz"
+    put(tmp_path, {"archive/cifar-10-python.tar.gz": tar_bytes(members, "w:gz")})
+    put(tmp_path / "extracted" / "cifar-10-batches-py", files)
+    return archive, np.concatenate(list(pixels.values())).reshape(-1, 3, 32, 32)
+
+
+def test_cifar10_archive_and_folder(prepare, cifar, tmp_path):
+    archive, pixels = cifar
+    sources = (archive, archive.parent, tmp_path / "extracted")
+    for number, source in enumerate(sources):
+        assert not call(prepare, "cifar10", tmp_path / f"out{number}", "--source", source)
+        assert images(tmp_path / f"out{number}") == images(tmp_path / "out0")
+    for number, expected in enumerate(pixels):
+        split, i = ("train", number) if number < 50 else ("val", number - 50)
+        label = AIRPLANE_TO_TRUCK[number % 10]
+        with Image.open(tmp_path / "out0" / split / label / f"{i:05d}.png") as image:
+            assert np.array_equal(np.asarray(image), expected.transpose(1, 2, 0))
+    archive.unlink()  # finished is finished, though the source is gone
+    assert not call(prepare, "cifar10", tmp_path / "out0", "--source", archive)
+
+
+class Attack:
+    """Pickles as a call of os.system."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_what_is_not_the_published_cifar10_is_not_opened(tmp_path, cifar):
+    """By the MD5 sums: a pickle can run anything."""
+    trap, out = tmp_path / "trap", tmp_path / "out"
+    folder = tmp_path / "extracted" / "cifar-10-batches-py"
+    (folder / "data_batch_3").write_bytes(pickle.dumps(Attack(f"touch {trap}")))
+    message = fail("cifar10", out, "--source", folder)
+    assert "cannot read" in message and not trap.exists() and not out.exists()
+    assert "neither cifar-10-python.tar.gz nor" in fail("cifar10", out, "--source", tmp_path)
+
+
+# ---- ImageNet
+
+
+def content(name):
+    """Bytes that stand for an image, and that no other has."""
+    return name.encode() * (90 + 7 * int(name[-6]))
+
+
+def train_tar():
+    def of_class(label):
+        names = [f"{label}_{number}.JPEG" for number in range(1, 6)]
+        return tar_bytes([(name, content(name)) for name in names])
+
+    return tar_bytes([(f"{label}.tar", of_class(label)) for label in (GOLDFISH, TENCH)])
+
+
+def val_name(number):
+    return f"ILSVRC2012_val_{number:08d}.JPEG"
+
+
+def solution(classes=VAL_CLASSES):
+    """Kaggle's table: each image with its boxes, in no certain order."""
+    rows = [
+        f"{val_name(number).removesuffix('.JPEG')},{label} 1 2 30 40 {label} 5 6 70 80 "
+        for number, label in enumerate(classes, start=1)
+    ]
+    return "\n".join(["ImageId,PredictionString", *reversed(rows), ""]).encode()
+
+
+def expected():
+    """The images that must come out: path -> bytes."""
+    train = [f"train/{c}/{c}_{i}.JPEG" for c in (TENCH, GOLDFISH) for i in range(1, 6)]
+    val = [f"val/{c}/{val_name(i)}" for i, c in enumerate(VAL_CLASSES, start=1)]
+    return {path: content(path.rpartition("/")[2]) for path in (*train, *val)}
+
+
+@pytest.fixture
+def archives(tmp_path):
+    names = [val_name(number) for number in range(1, 1 + len(VAL_CLASSES))]
+    val = tar_bytes([(name, content(name)) for name in names])
+    return put(tmp_path / "source", {TRAIN_TAR: train_tar(), VAL_TAR: val, CSV: solution()})
+
+
+@pytest.fixture
+def kaggle(tmp_path):
+    """Kaggle's archive, unpacked; its validation images lie flat."""
+    files = {CSV: solution()}
+    for path, data in expected().items():
+        parts = path.split("/")
+        files["/".join([KAGGLE, *(parts if parts[0] == "train" else (parts[0], parts[2]))])] = data
+    return put(tmp_path / "source", files)
+
+
+@pytest.mark.parametrize("layout", ["archives", "kaggle"])
+def test_every_image_lands_in_its_class(prepare, request, tmp_path, layout):
+    source, out = request.getfixturevalue(layout), tmp_path / "out"
+    assert not call(prepare, "imagenet", out, "--source", source)
+    assert images(out) == expected() and tree(out).keys() - images(out).keys() == {".prepared.json"}
+    if layout == "kaggle":
+        name = f"train/{TENCH}/{TENCH}_1.JPEG"
+        assert (out / name).samefile(source / KAGGLE / name)
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    shutil.rmtree(source)
+    assert not call(prepare, "imagenet", out, "--source", source)
+    assert times == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+
+
+def test_the_devkit_gives_the_classes(prepare, archives, tmp_path):
+    """meta.mat has a node above the classes; its rows are in no order."""
+    matlab = pytest.importorskip("scipy.io")
+    fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("gloss", "O")]
+    rows = [(2, TENCH, "tench", "", 0), (3, "n00001740", "entity", "", 2), (1, GOLDFISH, "", "", 0)]
+    synsets = np.array(rows, [*fields, ("num_children", "O")])
+    matlab.savemat(tmp_path / "meta.mat", {"synsets": synsets}, do_compression=True)
+    members = {
+        "data/meta.mat": (tmp_path / "meta.mat").read_bytes(),
+        "data/ILSVRC2012_validation_ground_truth.txt": b"1\n2\n2\n",
+    }
+    named = [(f"ILSVRC2012_devkit_t12/{name}", data) for name, data in members.items()]
+    put(archives, {DEVKIT: tar_bytes(named, "w:gz")})
+    (archives / CSV).unlink()
+    assert not call(prepare, "imagenet", tmp_path / "out", "--source", archives)
+    assert images(tmp_path / "out") == expected()
+
+
+def test_splits_may_come_one_after_the_other(prepare, archives, tmp_path):
+    out = tmp_path / "out"
+    (archives / VAL_TAR).rename(tmp_path / "later")
+    assert not call(prepare, "imagenet", out, "--source", archives)
+    assert images(out) == {k: v for k, v in expected().items() if k.startswith("train")}
+    (archives / TRAIN_TAR).unlink()
+    (tmp_path / "later").rename(archives / VAL_TAR)
+    assert not call(prepare, "imagenet", out, "--source", archives)
+    assert images(out) == expected()
+
+
+def test_a_cut_archive_is_named_and_a_whole_one_finishes_the_work(prepare, archives, tmp_path):
+    out, whole = tmp_path / "out", (archives / TRAIN_TAR).read_bytes()
+    (archives / TRAIN_TAR).write_bytes(whole[: len(whole) // 2])
+    message = call(prepare, "imagenet", out, "--source", archives)
+    assert TENCH in message and TRAIN_TAR in message
+    assert images(out).items() <= expected().items()
+    (archives / TRAIN_TAR).write_bytes(whole)
+    assert not call(prepare, "imagenet", out, "--source", archives)
+    assert images(out) == expected()
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (None, "the classes of the validation images are not known: neither"),
+        (b"noise\n1\n", f"cannot read .*{CSV}"),
+        (solution(VAL_CLASSES[:2]), f"holds {val_name(3)}, whose class is not known"),
+        (solution([*VAL_CLASSES, TENCH]), f"lacks 1 of the images, such as {val_name(4)}"),
+    ],
+)
+def test_wrong_labels_are_refused(prepare, archives, tmp_path, labels, message):
+    (archives / CSV).unlink()
+    put(archives, {CSV: labels} if labels else {})
+    assert re.search(message, call(prepare, "imagenet", tmp_path / "out", "--source", archives))
+
+
+def test_missing_and_foreign_archives_are_named(archives, tmp_path):
+    """In real processes, with the real MD5 sums."""
+    out = tmp_path / "out"
+    message = fail("imagenet", out, "--source", tmp_path / "missing")
+    assert f"neither {TRAIN_TAR} nor {VAL_TAR} nor the folder {KAGGLE} is in" in message
+    assert f"{TRAIN_TAR} is not the published file" in fail("imagenet", out, "--source", archives)
+    assert not out.exists()
+    done = run("imagenet", out)
+    assert done.returncode == 2 and "--source" in done.stderr
+
+
+def test_killed_again_and_again_it_still_finishes(kaggle, tmp_path):
+    out = tmp_path / "out"
+    for i in range(400):
+        name = f"{KAGGLE}/train/{TENCH}/{TENCH}_{i + 10}.JPEG"
+        put(kaggle, {name: content(name) * 40})
+    command = [sys.executable, SCRIPT, "imagenet", out, "--source", kaggle, "--workers", "2"]
+    for least in (1, 60, 150):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while len(list(out.rglob("*.JPEG"))) < least and process.poll() is None:
+            time.sleep(0.002)
+        process.kill()
+        process.wait()
+    succeed("imagenet", out, "--source", kaggle)
+    for path in (kaggle / KAGGLE / "train").rglob("*.JPEG"):
+        assert (out / path.relative_to(kaggle / KAGGLE)).read_bytes() == path.read_bytes()
+    assert len(images(out)) == 413
