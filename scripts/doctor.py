@@ -23,14 +23,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from checkup import findings, judge_network, judge_nodes, judge_speed  # noqa: E402
+from checkup import findings, judge_network, judge_nodes, judge_speed, visitor  # noqa: E402
 from checkup.findings import FAULT, Checkup, Finding  # noqa: E402
+from checkup.meeting import Host, NoMeeting  # noqa: E402
 from checkup.node import TORCH_LIMIT, Node  # noqa: E402
 from checkup.shapes import DOCTOR  # noqa: E402
 
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
-from utils.launch import network, visitor  # noqa: E402
-from utils.launch.meeting import Host, NoMeeting  # noqa: E402
+from utils.launch import network  # noqa: E402
 from utils.option_types import amount, count, number, positive  # noqa: E402
 
 LONG = 3600.0  # seconds; listing ImageNet for the first time on a network disk takes minutes

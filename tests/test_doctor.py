@@ -344,9 +344,9 @@ def test_another_torch(nodes, data, tmp_path):
     # NCCL comes with torch's wheel, and this torch has none.
     assert set(report.findings) == {"torch", "nccl"}
     assert report.findings["torch"]["level"] == "fault"
-    assert "node 1 (node1) has 2.13" in report.findings["torch"]["what"]
+    assert "2.13 on node 1 (node1)" in report.findings["torch"]["what"]
     assert [result.code for result in report.results] == [2, 2]
-    assert "node 1 (node1) has 2.13" in report.results[1].out
+    assert "2.13 on node 1 (node1)" in report.results[1].out
 
 
 def test_another_version_of_this_code(nodes, data, tmp_path):

@@ -236,7 +236,7 @@ def test_unlike():
     assert "this code differs" in sentence
     assert "y.py: 1 on n0 and n1, 2 on n2 (and 1 more)" in sentence
     sentence = agreement.unlike([("n0", a), ("n1", a | {"torch": "2.11"})])
-    assert "torch differs between the nodes: n0 has 2.14; n1 has 2.11: install" in sentence
+    assert "torch differs between the nodes: 2.14 on n0, 2.11 on n1: install" in sentence
 
 
 def test_versions_without_importing_torch():

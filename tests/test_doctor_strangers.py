@@ -54,7 +54,7 @@ class Stranger:
 
     def hear(self) -> dict:
         """The next message; {} if the connection was closed."""
-        from utils.launch import messages
+        from checkup import messages
 
         try:
             return messages.receive(self.link)
@@ -169,9 +169,8 @@ def test_two_doctors_meet_among_strangers(folder):
 @pytest.fixture
 def host():
     """Node 0 of two, in this process."""
+    from checkup.meeting import Host
     from checkup.shapes import DOCTOR
-
-    from utils.launch.meeting import Host
 
     node_0 = Host(free_port(), 2, {}, DOCTOR)
     yield node_0
@@ -247,9 +246,8 @@ def test_an_impostor_that_answers_nonsense_has_left(host, do, reply, words):
 
 def test_a_node_refuses_nonsense_from_node_0():
     """Whatever has taken the master's port; the request is not carried out."""
+    from checkup import visitor
     from checkup.shapes import DOCTOR
-
-    from utils.launch import visitor
 
     for request in (
         {"do": ["clock"]},

@@ -1,14 +1,168 @@
-"""A training on several nodes refuses to start if one of them has other code or another torch."""
+"""The pre-flight check before training on several nodes: on one network, and in namespaces."""
 
 import re
 import shutil
+import signal
+import socket
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Result, shell
+from conftest import ROOT, Result, python, shell
+from nodes import Nodes, need
+from running import TINY_LINE, Running, eventually, tiny
 from test_errors import LINE, assert_one_sentence
 
 from utils.launch.network import free_port
+
+HERE = "127.0.0.1"
+CHECK = """
+import sys; sys.path.insert(0, '.')
+from utils.launch import preflight, supervise
+node, nodes, port, processes, wait = map(int, sys.argv[2:])
+def main():
+    names = preflight.Names("-n", "-nr", "port")
+    check = preflight.Preflight(node, nodes, (sys.argv[1], port), wait, names)
+    check.begin()
+    check.finish(processes)
+supervise.run_main(main)
+"""
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory) -> Path:
+    """A script for the check alone, as it is called before torch is imported."""
+    path = tmp_path_factory.mktemp("check") / "check.py"
+    path.write_text(CHECK)
+    return path
+
+
+class Line:
+    """Words of the check on node ``rank``."""
+
+    def __init__(self, script: Path):
+        self.script, self.port = script, free_port()
+
+    def words(self, rank: int, nodes: int = 2, processes: int = 1, wait: int = 60) -> list[str]:
+        return [str(self.script), HERE, *map(str, (rank, nodes, self.port, processes, wait))]
+
+    def __call__(self, rank: int, **more: int) -> str:
+        return " ".join(["python", *self.words(rank, **more)])
+
+
+@pytest.fixture
+def line(check) -> Line:
+    return Line(check)
+
+
+def errors(results: list[Result]) -> list[str]:
+    """The error of each node, all of which ended with code 2 and without a traceback."""
+    for result in results:
+        assert result.code == 2, result.out + result.err
+    return [result.sentence for result in results]
+
+
+def test_nodes_that_agree_meet_and_leave_the_port(line):
+    results = shell(*(line(rank, nodes=3) for rank in (2, 0, 1)))
+    for result in results:
+        assert (result.code, result.err) == (0, "")
+    assert "all 3 nodes are here" in results[1].out
+    socket.create_server((HERE, line.port)).close()
+
+
+def test_a_node_that_is_missing_is_counted_and_named_on_every_node(line):
+    results = shell(line(0, nodes=3, wait=4), line(2, nodes=3))
+    for error in errors(results):
+        assert f"node 1 of 3 did not come to {HERE}:{line.port} within 4 s" in error
+    assert re.search(r"node 2 \(.*\) is here", results[0].out)
+    for result in results:
+        assert re.search(rf"waiting at {HERE}:{line.port} for node 1 of 3 \(\d", result.out)
+
+
+def test_node_0_that_is_missing_is_counted(line):
+    (result,) = shell(line(1, wait=4))
+    assert f"waiting for node 0 at {HERE}:{line.port}: connection refused (1 s" in result.out
+    (error,) = errors([result])
+    assert f"{HERE}:{line.port} cannot be reached after 4 s (connection refused)" in error
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ([(1, {"nodes": 3})], ("-n is 2 on", "but 3 on", "same")),
+        ([(1, {"processes": 2})], ("processes per node differs", "1 on", "2 on")),
+        ([(1, {}), (1, {})], ("two nodes have -nr 1", "its own")),
+        ([(0, {})], ("two nodes have -nr 0", "its own")),
+    ],
+    ids=["nodes", "processes", "rank 1 twice", "rank 0 twice"],
+)
+def test_numbers_that_contradict_each_other_end_all(line, others, words):
+    nodes = 2 if len(others) == 1 else 3
+    started = [line(0, nodes=nodes), *(line(r, **({"nodes": nodes} | more)) for r, more in others)]
+    for error in errors(shell(*started)):
+        for word in words:
+            assert word in error
+
+
+@pytest.mark.parametrize(
+    ("master", "rank", "words"),
+    [
+        ("nowhere.invalid", 0, "nowhere.invalid cannot be resolved"),
+        ("nowhere.invalid", 1, "nowhere.invalid cannot be resolved"),
+        ("192.0.2.1", 0, "192.0.2.1 is not an address of this machine"),
+    ],
+)
+def test_a_master_that_cannot_be_is_refused_at_once(check, master, rank, words):
+    assert words in errors([python(check, master, rank, 2, 8888, 1, 60)])[0]
+
+
+def test_a_port_in_use_is_refused_on_every_node(line):
+    """The other program accepts and says nothing, or closes."""
+    with socket.create_server((HERE, line.port)):
+        first, other = errors(shell(line(0), line(1)))
+    assert f"port {line.port} of {HERE} is taken by another program" in first
+    assert f"what answers at {HERE}:{line.port} is not node 0" in other
+
+
+def test_strangers_at_the_port_are_ignored(line):
+    with Running(*line.words(0)) as first:
+        first.until("waiting at")
+        said = (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"{}\n",
+            b"[" * 100_000 + b"\n",
+            b'{"greeting": 1}\n',
+            b"",
+        )
+        strangers = [socket.create_connection((HERE, line.port)) for _ in range(100)]
+        for text, stranger in zip(said, strangers, strict=False):
+            stranger.sendall(text)
+        (other,) = shell(line(1))
+        for stranger in strangers:
+            stranger.close()
+        assert (other.code, first.result().code) == (0, 0)
+
+
+def test_ctrl_c_ends_every_node(line):
+    with Running(*line.words(0, nodes=3)) as first, Running(*line.words(2, nodes=3)) as other:
+        first.until("is here")
+        first.send(signal.SIGINT)
+        assert first.result().code == 130
+        done = other.result()
+        assert done.code == 2
+        assert "node 0 was interrupted" in done.sentence
+
+
+def test_a_node_that_leaves_is_waited_for_again(line):
+    with Running(*line.words(0, nodes=3)) as first:
+        with Running(*line.words(1, nodes=3)) as other:
+            first.until("node 1 .* is here")
+            other.send(signal.SIGINT)
+            assert other.result().code == 130
+        first.until("node 1 .* has left")
+        assert "nodes 1, 2 of 3" in first.until("for nodes 1, 2")
+
+
+# ---- as typed
 
 
 def both_refuse(folder: Path, tmp_path: Path, other: Path = ROOT, path: str = "") -> list[Result]:
@@ -26,12 +180,10 @@ def test_nodes_with_other_code(folder, tmp_path):
     for part in ("utils", "scripts/recipes"):
         shutil.copytree(ROOT / part, tmp_path / part)
     shutil.copy(ROOT / "imagenet_ddp.py", tmp_path)
-    with open(tmp_path / "utils" / "schedules.py", "a") as file:
+    with open(tmp_path / "utils" / "samplers.py", "a") as file:
         file.write("# a change that git does not know of\n")
     for result in both_refuse(folder, tmp_path, other=tmp_path):
-        assert_one_sentence(
-            result, "this code differs", "utils/model/schedules.py", "(node 1)", "copy it"
-        )
+        assert_one_sentence(result, "this code differs", "utils/samplers.py", "(node 1)", "copy it")
 
 
 @pytest.mark.long
@@ -54,4 +206,35 @@ def test_nodes_with_another_torch(folder, tmp_path):
         "sys.meta_path.insert(0, Finder)\n"
     )
     for result in both_refuse(folder, tmp_path, path=str(tmp_path)):
-        assert_one_sentence(result, "torch differs", "has 1.99", "(node 1)", "install the same")
+        assert_one_sentence(result, "torch differs", "1.99", "(node 1)", "install the same")
+
+
+WRAPPER = "MASTER_ADDR={ip} NPROC=1 bash scripts/multi_node_train.sh 1 {rank} 2 run 5 --"
+SPAWN = "python imagenet_ddp.py --dist-url tcp://{ip}:8888 -n 2 -nr {rank} -g 1 --name run"
+
+
+@pytest.mark.parametrize("style", [WRAPPER, pytest.param(SPAWN, marks=pytest.mark.long)])
+def test_closed_data_ports_are_one_error_on_both_nodes(folder, tmp_path, style):
+    need("nft")
+    with Nodes(2) as nodes:
+        nodes[1].block_ports("1024-8887, 8889-65535")
+        typed = [
+            node.type(
+                style.format(ip=nodes[0].ip, rank=rank)
+                + f" {TINY_LINE} --output-dir {tmp_path} {folder}",
+                **tiny()[1],
+            )
+            for rank, node in enumerate(nodes)
+        ]
+        try:
+            results = [one.result() for one in typed]
+        finally:
+            for one in typed:
+                one.__exit__()
+        for result in results:
+            assert result.code == 2
+            said = result.out + result.err
+            assert "node0 (node 0) cannot connect to node1 (node 1)" in said
+            assert "open all TCP ports" in said
+            assert "Traceback" not in said
+        assert eventually(lambda: not any(node.processes() for node in nodes))

@@ -8,11 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from checkup import facts
-
-from utils.launch import links
-from utils.launch.meeting import Handlers
-from utils.launch.messages import Message, plain
+from checkup import facts, links
+from checkup.meeting import Handlers
+from checkup.messages import Message, plain
 
 TORCH_LIMIT = 300.0  # seconds for the part that imports torch, all-reduces included
 

@@ -1,7 +1,7 @@
 """What the doctors of two nodes may say to each other. Standard library only."""
 
-from utils.launch import shapes
-from utils.launch.shapes import (
+from checkup import message_shapes as shapes
+from checkup.message_shapes import (
     FAILED,
     PORT,
     TARGET,

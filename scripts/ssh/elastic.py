@@ -2,8 +2,9 @@
 
 This process decides who takes part, so that no node has to hold a meeting point. An attempt is an
 ordinary start on the nodes that answer. When one of them is lost, the others end theirs, and the
-next attempt continues from the run's latest snapshot, with a roll call as at any start. A node that
-answers again is asked in: the attempt ends with a snapshot, and the next one is on one node more.
+next attempt continues from the run's latest snapshot, with a pre-flight check as at any start. A
+node that answers again is asked in: the attempt ends with a snapshot, and the next one is
+on one node more.
 """
 
 import argparse

@@ -56,7 +56,7 @@ class Slurm:
         return [shlex.join(self.submission(arm))]
 
     def check(self, runner: Runner, arms: list[Arm], folder: Path) -> None:
-        """Nothing to check: each job begins with a roll call of its nodes."""
+        """Nothing to check: each job begins with a pre-flight check of its nodes."""
 
     def wait_until_empty(self, silent: float) -> None:
         """Jobs outlive their launcher."""

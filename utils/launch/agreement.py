@@ -69,35 +69,40 @@ def release(version: str | None) -> str:
     return ".".join(version.split(".")[:2]) if version else "none"
 
 
-def unlike(found: list[tuple[str, dict[str, Any]]]) -> str | None:
-    """A sentence about the first thing on which nodes disagree; None if they agree.
+def unlike(found: list[tuple[str, Mapping[str, Any]]]) -> str | None:
+    """An error message about the first fact on which nodes disagree; None if they agree.
 
-    ``found``: for each process its node's name, and by name ("this code", "torch" ...) what it has.
+    ``found``: for each process its node's name, and its facts by name ("this code", "torch" ...). A
+    fact may be a mapping itself, such as each file's checksum.
     """
-    for thing in found[0][1]:
-        values = [(node, facts.get(thing)) for node, facts in found]
+    for name in found[0][1]:
+        values = [(node, facts.get(name)) for node, facts in found]
         if any(value != values[0][1] for _, value in values):
-            has = (
-                first_difference(values)
-                if isinstance(values[0][1], Mapping)
-                else "; ".join(dict.fromkeys(f"{node} has {value}" for node, value in values))
-            )
-            remedy = REMEDY.get(thing, "make it the same on every node")
-            return f"{thing} differs between the nodes: {has}: {remedy}"
+            parts = all(isinstance(value, Mapping) for _, value in values)
+            has = first_difference(values) if parts else _who_has_what(values)
+            remedy = REMEDY.get(name, "make it the same on every node")
+            return f"{name} differs between the nodes: {has}: {remedy}"
     return None
 
 
-def first_difference(found: list[tuple[str, Mapping[str, str]]]) -> str:
+def first_difference(found: list[tuple[str, Mapping[str, Any]]]) -> str:
     """The first name whose value differs: "NAME: VALUE on NODES, VALUE on NODES (and 2 more)"."""
     names = sorted({name for _, values in found for name in values})
-    differing = [name for name in names if len({values.get(name) for _, values in found}) > 1]
+    differing = [
+        name for name in names if any(v.get(name) != found[0][1].get(name) for _, v in found)
+    ]
     if not differing:
         return ""
+    name = differing[0]
+    has = _who_has_what([(node, values.get(name, "missing")) for node, values in found])
+    more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+    return f"{name}: {has}{more}"
+
+
+def _who_has_what(values: list[tuple[str, Any]]) -> str:
     nodes: dict[str, list[str]] = {}
-    for node, values in found:
-        nodes.setdefault(values.get(differing[0], "missing"), []).append(node)
-    has = ", ".join(
+    for node, value in values:
+        nodes.setdefault(str(value), []).append(node)
+    return ", ".join(
         f"{value} on {' and '.join(list(dict.fromkeys(some))[:3])}" for value, some in nodes.items()
     )
-    more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-    return f"{differing[0]}: {has}{more}"

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from utils.errors import LOST_PEER, UserError
-from utils.launch import agreement, faults, kernels, network, rollcall, supervise
+from utils.launch import agreement, faults, kernels, network, preflight, supervise
 from utils.launch.world import World, gather, node_name
-from utils.option_types import count, positive, seconds
+from utils.option_types import count, from_environment, port, positive, seconds
 
 
 @dataclass(frozen=True)
@@ -95,20 +95,35 @@ def run(worker: Callable[[Any, Place], int], args: Any) -> int:
     if first.size > first.local_size:
         nodes, node = first.size // first.local_size, first.rank // first.local_size
         master = (first.master, first.port)
-        rollcall.call(node, nodes, master, first.local_size, args.dist_timeout)
+        check = preflight.Preflight(node, nodes, master, args.dist_timeout, _typed(args))
+        check.begin()
+        check.finish(first.local_size)
     return supervise.supervise([(worker, (args, place)) for place in places])
 
 
+def _typed(args: Any) -> preflight.Names:
+    """What the user has typed to say which node this is."""
+    if os.environ.get(supervise.MARKER, "").startswith("launcher"):
+        return preflight.Names("NODES", "NODE_RANK", "MASTER_PORT")  # multi_node_train.sh
+    return preflight.Names(
+        "WORLD_SIZE" if args.world_size is None else "--world-size (-n)",
+        "NODE_RANK" if args.rank is None else "--rank (-nr)",
+        "port in --dist-url" if args.dist_url else "MASTER_PORT",
+    )
+
+
 def _place_from_torchrun() -> Place:
-    try:
-        env = {key: os.environ[key] for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    except KeyError as missing:
-        raise UserError(
-            f"LOCAL_RANK is set but {missing} is not: start with torchrun, or unset LOCAL_RANK",
-            alike=True,
-        ) from None
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise UserError(
+                f"LOCAL_RANK is set but {name} is not: start with torchrun, or unset LOCAL_RANK",
+                alike=True,
+            )
+    rank, size = from_environment("RANK", count), from_environment("WORLD_SIZE", positive)
+    if rank >= size:
+        raise UserError(f"RANK={rank} in the environment, but WORLD_SIZE={size}: unset them")
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env["RANK"] == "0":
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and rank == 0:
         # torch 2.14 no longer tells attempts apart in the store that it shares with torchrun.
         print(
             "note: a restart may meet the addresses of processes that have ended: set "
@@ -117,19 +132,23 @@ def _place_from_torchrun() -> Place:
             flush=True,
         )
     return Place(
-        rank=int(env["RANK"]),
-        size=int(env["WORLD_SIZE"]),
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        rank=rank,
+        size=size,
+        local_rank=from_environment("LOCAL_RANK", count),
+        local_size=from_environment("LOCAL_WORLD_SIZE", positive, 1),
         init_method="env://",
-        master=env["MASTER_ADDR"],
-        port=int(env["MASTER_PORT"]),
+        master=os.environ["MASTER_ADDR"],
+        port=from_environment("MASTER_PORT", port),
     )
 
 
 def _places_of_this_node(args: Any) -> list[Place]:
-    nodes = args.world_size if args.world_size is not None else _env_int("WORLD_SIZE", 1)
-    node = args.rank if args.rank is not None else _env_int("NODE_RANK", 0)
+    nodes = (
+        args.world_size
+        if args.world_size is not None
+        else from_environment("WORLD_SIZE", positive, 1)
+    )
+    node = args.rank if args.rank is not None else from_environment("NODE_RANK", count, 0)
     if not 0 <= node < nodes:
         raise UserError(f"--rank {node} is not one of the node ranks 0 to {nodes - 1}")
     gpus = torch.cuda.device_count()
@@ -138,11 +157,11 @@ def _places_of_this_node(args: Any) -> list[Place]:
         raise UserError(f"-g {local_size} asks for more GPUs than the {gpus} of this node")
 
     if args.dist_url:
-        host, port = network.parse_tcp_url(args.dist_url)
+        host, number = network.parse_tcp_url(args.dist_url)
     elif "MASTER_ADDR" in os.environ:
-        host, port = os.environ["MASTER_ADDR"], _env_int("MASTER_PORT", 29500)
+        host, number = os.environ["MASTER_ADDR"], from_environment("MASTER_PORT", port, 29500)
     elif nodes == 1:
-        host, port = "127.0.0.1", network.free_port()
+        host, number = "127.0.0.1", network.free_port()
     else:
         raise UserError(
             f"{nodes} nodes need the address of node 0: --dist-url tcp://IP:PORT, "
@@ -154,19 +173,12 @@ def _places_of_this_node(args: Any) -> list[Place]:
             size=nodes * local_size,
             local_rank=local,
             local_size=local_size,
-            init_method=f"tcp://{host}:{port}",
+            init_method=f"tcp://{host}:{number}",
             master=host,
-            port=port,
+            port=number,
         )
         for local in range(local_size)
     ]
-
-
-def _env_int(name: str, default: int) -> int:
-    try:
-        return int(os.environ.get(name, default))
-    except ValueError:
-        raise UserError(f"{name}={os.environ[name]} in the environment is not a number") from None
 
 
 @contextmanager

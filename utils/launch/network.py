@@ -90,7 +90,17 @@ def wait_for_master(
     seconds: float,
     waiting: Callable[[str], None] = lambda reason: None,
 ) -> None:
-    """Return when ``host:port`` accepts connections.
+    """Return when ``host:port`` accepts connections; see `connect`."""
+    connect(host, port, seconds, waiting).close()
+
+
+def connect(
+    host: str,
+    port: int,
+    seconds: float,
+    waiting: Callable[[str], None] = lambda reason: None,
+) -> socket.socket:
+    """A connection to ``host:port``.
 
     Nodes are started by hand, in any order, so a refused connection is tried again until
     ``seconds`` are over; ``waiting(reason)`` is called after each failed attempt. Raises:
@@ -98,17 +108,22 @@ def wait_for_master(
     """
     resolve(host, port)
     deadline = time.monotonic() + seconds
-    reason = "no answer"
     while True:
         try:
-            socket.create_connection((host, port), timeout=min(2.0, max(seconds, 0.1))).close()
-            return
+            return socket.create_connection((host, port), timeout=min(2.0, max(seconds, 0.1)))
         except OSError as fault:
-            reason = (fault.strerror or str(fault)).lower()
+            why = reason(fault)
         if time.monotonic() >= deadline:
             raise UserError(
-                f"the master {host}:{port} cannot be reached after {seconds:g} s ({reason}): "
+                f"the master {host}:{port} cannot be reached after {seconds:g} s ({why}): "
                 "is node 0 started, is the address right, is the port open in the firewall?"
             )
-        waiting(reason)
+        waiting(why)
         time.sleep(0.2)
+
+
+def reason(fault: OSError) -> str:
+    """Why a connection failed, in a few words."""
+    if isinstance(fault, TimeoutError):
+        return "no answer"
+    return (fault.strerror or str(fault)).lower()

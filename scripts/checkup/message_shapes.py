@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from utils.launch.messages import Message
+from checkup.messages import Message
 
 Shape = Any
 _LARGEST = 2.0**64

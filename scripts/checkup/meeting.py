@@ -1,6 +1,6 @@
 """Node 0 meets the others on the master port and asks them questions. Standard library only.
 
-For the roll call before a training (rollcall.py) and for the doctor; `visitor` is the other side.
+For the doctor; `visitor` is the other side.
 
 The others say who they are, then answer requests until node 0 says "end". Nothing that is received
 is executed: a request names one of the handlers that its receiver has. Anybody can connect: what is
@@ -17,10 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from checkup import message_shapes as shapes
+from checkup.message_shapes import Protocol
+from checkup.messages import Message, listen, notice_death, plain, receive, send
+
 from utils.errors import UserError
-from utils.launch import shapes
-from utils.launch.messages import Message, listen, notice_death, plain, receive, send
-from utils.launch.shapes import Protocol
 
 PATIENCE = 10.0  # seconds for an answer that needs no work
 GREETING_SECONDS = 3.0  # for a newcomer's greeting, and again for its answer to a first question

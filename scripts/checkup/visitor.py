@@ -6,10 +6,10 @@ Standard library only.
 import socket
 import time
 
-from utils.launch import shapes
-from utils.launch.meeting import GREETING_BYTES, PATIENCE, Handlers, NoMeeting, answer
-from utils.launch.messages import Message, notice_death, receive, send
-from utils.launch.shapes import Protocol
+from checkup import message_shapes as shapes
+from checkup.meeting import GREETING_BYTES, PATIENCE, Handlers, NoMeeting, answer
+from checkup.message_shapes import Protocol
+from checkup.messages import Message, notice_death, receive, send
 
 
 def visit(master: str, port: int, me: Message, seconds: float, protocol: Protocol) -> socket.socket:

@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from utils.launch.messages import Message, listen, read_exactly
+from checkup.messages import Message, listen, read_exactly
 
 PORTS = 2  # opened by each node: a firewall may let one through by chance
 PATIENCE = 2.0  # seconds for a connection: time to send one lost packet again
