@@ -322,15 +322,6 @@ def test_files_that_do_not_fit_are_a_sentence(tmp_path, change, sentence):
 
 WRONG = {
     "progress": [1, 2],
-    "progress.epoch": "two",
-    "progress.step": -1,
-    "progress.global_batch": 32.0,
-    "progress.best": {"top1": 40.0},
-    "progress.best.top1": "40",
-    "progress.elapsed": "long",
-    "progress.history": {"Loss/val": 1.5},
-    "progress.history.0": 1.5,
-    "progress.sums": [1.0, 2.0],
     "scaler": 1024.0,
     "scaler.scale": "large",
     "optimizer": [],
@@ -365,13 +356,11 @@ def test_a_snapshot_with_wrong_types_inside_is_a_sentence(tmp_path, place):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "epoch", ["two", -1, float("nan"), float("inf"), [1], torch.ones(2)], ids=str
-)
-def test_an_epoch_that_is_none_is_a_sentence(tmp_path, epoch):
+@pytest.mark.parametrize("epoch", ["two", -1, float("nan"), float("inf"), [1]], ids=str)
+def test_an_epoch_that_is_no_number_is_one_message(tmp_path, epoch):
     old = trained()
     content = {"model": old.model.state_dict(), "optimizer": old.optimizer.state_dict()}
-    with pytest.raises(UserError, match="its epoch is not a whole number"):
+    with pytest.raises(UserError, match="does not fit this program"):
         take_up(tmp_path, content | {"epoch": epoch})
 
 

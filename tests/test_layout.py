@@ -16,7 +16,7 @@ TORCH_FREE = (
     *("launch.agreement", "launch.network", "launch.supervise"),
     "launch.installed",
     *("data.listing", "data.index", "data.pack", "data.rgb"),
-    *("run.figures", "run.owner", "run.provenance"),
+    *("run.figures", "run.lock", "run.provenance"),
     *("comm.cost", "data.progressive"),
 )
 # Sent to nodes as single files, whose Python may be 3.7 and have no package.

@@ -19,7 +19,7 @@ from utils.data.preprocessing import Preprocessing
 from utils.data.ring import Ring
 from utils.errors import UserError
 from utils.model import models
-from utils.run import agreeing
+from utils.run import checkpoint
 from utils.samplers import Batch, TrainSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -155,9 +155,9 @@ def test_a_run_goes_on_with_its_own_sizes(change):
     now = saved | change
     (name,) = change
     with pytest.raises(UserError, match=f"--{name} {saved[name]}: continue with that"):
-        agreeing.check_options(
-            agreeing.changed_options(saved, Namespace(**now)), saved, Path("snapshot.pt")
+        checkpoint.check_options(
+            checkpoint.changed_options(saved, Namespace(**now)), saved, Path("snapshot.pt")
         )
     without = saved | {"progressive": None}
-    changed = agreeing.changed_options(without, Namespace(**without | {"epochs": 9}))
-    agreeing.check_options(changed, without, None)
+    changed = checkpoint.changed_options(without, Namespace(**without | {"epochs": 9}))
+    checkpoint.check_options(changed, without, None)

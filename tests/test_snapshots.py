@@ -86,7 +86,9 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(tmp_path, logged, damage
     DAMAGES[damage](path)
     assert snapshots.latest(tmp_path) == (path if damage != "missing" else tmp_path / PREVIOUS)
     assert epoch_of(path) == 1
-    assert re.search(f"warning: .*{path}.*; going on from the one before, .*{PREVIOUS}", logged[0])
+    assert re.search(
+        f"warning: .*{path}.*; continuing from the snapshot before it, .*{PREVIOUS}", logged[0]
+    )
     state = build(seed=9)
     state.global_batch = 32
     assert resume(state, ARGS, WORLD, path, CLASSES)
@@ -251,8 +253,8 @@ def test_a_damaged_snapshot_is_told_and_the_run_goes_on(whole, folder, tmp_path)
     train("imagenet_nd.py", *line[:-3], folder, "--epochs", 2, **env)
     flip(tmp_path / "x" / SNAPSHOT, data_place_of(tmp_path / "x" / SNAPSHOT))
     done = train("imagenet_nd.py", *line, **env)
-    assert "going on from the one before" in done.out
-    assert "going on from the one before" in (tmp_path / "x" / "train.log").read_text()
+    assert "continuing from the snapshot before it" in done.out
+    assert "continuing from the snapshot before it" in (tmp_path / "x" / "train.log").read_text()
     assert_same_weights(tmp_path / "x", whole)
 
 

@@ -3,6 +3,7 @@
 Facts about ranks are computed once, into a `World`; nothing else asks torch.distributed for them.
 """
 
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ class World:
     def device_ids(self) -> list[int] | None:
         """For DistributedDataParallel: this process's GPU, or None on the CPU."""
         return [self.local_rank] if self.device.type == "cuda" else None
+
+
+def is_elastic() -> bool:
+    """Whether a launcher restarts this job's processes when one of them fails."""
+    by_torchrun = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    return by_torchrun or "IMAGENET_ELASTIC" in os.environ  # scripts/train_on_nodes.sh --elastic
 
 
 def from_main(compute: Callable[[], Any], world: World) -> Any:

@@ -1,6 +1,6 @@
 """What a snapshot holds, and how a run continues from it or from other programs' checkpoints.
 
-utils/run/snapshots.py writes them. Reading runs no code that a file may hold.
+utils/run/snapshots.py writes and finds the files; their checksums prove what is in them.
 """
 
 import logging
@@ -12,15 +12,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from utils.atomic import read_checkpoint
 from utils.comm import fsdp
 from utils.errors import UserError
-from utils.launch.world import World, from_main
+from utils.launch.world import World, from_main, is_elastic
 from utils.model import weights
-from utils.run import agreeing, contents, elastic
-from utils.run.snapshots import candidates
+from utils.model.schedules import TO_THE_END
+from utils.run.snapshots import read_latest
 
 log = logging.getLogger(__name__)
+
+PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums", "printed")
+# Another value would break off the order of samples, the learning-rate schedule or the optimiser.
+_OPTIMISER = ("optimizer", "wd_norm", "freeze")
+_FIXED = ("seed", "repeated_aug", "lr_schedule", "warmup_epochs", "progressive", *_OPTIMISER)
+_PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
 
 
 class Stateful(Protocol):
@@ -78,16 +83,19 @@ class TrainState:
         shards."""
         return (self.weights or self.model).state_dict()
 
-    def load_weights(self, state: dict[str, Tensor]) -> None:
+    def load_weights(self, state: dict[str, Tensor], image_size: int | None = None) -> None:
         """Load whole weights. Raises `UserError` when they are of another model."""
         state = fsdp.shards_like(state, self.model.state_dict()) if self.sharded else state
         try:
             (self.weights or self.model).load_state_dict(state)
         except RuntimeError as fault:
             reason = str(fault).split("\n\t")[1] if "\n\t" in str(fault) else str(fault)
+            # Some models have weights for each place of the image.
+            size = (self.preprocessing or {}).get("image_size", image_size)
+            hint = "" if size == image_size else f"; it was trained with --image-size {size}"
             raise UserError(
                 f"the snapshot does not fit this model, another arch or number of classes? "
-                f"({reason[:200]})",
+                f"({reason[:200]}){hint}",
                 alike=True,
             ) from None
 
@@ -105,7 +113,7 @@ def snapshot_of(
         "model": weights,
         "optimizer": state.optimizer.state_dict(),
         "scaler": state.scaler.state_dict(),
-        "progress": {name: getattr(state, name) for name in contents.PROGRESS},
+        "progress": {name: getattr(state, name) for name in PROGRESS},
         "options": options,
         "classes": classes,
         "preprocessing": state.preprocessing,
@@ -134,22 +142,6 @@ def best_of(
     }
 
 
-def read_latest(path: Path) -> dict[str, Any]:
-    """Read ``path`` or, if it is a run's snapshot and damaged, the one before, and say so."""
-    failure: UserError | None = None
-    for candidate in candidates(path):
-        try:
-            content = read_checkpoint(candidate)
-        except UserError as fault:
-            failure = failure or fault
-            continue
-        if failure is not None:
-            log.warning(f"{failure}; going on from the one before, {candidate}")
-        return content
-    assert failure is not None
-    raise failure
-
-
 def resume(
     state: TrainState,
     args: Any,
@@ -159,55 +151,73 @@ def resume(
 ) -> bool:
     """Load ``path`` (as rank 0 finds it) into every process's ``state``.
 
-    Takes our snapshots and best models, checkpoints of pytorch/examples, of the Apex example and of
-    torchvision's references, and bare state dicts. ``args`` and ``classes`` are checked against
-    what the file says of itself. Returns: whether it was a full snapshot of ours. Raises:
-    `UserError`.
+    Takes our snapshots and best models, checkpoints of pytorch/examples, of the Apex example, of
+    torchvision's references and of timm, and bare state dicts. ``args`` and ``classes`` are
+    compared with what the file says of itself. Returns: whether it was a full snapshot of ours.
+    Raises: `UserError`.
     """
     content = from_main(lambda: read_latest(path) if path else None, world)
     if content is None:
         return False
-    saved = contents.options(content, path)
-    if isinstance(arch := content.get("arch", saved.get("arch")), str) and arch != args.arch:
+    try:
+        return _restore(state, args, world, content, path, classes)
+    # Its checksums were right, so it was written like that: by another program.
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as fault:
+        raise UserError(f"{path} does not fit this program ({fault!r:.200})", alike=True) from fault
+
+
+def _restore(
+    state: TrainState,
+    args: Any,
+    world: World,
+    content: dict[str, Any],
+    path: Path | None,
+    classes: list[str] | None,
+) -> bool:
+    saved = content.get("options", content)
+    is_ours = "progress" in content
+    if (arch := content.get("arch", saved.get("arch", args.arch))) != args.arch:
         raise UserError(f"{path} is a {arch}: use -a {arch} to load it", alike=True)
-    agreeing.check_classes(contents.classes(content, path), classes, path)
-    changed = agreeing.changed_options(saved, args)
-    whole = "progress" in content
-    if whole and not args.evaluate and args.start_epoch is None:
-        agreeing.check_options(changed, saved, path)
+    theirs = content.get("classes")
+    if classes and theirs and list(theirs) != classes:
+        first = next((name for name in theirs if name not in classes), "another order of them")
+        raise UserError(
+            f"{path} has {len(theirs)} classes ({first}, ...), which are not the {len(classes)} of "
+            "the data: choose the same with DATA and --classes",
+            alike=True,
+        )
+    changed = changed_options(saved, args)
+    if is_ours and not args.evaluate and args.start_epoch is None:
+        check_options(changed, saved, path)
     state.preprocessing = content.get("preprocessing")
     named, note = weights.plain(content, path)
     if note and world.is_main:
         log.info(note)
-    _load_weights(state, named, args)
+    state.load_weights(named, getattr(args, "image_size", None))
     if args.evaluate:
         return False
     if state.ema is not None:
-        averages = contents.averages(content, path)
+        averages = content.get("ema") if is_ours else None
         if averages is not None:
             averages |= {"model": fsdp.shards_like(averages["model"], state.ema.weights())}
         state.ema.restore(averages)
-    progress = contents.progress(content, path) if whole else {}
-    scaler = contents.loss_scale(content, state.scaler.state_dict(), path)
-    other = args.start_epoch is not None and {*changed} & {*agreeing.OPTIMISER}
-    if "optimizer" in content and not other:
-        state.optimizer.load_state_dict(contents.momentum(content, state.optimizer, path))
-    state.scaler.load_state_dict(scaler)
-    if state.comm is not None and (comm := contents.communication(content, path)):
-        state.comm.restore(comm)
-    if not whole:
-        _read_foreign_progress(state, content, path, world)
+    begins_anew = args.start_epoch is not None and {*changed} & {*_OPTIMISER}
+    if "optimizer" in content and not begins_anew:
+        state.optimizer.load_state_dict(_optimizer_state(content, state.optimizer, path))
+    state.scaler.load_state_dict(_loss_scale(content, state.scaler.state_dict()))
+    if not is_ours:
+        _take_foreign_epoch(state, content, path, world)
         return False
+    if state.comm is not None and content.get("comm"):
+        state.comm.restore(content["comm"])
     global_batch = state.global_batch
-    # Snapshots of earlier versions do not have it: the next line is of the steps after the resume.
-    state.printed = progress.get("sums")
-    for name, value in progress.items():
-        setattr(state, name, value)
+    for name in PROGRESS:
+        setattr(state, name, content["progress"][name])
     repeated = _rescale_position(state, global_batch)
     if repeated and world.is_main:
         log.info(
             f"note: the global batch is {global_batch} now, so {repeated} images of this epoch are "
-            f"trained on again, from step {state.step} on"
+            f"repeated, from step {state.step} on"
         )
     if changed and world.is_main:
         changes = (
@@ -219,41 +229,97 @@ def resume(
     return True
 
 
-def _load_weights(state: TrainState, named: dict[str, Tensor], args: Any) -> None:
-    try:
-        state.load_weights(named)
-    except UserError as fault:
-        # Some models have weights for each place of the image.
-        size = (state.preprocessing or {}).get("image_size")
-        if size in (None, getattr(args, "image_size", None)):
-            raise
-        raise UserError(f"{fault}; it was trained with --image-size {size}", alike=True) from None
+def changed_options(saved: dict[str, Any], args: Any) -> list[str]:
+    """Names of the options that differ now, without places and what the snapshot decides."""
+    now = vars(args)
+    free = (*_PLACES, *getattr(args, "untyped", ()))
+    return [key for key in saved if key in now and key not in free and saved[key] != now[key]]
 
 
-def _read_foreign_progress(
+def check_options(changed: list[str], saved: dict[str, Any], path: Path | None) -> None:
+    """Raise `UserError` for options that contradict the snapshot."""
+    fixed = [key for key in changed if key in _FIXED]
+    # Step after step, the last epoch does not matter.
+    if "epochs" in changed and (saved.get("lr_schedule") in TO_THE_END or saved.get("progressive")):
+        fixed.append("epochs")
+    if fixed:
+        wishes = " ".join(f"--{key.replace('_', '-')} {saved[key]}" for key in fixed)
+        raise UserError(
+            f"{path} was made with {wishes}: continue with that, or begin a new schedule from its "
+            "weights with --start-epoch 0",
+            alike=True,
+        )
+
+
+def _optimizer_state(
+    content: dict[str, Any], optimizer: torch.optim.Optimizer, path: Path | None
+) -> dict[str, Any]:
+    """The saved state, with the hyperparameters and the memory layout of ``optimizer``."""
+    saved, groups = content["optimizer"], optimizer.state_dict()["param_groups"]
+    trained = [(weight, group) for group in optimizer.param_groups for weight in group["params"]]
+    fits = [len(g["params"]) for g in saved["param_groups"]] == [len(g["params"]) for g in groups]
+    state: dict[int, dict[str, Any]] = {}
+    for number, entry in saved["state"].items() if fits else ():
+        weight, group = trained[number]
+        adam = "betas" in group and not group.get("muon")
+        wanted = {"exp_avg", "exp_avg_sq"} if adam else {"momentum_buffer"}
+        buffers = {name: x for name, x in entry.items() if name != "step" and x is not None}
+        fits = fits and buffers.keys() in (wanted, set())
+        fits = fits and all(buffer.shape == weight.shape for buffer in buffers.values())
+        if fits:
+            laid_out = {name: fsdp.laid_out_like(x, weight) for name, x in buffers.items()}
+            state[number] = {**entry, **laid_out}
+    if not fits:
+        raise UserError(
+            f"the optimiser state in {path} is of another model, --optimizer, --wd-norm or "
+            f"--freeze; to start from its weights alone: --pretrained {path}",
+            alike=True,
+        )
+    return {"state": state, "param_groups": groups}
+
+
+def _loss_scale(content: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """A scaler's ``state`` with the loss scale that any script, or Apex or timm, has saved."""
+    saved = content.get("scaler") or content.get("amp") or content.get("amp_scaler") or {}
+    saved = saved.get("loss_scaler0", saved)
+    clean = ("clean_steps", "_growth_tracker", "unskipped")
+    alike = {"scale": ("scale", "loss_scale"), "clean_steps": clean, "_growth_tracker": clean}
+    found = {key: saved[name] for key in state for name in alike.get(key, (key,)) if name in saved}
+    return {**state, **found}
+
+
+def _take_foreign_epoch(
     state: TrainState, content: dict[str, Any], path: Path | None, world: World
 ) -> None:
+    """Where a checkpoint of another program continues; weights alone are a start.
+
+    pytorch/examples counts finished epochs. Torchvision's references, whose files have an
+    "lr_scheduler", and timm, from ``version`` 2 of its files on, number the last one from 0.
+    """
     if "optimizer" not in content:
-        return  # weights only: a start, not a continuation
-    state.epoch = contents.finished_epochs(content, path)
-    best = contents.accuracy(content)
+        return
+    from_zero = "lr_scheduler" in content or content.get("version", 0) > 1
+    state.epoch = int(content.get("epoch", 0)) + from_zero
+    if state.epoch < 0:
+        raise ValueError(f"epoch {state.epoch}")
+    best = content.get("best_acc1", content.get("best_prec1"))
     if best is not None and world.is_main:
         # Perhaps of other images, and then no epoch here might ever be better.
         log.info(
-            f"note: {path} names a best top-1 of {best:.2f} %, measured elsewhere; best.pt will be "
-            "the best epoch from here on"
+            f"note: {path} names a best top-1 of {float(best):.2f} %, measured elsewhere; best.pt "
+            "will be the best epoch from here on"
         )
 
 
 def _rescale_position(state: TrainState, global_batch: int) -> int:
     """Express the position within the epoch in steps of this run's global batch.
 
-    Where a launcher restarts the job on the nodes that are left, nobody is there to choose another
-    batch size: it continues at the last step boundary before. Returns how many images are repeated.
+    A job that a launcher restarts on the nodes that are left has another global batch: it continues
+    at the last step boundary before. Returns how many images are repeated.
     """
     images = state.step * state.global_batch
     repeated = images % global_batch
-    if repeated and not elastic.is_elastic():
+    if repeated and not is_elastic():
         raise UserError(
             f"the snapshot was taken in the middle of an epoch, after {images} images, which is no "
             f"whole number of global batches of {global_batch}: resume with the global batch "

@@ -1,4 +1,4 @@
-"""Writing snapshots beside training, and finding a whole one again.
+"""Writing snapshots beside training, and reading the newest whole one.
 
 Training stands still only while the state is copied to the host; a thread then writes it. At any
 instant, also in the middle of a write, ``snapshot.pt`` or the one before it is whole on disk.
@@ -7,14 +7,14 @@ instant, also in the middle of a write, ``snapshot.pt`` or the one before it is 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from utils.atomic import save_atomically
+from utils.atomic import read_checkpoint, save_atomically
 from utils.comm.fsdp import whole
 from utils.errors import UserError
 
@@ -24,21 +24,30 @@ SNAPSHOT, PREVIOUS, BEST = "snapshot.pt", "snapshot_previous.pt", "best.pt"
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest snapshot in a run directory, if there is any; see `candidates`."""
+    """The newest snapshot in a run directory, if there is any."""
     return next((folder / name for name in (SNAPSHOT, PREVIOUS) if (folder / name).is_file()), None)
 
 
-def candidates(path: Path) -> Iterator[Path]:
-    """``path``, then, if it is a run's snapshot, the one before it."""
-    yield path
-    if path.name == SNAPSHOT and path.with_name(PREVIOUS).is_file():
-        yield path.with_name(PREVIOUS)
+def read_latest(path: Path) -> dict[str, Any]:
+    """Read ``path`` or, if it is a run's snapshot and damaged, the one before, and say so."""
+    previous = path.with_name(PREVIOUS)
+    try:
+        return read_checkpoint(path)
+    except UserError as fault:
+        if path.name != SNAPSHOT or not previous.is_file():
+            raise
+        try:
+            content = read_checkpoint(previous)
+        except UserError:
+            raise fault from None
+        log.warning(f"{fault}; continuing from the snapshot before it, {previous}")
+        return content
 
 
 def write(content: dict[str, Any], path: Path) -> None:
     """torch.save to ``path``, atomically; of ``snapshot.pt`` the one before is kept.
 
-    Raises: `UserError`, which says what has become of it; the old file is then as it was.
+    Raises: `UserError`; the old file is then as it was.
     """
     previous = path.with_name(PREVIOUS) if path.name == SNAPSHOT else None
     try:
@@ -46,9 +55,7 @@ def write(content: dict[str, Any], path: Path) -> None:
     except (OSError, RuntimeError) as fault:  # torch hides the cause in a RuntimeError
         cause = fault if isinstance(fault, OSError) else fault.__context__
         reason = cause.strerror if isinstance(cause, OSError) else "is the disk full?"
-        raise UserError(
-            f"cannot write {path} ({reason}): what was saved before is intact"
-        ) from fault
+        raise UserError(f"cannot write {path} ({reason}): the last saved file is intact") from fault
 
 
 class SnapshotWriter:
@@ -58,16 +65,13 @@ class SnapshotWriter:
     path of each file that has been written, in that thread.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        after: Callable[[Path], None] = lambda path: None,
-    ):
+    def __init__(self, folder: Path, after: Callable[[Path], None] = lambda path: None):
         self.folder, self.after = folder, after
         self.failure: UserError | None = None  # of the last write
         self.pauses: list[float] = []  # seconds for which training stood still, one a snapshot
         self._thread: threading.Thread | None = None
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}  # of the last copies: fresh memory is slower
+        self._copied: dict[int, Tensor] = {}
 
     @property
     def busy(self) -> bool:
@@ -81,8 +85,8 @@ class SnapshotWriter:
         """
         self.wait()
         began = time.perf_counter()
-        copies = _Copies(self._buffers)
-        contents = {name: copies.of(content, name) for name, content in files.items()}
+        self._copied = {}  # a tensor that stands in two files is copied once
+        contents = {name: self._copy(content, name) for name, content in files.items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.pauses.append(time.perf_counter() - began)
@@ -102,41 +106,33 @@ class SnapshotWriter:
                 self.after(self.folder / name)
         except UserError as failure:
             if self.failure is None:
-                log.warning(f"{failure}, and training goes on")
+                log.warning(f"{failure}; training continues")
             self.failure = failure
         else:
             if self.failure is not None:
                 log.info(f"{self.folder / SNAPSHOT} could be written again")
             self.failure = None
 
+    def _copy(self, value: Any, place: str) -> Any:
+        """A deep copy on the host, into the buffers of the last time.
 
-class _Copies:
-    """Deep copies on the host of what may be saved, into the buffers of the last time.
-
-    Of a sharded tensor, the whole one; the other processes `fsdp.gather_for_main`.
-    """
-
-    def __init__(self, buffers: dict[str, Tensor]):
-        self.buffers = buffers
-        self.made: dict[int, Tensor] = {}  # a tensor that stands in two files is copied once
-
-    def of(self, value: Any, place: str) -> Any:
+        Of a sharded tensor, the whole one: the other processes call `fsdp.gather_for_main`.
+        """
         if isinstance(value, Tensor):
-            if id(value) not in self.made:
-                self.made[id(value)] = self._copy(whole(value).detach(), place)
-            return self.made[id(value)]
+            if id(value) not in self._copied:
+                self._copied[id(value)] = self._copy_tensor(whole(value).detach(), place)
+            return self._copied[id(value)]
         if isinstance(value, dict):
-            return {key: self.of(entry, f"{place}/{key}") for key, entry in value.items()}
+            return {key: self._copy(entry, f"{place}/{key}") for key, entry in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(self.of(entry, f"{place}/{i}") for i, entry in enumerate(value))
+            return type(value)(self._copy(x, f"{place}/{i}") for i, x in enumerate(value))
         return value
 
-    def _copy(self, tensor: Tensor, place: str) -> Tensor:
-        # Fresh memory would have to be mapped page by page, which takes longer than the copy.
-        old = self.buffers.get(place)
+    def _copy_tensor(self, tensor: Tensor, place: str) -> Tensor:
+        old = self._buffers.get(place)
         if old is None or _layout(old) != _layout(tensor):
             old = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self.buffers[place] = old
+            self._buffers[place] = old
         return old.copy_(tensor, non_blocking=True)
 
 

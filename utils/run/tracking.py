@@ -23,7 +23,7 @@ from utils.launch.world import World, from_main, gather, node_name
 from utils.option_types import AUTO
 from utils.run import elastic, store
 from utils.run.console import LOG, Console
-from utils.run.owner import OWNER, Claim
+from utils.run.lock import LOCK, Lock
 from utils.run.snapshots import BEST, PREVIOUS, SNAPSHOT, latest
 
 Facts = dict[str, tensorboard.Value]
@@ -89,7 +89,7 @@ class Run:
         plan = self.plan = elastic.plan(args, world, OPTIONS)
         self.resume = plan.resume  # --resume, or what a restart has made of it
         self.folder: Path | None = None
-        self.claim: Claim | None = None  # nobody else trains here; in rank 0
+        self.lock: Lock | None = None  # nobody else trains here; in rank 0
         self.fetched: Path | None = None
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
@@ -110,13 +110,13 @@ class Run:
         args, plan, world = self.args, self.plan, self.world
         self.folder = from_main(lambda: _directory(args, plan, world, self.mode), world)
         if not args.evaluate and not args.dummy:
-            self._claim(patient=plan.note is not None)
+            self._acquire(patient=plan.note is not None)
             if elastic.is_elastic():
                 self._check_shared()
         from_main(lambda: _make(self.folder), world)
         self.console = Console(self.folder, world)
         self.console.attach()
-        for note in (plan.note, self.claim.note if self.claim else None):
+        for note in (plan.note, self.lock.note if self.lock else None):
             if note:
                 log.info(note)
         self.stores = bool(args.store and not args.evaluate and not args.dummy)
@@ -124,23 +124,23 @@ class Run:
         self.store = store.Store(url, self.folder)
         self.fetched = from_main(self._open_store, world)
 
-    def _claim(self, patient: bool) -> None:
-        """Become the directory's owner. Raises `UserError` while another training is."""
-        claim = Claim(self.folder, patient)
+    def _acquire(self, patient: bool) -> None:
+        """Acquire the directory's lock. Raises `UserError` while another run holds it."""
+        lock = Lock(self.folder, patient)
         # In short rounds, as the other ranks wait no longer than --dist-timeout for one.
-        while not from_main(claim.poll, self.world):
+        while not from_main(lock.poll, self.world):
             time.sleep(0.5)
         if self.world.is_main:
-            self.claim = claim
+            self.lock = lock
 
     def _check_shared(self) -> None:
         """Raise `UserError` unless all nodes see the directory: any may have rank 0 next time."""
-        text = from_main(lambda: self.claim.text, self.world)
+        text = from_main(lambda: self.lock.text, self.world)
         deadline = time.monotonic() + VISIBLE_SECONDS
 
         def is_seen() -> bool:
             with contextlib.suppress(OSError):
-                return (self.folder / OWNER).read_text() == text
+                return (self.folder / LOCK).read_text() == text
             return False
 
         while not (seen := is_seen()) and time.monotonic() < deadline:
@@ -271,8 +271,8 @@ class Run:
             self._finish(summary)
             self.store.upload(self.folder / SUMMARY)
         self.close_store()
-        if self.claim is not None:
-            self.claim.release()
+        if self.lock is not None:
+            self.lock.release()
 
     def _finish(self, summary: dict[str, Any]) -> None:
         # JSON has no NaN, and other programs read this file: what was not measured is null.

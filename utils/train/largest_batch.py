@@ -25,7 +25,7 @@ from utils.data.preprocessing import Preprocessing
 from utils.errors import UserError
 from utils.launch.world import from_main, gather, node_name
 from utils.option_types import AUTO, number
-from utils.run import checkpoint, contents
+from utils.run.snapshots import read_latest
 from utils.train import memory
 from utils.train.rehearsal import existing, is_sharded, recover, rehearsal
 from utils.train.search import search
@@ -137,8 +137,8 @@ def _of_checkpoint(session: Session) -> tuple[int | None, int | None]:
     args, path = session.args, session.run.snapshot
     if path is None or args.dummy:
         return None, None
-    content = checkpoint.read_latest(path)
-    size = contents.options(content, path).get("batch_size")
+    content = read_latest(path)
+    size = content.get("options", content).get("batch_size")
     goes_on = "progress" in content and args.start_epoch is None and not args.evaluate
     if goes_on and isinstance(size, int) and size > 0:
         return size, None

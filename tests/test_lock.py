@@ -11,7 +11,7 @@ from conftest import ROOT, python, scalars, summary, train
 from running import Running, eventually, start, tiny
 
 from utils.errors import UserError
-from utils.run import owner
+from utils.run import lock
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -46,19 +46,19 @@ def test_a_second_training_is_refused_while_the_first_lives_and_takes_its_place_
         first.send(signal.SIGKILL)
         first.result()
     second = train("imagenet_nd.py", *line, **env)
-    assert f"was left by process {first.process.pid} on" in second.out
+    assert f"process {first.process.pid} on" in second.out
     assert "resumed from" in second.out
     assert summary(tmp_path / "one")["epochs_done"] == 2
-    assert not (tmp_path / "one" / owner.OWNER).exists()
+    assert not (tmp_path / "one" / lock.LOCK).exists()
     points = scalars(tmp_path / "one")["Loss/train"]
     assert [x for x, _ in points] == [1, 2]
 
 
-def foreign(folder: Path, **changes: object) -> Path:
+def foreign(place: Path, **changes: object) -> Path:
     """The file of an owner on another machine."""
     record = {"host": "far", "pid": 1, "since": "noon", "machine": "other boot", "started": "1"}
-    folder.mkdir(exist_ok=True)
-    path = folder / owner.OWNER
+    place.mkdir(exist_ok=True)
+    path = place / lock.LOCK
     path.write_text(json.dumps(record | changes))
     return path
 
@@ -68,7 +68,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = 1000.0
-        monkeypatch.setattr(owner, "time", self)
+        monkeypatch.setattr(lock, "time", self)
 
     def monotonic(self) -> float:
         return self.now
@@ -88,7 +88,7 @@ def test_a_silent_owner_on_another_machine_is_followed(monkeypatch, tmp_path, ag
     """However old its file seems by this machine's clock, it is watched for a while."""
     clock = Clock(monkeypatch)
     clock.touch(foreign(tmp_path), ago)
-    claim = owner.Claim(tmp_path)
+    claim = lock.Lock(tmp_path)
     assert not claim.poll()
     clock.now += seconds - 0.5
     assert not claim.poll()
@@ -106,7 +106,7 @@ def test_an_owner_that_gives_a_sign_of_life_is_left_alone(monkeypatch, tmp_path)
     path = foreign(tmp_path)
     clock.touch(path, ago=3600)  # its clock is an hour behind
     before = path.read_text()
-    claims = [owner.Claim(tmp_path, patient) for patient in (False, True)]
+    claims = [lock.Lock(tmp_path, patient) for patient in (False, True)]
     assert not any(claim.poll() for claim in claims)
     clock.now += 3
     clock.touch(path, ago=3600)
@@ -120,33 +120,32 @@ def test_an_owner_that_gives_a_sign_of_life_is_left_alone(monkeypatch, tmp_path)
     assert path.read_text() == before
 
 
-def test_of_two_that_follow_one_is_the_owner(monkeypatch, tmp_path):
-    """Both found the owner dead before either took its place."""
-    clock = Clock(monkeypatch)
-    path = foreign(tmp_path)
-    clock.touch(path, ago=3600)
-    one, other = owner.Claim(tmp_path), owner.Claim(tmp_path)
+def test_of_two_that_take_over_one_gets_the_lock(tmp_path):
+    """Both found the holder dead before either took its place."""
+    here = {"machine": lock._machine(), "folder": tmp_path.stat().st_ino}
+    path = foreign(tmp_path, pid=2**22 + 1, **here)
+    dead = path.read_text()
+    one, other = lock.Lock(tmp_path), lock.Lock(tmp_path)
     assert not one.poll()
+    path.write_text(dead)  # as the other one has read it
     assert not other.poll()
     other.text = other.text.replace('"pid"', '"number": 2, "pid"')  # as of another process
-    dead = path.read_text()
-    one._take_over(dead)
-    other._take_over(dead)
-    assert one.poll()
+    path.write_text(other.text)
+    assert other.poll()
     with pytest.raises(UserError, match=f"process {os.getpid()} on"):
-        other.poll()
-    other.release()
-    assert path.exists()
+        one.poll()
     one.release()
+    assert path.exists()
+    other.release()
     assert not path.exists()
 
 
 def test_a_copy_of_a_run_directory_has_no_owner(tmp_path):
-    one = owner.Claim(tmp_path / "one")
+    one = lock.Lock(tmp_path / "one")
     assert one.poll()
     (tmp_path / "copy").mkdir()
-    (tmp_path / "copy" / owner.OWNER).write_text((tmp_path / "one" / owner.OWNER).read_text())
-    copy = owner.Claim(tmp_path / "copy")
+    (tmp_path / "copy" / lock.LOCK).write_text((tmp_path / "one" / lock.LOCK).read_text())
+    copy = lock.Lock(tmp_path / "copy")
     assert not copy.poll()
     assert copy.poll()
     copy.release()
@@ -156,13 +155,13 @@ def test_a_copy_of_a_run_directory_has_no_owner(tmp_path):
 def test_an_owner_whose_place_was_taken_ends(tmp_path):
     """It was held up, and must not write beside the new one."""
     code = (
-        "import sys, pathlib, time; from utils.run import owner; owner.BEAT = 0.05\n"
-        "owner.Claim(pathlib.Path(sys.argv[1])).poll(); print('mine', flush=True)\n"
+        "import sys, pathlib, time; from utils.run import lock; lock.BEAT = 0.05\n"
+        "lock.Lock(pathlib.Path(sys.argv[1])).poll(); print('mine', flush=True)\n"
         "time.sleep(600)"
     )
     with Running("-c", code, tmp_path, PYTHONPATH=str(ROOT)) as held_up:
         held_up.until("mine")
-        (touched := tmp_path / owner.OWNER).touch()
+        (touched := tmp_path / lock.LOCK).touch()
         last = touched.stat().st_mtime_ns
         assert eventually(lambda: touched.stat().st_mtime_ns > last), "no sign of life"
         touched.unlink()
