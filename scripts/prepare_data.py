@@ -34,20 +34,26 @@ PACK_SIZE = """largest short side in pixels (default: %(default)s, for training 
     takes 263 KB an image then, 337 GB for ImageNet; the command says how much before it begins"""
 
 
+def _what(args: argparse.Namespace, *options: str) -> str:
+    found = ", ".join(f"{key} {getattr(args, key)}" for key in options if getattr(args, key))
+    return f"{args.command} ({found})" if found else args.command
+
+
 def _sample(args: argparse.Namespace) -> None:
-    options = {key: getattr(args, key) for key in ("classes", "train", "val", "seed")}
-    fill(args.out, "sample", options, partial(sources.sample, *options.values()), args.workers)
+    options = ("classes", "train", "val", "seed")
+    drawn = partial(sources.sample, *(getattr(args, key) for key in options))
+    fill(args.out, _what(args, *options), ("train", "val"), drawn, args.workers)
 
 
 def _source(args: argparse.Namespace) -> None:
-    source = args.source and args.source.expanduser().resolve()
-    options = {"source": str(source) if source else None}
-    splits = {
+    source = args.source = args.source and args.source.expanduser().resolve()
+    images = {
         "fashion-mnist": partial(sources.fashion_mnist, source),
         "cifar10": partial(sources.cifar10, source),
         "imagenet": partial(sources.imagenet, source),
     }
-    fill(args.out, args.command, options, splits[args.command], args.workers)
+    what = _what(args, "source")
+    fill(args.out, what, ("train", "val"), images[args.command], args.workers)
 
 
 def _shrink(args: argparse.Namespace) -> None:

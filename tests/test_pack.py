@@ -241,7 +241,7 @@ def test_finished_work_is_not_repeated_and_a_changed_source_refused(copy, source
     marker = copy / ".prepared.json"
     marker.write_text(marker.read_text().replace("train 37 images", "train 36 images"))
     assert prepare_data.main(["pack", str(source), str(copy), "--size", str(SIZE)]) == 2
-    assert "images train 36 images in 3 classes" in capsys.readouterr().err
+    assert "train 36 images in 3 classes" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------- interruptions

@@ -413,7 +413,7 @@ def test_sources_that_are_no_image_folders_are_refused(refusal, tmp_path):
     assert "there is no folder" in refusal(tmp_path / "missing", out)
     put(tmp_path / "flat", {"train/x.JPEG": b"x", "train/a/x.txt": b"x"})
     assert "has no images in train/CLASS/" in refusal(tmp_path / "flat", out)
-    begun = b'{"source": "sample", "options": {}, "finished": false}'
+    begun = b'{"what": "sample", "finished": false, "counts": {}}'
     put(tmp_path / "begun", {"train/a/x.JPEG": b"x", ".prepared.json": begun})
     assert "is not finished" in refusal(tmp_path / "begun", out)
     put(tmp_path / "broken", {"train/a/y.JPEG": file_bytes(photo(90, 90))})

@@ -313,8 +313,9 @@ def test_missing_and_foreign_archives_are_named(archives, tmp_path):
     out = tmp_path / "out"
     message = fail("imagenet", out, "--source", tmp_path / "missing")
     assert f"neither {TRAIN_TAR} nor {VAL_TAR} nor the folder {KAGGLE} is in" in message
-    assert f"{TRAIN_TAR} is not the published file" in fail("imagenet", out, "--source", archives)
     assert not out.exists()
+    assert f"{TRAIN_TAR} is not the published file" in fail("imagenet", out, "--source", archives)
+    assert not images(out)
     done = run("imagenet", out)
     assert done.returncode == 2 and "--source" in done.stderr
 

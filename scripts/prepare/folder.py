@@ -119,34 +119,29 @@ def write_whole(path: Path, content: bytes | Path) -> None:
         raise UserError(f"cannot write {path} ({error.strerror}); then {AGAIN}") from error
 
 
-def _text(what: dict[str, Any]) -> str:
-    options = ", ".join(f"{k} {v}" for k, v in what["options"].items() if v is not None)
-    return f"{what['source']} ({options})" if options else what["source"]
-
-
 def read_marker(folder: Path) -> dict[str, Any]:
-    """What the marker file of a folder says; "finished" is False during a preparation."""
+    """What the marker file of a folder says: {} without one."""
     try:
         marker = json.loads((folder / MARKER).read_bytes())
-        return {"source": marker["source"], "options": dict(marker["options"]), **marker}
+        return {key: marker[key] for key in ("what", "finished", "counts")}
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{folder / MARKER} is damaged; remove the folder {folder}") from error
 
 
-def mark(folder: Path, finished: bool, **content: Any) -> None:
-    """Write the marker file of a folder."""
-    text = json.dumps({**content, "finished": finished}, indent=2)
-    write_whole(folder / MARKER, text.encode())
+def mark(folder: Path, what: str, finished: bool, counts: dict[str, int]) -> None:
+    """Write the marker file: ``what`` the folder holds, and the images of each finished split."""
+    content = {"what": what, "finished": finished, "counts": counts}
+    write_whole(folder / MARKER, json.dumps(content, indent=2).encode())
 
 
 @contextmanager
-def locked(out: Path, what: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def locked(out: Path, what: str) -> Iterator[dict[str, Any]]:
     """Make the folder ``out`` if necessary and lock it; yield what its marker says.
 
-    ``what``: the "source" and "options" that determine the content. A new folder is removed again
-    if nothing was written. Raises: `UserError` if ``out`` holds something else or is in use.
+    ``what``: the command and all that determines the content. A new folder is removed again if
+    nothing was written. Raises: `UserError` if ``out`` holds something else or is in use.
     """
     is_new = not out.exists()
     try:
@@ -162,11 +157,9 @@ def locked(out: Path, what: dict[str, Any]) -> Iterator[dict[str, Any]]:
         except OSError:
             pass  # some network file systems have no locks
         marker = read_marker(out)
-        if marker and {key: marker[key] for key in what} != what:
-            raise UserError(
-                f"{out} holds {_text(marker)}, not {_text(what)}; "
-                "choose another folder or remove that one"
-            )
+        if marker.get("what", what) != what:
+            advice = "choose another folder or remove that one"
+            raise UserError(f"{out} holds {marker['what']}, not {what}; {advice}")
         foreign = next((split for split in SPLITS if (out / split).exists()), None)
         if foreign and not marker:
             raise UserError(
@@ -195,42 +188,32 @@ def _write(out: Path, items: list[Item]) -> tuple[int, list[tuple[Item, str]]]:
 
 
 def fill(
-    out: Path,
-    source: str,
-    options: dict[str, Any],
-    splits: Callable[[dict[str, Any]], dict[str, Split]],
-    workers: int,
+    out: Path, what: str, wanted: tuple[str, ...], open_source: Callable[..., Any], workers: int
 ) -> int | None:
     """Write all images that are missing.
 
     Args:
-        source, options: what determines the content; a folder that holds something else is refused.
-        splits: opens the source; is given the marker, and returns the splits to be written.
+        what: the command and all that determines the content.
+        wanted: the splits that ``out`` is to have.
+        open_source: gives a `Split` for each name of the list of unfinished ones, or for some.
 
     Returns: how many of the images could not be decoded; None if there was nothing to do.
     Raises: `UserError`; the same command then continues.
     """
-    what = {"source": source, "options": options}
     with locked(out, what) as marker:
         counts, faults = dict(marker.get("counts", {})), 0
-        todo = splits(marker)
-        if todo:
-            mark(out, False, **what, counts=counts)
+        missing = [name for name in wanted if name not in counts]
+        todo: dict[str, Split] = open_source(missing) if missing else {}
         for name, (total, items) in todo.items():
+            mark(out, what, False, counts)
             faults += _fill_split(out, name, total, items, workers)
             counts[name] = sum(len(names) for _, names in images_by_class(out / name))
-            mark(out, False, **what, counts=counts)
         if todo or not marker["finished"]:
-            mark(out, True, **what, counts=counts)
+            mark(out, what, True, counts)
     found = {split: len(class_names(out / split)) for split in counts}
     numbers = ", ".join(f"{s} {n} images in {found[s]} classes" for s, n in counts.items())
-    print(f"{'done' if todo else 'nothing to do'}: {out} holds {_text(what)}: {numbers}")
+    print(f"{'done' if todo else 'nothing to do'}: {out} holds {what}: {numbers}")
     return faults if todo else None
-
-
-def unfinished(splits: dict[str, Split], marker: dict[str, Any]) -> dict[str, Split]:
-    """Those of the splits that are not finished, by the marker of the folder to make."""
-    return {name: split for name, split in splits.items() if name not in marker.get("counts", {})}
 
 
 def _fill_split(out: Path, name: str, total: int, items: Iterable[Item], workers: int) -> int:

@@ -14,7 +14,7 @@ import sys
 import zlib
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from prepare.folder import AGAIN, SPLITS, locked, mark, progress, spread
@@ -156,10 +156,10 @@ def pack_folder(source: Path, out: Path, size: int, workers: int) -> None:
     print(f"listing the images in {source}", flush=True)
     indices = {s: ImageIndex(source / s, class_folders(source / s), shows=True) for s in splits}
     files = {split: _files(out / split, index) for split, index in indices.items()}
-    # Changes when files are added, removed or renamed.
+    # The fingerprints change when files are added, removed or renamed.
     images = ", ".join(f"{split} {index.fingerprint()}" for split, index in indices.items())
-    options = {"source": str(source), "size": size, "images": images}
-    what: dict[str, Any] = {"source": "pack", "options": options}
+    what = f"pack (source {source}, size {size}, {images})"
+    counts = {split: len(index) for split, index in indices.items()}
     with locked(out, what) as marker:
         missing = [one for some in files.values() for one in some if not one.is_whole()]
         if (
@@ -171,12 +171,12 @@ def pack_folder(source: Path, out: Path, size: int, workers: int) -> None:
             return
         if missing:
             _check_space(missing, out, size)
-            mark(out, False, **what)
+            mark(out, what, False, {})
             _write(missing, size, workers)
         found = [_join(some, size) for some in files.values()]
-        mark(out, True, **what)
+        mark(out, what, True, counts)
     sizes = [count for contents in found for count in contents.file_bytes.tolist()]
-    number = sum(map(len, indices.values()))
+    number = sum(counts.values())
     print(f"done: {out}: {number} images in {len(sizes)} files, {bytes_text(sum(sizes))}")
     if faults := sum(int((contents.records["height"] == 0).sum()) for contents in found):
         print(f"{faults} images cannot be decoded, and are stored as they are")

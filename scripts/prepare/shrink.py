@@ -17,10 +17,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from PIL import Image, UnidentifiedImageError
-from prepare.folder import SPLITS, Item, Split, fill, images_by_class, read_marker, unfinished
+from prepare.folder import SPLITS, Item, Split, fill, images_by_class, read_marker
 from tqdm import tqdm
 
 from utils.data.listing import class_names
@@ -165,16 +164,15 @@ def shrink_folder(source: Path, out: Path, size: int, quality: int, workers: int
         path = source / place
         return Item(place, partial(shrink, path, size=size, quality=quality), path)
 
-    def todo(marker: dict[str, Any]) -> dict[str, Split]:
-        for split in splits:
+    def todo(missing: list[str]) -> dict[str, Split]:
+        for split in missing:
             # Also classes without images: the numbers of the classes must not change.
             for label in class_names(source / split):
                 (out / split / label).mkdir(parents=True, exist_ok=True)
-        found = {split: (len(some), map(item, some)) for split, some in places.items()}
-        return unfinished(found, marker)
+        return {split: (len(places[split]), map(item, places[split])) for split in missing}
 
-    options = {"source": str(source), "size": size, "quality": quality}
-    faults = fill(out, "shrink", options, todo, workers)
+    what = f"shrink (source {source}, size {size}, quality {quality})"
+    faults = fill(out, what, splits, todo, workers)
     if faults is not None:
         every = [place for some in places.values() for place in some]
         old, new = _bytes(source, every), _bytes(out, every)

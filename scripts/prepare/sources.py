@@ -1,14 +1,12 @@
 """Where images come from: drawings, Fashion-MNIST, CIFAR-10 and ImageNet 2012.
 
 torchvision reads the published archives, and checks their MD5 sums. Each function is given the
-marker of the folder to make, and leaves out the splits that are finished (its "counts").
+names of the splits that are not finished.
 """
 
 import csv
-import gzip
 import io
 import pickle
-import shutil
 import tarfile
 import tempfile
 import zlib
@@ -20,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from prepare.folder import Item, Split, unfinished
+from prepare.folder import Item, Split
 from prepare.sample import TEXTURES, draw
 
 from utils.errors import UserError
@@ -41,7 +39,11 @@ CIFAR_ARCHIVE, CIFAR_FOLDER = "cifar-10-python.tar.gz", "cifar-10-batches-py"
 ARCHIVES = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
 KAGGLE_CSV, KAGGLE_IMAGES = "LOC_val_solution.csv", "ILSVRC/Data/CLS-LOC"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-IMAGENET_SIZES = {"train": 1_281_167, "val": 50_000}
+SIZES = {
+    "FashionMNIST": {"train": 60_000, "val": 10_000},
+    "CIFAR10": {"train": 50_000, "val": 10_000},
+    "ImageNet": {"train": 1_281_167, "val": 50_000},
+}
 _DAMAGE = (
     *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AssertionError),
     *(zlib.error, tarfile.TarError, csv.Error, pickle.UnpicklingError),
@@ -60,19 +62,19 @@ def _reading(what: object, advice: str = "") -> Iterator[None]:
         raise UserError(f"cannot read {what} ({reason}){advice}") from error
 
 
-def sample(classes: int, train: int, val: int, seed: int, marker: dict) -> dict[str, Split]:
+def sample(classes: int, train: int, val: int, seed: int, missing: list[str]) -> dict[str, Split]:
     """Drawn images, ``train`` and ``val`` of each class. Raises: `UserError`: too many classes."""
     if classes > len(TEXTURES):
         raise UserError(f"--classes {classes} is too many: the sample has {len(TEXTURES)} classes")
+    numbers = {"train": train, "val": val}
 
-    def items(split: str, number: int) -> Iterator[Item]:
+    def items(split: str) -> Iterator[Item]:
         for name in list(TEXTURES)[:classes]:
-            for i in range(number):
+            for i in range(numbers[split]):
                 place = f"{split}/{name}/{name}_{i:05d}.JPEG"
                 yield Item(place, partial(draw, seed, split, name, i))
 
-    found = {s: (classes * n, items(s, n)) for s, n in (("train", train), ("val", val))}
-    return unfinished(found, marker)
+    return {split: (classes * numbers[split], items(split)) for split in missing}
 
 
 def _png(pixels: np.ndarray) -> bytes:
@@ -83,9 +85,9 @@ def _png(pixels: np.ndarray) -> bytes:
 
 
 def _small(
-    kind: str, classes: tuple[str, ...], sizes: tuple[int, int], folder: str, source: Path | None
+    kind: str, classes: tuple[str, ...], folder: str, source: Path | None, missing: list[str]
 ) -> dict[str, Split]:
-    """The splits of a data set of torchvision: from ``folder``, or a download without a source."""
+    """Splits of a data set of torchvision: from ``folder``, or a download without a source."""
     from torchvision import datasets
 
     def items(split: str, part: Any) -> Iterator[Item]:
@@ -95,17 +97,17 @@ def _small(
                 yield Item(f"{split}/{classes[int(label)]}/{i:05d}.png", partial(_png, pixels))
 
     splits = {}
-    for split, size in zip(("train", "val"), sizes, strict=True):
+    for split in missing:
         with _reading(source or f"{kind} from the internet", "" if source else "; give --source"):
             part = getattr(datasets, kind)(folder, split == "train", download=source is None)
-        splits[split] = size, items(split, part)
+        splits[split] = SIZES[kind][split], items(split, part)
     return splits
 
 
-def fashion_mnist(source: Path | None, marker: dict[str, Any]) -> dict[str, Split]:
+def fashion_mnist(source: Path | None, missing: list[str]) -> dict[str, Split]:
     """Fashion-MNIST: the four idx files, .gz or not, in ``source``; Debian's, or a download."""
-    if marker.get("finished"):
-        return {}
+    from torchvision.datasets.utils import extract_archive
+
     if source is None and DEBIAN_FASHION.is_dir():
         source = DEBIAN_FASHION
     with tempfile.TemporaryDirectory() as folder:
@@ -115,61 +117,52 @@ def fashion_mnist(source: Path | None, marker: dict[str, Any]) -> dict[str, Spli
             path = next((p for p in (source / name, source / f"{name}.gz") if p.is_file()), None)
             if path is None:
                 raise UserError(f"neither {name} nor {name}.gz is in {source}")
-            opened = gzip.open if path.suffix else open
-            with _reading(path), opened(path, "rb") as file, (raw / name).open("wb") as copy:
-                shutil.copyfileobj(file, copy)
-        sizes = (60_000, 10_000)
-        return unfinished(_small("FashionMNIST", FASHION_CLASSES, sizes, folder, source), marker)
+            if path.suffix:
+                with _reading(path):
+                    extract_archive(str(path), str(raw))
+            else:
+                (raw / name).symlink_to(path)
+        return _small("FashionMNIST", FASHION_CLASSES, folder, source, missing)
 
 
-def cifar10(source: Path | None, marker: dict[str, Any]) -> dict[str, Split]:
+def cifar10(source: Path | None, missing: list[str]) -> dict[str, Split]:
     """CIFAR-10: the archive, the folder extracted from it, or the folder of either."""
-    if marker.get("finished"):
-        return {}
+    from torchvision.datasets import CIFAR10
+    from torchvision.datasets.utils import extract_archive
+
     with tempfile.TemporaryDirectory() as folder:
-        inside = Path(folder, CIFAR_FOLDER)
         if source:
             places = (source, source / CIFAR_ARCHIVE, source / CIFAR_FOLDER)
             found = (p for p in places if p.is_file() or (p / "data_batch_1").is_file())
             path = next(found, None)
             if path is None:
                 raise UserError(f"neither {CIFAR_ARCHIVE} nor {CIFAR_FOLDER} was found at {source}")
-            if path.is_dir():
-                inside.symlink_to(path)
+            if path.is_dir():  # torchvision checks the MD5 sum of each batch
+                Path(folder, CIFAR_FOLDER).symlink_to(path)
             else:
-                inside.mkdir()
-                with _reading(path), path.open("rb") as file, tarfile.open(fileobj=file) as tar:
-                    for member in filter(tarfile.TarInfo.isfile, tar):
-                        # torchvision checks the MD5 sum of a pickle before it opens it.
-                        content = tar.extractfile(member).read()
-                        (inside / PurePosixPath(member.name).name).write_bytes(content)
-        sizes = (50_000, 10_000)
-        return unfinished(_small("CIFAR10", CIFAR_CLASSES, sizes, folder, source), marker)
+                _check_md5(path, CIFAR10.tgz_md5)
+                with _reading(path):
+                    extract_archive(str(path), folder)
+        return _small("CIFAR10", CIFAR_CLASSES, folder, source, missing)
 
 
-def imagenet(source: Path, marker: dict[str, Any]) -> dict[str, Split]:
+def imagenet(source: Path, missing: list[str]) -> dict[str, Split]:
     """ImageNet 2012: the published archives, or Kaggle's folders, in ``source``.
 
     The images are the original files; Kaggle's are hard-linked where the file system allows it.
-    Raises: `UserError` if nothing is found, an archive's MD5 sum is wrong, or the classes of the
-    validation images are not known.
+    Raises: `UserError` if nothing is found, or the classes of the validation images are not known.
     """
     splits = {}
-    for split, archive in ARCHIVES.items():
-        if split in marker.get("counts", {}):
-            continue
-        places = (source / archive, source / KAGGLE_IMAGES / split)
-        path = next((place for place in places if place.exists()), None)
+    for split in missing:
+        archive, folder = source / ARCHIVES[split], source / KAGGLE_IMAGES / split
+        path = next((path for path in (archive, folder) if path.exists()), None)
         if path is None:
-            print(f"not prepared: {split}, as neither {archive} nor {places[1]} exists")
+            print(f"not prepared: {split}, as neither {archive} nor {folder} exists")
             continue
-        # An interrupted preparation has checked it already; the training images take minutes.
-        if path.is_file() and marker.get("finished", True):
-            _check_md5(split, path)
         print(f"reading {path}", flush=True)
         items = _train(path) if split == "train" else _val(path, _val_labels(source))
-        splits[split] = IMAGENET_SIZES[split], items
-    if not splits and not marker:
+        splits[split] = SIZES["ImageNet"][split], items
+    if not splits and len(missing) == len(ARCHIVES):
         raise UserError(
             f"neither {' nor '.join(ARCHIVES.values())} nor the folder {KAGGLE_IMAGES} "
             f"is in {source}"
@@ -177,22 +170,30 @@ def imagenet(source: Path, marker: dict[str, Any]) -> dict[str, Split]:
     return splits
 
 
-def _check_md5(kind: str, path: Path) -> None:
-    from torchvision.datasets.imagenet import ARCHIVE_META
+def _check_md5(path: Path, wanted: str) -> None:
     from torchvision.datasets.utils import check_integrity
 
     print(f"checking the MD5 sum of {path}", flush=True)
-    if not check_integrity(str(path), ARCHIVE_META[kind][1]):
+    if not check_integrity(str(path), wanted):
         raise UserError(f"{path} is not the published file (its MD5 sum differs); get it again")
 
 
-def _tar(file: Any, what: object, suffix: str) -> Iterator[tuple[str, Any]]:
+def _members(file: Any, what: object, suffix: str) -> Iterator[tuple[str, Any]]:
     """Last part of the name, and open file, of each file in an uncompressed tar."""
     with _reading(what), tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
             name = PurePosixPath(member.name).name
             if member.isfile() and name.endswith(suffix):
                 yield name, tar.extractfile(member)
+
+
+def _archive(split: str, path: Path, suffix: str) -> Iterator[tuple[str, Any]]:
+    """The members of a published archive, whose MD5 sum is checked first."""
+    from torchvision.datasets.imagenet import ARCHIVE_META
+
+    _check_md5(path, ARCHIVE_META[split][1])
+    with path.open("rb") as file:
+        yield from _members(file, path, suffix)
 
 
 def _read(file: Any, what: object) -> bytes:
@@ -206,12 +207,11 @@ def _train(path: Path) -> Iterator[Item]:
         for image in sorted(path.glob("*/*.JPEG")):
             yield Item(f"train/{image.parent.name}/{image.name}", image)
         return
-    with path.open("rb") as file:
-        for inner, content in _tar(file, path, ".tar"):
-            what = f"{inner} in {path}"
-            for name, image in _tar(content, what, ".JPEG"):
-                place = f"train/{inner.removesuffix('.tar')}/{name}"
-                yield Item(place, partial(_read, image, what), in_turn=True)
+    for inner, content in _archive("train", path, ".tar"):
+        what = f"{inner} in {path}"
+        for name, image in _members(content, what, ".JPEG"):
+            place = f"train/{inner.removesuffix('.tar')}/{name}"
+            yield Item(place, partial(_read, image, what), in_turn=True)
 
 
 def _val(path: Path, labels: dict[str, str]) -> Iterator[Item]:
@@ -227,9 +227,8 @@ def _val(path: Path, labels: dict[str, str]) -> Iterator[Item]:
         for image in sorted(path.glob("*.JPEG")):
             yield Item(place(image.name), image)
     else:
-        with path.open("rb") as file:
-            for name, image in _tar(file, path, ".JPEG"):
-                yield Item(place(name), partial(_read, image, path), in_turn=True)
+        for name, image in _archive("val", path, ".JPEG"):
+            yield Item(place(name), partial(_read, image, path), in_turn=True)
     if left:
         raise UserError(f"{path} lacks {len(left)} of the images, such as {min(left)}")
 
