@@ -38,7 +38,7 @@ import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one
 
 from bench import namespaces, network_table  # noqa: E402
 from bench.network_table import Case  # noqa: E402
-from compare import results  # noqa: E402
+from compare import table as tables  # noqa: E402
 from forecast_scaling import METHODS, above_0, numbers  # noqa: E402
 
 from utils.comm import cost  # noqa: E402
@@ -207,7 +207,7 @@ def finish(args: argparse.Namespace, found: list[tuple[Case, dict[str, Any]]]) -
     if args.results:
         command = shlex.join(["python", "scripts/bench_network.py", *sys.argv[1:]])
         section = network_table.section(args.title, command, (head, rows), remarks)
-        results.put(args.results, "bench_network", args.title, section)
+        tables.put(args.results, "bench_network", args.title, section)
 
 
 if __name__ == "__main__":

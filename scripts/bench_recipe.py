@@ -33,7 +33,8 @@ sys.path.insert(0, str(ROOT))
 import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one sentence)
 
 from bench import network_table  # noqa: E402
-from compare import measures, reading, results  # noqa: E402
+from compare import runs  # noqa: E402
+from compare import table as tables  # noqa: E402
 
 from utils import option_types  # noqa: E402
 from utils.atomic import save_atomically  # noqa: E402
@@ -154,12 +155,12 @@ def _children_cpu() -> float:
 
 def reached(folder: Path, target: float) -> Figures:
     """The epochs and seconds until a run reached ``target`` (None: never), and its best top-1."""
-    run = reading.read_run(folder)
-    best, first = run.best("Top1/val"), measures.reached(run, target)
-    hours = first and first[1]
+    run = runs.read(folder)
+    first = run.reached(target)
+    hours = run.hours.get(first)
     return {
-        "best_top1": best and best[0],
-        "epochs": first and first[0],
+        "best_top1": run.best("Top1/val")[0],
+        "epochs": first,
         "seconds": None if hours is None else 3600 * hours,
     }
 
@@ -195,12 +196,12 @@ def table(found: Found) -> tuple[list[str], list[list[str]]]:
     head = ["recipe", "reached", "seconds to target", "epochs", "CPU s of the run"]
     head += ["best top-1, %", "ratio of time", "ratio of CPU time"]
     rows = []
-    for label, runs in found.items():
-        done = [one for one in runs.values() if one["seconds"] is not None]
-        row = [label, f"{len(done)} of {len(runs)}", spread([one["seconds"] for one in done])]
+    for label, seeds in found.items():
+        done = [one for one in seeds.values() if one["seconds"] is not None]
+        row = [label, f"{len(done)} of {len(seeds)}", spread([one["seconds"] for one in done])]
         row.append(spread([one["epochs"] for one in done]))
-        row.append(spread([one["cpu_s"] for one in runs.values()]))
-        row.append(spread([one["best_top1"] for one in runs.values() if one["best_top1"]], ".2f"))
+        row.append(spread([one["cpu_s"] for one in seeds.values()]))
+        row.append(spread([one["best_top1"] for one in seeds.values() if one["best_top1"]], ".2f"))
         row += [spread(ratios(found, label, key), ".2f") for key in ("seconds", "cpu_s")]
         rows.append(row)
     return head, rows
@@ -228,7 +229,7 @@ def finish(args: argparse.Namespace, found: Found, argv: list[str]) -> None:
     if args.results:
         command = shlex.join(["python", "scripts/bench_recipe.py", *argv])
         section = network_table.section(args.title, command, (head, rows), ["\n\n".join(said)])
-        results.put(args.results, "bench_recipe", args.title, section)
+        tables.put(args.results, "bench_recipe", args.title, section)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one sentence)
 
 from bench import network_table  # noqa: E402
-from compare import results  # noqa: E402
+from compare import table as tables  # noqa: E402
 
 from utils.atomic import save_atomically  # noqa: E402
 from utils.data.listing import SUFFIXES  # noqa: E402
@@ -303,7 +303,7 @@ def finish(args: argparse.Namespace, found: dict[str, list[Figures]]) -> None:
     if args.results:
         command = shlex.join(["python", "scripts/bench_step.py", *sys.argv[1:]])
         section = network_table.section(args.title, command, (head, rows), [said])
-        results.put(args.results, "bench_step", args.title, section)
+        tables.put(args.results, "bench_step", args.title, section)
 
 
 if __name__ == "__main__":

@@ -7,24 +7,25 @@ What it cannot find is shown as `-` and named below the table. All options: `--h
 """
 
 import argparse
+import base64
 import shlex
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import utils.launch.installed  # noqa: F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: F401 (a missing package becomes a one-line error)
 
-from compare import comparison, page, pictures, reading, remarks, results, runs, table
-from compare.labels import short_labels
+from compare import pictures, runs, table
 from compare.runs import Run
+from compare.table import Comparison
 
 from utils.errors import UserError, go_on_without_reader, report
 from utils.option_types import accuracy, number, positive
 
-DESCRIPTION = """Compares training runs by their TensorBoard event files: a table (text; in DIR also
-Markdown and CSV), pictures (PNG, SVG, PDF) and compare.html, a page with all of it. The speed-up is
-relative to the run with the fewest GPUs."""
+DESCRIPTION = """Compare training runs by their TensorBoard event files: a table (text; in DIR also
+Markdown and CSV), pictures and compare.html, a page with all of it. Speed-ups are relative to the
+run with the fewest GPUs."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,12 +49,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--price", type=number(float, 0, exclusive=True), metavar="P", help=text)
     text = "folder for table, pictures and page (default: %(default)s)"
     add("--out", type=Path, default=Path("figures"), metavar="DIR", help=text)
+    text = "such as png,svg,pdf (default: %(default)s)"
+    add("--formats", type=_formats, default=["png"], metavar="LIST", help=text)
     add("--prefix", default="", metavar="NAME_", help="what the files' names begin with")
     add("--title", help="of the page and of the section in RESULTS.md")
     text = "also write the comparison's section into this file (default: %(const)s)"
     results_file = Path("RESULTS.md")
     add("--results", nargs="?", type=Path, const=results_file, metavar="FILE", help=text)
     return parser
+
+
+def _formats(text: str) -> list[str]:
+    found = text.split(",")
+    if not set(found) <= {"png", "svg", "pdf"}:
+        raise argparse.ArgumentTypeError(f"{text} is not a list of png, svg and pdf")
+    return found
 
 
 def read(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
@@ -64,8 +74,7 @@ def read(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
     """
     found: list[Run] = []
     for path in args.runs:
-        below = [reading.read_run(one) for one in runs.find_runs(path)]
-        found += runs.order(below) if len(below) > 1 else below
+        found += runs.by_gpus(map(runs.read, runs.find(path)))
     seen: set[Path] = set()
     found = [r for r in found if not (r.path.resolve() in seen or seen.add(r.path.resolve()))]
     filled = [run for run in found if run.epochs is not None]
@@ -78,18 +87,18 @@ def read(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
         raise UserError("; ".join(said))
     for option, values in (("labels", args.labels), ("numbers of GPUs", args.gpus)):
         if values and len(values) != len(filled):
-            names = ", ".join(run.name for run in filled)
+            names = ", ".join(run.folder.name for run in filled)
             raise UserError(
                 f"{len(values)} {option} for {len(filled)} runs ({names}); give one per run"
             )
     for run, gpus in zip(filled, args.gpus or (), strict=False):
         run.facts["gpus"] = gpus
     for run in filled:
-        batch = run.known("global_batch")
-        if args.train_images and batch and not run.known("steps_per_epoch"):
+        batch = run.facts.get("global_batch")
+        if args.train_images and batch and not run.facts.get("steps_per_epoch"):
             run.facts["steps_per_epoch"] = -(-args.train_images // int(batch))
-    labels = args.labels or short_labels(filled)
-    for run, label in zip(filled, labels, strict=True):
+    runs.name_runs(filled)
+    for run, label in zip(filled, args.labels or (), strict=False):
         run.label = label
     return filled, said
 
@@ -101,43 +110,50 @@ def _title(labels: list[str]) -> str:
     return f"Comparison: {listed}"
 
 
+def _page(both: Comparison, drawn: list[pictures.Picture], title: str, command: str) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True)
+    environment.filters["base64"] = lambda text: base64.b64encode(text.encode()).decode()
+    text = (Path(table.__file__).parent / "page.html").read_text(encoding="utf-8")
+    origins = [table.origin(run) for run in both.runs]
+    template = environment.from_string(text)
+    facts = {"pictures": drawn, "origins": origins, "title": title, "command": command}
+    return template.render(both=both, **facts)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Compare the runs that ``argv`` names and return the exit code: 0, or 2 after an error."""
     argv = sys.argv[1:] if argv is None else argv
     args = _parser().parse_args(argv)
     command = shlex.join(["python", "scripts/compare_runs.py", *argv])
     try:
-        found, said = read(args)
-        both = comparison.compare(found, args.within, args.target_top1, args.price)
-        both.notes += said
-        remarks.add_to(both)
-        print(table.as_text(both))
-        print()
-        for note in both.notes:
-            print(f"- {note}")
+        found, left_out = read(args)
+        both = Comparison(found, args.within, args.target_top1, args.price)
+        both.notes += left_out
+        print(both.as_text(), "", *(f"- {note}" for note in both.notes), sep="\n")
         title = args.title or _title([run.label for run in found])
-        drawn, missing = pictures.draw(both, args.out, args.prefix)
+        drawn, missing = pictures.draw(both, args.out, args.prefix, formats=args.formats)
         written = {
-            f"{args.prefix}compare.md": table.as_markdown(both) + "\n",
-            f"{args.prefix}compare.csv": table.as_csv(both),
-            f"{args.prefix}compare.html": page.build(both, drawn, title, command),
+            f"{args.prefix}compare.md": both.as_markdown() + "\n",
+            f"{args.prefix}compare.csv": both.as_csv(),
+            f"{args.prefix}compare.html": _page(both, drawn, title, command),
         }
         for name, text in written.items():
             (args.out / name).write_text(text, encoding="utf-8")
-        for sentence in missing:
-            print(f"- {sentence}")
+        print(*(f"- {line}" for line in missing), sep="\n")
         names = " ".join(picture.name for picture in drawn)
-        print(f"\n{len(drawn)} pictures (.png, .svg and .pdf) in {args.out}: {names}")
+        kinds = ", ".join(f".{kind}" for kind in args.formats)
+        print(f"\n{len(drawn)} pictures ({kinds}) in {args.out}: {names}")
         print(f"table and page: {' '.join(str(args.out / name) for name in written)}")
         if args.results:
             chosen = [p.file for p in drawn if p.name in ("training_throughput", "top1_val")]
-            changed = results.update(args.results, both, title, command, chosen)
+            section = both.section(args.results, title, command, chosen)
+            changed = table.put(args.results, "compare_runs", title, section)
             state = "written" if changed else "unchanged"
             print(f"section '{title}' in {args.results}: {state}")
-    except UserError as error:
-        return report(error)
-    except OSError as error:
-        return report(UserError(str(error)))
+    except (UserError, OSError) as error:
+        return report(error if isinstance(error, UserError) else UserError(str(error)))
     return 0
 
 

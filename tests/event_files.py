@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import compare_runs
-from compare import comparison, remarks
-from compare.comparison import Comparison
+from compare.table import Comparison
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -90,11 +89,10 @@ def write_hal(root: Path, **changes: object) -> Path:
 def table(*arguments: object) -> tuple[dict[str, list[str]], list[str], Comparison]:
     """Compare without drawing: the rows by their keys, the notes, the comparison."""
     args = compare_runs._parser().parse_args([str(argument) for argument in arguments])
-    runs, said = compare_runs.read(args)
-    both = comparison.compare(runs, args.within, args.target_top1, args.price)
-    both.notes += said
-    remarks.add_to(both)
-    return {row.key: row.cells for row in both.rows}, both.notes, both
+    runs, left_out = compare_runs.read(args)
+    both = Comparison(runs, args.within, args.target_top1, args.price)
+    notes = both.notes + left_out
+    return {row.key: row.cells for row in both.rows}, notes, both
 
 
 def note(notes: list[str], pattern: str) -> str:

@@ -51,11 +51,11 @@ def test_all_is_in_the_event_files(ours, tmp_path):
     assert run.best("Top1/val") == (pytest.approx(facts["best_top1"]), facts["best_epoch"])
     assert max(run.hours.values()) * 3600 > 0.5 * facts["elapsed_seconds"]
     note(notes, "resumed on another number of GPUs \\(1, 2\\)")
-    assert "60 images in 3 classes" in run.known("data_id")
-    assert run.known("command").startswith("imagenet_ddp.py -a resnet18")
-    assert run.known("image_size") == 32
+    assert "60 images in 3 classes" in run.facts.get("data_id")
+    assert run.facts.get("command").startswith("imagenet_ddp.py -a resnet18")
+    assert run.facts.get("image_size") == 32
     for key in ("torch", "cpu", "date", "commit"):
-        assert run.known(key), key
+        assert run.facts.get(key), key
 
 
 def write_run(folder: Path, rate: float, seconds: float = 0.0, **options: object) -> None:

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from compare import results
+from compare import table as tables
 from conftest import python
 from event_files import SCRIPT, epochs_of, folder_name, table, write
 
@@ -14,7 +14,8 @@ def update(root, title):
     """Write the section on the runs in ``root``/runs into ``root``/R.md; whether it changed."""
     _, _, both = table(root / "runs")
     picture = root / "o" / "top1_val.png"
-    return results.update(root / "R.md", both, title, "compare `it`", [picture])
+    section = both.section(root / "R.md", title, "compare `it`", [picture])
+    return tables.put(root / "R.md", "compare_runs", title, section)
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ from datetime import date
 from statistics import median
 from typing import Any
 
-from compare.results import fence
-from compare.table import markdown_table
+from compare.table import fence, markdown_table, text_table
 from forecast import buckets
 from forecast.scaling import Cluster
 
@@ -107,9 +106,7 @@ def table(found: Found) -> tuple[list[str], list[list[str]]]:
 
 def as_text(head: list[str], rows: list[list[str]]) -> str:
     """The table in columns."""
-    lines = [head, *rows]
-    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, line, wide)) for line in lines)
+    return text_table(head, rows)
 
 
 def remarks(found: Found) -> list[str]:

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from compare import reading
+from compare import runs
 from compare.runs import RATE
 from forecast.scaling import Measured
 
@@ -51,12 +51,12 @@ def read_run(path: Path) -> MeasuredRun:
 
 
 def _from_events(path: Path) -> MeasuredRun:
-    run = reading.read_run(path)
-    rate, gpus, batch = run.median(RATE), run.known("gpus"), run.known("global_batch")
+    run = runs.read(path)
+    rate, gpus, batch = run.usual(RATE), run.facts.get("gpus"), run.facts.get("global_batch")
     if not (rate and gpus and batch):
         lacking = "no ..._gpuxN_bN_... in its name" if rate else f"no {RATE} points"
         raise UserError(f"{path} has no summary.json, and {lacking}: its speed is not known")
     # Older suites did not record the number of nodes; --gpus-per-node gives it.
-    nodes, classes = run.known("nodes") or 1, run.known("class_count")
+    nodes, classes = run.facts.get("nodes") or 1, run.facts.get("class_count")
     size = round(batch / gpus), int(gpus), int(nodes)
-    return MeasuredRun(path, run.known("arch"), classes and int(classes), *size, batch / rate)
+    return MeasuredRun(path, run.facts.get("arch"), classes and int(classes), *size, batch / rate)

@@ -76,7 +76,7 @@ def _network(gbit: float) -> str:
 
 def _method(one: Outcome) -> cost.Method:
     """What gradients are between the nodes: Apex's O2 and O3 have 16 bits."""
-    if one.run and str(one.run.known("precision")) in ("O2", "O3"):
+    if one.run and str(one.run.facts.get("precision")) in ("O2", "O3"):
         return cost.method("fp16")
     try:
         return cost.method(one.summary.get("comm") or "fp32")

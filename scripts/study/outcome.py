@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compare import reading, runs
-from compare.labels import short_labels
+from compare import runs
 from compare.runs import Run
 from study.arms import Arm
 
@@ -38,7 +37,7 @@ class Outcome:
     @property
     def units(self) -> float | None:
         """What efficiency is divided by: GPUs (processes), else nodes; None if unknown."""
-        return (self.run and self.run.known("gpus")) or self.nodes
+        return (self.run and self.run.facts.get("gpus")) or self.nodes
 
     def option(self, name: str) -> Any:
         """A value of the run's options.json; None if that is not there."""
@@ -54,7 +53,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def of_arm(arm: Arm) -> Outcome:
     """What an arm has left so far."""
-    run = reading.read_run(arm.run) if arm.run.is_dir() else None
+    run = runs.read(arm.run) if arm.run.is_dir() else None
     if run is not None and run.epochs is None:
         run = None
     if run is not None:
@@ -73,14 +72,15 @@ def label(arm: Arm) -> str:
 
 def of_runs(paths: Sequence[Path]) -> list[Outcome]:
     """Runs that exist already, sorted by their GPUs. Raises: `UserError` for a path without any."""
-    found = [reading.read_run(one) for path in paths for one in runs.find_runs(path)]
-    found = runs.order(run for run in found if run.epochs is not None)
+    found = [runs.read(one) for path in paths for one in runs.find(path)]
+    found = runs.by_gpus(run for run in found if run.epochs is not None)
     outcomes = []
-    for run, text in zip(found, short_labels(found), strict=True):
-        run.label = text
-        group = ", ".join(str(run.known(key)) for key in ("arch", "mode") if run.known(key))
-        folder = runs.folder_of(run.path)
-        nodes = run.known("nodes")
+    runs.name_runs(found)
+    for run in found:
+        text = run.label
+        group = ", ".join(str(run.facts.get(key)) for key in ("arch", "mode") if run.facts.get(key))
+        folder = run.folder
+        nodes = run.facts.get("nodes")
         summary = _json(folder / "summary.json")
         outcomes.append(Outcome(text, run.path, nodes and int(nodes), group, None, run, summary))
     return outcomes
@@ -109,7 +109,7 @@ def columns(outcomes: Sequence[Outcome]) -> dict[str, list[Column]]:
     found: dict[str, list[Column]] = {}
     for one in outcomes:
         place = found.setdefault(one.group, [])
-        gpus = one.run.known("gpus") if one.run else None
+        gpus = one.run.facts.get("gpus") if one.run else None
         title = count(one.nodes, "Node") if one.nodes else count(gpus, "GPU") if gpus else one.name
         same = next((c for c in place if c.title == title and one.seed is not None), None)
         if same:

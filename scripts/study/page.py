@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compare import comparison, pictures, remarks, results, table
-from compare.comparison import duration, number
-from compare.table import escape_markdown, markdown_table
+from compare import pictures, table
+from compare.table import Comparison, duration, escape_markdown, markdown_table, number
 from study import curve, published, state
 from study.outcome import Column, Outcome, columns
 from study.state import State
@@ -49,21 +48,22 @@ def write(book: Path, study: Study, outcomes: Sequence[Outcome], kept: State) ->
     parts += ["## Arms", _arms(outcomes, kept)]
     if seen:
         target = next((top1 for one in seen if (top1 := one.option("desired_acc"))), None)
-        both = comparison.compare([one.run for one in seen], study.hours, target)
-        remarks.add_to(both)
-        parts += ["## Metrics", table.as_markdown(both)]
+        both = Comparison([one.run for one in seen], study.hours, target)
+        parts += ["## Metrics", both.as_markdown()]
         parts += ["\n".join(f"- {escape_markdown(note)}" for note in both.notes)]
         parts += _pictures(both, book, study.name)
     parts += _origin(study, seen, outcomes)
     parts += _dumps(outcomes, kept.folder)
-    results.put(book / f"{study.name}.md", TOOL, study.name, "\n\n".join(filter(None, parts)))
-    best = [b[0] for one in seen if (b := one.run.best("Top1/val"))]
-    archs = dict.fromkeys(str(one.run.known("arch")) for one in seen if one.run.known("arch"))
+    table.put(book / f"{study.name}.md", TOOL, study.name, "\n\n".join(filter(None, parts)))
+    best = [b[0] for one in seen if (b := one.run.best("Top1/val"))[0] is not None]
+    archs = dict.fromkeys(
+        str(one.run.facts.get("arch")) for one in seen if one.run.facts.get("arch")
+    )
     kept.facts = {
-        "model": ", ".join(archs) or comparison.NONE,
+        "model": ", ".join(archs) or table.NONE,
         "arms": what.removesuffix(" arms finished"),
         "columns": ", ".join(dict.fromkeys(c.title for group in groups.values() for c in group)),
-        "top1": f"{max(best):.2f} %" if best else comparison.NONE,
+        "top1": f"{max(best):.2f} %" if best else table.NONE,
         "date": state.now(),
     }
     kept.save()
@@ -87,7 +87,7 @@ def index(book: Path) -> None:
     lines = markdown_table(head, [["-", *cells] for _, cells in rows]).split("\n")
     for place, (link, _) in enumerate(rows, 2):  # a link in a cell is not to be escaped
         lines[place] = f"| {link}{lines[place].removeprefix('| -')}"
-    results.put(book / "README.md", TOOL, "index", "# Log book\n\n" + "\n".join(lines))
+    table.put(book / "README.md", TOOL, "index", "# Log book\n\n" + "\n".join(lines))
 
 
 def _scaling(groups: dict[str, list[Column]], hours: float | None) -> list[str]:
@@ -128,7 +128,7 @@ def _lessons(groups: dict[str, list[Column]], study: Study) -> tuple[list[str], 
 
 
 def _point(point: curve.Point) -> list[str]:
-    error = comparison.NONE
+    error = table.NONE
     if point.measured:
         error = f"{100 * (point.forecast / point.measured - 1) + 0.0:+.0f} %"
         error = f"fitted ({error})" if point.fitted else error
@@ -154,7 +154,7 @@ def _arms(outcomes: Sequence[Outcome], kept: State) -> str:
     rows = []
     for one in outcomes:
         known = kept.arms.get(one.name)
-        condition = known.status if known else str(one.run.state or comparison.NONE)
+        condition = known.status if known else str(one.run.state or table.NONE)
         if known and known.why and known.status == state.FAILED:
             condition += f": {known.why}"
         seconds = one.summary.get("elapsed_seconds")
@@ -166,8 +166,8 @@ def _arms(outcomes: Sequence[Outcome], kept: State) -> str:
                 ", ".join(known.hosts) if known and known.hosts else str(one.nodes or "-"),
                 known.began if known and known.began else _began(one),
                 duration(hours or None),
-                str(one.run.epochs) if one.run else comparison.NONE,
-                str(one.summary.get("largest_batch") or comparison.NONE),
+                str(one.run.epochs) if one.run else table.NONE,
+                str(one.summary.get("largest_batch") or table.NONE),
                 _checkpoint(one),
             ]
         )
@@ -175,7 +175,7 @@ def _arms(outcomes: Sequence[Outcome], kept: State) -> str:
 
 
 def _began(one: Outcome) -> str:
-    return comparison.date_of(one.run) if one.run and one.run.known("began") else comparison.NONE
+    return table.origin(one.run)["date"] if one.run and one.run.facts.get("began") else table.NONE
 
 
 def _checkpoint(one: Outcome) -> str:
@@ -183,10 +183,10 @@ def _checkpoint(one: Outcome) -> str:
     if store := one.option("store"):
         return f"{str(store).rstrip('/')}/{one.name}/best.pt"
     best = one.folder / "best.pt"
-    return str(best) if best.is_file() else comparison.NONE
+    return str(best) if best.is_file() else table.NONE
 
 
-def _pictures(both: comparison.Comparison, book: Path, name: str) -> list[str]:
+def _pictures(both: Comparison, book: Path, name: str) -> list[str]:
     drawn, missing = pictures.draw(both, book / name, "", PICTURES)
     parts = ["## Pictures"]
     for picture in drawn:
@@ -197,18 +197,20 @@ def _pictures(both: comparison.Comparison, book: Path, name: str) -> list[str]:
 
 
 def _origin(study: Study, seen: Sequence[Outcome], outcomes: Sequence[Outcome]) -> list[str]:
-    parts = ["## How it was made", results.fence(study.command)]
+    parts = ["## How it was made", table.fence(study.command)]
     if seen:
-        kinds = list(results.origin(seen[0].run))
-        rows = [[one.run.label, *results.origin(one.run).values()] for one in seen]
+        kinds = list(table.origin(seen[0].run))
+        rows = [[one.run.label, *table.origin(one.run).values()] for one in seen]
         parts.append(markdown_table(["arm", *kinds], rows))
         commands = [
-            f"{o.run.label}: {o.run.known('command')}" for o in seen if o.run.known("command")
+            f"{o.run.label}: {o.run.facts.get('command')}"
+            for o in seen
+            if o.run.facts.get("command")
         ]
-        parts += ["Command of each run:", results.fence("\n".join(commands))] if commands else []
+        parts += ["Command of each run:", table.fence("\n".join(commands))] if commands else []
         paths = ",".join(f"{one.name}:{one.folder}" for one in seen)
         line = shlex.join(["python", "-m", "tensorboard.main", "--logdir_spec", paths])
-        parts += ["The curves in TensorBoard:", results.fence(line)]
+        parts += ["The curves in TensorBoard:", table.fence(line)]
     return parts
 
 
@@ -218,6 +220,6 @@ def _dumps(outcomes: Sequence[Outcome], folder: Path) -> list[str]:
     for one in outcomes:
         file = folder / f"{one.name}.nvidia-smi.txt"
         text = file.read_text().rstrip() if file.is_file() else ""
-        parts.append(f"{escape_markdown(one.name)}: {'' if text else comparison.NONE}")
-        parts += [results.fence(text)] if text else []
+        parts.append(f"{escape_markdown(one.name)}: {'' if text else table.NONE}")
+        parts += [table.fence(text)] if text else []
     return parts

@@ -23,8 +23,8 @@ def rows(columns: Sequence[Column], hours: float | None) -> list[list[str]]:
     power = _power(columns)
     asked: list[tuple[str, Callable[[Outcome], float | None], Callable[[float], str]]] = [
         (f"Learning Rate (e{power})", learning_rate, lambda x: f"{x / 10.0**power:.2f}"),
-        ("Global Batch Size", lambda one: one.run.known("global_batch"), "{:.0f}".format),
-        ("Steps Per Epoch", lambda one: one.run.known("steps_per_epoch"), "{:.0f}".format),
+        ("Global Batch Size", lambda one: one.run.facts.get("global_batch"), "{:.0f}".format),
+        ("Steps Per Epoch", lambda one: one.run.facts.get("steps_per_epoch"), "{:.0f}".format),
         ("Avg Epoch Time (min)", epoch_minutes, minutes),
         (
             "Epoch Num" + (f" @ {hours:g} hr" if hours is not None else ""),
@@ -50,7 +50,7 @@ def as_markdown(columns: Sequence[Column], hours: float | None) -> str:
 
 def learning_rate(one: Outcome) -> float | None:
     """The highest learning rate that the run has reached."""
-    return max(one.run.finite("Lr").values(), default=None)
+    return one.run.highest("Lr")
 
 
 def _power(columns: Sequence[Column]) -> int:
@@ -93,5 +93,4 @@ def efficiency(one: Outcome, columns: Sequence[Column]) -> float | None:
 
 
 def _best(one: Outcome, tag: str) -> float | None:
-    found = one.run.best(tag)
-    return found[0] if found else None
+    return one.run.best(tag)[0]
