@@ -85,7 +85,7 @@ def test_evaluate_a_best_model(trained, folder, tmp_path):
     )
     before, found = summary(trained), summary(only_run(tmp_path))
     with pytest.raises(UserError, match="no event file"):  # nothing that compare_runs.py lists
-        runs.find_runs(tmp_path)
+        runs.find(tmp_path)
     assert found["finished_because"] == "evaluated"
     for key in ("val_images", "val_top1", "val_top5", "val_loss"):
         assert found[key] == before[key], key

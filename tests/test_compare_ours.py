@@ -99,7 +99,7 @@ def test_what_runs_cost(tmp_path):
     assert "training image sizes (128:160, not 224)" in note(notes, "NOT COMPARABLE: c ")
     plans, said = pictures.plan(both)
     assert note(said, "cost is drawn without").endswith("of c")
-    left, right, _ = plans["cost"][1]().axes
+    left, right = plans["cost"][1]().axes
     assert "hours of training" in left.get_xlabel() and "cost" in right.get_xlabel()
     curves = [[list(line.get_xdata()) for line in axes.lines] for axes in (left, right)]
     assert len(curves[0]) == 3 and len(curves[1]) == 2
