@@ -120,7 +120,7 @@ def train(args: Namespace, world: World) -> int:
     run = Run(args, world, mode="fsdp")
     state = TrainState(model, optimizer, scaler)
     session = Session(args, world, run, loaders, state)
-    largest_batch.settle(session, train_step, predict)  # with -b auto
+    largest_batch.resolve(session, train_step)  # with -b auto
     if args.dummy:
         return dummy.time_step(session, train_step)
     loop.resume(session)

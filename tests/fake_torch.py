@@ -60,11 +60,6 @@ class Cudart:
         return 0
 
 
-def no_states() -> list[Tensor]:
-    """Random states of no device."""
-    return []
-
-
 CUDA: dict[str, Callable[..., Any]] = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
@@ -84,10 +79,9 @@ CUDA: dict[str, Callable[..., Any]] = {
     "reset_peak_memory_stats": lambda device=None: None,
     "memory_reserved": lambda device=None: 2**30,
     "mem_get_info": lambda device=None: (2**33, 2**34),
-    "set_per_process_memory_fraction": lambda fraction, device=None: None,
     "empty_cache": lambda: None,
-    "get_rng_state_all": no_states,
-    "set_rng_state_all": lambda new_states: None,
+    "get_rng_state": lambda device=None: None,
+    "set_rng_state": lambda state, device=None: None,
     "is_bf16_supported": lambda including_emulation=True: True,
     "is_current_stream_capturing": lambda: False,
     "_lazy_init": lambda: None,

@@ -191,6 +191,7 @@ def test_the_gpu_is_sampled(train, monkeypatch):
         long(ND, "--amp fp16", 24),
         long(DP, EVERYTHING, 16),
         (DDP, "--comm int8", 8),
+        long(FSDP, "-a tiny_vit", 8),
         long(APEX, "--opt-level O2", 8),
         long(DDP, EVERYTHING, 8),
         long(APEX, "--amp-impl apex --opt-level O2", 8),

@@ -206,14 +206,28 @@ def time_waits(
 
         return run
 
+    for group in _groups(model):
+        for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
+            call = getattr(group, name, None)
+            # A list of modules shares a group: it must not be timed twice.
+            if call is not None and name not in vars(group):
+                setattr(group, name, timed(call))
+
+
+def forget_gradients(model: nn.Module) -> None:
+    """Drop the whole gradients of micro-batches that have ended no step."""
+    for group in _groups(model):
+        for shard in getattr(group, "fsdp_params", ()):
+            shard.unsharded_accumulated_grad = None
+            if hasattr(shard, "_unsharded_param"):
+                shard._unsharded_param.grad = None
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """What of a sharded model travels together, as torch keeps it: nothing where that has gone."""
+    found: list[Any] = []
     for module in filter(is_sharded, model.modules()):
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [getattr(state, "_fsdp_param_group", None)]
-        for group in groups:
-            for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
-                call = getattr(group, name, None)
-                # A list of modules shares a group: it must not be timed twice.
-                if call is not None and name not in vars(group):
-                    setattr(group, name, timed(call))
+        found += [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
+    return found

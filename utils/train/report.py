@@ -13,13 +13,13 @@ from utils import samplers
 from utils.comm import cost, fsdp
 from utils.data import progressive, region_decode
 from utils.launch import kernels, supervise
-from utils.launch.world import gather
+from utils.launch.world import gather, local
 from utils.model import schedules
 from utils.option_types import recipe_file, recipe_words
 from utils.run import provenance
 from utils.run.checkpoint import TrainState
 from utils.run.figures import over_epochs
-from utils.train import memory, watch
+from utils.train import watch
 from utils.train.session import Session
 from utils.train.stopping import Reason
 
@@ -151,7 +151,7 @@ def sent_mb(session: Session) -> float | None:
     """
     state, processes = session.state, session.world.size
     trained = [p for p in state.model.parameters() if p.requires_grad]
-    if any(memory.local(p) is not p for p in trained):
+    if state.sharded:
         return _sent_by_shards(session, sum(p.numel() for p in trained)) / 1e6
     method = "fp32" if state.comm is None else state.comm.method
     if method is None:
@@ -176,20 +176,27 @@ def _sent_by_shards(session: Session, values: int) -> float:
 
 
 def tensor_peak(session: Session) -> float | None:
-    """The most bytes that this process's tensors have taken, as far as that is known."""
+    """The most bytes that this process's tensors have taken on its GPU."""
     device = session.world.device
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    return session.counted_peak
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
 
 
 def memory_tags(session: Session) -> dict[str, float]:
     """What each process's tensors take, in MiB, as tags. Collective.
 
-    ``activations`` are what the peak has besides: known of a GPU, and of a CPU where -b auto has
-    counted.
+    ``optimizer`` is its state and, where it has them, the float32 masters of the parameters;
+    ``activations``, on a GPU, are what the peak has besides.
     """
-    mine = memory.of_state(session.state.model, session.state.optimizer)
+    model, optimizer = session.state.model, session.state.optimizer
+    weights = list(model.parameters())
+    known = {id(weight) for weight in weights}
+    masters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    kept = [x for entry in optimizer.state.values() for x in entry.values() if torch.is_tensor(x)]
+    mine = {
+        "parameters": _bytes([*weights, *model.buffers()]),
+        "gradients": _bytes([weight for weight in weights if weight.requires_grad]),
+        "optimizer": _bytes([*masters, *kept]),
+    }
     if (peak := tensor_peak(session)) is not None:
         mine["activations"] = max(0.0, peak - sum(mine.values()))
     return {
@@ -197,6 +204,12 @@ def memory_tags(session: Session) -> dict[str, float]:
         for rank, sizes in enumerate(gather(mine, session.world))
         for part, size in sizes.items()
     }
+
+
+def _bytes(tensors: list[torch.Tensor]) -> float:
+    """Bytes that this process holds of ``tensors``, each counted once."""
+    mine = {id(tensor): local(tensor) for tensor in tensors}
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in mine.values()))
 
 
 def input_path(session: Session, record: dict[str, float]) -> None:

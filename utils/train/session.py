@@ -37,7 +37,6 @@ class Session:
     state: TrainState
     resumed: bool = False  # from a full snapshot
     largest_batch: int | None = None  # images per process, where -b auto has found it
-    counted_peak: float | None = None  # bytes of its tensors with them, on a CPU
     stop: StopRequest | None = None
     spot: SpotWatch | None = None  # in one process per node, with --spot-notice
     watch: Watch | None = None
