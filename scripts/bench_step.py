@@ -40,7 +40,7 @@ from bench import network_table  # noqa: E402
 from compare import table as tables  # noqa: E402
 
 from utils.atomic import save_atomically  # noqa: E402
-from utils.data.listing import SUFFIXES  # noqa: E402
+from utils.data.index import SUFFIXES  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 from utils.launch import supervise  # noqa: E402
 from utils.option_types import count, positive  # noqa: E402

@@ -7,7 +7,8 @@ Training reads image files faster with it (RESULTS.md, "The input path"), on any
 the batches are the same on all. It is one small file of C, utils/data/region_decode.c, and needs a
 C compiler and libjpeg-turbo's header: on Debian and Ubuntu `apt install gcc libc6-dev libjpeg-dev`,
 on Amazon Linux and Fedora `dnf install gcc libjpeg-turbo-devel`. CC=... names another compiler.
-Before it is used, its pixels are compared with those of decoding whole images.
+Before it is used, its pixels are compared with those of decoding whole images. quickstart.sh and
+the other wrappers run this.
 """
 
 import argparse
@@ -25,15 +26,9 @@ sys.path.insert(0, str(ROOT))
 
 import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one sentence)
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from PIL import Image  # noqa: E402
-
-from utils.data import images as im  # noqa: E402
-from utils.data import region_decode  # noqa: E402
+from utils.data import jpeg  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 
-SOURCE = Path(region_decode.__file__).with_suffix(".c")
 FLAGS = ("-std=c99", "-O2", "-shared", "-fPIC")
 PACKAGES = "apt install gcc libc6-dev libjpeg-dev, or dnf install gcc libjpeg-turbo-devel"
 SAMPLINGS = ("4:4:4", "4:2:2", "4:2:0", "4:1:1", "grey")  # of colour, in the files compared
@@ -42,28 +37,42 @@ BOXES = 20  # of each file
 
 
 def main(argv: list[str] | None = None) -> int:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args(argv)
+    )
+    parser.add_argument(
+        "--if-missing",
+        action="store_true",
+        help="do nothing where it is built of today's source; where it cannot be, print a note",
+    )
+    args = parser.parse_args(argv)
+    if args.if_missing and jpeg.has_library():
+        return 0
     try:
-        boxes = build(region_decode.LIBRARY)
+        boxes = build(jpeg.LIBRARY)
     except UserError as error:
-        return report(error)
-    print(f"built {region_decode.LIBRARY} ({boxes} parts of images compared: the same pixels)")
+        if not args.if_missing:
+            return report(error)
+        print(f"note: JPEG files are decoded whole, which is slower: {error}")
+        return 0
+    print(f"built {jpeg.LIBRARY} ({boxes} parts of images compared: the same pixels)")
     return 0
 
 
 def build(library: Path) -> int:
     """Compile ``library``, and compare its pixels; a file that is there stays until it is good.
 
-    Returns: how many parts of images were compared. Raises: `UserError`.
+    Libraries of other sources are removed. Returns: how many parts of images were compared.
+    Raises: `UserError`.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     try:
         with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build_") as folder:
             made = Path(folder) / library.name
-            run([*compiler, *FLAGS, str(SOURCE), "-o", str(made), "-ljpeg"])
+            run([*compiler, *FLAGS, str(jpeg.SOURCE), "-o", str(made), "-ljpeg"])
             number = compare(made)
+            for old in library.parent.glob("libregion_decode*.so"):
+                old.unlink(missing_ok=True)
             made.replace(library)
     except OSError as fault:
         raise UserError(f"cannot write into {library.parent}: {fault.strerror}") from None
@@ -78,8 +87,7 @@ def run(command: list[str]) -> None:
     except OSError:
         raise UserError(f"there is no C compiler {command[0]}: {PACKAGES}") from None
     if done.returncode:
-        print(done.stderr, file=sys.stderr, end="")
-        what = next((line for line in done.stderr.splitlines() if "error" in line), "see above")
+        what = next((line for line in done.stderr.splitlines() if "error" in line), "no reason")
         raise UserError(
             f"the compiler failed ({what.strip()}); it needs libjpeg-turbo's header: {PACKAGES}"
         )
@@ -87,19 +95,23 @@ def run(command: list[str]) -> None:
 
 def compare(library: Path) -> int:
     """How many parts of images were found equal to those of whole ones. Raises: `UserError`."""
+    import torch  # takes seconds, which a library that is built already need not wait for
+
+    from utils.data import images as im
+
     draw, boxes = random.Random(0), 0
     for sampling in SAMPLINGS:
         for size in SIZES:
-            data = jpeg(sampling, size)
+            data = noise(sampling, size)
             whole = im.decode(data)
             for _ in range(BOXES):
-                box = im.random_box(draw, *whole.shape[1:])
-                top, left, height, width = box
-                found = region_decode.decode(data, box, library)
+                box = top, left, height, width = im.random_box(draw, *whole.shape[1:])
+                found = jpeg.decode_region(data, box, library)
                 if found is None:
                     raise UserError("the library does not decode here: is it another libjpeg?")
-                pixels = found[0][:, :, left - found[1] :][:, :, :width]
-                if not torch.equal(pixels, whole[:, top : top + height, left : left + width]):
+                pixels = torch.from_numpy(found[0]).permute(2, 0, 1)[:, :, left - found[1] :]
+                part = whole[:, top : top + height, left : left + width]
+                if not torch.equal(pixels[:, :, :width], part):
                     raise UserError(
                         f"libjpeg's pixels are not torchvision's here (colour {sampling}), so that "
                         "nodes would not train on the same batches: training goes on without it"
@@ -108,8 +120,11 @@ def compare(library: Path) -> int:
     return boxes
 
 
-def jpeg(sampling: str, size: tuple[int, int]) -> bytes:
+def noise(sampling: str, size: tuple[int, int]) -> bytes:
     """A file of noise with colour at the resolution ``sampling``; size: width, height."""
+    import numpy as np
+    from PIL import Image
+
     pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
     image, file = Image.fromarray(pixels), io.BytesIO()
     if sampling == "grey":

@@ -17,12 +17,18 @@ fail() {
     exit 2
 }
 
-# use_environment [REQUIREMENTS_FILE ...]: choose $PYTHON, installing what is missing.
+# use_environment [REQUIREMENTS_FILE ...]: choose $PYTHON, installing and building what is missing.
+use_environment() {
+    choose_python "$@" || return 1
+    "$PYTHON" "$root/scripts/build_region_decode.py" --if-missing
+}
+
+# choose_python [REQUIREMENTS_FILE ...]: choose $PYTHON, installing what is missing.
 #
 # Takes the active virtual or conda environment if it already has everything; otherwise .venv in
 # the repository, created and filled on first use with the tested versions of constraints.txt.
 # PYTHON=... in the environment chooses the interpreter that creates .venv (default python3).
-use_environment() {
+choose_python() {
     local files=("$root/requirements.txt" "$@")
     if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] &&
         python "$root/scripts/check_requirements.py" "${files[@]}" 2>/dev/null; then

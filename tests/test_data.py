@@ -20,7 +20,7 @@ from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
 from utils.data.loaders import BadFiles, Batches, build_loaders
 from utils.data.preprocessing import IMAGENET, MEAN, STD
-from utils.data.workers import Worker
+from utils.data.ring import Worker
 from utils.errors import UserError
 from utils.launch.world import World
 from utils.metrics import UNREADABLE

@@ -155,12 +155,13 @@ def difference(got: torch.Tensor, expected: Image.Image) -> np.ndarray:
     "box", [(0, 0, 375, 500), (10, 20, 300, 250), (100, 350, 120, 90), (374, 499, 1, 1)]
 )
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
-def test_crop_and_resize_is_torchvisions(box, size, mode):
+def test_crop_and_resizing_is_torchvisions(box, size, mode):
     image = picture()
     expected = v2.functional.resized_crop(
         image, *box, list(size), v2.InterpolationMode(mode), antialias=True
     )
-    got = im.crop_and_resize(im.decode(encode(image, "PNG")), box, size, mode)
+    cut = im.Cut(box, size, (0, 0, *size), False)
+    got = im.view(im.decode(encode(image, "PNG")), cut, mode)
     apart = difference(got, expected)
     assert apart.mean() < 0.3
     assert (apart > 1).mean() < 1e-4, "no more than another rounding"
@@ -174,7 +175,8 @@ def test_training_crops_are_torchvisions_within_a_tenth_of_a_grey_level(size):
     for _ in range(40):
         box = im.random_box(draw, 375, 500)
         expected = v2.functional.resized_crop(image, *box, size=[size, size], antialias=True)
-        apart.append(difference(im.crop_and_resize(decoded, box, (size, size)), expected).mean())
+        cut = im.Cut(box, (size, size), (0, 0, size, size), False)
+        apart.append(difference(im.view(decoded, cut), expected).mean())
     assert np.mean(apart) < 0.1
 
 

@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
 from conftest import ROOT
 
-from utils.data import index, listing
+from utils.data import index
 from utils.data.index import ImageIndex
 from utils.errors import UserError
 
@@ -40,13 +39,13 @@ def age(root):
 def scans(monkeypatch):
     """The names of the classes that are listed from now on."""
     seen = []
-    real = listing.list_class
+    real = index.list_class
 
     def noted(root, name):
         seen.append(name)
         return real(root, name)
 
-    monkeypatch.setattr(listing, "list_class", noted)
+    monkeypatch.setattr(index, "list_class", noted)
     return seen
 
 
@@ -65,16 +64,6 @@ def test_second_time_nothing_is_listed_and_all_is_the_same(root, scans):
     assert all(os.path.isfile(again.path(i)) for i in range(len(again)))
 
 
-def test_a_cache_that_still_has_sizes_is_believed(root, scans):
-    expected = contents(ImageIndex(root, CLASSES))
-    with np.load(root / listing.CACHE) as file:
-        content = {**file, "version": np.array(1), "sizes": np.ones(15, np.int64)}
-    np.savez(root / listing.CACHE, **content)
-    scans.clear()
-    assert contents(ImageIndex(root, CLASSES)) == expected
-    assert scans == []
-
-
 def test_sizes_are_asked_of_a_sample(root, monkeypatch):
     first = ImageIndex(root, CLASSES).sample_sizes()
     assert first[0] == 4
@@ -83,22 +72,6 @@ def test_sizes_are_asked_of_a_sample(root, monkeypatch):
     assert second[0] == 4 - 10 / 15 and second[1] != first[1]
     monkeypatch.setattr(index, "SIZES_ASKED", 3)
     assert ImageIndex(root, CLASSES).sample_sizes()[0] == 1, "the first file of each class"
-
-
-def test_a_disk_that_makes_us_wait_is_asked_by_threads(root, monkeypatch):
-    expected, real, seen = contents(ImageIndex(root, CLASSES)), listing.list_class, set()
-
-    def noted(root, name):
-        seen.add(threading.current_thread() is threading.main_thread())
-        return real(root, name)
-
-    monkeypatch.setattr(listing, "list_class", noted)
-    for patience, here in ((1000, {True}), (-1000, {False})):
-        monkeypatch.setattr(listing, "PATIENCE", patience)
-        (root / listing.CACHE).unlink()
-        seen.clear()
-        assert contents(ImageIndex(root, CLASSES)) == expected
-        assert seen == here
 
 
 @pytest.mark.parametrize("place", ["b", "b/deep"])
@@ -114,7 +87,7 @@ def test_change_lists_that_class_anew(root, scans, place, change):
         victim.unlink() if change == "remove" else victim.rename(folder / "other.jpg")
     images = ImageIndex(root, CLASSES)
     assert scans == ["b"]
-    (root / listing.CACHE).unlink()
+    (root / index.CACHE).unlink()
     assert contents(images) == contents(ImageIndex(root, CLASSES))
 
 
@@ -137,16 +110,12 @@ def test_folder_that_has_just_changed_is_not_believed(root, scans):
     assert scans == ["b"], "a second change in the same tick of the clock would go unnoticed"
 
 
-@pytest.mark.parametrize("damage", ["cut", "noise", "empty", "version", "other arrays"])
+@pytest.mark.parametrize("damage", ["cut", "noise", "empty", "other arrays"])
 def test_damaged_cache_is_made_again(root, scans, damage):
     expected = contents(ImageIndex(root, CLASSES))
-    cache = root / listing.CACHE
+    cache = root / index.CACHE
     data = cache.read_bytes()
-    if damage == "version":
-        with np.load(cache) as file:
-            content = {**file, "version": np.array(0)}
-        np.savez(cache, **content)
-    elif damage == "other arrays":
+    if damage == "other arrays":
         np.savez(cache, something=np.arange(3))
     else:
         middle = len(data) // 2
@@ -169,7 +138,7 @@ def test_read_only_folder_is_told_and_used(root, capsys, monkeypatch):
     def refuse(write, path):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(listing, "save_atomically", refuse)
+    monkeypatch.setattr(index, "save_atomically", refuse)
     assert len(ImageIndex(root, CLASSES, shows=True)) == 15
     assert "cannot be kept there (Read-only file system)" in capsys.readouterr().out
     ImageIndex(root, CLASSES)
@@ -189,11 +158,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 from pathlib import Path
-from utils.data import index, listing
+from utils.data import index
 root, count = Path(sys.argv[1]), int(sys.argv[2])
 paths = [b"n%08d/n%08d_%08d.JPEG" % (7, 7, i) for i in range(count)]
 lengths = np.array([len(path) for path in paths])
-found = listing.Listing(b"".join(paths), lengths, {})
+found = index.Listing(b"".join(paths), lengths, {})
 del paths
 index.listings = lambda root, classes, shows: [found]
 images = index.ImageIndex(root, ["n00000007"])

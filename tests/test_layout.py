@@ -15,9 +15,9 @@ TORCH_FREE = (
     *("errors", "option_types", "atomic", "samplers", "model.schedules"),
     *("launch.agreement", "launch.network", "launch.supervise"),
     "launch.installed",
-    *("data.listing", "data.index", "data.pack", "data.rgb"),
+    *("data.index", "data.jpeg", "data.pack", "data.rgb"),
     *("run.figures", "run.lock", "run.provenance"),
-    *("comm.cost", "data.progressive"),
+    *("comm.cost", "data.preprocessing"),
 )
 # Sent to nodes as single files, whose Python may be 3.7 and have no package.
 SENT_TO_NODES = ("guard", "status", "cleanup", "doctor_start")

@@ -48,7 +48,7 @@ def test_what_weights_of_torchvision_want(arch, expected):
 def test_every_model_of_torchvision_says_what_it_wants():
     for arch in models.names():
         wanted = models.preprocessing(arch)
-        assert wanted.resized(None, None) == wanted == Preprocessing.of(wanted.as_dict())
+        assert wanted.resized(None, None) == wanted == Preprocessing.from_dict(wanted.as_dict())
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_training_crops_are_resized_alike(index, partly):
     found = dataset.__getitems__(batch)[0]
     for number in range(2):
         image = im.decode(Path(index.path(number)).read_bytes())
-        cut = dataset._cut(tuple(image.shape[1:]), 0, number)
+        cut = dataset._cut(tuple(image.shape[1:]), number, 224)
         assert torch.equal(found[number], im.view(image, cut, "bicubic"))
         assert torch.equal(plain[number], im.view(image, cut))
     assert not torch.equal(found, plain)
@@ -161,7 +161,7 @@ def test_evaluation_may_have_a_size_of_its_own(monkeypatch, folder, line, size, 
     args = parse(monkeypatch, folder, "-a", "inception_v3", *line)
     found = args.preprocessing
     assert (found.image_size, found.val_resize_size, found.crop) == (size, short, crop)
-    assert Preprocessing.of(found.as_dict()) == found
+    assert Preprocessing.from_dict(found.as_dict()) == found
     assert f"(evaluation: {crop} from the centre of {short})" in str(found)
     # What a checkpoint says stays in proportion to a size that is typed.
     assert found.resized(2 * size, None).crop == 2 * crop
@@ -217,7 +217,7 @@ def test_without_pretrained_weights_evaluation_sees_what_it_always_saw():
 )
 def test_what_no_run_has_saved_is_refused(saved):
     with pytest.raises(ValueError, match=r"\w"):
-        Preprocessing.of(saved)
+        Preprocessing.from_dict(saved)
 
 
 def settle(args, saved):
@@ -228,7 +228,7 @@ def settle(args, saved):
         args=args, state=state, run=run, loaders=SimpleNamespace(use=used.append)
     )
     loop._settle_preprocessing(session)
-    assert Preprocessing.of(state.preprocessing) == args.preprocessing == used[0]
+    assert Preprocessing.from_dict(state.preprocessing) == args.preprocessing == used[0]
     assert run.options == {"image_size": args.image_size}
     assert args.image_size == used[0].image_size
     return used[0]
@@ -279,7 +279,7 @@ def test_a_run_evaluates_its_model_with_the_images_that_it_was_trained_on(folder
     run = tmp_path / "a"
     wanted = Preprocessing(HALVES, HALVES, "bicubic", 40, 44)
     for name in ("snapshot.pt", "best.pt"):
-        assert Preprocessing.of(snapshot(run, name)["preprocessing"]) == wanted
+        assert Preprocessing.from_dict(snapshot(run, name)["preprocessing"]) == wanted
     assert snapshot(run)["options"]["image_size"] == 40
     best = ("-e", "--resume", run / "best.pt")
     done = python("imagenet_nd.py", *line, *best, "--name", "e", **env)

@@ -1,6 +1,7 @@
 """--progressive: which size comes when, and that nothing else changes with it."""
 
 import argparse
+import random
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 from PIL import Image
 
 from utils import options
-from utils.data import progressive
+from utils.data import images as im
+from utils.data import preprocessing
 from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
 from utils.data.loaders import BadFiles, Batches
@@ -37,7 +39,7 @@ def ffcv(epoch, start, end, low, high):
 @pytest.mark.parametrize(("epochs", "start", "end"), [(16, 11, 13), (32, 23, 27)])
 def test_a_ramp_is_that_of_ffcv_imagenet(epochs, start, end):
     theirs = tuple(ffcv(epoch, start, end, 160, 192) for epoch in range(epochs))
-    assert progressive.sizes("160:192", epochs) == theirs
+    assert preprocessing.progressive_sizes("160:192", epochs) == theirs
 
 
 @pytest.mark.parametrize(
@@ -53,20 +55,22 @@ def test_a_ramp_is_that_of_ffcv_imagenet(epochs, start, end):
     ],
 )
 def test_sizes(text, epochs, sizes):
-    assert progressive.sizes(text, epochs) == sizes
+    assert preprocessing.progressive_sizes(text, epochs) == sizes
 
 
 @pytest.mark.parametrize("text", ["", "a", "0:32", "64:32", "32:32", "32:48:64", "32,,64", "32:x"])
 def test_what_is_no_plan_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match=r"160:192.*128,160,192"):
-        progressive.plan(text)
+        preprocessing._progressive(text)
 
 
 def test_the_plan_in_words():
-    assert progressive.in_words((160, 160, 192)) == "160 pixels in epochs 1 to 2, 192 in epoch 3"
+    assert (
+        preprocessing.sizes_text((160, 160, 192)) == "160 pixels in epochs 1 to 2, 192 in epoch 3"
+    )
     args = Namespace(progressive="24:40", epochs=10, image_size=48)
-    assert progressive.largest(args) == 40
-    assert progressive.largest(Namespace(progressive=None, epochs=10, image_size=48)) == 48
+    assert preprocessing.largest_size(args) == 40
+    assert preprocessing.largest_size(Namespace(progressive=None, epochs=10, image_size=48)) == 48
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +114,8 @@ def test_an_epochs_batches_are_those_of_a_data_set_of_its_size(index, workers, l
     assert batches.loader.ring.images.shape[2:4] == (24, 24)
 
 
-def test_a_crop_shows_the_same_part_of_an_image_whatever_its_size(index):
-    dataset = ImageBatches(index, 32, 3, train=True)
-    small, large = (dataset._cut((60, 50), 1, 2, size) for size in (16, 24))
+def test_a_crop_shows_the_same_part_of_an_image_whatever_its_size():
+    small, large = (im.train_cut((60, 50), size, random.Random(7)) for size in (16, 24))
     assert small.box == large.box and small.mirrored == large.mirrored
     assert (small.size, large.size) == ((16, 16), (24, 24))
 

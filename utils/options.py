@@ -7,7 +7,7 @@ import sys
 import torch
 
 from utils import samplers
-from utils.data import augment, images, mixing, progressive
+from utils.data import augment, images, mixing, preprocessing
 from utils.errors import UserError
 from utils.launch import supervise
 from utils.model import ema, models, optim, schedules
@@ -50,7 +50,7 @@ def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser
     _add_model_options(parser)
     _add_training_options(parser)
     largest_batch.add_options(parser)
-    progressive.add_options(parser)
+    preprocessing.add_options(parser)
     _add_recipe_option(parser)
     _add_run_options(parser)
     _add_cloud_options(parser)

@@ -31,12 +31,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 class Batch(NamedTuple):
     """What a sampler asks a loader for: ``indices`` (int64) of the images, and their epoch.
 
-    ``size`` is the side that they shall have, pixels; 0: the data set's own.
+    ``size`` is the side that they shall have, pixels; 0: the data set's own. ``slot`` is the place
+    for them in a ring, see `utils.data.ring`.
     """
 
     epoch: int
     indices: np.ndarray
     size: int = 0
+    slot: int = 0
 
 
 def epoch_order(images: int, seed: int, epoch: int) -> np.ndarray:
@@ -80,7 +82,7 @@ class TrainSampler:
     step, so a global batch has batch x ranks x accum images. What is left at the end of an epoch
     and fills no global batch is left out (another rest each epoch). A data set smaller than one
     global batch makes one smaller step an epoch, shared out as evenly as possible. ``sizes`` are
-    the sides of the images in each epoch (see `utils.data.progressive`), () if all have the same.
+    the sides of the images in each epoch (see `utils.data.preprocessing`), () if all have the same.
     """
 
     def __init__(self, images: int, batch: int, ranks: tuple[int, int], accum: int, seed: int):

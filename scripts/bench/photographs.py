@@ -41,6 +41,7 @@ def make(cache: Path, photographs: list[Path], images: int, seed: int = 0) -> Pa
     root = cache / f"photographs_{zlib.crc32(text.encode()):08x}"
     if root.is_dir():
         return root
+    cache.mkdir(parents=True, exist_ok=True)
     part = root.with_name(f".{root.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     opened = [Image.open(path).convert("RGB") for path in photographs]

@@ -5,18 +5,16 @@ workers they are made by one thread of this process.
 """
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
-import torch
-from bench import peers
-from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import transforms
+from torchvision.datasets.folder import pil_loader
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
-from utils.data import region_decode
+from utils.data import jpeg
 from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
 from utils.data.preprocessing import MEAN, STD
@@ -32,7 +30,8 @@ class Usual(Dataset):
 
     def __init__(self, index: ImageIndex):
         self.index = index
-        self.transform = transforms.Compose(
+        self.collate: Callable[[list[Any]], Any] = default_collate
+        self.transform: Callable[[Any], Any] = transforms.Compose(
             [
                 transforms.RandomResizedCrop(SIZE),
                 transforms.RandomHorizontalFlip(),
@@ -45,34 +44,25 @@ class Usual(Dataset):
         return len(self.index)
 
     def __getitems__(self, batch: Batch) -> Any:
-        return default_collate([self._sample(int(i)) for i in batch.indices])
+        return self.collate([self._sample(int(i)) for i in batch.indices])
 
     def _sample(self, image: int) -> tuple[Any, int]:
-        with open(self.index.path(image), "rb") as file:
-            picture = Image.open(file).convert("RGB")
-        return self.transform(picture), int(self.index.targets[image])
+        return self.transform(self._decode(self.index.path(image))), int(self.index.targets[image])
+
+    def _decode(self, path: str) -> Any:
+        return pil_loader(path)
 
     def __call__(self, batches: list[Batch], workers: int) -> Iterator[Any]:
-        return iter(
-            DataLoader(
-                self, batch_sampler=batches, num_workers=workers, collate_fn=lambda batch: batch
-            )
-        )
+        return plain_loader(self, batches, workers)
 
 
-class UsualUint8(Usual):
-    """What the Apex example does: the same crops, collated as uint8, normalised on the device."""
+def plain_loader(dataset: Dataset, batches: list[Batch], workers: int) -> Iterator[Any]:
+    """The batches of ``dataset`` by torch's DataLoader, handed over in shared memory."""
+    return iter(DataLoader(dataset, batch_sampler=batches, num_workers=workers, collate_fn=_as_is))
 
-    def __init__(self, index: ImageIndex):
-        super().__init__(index)
-        self.transform = transforms.Compose(self.transform.transforms[:2])
 
-    def __getitems__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        samples = [self._sample(int(i)) for i in batch.indices]
-        images = torch.empty(len(samples), 3, SIZE, SIZE, dtype=torch.uint8)
-        for row, (picture, _) in enumerate(samples):
-            images[row] = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
-        return images, torch.tensor([target for _, target in samples])
+def _as_is(batch: Any) -> Any:
+    return batch
 
 
 class V2Uint8(Usual):
@@ -84,20 +74,68 @@ class V2Uint8(Usual):
             [v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip()]
         )
 
-    def _sample(self, image: int) -> tuple[torch.Tensor, int]:
-        pixels = decode_image(self.index.path(image), ImageReadMode.RGB)
-        return self.transform(pixels), int(self.index.targets[image])
+    def _decode(self, path: str) -> Any:
+        return decode_image(path, ImageReadMode.RGB)
 
 
 class Timm(Usual):
-    """What timm's loader does: its transform and its collating, normalised on the device."""
+    """timm's transform and its collating for a GPU, where normalisation follows."""
 
     def __init__(self, index: ImageIndex):
-        super().__init__(index)
-        self.transform, self.collate = peers.timm_parts(SIZE)
+        from timm.data import create_transform
+        from timm.data.loader import fast_collate
 
-    def __getitems__(self, batch: Batch) -> Any:
-        return self.collate([self._sample(int(i)) for i in batch.indices])
+        super().__init__(index)
+        self.collate = fast_collate
+        self.transform = create_transform(
+            SIZE, is_training=True, use_prefetcher=True, color_jitter=0.0, interpolation="bilinear"
+        )
+
+
+class Dali:
+    """DALI's decoder with random crops, its resize and its flip, all on the CPU.
+
+    A pipeline of DALI's reads in its own order, whatever batches it is asked for. Its threads are
+    of this process; they are started once, which is not counted.
+    """
+
+    def __init__(self, index: ImageIndex):
+        self.index = index
+        self.built: Any = None
+
+    def __call__(self, batches: list[Batch], workers: int) -> Iterator[Any]:
+        self.built = self.built or self._build(len(batches[0].indices), max(1, workers))
+        for _ in batches:
+            yield self.built.run()
+
+    def _build(self, batch: int, threads: int) -> Any:
+        from nvidia.dali import fn, pipeline_def, types
+
+        @pipeline_def(batch_size=batch, num_threads=threads, device_id=None, seed=0)
+        def crops() -> Any:
+            files = [self.index.path(i) for i in range(len(self.index))]
+            data, targets = fn.readers.file(
+                files=files,
+                labels=self.index.targets.tolist(),
+                random_shuffle=True,
+                initial_fill=len(files),
+            )
+            images = fn.decoders.image_random_crop(
+                data,
+                device="cpu",
+                output_type=types.RGB,
+                random_area=[0.08, 1.0],
+                random_aspect_ratio=[3 / 4, 4 / 3],
+            )
+            images = fn.resize(images, size=[SIZE, SIZE], antialias=True)
+            return fn.flip(images, horizontal=fn.random.coin_flip()), targets
+
+        built = crops()
+        with jpeg.silent_stderr():  # it complains about each codec for GPUs that is not there
+            built.build()
+        for _ in range(4):  # until its queues are full
+            built.run()
+        return built
 
 
 class Fixed(list):
@@ -110,14 +148,18 @@ class Fixed(list):
 
 
 class ThisSuite:
-    """The input path of this repository, up to the slots of its ring."""
+    """The input path of this repository, up to the slots of its ring or, without, a DataLoader."""
 
-    def __init__(self, index: ImageIndex, regions: bool):
+    def __init__(self, index: ImageIndex, regions: bool = False, ring: bool = True):
         self.dataset = ImageBatches(index, SIZE, seed=0, train=True)
         self.dataset.regions = regions
         self.dataset.quietly = True  # in this process, too, as it has no other threads
+        self.ring = ring
 
     def __call__(self, batches: list[Batch], workers: int) -> Iterator[Any]:
+        if not self.ring:
+            yield from plain_loader(self.dataset, batches, workers)
+            return
         loader = RingLoader(self.dataset, Fixed(batches), workers)
         for filled in loader:
             yield filled
@@ -126,23 +168,18 @@ class ThisSuite:
 
 def all_of(index: ImageIndex) -> dict[str, Pipeline]:
     """The pipelines by name; the first is the one that the others are compared with."""
+    suite: dict[str, Pipeline] = {"this suite": ThisSuite(index)}
     if index.pack is not None:  # the others read image files
-        return of_this_suite(index)
+        return suite
+    if jpeg.has_library():
+        suite["this suite, with region decode"] = ThisSuite(index, regions=True)
+    suite["this suite, without its ring"] = ThisSuite(index, ring=False)
     found: dict[str, Pipeline] = {
         "pytorch/examples": Usual(index),
-        "Apex example": UsualUint8(index),
         "torchvision v2": V2Uint8(index),
     }
-    if peers.has_timm():
+    if find_spec("timm"):
         found["timm"] = Timm(index)
-    if peers.has_dali():
-        found["DALI on the CPU"] = peers.Dali(index, SIZE)
-    return found | of_this_suite(index)
-
-
-def of_this_suite(index: ImageIndex) -> dict[str, ThisSuite]:
-    """This suite's, without and, if it was built, with region decode."""
-    found = {"this suite": ThisSuite(index, regions=False)}
-    if index.pack is None and region_decode.available():
-        found["with region decode"] = ThisSuite(index, regions=True)
-    return found
+    if find_spec("nvidia") and find_spec("nvidia.dali"):
+        found["DALI on the CPU"] = Dali(index)
+    return found | suite

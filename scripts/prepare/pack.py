@@ -9,8 +9,11 @@ bad files applies to it. Each worker makes whole files of the pack; a file gets 
 whole, and running an interrupted command again makes those that are missing.
 """
 
+import io
+import os
 import shutil
 import sys
+import zipfile
 import zlib
 from functools import partial
 from pathlib import Path
@@ -39,8 +42,34 @@ class File(NamedTuple):
 
     def is_whole(self) -> bool:
         """Whether it is there, with all its images."""
-        found = pack.read_end(self.path)
+        found = read_end(self.path)
         return found is not None and found["image"].tolist() == list(self.images)
+
+
+def end_of_file(records: np.ndarray) -> bytes:
+    """What follows the images in a file: its index, the index's length and `pack.MAGIC`."""
+    file = io.BytesIO()
+    np.savez(file, records=records)
+    return file.getvalue() + len(file.getvalue()).to_bytes(8, "little") + pack.MAGIC
+
+
+def read_end(path: Path) -> np.ndarray | None:
+    """The index at the end of a file, `pack.RECORD` [n]; None for one that is not whole."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(size - 8 - len(pack.MAGIC))
+            length, magic = int.from_bytes(file.read(8), "little"), file.read()
+            start = size - 8 - len(pack.MAGIC) - length
+            if magic != pack.MAGIC or start < 0:
+                return None
+            file.seek(start)
+            with np.load(io.BytesIO(file.read(length))) as content:
+                records = content["records"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+    whole = records.dtype == pack.RECORD and int(records["bytes"].sum()) == start
+    return records if whole else None
 
 
 def _files(out: Path, index: ImageIndex) -> list[File]:
@@ -78,7 +107,7 @@ def _make(size: int, job: tuple[Path, int, list[str]]) -> list[str]:
             records.append((image, file.tell(), len(content), *shape, zlib.crc32(content)))
             file.write(content)
             notes.extend([f"stored as it is: {path}: {reason}"] if reason else [])
-        file.write(pack.end_of_file(np.array(records, pack.RECORD)))
+        file.write(end_of_file(np.array(records, pack.RECORD)))
 
     try:
         save_atomically(write, place)
@@ -139,10 +168,17 @@ def _join(files: list[File], size: int) -> pack.Contents:
         np.bincount(index.targets, minlength=len(index.classes)),
         index.blob,
         np.diff(index.offsets),
-        np.concatenate([pack.read_end(file.path) for file in files]),
+        np.concatenate([read_end(file.path) for file in files]),
         np.array([file.path.stat().st_size for file in files], np.int64),
     )
-    save_atomically(contents.save, files[0].path.parent / pack.INDEX)
+    arrays = vars(contents) | {
+        "classes": np.frombuffer(b"\0".join(map(os.fsencode, contents.classes)), np.uint8),
+        "paths": np.frombuffer(contents.paths, np.uint8),
+    }
+    save_atomically(
+        lambda file: np.savez(file, version=pack.VERSION, **arrays),
+        files[0].path.parent / pack.INDEX,
+    )
     return contents
 
 
@@ -192,7 +228,7 @@ def _is_whole(folder: Path) -> bool:
 
 def _damaged(path: Path) -> Path | None:
     """In a worker: ``path`` if something in this file of a pack is not as it was written."""
-    records = pack.read_end(path)
+    records = read_end(path)
     if records is None:
         return path
     with path.open("rb") as file:

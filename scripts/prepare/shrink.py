@@ -22,7 +22,7 @@ from PIL import Image, UnidentifiedImageError
 from prepare.folder import SPLITS, Item, Split, fill, images_by_class, read_marker
 from tqdm import tqdm
 
-from utils.data.listing import class_names
+from utils.data.index import class_names
 from utils.data.pack import is_pack
 from utils.data.rgb import to_rgb
 from utils.errors import UserError

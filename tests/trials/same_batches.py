@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from utils.data import region_decode  # noqa: E402
+from utils.data import jpeg  # noqa: E402
 from utils.data.dataset import ImageBatches  # noqa: E402
 from utils.data.index import ImageIndex, class_folders  # noqa: E402
 from utils.data.ring import RingLoader  # noqa: E402
@@ -43,7 +43,7 @@ def main() -> int:
     plain.partly = False
     different = 0
     loaders = {"whole rows": RingLoader(_images(index, regions=False), sampler, workers=2)}
-    if region_decode.available():
+    if jpeg.has_library():
         loaders["regions"] = RingLoader(_images(index, regions=True), sampler, workers=2)
     for epoch in range(args.epochs):
         sampler.start_at(epoch, 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from utils.data import images as im
-from utils.data import jpeg_rows
+from utils.data import jpeg
 from utils.data.index import ImageIndex
 from utils.metrics import UNREADABLE
 from utils.samplers import Batch
@@ -37,6 +37,12 @@ class Reading:
         self.bytes += other.bytes
         self.read_seconds += other.read_seconds
         self.seconds += other.seconds
+
+    def count(self, size: int, began: float) -> None:
+        """Count one file of which ``size`` bytes have been read since ``began``."""
+        self.files += 1
+        self.bytes += size
+        self.read_seconds += time.perf_counter() - began
 
 
 class ImageBatches(Dataset):
@@ -73,8 +79,7 @@ class ImageBatches(Dataset):
 
     def __getitems__(self, batch: Batch) -> tuple[Tensor, Tensor, Reading]:
         size = batch.size or self.size
-        shape = (len(batch.indices), size, size, 3)
-        images = torch.empty(shape, dtype=torch.uint8)
+        images = torch.empty((len(batch.indices), size, size, 3), dtype=torch.uint8)
         targets, reading = self.fill(images, batch)
         return images, torch.from_numpy(targets), reading
 
@@ -105,74 +110,52 @@ class ImageBatches(Dataset):
                 break
             found = (wanted + step) % len(self)
             try:
-                self._view(found, epoch, wanted, out, reading)
+                self._view(found, (self.seed << 72) | (epoch << 48) | wanted, out, reading)
                 return found
             except (OSError, ValueError) as fault:
                 reading.faults.append((found, str(fault)))
         return None
 
-    def _packed(
-        self, image: int, epoch: int, wanted: int, size: int, reading: Reading
-    ) -> tuple[Tensor, im.Cut] | None:
-        """The rows that a view shows of packed pixels, until the next call, and what to cut out.
+    def _view(self, image: int, key: int, out: Tensor, reading: Reading) -> None:
+        """Read an image and write its view: uint8 [size, size, 3]; ``key`` seeds its augmentation.
 
-        None where the bytes of a file are to be decoded. Raises: OSError.
+        Raises: OSError, ValueError.
         """
-        pack = self.index.pack
-        if pack is None or (shape := pack.shape(image)) is None:
-            return None
-        cut = self._cut(shape, epoch, wanted, size)
-        top, left, height, width = cut.box
-        began = time.perf_counter()
-        rows = pack.rows(image, top, height)
-        reading.files += 1
-        reading.bytes += rows.nbytes
-        reading.read_seconds += time.perf_counter() - began
-        return torch.from_numpy(rows).permute(2, 0, 1), cut._replace(box=(0, left, height, width))
-
-    def _read(self, image: int, reading: Reading) -> bytes:
-        began = time.perf_counter()
-        pack = self.index.pack
-        data = pack.file(image) if pack is not None else _read_file(self.index.path(image))
-        reading.files += 1
-        reading.bytes += len(data)
-        reading.read_seconds += time.perf_counter() - began
-        return data
-
-    def _cut(self, shape: tuple[int, int], epoch: int, wanted: int, size: int = 0) -> im.Cut:
-        size = size or self.size
-        if not self.train:
-            return im.eval_cut(shape, size, self.resize)
-        draw = random.Random(self._key(epoch, wanted))
-        return im.train_cut(shape, size, draw, self.crop_scale)
-
-    def _key(self, epoch: int, wanted: int) -> int:
-        return (self.seed << 72) | (epoch << 48) | wanted
-
-    def _view(self, image: int, epoch: int, wanted: int, out: Tensor, reading: Reading) -> None:
-        """Read an image and write its view: uint8 [size, size, 3]. Raises: OSError, ValueError."""
-        size = len(out)
-        packed = self._packed(image, epoch, wanted, size, reading)
-        pixels, cut = packed or self._decode(self._read(image, reading), epoch, wanted, size)
+        pixels, cut = self._pixels(image, key, len(out), reading)
         im.view(pixels, cut, self.interpolation, out)
         if self.train and self.augment:
             # Without workers this is the training process, whose own random state must stay.
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(random.Random(self._key(epoch, wanted)).getrandbits(63))
+                torch.manual_seed(random.Random(key).getrandbits(63))
                 # A copy, as some transforms return their argument, and some write into it.
-                view = out.clone().permute(2, 0, 1)
-                out.copy_(self.augment(view).permute(1, 2, 0))
+                out.copy_(self.augment(out.clone().permute(2, 0, 1)).permute(1, 2, 0))
 
-    def _decode(self, data: bytes, epoch: int, wanted: int, size: int) -> tuple[Tensor, im.Cut]:
-        """Pixels of a file and what to cut out of them; no more of it than that needs."""
-        if self.partly and (frame := jpeg_rows.frame_of(data)) is not None:
-            cut = self._cut((frame.height, frame.width), epoch, wanted, size)
+    def _pixels(self, image: int, key: int, size: int, reading: Reading) -> tuple[Tensor, im.Cut]:
+        """Pixels of an image, no more than its view needs, and what to cut out of them."""
+        pack = self.index.pack
+        if pack is not None and (shape := pack.shape(image)) is not None:
+            cut = self._cut(shape, key, size)
+            top, left, height, width = cut.box
+            began = time.perf_counter()
+            rows = pack.rows(image, top, height)
+            reading.count(rows.nbytes, began)
+            box = (0, left, height, width)
+            return torch.from_numpy(rows).permute(2, 0, 1), cut._replace(box=box)
+        began = time.perf_counter()
+        data = pack.file(image) if pack is not None else _read_file(self.index.path(image))
+        reading.count(len(data), began)
+        if self.partly and (frame := jpeg.frame_of(data)) is not None:
+            cut = self._cut((frame.height, frame.width), key, size)
             found = im.decode_part(data, frame, cut.box, self.regions, self.quietly)
             if found is not None:
-                pixels, box = found
-                return pixels, cut._replace(box=box)
+                return found[0], cut._replace(box=found[1])
         pixels = im.decode(data)
-        return pixels, self._cut(tuple(pixels.shape[1:]), epoch, wanted, size)
+        return pixels, self._cut(tuple(pixels.shape[1:]), key, size)
+
+    def _cut(self, shape: tuple[int, int], key: int, size: int) -> im.Cut:
+        if not self.train:
+            return im.eval_cut(shape, size, self.resize)
+        return im.train_cut(shape, size, random.Random(key), self.crop_scale)
 
 
 def _read_file(path: str) -> bytes:

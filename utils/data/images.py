@@ -17,8 +17,8 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
-from utils.data import jpeg_rows, region_decode
-from utils.data.jpeg_rows import JPEG_MAGIC, has_jpeg_ends
+from utils.data import jpeg
+from utils.data.jpeg import Box
 from utils.data.rgb import to_rgb
 
 CROP_SCALE = 0.08  # smallest share of the image's area that a training crop covers
@@ -29,8 +29,6 @@ RESIZE = {
     "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
 }
-
-Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 
 
 class Cut(NamedTuple):
@@ -52,7 +50,7 @@ def decode(data: bytes) -> Tensor:
     if not data:
         raise ValueError("the file is empty")
     # JPEG alone: torchvision 0.29 ends the process with a segmentation fault on a damaged PNG.
-    if data.startswith(JPEG_MAGIC):
+    if data.startswith(jpeg.JPEG_MAGIC):
         try:
             return _decode_jpeg(bytearray(data))
         except RuntimeError:
@@ -68,28 +66,23 @@ def decode(data: bytes) -> Tensor:
 
 
 def decode_part(
-    data: bytes, frame: jpeg_rows.Frame, box: Box, regions: bool = True, quietly: bool = False
+    data: bytes, frame: jpeg.Frame, box: Box, regions: bool = True, quietly: bool = False
 ) -> tuple[Tensor, Box] | None:
     """What `decode` gives, but for pixels around ``box``, and where ``box`` is in that.
 
-    ``frame`` is that of the file. ``regions``: by the library for it, where it was built.
-    ``quietly``: stderr may be turned off meanwhile, for the whole process. None when the whole
-    image had better be decoded: it is about to be shown, or damaged.
+    ``frame`` is that of the file. ``regions``: use the library, where it was built. ``quietly``:
+    stderr may be turned off meanwhile, for the whole process. None when the whole image had better
+    be decoded: it is about to be shown, or damaged.
     """
     top, left, height, width = box
-    if not has_jpeg_ends(data):
+    if not jpeg.has_jpeg_ends(data):
         return None
-    with contextlib.suppress(RuntimeError):
-        part, first = jpeg_rows.between(data, frame, top, height) or (data, 0)
-        inside = (top - first, left, height, width)
-        if regions and (found := region_decode.decode(part, inside)) is not None:
-            pixels, column = found
-            return pixels, (0, left - column, height, width)
-        if isinstance(part, bytearray):  # rows above and below are left out of it
-            return _decode_jpeg(part), inside
-        if quietly and (part := jpeg_rows.lowered(data, frame, top + height)) is not None:
-            with jpeg_rows.silent_stderr():
-                return _decode_jpeg(part), box
+    if regions and (found := jpeg.decode_region(data, box)) is not None:
+        pixels, column = found
+        return torch.from_numpy(pixels).permute(2, 0, 1), (0, left - column, height, width)
+    if quietly and (part := jpeg.lowered(data, frame, top + height)) is not None:
+        with contextlib.suppress(RuntimeError), jpeg.silent_stderr():
+            return _decode_jpeg(part), box
     return None
 
 
@@ -145,43 +138,26 @@ def eval_cut(shape: tuple[int, int], size: int, short: int | None = None) -> Cut
     return Cut(box, target, (top, left, size, size), False)
 
 
-def crop_and_resize(
-    image: Tensor,
-    box: Box,
-    size: tuple[int, int],
-    interpolation: str = "bilinear",
-    out: Tensor | None = None,
+def view(
+    image: Tensor, cut: Cut, interpolation: str = "bilinear", out: Tensor | None = None
 ) -> Tensor:
-    """Cut ``box`` out of a decoded image and resize it, antialiased (bilinear or bicubic).
+    """What ``cut`` says of ``image`` (uint8 [3, height, width]), antialiased.
 
-    image: uint8 [3, height, width] as `decode` gives it. Returns: uint8 [*size, 3], which is
-    ``out`` if given (contiguous).
+    Returns: uint8 [height, width, 3], which is ``out`` if given (contiguous).
     """
-    top, left, height, width = box
+    top, left, height, width = cut.box
     # Through [h, w, 3] and back: unsqueezing [3, h, w] would hide from torch that the memory is
     # channels-last, and cost half of the speed.
     crop = image.permute(1, 2, 0)[top : top + height, left : left + width][None]
     crop = crop.permute(0, 3, 1, 2)
-    if out is not None and image.stride(0) == 1:  # else torch does not get the channels in order
+    y, x, *shape = cut.window
+    if out is None:
+        out = torch.empty(*shape, 3, dtype=torch.uint8)
+    whole = cut.size == tuple(shape) and not cut.mirrored
+    if whole and image.stride(0) == 1:  # else torch does not get the channels in order
         # What F.interpolate calls, which cannot write into a given tensor.
-        RESIZE[interpolation](crop, size, False, None, None, out=out[None].permute(0, 3, 1, 2))
+        RESIZE[interpolation](crop, cut.size, False, None, None, out=out[None].permute(0, 3, 1, 2))
         return out
-    resized = F.interpolate(crop, size=size, mode=interpolation, antialias=True)
-    resized = resized[0].permute(1, 2, 0)
-    return resized if out is None else out.copy_(resized)
-
-
-def view(
-    image: Tensor, cut: Cut, interpolation: str = "bilinear", out: Tensor | None = None
-) -> Tensor:
-    """What ``cut`` says of ``image`` (uint8 [3, height, width]): uint8 [height, width, 3].
-
-    Written into ``out`` if given (contiguous).
-    """
-    top, left, height, width = cut.window
-    if out is not None and not cut.mirrored and cut.size == (height, width):
-        return crop_and_resize(image, cut.box, cut.size, interpolation, out)
-    resized = crop_and_resize(image, cut.box, cut.size, interpolation)
-    resized = resized[top : top + height, left : left + width]
-    resized = resized.flip(1) if cut.mirrored else resized
-    return resized if out is None else out.copy_(resized)
+    resized = F.interpolate(crop, size=cut.size, mode=interpolation, antialias=True)
+    resized = resized[0].permute(1, 2, 0)[y : y + shape[0], x : x + shape[1]]
+    return out.copy_(resized.flip(1) if cut.mirrored else resized)

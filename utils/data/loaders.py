@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.data import augment, mixing, progressive
+from utils.data import augment, mixing
 from utils.data.dataset import ImageBatches, Reading
 from utils.data.index import ImageIndex, check_same_classes, class_folders, select_classes
-from utils.data.preprocessing import MEAN, STD, Channels, Preprocessing
+from utils.data.preprocessing import MEAN, STD, Channels, Preprocessing, training_sizes
 from utils.data.ring import Filled, RingLoader
 from utils.errors import UserError
 from utils.launch.world import World, check_alike, first_on_node, gather
@@ -242,7 +242,7 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
                     alike=True,
                 )
             sampler = TrainSampler(len(index), batch, ranks, args.accum_steps, args.seed)
-            sampler.views, sampler.sizes = args.repeated_aug, progressive.of(args)
+            sampler.views, sampler.sizes = args.repeated_aug, training_sizes(args)
             if args.batch_size != AUTO:  # else when it is known
                 mixing.check(args, sampler)
         else:

@@ -13,10 +13,8 @@ are read.
 import io
 import os
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -34,7 +32,6 @@ RECORD = np.dtype(
     [("image", "<i8"), ("place", "<i8"), ("bytes", "<i8"), ("height", "<i4"), ("width", "<i4")]
     + [("crc", "<u4")]
 )
-AGAIN = "copy the pack again, or run the prepare_data.py pack that made it again"
 
 
 def is_pack(root: Path | str) -> bool:
@@ -53,7 +50,7 @@ def file_name(number: int) -> str:
 
 @dataclass
 class Contents:
-    """What pack.npz says.
+    """What pack.npz holds, as arrays; `prepare_data.py pack` writes it.
 
     Images are in the order of the folder they come from: by class, in a class by path.
     """
@@ -66,20 +63,6 @@ class Contents:
     records: np.ndarray  # `RECORD` [n]
     file_bytes: np.ndarray  # int64 [files]
 
-    def save(self, file: Any) -> None:
-        """Write it into ``file``, open for binary writing."""
-        np.savez(
-            file,
-            version=np.array(VERSION),
-            size=np.array(self.size),
-            classes=np.frombuffer(b"\0".join(map(os.fsencode, self.classes)), np.uint8),
-            counts=self.counts,
-            paths=np.frombuffer(self.paths, np.uint8),
-            lengths=self.lengths,
-            records=self.records,
-            file_bytes=self.file_bytes,
-        )
-
 
 def load(root: Path | str) -> Contents:
     """The index of the pack ``root``; every file is there and as long as it should be.
@@ -89,38 +72,31 @@ def load(root: Path | str) -> Contents:
     place = os.path.join(root, INDEX)
     try:
         with np.load(place) as file:
-            version = int(file["version"])
-            if version != VERSION:
-                raise UserError(
-                    f"{place} is of version {version}, not {VERSION}: {AGAIN}", alike=True
-                )
-            contents = Contents(
-                int(file["size"]),
-                [os.fsdecode(name) for name in file["classes"].tobytes().split(b"\0")],
-                file["counts"],
-                file["paths"].tobytes(),
-                file["lengths"],
-                file["records"],
-                file["file_bytes"],
-            )
+            arrays = {key: file[key] for key in file.files}
+        if (version := int(arrays.pop("version"))) != VERSION:
+            raise _broken(f"{place} is of version {version}, not {VERSION}")
+        contents = Contents(**arrays)
+        contents.size, contents.paths = int(contents.size), contents.paths.tobytes()
+        contents.classes = [os.fsdecode(n) for n in contents.classes.tobytes().split(b"\0")]
     except FileNotFoundError:
-        raise UserError(
-            f"{place} is missing: packing was not finished, or the copy is not whole; {AGAIN}",
-            alike=True,
-        ) from None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as fault:
-        raise UserError(f"{place} is damaged ({fault}): {AGAIN}", alike=True) from None
+        reason = f"{place} is missing: packing was not finished, or the copy is not whole"
+        raise _broken(reason) from None
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as fault:
+        raise _broken(f"{place} is damaged ({fault})") from None
     for number, wanted in enumerate(contents.file_bytes.tolist()):
         path = os.path.join(root, file_name(number))
         try:
             found = os.stat(path).st_size
         except OSError as fault:
-            raise UserError(f"cannot open {path} ({fault.strerror}): {AGAIN}", alike=True) from None
+            raise _broken(f"cannot open {path} ({fault.strerror})") from None
         if found != wanted:
-            raise UserError(
-                f"{path} has {found:,} bytes instead of {wanted:,}: {AGAIN}", alike=True
-            )
+            raise _broken(f"{path} has {found:,} bytes instead of {wanted:,}")
     return contents
+
+
+def _broken(what: str) -> UserError:
+    advice = "copy the pack again, or run the prepare_data.py pack that made it again"
+    return UserError(f"{what}; {advice}", alike=True)
 
 
 @dataclass
@@ -184,41 +160,24 @@ class Pack:
             done += got
         return wanted
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": {}, "_buffer": np.empty(0, np.uint8)}
 
+def select(root: str, classes: list[str]) -> tuple[Pack, bytes, np.ndarray, list[int]]:
+    """Open the images of ``classes`` in the pack ``root``, in this order.
 
-def end_of_file(records: np.ndarray) -> bytes:
-    """What follows the images in a file: its index, the index's length and `MAGIC`."""
-    file = io.BytesIO()
-    np.savez(file, records=records)
-    return file.getvalue() + len(file.getvalue()).to_bytes(8, "little") + MAGIC
-
-
-def read_end(path: Path) -> np.ndarray | None:
-    """The index at the end of a file, `RECORD` [n]; None for one that is not whole."""
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(size - 8 - len(MAGIC))
-            length, magic = int.from_bytes(file.read(8), "little"), file.read()
-            start = size - 8 - len(MAGIC) - length
-            if magic != MAGIC or start < 0:
-                return None
-            file.seek(start)
-            with np.load(io.BytesIO(file.read(length))) as content:
-                records = content["records"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return None
-    whole = records.dtype == RECORD and int(records["bytes"].sum()) == start
-    return records if whole else None
-
-
-def selected(contents: Contents, classes: list[str]) -> Iterator[slice]:
-    """The images of each of ``classes``, in this order. Raises: `UserError` for an unknown one."""
-    ends = np.concatenate([[0], np.cumsum(contents.counts)])
+    Returns: them, their paths one after another, the paths' lengths int64 [n], and the number of
+    images of each class. Raises: `UserError` for an unknown class, or a pack that is not whole.
+    """
+    contents = load(root)
+    last = np.cumsum(contents.counts)
+    ends = np.concatenate([[0], np.cumsum(contents.lengths)])
     numbers = {name: number for number, name in enumerate(contents.classes)}
-    for name in classes:
-        if name not in numbers:
-            raise UserError(f"the pack has no class {name}", alike=True)
-        yield slice(int(ends[numbers[name]]), int(ends[numbers[name] + 1]))
+    if unknown := [name for name in classes if name not in numbers]:
+        raise UserError(f"the pack has no class {unknown[0]}", alike=True)
+    chosen = [numbers[name] for name in classes]
+    parts = [slice(int(last[n] - contents.counts[n]), int(last[n])) for n in chosen]
+    rows = np.concatenate([np.arange(part.start, part.stop) for part in parts])
+    files = (rows // IMAGES_PER_FILE).astype(np.int32)
+    paths = b"".join(contents.paths[ends[part.start] : ends[part.stop]] for part in parts)
+    counts = [part.stop - part.start for part in parts]
+    opened = Pack(root, contents.size, contents.records[rows], files)
+    return opened, paths, contents.lengths[rows], counts

@@ -6,14 +6,24 @@ anonymous, so it neither fills /dev/shm nor outlives the processes, whatever end
 
 Only the training process gives slots away. It names a free one when it asks for a batch, and takes
 it back when the batch has been copied or uploaded: `Ring.free_after`.
+
+The workers are known to have begun, and signals to stop never reach them. Ctrl-C and a scheduler's
+SIGTERM go to the whole process group. Only the training process decides what to do, and it needs
+its workers until the snapshot is written: they have these signals blocked from the fork on. To
+ignore them would leave a gap after the fork, and DataLoader gives its workers a handler of SIGTERM
+that ends them.
 """
 
 import functools
 import logging
 import mmap
+import multiprocessing.connection
+import os
+import signal
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from multiprocessing.context import ForkContext, ForkProcess
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,8 +32,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from utils.data.dataset import ImageBatches, Reading
-from utils.data.workers import WorkerContext
 from utils.errors import UserError
+from utils.launch import supervise
 from utils.samplers import Batch, EvalSampler, TrainSampler
 
 log = logging.getLogger(__name__)
@@ -31,17 +41,13 @@ PREFETCH = 2  # batches that are asked for in advance, per worker
 MORE_SLOTS = 2  # than those: for the batch that is about to be uploaded, and for one on its way
 PAGE = mmap.PAGESIZE
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
-
-
-class Task(NamedTuple):
-    """What a worker is asked for: to fill ``slot`` with the images of ``batch``."""
-
-    slot: int
-    batch: Batch
+BEGIN_SECONDS = 10.0  # a fork takes milliseconds; a slow one that is done again costs nothing else
+TRIES = 5
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Slurm sends the last one
 
 
 class Filled(NamedTuple):
-    """A worker's answer: how many images are in ``slot``; ``targets`` are int64 [images].
+    """A worker's answer to a `Batch`: its images are in ``slot``; ``targets`` are int64 [images].
 
     ``size`` is the images' side, pixels; 0: that of the ring.
     """
@@ -49,7 +55,7 @@ class Filled(NamedTuple):
     slot: int
     targets: np.ndarray
     reading: Reading
-    size: int = 0
+    size: int
 
 
 class Passed(Protocol):
@@ -189,13 +195,13 @@ class _Tasks:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[Task]:
+    def __iter__(self) -> Iterator[Batch]:
         assert self.ring is not None
         # A generator begins with its first item. DataLoader asks for that when all workers have
         # ended what they did for an iteration that was left.
         self.ring.restart()
         for batch in self.sampler:
-            yield Task(self.ring.take(), batch)
+            yield batch._replace(slot=self.ring.take())
 
 
 class _IntoRing(Dataset):
@@ -208,10 +214,10 @@ class _IntoRing(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, task: Task) -> Filled:
+    def __getitems__(self, batch: Batch) -> Filled:
         assert self.ring is not None
-        images = self.ring.room(task.slot, len(task.batch.indices), task.batch.size)
-        return Filled(task.slot, *self.dataset.fill(images, task.batch), task.batch.size)
+        images = self.ring.room(batch.slot, len(batch.indices), batch.size)
+        return Filled(batch.slot, *self.dataset.fill(images, batch), batch.size)
 
 
 def _as_it_is(filled: Filled) -> Filled:
@@ -220,3 +226,54 @@ def _as_it_is(filled: Filled) -> Filled:
 
 def _begin_worker(_: int) -> None:
     get_worker_info().dataset.dataset.quietly = True
+
+
+class Worker(ForkProcess):
+    """A forked process with `STOPS` blocked; `start` returns when it runs.
+
+    One whose fork got stuck is forked again. A thread of C++ code that enters Python, and torch has
+    such threads, holds a lock of the interpreter for an instant. When another thread forks then,
+    the child waits for that lock forever, before any code of its own, and DataLoader waits for the
+    child: https://github.com/python/cpython/issues/112275, fixed in Python 3.12 and in late
+    releases of 3.10 and 3.11.
+    """
+
+    def start(self) -> None:
+        """Fork until the child says that it runs. Raises: RuntimeError when none ever does."""
+        task = self._target, self._args, self._kwargs  # start() forgets them
+        for _ in range(TRIES):
+            self._target, self._args, self._kwargs = task
+            self._pipe = os.pipe()
+            self._trainer = os.getpid()
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+            try:
+                super().start()  # the child keeps the mask
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(self._pipe[1])
+            # The end of the pipe counts as well: who has died is DataLoader's to find.
+            begun = multiprocessing.connection.wait([self._pipe[0]], BEGIN_SECONDS)
+            os.close(self._pipe[0])
+            if begun:
+                # At its exit, multiprocessing ends the workers of an iterator that is still held
+                # by a SIGTERM, which never reaches them, and would then wait for them forever.
+                self._popen.terminate = self._popen.kill
+                return
+            self.kill()
+            self.join()
+            self._popen = None
+        raise RuntimeError(f"none of {TRIES} forks of a data loading worker came to run")
+
+    def run(self) -> None:
+        """In the child: end with the training process, say that it runs, and do the task."""
+        supervise.die_with_parent(self._trainer)
+        os.write(self._pipe[1], b".")
+        for end in self._pipe:
+            os.close(end)
+        super().run()
+
+
+class WorkerContext(ForkContext):
+    """For ``DataLoader(multiprocessing_context=...)``."""
+
+    Process = Worker

@@ -13,8 +13,12 @@ from torch import nn
 from torchvision.models import get_model, get_model_weights, list_models
 from torchvision.models.vision_transformer import interpolate_embeddings
 
-from utils.data import progressive
-from utils.data.preprocessing import IMAGENET, INTERPOLATIONS, Preprocessing
+from utils.data.preprocessing import (
+    IMAGENET,
+    INTERPOLATIONS,
+    Preprocessing,
+    training_sizes,
+)
 from utils.errors import UserError
 from utils.model import blocks, weights
 from utils.option_types import share
@@ -145,7 +149,7 @@ def build(args: Any, classes: int) -> nn.Module:
         notes.append(f"--activation-checkpointing: {blocks.checkpoint_blocks(model)}")
     if args.preprocessing.crop != args.image_size:
         _check_image_size(model, args.arch, args.preprocessing.crop, "--val-image-size")
-    for size in {*progressive.of(args)} - {args.image_size}:
+    for size in {*training_sizes(args)} - {args.image_size}:
         _check_image_size(model, args.arch, size, "--image-size or --progressive")
     return model
 

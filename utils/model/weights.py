@@ -40,7 +40,7 @@ def preprocessing(file: str) -> Preprocessing | None:
     """What a file of this suite says of its images; None for others. Raises: `UserError`."""
     saved = read(file).get("preprocessing")
     try:
-        return None if saved is None else Preprocessing.of(saved)
+        return None if saved is None else Preprocessing.from_dict(saved)
     except ValueError as fault:
         raise UserError(f"{file} says of its images: {fault}", alike=True) from None
 

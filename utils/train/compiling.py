@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from utils.comm import fsdp
-from utils.data import progressive
+from utils.data.preprocessing import training_sizes
 from utils.errors import UserError
 from utils.train.session import TrainStep
 
@@ -51,7 +51,7 @@ def compiled(module: nn.Module, args: argparse.Namespace, device: torch.device) 
         raise UserError("--compile is not for sharded models: imagenet_ddp.py has it", alike=True)
     _check_compiler(device)
     mode = None if args.compile == "default" else args.compile
-    sizes = len(set(progressive.of(args)))
+    sizes = len(set(training_sizes(args)))
     if sizes > torch._dynamo.config.recompile_limit:  # beyond it, steps are no longer compiled
         torch._dynamo.config.recompile_limit = sizes
     return torch.compile(module, mode=mode, dynamic=False)

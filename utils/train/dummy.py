@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from utils.comm import auto
-from utils.data import progressive
+from utils.data.preprocessing import largest_size
 from utils.launch.world import World
 from utils.train import compiling, report
 from utils.train.session import Session, TrainStep
@@ -31,7 +31,7 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     run.begin(0, 0)
     report.sharding(session)
     device = world.device
-    side = progressive.largest(args)
+    side = largest_size(args)
     size = (args.batch_size, 3, side, side)
     generator = torch.Generator(device).manual_seed(args.seed + world.rank)
     images = torch.randn(size, generator=generator, device=device).to(

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from utils.comm import fsdp
-from utils.data import mixing, progressive
+from utils.data import mixing
+from utils.data.preprocessing import largest_size
 from utils.errors import UserError
 from utils.launch.world import from_main, gather, local, node_name
 from utils.option_types import AUTO, number
@@ -66,7 +67,7 @@ def resolve(session: Session, train_step: TrainStep) -> None:
     size, image_size = from_main(lambda: _of_checkpoint(session), session.world)
     how = f"as in {run.snapshot}"
     if not size:
-        size, how = _find(session, train_step, image_size or progressive.largest(args))
+        size, how = _find(session, train_step, image_size or largest_size(args))
     args.batch_size = run.options["batch_size"] = session.largest_batch = size
     session.loaders.use_batch(size)
     train = session.loaders.train

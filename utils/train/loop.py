@@ -51,7 +51,7 @@ def _settle_preprocessing(session: Session) -> None:
     wanted, source = args.preprocessing, "the pretrained weights want them"
     if state.preprocessing is not None:
         try:
-            wanted = Preprocessing.of(state.preprocessing).resized(**typed)
+            wanted = Preprocessing.from_dict(state.preprocessing).resized(**typed)
         except ValueError as fault:
             raise UserError(f"{run.snapshot} says of its images: {fault}", alike=True) from None
         source = f"in {run.snapshot}"

@@ -11,7 +11,8 @@ import torch
 
 from utils import samplers
 from utils.comm import cost, fsdp
-from utils.data import progressive, region_decode
+from utils.data import jpeg
+from utils.data.preprocessing import sizes_text
 from utils.launch import kernels, supervise
 from utils.launch.world import gather, local
 from utils.model import schedules
@@ -53,7 +54,7 @@ def start(session: Session) -> None:
     )
     if sampler.sizes:
         log.info(
-            f"training images of {progressive.in_words(sampler.sizes)}; evaluation at "
+            f"training images of {sizes_text(sampler.sizes)}; evaluation at "
             f"{args.preprocessing.crop}"
         )
     if world.device.type == "cuda":
@@ -220,7 +221,7 @@ def input_path(session: Session, record: dict[str, float]) -> None:
     reading, cores = train.reading, supervise.usable_cores()
     index = train.bad.index
     packed = index.pack is not None  # of which only the rows of the crops have been read
-    jpeg = not packed and index.path(0).lower().endswith((".jpg", ".jpeg"))
+    jpegs = not packed and index.path(0).lower().endswith((".jpg", ".jpeg"))
     of_reading = reading.read_seconds / max(reading.seconds, 1e-9)
     log.info(
         f"note: {share:.0%} of the time was spent waiting for images: the input path, not the "
@@ -236,7 +237,7 @@ def input_path(session: Session, record: dict[str, float]) -> None:
         )
     if session.args.workers < cores:
         advice.append(f"more workers: -j {cores} on this node")
-    if jpeg and of_reading <= 0.5 and not region_decode.available():
+    if jpegs and of_reading <= 0.5 and not jpeg.has_library():
         advice.append("faster decoding, once on each node: python scripts/build_region_decode.py")
     if not packed and reading.bytes > LARGE_FILE * reading.files:
         advice.append("smaller files: scripts/prepare_data.py shrink DATA OUT, then train on OUT")

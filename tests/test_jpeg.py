@@ -1,0 +1,297 @@
+"""Decoding a part of a JPEG file: the very pixels of decoding it whole, or nothing."""
+
+import contextlib
+import io
+import os
+import random
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import build_region_decode
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from utils.data import images as im
+from utils.data import jpeg as part_of
+from utils.data.dataset import ImageBatches, Reading
+from utils.data.index import ImageIndex
+from utils.data.ring import RingLoader
+from utils.errors import UserError
+from utils.samplers import TrainSampler
+from utils.train import report
+
+TURNED = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0"
+KINDS = {
+    "4:2:0": {"subsampling": "4:2:0"},
+    "4:4:4": {"subsampling": "4:4:4"},
+    "4:2:2": {"subsampling": "4:2:2"},
+    "progressive": {"progressive": True},
+    "restart markers": {"restart_marker_blocks": 5},
+    "restart rows": {"restart_marker_rows": 1},
+    "low quality": {"quality": 10},
+    "optimised": {"optimize": True},
+    "turned by EXIF": {"exif": TURNED},
+    "grey": {},
+}
+PARTLY = [kind for kind in KINDS if kind != "progressive"]
+
+
+def picture(width=173, height=131) -> Image.Image:
+    """Noise over a gradient."""
+    y, x = np.mgrid[:height, :width]
+    pixels = np.stack([x, y, x + y], -1) + np.random.default_rng(0).integers(
+        0, 99, (height, width, 3)
+    )
+    return Image.fromarray((pixels % 256).astype(np.uint8))
+
+
+def jpeg(image: Image.Image, **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "JPEG", **options)
+    return file.getvalue()
+
+
+def of_kind(kind, *size) -> bytes:
+    image = picture(*size)
+    return jpeg(image.convert("L") if kind == "grey" else image, **KINDS[kind])
+
+
+def damaged(number) -> bytes:
+    """A file with other, missing or more bytes behind its frame header."""
+    draw, kinds = random.Random(number), list(KINDS)
+    data = bytearray(of_kind(kinds[number % len(kinds)], 60, 90))
+    for _ in range(1 + number % 4):
+        at = draw.randrange(len(data) // 3, len(data) - 60)
+        # With 0xFF there are markers, or what looks like them, in wrong places.
+        codes = (0xFF, draw.randrange(256)) if number % 2 else (draw.randrange(255),)
+        some = bytes(draw.choice(codes) for _ in range(draw.randrange(1, 9)))
+        data[at : at + draw.choice((0, len(some), 20))] = some
+    return bytes(data)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The library, built as the script does."""
+    folder = tmp_path_factory.mktemp("built")
+    (folder / "header.c").write_text("#include <stdio.h>\n#include <jpeglib.h>\n")
+    try:
+        build_region_decode.run(["cc", "-fsyntax-only", str(folder / "header.c")])
+    except UserError:
+        pytest.skip("needs a C compiler and libjpeg's header")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", "cc -Wall -Wextra -Werror")
+        build_region_decode.build(folder / part_of.LIBRARY.name)
+    return folder / part_of.LIBRARY.name
+
+
+@pytest.fixture
+def not_built(tmp_path, monkeypatch):
+    monkeypatch.setattr(part_of, "LIBRARY", tmp_path / part_of.LIBRARY.name)
+
+
+@pytest.fixture(params=["region", "rows"])
+def way(request, tmp_path, monkeypatch):
+    """With the library, and without it."""
+    found = request.getfixturevalue("library") if request.param == "region" else tmp_path / "none"
+    monkeypatch.setattr(part_of, "LIBRARY", found)
+    return request.param
+
+
+def decode_part(data, box):
+    """The pixels of ``box``, and the size of what was decoded; None where that is left alone."""
+    frame = part_of.frame_of(data)
+    found = frame and im.decode_part(data, frame, box, quietly=True)
+    if not found:
+        return None
+    pixels, (top, left, height, width) = found
+    assert pixels.stride(0) == 1, "channels-last, as decode gives it"
+    return pixels[:, top : top + height, left : left + width], pixels.shape[1:]
+
+
+@pytest.mark.parametrize("kind", PARTLY)
+@pytest.mark.parametrize("size", [(173, 131), (16, 300), (9, 9)])
+def test_pixels_are_those_of_the_whole_image(way, kind, size):
+    data, draw, decoded = of_kind(kind, *size), random.Random(0), 0
+    whole = im.decode(data)
+    for _ in range(60):
+        top, left = (draw.randrange(side) for side in whole.shape[1:])
+        height, width = (
+            draw.randint(1, side - at)
+            for side, at in zip(whole.shape[1:], (top, left), strict=True)
+        )
+        found = decode_part(data, (top, left, height, width))
+        if found is not None:
+            part, shape = found
+            assert torch.equal(part, whole[:, top : top + height, left : left + width])
+            assert shape[0] == height if way == "region" else shape[0] < whole.shape[1]
+            decoded += 1
+    if way == "region":
+        assert decoded == 60
+    else:
+        assert (decoded > 10) == (size != (9, 9)), "hardly anything to leave out of 9 rows"
+
+
+def test_damaged_files_are_what_they_are_to_whole_decoding(way):
+    decoded = 0
+    for number in range(250):
+        data, whole = damaged(number), None
+        with part_of.silent_stderr(), contextlib.suppress(ValueError):
+            whole = im.decode(data)
+        top, left = number % 3 * 25, number % 4 * 9
+        if found := decode_part(data, (top, left, 20, 25)):
+            assert whole is not None
+            assert torch.equal(found[0], whole[:, top : top + 20, left : left + 25])
+            decoded += 1
+    assert 5 < decoded < 250, "some damage is seen, some makes another image of it"
+
+
+@pytest.mark.parametrize(
+    "kind", ["progressive", "CMYK", "PNG", "cut", "no end", "no height", "text", "empty"]
+)
+def test_others_are_left_to_whole_decoding(way, kind):
+    data = jpeg(picture())
+    file = io.BytesIO()
+    picture().save(file, "PNG")
+    at = part_of.frame_of(data).at
+    others = {
+        "progressive": of_kind("progressive"),
+        "CMYK": jpeg(picture().convert("CMYK")),
+        "PNG": file.getvalue(),
+        "cut": data[:150],
+        "no end": data[:-500],
+        "no height": data[:at] + bytes(2) + data[at + 2 :],  # it follows behind the pixels
+        "text": b"\xff\xd8 this is no image \xff\xd9",
+        "empty": b"",
+    }
+    assert decode_part(data, (5, 5, 20, 20)) is not None
+    assert decode_part(others[kind], (5, 5, 20, 20)) is None
+
+
+def test_pixels_that_the_file_has_not_got_are_refused(library):
+    data = jpeg(picture())
+    assert part_of.decode_region(data, (0, 0, 131, 173), library) is not None
+    for box in ((1, 0, 131, 173), (0, 1, 131, 173), (200, 0, 1, 1), (2**31, 0, 2, 2)):
+        assert part_of.decode_region(data, box, library) is None
+
+
+def test_nothing_is_said_of_damaged_files(library, capfd):
+    data = jpeg(picture())
+    assert part_of.decode_region(data[:2000], (0, 0, 131, 173), library) is None
+    assert part_of.decode_region(b"\xff\xd8 this is no image", (0, 0, 1, 1), library) is None
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_decoders_warning_is_not_shown(not_built, capfd):
+    data = jpeg(picture())
+    im._decode_jpeg(part_of.lowered(data, part_of.frame_of(data), 20))
+    assert "extraneous bytes" in capfd.readouterr().err, "else there is nothing to silence"
+    assert decode_part(data, (0, 0, 20, 20)) is not None
+    os.write(2, b"heard again")
+    assert capfd.readouterr().err == "heard again"
+
+
+def test_a_pillow_image_of_the_same_file_has_the_same_rows():
+    """Independent of torchvision's decoder: Pillow has a libjpeg of its own."""
+    data = jpeg(picture())
+    frame = part_of.frame_of(data)
+    with Image.open(io.BytesIO(part_of.lowered(data, frame, 40))) as part:
+        assert part.size == (frame.width, 40 + part_of.MARGIN)
+        rows = np.asarray(part)[:40]
+    assert np.array_equal(rows, np.asarray(Image.open(io.BytesIO(data)))[:40])
+
+
+def test_batches_are_those_of_whole_decoding(way, tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    for number, kind in enumerate(KINDS):
+        (folder / f"{number:02}.jpg").write_bytes(of_kind(kind, 120, 150))
+    (folder / "10.jpg").write_bytes(b"broken")
+    (folder / "11.jpg").write_bytes(of_kind("4:2:0", 120, 150)[:-3000])
+    index = ImageIndex(tmp_path, ["a"])
+    sampler = TrainSampler(12, 4, (0, 1), 1, 0)
+    dataset = ImageBatches(index, 32, 0, train=True)
+    dataset.partly = False
+    loader = RingLoader(ImageBatches(index, 32, 0, train=True), sampler, workers=2)
+    for epoch in range(3):
+        sampler.start_at(epoch, 0)
+        plain = [dataset.__getitems__(batch) for batch in sampler]
+        for filled, (images, targets, reading) in zip(loader, plain, strict=True):
+            assert torch.equal(loader.ring.images[filled.slot], images)
+            assert np.array_equal(filled.targets, targets)
+            assert filled.reading.faults == reading.faults
+            loader.ring.free_after(filled.slot)
+
+
+# ---- the library
+
+
+def test_it_is_built_where_training_finds_it_and_once(library, not_built, tmp_path, capsys):
+    (tmp_path / "libregion_decode_0.so").write_bytes(b"of an older source")
+    assert build_region_decode.main(["--if-missing"]) == 0
+    assert f"built {part_of.LIBRARY} (400 parts" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == [part_of.LIBRARY.name]
+    part_of._load.cache_clear()
+    assert part_of.has_library()
+    assert build_region_decode.main(["--if-missing"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_library_of_another_source_or_machine_is_as_none(not_built, tmp_path):
+    (tmp_path / "changed.c").write_text(part_of.SOURCE.read_text() + "\n")
+    assert part_of.library_of(tmp_path / "changed.c").name != part_of.LIBRARY.name
+    part_of.LIBRARY.write_bytes(b"\x7fELF" + bytes(100))
+    assert not part_of.has_library()
+    assert part_of.decode_region(jpeg(picture()), (0, 0, 9, 9)) is None
+
+
+def test_other_pixels_are_not_taken(library, not_built, tmp_path, monkeypatch, capsys):
+    """As of a libjpeg that upsamples colour in another way."""
+    other = tmp_path / "other.c"
+    text = part_of.SOURCE.read_text()
+    other.write_text(text.replace("jpeg_start", "jpeg.do_fancy_upsampling = 0;\n    jpeg_start", 1))
+    monkeypatch.setattr(part_of, "SOURCE", other)
+    part_of.LIBRARY.write_bytes(library.read_bytes())
+    assert build_region_decode.main([]) == 2
+    assert "are not torchvision's here (colour 4:2:2)" in capsys.readouterr().err
+    assert part_of.LIBRARY.read_bytes() == library.read_bytes(), "the good one stays"
+    assert {path.name for path in tmp_path.iterdir()} == {part_of.LIBRARY.name, "other.c"}
+
+
+@pytest.mark.parametrize(
+    ("compiler", "sentence"),
+    [
+        ("no-such-cc", "there is no C compiler no-such-cc: apt install gcc"),
+        (f"{sys.executable} -c 1/0", "it needs libjpeg-turbo's header: apt install gcc"),
+    ],
+)
+def test_what_is_missing_is_said(not_built, monkeypatch, capsys, compiler, sentence):
+    monkeypatch.setenv("CC", compiler)
+    assert build_region_decode.main([]) == 2
+    assert sentence in capsys.readouterr().err
+    assert build_region_decode.main(["--if-missing"]) == 0, "the set-up goes on without it"
+    out = capsys.readouterr().out
+    assert out.startswith("note: ") and sentence in out and out.count("\n") == 1
+    assert not part_of.LIBRARY.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "read_seconds", "told"),
+    [("x.JPEG", 0.1, True), ("x.JPEG", 0.9, False), ("x.png", 0.1, False)],
+)
+def test_a_run_that_waits_for_decoding_is_told(not_built, caplog, name, read_seconds, told):
+    index = mock.MagicMock(pack=None, path=lambda image: name)
+    reading = Reading(files=10, bytes=800_000, read_seconds=read_seconds, seconds=1.0)
+    session = SimpleNamespace(
+        train=SimpleNamespace(reading=reading, bad=SimpleNamespace(index=index)),
+        world=SimpleNamespace(device=torch.device("cpu")),
+        args=SimpleNamespace(workers=1),
+    )
+    with caplog.at_level("INFO"):
+        report.input_path(session, {"IO/wait_share": 0.05})
+        assert not caplog.text
+        report.input_path(session, {"IO/wait_share": 0.5})
+    assert ("build_region_decode.py" in caplog.text) == told
+    assert "scripts/prepare_data.py shrink" in caplog.text
