@@ -1,6 +1,5 @@
 """All scripts, from command line to summary, on a GPU that is played: tests/fake_cuda.py."""
 
-import sys
 from unittest import mock
 
 import pytest
@@ -9,7 +8,6 @@ from conftest import draw_folder, summary
 from fake_cuda import playable
 from fake_runs import EVERYTHING, MIXED, Runs
 from running import snapshot
-from test_monitor import stand_in_nvml
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models import vision_transformer
 
@@ -56,6 +54,7 @@ def test_one_process(train, script, options, dtype):
     done = train(script, *options.split())
     assert done.dtypes == {dtype}
     assert not done.gpu.unrecorded()
+    assert summary(done.folder)["hardware"]["GPU/utilisation_rank0"] == 87
 
 
 @pytest.mark.parametrize(
@@ -177,12 +176,6 @@ def test_a_run_continues_and_is_tested(train, data, script, options):
     saved = snapshot(done.folder)
     assert saved["progress"]["epoch"] == 2
     assert {tensor.dtype for tensor in saved["model"].values()} <= {FLOAT, torch.int64}
-
-
-def test_the_gpu_is_sampled(train, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", stand_in_nvml())
-    done = train(ND)
-    assert summary(done.folder)["hardware"]["GPU/utilisation_rank0"] == 87
 
 
 @pytest.mark.parametrize(

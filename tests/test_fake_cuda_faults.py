@@ -1,7 +1,6 @@
 """Faults that are put into the suite and must be found on the GPU of tests/fake_cuda.py."""
 
 import inspect
-import sys
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from fake_cuda import Event, Race, Stream, Wait, fake_gpus, playable
 from fake_nccl import DISTRIBUTED, PARTS, Bucket, Future, Work
 from fake_runs import Runs, changed, load
 from fake_torch import CUDA, DATA_PARALLEL, check, fake_cuda
-from test_monitor import stand_in_nvml
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
@@ -21,7 +19,7 @@ from utils.comm.local_sgd import LocalSGD
 from utils.data.loaders import Batches
 from utils.model import optim
 from utils.run import snapshots
-from utils.train import evaluation, monitor
+from utils.train import evaluation
 
 pytestmark = pytest.mark.skipif(not playable(), reason="needs Linux on x86-64 or aarch64")
 
@@ -146,23 +144,6 @@ def test_stand_ins_take_what_the_originals_take():
         assert not missing, f"{original} has no {missing}"
     assert Bucket in dict(PARTS).values()
     assert Work in dict(PARTS).values()
-
-
-def test_nvml_is_asked_as_it_wants_to_be():
-    """The signatures of nvidia-ml-py 13.615.71."""
-    wanted = {
-        "nvmlInit": 0, "nvmlShutdown": 0, "nvmlDeviceGetHandleByUUID": 1,
-        "nvmlDeviceGetHandleByIndex": 1, "nvmlDeviceGetUtilizationRates": 1,
-        "nvmlDeviceGetMemoryInfo": 1, "nvmlDeviceGetPowerUsage": 1, "nvmlDeviceGetTemperature": 2,
-    }  # fmt: skip
-    nvml = stand_in_nvml()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "pynvml", nvml)
-        for gpu in ("GPU-1111", "0"):
-            source = monitor.gpu_source(gpu)
-            source.read()
-            source.close()
-    assert {name: len(given) for name, *given in nvml.calls} == wanted
 
 
 def test_what_is_found_and_what_is_not():

@@ -6,7 +6,8 @@ import torch
 
 from utils.launch.world import World
 from utils.metrics import Sums
-from utils.train.lines import Lines
+from utils.train.progress import Lines
+from utils.train.step_time import StepTimes
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,7 @@ def session(clock, printed, steps):
     noted = lambda place, step, values: printed.append((step, values))  # noqa: E731
     return SimpleNamespace(
         world=World(CPU),
-        watch=SimpleNamespace(timer=SimpleNamespace(clock=clock), recent=dict),
+        watch=SimpleNamespace(timer=SimpleNamespace(clock=clock, recent=StepTimes)),
         state=SimpleNamespace(step=0, epoch=0, printed=None),
         train=SimpleNamespace(sampler=SimpleNamespace(steps_per_epoch=steps), waited=0.0),
         run=SimpleNamespace(

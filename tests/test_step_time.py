@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, python, scalars, summary, train
+from conftest import scalars, summary, train
 from forecast.scaling import parameters
 from nodes import Nodes
 from running import eventually
@@ -18,8 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.train import report
-from utils.train.step_time import StepTimer, StepTimes
-from utils.train.watch import mean_times
+from utils.train.step_time import StepTimer, StepTimes, mean_times
 
 CPU = torch.device("cpu")
 
@@ -239,13 +238,6 @@ def test_one_process_communicates_not_at_all(folder, tmp_path):
     ((_, step),) = scalars(tmp_path / "x")["Time/train"]
     assert 0 < found["data_s"] + found["compute_s"] <= step  # the rest: lines, polls
     assert "--profile: no trace, as it needs more than 4 steps" in result.out
-
-
-@pytest.mark.long
-def test_the_cost_can_be_measured():
-    result = python(ROOT / "scripts" / "bench" / "instruments.py", "--rounds", "2", "--steps", "3")
-    assert result.code == 0, result.err
-    assert "on/off" in result.out
 
 
 @pytest.mark.long

@@ -219,12 +219,6 @@ def _snapshot(sitting: Sitting) -> tuple[str, Any]:
     return said, said
 
 
-def _instruments(sitting: Sitting) -> tuple[str, Any]:
-    sizes = ("--rounds", "2", "--steps", "2") if sitting.small else ("-b", "128", "--rounds", "20")
-    said = sitting.run("scripts/bench/instruments.py", *sizes).strip()
-    return said, said
-
-
 def _accuracy(sitting: Sitting) -> tuple[str, Any]:
     """A short run that learns, with its curves."""
     data, size = (
@@ -276,6 +270,5 @@ PARTS = [
     Part("From image files", _input, 150),
     Part("A snapshot", _snapshot, 40),
     Part("Accuracy", _accuracy, 90),
-    Part("Instruments", _instruments, 60),
     Part("NCCL", _nccl, 60, gpus=2),
 ]

@@ -1,6 +1,6 @@
 """Shows what the ranks of this user's trainings are doing; see scripts/status.sh for the command.
 
-Reads the files that utils/train/status_file.py writes, and asks nvidia-smi where there is
+Reads the files that utils/train/status.py writes, and asks nvidia-smi where there is
 one. With a file of hosts, this file is sent to each of them; it needs nothing but Python (3.7 or
 newer).
 """

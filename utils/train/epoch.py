@@ -17,7 +17,7 @@ from utils.run import checkpoint
 from utils.run.checkpoint import TrainState
 from utils.run.snapshots import BEST, SNAPSHOT
 from utils.train import compiling, report
-from utils.train.lines import Lines
+from utils.train.progress import Lines
 from utils.train.session import Session, TrainStep
 from utils.train.stopping import Reason
 

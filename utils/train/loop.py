@@ -16,11 +16,11 @@ from utils.run.snapshots import SnapshotWriter
 from utils.train import report
 from utils.train.epoch import save_snapshot, why_diverged
 from utils.train.evaluation import test_best, why_useless
+from utils.train.hardware import Watch
 from utils.train.session import Predict, Session
 from utils.train.spot import SpotWatch
-from utils.train.status_file import StatusFile
+from utils.train.status import StatusFile
 from utils.train.stopping import Reason, StopRequest
-from utils.train.watch import Watch
 
 log = logging.getLogger(__name__)
 

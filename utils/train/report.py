@@ -20,7 +20,7 @@ from utils.option_types import recipe_file, recipe_words
 from utils.run import provenance
 from utils.run.checkpoint import TrainState
 from utils.run.figures import over_epochs
-from utils.train import watch
+from utils.train import hardware
 from utils.train.session import Session
 from utils.train.stopping import Reason
 
@@ -312,7 +312,7 @@ def end(
         "snapshot_pause_seconds": max(session.snapshots.pauses, default=math.nan)
         if session.snapshots
         else math.nan,
-        **watch.summary(state.history),
+        **hardware.summary(state.history),
         "memory_mb": {
             tag.removeprefix("Memory/").replace("_mb_", "_"): value
             for tag, value in last.items()

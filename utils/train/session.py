@@ -12,10 +12,10 @@ from utils.launch.world import World
 from utils.run.checkpoint import TrainState
 from utils.run.snapshots import SnapshotWriter
 from utils.run.tracking import Run
+from utils.train.hardware import Watch
 from utils.train.spot import SpotWatch
-from utils.train.status_file import StatusFile
+from utils.train.status import StatusFile
 from utils.train.stopping import Reason, StopRequest
-from utils.train.watch import Watch
 
 # A script's train_step(images, targets, weight, update) -> (loss, logits); its docstring in each
 # script says what the arguments mean.

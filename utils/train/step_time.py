@@ -8,9 +8,10 @@ The reduction itself is not touched, so that weights stay equal bit for bit. A s
 all along, for weights and gradients of each block: there all of these waits are added up.
 """
 
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from utils.comm import fsdp
 
+PARTS = ("Time/data", "Time/compute", "Time/communication")
 Mark = Any  # a torch.cuda.Event, or seconds of the clock
 PENDING = 4096  # marks of so many micro-batches are kept at most until the device has passed them
 
@@ -204,3 +206,9 @@ class StepTimer:
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def mean_times(times: Sequence[StepTimes]) -> dict[str, float]:
+    """Means over processes, in seconds per step, under the epoch's tags."""
+    each = [found.per_step("Time/") for found in times if found.steps]
+    return {part: statistics.fmean(one[part] for one in each) for part in PARTS} if each else {}

@@ -77,7 +77,11 @@ def _report(session: Session, line: _Line, last: _Line, clock: Any) -> None:
     seconds, steps = clock.seconds(last.at, line.at), line.step - last.step
     position = state.epoch + line.step / sampler.steps_per_epoch
     rate = steps * session.global_batch / seconds
-    curves = {"Step/loss": metrics.loss, "Step/throughput": rate, **session.watch.recent()}
+    curves = {
+        "Step/loss": metrics.loss,
+        "Step/throughput": rate,
+        **session.watch.timer.recent().per_step("Step/", "_s"),
+    }
     run.scalars(curves, round(1000 * position))
     place = (
         f"Epoch {state.epoch + 1}/{session.args.epochs}"

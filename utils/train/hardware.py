@@ -1,0 +1,252 @@
+"""What a run measures of itself: the parts of a step, how busy GPU and CPU are, a trace.
+
+A thread samples this process's GPU (by torch.cuda's functions for NVML, which need nvidia-ml-py)
+and CPU (by /proc) once a second. What is not available is left out.
+"""
+
+import contextlib
+import logging
+import os
+import statistics
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from utils.launch.supervise import usable_cores
+from utils.launch.world import World, gather
+from utils.run.figures import over_epochs
+from utils.train.step_time import PARTS, StepTimer, mean_times
+
+log = logging.getLogger(__name__)
+
+SECONDS = 1.0  # between samples
+BUSY = 95.0  # per cent; below, the GPU could do more
+ENOUGH = 30  # samples; a median of fewer says little
+GIB = 2**30
+# Tags, the functions of torch.cuda that say them, and what their values are multiplied by.
+GPU = {
+    "GPU/utilisation": ("utilization", 1.0),
+    "GPU/memory_gb": ("device_memory_used", 1 / GIB),
+    "GPU/power_w": ("power_draw", 1 / 1000),
+    "GPU/temperature_c": ("temperature", 1.0),
+}
+SKIPPED, WARM_UP, ACTIVE = 3, 1, 4  # steps of a trace
+TRACE = "rank0.pt.trace.json"  # TensorBoard's profiler plugin looks for this ending
+
+
+def read_gpu(device: torch.device) -> dict[str, float]:
+    """Utilisation in per cent, memory in GiB, power in watts, temperature in Celsius."""
+    found = {}
+    for tag, (name, factor) in GPU.items():
+        # Whatever a driver's library says: not every GPU has every sensor.
+        with contextlib.suppress(Exception):
+            found[tag] = factor * getattr(torch.cuda, name)(device)
+    return found
+
+
+class Cpu:
+    """The cores that this process may use, and its own memory; by /proc."""
+
+    def __init__(self) -> None:
+        self.cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        self.before = self._ticks()
+
+    def _ticks(self) -> tuple[int, int]:
+        """Clock ticks so far: idle ones, and all, of these cores."""
+        idle = total = 0
+        for line in Path("/proc/stat").read_text().splitlines():
+            name, *ticks = line.split()
+            if name in self.cores:
+                # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user.
+                idle += int(ticks[3]) + int(ticks[4])
+                total += sum(map(int, ticks[:8]))
+        return idle, total
+
+    def read(self) -> dict[str, float]:
+        """Utilisation since the last reading in per cent of the cores, resident memory in GiB."""
+        resident = int(Path("/proc/self/statm").read_text().split()[1])
+        found = {"CPU/memory_gb": resident * os.sysconf("SC_PAGE_SIZE") / GIB}
+        (idle, total), before = self._ticks(), self.before
+        if total > before[1]:
+            self.before = idle, total
+            found["CPU/utilisation"] = 100 * (1 - (idle - before[0]) / (total - before[1]))
+        return found
+
+
+class Monitor:
+    """Samples the hardware every second, in a thread."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.cpu = device, Cpu()
+        self.samples: dict[str, list[float]] = {}
+        self.busy: list[float] = []  # the GPU's utilisation over all epochs
+        self.lock, self.ended = threading.Lock(), threading.Event()
+        if device.type == "cuda" and not read_gpu(device):
+            log.info("GPU utilisation is not recorded: pip install nvidia-ml-py")
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while not self.ended.wait(SECONDS):
+            self._sample()
+
+    def _sample(self) -> None:
+        with self.lock:
+            found = self.cpu.read()
+            if self.device.type == "cuda":
+                found |= read_gpu(self.device)
+            for tag, value in found.items():
+                self.samples.setdefault(tag, []).append(value)
+
+    def begin(self) -> None:
+        """Forget what was before."""
+        self._sample()  # the CPU's is a difference: it starts here
+        with self.lock:
+            self.samples = {}
+
+    def end(self) -> dict[str, float]:
+        """Means since `begin`, of memory the most. One sample at least is taken."""
+        self._sample()
+        with self.lock:
+            samples, self.samples = self.samples, {}
+        self.busy += samples.get("GPU/utilisation", [])
+        return {
+            tag: max(values) if "memory" in tag else statistics.fmean(values)
+            for tag, values in samples.items()
+        }
+
+    def median(self) -> float | None:
+        """Of the GPU's utilisation over all epochs; None before there are enough samples."""
+        return statistics.median(self.busy) if len(self.busy) >= ENOUGH else None
+
+    def close(self) -> None:
+        """Stop sampling."""
+        self.ended.set()
+        self.thread.join()
+
+
+class Profiler:
+    """``--profile``: a trace of steps 5 to 8 of this process, in ``folder``."""
+
+    def __init__(self, folder: Path):
+        self.path, self.done = folder / TRACE, False
+        # The profiler's library calls a machine without a GPU an error, and its start news.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        self.profile = profile(
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available(),
+            schedule=schedule(wait=SKIPPED, warmup=WARM_UP, active=ACTIVE, repeat=1),
+            on_trace_ready=self._write,
+        )
+        self.steps = 0
+        self.profile.start()
+
+    def step(self) -> None:
+        """A step has ended."""
+        if not self.done:
+            self.steps += 1
+            self.profile.step()
+            if self.done:
+                self.profile.stop()
+
+    def close(self) -> None:
+        """The run has ended; a trace that has begun is written."""
+        if self.done:
+            return
+        self.profile.stop()
+        if not self.done:
+            log.info(f"--profile: no trace, as it needs more than {SKIPPED + WARM_UP} steps")
+            self.done = True
+
+    def _write(self, done: profile) -> None:
+        done.export_chrome_trace(str(self.path))
+        self.done = True
+        log.info(f"trace of {self.steps - SKIPPED - WARM_UP} steps: {self.path}")
+
+
+class Watch:
+    """The instruments of one process. `close` ends them."""
+
+    def __init__(self, args: Any, world: World, folder: Path, model: nn.Module):
+        self.world = world
+        self.timer = StepTimer(model, world.device, distributed=world.size > 1)
+        self.monitor = Monitor(world.device)
+        self.warned = False
+        self.profiler = Profiler(folder) if args.profile and world.is_main else None
+
+    def start_epoch(self) -> None:
+        """Count from here."""
+        self.monitor.begin()
+        self.timer.start()
+
+    def end_step(self, update: bool) -> None:
+        """A micro-batch is on its way; with ``update`` it ended a step."""
+        self.timer.end(update)
+        if update and self.profiler is not None:
+            self.profiler.step()
+
+    def end_epoch(self) -> dict[str, float]:
+        """The epoch's values of all processes, for all of them. The device must be idle.
+
+        Times are means over the processes, so that they add up to a step.
+        """
+        mine = (self.timer.stop(), self.monitor.end(), self.monitor.median())
+        times, hardware, medians = zip(*gather(mine, self.world), strict=True)
+        values = mean_times(times)
+        for rank, figures in enumerate(hardware):
+            values |= {f"{tag}_rank{rank}": value for tag, value in sorted(figures.items())}
+        self._warn(values, medians)
+        return values
+
+    def _warn(self, values: dict[str, float], medians: tuple[float | None, ...]) -> None:
+        known = [(median, rank) for rank, median in enumerate(medians) if median is not None]
+        if self.warned or not known or min(known)[0] >= BUSY:
+            return
+        self.warned = True
+        median, rank = min(known)
+        step = sum(values.get(part, 0.0) for part in PARTS) or 1.0
+        cause = likely_cause(
+            values.get("Time/data", 0.0) / step, values.get("Time/communication", 0.0) / step
+        )
+        log.info(
+            f"note: the GPU of rank {rank} is {median:.0f} % busy (median), not {BUSY:.0f} % or "
+            f"more; likely cause: {cause}"
+        )
+
+    def close(self) -> None:
+        """Stop the instruments."""
+        self.monitor.close()
+        if self.profiler is not None:
+            self.profiler.close()
+
+
+def likely_cause(data: float, communication: float) -> str:
+    """Why a GPU is not busy, given the shares of the time that it waits for data and for others."""
+    if max(data, communication) < 0.05:
+        return (
+            "neither data nor network hold it up, so its kernels are probably too short for the "
+            "host that starts them, a small batch: raise -b as far as memory goes, try --amp"
+        )
+    if data >= communication:
+        return (
+            f"the input: {data:.0%} of the time goes by waiting for data; more workers "
+            f"(-j; {usable_cores()} cores here), smaller files or a faster disk"
+        )
+    return (
+        f"the network: {communication:.0%} of the time is communication that compute does not "
+        "hide; a larger -b, --accum-steps, or a faster link between the nodes "
+        "(scripts/forecast_scaling.py says what that would bring)"
+    )
+
+
+def summary(history: list[dict[str, float]]) -> dict[str, Any]:
+    """The run's figures for summary.json: seconds per step, and the hardware's of each rank."""
+    found: dict[str, Any] = {
+        f"{part.removeprefix('Time/')}_s": over_epochs(history, part) for part in PARTS
+    }
+    tags = {tag for record in history for tag in record if tag.startswith(("GPU/", "CPU/"))}
+    found["hardware"] = {tag: over_epochs(history, tag) for tag in sorted(tags)}
+    return found
