@@ -17,47 +17,68 @@ fail() {
     exit 2
 }
 
+# gpus_of PYTHON choose|check: see utils/launch/gpus.py.
+gpus_of() {
+    (cd "$root" && exec "$1" -m utils.launch.gpus "$2")
+}
+
 # use_environment [REQUIREMENTS_FILE ...]: choose $PYTHON, installing and building what is missing.
 use_environment() {
-    choose_python "$@" || return 1
+    choose_python "$@"
     "$PYTHON" "$root/scripts/build_region_decode.py" --if-missing
 }
 
 # choose_python [REQUIREMENTS_FILE ...]: choose $PYTHON, installing what is missing.
 #
-# Takes the active virtual or conda environment if it already has everything; otherwise .venv in
-# the repository, created and filled on first use with the tested versions of constraints.txt.
-# PYTHON=... in the environment chooses the interpreter that creates .venv (default python3).
+# Takes the active virtual or conda environment if it has everything and its torch can use the GPUs;
+# otherwise .venv in the repository, with the tested versions whose torch fits the GPUs' driver. It
+# is filled on first use, and again when these versions or the driver have changed. PYTHON=...
+# chooses the interpreter that creates it (default python3). TORCH=oldest: .venv-oldest, with the
+# oldest torch.
 choose_python() {
-    local files=("$root/requirements.txt" "$@")
-    if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] &&
+    local files=("$root/requirements.txt" "$@") venv=$root/.venv base=${PYTHON:-python3} why
+    if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ "${TORCH:-}" != oldest ] &&
         python "$root/scripts/check_requirements.py" "${files[@]}" 2>/dev/null; then
-        PYTHON=$(command -v python)
+        if why=$(gpus_of python check 2>&1 >/dev/null); then
+            PYTHON=$(command -v python)
+            return
+        fi
+        echo "The active environment is not used: ${why#error: }"
+    fi
+    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        fail "Python 3.10 or newer is needed; name one with PYTHON=/path/to/python"
+    local chosen
+    if [ "${TORCH:-}" = oldest ]; then
+        venv=$root/.venv-oldest
+        chosen=$'constraints-cuda12.txt\nTORCH=oldest'
+    else
+        chosen=$(gpus_of "$base" choose) || exit
+    fi
+    local constraints=$root/scripts/${chosen%%$'\n'*} stamp=$venv/.installed versions wanted
+    versions="$(cat "$constraints" "$root/scripts/constraints-packages.txt" | cksum):"
+    wanted="$versions $(cat "${files[@]}" | cksum)"
+    PYTHON=$venv/bin/python
+    if grep -qsxF "$wanted" "$stamp"; then
         return
     fi
-    local base=${PYTHON:-python3} stamp wanted
-    PYTHON=$root/.venv/bin/python
-    stamp=$root/.venv/.installed
-    wanted=$(cat "${files[@]}" "$root/scripts/constraints.txt" | cksum)
-    if [ -f "$stamp" ] && grep -qxF "$wanted" "$stamp"; then
-        return
-    fi
-    echo "Installing into $root/.venv (torch with CUDA: about 5.5 GB, one to several minutes) ..."
-    if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-        echo "error: Python 3.10 or newer is needed; name one with PYTHON=/path/to/python" >&2
-        return 1
-    fi
-    if ! "$base" -m venv "$root/.venv"; then
-        echo "error: $base cannot make a virtual environment (on Debian and Ubuntu:" \
-            "apt install python3-venv)" >&2
-        return 1
-    fi
-    local arguments=()
+    echo "Installing the versions of ${constraints#"$root/"} (${chosen#*$'\n'}) into $venv" \
+        "(torch with CUDA: about 5.5 GB, one to several minutes) ..."
+    # Neither an interrupted installation nor a change of versions leaves a stamp that is not true.
+    grep -qsF "$versions" "$stamp" || rm -f "$stamp"
+    "$base" -m venv "$venv" || fail "$base cannot make a virtual environment (on Debian and" \
+        "Ubuntu: apt install python3-venv)"
+    local arguments=() said
     for file in "${files[@]}"; do arguments+=(-r "$file"); done
-    if ! "$PYTHON" -m pip install -qq --disable-pip-version-check \
-        -c "$root/scripts/constraints.txt" "${arguments[@]}"; then
-        echo "error: the installation did not finish; run this again to continue" >&2
-        return 1
+    if ! said=$("$PYTHON" -m pip install -qq --disable-pip-version-check -c "$constraints" \
+        "${arguments[@]}" 2>&1); then
+        echo "$said" >&2
+        case $said in
+        *"No matching distribution"* | *ResolutionImpossible*)
+            fail "pip finds no fitting versions for $("$PYTHON" -V): is there internet? 3.10 to" \
+                "3.14 have all of them; remove $venv and name another Python with PYTHON=..."
+            ;;
+        esac
+        fail "the installation did not finish; run this again to continue"
     fi
     # quickstart.sh and test.sh share .venv: each adds its line, so neither installs again.
     echo "$wanted" >>"$stamp"

@@ -63,10 +63,9 @@ launch() {
 
     local command=("$PYTHON")
     if [ ${#torchrun[@]} -gt 0 ]; then
-        local processes=${NPROC:-}
-        [ -n "$processes" ] || processes=$("$PYTHON" -c \
-            'import torch; print(max(1, torch.cuda.device_count()))')
-        command+=(-m torch.distributed.run "${torchrun[@]}" "--nproc_per_node=$processes")
+        local processes
+        processes=$(gpus_of "$PYTHON" check) || exit
+        command+=(-m torch.distributed.run "${torchrun[@]}" "--nproc_per_node=${NPROC:-$processes}")
     elif [ -n "${NPROC:-}" ] && [[ $script != imagenet_@(nd|dp).py ]]; then
         nodes+=(-g "$NPROC")
     fi

@@ -73,7 +73,9 @@ say "4/5 pictures"
 
 say "5/5 a scaling study"
 book=runs/$label/logbook
+study="The study's log book:        $book"
 if [ $# -gt 0 ] || [ "$gpus" != 0 ]; then
+    study="A study of several nodes:    README.md, \"A scaling study\""
     echo "left out: see README.md, \"A scaling study\""
 else
     bash scripts/scaling_study.sh --simulate 2 --name "${label}_study" --logbook "$book" -- \
@@ -84,7 +86,7 @@ say "done in $((SECONDS - started)) s"
 cat <<TEXT
 One picture with both runs:  runs/$label/overlay.png
 Table and all pictures:      runs/$label/compare.html
-The study's log book:        $book
+$study
 The curves in TensorBoard:   $PYTHON -m tensorboard.main --logdir runs
 Your own images:             $PYTHON imagenet_nd.py -a resnet50 /path/to/imagenet
 All options of a script:     $PYTHON imagenet_ddp.py --help

@@ -2,6 +2,7 @@
 # Set up the environment, then run lint, format check and tests:
 #
 #   bash scripts/test.sh [PYTEST OPTIONS]
+#   TORCH=oldest bash scripts/test.sh [PYTEST OPTIONS]  # in .venv-oldest, with the oldest torch
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_help "$@"

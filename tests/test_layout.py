@@ -13,7 +13,7 @@ ROOMS = sorted(path.name for path in UTILS.iterdir() if (path / "__init__.py").i
 FLOORS = ("train", "run", "amp", "comm", "model", "data", "launch")
 TORCH_FREE = (
     *("errors", "option_types", "atomic", "samplers", "model.schedules"),
-    *("launch.agreement", "launch.network", "launch.supervise"),
+    *("launch.agreement", "launch.gpus", "launch.network", "launch.supervise"),
     "launch.installed",
     *("data.index", "data.jpeg", "data.pack", "data.rgb"),
     *("run.figures", "run.lock", "run.provenance"),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from utils.errors import LOST_PEER, UserError
-from utils.launch import agreement, faults, kernels, network, preflight, supervise
+from utils.launch import agreement, faults, gpus, kernels, network, preflight, supervise
 from utils.launch.world import World, gather, node_name
 from utils.option_types import count, from_environment, port, positive, seconds
 
@@ -73,6 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def single_process() -> World:
     """The world of a script that runs as one process: the first GPU, or the CPU without one."""
+    gpus.check()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     kernels.settle(device)
     return World(device)
@@ -88,6 +89,7 @@ def run(worker: Callable[[Any, Place], int], args: Any) -> int:
 
     Returns: the exit code for this process. Raises: `UserError`.
     """
+    gpus.check()
     if "LOCAL_RANK" in os.environ:
         return worker(args, _place_from_torchrun())
     places = _places_of_this_node(args)
@@ -151,10 +153,10 @@ def _places_of_this_node(args: Any) -> list[Place]:
     node = args.rank if args.rank is not None else from_environment("NODE_RANK", count, 0)
     if not 0 <= node < nodes:
         raise UserError(f"--rank {node} is not one of the node ranks 0 to {nodes - 1}")
-    gpus = torch.cuda.device_count()
-    local_size = args.gpus or max(gpus, 1)
-    if gpus and local_size > gpus:
-        raise UserError(f"-g {local_size} asks for more GPUs than the {gpus} of this node")
+    visible = torch.cuda.device_count()
+    local_size = args.gpus or max(visible, 1)
+    if visible and local_size > visible:
+        raise UserError(f"-g {local_size} asks for more GPUs than the {visible} of this node")
 
     if args.dist_url:
         host, number = network.parse_tcp_url(args.dist_url)

@@ -19,6 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 from utils import tensorboard
 from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError
+from utils.launch import gpus
 from utils.launch.world import World, from_main, gather, node_name
 from utils.option_types import AUTO
 from utils.run import elastic, store
@@ -116,7 +117,8 @@ class Run:
         from_main(lambda: _make(self.folder), world)
         self.console = Console(self.folder, world)
         self.console.attach()
-        for note in (plan.note, self.lock.note if self.lock else None):
+        unused = gpus.unused() if world.device.type == "cpu" else None
+        for note in (unused, plan.note, self.lock.note if self.lock else None):
             if note:
                 log.info(note)
         self.stores = bool(args.store and not args.evaluate and not args.dummy)

@@ -1,0 +1,353 @@
+"""Which torch is installed for the GPUs of a machine, and the error for one that cannot use them.
+
+nvidia-smi, pip and torch are stand-ins."""
+
+import importlib
+import shutil
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from conftest import ROOT, activated, shell
+
+from utils.errors import UserError
+from utils.launch import gpus
+
+T4, V100, H100 = ("Tesla T4", "7.5"), ("Tesla V100-SXM2-16GB", "7.0"), ("NVIDIA H100 PCIe", "9.0")
+P100 = ("Tesla P100-PCIE-16GB", "6.0")
+MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
+SCRIPTS = sorted(path.stem for path in ROOT.glob("imagenet_*.py"))
+NEWEST_KERNELS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+def play(folder, driver="", *cards, fails="", hangs=False):
+    """Put an nvidia-smi into ``folder``. One of an old driver does not know capabilities."""
+    rows = [f"{name}, {driver}.54, {capability}" for name, capability in cards]
+    lines = ["#!/bin/sh"]
+    if hangs:
+        lines.append("exec sleep 600")
+    elif fails:
+        lines.append(f'echo "{fails}"; exit 18')
+    elif driver < "510":
+        lines.append('case "$*" in *compute_cap*) echo "Field is not a valid field"; exit 2;; esac')
+        rows = [f"{name}, {driver}.54, {name}" for name, _ in cards]
+    lines += [f"echo '{row}'" for row in rows]
+    (folder / "nvidia-smi").write_text("\n".join(lines) + "\n")
+    (folder / "nvidia-smi").chmod(0o755)
+
+
+def loaded_driver(folder, driver, *cards):
+    """The files of a loaded driver."""
+    version = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}.54.15  Tue Mar 5 2024\n"
+    folder.mkdir()
+    (folder / "version").write_text(version)
+    for number, (name, _) in enumerate(cards):
+        (folder / f"gpus/{number}").mkdir(parents=True)
+        (folder / f"gpus/{number}/information").write_text(f"Model: \t\t {name}\nIRQ: 10\n")
+    return folder
+
+
+@pytest.fixture
+def bin_folder(tmp_path, monkeypatch):
+    """A folder in front of PATH; the environment does not hide GPUs."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return folder
+
+
+CHOICES = [
+    ("470", [T4], "driver 525 or newer"),
+    ("520", [H100, H100], "driver 525 or newer"),
+    ("525", [T4], gpus.CUDA12),
+    ("535", [V100], gpus.CUDA12),
+    ("550", [T4, T4], gpus.CUDA12),
+    ("580", [T4], gpus.NEWEST),
+    ("580", [V100], gpus.CUDA12),
+    ("580", [H100, V100], gpus.CUDA12),
+    ("600", [H100, T4], gpus.NEWEST),
+    ("600", [P100], "sm_70"),
+    ("600", [H100, P100], gpus.NEWEST),
+]
+
+
+@pytest.mark.parametrize("way", ["nvidia-smi", "proc"])
+@pytest.mark.parametrize(("driver", "cards", "expected"), CHOICES)
+def test_torch_is_chosen_by_driver_and_gpus(bin_folder, tmp_path, way, driver, cards, expected):
+    proc = tmp_path / "proc"
+    if way == "proc":
+        loaded_driver(proc, driver, *cards)
+    else:
+        play(bin_folder, driver, *cards)
+    found = gpus.look(proc)
+    assert (found.gpus, found.major) == (tuple(name for name, _ in cards), int(driver))
+    if expected.startswith("constraints"):
+        file, why = gpus.choose(found)
+        assert file == expected
+        assert f"driver {driver}.54" in why
+        assert cards[0][0] in why
+    else:
+        with pytest.raises(UserError, match=expected):
+            gpus.choose(found)
+
+
+def test_without_a_driver_the_newest_is_chosen(bin_folder, tmp_path):
+    assert gpus.choose(gpus.look(tmp_path)) == (gpus.NEWEST, "no NVIDIA GPU here")
+    # An image made for GPUs, on a machine without one.
+    play(
+        bin_folder,
+        fails="NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver",
+    )
+    assert gpus.choose(gpus.look(tmp_path))[0] == gpus.NEWEST
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "words"),
+    [({"fails": MISMATCH}, "version mismatch.*reboot"), ({"hangs": True}, "did not answer")],
+)
+def test_an_nvidia_smi_that_fails_or_hangs_is_an_error(
+    bin_folder, tmp_path, monkeypatch, stand_in, words
+):
+    play(bin_folder, **stand_in)
+    for proc in (tmp_path / "none", loaded_driver(tmp_path / "proc", "535", T4)):
+        found = gpus.look(proc, limit=0.5)
+        with pytest.raises(UserError, match=words):
+            gpus.choose(found)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus.choose(found)[0] == gpus.NEWEST
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "expected"),
+    [
+        ((7, 5), NEWEST_KERNELS, True),
+        ((7, 0), NEWEST_KERNELS, False),
+        ((8, 9), NEWEST_KERNELS, True),  # sm_86 runs on 8.9
+        ((10, 3), ["sm_90", "sm_100"], True),
+        ((8, 0), ["sm_75", "sm_86"], False),
+        ((9, 0), ["sm_80", "compute_80"], True),  # PTX
+        ((9, 0), ["sm_80", "compute_100"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((12, 1), ["sm_120a", "compute_120a"], False),
+    ],
+)
+def test_kernels_run_on_later_minor_versions_and_ptx_on_all_later_ones(
+    capability, built_for, expected
+):
+    assert gpus.has_kernels(capability, built_for) is expected
+
+
+def played_torch(monkeypatch, *seen, cuda="13.0", warning="", machine=gpus.Machine()):  # noqa: B008
+    """torch on a machine with GPUs of which it sees ``seen``."""
+
+    def is_available():
+        if warning:
+            warnings.warn(warning, stacklevel=1)
+        return bool(seen)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    stand_ins = {
+        "is_available": is_available,
+        "device_count": lambda: len(seen),
+        "get_arch_list": lambda: NEWEST_KERNELS,
+        "get_device_capability": lambda i: tuple(map(int, seen[i][1].split("."))),
+        "get_device_name": lambda i: seen[i][0],
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(gpus, "machine", lambda: machine)
+
+
+def machine(driver, *cards):
+    """What `look` finds."""
+    capabilities = tuple(int(capability.replace(".", "")) for _, capability in cards)
+    return gpus.Machine(tuple(name for name, _ in cards), capabilities, f"{driver}.54")
+
+
+def test_a_torch_that_can_use_the_gpus_is_taken(monkeypatch):
+    played_torch(monkeypatch, T4, H100, machine=machine(580, T4, H100))
+    gpus.check()
+    played_torch(monkeypatch, machine=gpus.Machine())
+    gpus.check()
+
+
+UNUSABLE = [  # what torch sees, its CUDA, what it says, the machine, words of the error
+    ((), "13.0", "", machine(550, T4), ("driver 550", "driver 580 or newer", "cuda12.txt")),
+    ((), "12.8", "", machine(470, T4), ("driver 525 or newer", "install a newer driver")),
+    ((), None, "", machine(580, H100), ("without CUDA", "quickstart.sh")),
+    ((), "13.0", "CUDA initialization: Error 802", machine(580, H100), ("Error 802",)),
+    ((), "13.0", "", machine(580, T4), ("--gpus all",)),
+    ((V100,), "13.0", "", machine(580, V100), ("no kernels", "(sm_70)", "cuda12.txt")),
+    ((T4, P100), "13.0", "", machine(580, T4, P100), ("no kernels", "CUDA_VISIBLE_DEVICES=0 ")),
+    ((), "13.0", "", gpus.Machine(trouble=f"{MISMATCH}: reboot"), ("reboot",)),
+]
+
+
+@pytest.mark.parametrize(("seen", "cuda", "warning", "there", "words"), UNUSABLE)
+def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch, seen, cuda, warning, there, words):
+    played_torch(monkeypatch, *seen, cuda=cuda, warning=warning, machine=there)
+    with pytest.raises(UserError) as caught:
+        gpus.check()
+    text = str(caught.value)
+    for word in (f"torch {torch.__version__} (CUDA {cuda})", 'CUDA_VISIBLE_DEVICES=""', *words):
+        assert word in text
+    assert "\n" not in text
+    if not seen:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        gpus.check()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_ends_with_the_error(monkeypatch, folder, script):
+    main = importlib.import_module(script).main
+    for seen, there in (((), machine(550, T4)), ((V100, V100), machine(580, V100, V100))):
+        played_torch(monkeypatch, *seen, machine=there)
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", "-a", "resnet18", str(folder)])
+        with pytest.raises(UserError, match=r"torch.*(cannot use|has no kernels)") as caught:
+            main()
+        assert caught.value.code == 2
+
+
+def test_wrappers_end_with_the_error_and_without_gpus_the_log_says_so(bin_folder, tmp_path, folder):
+    play(bin_folder, "470", T4)
+    tail = f"--output-dir {tmp_path} -a resnet18 --image-size 32 --epochs 1 -j 1 {folder}"
+    there = f"PATH={bin_folder}:$PATH"
+    wrapper = f"{there} bash scripts/{{}} -- {tail}"
+    no_gpu = "export CUDA_VISIBLE_DEVICES=0; MASTER_ADDR=127.0.0.1"
+    found = shell(
+        f"{no_gpu} {wrapper.format('one_node_train.sh 1 one 4')}",
+        f"{no_gpu} {wrapper.format('multi_node_train.sh 1 0 2 two 4')}",
+        f"{no_gpu} {wrapper.format('elastic_train.sh 1 1:2 three 4')}",
+        f"{there} python imagenet_nd.py --name cpu -b 20 {tail}",
+    )
+    for result in found[:3]:
+        assert result.code == 2
+        assert "driver 525" in result.sentence
+        assert "Tesla T4 (driver 470.54)" in result.sentence
+    assert found[3].code == 0, found[3].err
+    first = (tmp_path / "cpu/train.log").read_text().splitlines()[0]
+    assert first == found[3].out.splitlines()[0]
+    assert "Tesla T4 (driver 470.54)" in first
+    assert "CUDA_VISIBLE_DEVICES" in first
+
+
+# ---- the set-up
+
+PYTHON = """#!/bin/bash
+# In place of python: venv and pip only note what they were asked for.
+case "$*" in
+*"-m venv"*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
+*"-m pip"*) echo "$*" >>LOG; [ ! -e LOG.fails ] || { cat LOG.fails; exit 1; } ;;
+*build_region_decode.py*) ;;
+*) exec REAL "$@" ;;
+esac
+"""
+
+
+class SetUp:
+    """A copy of what the set-up reads, with a python whose pip installs nothing."""
+
+    def __init__(self, root, bin_folder):
+        self.root, self.bin, self.log = root, bin_folder, root / "pip"
+        for name in ("scripts", "utils"):
+            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("requirements.txt", "tests/requirements.txt"):
+            (root / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, root / name)
+        text = PYTHON.replace("LOG", str(self.log)).replace("REAL", sys.executable)
+        (bin_folder / "python3").write_text(text)
+        (bin_folder / "python3").chmod(0o755)
+
+    def run(self, *files, **env):
+        """use_environment; its exit code and all that it prints."""
+        env = activated() | {"PATH": f"{self.bin}:/usr/bin:/bin"} | env
+        env["PYTHON"] = str(self.bin / "python3")
+        env["CUDA_VISIBLE_DEVICES"] = "0"
+        line = f"set -eu; source scripts/environment.sh; use_environment {' '.join(files)}"
+        done = subprocess.run(
+            ["bash", "-c", f"{line}; echo using $PYTHON"],
+            cwd=self.root,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    def installed(self):
+        """The constraints files that pip was given since the last call."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return [line.partition("-c ")[2].split()[0].rpartition("/")[2] for line in lines]
+
+
+@pytest.fixture
+def set_up(tmp_path, bin_folder):
+    return SetUp(tmp_path, bin_folder)
+
+
+def test_the_set_up_installs_a_torch_for_the_driver_once(set_up):
+    def run(*files):
+        code, out = set_up.run(*files, VIRTUAL_ENV="")
+        assert code == 0, out
+        assert f"using {set_up.root}/.venv/bin/python" in out
+        return out, set_up.installed()
+
+    play(set_up.bin, "550", T4)
+    out, installed = run()
+    assert installed == [gpus.CUDA12]
+    assert "Tesla T4 (driver 550.54); newer versions of torch need driver 580" in out
+    assert run()[1] == []
+    assert run("tests/requirements.txt")[1] == [gpus.CUDA12]  # as scripts/test.sh does
+    assert run()[1] == run("tests/requirements.txt")[1] == []
+    play(set_up.bin, "580", T4)  # the driver has become newer
+    assert run()[1] == [gpus.NEWEST]
+    assert run()[1] == []
+    play(set_up.bin, "550", T4)
+    assert run()[1] == [gpus.CUDA12]
+
+
+def test_the_set_up_says_what_it_lacks(set_up):
+    play(set_up.bin, "470", T4)
+    code, out = set_up.run(VIRTUAL_ENV="")
+    assert code == 2
+    assert "error: Tesla T4 (driver 470.54): torch needs driver 525" in out
+    (set_up.bin / "nvidia-smi").unlink()
+    fails = set_up.log.with_suffix(".fails")
+    version = ".".join(map(str, sys.version_info[:3]))
+    for said, words in (
+        ("ERROR: No matching distribution found for torch==2.14.1", f"for Python {version}"),
+        ("ERROR: ResolutionImpossible: for help visit", f"for Python {version}"),
+        ("ERROR: ReadTimeoutError", "run this again to continue"),
+    ):
+        fails.write_text(said)
+        code, out = set_up.run(VIRTUAL_ENV="")
+        assert code == 2
+        assert said in out
+        assert words in out.splitlines()[-1]
+    fails.unlink()
+    set_up.installed()
+    assert set_up.run(VIRTUAL_ENV="")[0] == 0  # what was interrupted is done again
+    assert set_up.installed() == [gpus.NEWEST]
+
+
+def test_an_active_environment_is_taken_when_its_torch_can_use_the_gpus(set_up):
+    path = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{set_up.bin}:/usr/bin:/bin"}
+    code, out = set_up.run(**path)
+    assert (code, set_up.installed()) == (0, []), out
+    assert f"using {sys.prefix}/bin/python" in out
+    play(set_up.bin, "525", T4)
+    code, out = set_up.run(**path)
+    assert (code, set_up.installed()) == (0, [gpus.CUDA12]), out
+    assert "The active environment is not used: torch" in out
+
+
+def test_the_oldest_torch_has_its_own_environment(set_up):
+    code, out = set_up.run(TORCH="oldest", VIRTUAL_ENV=sys.prefix)
+    assert (code, set_up.installed()) == (0, [gpus.CUDA12]), out
+    assert f"using {set_up.root}/.venv-oldest/bin/python" in out
