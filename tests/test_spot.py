@@ -8,11 +8,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import python, summary
 from running import Running, eventually, snapshot, start, tiny
 
 from utils.launch.network import free_port
-from utils.train import spot
+from utils.launch.world import World
+from utils.train import stopping
+from utils.train.stopping import Reason, StopRequest
 
 INTERRUPTED = 75
 NOTICE = json.dumps({"action": "terminate", "time": "2026-11-21T08:22:00Z"})
@@ -28,7 +31,6 @@ class Service(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.texts: dict[str, str] = {}
         self.tokens = 0  # given out; only the last one is good
-        self.expired = False
         self.asked = 0  # questions with a good token for the action
 
 
@@ -43,12 +45,11 @@ class Answer(BaseHTTPRequestHandler):
             self._send(400)
             return
         self.server.tokens += 1
-        self.server.expired = False
         self._send(200, f"token{self.server.tokens}")
 
     def do_GET(self) -> None:
         good = self.headers.get("X-aws-ec2-metadata-token") == f"token{self.server.tokens}"
-        if not good or self.server.expired:
+        if not good:
             self._send(401)
             return
         self.server.asked += self.path == ACTION
@@ -91,7 +92,7 @@ def test_a_notice_stops_the_run_with_a_snapshot(folder, tmp_path, service):
     with endless("imagenet_nd.py", folder, tmp_path, "--spot-notice", service.url) as run:
         run.until(r"step +3/")
         service.texts[ACTION] = NOTICE
-        run.until(r"spot notice: .*'terminate' at 2026-11-21T08:22:00Z, in -?\d+ s")
+        run.until(r'spot notice: .*"terminate", "time": "2026-11-21T08:22:00Z"')
         result = run.result()
     assert result.code == INTERRUPTED, result.err
     assert summary(tmp_path / "run")["finished_because"] == "interrupted"
@@ -133,7 +134,7 @@ def test_a_service_that_does_not_answer_changes_nothing(folder, tmp_path):
     result = python("imagenet_nd.py", *options, **env)
     assert result.code == 0, result.err
     assert result.out.count("warning") == 1
-    assert f"{url} does not tell of spot notices" in result.out
+    assert f"{url} did not answer" in result.out
     assert summary(tmp_path / "run")["finished_because"] == "epochs"
 
 
@@ -143,48 +144,38 @@ def test_a_url_that_is_none(folder):
     assert "the option goes after DATA" in result.err
 
 
-class Watched:
-    """A `SpotWatch` that asks without pause; its notices."""
+@pytest.fixture
+def watch(monkeypatch):
+    """Starts a request to stop that asks a service without pause."""
+    monkeypatch.setattr(stopping, "SPOT_INTERVAL", 0.01)
+    monkeypatch.setattr(stopping, "_SIGNALS", ())
+    begun = []
 
-    def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(spot, "INTERVAL", 0.01)
-        self.notices: list[str] = []
-        self.watch = spot.SpotWatch(url, lambda: self.notices.append("now"))
+    def begin(url: str) -> StopRequest:
+        begun.append(StopRequest(World(torch.device("cpu")), None, 0.0))
+        begun[-1].watch_spot(url)
+        return begun[-1]
 
-    def __enter__(self) -> "Watched":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.watch.close()
-        self.watch.thread.join()
-
-
-def test_an_expired_token_is_renewed(service, monkeypatch, logged):
-    with Watched(service.url, monkeypatch) as watched:
-        assert eventually(lambda: service.asked > 2)
-        assert service.tokens == 1
-        service.expired = True
-        assert eventually(lambda: service.tokens == 2)
-        service.texts[ACTION] = NOTICE
-        assert eventually(lambda: watched.notices)
-    assert watched.notices == ["now"]
-    assert len(logged) == 1
+    yield begin
+    for one in begun:
+        one.close()
 
 
-def test_advice_to_rebalance_is_told_once_and_stops_nothing(service, monkeypatch, logged):
+def test_advice_to_rebalance_is_told_once_and_stops_nothing(service, watch, logged):
     service.texts[REBALANCE] = json.dumps({"noticeTime": "2026-11-21T08:20:00Z"})
-    with Watched(service.url, monkeypatch) as watched:
-        assert eventually(lambda: service.asked > 3)
+    stop = watch(service.url)
+    assert eventually(lambda: service.asked > 3)
     assert len(logged) == 1
     assert "elevated risk" in logged[0]
-    assert not watched.notices
+    assert stop.poll() is None
 
 
-def test_a_service_that_comes_late_is_heard(service, monkeypatch, logged):
+def test_a_service_that_comes_late_is_heard(service, watch, monkeypatch, logged):
     """And a notice that cannot be read is a notice."""
     service.texts[ACTION] = "no JSON"
-    with Watched(f"http://127.0.0.1:{free_port()}", monkeypatch) as watched:
-        assert eventually(lambda: logged)
-        watched.watch.url = service.url
-        assert eventually(lambda: watched.notices)
+    real, missing = stopping._ask_spot, f"http://127.0.0.1:{free_port()}"
+    stop = watch(missing)
+    assert eventually(lambda: logged)
+    monkeypatch.setattr(stopping, "_ask_spot", lambda _: real(service.url))
+    assert eventually(lambda: stop.poll() is Reason.INTERRUPTED)
     assert len(logged) == 2

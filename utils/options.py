@@ -29,7 +29,7 @@ from utils.option_types import (
     with_recipe,
 )
 from utils.run import store
-from utils.train import evaluation, largest_batch, spot
+from utils.train import evaluation, largest_batch, stopping
 
 # What earlier versions had, and what to use instead. Scripts of other command lines have their own.
 GONE = {
@@ -289,11 +289,11 @@ def _add_cloud_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--spot-notice",
         nargs="?",
-        const=spot.SERVICE,
+        const=stopping.SPOT_SERVICE,
         type=http,
         metavar="URL",
         help="stop with a snapshot when EC2 reclaims a node; URL of the metadata service, if not "
-        f"{spot.SERVICE}; without a URL, after DATA",
+        f"{stopping.SPOT_SERVICE}; without a URL, after DATA",
     )
 
 

@@ -18,7 +18,6 @@ from utils.train.epoch import save_snapshot, why_diverged
 from utils.train.evaluation import test_best, why_useless
 from utils.train.hardware import Watch
 from utils.train.session import Predict, Session
-from utils.train.spot import SpotWatch
 from utils.train.status import StatusFile
 from utils.train.stopping import Reason, StopRequest
 
@@ -74,7 +73,7 @@ def begin(session: Session) -> None:
     session.watch = Watch(args, world, run.folder, state.model)
     session.stop = StopRequest(world, args.train_time, state.elapsed, args.snapshot_minutes)
     if args.spot_notice and world.local_rank == 0:  # any of the nodes may be reclaimed
-        session.spot = SpotWatch(args.spot_notice, lambda: session.stop.ask(Reason.INTERRUPTED))
+        session.stop.watch_spot(args.spot_notice)
     session.status = StatusFile(session)
     if world.is_main:
         session.snapshots = SnapshotWriter(run.folder, run.store.upload)
@@ -136,8 +135,6 @@ def end(session: Session, predict: Predict) -> int:
     session.status.close()
     report.end(session, session.ended_because, test or {})
     stop.close()
-    if session.spot is not None:
-        session.spot.close()
     if failure:
         raise UserError(f"{failure}; free disk space, then continue with --resume", alike=True)
     return INTERRUPTED if session.ended_because is Reason.INTERRUPTED else 0

@@ -13,7 +13,6 @@ from utils.run.checkpoint import TrainState
 from utils.run.snapshots import SnapshotWriter
 from utils.run.tracking import Run
 from utils.train.hardware import Watch
-from utils.train.spot import SpotWatch
 from utils.train.status import StatusFile
 from utils.train.stopping import Reason, StopRequest
 
@@ -38,7 +37,6 @@ class Session:
     resumed: bool = False  # from a full snapshot
     largest_batch: int | None = None  # images per process, where -b auto has found it
     stop: StopRequest | None = None
-    spot: SpotWatch | None = None  # in one process per node, with --spot-notice
     watch: Watch | None = None
     status: StatusFile | None = None
     snapshots: SnapshotWriter | None = None  # in rank 0 alone

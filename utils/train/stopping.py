@@ -1,10 +1,15 @@
-"""When to stop before the last epoch: time limit and signals, agreed on by all ranks."""
+"""When to stop before the last epoch: time limit, signals, spot notices, agreed on by all ranks."""
 
+import contextlib
 import enum
+import logging
 import math
 import os
 import signal
+import threading
 import time
+import urllib.error
+import urllib.request
 from typing import Any
 
 import torch
@@ -31,6 +36,15 @@ _VOTES = (None, Reason.TRAIN_TIME, Reason.INTERRUPTED, Reason.BAD_FILES, Reason.
 PROMPT = 0.5  # seconds; the ranks ask each other at least so often, where a step is shorter
 FARTHEST = 8  # calls of `StopRequest.poll` from one vote to the next, at most
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# EC2's metadata service (IMDSv2).
+SPOT_SERVICE = "http://169.254.169.254"
+SPOT_INTERVAL = 5.0  # seconds between two questions; AWS advises this
+_SPOT_NOTICE = "/latest/meta-data/spot/instance-action"
+_SPOT_ADVICE = "/latest/meta-data/events/recommendations/rebalance"
+# The service is never behind the proxy that the environment may name.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+log = logging.getLogger(__name__)
 
 
 class StopRequest:
@@ -38,7 +52,7 @@ class StopRequest:
 
     SIGTERM, SIGUSR1 (sent by Slurm before its time limit) and the first Ctrl-C ask for the end; a
     second Ctrl-C ends the process at once. ``hours`` is the limit on training time, of which
-    ``elapsed`` seconds are used up already; rank 0's clock counts.
+    ``elapsed`` seconds are used up already; rank 0's clock decides.
     """
 
     def __init__(
@@ -56,6 +70,7 @@ class StopRequest:
         self.every = 1  # calls of `poll` from one vote to the next, the same in all ranks
         self.fresh = True  # a phase has begun: its calls may be further apart than those before
         self.calls, self.voted = 0, time.monotonic()  # since the last vote, and when that was
+        self.closed = threading.Event()
         for signum in _SIGNALS:
             signal.signal(signum, self._on_signal)
 
@@ -138,5 +153,57 @@ class StopRequest:
         self.code = interrupted if self.code >= interrupted else 0
 
     def close(self) -> None:
-        """Finish the vote that is under way between the ranks."""
+        """Finish the vote that is under way between the ranks, and watch no spot service."""
         self._finish_pending()
+        self.closed.set()
+
+    def watch_spot(self, url: str) -> None:
+        """From now on ask for the end when the service at ``url`` says that EC2 takes this node.
+
+        A service that does not answer is reported once, and polled on silently.
+        """
+        arguments = (url.rstrip("/"),)
+        threading.Thread(target=self._watch_spot, args=arguments, daemon=True).start()
+
+    def _watch_spot(self, url: str) -> None:
+        reported = advised = False
+        while not self.closed.is_set():
+            try:
+                notice, advice = _ask_spot(url)
+                if notice is not None:
+                    log.info(f"spot notice: {notice[:100]}: stopping with a snapshot")
+                    self.ask(Reason.INTERRUPTED)
+                    return
+                if advice and not advised:
+                    advised = True
+                    log.info("note: EC2 sees an elevated risk of a spot interruption of this node")
+            except Exception as fault:  # OSError, HTTPException, nonsense: none may end the thread
+                if not reported:
+                    reported = True
+                    reason = getattr(fault, "reason", None) or fault
+                    log.warning(f"{url} did not answer ({reason}): will keep polling silently")
+            self.closed.wait(SPOT_INTERVAL)
+
+
+def _ask_spot(url: str) -> tuple[str | None, str | None]:
+    """The notice of an interruption and the advice to leave the node; None for what is not there.
+
+    Raises: OSError when the service does not answer as it must.
+    """
+
+    def ask(path: str, method: str, name: str, value: str) -> str:
+        headers = {f"X-aws-ec2-metadata-{name}": value}
+        request = urllib.request.Request(url + path, method=method, headers=headers)
+        with _open(request, timeout=2.0) as answer:  # the service is on the same host
+            return answer.read().decode()
+
+    token, found = ask("/latest/api/token", "PUT", "token-ttl-seconds", "60"), []
+    for path in (_SPOT_NOTICE, _SPOT_ADVICE):
+        found.append(None)
+        try:
+            found[-1] = ask(path, "GET", "token", token)
+        except urllib.error.HTTPError as fault:
+            with contextlib.closing(fault):
+                if fault.code != 404:
+                    raise
+    return found[0], found[1]
