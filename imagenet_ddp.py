@@ -88,7 +88,7 @@ def train(args: Namespace, world: World) -> int:
     # ---- communication: what the gradients are while they travel
     comm = exchange.Exchange(replica, optimizer, args, world, scaler)
 
-    forward = compiling.compiled(replica, args, device)  # as it is without --compile
+    forward = compiling.compiled(replica, args)  # as it is without --compile
 
     # ---- the training step
     def train_step(

@@ -88,7 +88,7 @@ def train(args: Namespace, world: World) -> int:
 
     settle_buckets(replica, world, args)
 
-    forward = compiling.compiled(replica, args, device)  # as it is without --compile
+    forward = compiling.compiled(replica, args)  # as it is without --compile
 
     # ---- the training step
     def train_step(

@@ -58,7 +58,7 @@ def train(args: Namespace, world: World) -> int:
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
-    forward = compiling.compiled(parallel, args, device)  # as it is without --compile
+    forward = compiling.compiled(parallel, args)  # as it is without --compile
 
     # ---- the training step
     def train_step(

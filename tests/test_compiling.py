@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 import torch
+import torch._inductor.config
 from conftest import SMALL, python
 from torch import nn
 
@@ -35,17 +36,20 @@ def test_training_is_compiled_once_for_each_size_and_evaluation_not(folder, tmp_
     assert done.out.count("to compile it") == 1
 
 
-def test_data_parallel_is_not_compiled():
-    asked, model = argparse.Namespace(compile="default"), nn.DataParallel(nn.Identity())
-    with pytest.raises(UserError, match=r"not go through DataParallel: imagenet_ddp\.py"):
-        compiling.compiled(model, asked, torch.device("cpu"))
+SHARDED = nn.Identity()
+SHARDED.set_requires_gradient_sync = print
 
 
-def test_a_sharded_model_is_not_compiled(monkeypatch):
-    monkeypatch.setattr(compiling.pieces, "is_sharded", lambda model: True)
-    asked = argparse.Namespace(compile="default")
-    with pytest.raises(UserError, match=r"not for sharded models: imagenet_ddp\.py"):
-        compiling.compiled(nn.Identity(), asked, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.DataParallel(nn.Identity()), r"not go through DataParallel: imagenet_ddp\.py"),
+        (SHARDED, r"not for sharded models: imagenet_ddp\.py"),
+    ],
+)
+def test_what_cannot_be_compiled(model, message):
+    with pytest.raises(UserError, match=message):
+        compiling.compiled(model, argparse.Namespace(compile="default"))
 
 
 @pytest.mark.long
@@ -58,8 +62,15 @@ def test_a_compiled_step_runs_in_every_script(folder, tmp_path, script):
     assert "to compile it" in done.out
 
 
-def test_without_a_compiler_a_sentence_says_so(monkeypatch):
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    asked = argparse.Namespace(compile="default")
-    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and /nowhere/g\+\+"):
-        compiling.compiled(nn.Identity(), asked, torch.device("cpu"))
+def test_without_a_compiler_an_error_says_so():
+    args = argparse.Namespace(compile="default", progressive=None)
+    model = compiling.compiled(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), args)
+    step = compiling.first_step_timed(model, args, torch.device("cpu"))
+    uncached = torch._inductor.config.patch(
+        {"cpp.cxx": (None, "/nowhere/g++"), "force_disable_caches": True}
+    )
+    with (
+        uncached,
+        pytest.raises(UserError, match=r"--compile default does not work here .*C\+\+ compiler"),
+    ):
+        step(torch.zeros(1, 2))

@@ -70,8 +70,6 @@ def test_one_process(train, script, options, dtype):
         (f"--comm int4 {EVERYTHING}", HALF, torch.uint8),
         ("--comm powersgd:2", HALF, FLOAT),
         long("--comm powersgd:2 --amp bf16", BRAIN, FLOAT),
-        ("--comm localsgd:2 --optimizer adamw", HALF, FLOAT),
-        long(f"--comm localsgd:2 --amp off {EVERYTHING}", FLOAT, FLOAT),
     ],
 )
 def test_several_processes(train, options, dtype, travels):
@@ -157,7 +155,6 @@ def test_apex_itself_is_called_as_on_a_gpu(train, options):
     [
         long(ND, ""),
         (DDP, "--comm powersgd:2 --optimizer adamw"),
-        long(DDP, "--comm localsgd:2"),
         (APEX, "--opt-level O2"),
         long(FSDP, ""),
     ],

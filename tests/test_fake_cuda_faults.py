@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 import utils.metrics
 from utils.amp.loss_scale import LossScaler
 from utils.comm.lane import Lane
-from utils.comm.local_sgd import LocalSGD
 from utils.data.loaders import Batches
 from utils.model import optim
 from utils.run import snapshots
@@ -111,8 +110,6 @@ def test_memory_that_another_stream_still_uses(train):
     ("script", "options", "function", "old", "new", "found"),
     [
         (DDP, "--comm int8", Lane.submit, "self.stream.wait_stream", "id", Race),
-        (DDP, "--comm localsgd:2", LocalSGD._average, "dist.all_reduce(flat)",
-         "dist.all_reduce(flat.cpu())", AssertionError),
         (APEX, "", LossScaler._watch, "not event.query()", "False", Race),
         (APEX, "", LossScaler.prepare, '"_step_supports_amp_scaling"', '"not_there"', Wait),
     ],

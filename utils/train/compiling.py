@@ -2,10 +2,7 @@
 
 import argparse
 import functools
-import importlib.util
 import logging
-import os
-import shutil
 import time
 from typing import Any
 
@@ -35,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def compiled(module: nn.Module, args: argparse.Namespace, device: torch.device) -> nn.Module:
+def compiled(module: nn.Module, args: argparse.Namespace) -> nn.Module:
     """What the training step calls: ``module`` as ``--compile`` says, sharing its parameters.
 
     Training batches have one size, and evaluation, whose last batch is smaller, calls the module
@@ -49,7 +46,6 @@ def compiled(module: nn.Module, args: argparse.Namespace, device: torch.device) 
         raise UserError("--compile does not go through DataParallel: imagenet_ddp.py has it")
     if fsdp.is_sharded(module):
         raise UserError("--compile is not for sharded models: imagenet_ddp.py has it", alike=True)
-    _check_compiler(device)
     mode = None if args.compile == "default" else args.compile
     sizes = len(set(training_sizes(args)))
     if sizes > torch._dynamo.config.recompile_limit:  # beyond it, steps are no longer compiled
@@ -78,7 +74,7 @@ def first_step_timed(train_step: TrainStep, args: Any, device: torch.device) -> 
             text = str(fault).strip().splitlines()
             raise UserError(
                 f"--compile {args.compile} does not work here ({text[0] if text else fault!r}): "
-                "leave it out",
+                "install what is missing, or leave it out",
                 alike=True,
             ) from fault
         if device.type == "cuda":
@@ -88,20 +84,3 @@ def first_step_timed(train_step: TrainStep, args: Any, device: torch.device) -> 
         return result
 
     return step
-
-
-def _check_compiler(device: torch.device) -> None:
-    if device.type == "cuda":
-        if importlib.util.find_spec("triton") is None:
-            raise UserError("--compile needs triton: pip install triton, or leave it out")
-        names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-        variable, kind = "CC", "C"
-    else:
-        names = [os.environ.get("CXX", "g++")]
-        variable, kind = "CXX", "C++"
-    if not any(map(shutil.which, names)):
-        raise UserError(
-            f"--compile needs a {kind} compiler, and {' or '.join(names)} is not on the PATH: "
-            f"install one (or name it in {variable}), or leave --compile out",
-            alike=True,
-        )

@@ -2,11 +2,12 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from utils.metrics import Sums, Total, to_metrics
 from utils.train.session import Session
+from utils.train.step_time import StepTimes
 from utils.train.stopping import Reason
 
 
@@ -22,6 +23,7 @@ class _Line:
     step: int
     waited: float = 0.0
     total: Total | None = None
+    times: StepTimes = field(default_factory=StepTimes)  # of the steps since the last line
 
 
 class Lines:
@@ -35,7 +37,7 @@ class Lines:
         self.session, self.clock = session, session.watch.timer.clock
         self.last = _Line(self.clock.mark(), session.state.step)
         self.due: _Line | None = None
-        self.began, self.first = time.perf_counter(), session.state.step
+        self.shown = time.perf_counter(), session.state.step
 
     def after_step(self, sums: Sums) -> None:
         """To be called after every step, in all ranks: some of them add up what a line shows."""
@@ -43,10 +45,13 @@ class Lines:
         step, steps = session.state.step, session.train.sampler.steps_per_epoch
         if step % session.print_freq == 0 or step == steps:
             self.flush()  # of an older line, if its numbers are that late
-            session.status.training(time.perf_counter() - self.began, step - self.first)
+            times, now = session.watch.timer.recent(), time.perf_counter()
+            rate = (step - self.shown[1]) * session.global_batch / (now - self.shown[0])
+            session.status.training(rate, times)
+            self.shown = now, step
             at = self.clock.mark()  # before the sums: the device has passed it when they have come
             total = sums.begin_total(session.world)
-            self.due = _Line(at, step, session.train.waited, total)
+            self.due = _Line(at, step, session.train.waited, total, times)
         if self.due is not None and (step == steps or self.due.total.ready()):
             self.flush()
 
@@ -77,11 +82,8 @@ def _report(session: Session, line: _Line, last: _Line, clock: Any) -> None:
     seconds, steps = clock.seconds(last.at, line.at), line.step - last.step
     position = state.epoch + line.step / sampler.steps_per_epoch
     rate = steps * session.global_batch / seconds
-    curves = {
-        "Step/loss": metrics.loss,
-        "Step/throughput": rate,
-        **session.watch.timer.recent().per_step("Step/", "_s"),
-    }
+    parts = line.times.per_step("Step/", "_s")
+    curves = {"Step/loss": metrics.loss, "Step/throughput": rate, **parts}
     run.scalars(curves, round(1000 * position))
     place = (
         f"Epoch {state.epoch + 1}/{session.args.epochs}"

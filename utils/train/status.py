@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ class StatusFile:
     def __init__(self, session: Any):
         self.session, world = session, session.world
         self.path = FOLDER / f"{socket.gethostname()}-{os.getpid()}.json"
-        self.last = (-1, 0.0, 0)  # epoch; in it: seconds, steps
-        self.times = StepTimes()  # of this epoch
         self.facts = {
             "pid": os.getpid(),
             "started": Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19],
@@ -58,23 +55,15 @@ class StatusFile:
             new.write_text(text)
             os.replace(new, self.path)
 
-    def training(self, seconds: float, steps: int) -> None:
-        """A line is due, ``steps`` steps and ``seconds`` into this epoch: write what is new."""
-        state, sampler = self.session.state, self.session.train.sampler
-        if self.last[0] != state.epoch:
-            self.last, self.times = (state.epoch, 0.0, 0), StepTimes()
-        total = replace(self.session.watch.timer.total)
-        since, self.times = total - self.times, total
-        new, spent = steps - self.last[2], seconds - self.last[1]
-        self.last = (state.epoch, seconds, steps)
-        self.show(
-            "training",
-            steps=sampler.steps_per_epoch,
-            images_per_s=new * self.session.global_batch / spent,
-            # A process's own part: in synchronous training all show the images/s of the slowest.
-            **({"data_seconds": since.data / since.steps} if since.steps else {}),
-            **({"compute_seconds": since.own / since.steps} if since.steps else {}),
-        )
+    def training(self, rate: float, times: StepTimes) -> None:
+        """A line is due: write its images/s over all processes, and this process's times.
+
+        In synchronous training all show the images/s of the slowest: a process's own part tells.
+        """
+        parts = {"data_seconds": times.data, "compute_seconds": times.own} if times.steps else {}
+        per_step = {name: seconds / times.steps for name, seconds in parts.items()}
+        steps = self.session.train.sampler.steps_per_epoch
+        self.show("training", steps=steps, images_per_s=rate, **per_step)
 
     def close(self) -> None:
         """The run has ended."""

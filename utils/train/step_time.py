@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -70,23 +70,12 @@ class StepTimes:
     own: float = 0.0
 
     def __sub__(self, other: "StepTimes") -> "StepTimes":
-        return StepTimes(
-            self.steps - other.steps,
-            self.data - other.data,
-            self.compute - other.compute,
-            self.communication - other.communication,
-            self.own - other.own,
-        )
+        return StepTimes(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def per_step(self, prefix: str, suffix: str = "") -> dict[str, float]:
         """Seconds per step under three tags; empty if there was no step."""
-        if not self.steps:
-            return {}
-        return {
-            f"{prefix}data{suffix}": self.data / self.steps,
-            f"{prefix}compute{suffix}": self.compute / self.steps,
-            f"{prefix}communication{suffix}": self.communication / self.steps,
-        }
+        names = ("data", "compute", "communication") if self.steps else ()
+        return {f"{prefix}{name}{suffix}": getattr(self, name) / self.steps for name in names}
 
 
 @dataclass
