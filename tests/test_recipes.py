@@ -15,7 +15,7 @@ from utils.errors import UserError
 from utils.train import report
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("imagenet_*.py"))
-NAMES = ("classic90", "fast16", "fast30", "strong100", "tiny", "vit-finetune")
+NAMES = ("classic90", "fast16", "fast32", "strong100", "tiny", "vit-finetune")
 
 
 class Parsed(Exception):
