@@ -1,127 +1,487 @@
 #!/usr/bin/env python3
-"""Check the nodes before training on them. Run on each node, at the same time,
+"""Check the nodes before training on them: from one machine over ssh (scripts/doctor.sh), or by
+this command on each node at the same time,
 
     python scripts/doctor.py --rank R --nodes N --master IP --data DIR
 
-with the master's address and --port that the training will use; scripts/doctor.sh does it from one
-machine, over ssh. Checks ports, interfaces, names, versions, data, limits, clocks, and the speed of
-disk, decoding and network; says of each fault what it means and what to do.
+with the master's address and --port that training will use. It begins with the pre-flight check of
+a training (ports in both directions, code, torch). Then one process per node compares data, GPUs,
+versions, clocks and limits, measures reading, decoding and the all-reduce, and forecasts a step.
 
 Exit code, the same on every node: 0 all is well, 1 warnings (training will work, but look at them),
-2 faults (or options that cannot be used). Node 0 prints all findings, the others those about
-themselves.
+2 faults. Node 0 prints all findings, the others those about themselves.
 """
 
 import argparse
+import contextlib
 import json
 import os
-import secrets
+import platform
+import random
+import resource
+import shlex
+import shutil
+import socket
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from checkup import findings, judge_network, judge_nodes, judge_speed, visitor  # noqa: E402
-from checkup.findings import FAULT, Checkup, Finding  # noqa: E402
-from checkup.meeting import Host, NoMeeting  # noqa: E402
-from checkup.node import TORCH_LIMIT, Node  # noqa: E402
-from checkup.shapes import DOCTOR  # noqa: E402
+from ssh import hosts  # noqa: E402
 
-from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
-from utils.launch import network  # noqa: E402
+from utils import errors  # noqa: E402
+from utils.errors import UserError  # noqa: E402
+from utils.launch import agreement, gpus, network, preflight, supervise  # noqa: E402
 from utils.option_types import amount, count, number, positive  # noqa: E402
 
-LONG = 3600.0  # seconds; listing ImageNet for the first time on a network disk takes minutes
-STREAMS = (1, 4)  # numbers of parallel connections whose bandwidth is measured
-STREAM_SECONDS = 0.3
-REFUSALS_SHOWN = 5
+OK, WARNING, FAULT = 0, 1, 2
+MARKS = "✓!✗"
+LONG = timedelta(minutes=30)  # listing ImageNet for the first time on a network disk takes minutes
+SSH_WAIT = 20  # seconds; the nodes are started at the same time
+BUCKET = 25 * 2**20  # bytes of gradients that DDP exchanges at once
+SECONDS = 0.5  # for each measurement of a disk, a core
+CLOCK_LIMIT = 2.0  # seconds
+POOR_EFFICIENCY = 0.7
+# Images/s that one GPU asks for: ResNet-50 in mixed precision, published, or estimated from that.
+RESNET50_IMAGES_PER_S = {"T4": 400, "V100": 1200, "A100": 2470, "H100": 4900, "H200": 4900}
+RESNET50_GFLOPS = 4.09  # forward, one image of 224 x 224
+# Becomes the doctor on a node; it arrives on ssh's standard input, as values of --env must be on no
+# command line. For Python 3.7 and newer.
+START = """
+import os, sys
+os.environ.update(ARGUMENTS["environment"])
+try:
+    os.chdir(os.path.join(os.path.expanduser("~"), ARGUMENTS["folder"]))
+    own = os.path.join(".venv", "bin", "python")
+    python = ARGUMENTS["python"] or (own if os.access(own, os.X_OK) else "python3")
+    os.execvp(python, [python, "scripts/doctor.py", *ARGUMENTS["options"]])
+except OSError as fault:
+    sys.exit("error: cannot start the doctor in {}: {}".format(ARGUMENTS["folder"], fault))
+"""
+Facts = dict[str, Any]
 
 
-def main() -> int:
-    args = parse()
-    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 still gets its answer
-    node = Node(args)
+@dataclass(frozen=True)
+class Finding:
+    """What was found; of a warning or fault also why it matters and what to do.
+
+    ``node``: the rank that it is about, None for all.
+    """
+
+    level: int
+    what: str
+    why: str = ""
+    remedy: str = ""
+    node: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{MARKS[self.level]} {self.what}"
+        text += f"\n    why it matters: {self.why}" if self.why else ""
+        return text + (f"\n    what to do: {self.remedy}" if self.remedy else "")
+
+
+# ---- what a node can say about itself
+
+
+def facts(args: argparse.Namespace) -> Facts:
+    """Everything that is compared; without the others."""
+    import torch
+
     try:
-        if args.rank == 0:
-            return node_0(args, node)
-        link = visitor.visit(args.master, args.port, node.card(), args.wait, DOCTOR)
-        node.seen_from = link.getsockname()[0]
-        farewell = visitor.serve(link, node.handlers, DOCTOR)
-    except NoMeeting as fault:
-        why = "a training could not start on this node either"
-        findings.show([Finding(fault.name, FAULT, fault.sentence, why, fault.remedy)])
-        return findings.EXIT[FAULT]
-    finally:
-        node.close()
-    mine = [Finding(**one) for one in farewell["findings"]]
-    findings.show(mine)
-    own = findings.verdict(mine) if mine else "nothing is wrong"
-    everyone = findings.clean(farewell["verdict"])
-    print(f"node {args.rank}: {own}; all nodes: {everyone} (see node 0)")
-    return int(farewell["code"])
+        gpus.check()
+        trouble = ""
+    except UserError as error:
+        trouble = str(error)
+    seen = range(0 if trouble else torch.cuda.device_count())
+    place = Path(args.output_dir).absolute()
+    while not place.exists():
+        place = place.parent
+    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    interface = network.interface_towards(args.master)
+    mtu = Path(f"/sys/class/net/{interface}/mtu")
+    return {
+        "host": socket.gethostname(),
+        "address": network.address_towards(args.master),
+        "interface": interface,
+        "mtu": mtu.read_text().strip() if mtu.exists() else None,
+        "own_name": own_name(),
+        "gpus": [torch.cuda.get_device_name(i) for i in seen],
+        "driver": gpus.machine().driver,
+        "gpu_trouble": trouble,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "nccl": agreement.nccl_version(),
+        "shm": shm.f_bavail * shm.f_frsize if shm else 0,
+        "disk": shutil.disk_usage(place).free,
+        "disk_place": str(place),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "cores": supervise.usable_cores(),
+        "data": data_set(args),
+    }
+
+
+def own_name() -> list[str]:
+    """The addresses to which this node resolves its own host name."""
+    with contextlib.suppress(OSError):
+        return sorted({one[4][0] for one in socket.getaddrinfo(socket.gethostname(), None)})
+    return []
+
+
+def data_set(args: argparse.Namespace) -> Facts:
+    """Fingerprints of train and val, and how fast images come in; or a run's own "error"."""
+    from utils.data.index import ImageIndex, check_same_classes, class_folders
+
+    root, found = Path(args.data), {}
+    try:
+        classes = class_folders(root / "train")
+        check_same_classes(root, "val", classes, subset=False)
+        for part in ("train", "val"):
+            index = ImageIndex(root / part, classes, shows=args.rank == 0)
+            found[part] = {
+                "fingerprint": index.fingerprint(),
+                "of_classes": index.class_fingerprints(),
+                "sizes": index.sample_sizes()[1],
+            }
+            if part == "train":
+                found |= {"files_per_s": read_speed(index), "core": decode_speed(index, args)}
+    except UserError as error:
+        found["error"] = str(error)
+    return found
+
+
+def read_speed(index: Any) -> float:
+    """Files/s of images chosen at random, past the kernel's copies; one thread per core."""
+    chosen = random.sample(range(len(index)), min(256, len(index)))
+    began, done = time.perf_counter(), []
+
+    def read(image: int) -> None:
+        if time.perf_counter() - began < SECONDS:
+            path, place, size = index.stored(image)
+            with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), place, size or 0, os.POSIX_FADV_DONTNEED)
+                file.readall() if size is None else os.pread(file.fileno(), size, place)
+                done.append(image)
+
+    with ThreadPoolExecutor(min(supervise.usable_cores(), 16)) as pool:
+        list(pool.map(read, chosen))
+    return len(done) / (time.perf_counter() - began)
+
+
+def decode_speed(index: Any, args: argparse.Namespace) -> float:
+    """Images/s that one core decodes and crops for training."""
+    import numpy as np
+    import torch
+
+    from utils.data.dataset import ImageBatches
+    from utils.samplers import Batch
+
+    torch.set_num_threads(1)
+    order = np.random.default_rng().permutation(len(index))
+    batches = ImageBatches(index, args.image_size, seed=0, train=True)
+    batches.quietly = True  # as in a worker
+    batches.__getitems__(Batch(0, order[:4]))  # the first ones load libraries
+    images, began, used = 0, time.perf_counter(), time.process_time()
+    while time.perf_counter() - began < SECONDS:
+        batches.__getitems__(Batch(0, np.take(order, range(images, images + 8), mode="wrap")))
+        images += 8
+    # CPU time, so that other programs do not count.
+    return images / max(time.process_time() - used, 1e-6)
+
+
+def chosen_interface(variable: str) -> tuple[str, str | None] | None:
+    """The interface that a variable of gloo or NCCL names, and its IPv4 address; None: not set."""
+    value, own = os.environ.get(variable), network.interfaces()
+    if not value:
+        return None
+    if variable.startswith("GLOO"):  # the first of the names, exactly as written
+        name = value.split(",")[0]
+        return name, own.get(name)
+    # Prefixes, "=" before exact names, "^" for all others.
+    names, exact = tuple(value.lstrip("^=").split(",")), "=" in value[:2]
+    for name, address in own.items():
+        fits = name in names if exact else name.startswith(names)
+        if fits != value.startswith("^") and (name != network.LOOPBACK or fits):
+            return name, address
+    return value, None
+
+
+# ---- what the nodes find out together
+
+
+def together(args: argparse.Namespace) -> tuple[list[Facts], Facts]:
+    """The facts of all nodes, and of the network between them. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    def gather(value: Any) -> list[Any]:
+        found: list[Any] = [None] * args.nodes
+        dist.all_gather_object(found, value)
+        return found
+
+    own = chosen_interface("GLOO_SOCKET_IFNAME"), chosen_interface("NCCL_SOCKET_IFNAME")
+    if interface := network.interface_towards(args.master):  # the check itself must get through
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    where = f"tcp://{args.master}:{args.port}"
+    dist.init_process_group("gloo", where, rank=args.rank, world_size=args.nodes, timeout=LONG)
+    dist.barrier()
+    times = gather(time.time())
+    door = socket.create_server(("", 0), backlog=1024)  # the kernel answers
+    ways = gather((own, door.getsockname()[1]))
+    targets = [
+        (f"{library} of node {rank}", one[1], [port])
+        for rank, (pair, port) in enumerate(ways)
+        for library, one in zip(("gloo", "NCCL"), pair, strict=True)
+        if one and one[1] and rank != args.rank
+    ]
+    closed = [one for some in gather(preflight.try_ports(targets, node_of(args))) for one in some]
+    everyone = gather(facts(args))
+    between = {"clocks": [one - times[0] for one in times], "ways": [one for one, _ in ways]}
+    between["closed"] = closed
+    if args.nodes > 1:
+        speed, latency = all_reduce(torch, dist)
+        between |= {"bytes_per_s": speed, "latency_s": latency}
+    dist.barrier()
+    door.close()
+    dist.destroy_process_group()
+    return everyone, between
+
+
+def node_of(args: argparse.Namespace) -> str:
+    """This node, as messages name it."""
+    return f"node {args.rank} ({socket.gethostname()})"
+
+
+def all_reduce(torch: Any, dist: Any) -> tuple[float, float]:
+    """Bytes/s and latency of a link, as a ring all-reduce over the nodes sees it. Collective."""
+
+    def seconds(tensor: Any, times: int) -> float:
+        spent = []
+        for _ in range(times):
+            began = time.perf_counter()
+            dist.all_reduce(tensor)
+            spent.append(time.perf_counter() - began)
+        slowest = torch.tensor([statistics.median(spent)], dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest)
+
+    nodes, small, large = dist.get_world_size(), torch.zeros(1), torch.zeros(BUCKET // 4)
+    seconds(small, 2)
+    times = max(1, min(8, int(SECONDS / seconds(large, 1))))  # the same number on every node
+    rounds = 2 * (nodes - 1)
+    return rounds / nodes * BUCKET / seconds(large, times), seconds(small, 30) / rounds
+
+
+# ---- judgement
+
+
+def judge(everyone: list[Facts], between: Facts, args: argparse.Namespace) -> Iterator[Finding]:
+    """All findings, in the same order on every node."""
+    names = [f"node {rank} ({one['host']})" for rank, one in enumerate(everyone)]
+    yield from of_versions(names, everyone)
+    for rank, one in enumerate(everyone):
+        yield from of_node(rank, names[rank], one, args)
+    yield from of_data(names, [one["data"] for one in everyone])
+    if args.nodes > 1:
+        yield from of_network(names, everyone, between)
+        yield from of_speed(names, everyone, between, args)
+
+
+def of_versions(names: list[str], everyone: list[Facts]) -> Iterator[Finding]:
+    on_gpus = any(one["gpus"] for one in everyone)
+    for key, level, why in (
+        ("nccl", FAULT if on_gpus else WARNING, "NCCL refuses to work with another version"),
+        ("python", WARNING, "objects are pickled on one node and unpickled on others"),
+        ("gpus", WARNING, "all processes wait for the slowest; -g needs the same number of GPUs"),
+        ("driver", WARNING, "a torch that works on one node may not work on another"),
+        ("mtu", WARNING, "large messages can vanish, and training hangs at its first all-reduce"),
+    ):
+        values = [agreement.release(one[key]) if key == "python" else one[key] for one in everyone]
+        if any(value != values[0] for value in values):
+            each = "; ".join(f"{v or 'none'} on {n}" for n, v in zip(names, values, strict=True))
+            yield Finding(level, f"{key} differs: {each}", why, "make the nodes alike")
+    one = everyone[0]
+    kinds = f"{len(one['gpus'])} x {one['gpus'][0]}" if one["gpus"] else "none, training on the CPU"
+    yield Finding(OK, f"versions of node 0: Python {one['python']}, torch {one['torch']}")
+    yield Finding(OK, f"GPUs of node 0: {kinds}")
+
+
+def of_node(rank: int, name: str, one: Facts, args: argparse.Namespace) -> Iterator[Finding]:
+    """What is wrong on one node, whatever the others have."""
+    far = args.nodes > 1
+    loop = bool(one["own_name"]) and all(ip.startswith("127.") for ip in one["own_name"])
+    tight = one["disk"] < (5e9 if rank == 0 else 5e8)
+    for bad, level, what, why, remedy in (
+        (one["gpu_trouble"], FAULT, one["gpu_trouble"], "training would end with this error",
+         "see there"),
+        (one["shm"] < 256e6 and len(one["gpus"]) > 1, WARNING,
+         f"/dev/shm has only {one['shm'] / 1e6:.0f} MB free",
+         "NCCL and the loaders pass data through it", "docker run --ipc=host"),
+        (one["files"] < 1024, WARNING, f"a process may open only {one['files']} files",
+         "workers, sockets and batches need a file descriptor each", "ulimit -n 4096"),
+        (tight, FAULT if rank == 0 and one["disk"] < 5e8 else WARNING,
+         f"only {one['disk'] / 1e9:.1f} GB of disk are free at {one['disk_place']}",
+         "node 0 writes two snapshots, several times as large as the model, and the best model",
+         "free disk space, or choose another --output-dir"),
+        (far and not one["own_name"], WARNING, "its own name cannot be resolved",
+         "plain torchrun with c10d and gloo without GLOO_SOCKET_IFNAME fail; this suite does not",
+         f"add '{one['address']} {one['host']}' to /etc/hosts there"),
+        (far and loop, WARNING, f"its own name resolves to {', '.join(one['own_name'])}",
+         "plain torchrun with c10d and gloo without GLOO_SOCKET_IFNAME fail; this suite does not",
+         f"in /etc/hosts there, give {one['host']} the address {one['address']}"),
+    ):  # fmt: skip
+        if bad:
+            yield Finding(level, f"{name}: {what}", why, remedy, rank)
+    need, source = need_of(one, args)
+    asked = (need or 0) * max(1, len(one["gpus"]))
+    for verb, rate, remedy in (
+        ("reads", one["data"].get("files_per_s"), "use a local disk, or"),
+        ("decodes", one["cores"] * one["data"].get("core", 0), "use more cores, or"),
+    ):
+        text = f"{name} {verb} {rate or 0:.0f} images/s"
+        if rate and rate < asked:
+            text += f", and will be asked for {asked:.0f} ({source})"
+            shrink = f"{remedy} shrink the images (scripts/prepare_data.py shrink)"
+            yield Finding(WARNING, text, "GPUs wait for images", shrink, rank)
+        elif rate:
+            yield Finding(OK, text)
+
+
+def need_of(one: Facts, args: argparse.Namespace) -> tuple[float | None, str]:
+    """Images/s that one GPU of a node will ask for, and where that number comes from."""
+    if args.need:
+        return args.need, "--need"
+    words = one["gpus"][0].replace("-", " ").split() if one["gpus"] else ()
+    known = [rate for name, rate in RESNET50_IMAGES_PER_S.items() if name in words]
+    with contextlib.suppress(ValueError, KeyError, AttributeError, IndexError):
+        from torchvision.models import get_model_weights
+
+        operations = next(iter(get_model_weights(args.arch))).meta["_ops"]
+        need = known[0] * RESNET50_GFLOPS / operations * (224 / args.image_size) ** 2
+        return need, f"assumed for {args.arch} on {one['gpus'][0]}; see --need"
+    return None, ""
+
+
+def of_data(names: list[str], found: list[Facts]) -> Iterator[Finding]:
+    for rank, (name, data) in enumerate(zip(names, found, strict=True)):
+        if "error" in data:
+            why, remedy = "a run could not start there", "put the whole data set there (--data)"
+            yield Finding(FAULT, f"{name}: {data['error']}", why, remedy, rank)
+    usable = [(name, data) for name, data in zip(names, found, strict=True) if "error" not in data]
+    for part in ("train", "val"):
+        prints = [(name, data[part]["fingerprint"]) for name, data in usable]
+        if len({fingerprint for _, fingerprint in prints}) > 1:
+            first = [(name, data[part]["of_classes"]) for name, data in usable]
+            each = "; ".join(f"{name} has {fingerprint}" for name, fingerprint in prints)
+            yield Finding(
+                FAULT,
+                f"the {part} images differ: {each}; {agreement.first_difference(first)}",
+                "each node takes its share by the numbers in its own list: training does not start",
+                "copy the data set to the wrong node again (rsync -a --delete DATA/ NODE:DATA/)",
+            )
+        elif len({data[part]["sizes"] for _, data in usable}) > 1:
+            why = "one copy is damaged, or was made in another way (shrunk, for example)"
+            remedy = "compare them: rsync -an --checksum --itemize-changes DATA/ NODE:DATA/"
+            text = f"the {part} images have the same names but different sizes"
+            yield Finding(WARNING, text, why, remedy)
+        elif usable:
+            alike = ", the same on all nodes" if len(usable) == len(names) > 1 else ""
+            yield Finding(OK, f"data: {part} {prints[0][1]}{alike}")
+
+
+def of_network(names: list[str], everyone: list[Facts], between: Facts) -> Iterator[Finding]:
+    for rank, pair in enumerate(between["ways"]):
+        for library, one in zip(("gloo", "NCCL"), pair, strict=True):
+            blocked = [
+                text for text in between["closed"] if f" {library} of node {rank} at" in text
+            ]
+            if not one or (one[1] and not blocked):
+                continue
+            variable = f"{library.upper()}_SOCKET_IFNAME"
+            problem = "is no interface with an IPv4 address"
+            if one[1]:
+                problem = f"has the address {one[1]}, which others cannot reach: {blocked[0]}"
+            harmless = library == "NCCL" and not everyone[rank]["gpus"]
+            yield Finding(
+                WARNING if harmless else FAULT,
+                f"{names[rank]}: {variable} chooses {one[0]}, which {problem}",
+                "training would hang there",
+                f"unset {variable}, or set it to {everyone[rank]['interface']}",
+                rank,
+            )
+    for rank, ahead in enumerate(between["clocks"]):
+        if abs(ahead) > CLOCK_LIMIT:
+            side = "ahead of" if ahead > 0 else "behind"
+            yield Finding(
+                WARNING,
+                f"the clock of {names[rank]} is {abs(ahead):.1f} s {side} that of {names[0]}",
+                "logs cannot be compared, shared files seem to come from the future, object stores "
+                "refuse requests",
+                "turn on time synchronisation there (timedatectl set-ntp true, or chrony)",
+                rank,
+            )
+
+
+def of_speed(
+    names: list[str], everyone: list[Facts], between: Facts, args: argparse.Namespace
+) -> Iterator[Finding]:
+    from forecast import buckets, scaling
+
+    gbit, latency = 8e-9 * between["bytes_per_s"], between["latency_s"]
+    yield Finding(OK, f"network: all-reduce reaches {gbit:.3g} Gbit/s, {1000 * latency:.2g} ms")
+    needs = [need_of(one, args)[0] for one in everyone]
+    if None in needs:
+        return
+    each = max(len(one["gpus"]) or 1 for one in everyone)
+    cluster = scaling.Cluster(each, network_gbit=gbit, protocol=1.0, latency_s=latency)
+    packed = buckets.of(args.arch, image_size=args.image_size)
+    work = scaling.Workload(args.batch_size, min(needs), packed)
+    found = scaling.forecast(work, cluster, each * len(names))
+    best, name = scaling.choice(work, cluster, each * len(names))
+    text = (
+        f"forecast for {args.arch}, {args.batch_size} images per process: "
+        f"{1000 * found.step_s:.0f} ms per step, scaling efficiency {found.efficiency:.0%}; with "
+        f"--comm {name} {best.efficiency:.0%}"
+    )
+    if found.efficiency >= POOR_EFFICIENCY:
+        yield Finding(OK, text)
+    else:
+        remedy = f"--comm {name}, more images between two exchanges (-b, --accum-steps)"
+        yield Finding(WARNING, text, "nodes wait for each other's gradients", remedy)
+
+
+# ---- the command
 
 
 def parse() -> argparse.Namespace:
+    env = os.environ
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    env = os.environ
     add = parser.add_argument
-    rank = env.get("NODE_RANK", "0")
-    add("--rank", type=count, default=rank, metavar="R", help="of this node ($NODE_RANK, else 0)")
-    add("--nodes", type=positive, default=1, metavar="N", help="how many nodes take part (1)")
-    add(
-        "--master",
-        default=env.get("MASTER_ADDR"),
-        metavar="IP",
-        help="address of node 0 ($MASTER_ADDR)",
-    )
-    add(
-        "--port",
-        type=number(int, 1, 65535),
-        default=env.get("MASTER_PORT", "8888"),
-        help="master port of the training ($MASTER_PORT, else 8888)",
-    )
-    add(
-        "--data",
-        default=env.get("IMAGENET_DIR", "/data"),
-        metavar="DIR",
-        help="image folder of this node ($IMAGENET_DIR, else /data)",
-    )
-    add("-a", "--arch", default="resnet50", help="model for the forecast (resnet50)")
-    add(
-        "-b",
-        "--batch-size",
-        type=positive,
-        default=128,
-        metavar="N",
-        help="images per process (128)",
-    )
+    add("--rank", type=count, default=env.get("NODE_RANK", "0"), metavar="R", help="of this node")
+    add("--nodes", type=positive, default=1, metavar="N", help="how many take part (1)")
+    add("--master", default=env.get("MASTER_ADDR"), metavar="IP", help="address of node 0")
+    port = number(int, 1, 65535)
+    add("--port", type=port, default=env.get("MASTER_PORT", "8888"), help="of node 0 (8888)")
+    add("--data", default=env.get("IMAGENET_DIR", "/data"), metavar="DIR", help="(/data)")
+    add("-a", "--arch", default="resnet50", help="model for the forecast (%(default)s)")
+    add("-b", "--batch-size", type=positive, default=128, metavar="N", help="per process (128)")
     add("--image-size", type=positive, default=224, metavar="PX", help="side of the crops (224)")
-    add("-j", "--workers", type=count, metavar="N", help="loader workers per node (its cores)")
-    add(
-        "--need",
-        type=amount,
-        metavar="IMAGES_PER_S",
-        help="the training speed of one GPU, as --dummy of the training scripts measures it "
-        "(default: published figures for known GPUs)",
-    )
+    text = "training speed of one GPU, as --dummy measures it (default: published figures)"
+    add("--need", type=amount, metavar="IMAGES_PER_S", help=text)
     add("--output-dir", default="runs", metavar="DIR", help="where runs will be written (runs)")
-    add(
-        "--wait",
-        type=amount,
-        default=60.0,
-        metavar="SECONDS",
-        help="time for the others to come (60)",
-    )
-    add(
-        "--quick",
-        action="store_true",
-        help="skip what needs torch: decoding, all-reduce, forecast",
-    )
-    add("--json", metavar="FILE", help="on node 0: write all findings and figures there")
+    add("--wait", type=amount, default=60.0, metavar="SECONDS", help="for other nodes (60)")
+    add("--json", type=Path, metavar="FILE", help="on node 0: write all findings and facts there")
     args = parser.parse_args()
     if args.nodes > 1 and not args.master:
         raise UserError(f"--nodes {args.nodes} needs --master, the IP address of node 0")
@@ -131,149 +491,126 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def node_0(args: argparse.Namespace, node: Node) -> int:
-    """Meet the others, ask and measure, judge, report to all. Returns the exit code."""
-    check = Checkup(args.nodes, vars(args))
-    host = Host(args.port, args.nodes, node.handlers, DOCTOR)
-    began, said = time.monotonic(), []
+def examine(args: argparse.Namespace) -> int:
+    """Check this node and, with the others, what is between them. Returns: the exit code."""
+    check = None
+    if args.nodes > 1:
+        typed = preflight.Names("--nodes", "--rank", "--port")
+        master = (args.master, args.port)
+        check = preflight.Preflight(args.rank, args.nodes, master, args.wait, typed)
+        check.begin()
+    else:
+        args.port = network.free_port()
+    import utils.launch.installed  # noqa: F401 (a missing package is a one-line error)
 
-    def say_once(missing: list[int]) -> None:
-        if not said and time.monotonic() - began > 2:
-            said.append(waiting(missing, args))
-            print(said[0], flush=True)
-
-    host.welcome(args.wait, say_once)
-    print_refused(host)
-    check.missing = host.missing
-    check.clocks = host.clocks()
-    for rank, found in host.ask("facts", seconds=LONG).items():
-        if "error" in found:
-            check.lost[rank] = found["error"]
-        else:
-            check.facts[rank] = found
-    if 0 not in check.facts:
-        raise UserError(f"node 0 cannot examine itself: {check.lost[0]}")
-    try_links(host, check)
-    if not args.quick:
-        use_torch(host, check)
-    judges = (judge_network.judge, judge_nodes.judge, judge_speed.judge)
-    found = [finding for judge in judges for finding in judge(check)]
-    code = findings.worst(found)
-    host.dismiss(
-        lambda rank: {
-            "findings": [one.as_dict() for one in found if rank in one.nodes],
-            "code": code,
-            "verdict": findings.verdict(found),
-        }
+    everyone, between = [], {}
+    try:
+        if check:
+            check.finish(1)
+        everyone, between = together(args)
+        found = sorted(judge(everyone, between, args), key=lambda one: one.level)
+    except (UserError, RuntimeError) as fault:
+        why = "training would not start on these nodes"
+        remedy = "open all TCP ports between the nodes, in both directions"
+        closed = check.closed if check else []
+        found = [Finding(FAULT, text, why, remedy) for text in closed]
+        found = found or [Finding(FAULT, str(fault).partition("\n")[0], why, "see the message")]
+    for one in found:
+        if args.rank == 0 or not everyone or (one.level and one.node == args.rank):
+            print(one)
+    code = max(one.level for one in found)
+    faults, warnings = (sum(one.level == level for one in found) for level in (FAULT, WARNING))
+    total = (
+        f"{faults} faults, {warnings} warnings" if code else f"all is well ({len(found)} checks)"
     )
-    findings.show(found)
-    print(findings.verdict(found))
-    if args.json:
-        write_json(Path(args.json), check, found)
+    print(f"node {args.rank}: {total}" + " (see node 0)" * (args.rank > 0), flush=True)
+    if args.json and args.rank == 0:
+        content = {"exit_code": code, "findings": [asdict(one) for one in found]}
+        content |= {"nodes": everyone, "network": between}
+        try:
+            args.json.write_text(json.dumps(content, indent=1) + "\n")
+        except OSError as fault:
+            raise UserError(f"cannot write {args.json}: {fault.strerror}") from None
     return code
 
 
-def waiting(missing: list[int], args: argparse.Namespace) -> str:
-    ranks = ", ".join(map(str, missing))
-    return f"waiting up to {args.wait:g} s for the doctor on node {ranks} ..."
+# ---- over ssh
 
 
-def print_refused(host: Host) -> None:
-    """Say who was not let in, and why; of many, the most frequent."""
-    counts = host.refused.most_common()
-    for sentence, times in counts[:REFUSALS_SHOWN]:
-        print(findings.clean(f"refused {sentence}" + (f" ({times} times)" if times > 1 else "")))
-    if len(counts) > REFUSALS_SHOWN:
-        rest = sum(times for _, times in counts[REFUSALS_SHOWN:])
-        print(f"refused {rest} more connection{'s' * (rest > 1)}", flush=True)
-
-
-def try_links(host: Host, check: Checkup) -> None:
-    """Let every node try its ways to the others; if all are open, send round a ring at once."""
-    if len(check.facts) < 2:
-        return
-    token = secrets.token_hex(16)
-    opened = host.ask("open", {rank: {"token": token} for rank in check.facts})
-    targets = {}
-    for rank, answer in opened.items():
-        if "ports" in answer:
-            ways = check.facts[rank]["ways"]
-            chosen = [ways.get("gloo", {}).get("address"), ways["address"]]
-            chosen.append(ways.get("nccl", {}).get("address"))
-            addresses = list(dict.fromkeys(address for address in chosen if address))
-            targets[rank] = {"rank": rank, "addresses": addresses, "ports": answer["ports"]}
-    wanted = {
-        rank: {"token": token, "targets": [one for to, one in targets.items() if to != rank]}
-        for rank in targets
-    }
-    probed = host.ask("probe", wanted, seconds=60.0)
-    for rank, answer in probed.items():
-        check.ways += [way | {"from": rank} for way in answer.get("ways", ())]
-    for rank, answer in (opened | probed).items():
-        if "error" in answer:
-            check.lost[rank] = answer["error"]
-    closed = any(way["reason"] for way in check.ways)
-    if len(targets) == check.nodes and not closed and not check.lost:
-        for streams in STREAMS:
-            how = {"token": token, "streams": streams, "seconds": STREAM_SECONDS}
-            ring = {rank: how | {"target": targets[(rank + 1) % check.nodes]} for rank in targets}
-            answers = host.ask("transfer", ring, seconds=60.0)
-            check.lost |= {r: a["error"] for r, a in answers.items() if "error" in a}
-            if check.lost:
-                break
-            check.ring[streams] = {r: a["bytes_per_s"] for r, a in answers.items()}
-
-
-def use_torch(host: Host, check: Checkup) -> None:
-    """Measure decoding on every node, and all-reduces if all ways between them are open."""
-    reachable = bool(check.ring)
-    gpus = all(facts["gpus"]["names"] for facts in check.facts.values())
-    ports = [network.free_port("") for _ in range(2)]
-    wanted = {}
-    for rank, one in check.facts.items():
-        if one["versions"]["torch"] is None:
-            continue
-        ring = None
-        if reachable:
-            ring = {
-                "rank": rank,
-                "nodes": check.nodes,
-                "master": check.options["master"],
-                "port": ports[0],
-                "port2": ports[1],
-                "interface": one["ways"]["default"],
-                "nccl": gpus,
-            }
-        wanted[rank] = {"ring": ring, "data": "error" not in one["data"]}
-    check.torch = host.ask("torch", wanted, seconds=TORCH_LIMIT + 30)
-
-
-def write_json(path: Path, check: Checkup, found: list[Finding]) -> None:
-    """Write the findings and the measurements behind them; in seconds and bytes per second."""
-    link = judge_speed.link_of(check) if check.nodes > 1 else None
-    content = {
-        "options": check.options,
-        "exit_code": findings.worst(found),
-        "findings": [one.as_dict() for one in found],
-        "nodes": check.facts,
-        "clocks": {rank: {"ahead_s": a, "error_s": e} for rank, (a, e) in check.clocks.items()},
-        "ways": check.ways,
-        "ring_bytes_per_s": check.ring,
-        "torch": check.torch,
-        "link": {"bytes_per_s": link[0], "latency_s": link[1]} if link else None,
-        "forecast": judge_speed.predict(check) if check.nodes > 1 else None,
-    }
+def over_ssh(arguments: list[str]) -> int:
+    """Run this program on every host of a file. Returns the worst exit code."""
+    parser = argparse.ArgumentParser(
+        prog="doctor.sh",
+        usage="bash scripts/doctor.sh HOSTS_FILE [options] [OPTIONS of scripts/doctor.py]",
+        epilog="python scripts/doctor.py --help lists the other options",
+        allow_abbrev=False,
+    )
+    hosts.add_options(parser)
+    options, rest = parser.parse_known_args(arguments)
+    listed = hosts.read(options.hosts)
+    master = os.environ.get("MASTER_ADDR") or listed[0].ip or address_of(options.ssh, listed[0])
+    started, codes = [], []
     try:
-        path.write_text(json.dumps(content, indent=1) + "\n")
-    except OSError as fault:
-        raise UserError(f"{path} cannot be written: {fault.strerror}") from None
+        for rank, host in enumerate(listed):
+            words = ["--rank", str(rank), "--nodes", str(len(listed)), "--master", master]
+            words += ["--wait", str(SSH_WAIT), *rest]
+            given = {"folder": options.dir, "python": options.python, "options": words}
+            given["environment"] = dict(options.env or ())
+            program = {"source": START, "name": "doctor", "arguments": given}
+            said = tempfile.TemporaryFile() if rank else None  # node 0 reports everything
+            ssh = subprocess.Popen(
+                hosts.remote_python(f"{options.ssh} -o ConnectTimeout=10", host, mark="doctor"),
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=said and subprocess.STDOUT,
+            )
+            started.append((host, ssh, said))
+            with contextlib.suppress(OSError), ssh.stdin as there:
+                there.write(json.dumps(program).encode() + b"\n")
+        for host, ssh, said in started:
+            code = ssh.wait()
+            if said and code:
+                said.seek(0)
+                for line in said.read().decode(errors="replace").splitlines():
+                    print(f"[{host.name}] {line}", flush=True)
+            if code == hosts.SSH_FAILED:
+                print(f"error: {hosts.ssh_failed(options.ssh, host)}", file=sys.stderr)
+            codes.append(code if code in (OK, WARNING) else FAULT)
+    finally:
+        for _, ssh, _ in started:
+            if ssh.poll() is None:
+                ssh.terminate()
+    return max(codes)
+
+
+def address_of(ssh: str, host: hosts.Host) -> str:
+    """The address at which ssh reaches ``host``, as that host sees it. Raises: `UserError`."""
+    words = [*shlex.split(ssh), "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host.address]
+    command = [*words, 'echo "$SSH_CONNECTION"']
+    asked = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
+    )
+    if asked.returncode:
+        raise UserError(hosts.ssh_failed(ssh, host))
+    said = asked.stdout.split()  # the client's address and port, then the server's own
+    if len(said) != 4:
+        raise UserError(f"the address of {host.name} is unknown: write ip=ADDRESS behind it")
+    return said[2]
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["over-ssh"]:  # scripts/doctor.sh
+        hosts.hide_values()
+        return over_ssh(sys.argv[2:])
+    sys.stdout.reconfigure(errors="replace")  # for a terminal without UTF-8
+    return examine(parse())
 
 
 if __name__ == "__main__":
-    go_on_without_reader()
+    errors.go_on_without_reader()
     try:
         sys.exit(main())
     except UserError as error:
-        sys.exit(report(error))
+        sys.exit(errors.report(error))
     except KeyboardInterrupt:
         sys.exit(130)

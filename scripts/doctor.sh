@@ -9,4 +9,4 @@
 # Exit code: 0 all is well, 1 warnings, 2 faults. Needs Python and ssh here; sshd and the code on
 # the nodes.
 set -euo pipefail
-exec "${PYTHON:-python3}" "$(dirname "$0")/ssh/doctor_nodes.py" "$@"
+exec "${PYTHON:-python3}" "$(dirname "$0")/doctor.py" over-ssh "$@"

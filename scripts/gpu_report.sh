@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Everything that this project wants to know from a machine with GPUs, in one sitting:
+# Everything that this project wants to know from a machine with GPUs:
 #
-#   bash scripts/gpu_report.sh [--minutes 9] [--out gpu_report] [--device cpu]
+#   bash scripts/gpu_report.sh [--minutes 15] [--out gpu_report] [--device cpu]
 #
 # Runs the tests that need a GPU and the measurements, the most important first, as far as the time
-# goes, and writes OUT/gpu_report.md with OUT/gpu_report.json beside it after each part. A part that
-# fails is named there, and the rest go on. It needs no internet and nothing beyond requirements.txt
-# (pytest for the tests). --device cpu tries all of it, small, without a GPU.
+# goes, and writes OUT/gpu_report.md after each part. A part that fails is named there, and the rest
+# go on. Without internet and pytest, the tests are left out. --device cpu tries all of it, small,
+# without a GPU.
 #
-# Exit code: 0 all parts that were run succeeded, 1 some failed, 2 there is no GPU.
+# Exit code: 0 all parts that were run succeeded, 1 some failed, 2 there is no usable GPU.
 set -euo pipefail
-here=$(cd "$(dirname "$0")/.." && pwd)
-python=${PYTHON:-python3}
-if [ -z "${PYTHON:-}" ] && [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$here/.venv/bin/python" ]; then
-    python=$here/.venv/bin/python
-fi
-exec "$python" "$here/scripts/gpu_report/report.py" "$@"
+source "$(dirname "$0")/environment.sh"
+show_help "$@"
+tests=("$root/tests/requirements.txt")
+(use_environment "${tests[@]}") || tests=() # without internet: what there is
+use_environment "${tests[@]}"
+exec "$PYTHON" "$root/scripts/gpu_report.py" "$@"

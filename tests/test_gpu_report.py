@@ -1,88 +1,72 @@
 """scripts/gpu_report.sh: what fails is named, what takes too long is ended, the rest goes on."""
 
-import json
-import time
+import importlib.util
+import sys
 
+import gpu_report
 import pytest
-from conftest import ROOT, python
-from gpu_report.report import Failed, Part, Sitting, sit
-
-REPORT = "scripts/gpu_report/report.py"
+from conftest import ROOT, python, shell
+from gpu_report import Part
 
 
-@pytest.fixture
-def sitting(tmp_path):
-    return Sitting("cpu", 0, tmp_path, time.monotonic() + 1000)
+def report(monkeypatch, tmp_path, parts, *options):
+    """The exit code and the page of a report on the CPU."""
+    monkeypatch.setattr(gpu_report, "PARTS", parts)
+    words = ["gpu_report.py", "--device", "cpu", "--out", str(tmp_path / "out"), *options]
+    monkeypatch.setattr(sys, "argv", words)
+    return gpu_report.main(), (tmp_path / "out/gpu_report.md").read_text()
 
 
-def fine(sitting):
-    return "All is well.", {"number": 7}
+def test_the_parts_after_one_that_fails_are_done(monkeypatch, tmp_path):
+    parts = [
+        Part("One", "-c print('well')", 100),
+        Part("Two", "-c exit('no_such_kernel')", 100),
+        Part("Three", "-c __import__('time').sleep(1000)", 6),
+        Part("Four", "-c print(__import__('os').environ['CUDA_VISIBLE_DEVICES']=='')", 100),
+        Part("Five", "-c print(1)", 100, gpus=2),
+        Part("Six", "-m pytest", 100),
+    ]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, page = report(monkeypatch, tmp_path, parts)
+    assert code == 1
+    found = dict(part.partition("\n\n")[::2] for part in page.split("\n## ")[1:])
+    assert "\nwell\n" in found["One"]
+    assert found["Two"].startswith("**Failed:** exit code 1: no_such_kernel")
+    assert found["Three"].startswith("**Failed:** it did not end within 6 s")
+    assert "\nTrue\n" in found["Four"]
+    assert found["Five"].startswith("Left out: it needs 2 GPUs, and there are 0")
+    assert found["Six"].startswith("Left out: pytest is not installed")
+    assert "- torch: " in page
+    code, page = report(monkeypatch, tmp_path, parts[:1], "--minutes", "0.01")
+    assert code == 0
+    assert "Left out: no time was left" in page
 
 
-def wrong(sitting):
-    return sitting.run("-c", "import sys; sys.exit('no such kernel')"), None
-
-
-def broken(sitting):
-    raise ZeroDivisionError("of something")
-
-
-def endless(sitting):
-    return sitting.run("-c", "import time; time.sleep(1000)"), None
-
-
-def test_the_parts_after_one_that_fails_are_done(sitting):
-    works = {"One": fine, "Two": wrong, "Three": broken, "Four": endless, "Five": fine}
-    sit(
-        sitting,
-        [Part(title, work, 100 if work is not endless else 0) for title, work in works.items()],
+def test_without_a_gpu_there_is_an_error_and_without_pytest_no_tests(tmp_path):
+    """`use_environment` with what the tests need fails as without internet."""
+    (tmp_path / "stub.sh").write_text(
+        'use_environment() { [ $# = 0 ] || fail "no internet"; PYTHON=python; }\n'
     )
-    assert sitting.failed == ["Two", "Three", "Four"]
-    text = (sitting.out / "gpu_report.md").read_text()
-    for sentence in (
-        "exit code 1: no such kernel",
-        "ZeroDivisionError",
-        "it did not end in the time",
-    ):
-        assert f"**Failed:** {sentence}" in text
-    assert text.count("All is well.") == 2
-    content = json.loads((sitting.out / "gpu_report.json").read_text())
-    assert content["failed"] == sitting.failed
-    assert content["parts"] == {"One": {"number": 7}, "Five": {"number": 7}}
-    assert content["machine"]["torch"]
-
-
-def test_without_time_or_gpus_a_part_is_left_out(sitting):
-    sit(sitting, [Part("Two GPUs", wrong, 100, gpus=2)])
-    sitting.deadline = time.monotonic()
-    sit(sitting, [Part("Late", wrong, 100)])
-    assert not sitting.failed
-    text = (sitting.out / "gpu_report.md").read_text()
-    assert "needs 2 GPUs, and there are 0" in text
-    assert "no time was left" in text
-
-
-def test_a_command_sees_no_gpu_on_the_cpu(sitting):
-    sitting.limit = sitting.deadline
-    look = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
-    assert sitting.run("-c", look) == "''\n"
-    with pytest.raises(Failed, match="exit code 3"):
-        sitting.run("-c", "raise SystemExit(3)")
-
-
-def test_without_a_gpu_a_sentence_says_so(tmp_path):
-    done = python(REPORT, "--out", tmp_path / "out")
+    script = (ROOT / "scripts/gpu_report.sh").read_text()
+    line = 'source "$(dirname "$0")/environment.sh"\n'
+    assert line in script
+    script = script.replace(
+        line, f"source {ROOT}/scripts/environment.sh\nsource {tmp_path}/stub.sh\n"
+    )
+    (tmp_path / "gpu_report.sh").write_text(script)
+    (done,) = shell(f"bash {tmp_path}/gpu_report.sh --out {tmp_path}/out")
     assert done.code == 2
-    assert "there is no GPU here" in done.sentence
+    assert "error: no internet" in done.err
+    assert "there is no GPU here" in done.err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
-    assert REPORT in (ROOT / "scripts/gpu_report.sh").read_text()
 
 
 @pytest.mark.long
 def test_the_whole_report_on_the_cpu(tmp_path):
     out = tmp_path / "out"
-    done = python(REPORT, "--device", "cpu", "--out", out, "--minutes", "30", timeout=2000)
+    words = ("--device", "cpu", "--out", out, "--minutes", "30")
+    done = python("scripts/gpu_report.py", *words, timeout=2000)
     assert done.code == 0, done.err
     text = (out / "gpu_report.md").read_text()
     assert "Failed" not in text
-    assert "From image files" in text
+    assert "images/s" in text

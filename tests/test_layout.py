@@ -20,7 +20,7 @@ TORCH_FREE = (
     *("comm.cost", "data.preprocessing"),
 )
 # Sent to nodes as single files, whose Python may be 3.7 and have no package.
-SENT_TO_NODES = ("guard", "status", "cleanup", "doctor_start")
+SENT_TO_NODES = ("guard", "status", "cleanup")
 
 
 def module_of(path: Path) -> str:

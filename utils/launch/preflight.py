@@ -92,6 +92,7 @@ class Preflight:
         self.clock = _Clock(wait)
         self.processes: int | None = None
         self.hosts: list[str] = []  # of all nodes, once they are here
+        self.closed: list[str] = []  # in node 0: the ways between nodes that are closed
         self.fault: str | None = None
         self.stopped, self.done = False, threading.Event()
 
@@ -283,6 +284,7 @@ class Preflight:
         closed = try_ports(targets, next(iter(everyone)))
         for peer in peers.values():
             closed += self._answer(peer)
+        self.closed = closed
         if closed:
             more = f" (and {len(closed) - 4} more)" if len(closed) > 4 else ""
             raise UserError(

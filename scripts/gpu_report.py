@@ -1,0 +1,151 @@
+"""Runs the measurements of scripts/gpu_report.sh one after the other, and makes a page of them."""
+
+import argparse
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import utils.launch.installed  # noqa: E402, F401 (a missing package is a one-line error)
+
+import torch  # noqa: E402
+
+from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
+from utils.launch import gpus  # noqa: E402
+from utils.option_types import number  # noqa: E402
+from utils.run import provenance  # noqa: E402
+
+LEAST = 5.0  # seconds; with less left, no part begins
+
+
+@dataclass
+class Part:
+    """A section of the page: what a command of this Python prints.
+
+    ``seconds`` is the most that it may take, ``gpus`` how many it needs; ``few`` is added to try it
+    on a CPU.
+    """
+
+    title: str
+    command: str
+    seconds: float
+    gpus: int = 1
+    few: str = ""
+
+
+CASES = "examples+{half}+channels_last,torchvision+{half},nd+{half},ddp+{half},fsdp+{half},O2"
+CASES += ",nd+bf16,examples+off,nd+off,nd+{half}+compile"
+RUN = "-a resnet18 -b 64 --lr 0.05 --image-size 64 --epochs 3 --output-dir {out}/runs --name run"
+PARTS = [
+    Part("Tests that need a GPU", "-m pytest -m cuda tests -p no:cacheprovider", 150),
+    Part(
+        "The step",
+        f"scripts/bench_step.py {{model}} --rounds 1 --steps 20 --warm-up 10 --cases {CASES}",
+        300,
+        few="--steps 2 --warm-up 1 --cases nd+bf16",
+    ),
+    Part("Images", "scripts/prepare_data.py sample {out}/sample", 60, few="--train 20 --val 5"),
+    Part("A run", f"imagenet_nd.py {RUN} {{out}}/sample", 120, few="--epochs 1 --image-size 32"),
+    Part("Its curves", "scripts/compare_runs.py {out}/runs/run --out {out}/figures", 60),
+    Part("The largest batch", "imagenet_nd.py {model} -b auto --dummy", 90, few="-b 4"),
+    Part("Input", "scripts/bench_input.py --rounds 2", 180, few="--rounds 1 --images 40"),
+    Part("All GPUs", "imagenet_ddp.py {model} --dummy", 60, gpus=2),
+    Part("All GPUs, sharded", "imagenet_fsdp.py {model} --dummy", 60, gpus=2),
+]
+
+
+class Failed(Exception):
+    """A command ended with an error, or did not end in time."""
+
+
+def run(words: list[str], seconds: float, small: bool) -> str:
+    """What a command of this Python prints. Raises: `Failed`."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if small else {}
+    env = os.environ | {"OMP_WAIT_POLICY": "passive"} | hidden
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, *words]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, text=True, start_new_session=True, **pipes
+    ) as process:
+        try:
+            out, wrong = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"it did not end within {seconds:.0f} s") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        lines = [line for line in (wrong or out).splitlines() if line.strip()][-5:]
+        raise Failed(f"exit code {process.returncode}: {' / '.join(lines) or 'silent'}")
+    return out.strip()
+
+
+def section(part: Part, seconds: float, names: dict[str, str], small: bool) -> str:
+    """The text of a part. Raises: `Failed`."""
+    words = part.command.format(**names).split() + (part.few.split() if small else [])
+    if part.gpus > max(1, int(names["gpus"])):
+        return f"Left out: it needs {part.gpus} GPUs, and there are {names['gpus']}."
+    if "pytest" in words and not importlib.util.find_spec("pytest"):
+        return "Left out: pytest is not installed here, and could not be."
+    if seconds < LEAST:
+        return "Left out: no time was left (`--minutes`)."
+    print(f"... {part.title} (at most {seconds:.0f} s)", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    text = run(words, seconds, small)
+    text = text if "scripts/bench" in words[0] else f"```\n{text}\n```"  # benches print Markdown
+    return f"`python {' '.join(words)}` ({time.monotonic() - began:.0f} s)\n\n{text}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    above_0 = number(float, 0, exclusive=True)
+    parser.add_argument("--minutes", type=above_0, default=15.0, help="(%(default)g)")
+    parser.add_argument("--out", type=Path, default=Path("gpu_report"), help="(%(default)s)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args()
+    small = args.device == "cpu"
+    if not small:
+        gpus.check()
+        if not torch.cuda.is_available():
+            raise UserError("there is no GPU here (--device cpu tries the report without)")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise UserError(f"cannot write to {args.out}: {fault.strerror}") from None
+    page, failed = args.out.resolve() / "gpu_report.md", []
+    model = "-a resnet18 -b 4 --image-size 32" if small else "-a resnet50 -b 256 --image-size 224"
+    names = {"model": model, "half": "bf16" if small else "fp16", "out": str(page.parent)}
+    names["gpus"] = str(0 if small else torch.cuda.device_count())
+    about = provenance.describe(torch.device(args.device)) | {"gpus": names["gpus"]}
+    text = f"# GPU report\n\n{date.today():%d %B %Y}, `bash scripts/gpu_report.sh`\n\n"
+    text += "**Tried on the CPU: the figures mean nothing.**\n\n" if small else ""
+    text += "\n".join(f"- {name}: {value}" for name, value in about.items()) + "\n"
+    deadline = time.monotonic() + 60 * args.minutes
+    for part in PARTS:
+        try:
+            found = section(part, min(part.seconds, deadline - time.monotonic()), names, small)
+        except Failed as fault:
+            failed.append(part.title)
+            found = f"**Failed:** {fault}"
+            print(f"{part.title} failed: {fault}", file=sys.stderr, flush=True)
+        text += f"\n## {part.title}\n\n{found}\n"
+        page.write_text(text)  # after each part: what there is
+    print(f"{page}" + "".join(f"; failed: {title}" for title in failed))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    go_on_without_reader()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the command
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(report(error))
