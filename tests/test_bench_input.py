@@ -21,6 +21,7 @@ def photograph(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_one_row_per_pipeline_and_kind_of_images(photograph, tmp_path):
     small = ("--rounds", "1", "--batches", "1", "--images", "20", "-j", "1")
     done = python(BENCH, *small, "--photographs", photograph, "--cache", tmp_path)

@@ -203,30 +203,6 @@ def torchvision_boxes(shape, count, scale=0.08):
         return np.array([get(image, (scale, 1.0), (3 / 4, 4 / 3)) for _ in range(count)])
 
 
-def furthest(a, b):
-    """Largest distance between two empirical distribution functions (Kolmogorov, Smirnov)."""
-    points = np.sort(np.concatenate([a, b]))
-    below = (np.searchsorted(np.sort(x), points, "right") / len(x) for x in (a, b))
-    return np.abs(np.subtract(*below)).max()
-
-
-@pytest.mark.parametrize("shape", [(375, 500), (100, 300)])
-@pytest.mark.parametrize("scale", [0.08, 0.35])
-def test_random_box_is_distributed_as_torchvisions(shape, scale):
-    """For 6000 draws each, chance puts two equal distributions further than 0.036 apart once in
-    2000 times; with these seeds it does not. A smallest area of 0.2 makes 0.13, a ratio that is
-    uniform instead of log-uniform 0.07."""
-    ours, theirs = boxes(shape, 6000, smallest=scale), torchvision_boxes(shape, 6000, scale)
-    for name, value in {
-        "area": lambda b: b[:, 2] * b[:, 3],
-        "ratio": lambda b: b[:, 3] / b[:, 2],
-        "top": lambda b: b[:, 0],
-        "left": lambda b: b[:, 1],
-        "top of what is left": lambda b: b[:, 0] / np.maximum(1, shape[0] - b[:, 2]),
-    }.items():
-        assert furthest(value(ours), value(theirs)) < 0.036, name
-
-
 def distance(sample, distribution):
     """Largest distance of an empirical distribution function from the true one (Kolmogorov)."""
     x, n = np.sort(sample), len(sample)
@@ -311,13 +287,6 @@ def test_train_view_is_mirrored_where_its_cut_says_so():
         assert (tuple(view.shape), view.dtype) == ((8, 8, 3), torch.uint8)
         mirrored = im.train_cut((150, 200), 8, random.Random(seed)).mirrored
         assert bool(view[0, 0, 0] > view[0, -1, 0]) == mirrored
-
-
-def test_train_view_depends_on_the_draw_alone():
-    image = im.decode(JPEG)
-    first, same, other = (train_view(image, 32, random.Random(seed)) for seed in (1, 1, 2))
-    assert torch.equal(first, same)
-    assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (700, 3), (3, 700), (2, 9)])

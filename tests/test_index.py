@@ -1,9 +1,12 @@
-"""The index of an image folder, and the choice of classes."""
+"""The index of an image folder, its cache, and the choice of classes."""
 
 import os
 
+import numpy as np
 import pytest
+from conftest import python
 
+from utils.data import index
 from utils.data.index import ImageIndex, check_same_classes, class_folders, select_classes
 from utils.errors import UserError
 
@@ -18,38 +21,32 @@ def make(root, *names):
     return root
 
 
-def listed(index):
-    return [os.path.relpath(index.path(i), index.root) for i in range(len(index))]
+def contents(images):
+    paths = [os.path.relpath(images.path(i), images.root) for i in range(len(images))]
+    return list(zip(paths, images.targets.tolist(), strict=True))
 
 
-def test_images_are_sorted_and_numbered_by_class(tmp_path):
+def test_images_are_sorted_and_numbered_by_the_given_order_of_classes(tmp_path):
     make(tmp_path, "b/2.JPEG", "b/10.jpg", "a/z.png", "a/a.webp", "c/1.jpeg")
-    index = ImageIndex(tmp_path, ["a", "b", "c"])
-    assert listed(index) == ["a/a.webp", "a/z.png", "b/10.jpg", "b/2.JPEG", "c/1.jpeg"]
-    assert index.targets.tolist() == [0, 0, 1, 1, 2]
-    assert len(index) == 5
-
-
-def test_class_numbers_follow_the_given_order(tmp_path):
-    make(tmp_path, "a/1.jpg", "b/1.jpg", "b/2.jpg", "c/1.jpg")
-    index = ImageIndex(tmp_path, ["c", "b"])
-    assert listed(index) == ["c/1.jpg", "b/1.jpg", "b/2.jpg"]
-    assert index.targets.tolist() == [0, 1, 1]
+    images = ImageIndex(tmp_path, ["c", "a", "b"])
+    named = [("c/1.jpeg", 0), ("a/a.webp", 1), ("a/z.png", 1), ("b/10.jpg", 2), ("b/2.JPEG", 2)]
+    assert contents(images) == named
 
 
 def test_hidden_and_other_files_are_no_samples(tmp_path):
     make(tmp_path, "a/1.JPEG", "a/.2.JPEG", "a/._1.JPEG", "a/Thumbs.db", "a/list.txt", "a/jpg")
     make(tmp_path, "a/.cache/3.jpg", "a/more/4.JPG", "a/more/deep/5.Png")
-    index = ImageIndex(tmp_path, ["a"])
-    assert listed(index) == ["a/1.JPEG", "a/more/4.JPG", "a/more/deep/5.Png"]
+    found = [path for path, _ in contents(ImageIndex(tmp_path, ["a"]))]
+    assert found == ["a/1.JPEG", "a/more/4.JPG", "a/more/deep/5.Png"]
 
 
 def test_names_of_any_bytes_and_lengths(tmp_path):
     names = ["ä b.jpg", "字.jpg", "x" * 200 + ".jpg", os.fsdecode(b"\xff\xfe.jpg")]
-    make(tmp_path, *(f"a/{name}" for name in names))
-    index = ImageIndex(tmp_path, ["a"])
-    assert sorted(listed(index)) == sorted(f"a/{name}" for name in names)
-    assert all(os.path.isfile(index.path(i)) for i in range(len(index)))
+    make(tmp_path, *(f"ü/{name}" for name in names))
+    for _ in ("listed", "from the cache"):
+        images = ImageIndex(tmp_path, ["ü"])
+        assert sorted(path for path, _ in contents(images)) == sorted(f"ü/{n}" for n in names)
+        assert all(os.path.isfile(images.path(i)) for i in range(len(images)))
 
 
 def test_fingerprint_is_of_the_names(tmp_path):
@@ -57,68 +54,33 @@ def test_fingerprint_is_of_the_names(tmp_path):
     here = make(tmp_path / "here", "a/1.jpg", "b/1.jpg")
     there = make(tmp_path / "there", "b/1.jpg", "a/1.jpg")
     other = make(tmp_path / "other", "a/1.jpg", "b/2.jpg")
-    prints = [ImageIndex(root, ["a", "b"]).fingerprint() for root in (here, there, other)]
-    assert prints[0] == prints[1] != prints[2]
+    one, same, another = (ImageIndex(root, ["a", "b"]) for root in (here, there, other))
+    assert one.fingerprint() == same.fingerprint() != another.fingerprint()
+    classes = one.class_fingerprints(), another.class_fingerprints()
+    assert classes[0]["a"] == classes[1]["a"] and classes[0]["b"] != classes[1]["b"]
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
-    [("empty", "empty has no images"), ("gone", "gone is missing"), ("file", "is not a folder")],
+    ("name", "message"),
+    [
+        ("empty", "empty has no images"),
+        ("gone", "gone: No such file or directory"),
+        ("file", "file: Not a directory"),
+    ],
 )
-def test_class_without_images_is_named(tmp_path, name, sentence):
+def test_class_without_images_is_named(tmp_path, name, message):
     make(tmp_path, "a/1.jpg", "empty/", "file")
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=message):
         ImageIndex(tmp_path, ["a", name])
 
 
-def test_class_folders_are_sorted(tmp_path):
-    make(tmp_path, "b/", "a/", "C/", ".hidden/", "readme.txt")
-    assert class_folders(tmp_path) == ["C", "a", "b"]
-
-
-def test_missing_or_empty_data_folder(tmp_path):
+def test_class_folders(tmp_path):
     with pytest.raises(UserError, match=r"nowhere is missing.*prepare_data"):
         class_folders(tmp_path / "nowhere")
     with pytest.raises(UserError, match="no class folders"):
         class_folders(tmp_path)
-
-
-FOLDERS = ["ant", "bee", "cat", "dog"]
-
-
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [
-        (None, FOLDERS),
-        ("", FOLDERS),
-        ("1", ["ant"]),
-        ("4", FOLDERS),
-        ("dog,bee", ["bee", "dog"]),
-        (" dog , bee,", ["bee", "dog"]),
-        ("cat", ["cat"]),
-    ],
-)
-def test_select_classes(choice, expected):
-    assert select_classes(choice, FOLDERS) == expected
-
-
-def test_select_classes_from_a_file(tmp_path):
-    names = tmp_path / "names.txt"
-    names.write_text("dog\r\n\n  ant\ndog\n")
-    assert select_classes(str(names), FOLDERS) == ["ant", "dog"]
-
-
-@pytest.mark.parametrize("choice", ["0", "5", "cow", "ant,cow", ",", "-1"])
-def test_select_classes_refuses(choice):
-    with pytest.raises(UserError, match="--classes"):
-        select_classes(choice, FOLDERS)
-
-
-@pytest.mark.parametrize("content", [bytes(range(256)), b"dog\0ant", b"\xff\xd8\xff\xe0"])
-def test_a_binary_file_as_classes_is_refused(tmp_path, content):
-    (tmp_path / "binary").write_bytes(content)
-    with pytest.raises(UserError, match=r"--classes .*binary is no text file: list class names"):
-        select_classes(str(tmp_path / "binary"), FOLDERS)
+    make(tmp_path, "b/", "a/", "C/", ".hidden/", "readme.txt")
+    assert class_folders(tmp_path) == ["C", "a", "b"]
 
 
 def test_a_link_that_leads_back_to_itself_is_named(tmp_path):
@@ -137,6 +99,42 @@ def test_a_link_that_leads_back_to_itself_is_named(tmp_path):
     assert class_folders(tmp_path / "far") == ["d", "more"], "other links are folders"
 
 
+# ---- --classes
+
+FOLDERS = ["ant", "bee", "cat", "dog"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, FOLDERS),
+        ("1", ["ant"]),
+        ("4", FOLDERS),
+        (" dog , bee,", ["bee", "dog"]),
+        ("cat", ["cat"]),
+        (b"dog\r\n\n  ant\ndog\n", ["ant", "dog"]),
+    ],
+)
+def test_select_classes(tmp_path, choice, expected):
+    if isinstance(choice, bytes):
+        (tmp_path / "names.txt").write_bytes(choice)
+        choice = str(tmp_path / "names.txt")
+    assert select_classes(choice, FOLDERS) == expected
+
+
+@pytest.mark.parametrize("choice", ["0", "5", "cow", "ant,cow", ",", "-1"])
+def test_select_classes_refuses(choice):
+    with pytest.raises(UserError, match="--classes"):
+        select_classes(choice, FOLDERS)
+
+
+@pytest.mark.parametrize("content", [bytes(range(256)), b"dog\0ant", b"\xff\xd8\xff\xe0"])
+def test_a_binary_file_as_classes_is_refused(tmp_path, content):
+    (tmp_path / "binary").write_bytes(content)
+    with pytest.raises(UserError, match=r"--classes .*binary is no text file: list class names"):
+        select_classes(str(tmp_path / "binary"), FOLDERS)
+
+
 def test_same_classes_in_both_parts(tmp_path):
     make(tmp_path, "val/a/", "val/b/", "val/x/")
     check_same_classes(tmp_path, "val", ["a", "b", "x"], subset=False)
@@ -146,3 +144,135 @@ def test_same_classes_in_both_parts(tmp_path):
     for subset in (False, True):
         with pytest.raises(UserError, match="only train has c"):
             check_same_classes(tmp_path, "val", ["a", "b", "c", "x"], subset=subset)
+
+
+# ---- the cache
+
+CLASSES = ["a", "b", "Ünï côde"]
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Three classes, one with a sub-folder, last changed an hour ago."""
+    for name in CLASSES:
+        make(tmp_path, *(f"{name}/{i}.jpg" for i in range(4)), f"{name}/deep/z.png")
+        (tmp_path / name / "deep" / "z.png").write_bytes(b"y" * 20)
+    for folder, _, _ in os.walk(tmp_path):
+        past = os.stat(folder).st_mtime - 3600
+        os.utime(folder, (past, past))
+    return tmp_path
+
+
+@pytest.fixture
+def scans(monkeypatch):
+    """The names of the classes that are listed from now on."""
+    seen, real = [], index.list_class
+    monkeypatch.setattr(index, "list_class", lambda root, n: seen.append(n) or real(root, n))
+    return seen
+
+
+def test_second_time_nothing_is_listed_and_all_is_the_same(root, scans):
+    first = ImageIndex(root, CLASSES)
+    assert sorted(scans) == sorted(CLASSES)
+    scans.clear()
+    again = ImageIndex(root, CLASSES)
+    assert scans == []
+    assert contents(again) == contents(first) and again.fingerprint() == first.fingerprint()
+
+
+def test_sizes_are_asked_of_a_sample(root, monkeypatch):
+    first = ImageIndex(root, CLASSES).sample_sizes()
+    assert first[0] == 4
+    os.truncate(root / "b" / "deep" / "z.png", 5)
+    second = ImageIndex(root, CLASSES).sample_sizes()
+    assert second[0] == 3 and second[1] != first[1]
+    monkeypatch.setattr(index, "SIZES_ASKED", 3)
+    assert ImageIndex(root, CLASSES).sample_sizes()[0] == 0, "the first file of each class"
+
+
+@pytest.mark.parametrize("place", ["b", "b/deep"])
+@pytest.mark.parametrize("change", ["add", "remove", "rename"])
+def test_change_lists_that_class_anew(root, scans, place, change):
+    ImageIndex(root, CLASSES)
+    scans.clear()
+    folder = root / place
+    if change == "add":
+        (folder / "new.jpg").write_bytes(b"")
+    else:
+        victim = next(path for path in sorted(folder.iterdir()) if path.is_file())
+        victim.unlink() if change == "remove" else victim.rename(folder / "other.jpg")
+    images = ImageIndex(root, CLASSES)
+    assert scans == ["b"]
+    scans.clear()
+    assert contents(images) == contents(ImageIndex(root, CLASSES))
+    assert scans == ["b"], "a second change in the same tick of the clock would go unnoticed"
+
+
+def test_subset_is_taken_from_the_whole_and_adds_to_it(root, scans):
+    ImageIndex(root, CLASSES[:1])
+    ImageIndex(root, CLASSES)
+    assert scans.count("a") == 1
+    scans.clear()
+    images = ImageIndex(root, CLASSES[1:])
+    assert scans == []
+    assert contents(images)[0] == ("b/0.jpg", 0)
+
+
+@pytest.mark.parametrize("damage", ["cut", "noise", "empty", "other arrays"])
+def test_damaged_cache_is_made_again(root, scans, damage):
+    expected = contents(ImageIndex(root, CLASSES))
+    cache = root / index.CACHE
+    data = cache.read_bytes()
+    half = len(data) // 2
+    noise = data[:half] + b"\xff" * 64 + data[half + 64 :]
+    cache.write_bytes({"cut": data[:half], "noise": noise}.get(damage, b""))
+    if damage == "other arrays":
+        np.savez(cache, something=np.arange(3))
+    scans.clear()
+    assert contents(ImageIndex(root, CLASSES)) == expected
+    assert sorted(scans) == sorted(CLASSES)
+    scans.clear()
+    ImageIndex(root, CLASSES)
+    assert scans == []
+
+
+def test_read_only_folder_is_told_and_used(root, capsys, monkeypatch):
+    def refuse(write, path):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(index, "save_atomically", refuse)
+    assert len(ImageIndex(root, CLASSES, shows=True)) == 15
+    assert "cannot be kept there (Read-only file system)" in capsys.readouterr().out
+    ImageIndex(root, CLASSES)
+    assert capsys.readouterr().out == ""
+
+
+WORKER = """
+import json, sys
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+from utils.data import index
+count = 300_000
+paths = [b"n%08d/n%08d_%08d.JPEG" % (7, 7, i) for i in range(count)]
+found = index.Listing(b"".join(paths), np.array([len(path) for path in paths]), {})
+del paths
+index.listings = lambda root, classes, shows: [found]
+images = index.ImageIndex(sys.argv[1], ["n00000007"])
+def private():
+    lines = open("/proc/self/smaps_rollup").read().split("\\n")
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private"))
+class Touch(Dataset):
+    def __getitems__(self, indices):
+        for i in indices: images.path(i), int(images.targets[i])
+        return private()
+batches = np.random.permutation(count).reshape(-1, 4000)
+loader = DataLoader(Touch(), batch_sampler=batches, num_workers=1, collate_fn=lambda x: x)
+seen = list(loader)
+print(seen[-1] - seen[1])
+"""
+
+
+def test_workers_do_not_grow_over_an_epoch(tmp_path):
+    """300,000 paths as Python strings would cost a worker 40 MB of copied pages."""
+    done = python("-c", WORKER, tmp_path)
+    assert int(done.out) < 5_000, done.err  # kilobytes

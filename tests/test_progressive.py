@@ -1,7 +1,6 @@
 """--progressive: which size comes when, and that nothing else changes with it."""
 
 import argparse
-import random
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -12,13 +11,11 @@ import torch
 from PIL import Image
 
 from utils import options
-from utils.data import images as im
 from utils.data import preprocessing
 from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
 from utils.data.loaders import BadFiles, Batches
 from utils.data.preprocessing import Preprocessing
-from utils.data.ring import Ring
 from utils.errors import UserError
 from utils.model import models
 from utils.run import checkpoint
@@ -88,14 +85,13 @@ SIZES = (16, 24, 16)
 
 
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_epochs_batches_are_those_of_a_data_set_of_its_size(index, workers, layout):
+def test_an_epochs_batches_are_those_of_a_data_set_of_its_size(index, layout):
     """The same workers and slots for all sizes; resumed in the middle of the larger one, too."""
     sampler = TrainSampler(len(index), 4, (0, 1), 1, 3)
     sampler.sizes = SIZES
     place = (torch.device("cpu"), layout, torch.float32)
     dataset = ImageBatches(index, 16, 3, train=True)
-    batches = Batches(dataset, sampler, BadFiles(index, 0), place, workers)
+    batches = Batches(dataset, sampler, BadFiles(index, 0), place, 1)
     batches.use(Preprocessing(image_size=20, val_resize_size=20))
     seen = set()
     for epoch, step in ((0, 0), (1, 2), (1, 0), (2, 0)):
@@ -112,22 +108,6 @@ def test_an_epochs_batches_are_those_of_a_data_set_of_its_size(index, workers, l
             assert images.is_contiguous(memory_format=layout)
     assert len(seen) == 1, "one ring for the whole run"
     assert batches.loader.ring.images.shape[2:4] == (24, 24)
-
-
-def test_a_crop_shows_the_same_part_of_an_image_whatever_its_size():
-    small, large = (im.train_cut((60, 50), size, random.Random(7)) for size in (16, 24))
-    assert small.box == large.box and small.mirrored == large.mirrored
-    assert (small.size, large.size) == ((16, 16), (24, 24))
-
-
-def test_room_in_a_slot_is_contiguous_and_its_own():
-    ring = Ring(2, 3, 8)
-    ring.images.zero_()
-    room = ring.room(1, 2, 4)
-    assert room.shape == (2, 4, 4, 3) and room.is_contiguous()
-    room.fill_(7)
-    assert not ring.images[0].any() and int((ring.images[1] == 7).sum()) == room.numel()
-    assert ring.room(0, 3).shape == (3, 8, 8, 3)
 
 
 def test_the_size_goes_with_a_batch():

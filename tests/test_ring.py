@@ -195,10 +195,16 @@ class Stream:
     """Stands in for a CUDA stream on a machine without one."""
 
     def __init__(self):
-        self.events = []
+        self.events, self.uploads = [], 0
+
+    def upload(self, tensor):
+        """In place of `Tensor.to`: a copy, counted."""
+        self.uploads += 1
+        return tensor.clone()
 
     def record_event(self):
-        """An event that passes when it is waited for."""
+        """An event that passes when it is waited for; of the uploads that were issued before."""
+        assert self.uploads == 2 * len(self.events) + 2, "images and targets come before the event"
         self.events.append(LateCopy(torch.zeros(1)))
         return self.events[-1]
 
@@ -214,9 +220,8 @@ def test_uploads_through_a_page_locked_ring(index, monkeypatch, workers):
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    copies = torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: copies(x, *a, **k).clone())
     batches = batches_of(index, workers)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, **_: stream.upload(x))
     batches.stream, batches.loader.page_locked = stream, True
     for _ in range(2):
         assert all(same(batches, list(batches), plain(index)))

@@ -74,9 +74,6 @@ class ImageBatches(Dataset):
         # Stderr may be turned off meanwhile. For a process without other threads alone.
         self.quietly = False
 
-    def __len__(self) -> int:
-        return len(self.index)
-
     def __getitems__(self, batch: Batch) -> tuple[Tensor, Tensor, Reading]:
         size = batch.size or self.size
         images = torch.empty((len(batch.indices), size, size, 3), dtype=torch.uint8)
@@ -105,10 +102,10 @@ class ImageBatches(Dataset):
 
         Returns: which one it is; None if there is none.
         """
-        for step in range(len(self) if self.train else 1):
+        for step in range(len(self.index) if self.train else 1):
             if len(reading.faults) >= LONGEST_SEARCH:
                 break
-            found = (wanted + step) % len(self)
+            found = (wanted + step) % len(self.index)
             try:
                 self._view(found, (self.seed << 72) | (epoch << 48) | wanted, out, reading)
                 return found
@@ -159,15 +156,12 @@ class ImageBatches(Dataset):
 
 
 def _read_file(path: str) -> bytes:
-    # A pipe that nobody writes into would hold the worker up for ever; files are as without it.
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
+    with open(path, "rb", buffering=0, opener=_open) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("it is a pipe or a device, not a file")
-        parts = [os.read(file, status.st_size + 1)]
-        while parts[-1] and sum(map(len, parts)) != status.st_size:  # a slow disk, or it grows
-            parts.append(os.read(file, 1 << 20))
-        return b"".join(parts)
-    finally:
-        os.close(file)
+        return file.read()
+
+
+def _open(path: str, flags: int) -> int:
+    # A pipe that nobody writes into would hold the worker up for ever; files are as without it.
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -97,18 +97,16 @@ class ImageIndex:
         A pack's is another than that of the folder that it was made from.
         """
         packed = f", packed with {self.pack.size} pixels" if self.pack else ""
-        names = f"{zlib.crc32(self.blob):08x}"
-        return f"{len(self)} images in {len(self.classes)} classes{packed} ({names})"
+        number = f"{len(self)} images in {len(self.classes)} classes"
+        return f"{number}{packed} ({zlib.crc32(self.blob):08x})"
 
     def class_fingerprints(self) -> dict[str, str]:
         """The same for each class, by its name: shows which one differs."""
-        ends = np.searchsorted(self.targets, np.arange(len(self.classes) + 1))
-        parts = zip(self.classes, ends[:-1], ends[1:], strict=True)
-        return {
-            name: f"{end - start} images "
-            f"({zlib.crc32(self.blob[self.offsets[start] : self.offsets[end]]):08x})"
-            for name, start, end in parts
-        }
+        ends, found = np.searchsorted(self.targets, np.arange(len(self.classes) + 1)), {}
+        for name, start, end in zip(self.classes, ends[:-1], ends[1:], strict=True):
+            names = self.blob[self.offsets[start] : self.offsets[end]]
+            found[name] = f"{end - start} images ({zlib.crc32(names):08x})"
+        return found
 
     def sample_sizes(self) -> tuple[float, str]:
         """Mean size of the images in bytes, and a text that differs where the sizes do.
@@ -120,9 +118,9 @@ class ImageIndex:
             records = self.pack.records
             return float(records["bytes"].mean()), f"{zlib.crc32(records['crc'].tobytes()):08x}"
         count = min(len(self), SIZES_ASKED)
+        chosen = (np.arange(count) * len(self) // count).tolist()
         with ThreadPoolExecutor(THREADS) as pool:
-            chosen = np.arange(count) * len(self) // count
-            sizes = np.fromiter(pool.map(self._size, chosen.tolist()), np.int64, count)
+            sizes = np.fromiter(pool.map(self._size, chosen), np.int64, count)
         return float(sizes.mean()), f"{zlib.crc32(sizes.tobytes()):08x}"
 
     def _size(self, image: int) -> int:
@@ -254,13 +252,9 @@ def image_files(root: Path, name: str, folders: dict[str, int]) -> list[bytes]:
                         found.append(b"%s/%s" % (folder, file))
                     elif _is_folder(entry, root):
                         waiting.append(b"%s/%s" % (folder, file))
-        except FileNotFoundError:
-            raise UserError(f"class folder {os.fsdecode(place)} is missing", alike=True) from None
-        except NotADirectoryError:
-            raise UserError(f"{os.fsdecode(place)} is not a folder", alike=True) from None
         except OSError as fault:
             raise UserError(
-                f"cannot read the folder {os.fsdecode(place)}: {fault.strerror}", alike=True
+                f"cannot read the class folder {os.fsdecode(place)}: {fault.strerror}", alike=True
             ) from None
     return found
 

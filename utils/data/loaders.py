@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,9 +85,8 @@ class Batches:
 
     def use(self, wanted: Preprocessing) -> None:
         """Make the images as ``wanted`` says. Before the first one: workers keep what they have."""
-        if self.dataset.train:  # where progressive sizes grow, the largest
-            sizes = getattr(self.sampler, "sizes", ())
-            self.dataset.size = max(sizes, default=wanted.image_size)
+        if isinstance(self.sampler, TrainSampler):  # where progressive sizes grow, the largest
+            self.dataset.size = max(self.sampler.sizes, default=wanted.image_size)
         else:
             self.dataset.size = wanted.crop
         self.dataset.resize = wanted.val_resize_size
@@ -96,13 +94,11 @@ class Batches:
         self._normalise_by(wanted.mean, wanted.std)
 
     def _normalise_by(self, mean: Channels, std: Channels) -> None:
-        scale = torch.tensor([1 / (255 * s) for s in std])
-        shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)])
-        if self.layout is torch.channels_last:  # for all values of a row of pixels
-            scale, shift = (one.repeat(self.dataset.size) for one in (scale, shift))
-        else:
-            scale, shift = (one.view(1, 3, 1, 1) for one in (scale, shift))
-        self.scale, self.shift = scale.to(self.device), shift.to(self.device)
+        scale = [1 / (255 * s) for s in std]
+        shift = [-m / s for m, s in zip(mean, std, strict=True)]
+        # For all values of a row of pixels: three channels in turn are too short to be vectorised.
+        rows = [torch.tensor(one).repeat(self.dataset.size) for one in (scale, shift)]
+        self.scale, self.shift = (one.to(self.device) for one in rows)
 
     def start_count(self) -> None:
         """Count waiting and reading from now on."""
@@ -121,9 +117,10 @@ class Batches:
         for filled in self._loaded():
             self.waited += time.perf_counter() - before
             self.reading.add(filled.reading)
-            if filled.reading.faults:
-                self.bad.note(filled.reading.faults)
-            self._check(filled.targets)
+            self.bad.note(filled.reading.faults)
+            if self.dataset.train and (filled.targets == UNREADABLE).any():
+                # Not even a replacement was found, which other ranks may not have noticed.
+                raise UserError(str(self.bad.error()))
             yield self._upload(filled)
             before = time.perf_counter()
 
@@ -159,27 +156,17 @@ class Batches:
         targets.record_stream(current)
         return images, targets
 
-    def _check(self, targets: np.ndarray) -> None:
-        if self.dataset.train and (targets == UNREADABLE).any():
-            # Not even a replacement was found. Other ranks may not have noticed: this one speaks.
-            raise UserError(str(self.bad.error()))
-
     def _normalise(self, images: Tensor) -> Tensor:
         """uint8 [n, s, s, 3] to (x / 255 - mean) / std as ``dtype`` [n, 3, s, s].
 
         One kernel, which computes in float32 and rounds once.
         """
-        if self.layout is torch.channels_last:
-            # The same numbers row by row: three channels in turn are too short to be vectorised.
-            n, size, width, _ = images.shape
-            rows = images.reshape(n, size, width * 3)
-            out = torch.empty_like(rows, dtype=self.dtype)
-            shift, scale = self.shift[: width * 3], self.scale[: width * 3]
-            torch.addcmul(shift, rows, scale, out=out)
-            return out.view(n, size, width, 3).permute(0, 3, 1, 2)
-        images = images.permute(0, 3, 1, 2)
-        out = torch.empty_like(images, dtype=self.dtype, memory_format=self.layout)
-        return torch.addcmul(self.shift, images, self.scale, out=out)
+        n, size, width, _ = images.shape
+        rows = images.reshape(n, size, width * 3)
+        out = torch.empty_like(rows, dtype=self.dtype)
+        torch.addcmul(self.shift[: width * 3], rows, self.scale[: width * 3], out=out)
+        out = out.view(n, size, width, 3).permute(0, 3, 1, 2)
+        return out.contiguous(memory_format=self.layout)
 
 
 @dataclass
@@ -193,15 +180,13 @@ class Loaders:
 
     def use(self, wanted: Preprocessing) -> None:
         """`Batches.use` for all parts."""
-        for part in (self.train, self.val, self.test):
-            if part is not None:
-                part.use(wanted)
+        for part in filter(None, (self.train, self.val, self.test)):
+            part.use(wanted)
 
     def use_batch(self, batch: int) -> None:
         """Let the batches of all parts have ``batch`` images. Before the first one."""
-        for part in (self.train, self.val, self.test):
-            if part is not None:
-                part.sampler.use_batch(batch)
+        for part in filter(None, (self.train, self.val, self.test)):
+            part.sampler.use_batch(batch)
 
 
 def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
@@ -217,48 +202,38 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
     evaluate_only = args.evaluate and not (root / "train").is_dir()
     folders = class_folders(root / ("val" if evaluate_only else "train"))
     classes = select_classes(args.classes, folders)
-    parts = ["val"] + (["test"] if (root / "test").is_dir() else [])
+    parts = [part for part in ("val", "test") if part == "val" or (root / part).is_dir()]
     for part in parts:
         check_same_classes(root, part, classes, subset=bool(args.classes))
-
-    workers = -(-args.workers // world.local_size)
-    ranks = (world.rank, world.size)
-    batch = 1 if args.batch_size == AUTO else args.batch_size  # until `Loaders.use_batch`
-
-    def batches(part: str, train: bool) -> Batches:
-        # The first process of a node lists the folder, the others find the list in the cache.
-        index = first_on_node(
-            lambda: ImageIndex(root / part, classes, shows=world.local_rank == 0), world
-        )
-        check_alike(
-            f"the data set {root / part}", index.fingerprint(), world, index.class_fingerprints
-        )
-        sampler: TrainSampler | EvalSampler
-        if train:
-            if len(index) < 2 * world.size * args.accum_steps:
-                raise UserError(
-                    f"{len(index)} training images are too few for {world.size} processes x "
-                    f"{args.accum_steps} accumulation steps (at least 2 each)",
-                    alike=True,
-                )
-            sampler = TrainSampler(len(index), batch, ranks, args.accum_steps, args.seed)
-            sampler.views, sampler.sizes = args.repeated_aug, training_sizes(args)
-            if args.batch_size != AUTO:  # else when it is known
-                mixing.check(args, sampler)
-        else:
-            sampler = EvalSampler(len(index), batch, ranks)
-        dataset = ImageBatches(index, args.image_size, args.seed, train, args.crop_scale)
-        if train:
-            dataset.augment = augment.build(args.auto_augment, args.random_erasing)
-        bad = BadFiles(index, args.max_bad_files)
-        place = (world.device, args.memory_format, dtype)
-        return Batches(dataset, sampler, bad, place, workers)
-
-    loaders = Loaders(
-        classes,
-        train=None if args.evaluate else batches("train", train=True),
-        val=batches("val", train=False),
-        test=batches("test", train=False) if "test" in parts else None,
-    )
+    if not args.evaluate:
+        parts.insert(0, "train")
+    loaders = Loaders(classes, **{p: _batches(p, classes, args, world, dtype) for p in parts})
     loaders.use(args.preprocessing)
     return loaders
+
+
+def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torch.dtype) -> Batches:
+    """The batches of DATA/``part``: training crops of train, else centre crops."""
+    root, train = Path(args.data) / part, part == "train"
+    # The first process of a node lists the folder, the others find the list in the cache.
+    index = first_on_node(lambda: ImageIndex(root, classes, shows=world.local_rank == 0), world)
+    check_alike(f"the data set {root}", index.fingerprint(), world, index.class_fingerprints)
+    dataset = ImageBatches(index, args.image_size, args.seed, train, args.crop_scale)
+    ranks = (world.rank, world.size)
+    batch = 1 if args.batch_size == AUTO else args.batch_size  # until `Loaders.use_batch`
+    sampler: TrainSampler | EvalSampler = EvalSampler(len(index), batch, ranks)
+    if train:
+        if len(index) < 2 * world.size * args.accum_steps:
+            raise UserError(
+                f"{len(index)} training images are too few for {world.size} processes x "
+                f"{args.accum_steps} accumulation steps (at least 2 each)",
+                alike=True,
+            )
+        sampler = TrainSampler(len(index), batch, ranks, args.accum_steps, args.seed)
+        sampler.views, sampler.sizes = args.repeated_aug, training_sizes(args)
+        if args.batch_size != AUTO:  # else when it is known
+            mixing.check(args, sampler)
+        dataset.augment = augment.build(args.auto_augment, args.random_erasing)
+    place = (world.device, args.memory_format, dtype)
+    workers = -(-args.workers // world.local_size)
+    return Batches(dataset, sampler, BadFiles(index, args.max_bad_files), place, workers)

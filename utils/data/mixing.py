@@ -10,7 +10,6 @@ epoch, step, k): the same on any number of processes, with nothing to keep for a
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,10 +47,27 @@ Mix = Callable[[Tensor, Tensor, tuple[int, int, int]], tuple[Tensor, Tensor, Ten
 
 
 def build(args: Any, sampler: TrainSampler, classes: int) -> Mix:
-    """What mixes batches as the options ask for; see `Mixing`."""
-    if args.mixup or args.cutmix:
-        return Mixing(args.mixup, args.cutmix, sampler, classes)
-    return lambda images, targets, place: (images, targets, targets)
+    """What mixes the batches of one rank, those of ``sampler``, as the options ask for.
+
+    It is called with a micro-batch: images float [n, 3, size, size], targets int64 [n], and its
+    place (epoch, step, micro). It gives the images; targets float [n, classes], whose rows add up
+    to 1; and int64 [n], those of each image's larger part. Without the options it changes nothing.
+    Nothing waits for the device. The last one of an odd number of images stays alone.
+    """
+    if not (args.mixup or args.cutmix):
+        return lambda images, targets, place: (images, targets, targets)
+
+    def mixed(
+        images: Tensor, targets: Tensor, place: tuple[int, int, int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        epoch, step, micro = place
+        parts = sampler.ranks * sampler.accum
+        low = (micro * sampler.ranks + sampler.rank) * sampler.global_batch // parts
+        key = (sampler.seed, epoch, step)
+        plan = draw(key, sampler.global_batch // 2, images.shape[-1], (args.mixup, args.cutmix))
+        return mix(images, targets, plan[low // 2 : low // 2 + len(targets) // 2], classes)
+
+    return mixed
 
 
 def check(args: Any, sampler: TrainSampler) -> None:
@@ -64,34 +80,6 @@ def check(args: Any, sampler: TrainSampler) -> None:
             f"{sampler.global_batch} in {parts} parts cuts some of them apart: choose an even -b",
             alike=True,
         )
-
-
-@dataclass
-class Mixing:
-    """Mixes the batches of one rank, those of ``sampler``."""
-
-    mixup: float
-    cutmix: float
-    sampler: TrainSampler
-    classes: int
-
-    def __call__(
-        self, images: Tensor, targets: Tensor, place: tuple[int, int, int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Mix a micro-batch at ``place`` = (epoch, step, micro): images float [n, 3, size, size],
-        targets int64 [n].
-
-        Returns: the images; targets float [n, classes], whose rows add up to 1; and int64 [n],
-        those of each image's larger part. Nothing here waits for the device. The last one of an odd
-        number of images stays alone.
-        """
-        sampler, (epoch, step, micro) = self.sampler, place
-        parts = sampler.ranks * sampler.accum
-        low = (micro * sampler.ranks + sampler.rank) * sampler.global_batch // parts
-        key = (sampler.seed, epoch, step)
-        plan = draw(key, sampler.global_batch // 2, images.shape[-1], (self.mixup, self.cutmix))
-        plan = plan[low // 2 : low // 2 + len(targets) // 2]
-        return mix(images, targets, plan, self.classes)
 
 
 def draw(
@@ -131,7 +119,7 @@ def draw(
 def mix(
     images: Tensor, targets: Tensor, plan: np.ndarray, classes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mix images [n, 3, size, size] by a ``plan`` of n // 2 pairs (`draw`); see `Mixing`."""
+    """Mix images [n, 3, size, size] by a ``plan`` of n // 2 pairs (`draw`); see `build`."""
     paired = 2 * len(plan)
     todo = torch.from_numpy(plan)
     if images.is_cuda:  # else it would wait for the device

@@ -5,9 +5,8 @@ image is stored either as its pixels, uint8 RGB, row after row from the top, or,
 be decoded, as the bytes of its file, so that training's own rule for unreadable files applies. At
 its end each file repeats the index of what it holds: packing that was interrupted goes on by it.
 
-Files are read by pread, not mapped: where a mapped file is truncated or its disk fails, the worker
-would be killed, and here it is an `OSError`, an unreadable image. Only the rows that a crop shows
-are read.
+Files are read by pread: the worker of a mapped file that is truncated, or whose disk fails, would
+be killed; here it is an `OSError`, an unreadable image. Only the rows that a crop shows are read.
 """
 
 import io
@@ -120,18 +119,13 @@ class Pack:
 
         Raises: OSError.
         """
-        record = self.records[image]
-        width = int(record["width"])
-        place = int(record["place"]) + 3 * width * top
-        data = self._read(int(self.files[image]), place, 3 * width * height)
+        width = int(self.records[image]["width"])
+        data = self._read(image, 3 * width * top, 3 * width * height)
         return data.reshape(height, width, 3)
 
     def file(self, image: int) -> bytes:
         """All that is stored of an image, pixels or the bytes of a file. Raises: OSError."""
-        record = self.records[image]
-        return self._read(
-            int(self.files[image]), int(record["place"]), int(record["bytes"])
-        ).tobytes()
+        return self._read(image, 0, int(self.records[image]["bytes"])).tobytes()
 
     def stored(self, image: int) -> tuple[str, int, int]:
         """The file that ``image`` is in, its place there and its number of bytes."""
@@ -139,7 +133,8 @@ class Pack:
         path = os.path.join(self.root, file_name(int(self.files[image])))
         return path, int(record["place"]), int(record["bytes"])
 
-    def _read(self, number: int, place: int, count: int) -> np.ndarray:
+    def _read(self, image: int, start: int, count: int) -> np.ndarray:
+        number, place = int(self.files[image]), int(self.records[image]["place"]) + start
         # A buffer that is used again stays in the processor's cache.
         if len(self._buffer) < count:
             self._buffer = np.empty(count, np.uint8)

@@ -18,6 +18,7 @@ from utils.errors import UserError
 MEAN = (0.485, 0.456, 0.406)  # ImageNet's, per channel, for pixels in 0..1
 STD = (0.229, 0.224, 0.225)
 INTERPOLATIONS = ("bilinear", "bicubic")
+SIZES = ("image_size", "val_resize_size", "val_image_size")
 # From FROM to TO, as ffcv-imagenet's configurations of 16 and 32 epochs grow (start_ramp 11 and 23,
 # end_ramp 13 and 27): https://github.com/libffcv/ffcv-imagenet/tree/main/rn50_configs
 GROWS_FROM, GROWS_UNTIL = 0.7, 0.85  # shares of the epochs
@@ -84,23 +85,20 @@ class Preprocessing:
     @classmethod
     def from_dict(cls, saved: Any) -> "Preprocessing":
         """What `as_dict` gave; what is missing is ImageNet's. Raises: ValueError."""
-        if not isinstance(saved, dict):
-            raise ValueError(f"{saved!r:.60} is no dictionary")
-        known = {key: value for key, value in saved.items() if value is not None}
-        for key in ("mean", "std"):
-            if key in known:
-                known[key] = _channels(known[key], above=0.0 if key == "std" else -math.inf)
-        for key in ("image_size", "val_resize_size", "val_image_size"):
-            if type(size := known.get(key, 1)) is not int or size < 1:
-                raise ValueError(f"{key} {size!r:.60}")
-        if known.get("interpolation", "bilinear") not in INTERPOLATIONS:
-            raise ValueError(f"interpolation {known['interpolation']!r:.60}")
-        names = ("image_size", "val_resize_size", "val_image_size")
-        sizes = [known.pop(name, None) for name in names]
         try:
-            return cls(**known).resized(*sizes)
-        except (TypeError, UserError) as fault:
-            raise ValueError(str(fault)) from None
+            known = {key: value for key, value in saved.items() if value is not None}
+            for key in {"mean", "std"} & known.keys():
+                known[key] = tuple(map(float, known[key]))
+            sizes = [known.pop(key, None) for key in SIZES]
+            found = cls(**known).resized(*sizes)
+        except (AttributeError, TypeError, ValueError, UserError) as fault:
+            raise ValueError(f"{saved!r:.200} ({fault})") from None
+        whole = all(type(size) is int and size > 0 for size in sizes if size is not None)
+        colours = len(found.mean) == len(found.std) == 3 and min(found.std) > 0
+        finite = math.isfinite(sum(found.mean + found.std))
+        if not (whole and colours and finite and found.interpolation in INTERPOLATIONS):
+            raise ValueError(f"{saved!r:.200}")
+        return found
 
     def __str__(self) -> str:
         own = f"{self.val_image_size} from " if self.val_image_size else ""
@@ -112,15 +110,6 @@ class Preprocessing:
 
 
 IMAGENET = Preprocessing()
-
-
-def _channels(values: Any, above: float) -> Channels:
-    """Three finite numbers larger than ``above``."""
-    if not isinstance(values, (list, tuple)) or len(values) != 3:
-        raise ValueError(f"{values!r:.60} is not a number for each of three channels")
-    if not all(isinstance(x, (int, float)) and above < x < math.inf for x in values):
-        raise ValueError(f"{values!r:.60} as mean or standard deviation")
-    return tuple(map(float, values))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from multiprocessing.context import ForkContext, ForkProcess
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,13 +58,6 @@ class Filled(NamedTuple):
     size: int
 
 
-class Passed(Protocol):
-    """Something to wait for, such as a `torch.cuda.Event`."""
-
-    def synchronize(self) -> None:
-        """Return when it has come to pass."""
-
-
 class Ring:
     """``slots`` times room for ``batch`` images of ``size`` x ``size`` pixels and their targets.
 
@@ -86,11 +79,8 @@ class Ring:
         self.images = whole[: np.prod(shape)].view(shape)
         self.targets = whole[pixels:].view(torch.int64).view(slots, batch)
         self._whole = whole
-        self._free: deque[tuple[int, Passed | None]] = deque()
+        self._free: deque[tuple[int, torch.cuda.Event | None]] = deque()
         self._locked = False
-
-    def __len__(self) -> int:
-        return len(self.images)
 
     def room(self, slot: int, number: int, size: int = 0) -> Tensor:
         """Where ``number`` images of ``size`` x ``size`` pixels (0: as large as they may be) are
@@ -106,7 +96,7 @@ class Ring:
         To be called when no worker writes: before the first task of an iteration.
         """
         known = {slot for slot, _ in self._free}
-        self._free.extend((slot, None) for slot in range(len(self)) if slot not in known)
+        self._free.extend((slot, None) for slot in range(len(self.images)) if slot not in known)
 
     def take(self) -> int:
         """A free slot: the one that was given back first, once its batch has passed."""
@@ -115,8 +105,8 @@ class Ring:
             passed.synchronize()
         return slot
 
-    def free_after(self, slot: int, passed: Passed | None = None) -> None:
-        """Give a slot back, to be written again after ``passed`` (None: at once)."""
+    def free_after(self, slot: int, passed: torch.cuda.Event | None = None) -> None:
+        """Give a slot back, to be written again after the event ``passed`` (None: at once)."""
         self._free.append((slot, passed))
 
     def lock_pages(self) -> None:
@@ -166,8 +156,7 @@ class RingLoader:
             prefetch_factor=PREFETCH if workers else None,
             collate_fn=_as_it_is,
             worker_init_fn=_begin_worker,
-            # A process that was itself spawned would spawn its workers: each would import torch
-            # anew, for seconds in which a Ctrl-C could still end it.
+            # A process that was itself spawned would spawn its workers: each would import torch.
             multiprocessing_context=WorkerContext() if workers else None,
             persistent_workers=workers > 0,
         )
@@ -190,13 +179,9 @@ class _Tasks:
 
     def __init__(self, sampler: TrainSampler | EvalSampler):
         self.sampler = sampler
-        self.ring: Ring | None = None
-
-    def __len__(self) -> int:
-        return len(self.sampler)
+        self.ring: Ring
 
     def __iter__(self) -> Iterator[Batch]:
-        assert self.ring is not None
         # A generator begins with its first item. DataLoader asks for that when all workers have
         # ended what they did for an iteration that was left.
         self.ring.restart()
@@ -209,13 +194,9 @@ class _IntoRing(Dataset):
 
     def __init__(self, dataset: ImageBatches):
         self.dataset = dataset
-        self.ring: Ring | None = None
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+        self.ring: Ring
 
     def __getitems__(self, batch: Batch) -> Filled:
-        assert self.ring is not None
         images = self.ring.room(batch.slot, len(batch.indices), batch.size)
         return Filled(batch.slot, *self.dataset.fill(images, batch), batch.size)
 
