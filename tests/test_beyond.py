@@ -75,32 +75,6 @@ def test_ray_is_refused_in_a_sentence(monkeypatch, typed, named):
 
 
 @pytest.mark.parametrize(
-    ("codes", "seconds", "interrupts", "result"),
-    [
-        ({1: 0, 0: 0}, 5, 0, 0),
-        ({1: ray_train.LOST, 0: 69}, 5, 0, None),
-        ({1: 2, 0: 2}, 5, 0, 2),  # bad input
-        ({1: ray_train.LOST, 0: 2}, 5, 0, None),
-        ({0: 75, 1: 75}, 5, 1, 75),
-        ({0: 137, 1: 75}, 5, 2, 75),
-        ({0: 137, 1: 137}, 5, 2, 137),
-    ],
-)
-def test_how_a_job_on_ray_goes_on(codes, seconds, interrupts, result):
-    job = ray_train.Job(*ray_train.parse(["--nodes", "2", *TRAINING]))
-    job.codes, job.interrupts = codes, interrupts
-    assert job._judge(False, seconds) == result
-    assert job.quick == 0
-
-
-def test_a_job_on_ray_that_fails_again_and_again_ends(monkeypatch):
-    monkeypatch.setattr(ray_train, "PAUSE_SECONDS", 0.0)
-    job = ray_train.Job(*ray_train.parse(["--nodes", "2", *TRAINING]))
-    job.codes = {0: 1, 1: 69}
-    assert [job._judge(False, 5.0) for _ in range(5)] == [None] * 4 + [1]
-
-
-@pytest.mark.parametrize(
     ("typed", "named"), [("-b 5 --target-batch 12", "multiple"), ("", "pip install hivemind")]
 )
 def test_hivemind_is_refused_in_a_sentence(monkeypatch, folder, typed, named):

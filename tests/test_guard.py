@@ -1,4 +1,4 @@
-"""scripts/ssh/guard.py without ssh: whoever is stopped for longer than its limit counts as gone."""
+"""scripts/ssh/guard.py without ssh: how a guard and its job end."""
 
 import contextlib
 import json
@@ -28,13 +28,13 @@ time.sleep(600)
 """
 
 
-def source(arguments: dict) -> str:
+def source() -> str:
     """The guard as it is sent to a node, with short limits."""
     text = GUARD
     for usual, short in LIMITS.items():
         assert text.count(usual) == 1
         text = text.replace(usual, short)
-    return text.replace('globals().get("ARGUMENTS")', repr(arguments))
+    return text
 
 
 class Guard:
@@ -42,22 +42,20 @@ class Guard:
 
     def __init__(self, folder, job: str):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen([sys.executable, "-uc", source({})], **pipes)
-        hello = self.process.stdout.readline().decode().lstrip("\0")
-        self.identity = json.loads(hello.removeprefix("@@guard "))["process"]
-        self.snapshot = folder / "snapshot"
-        command = ["-c", JOB, str(self.snapshot), job]
-        self.say({"command": command, "folder": "/", "python": sys.executable})
-        assert self.process.stdout.readline().lstrip(b"\0") == b"up\n"
-        assert eventually(lambda: len(descendants(self.process.pid)) == 3)
-        self.family = descendants(self.process.pid)  # what watches it, the job and its worker
-        self.quiet = threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()
-
-    def say(self, job: dict) -> None:
-        line = json.dumps(job | {"environment": {}, "grace": 20}) + "\n"
+        self.process = subprocess.Popen([sys.executable, "-uc", source()], **pipes)
+        hello = self.process.stdout.readline().decode().removeprefix("@@guard ")
+        assert json.loads(hello)["port"]
+        command = ["-c", JOB, str(folder / "snapshot"), job]
+        start = {"command": command, "folder": "/", "python": sys.executable}
+        line = json.dumps(start | {"environment": {}, "grace": 2}) + "\n"
         self.process.stdin.write(line.encode())
         self.process.stdin.flush()
+        assert self.process.stdout.readline() == b"up\n"
+        assert eventually(lambda: len(descendants(self.process.pid)) == 2)
+        self.family = descendants(self.process.pid)  # the job and its worker
+        self.snapshot = folder / "snapshot"
+        self.quiet = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -68,10 +66,6 @@ class Guard:
     def alone(self) -> bool:
         """Whether all that it has started has ended."""
         return not any(one.lives() for one in self.family)
-
-    def all_stopped(self) -> bool:
-        everyone = [self.process.pid, *(one.pid for one in self.family)]
-        return all(") T " in open(f"/proc/{pid}/stat").read() for pid in everyone)
 
 
 @pytest.fixture
@@ -89,46 +83,32 @@ def guard(tmp_path, request):
             pipe.close()
 
 
-@pytest.mark.parametrize("launcher", ["beats", "is gone"])
-def test_a_guard_that_is_stopped_wakes_up_to_end(guard, launcher):
-    guard.process.send_signal(signal.SIGSTOP)
-    if launcher == "is gone":
-        guard.quiet.set()
-        guard.process.stdin.close()
-    assert guard.process.wait(60) == 75
-    assert guard.snapshot.read_text() == "snapshot"
-    assert guard.alone()
-    assert b"guard: stopped for 2 s: ending the training" in guard.process.stderr.read()
-
-
-@pytest.mark.parametrize("guard", ["stubborn"], indirect=True)
-def test_a_job_that_does_not_end_is_killed_with_its_guard(guard):
-    guard.process.send_signal(signal.SIGSTOP)
-    assert guard.process.wait(60) in (128 + signal.SIGKILL, -signal.SIGKILL)
-    assert eventually(guard.alone)
-
-
-def test_a_launcher_that_is_stopped_counts_as_gone(guard):
+def test_a_launcher_that_is_silent_counts_as_gone(guard):
     guard.quiet.set()
     assert guard.process.wait(60) == 75
     assert guard.snapshot.read_text() == "snapshot"
     assert guard.alone()
 
 
-@pytest.mark.parametrize("started", ["then", "at another time"])
-def test_all_of_a_node_is_stopped(guard, started):
-    """What the launcher then sends over another ssh ends it, but no other process of that id."""
-    for one in guard.family:
-        os.kill(one.pid, signal.SIGSTOP)
-    guard.process.send_signal(signal.SIGSTOP)
-    assert eventually(guard.all_stopped)
-    pid, began = guard.identity
-    end = {"end": [pid, began if started == "then" else "0"]}
-    done = subprocess.run([sys.executable, "-c", source(end)], timeout=60, check=False)
-    assert done.returncode == 0
-    if started == "then":
-        assert guard.process.wait(60) == 75
-        assert guard.snapshot.read_text() == "snapshot"
-        assert eventually(guard.alone)
-    else:
-        assert guard.all_stopped()
+@pytest.mark.parametrize("guard", ["stubborn"], indirect=True)
+@pytest.mark.parametrize("way", ["silence", "closed"])
+def test_a_job_that_does_not_end_is_killed(guard, way):
+    guard.quiet.set()
+    if way == "closed":
+        guard.process.stdin.close()
+    assert guard.process.wait(60) == 128 + signal.SIGKILL
+    assert eventually(guard.alone)
+
+
+def test_a_guard_that_is_killed_takes_its_job_along(guard):
+    """The job's own children are those of the suite, which die with their parents."""
+    (job,) = [one for one in guard.family if one.parent == guard.process.pid]
+    guard.process.kill()
+    assert eventually(lambda: not job.lives())
+
+
+def test_ctrl_z_is_ignored_and_sigterm_asks_for_the_end(guard):
+    guard.process.send_signal(signal.SIGTSTP)
+    guard.process.send_signal(signal.SIGTERM)
+    assert guard.process.wait(60) == 75
+    assert guard.alone()

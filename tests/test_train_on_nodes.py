@@ -10,7 +10,7 @@ from conftest import ROOT, TIMEOUT, summary
 from nodes import Node, Nodes, Typed, need
 from running import TINY_LINE, Process, eventually, tiny
 
-INTERRUPTED = 75
+INTERRUPTED, LOST_PEER = 75, 69
 _, ENV = tiny()
 SECRET = "kept+from/everybody="
 # A node that has lost its launcher is empty 25 s later, on a machine with time for it. The limit
@@ -141,51 +141,6 @@ def test_a_launcher_that_ends_leaves_no_process(nodes, hosts, folder, tmp_path, 
             assert way == "SIGKILL" or run.process.returncode == INTERRUPTED
 
 
-@pytest.mark.long  # test_guard.py tries the same without a training
-def test_a_launcher_that_is_stopped_leaves_no_process(nodes, hosts, folder, tmp_path):
-    """Ctrl-Z says what it does; nobody continues it in time."""
-    with silent(nodes, hosts, folder, tmp_path, 0.05) as run:
-        run.send(signal.SIGTSTP)
-        assert eventually(lambda: is_stopped(run.pid))
-        assert "15 s from now the nodes end the training, with a snapshot" in run._error_text()
-        assert eventually(lambda: not ours(nodes[1:]), EMPTY_SECONDS), ours(nodes[1:])
-        os.kill(run.process.pid, signal.SIGCONT)  # nsenter stops and continues with its child
-        run.send(signal.SIGCONT)
-        result = run.result()
-        assert result.code != 0, result  # they had 6 s for the snapshot
-        assert "launcher: continued after" in result.err
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("stopped", ["guard", "node", "ssh"])
-def test_who_is_stopped_leaves_no_process(nodes, hosts, folder, tmp_path, stopped):
-    """A guard alone, all that runs on a node, or the ssh that leads to it."""
-    with silent(nodes, hosts, folder, tmp_path, 0.05) as run:
-        if stopped == "ssh":
-            victims = [one for one in ours(nodes[:1]) if "node1" in one.command.split()]
-            assert len(victims) == 1
-        else:
-            victims = list(ours(nodes[1:2]))
-            if stopped == "guard":
-                top = {one.pid for one in victims}
-                victims = [one for one in victims if "ARGUMENTS" in one.command]
-                victims = [one for one in victims if one.parent not in top]
-                assert len(victims) == 1
-        for one in victims:
-            os.kill(one.pid, signal.SIGSTOP)
-        result = run.result()
-        assert result.code not in (0, None), result
-        assert eventually(lambda: not ours(nodes)), ours(nodes)
-        if stopped == "guard":
-            assert "guard: stopped for 15 s" in result.err
-        else:
-            assert "no sign of life from node1 for 30 s" in result.err
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
 @pytest.mark.long
 def test_a_second_interrupt_ends_at_once(nodes, hosts, folder, tmp_path):
     with silent(nodes, hosts, folder, tmp_path, 600, grace=600) as run:
@@ -211,24 +166,29 @@ def test_a_cut_link_leaves_no_process(nodes, hosts, folder, tmp_path, cut, step_
         try:
             nodes[cut].link(False)
             assert eventually(lambda: not ours(nodes), EMPTY_SECONDS), ours(nodes)
-            assert run.result().code not in (0, INTERRUPTED)
+            assert run.result().code == LOST_PEER
         finally:
             nodes[cut].link(True)
             # Wait until the switch knows where the node is.
             assert eventually(lambda: nodes[0].run("ssh node1 true; ssh node2 true").code == 0)
 
 
-@pytest.mark.long
-def test_a_failing_node_stops_the_others(nodes, hosts, folder, tmp_path):
+@pytest.mark.parametrize("victim", ["rank", pytest.param("script", marks=pytest.mark.long)])
+def test_a_process_that_is_killed_ends_the_job(nodes, hosts, folder, tmp_path, victim):
+    """The launcher names the node and the signal. Ctrl-Z does not stop it."""
     with silent(nodes, hosts, folder, tmp_path, 0.05) as run:
-        victims = [one for one in ours(nodes[2:]) if "spawn_main" in one.command]
-        assert victims
-        os.kill(victims[0].pid, signal.SIGKILL)
+        run.send(signal.SIGTSTP)
+        there = [one for one in ours(nodes[2:]) if "imagenet_ddp.py" in one.command]
+        if victim == "rank":
+            scripts = {one.pid for one in there}
+            there = [one for one in ours(nodes[2:]) if one.parent in scripts]
+            there = [one for one in there if "spawn_main" in one.command]
+        os.kill(min(one.pid for one in there), signal.SIGKILL)
         result = run.result()
-        assert result.code not in (0, INTERRUPTED)
-        assert "ended with exit code" in result.err
-        assert "[node1]" in result.err
-        assert eventually(lambda: not ours(nodes)), ours(nodes)
+    assert result.code == LOST_PEER
+    assert "launcher: node2 ended with exit code 137: killed by SIGKILL" in result.err
+    assert "Traceback" not in result.err
+    assert eventually(lambda: not ours(nodes)), ours(nodes)
 
 
 @pytest.mark.parametrize(

@@ -5,24 +5,22 @@
     python scripts/examples/ray_train.py --nodes 1:4 --gpus 1 -- imagenet_ddp.py --name my_run DATA
 
 Ray finds the nodes (its autoscaler may start them: ray_g4dn.yaml), notices when one is lost, and
-carries output and orders; nothing of it is in the training. On each node an actor holds the GPUs of
-one bundle of a placement group, and scripts/ssh/guard.py below it runs the script, one process per
-GPU, which meets the others as if started by hand. When a node is lost, or comes back, training goes
-on from the latest snapshot on the nodes that are there. Ctrl-C ends it with a snapshot.
+carries output and orders; nothing of it is in the training. The job is that of train_on_nodes.sh
+--elastic (scripts/ssh/job.py): instead of an ssh, an actor on each node holds its GPUs, and below
+it scripts/ssh/guard.py. When a node is lost, or comes back, the job resumes from the latest
+snapshot on the nodes that are there. Ctrl-C ends it with a snapshot.
 
 Needs `pip install ray` in one version on all nodes, this code and the data at one path, and an
---output-dir that the nodes share. The cluster's head must live: without it, all ends.
+--output-dir that the nodes share. If the cluster's head node dies, the job ends.
 """
 
 import argparse
 import contextlib
+import os
 import queue
-import secrets
-import shlex
-import signal
+import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,227 +30,134 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts/ssh")]
 import guard  # noqa: E402
 import hosts  # noqa: E402
 import launcher  # noqa: E402
-from connection import Screen  # noqa: E402
-from hosts import note  # noqa: E402
+from hosts import MARKER, SSH_FAILED, Host, note  # noqa: E402
+from job import Job, Node  # noqa: E402
 
 from utils import errors  # noqa: E402
-from utils.errors import BAD_INPUT, INTERRUPTED, UserError  # noqa: E402
-from utils.launch.supervise import MARKER  # noqa: E402
-from utils.option_types import Formatter, amount, count  # noqa: E402
+from utils.errors import UserError  # noqa: E402
+from utils.option_types import Formatter, count  # noqa: E402
 
 try:
     import ray
-    import ray_nodes
 except ImportError:  # `main` says so, once the options are understood
     ray = None
 
-WAIT_SECONDS = 1800.0  # for as many nodes as training needs at least; new machines take minutes
-START_SECONDS = 120.0  # for the actors
-SETTLE_SECONDS, LOOK_SECONDS = 30.0, 5.0  # an attempt lasts so long before it makes room for a node
-LOST_SECONDS = 6.0  # for the other nodes to end once one has failed
-QUICK_SECONDS, QUICK_FAILURES = 120.0, 5  # so many such short attempts in a row are no accident
-PAUSE_SECONDS = 5.0  # before the second attempt; then twice as long, and so on
-LOST = None  # in place of the exit code of a node that is gone
+WAIT_SECONDS = 1800.0  # for as many nodes as the job needs at least; new machines take minutes
 
 
-class Job:
-    """A training, attempt after attempt, until it ends."""
+class Holder:
+    """An actor, which holds a node's resources and the guard on it. Ray sends it there by value, so
+    that it needs nothing of this repository; when it dies, its guard ends the job."""
 
-    def __init__(self, options: argparse.Namespace, command: list[str]):
-        self.options, self.command = options, command
-        self.bundle = {"CPU": options.cpus, "GPU": options.gpus}  # of each node
-        self.name, self.number = secrets.token_hex(4), 0
-        self.events: queue.SimpleQueue = queue.SimpleQueue()
-        self.interrupts = 0
-        self.quick = 0  # attempts in a row that failed soon
-        self.seats: list[Any] = []
-        self.codes: dict[int, int | None] = {}  # of the nodes that have ended, by rank, in order
+    def start(self, words: list[str], program: bytes, mark: dict[str, str]) -> None:
+        """Run the guard, ``program``, by this Python."""
+        self.guard = subprocess.Popen(
+            [sys.executable, *words],
+            env=dict(os.environ, **mark),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.lines: queue.SimpleQueue = queue.SimpleQueue()
 
-    def run(self) -> int:
-        """Train until the end, whoever takes part. Returns the exit code. Raises: `UserError`."""
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, self._interrupt)
-        threading.Thread(target=self._beat, daemon=True).start()
-        code = None
-        while code is None:
-            groups, nodes = self._nodes()
-            self.codes, began, joining = {}, time.monotonic(), False
-            try:
-                joining = self._attempt(groups, nodes)
-            except ray.exceptions.RayError as fault:
-                note(f"training could not begin: {_line(fault)}")
-                self.codes = {0: 1}
-            finally:
-                for seat in self.seats:
-                    ray.kill(seat)
-                self.seats = []
-                for group in groups:
-                    ray.util.remove_placement_group(group)
-            code = self._judge(joining, time.monotonic() - began)
-        return code
+        def read(number: int, stream: Any) -> None:
+            for line in stream:
+                self.lines.put((number, line))
 
-    def _interrupt(self, signum: int, frame: Any) -> None:
-        self.interrupts += 1
-        self.events.put(("signal", signum, None))
+        streams = ((1, self.guard.stdout), (2, self.guard.stderr))
+        self.readers = [threading.Thread(target=read, args=one, daemon=True) for one in streams]
+        for reader in self.readers:
+            reader.start()
+        self.say(program)
 
-    def _nodes(self) -> tuple[list[Any], int]:
-        """Wait for nodes. Returns: a placement group, if necessary a second one that waits for the
-        nodes that are missing, and of how many the first is. Raises: `UserError`."""
-        began, next_line = time.monotonic(), 2.0
-        wish = " and ".join(f"{n} {kind}" for kind, n in self.bundle.items() if n)
-        for group, nodes, ready in ray_nodes.reserve(self.bundle, self.options.nodes):
-            waited, why = time.monotonic() - began, ""
-            if self.interrupts:
-                why, code = "interrupted while waiting for nodes", INTERRUPTED
-            elif ready:
-                break
-            elif waited > WAIT_SECONDS:
-                why = f"there were not {nodes} nodes with {wish} free within {WAIT_SECONDS:g} s"
-                code = 1 if self.number else BAD_INPUT
-            elif waited > next_line:
-                next_line = waited + (5 if waited < 60 else 15)
-                note(
-                    f"waiting for {nodes} nodes with {wish} free on each: the cluster has "
-                    f"{ray_nodes.fitting(self.bundle)} of this size ({waited:.0f} s, at most "
-                    f"{WAIT_SECONDS:g})"
-                )
-            if why:
-                ray.util.remove_placement_group(group)
-                raise UserError(why, code=code)
-        missing = self.options.nodes[1] - nodes
-        return [group, *([ray_nodes.ask_for(missing, self.bundle)] if missing else [])], nodes
+    def say(self, order: bytes) -> None:
+        """Pass a heartbeat or an order on to the guard."""
+        with contextlib.suppress(OSError):  # it has ended
+            self.guard.stdin.write(order)
+            self.guard.stdin.flush()
 
-    def _attempt(self, groups: list[Any], nodes: int) -> bool:
-        """One start of the training. Returns: whether it has ended to make room for more nodes."""
-        self.seats = ray_nodes.seats(groups[0], nodes, self.bundle)
-        hellos = ray.get([seat.hello.remote() for seat in self.seats], timeout=START_SECONDS)
-        names = [hello["name"] for hello in hellos]
-        if len(set(names)) < nodes:  # a machine may be several of Ray's nodes
-            names = [f"{name}:{rank}" for rank, name in enumerate(names)]
-        again = "again " if self.number else ""
-        note(f"training begins {again}on {', '.join(names)}")
-        self.number += 1
-        screen, starts = Screen(names), []
-        for rank, seat in enumerate(self.seats):
-            job = self._job(rank, nodes, hellos[0])
-            line = f"+ cd {job['folder']}; NODE_RANK={rank} python {shlex.join(self.command)}"
-            screen.line(names[rank], line.encode())
-            program = hosts.program(Path(guard.__file__), {})
-            starts.append(seat.start.remote(hosts.bootstrap(), program, job, {MARKER: "guard"}))
-        ray.get(starts, timeout=START_SECONDS)
-        for place in enumerate(self.seats):
-            more = (screen, names)
-            threading.Thread(target=self._follow, args=(*place, *more), daemon=True).start()
-        return self._wait(names, groups[1:])
+    def follow(self) -> tuple[list[tuple[int, bytes]], int | None]:
+        """What was printed since the last call, within a second; at the end the exit code."""
+        over = not any(reader.is_alive() for reader in self.readers)
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self.lines.get(timeout=0 if over else 1))
+            while len(found) < 1000:
+                found.append(self.lines.get_nowait())
+        return found, self.guard.wait() if over and not found else None
 
-    def _job(self, rank: int, nodes: int, first: dict[str, Any]) -> dict[str, Any]:
-        """What the guard on a node is to run; its script takes all GPUs that Ray shows it."""
-        environment = {
-            "MASTER_ADDR": first["address"],
-            "MASTER_PORT": str(first["port"]),
-            "WORLD_SIZE": str(nodes),
-            "NODE_RANK": str(rank),
-            "IMAGENET_ELASTIC": f"{self.name}:{self.number}",
-        }
-        if not self.options.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ""  # none that Ray has not given
-        return {
-            "command": list(self.command),
-            "folder": self.options.dir,
-            "environment": environment | dict(self.options.env or ()),
-            "python": self.options.python,
-            "grace": self.options.grace,
-        }
 
-    def _follow(self, rank: int, seat: Any, screen: Screen, names: list[str]) -> None:
-        """Show what a node prints, until it ends."""
+class RayNode(Node):
+    """A node whose guard is below an actor."""
+
+    def __init__(self, host: Host, job: Job, quiet: bool, holder: Any, mark: str):
+        super().__init__(host, job, quiet)
+        self.holder = holder
+        program = hosts.program(Path(guard.__file__), {})
+        holder.start.remote(hosts.bootstrap(), program, {MARKER: mark})
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def say(self, order: bytes) -> None:
+        with contextlib.suppress(Exception):  # of a node that is gone
+            self.holder.say.remote(order)
+
+    def close(self) -> None:
+        ray.kill(self.holder)
+
+    def _follow(self) -> None:
         code = None
         try:
             while code is None:
-                lines, code = ray.get(seat.follow.remote())
+                lines, code = ray.get(self.holder.follow.remote())
                 for stream, line in lines:
-                    text = line.replace(guard.ALIVE, b"")
-                    if text and not text.startswith(guard.HELLO.encode()):
-                        screen.line(names[rank], text, sys.stdout if stream == 1 else sys.stderr)
+                    self.take(line, sys.stdout if stream == 1 else sys.stderr)
         except ray.exceptions.RayError:
-            code = LOST
-        self.events.put(("ended", rank, code))
-
-    def _beat(self) -> None:
-        """Send heartbeats, for ever: a guard that misses them ends its training."""
-        while True:
-            time.sleep(guard.HEARTBEAT_SECONDS)
-            self._say(b"\n")
-
-    def _say(self, order: bytes) -> None:
-        for seat in self.seats:
-            with contextlib.suppress(Exception):  # of a node that is gone
-                seat.say.remote(order)
-
-    def _wait(self, names: list[str], more: list[Any]) -> bool:
-        """Wait until all nodes have ended. Returns: whether that was to make room for ``more``."""
-        began = looked = time.monotonic()
-        ending = joining = False
-        while len(self.codes) < len(names):
-            what, which, code = "", 0, None
-            with contextlib.suppress(queue.Empty):
-                what, which, code = self.events.get(timeout=1)
-            now = time.monotonic()
-            if what == "signal" and self.interrupts > 1:
-                note("ending all nodes at once")
-                self._say(b"KILL\n")
-            elif what == "signal":
-                note(f"asking all nodes to stop with a snapshot within {self.options.grace:g} s")
-                self._say(b"TERM\n")
-                ending = True
-            elif what == "ended":
-                self.codes[which] = code
-                if code != 0 and not ending:
-                    how = "is lost" if code is LOST else f"ended with exit code {code}"
-                    note(f"{names[which]} {how}; stopping the rest")
-                    ending = True
-                    self._end()
-            elif not ending and now - began > SETTLE_SECONDS and now - looked > LOOK_SECONDS:
-                looked = now
-                here = len(names) < ray_nodes.fitting(self.bundle)
-                if here and any(group.wait(timeout_seconds=0) for group in more):
-                    note("stopping with a snapshot, to go on with more nodes")
-                    ending = joining = True
-                    self._say(b"TERM\n")
-        return joining
-
-    def _end(self) -> None:
-        """Without one node the others cannot agree on a snapshot, and may hang."""
-        self._say(b"TERM\n")
-        timer = threading.Timer(LOST_SECONDS, self._say, (b"KILL\n",))
-        timer.daemon = True
-        timer.start()
-
-    def _judge(self, joining: bool, seconds: float) -> int | None:
-        """The job's exit code after an attempt of so many seconds, or None to go on."""
-        codes = list(self.codes.values())
-        failed = [code for code in codes if code]
-        if self.interrupts:
-            return INTERRUPTED if INTERRUPTED in codes else (failed or [0])[0]
-        if self.codes.get(0) == 0:
-            return 0
-        if LOST in codes or joining:
-            self.quick = 0
-            return None
-        if failed[0] == BAD_INPUT:
-            return BAD_INPUT
-        self.quick = self.quick + 1 if seconds < QUICK_SECONDS else 1
-        if self.quick >= QUICK_FAILURES:
-            note(f"training has failed {self.quick} times in a row soon after its start")
-            return failed[0]
-        until = time.monotonic() + PAUSE_SECONDS * 2 ** (self.quick - 1)
-        while time.monotonic() < until and not self.interrupts:
-            time.sleep(0.5)
-        return None
+            code = SSH_FAILED  # as when an ssh is lost
+        with contextlib.suppress(Exception):
+            self.close()  # it holds the node's resources
+        self.job.events.put((self, "ended", code))
 
 
-def _line(fault: Exception) -> str:
-    return (str(fault).strip() or type(fault).__name__).splitlines()[0]
+class Cluster:
+    """The nodes of a Ray cluster that have what the job needs on each."""
+
+    wait_seconds = WAIT_SECONDS
+
+    def __init__(self, options: argparse.Namespace, mark: str):
+        from ray.autoscaler.sdk import request_resources
+
+        self.bundle = {kind: n for kind, n in (("CPU", options.cpus), ("GPU", options.gpus)) if n}
+        self.most, self.mark = options.nodes[1], mark
+        request_resources(bundles=[self.bundle] * self.most)  # without an autoscaler, nothing
+        self.taken: list[Host] = []
+
+    def hosts(self) -> list[Host]:
+        """At most MAX nodes: those of before that are alive, and others."""
+        alive = []
+        for node in ray.nodes():
+            has = node["Resources"] if node["Alive"] else {}
+            if all(has.get(kind, 0) >= n for kind, n in self.bundle.items()):
+                address = f"{node['NodeID']}@{node['NodeManagerHostname']}"
+                alive.append(Host(address, ip=node["NodeManagerAddress"]))
+        kept = [host for host in self.taken if host in alive]
+        self.taken = (kept + [host for host in alive if host not in kept])[: self.most]
+        return self.taken
+
+    def connect(self, host: Host, job: Job, quiet: bool) -> RayNode:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        place = NodeAffinitySchedulingStrategy(host.address.partition("@")[0], soft=False)
+        holder = ray.remote(Holder).options(
+            num_cpus=self.bundle.get("CPU", 0),
+            num_gpus=self.bundle.get("GPU", 0),
+            max_concurrency=8,
+            scheduling_strategy=place,
+        )
+        return RayNode(host, job, quiet, holder.remote(), self.mark)
+
+    def prepare(self, host: Host) -> None:
+        """Nothing: the code is there."""
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -270,16 +175,13 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--gpus", type=count, help="per node, with a process each; default: all that a node has")
     add("--cpus", type=count, default=1, help="per node, that Ray sets aside for the training")
     hosts.add_node_options(parser)
-    text = "time for a snapshot before a training that was asked to stop is killed"
-    add("--grace", type=amount, default=20.0, metavar="SECONDS", help=text)
+    launcher.add_grace(parser)
     options = parser.parse_args(own)
+    options.port = None
     if not command:
         raise UserError("what to train is missing: ... --nodes 2 -- imagenet_ddp.py OPTIONS DATA")
-    known = launcher.check(command, several=True)
-    if not known.name:
-        raise UserError("--name, the run to continue when a node fails, is missing after --")
-    resume = [] if known.resume else ["--resume", "auto"]
-    return options, [command[0], *resume, *command[1:]]
+    options.script = launcher.check(command, several=True, again=True)
+    return options, command
 
 
 def _nodes(text: str) -> tuple[int, int]:
@@ -295,16 +197,24 @@ def main() -> int:
     try:
         ray.init(options.address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError) as fault:
+        reason = (str(fault).strip() or type(fault).__name__).splitlines()[0]
         raise UserError(
-            f"no Ray cluster at --address {options.address} ({_line(fault)}): begin one with "
+            f"no Ray cluster at --address {options.address} ({reason}): begin one with "
             "`ray start --head`, or give the address that it has printed"
         ) from None
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     if options.gpus is None:
-        options.gpus = ray_nodes.most_gpus()
+        options.gpus = int(max(n["Resources"].get("GPU", 0) for n in ray.nodes() if n["Alive"]))
         if not options.gpus:
             note("no node of the cluster has a GPU: training on CPUs (--gpus N waits for GPUs)")
+    if not options.gpus:  # none that Ray has not given
+        options.env = [("CUDA_VISIBLE_DEVICES", ""), *(options.env or ())]
+    if not (ROOT / ".venv").exists():
+        options.python = options.python or sys.executable
+    cluster = Cluster(options, f"guard:{options.script.name}")
+    cluster.wait_seconds = options.script.dist_timeout or WAIT_SECONDS
     try:
-        return Job(options, command).run()
+        return Job(options, command, cluster, options.nodes, again=True).run()
     finally:
         ray.shutdown()
 

@@ -1,9 +1,9 @@
 """Finds and ends this suite's processes of this user; see scripts/cleanup.sh for the command.
 
-What is ours carries IMAGENET_SUITE in its environment: launchers and scripts set it for everything
-that they start. The first process of a line typed by hand has not inherited it (and /proc shows the
-environment that a process started with); it, and what it forks, is recognised by its command line:
-a Python that runs, directly or through torchrun, imagenet_*.py of a folder that holds this suite.
+What is ours carries IMAGENET_SUITE=KIND[:RUN] in its environment: launchers and scripts set it for
+everything that they start. The first process of a command typed by hand has not inherited it (and
+/proc shows the environment that a process started with); it is recognised by its command line: a
+Python that runs, directly or through torchrun, imagenet_*.py of a folder that holds this suite.
 
 With a file of hosts, this file is sent to each of them; it needs nothing but Python (3.7 or newer).
 """
@@ -19,7 +19,6 @@ import socket
 import sys
 import time
 
-MARKER = b"IMAGENET_SUITE="
 _SCRIPT = re.compile(r"imagenet_\w+\.py")
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "torchrun")
 DEFAULT_PORT = 8888
@@ -40,15 +39,26 @@ class Process:
         with open(folder + "/cmdline", "rb") as file:
             self.words = file.read().decode(errors="replace").rstrip("\0").split("\0")
         with open(folder + "/environ", "rb") as file:
-            variables = file.read().split(b"\0")
-        self.marked = any(one.startswith(MARKER) for one in variables)
-        self.ranked = any(one.startswith(b"LOCAL_RANK=") for one in variables)
+            variables = file.read().decode(errors="replace").split("\0")
+        environment = dict(one.partition("=")[::2] for one in variables)
+        self.mark, self.ranked = environment.get("IMAGENET_SUITE"), "LOCAL_RANK" in environment
         self.python = os.path.basename(os.readlink(folder + "/exe")).startswith("python")
         self.folder = os.readlink(folder + "/cwd")
 
     @property
     def ours(self):
-        return self.marked or (self.python and self.script is not None)
+        return self.mark is not None or self.script is not None
+
+    @property
+    def run(self):
+        """The name of its run, where the mark or the command line has it."""
+        name = (self.mark or "").partition(":")[2]
+        for number, word in enumerate(self.words):
+            if word == "--name":
+                name = "".join(self.words[number + 1 : number + 2])
+            elif word.startswith("--name="):
+                name = word[len("--name=") :]
+        return name
 
     @property
     def agent(self):
@@ -67,7 +77,7 @@ class Process:
             words = _program(self.words)
         for word in words:
             path = os.path.join(self.folder, word)
-            beside = os.path.join(os.path.dirname(path), "utils", "training", "stopping.py")
+            beside = os.path.join(os.path.dirname(path), "utils", "options.py")
             if _SCRIPT.fullmatch(os.path.basename(word)) and os.path.exists(beside):
                 return word
         return None
@@ -109,8 +119,11 @@ def _launcher_at(words):
     return words.index(program[0]) if program and os.path.basename(program[0]) == "torchrun" else 0
 
 
-def find():
-    """All living processes of this suite and user, apart from this one and those above it."""
+def find(run):
+    """All living processes of this suite and user, apart from this one and those above it.
+
+    With the name of a ``run``, only those of that run, and what they have started.
+    """
     everyone = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -119,7 +132,14 @@ def find():
     pid = os.getpid()
     while pid in everyone:
         pid = everyone.pop(pid).parent
-    return [one for one in everyone.values() if one.ours and one.state not in "ZX"]
+
+    def belongs(one):
+        while one is not None and not (one.ours and one.run == run):
+            one = everyone.get(one.parent)
+        return one is not None
+
+    found = [one for one in everyone.values() if one.ours and one.state not in "ZX"]
+    return [one for one in found if not run or belongs(one)]
 
 
 def listening(processes):
@@ -176,12 +196,12 @@ def ask(processes):
         one.send(signal.SIGCONT)
 
 
-def clean(grace, dry_run, say=print):
+def clean(grace, dry_run, run, say=print):
     """Find, list and end. Returns the exit code: 1 if something could not be ended."""
-    found = find()
+    found = find(run)
     ports = listening(found)
     if not found:
-        say("nothing of this suite is running")
+        say("nothing of this suite is running" if not run else f"nothing of {run} is running")
     for one in found:
         say(f"{'would end' if dry_run else 'ending'} {one}")
     if dry_run:
@@ -190,7 +210,7 @@ def clean(grace, dry_run, say=print):
     stubborn = wait(found, grace)
     if found:
         say(f"{len(found) - len(stubborn)} of {len(found)} ended after SIGTERM")
-    left = find()  # including what they have started since
+    left = find(run)  # including what they have started since
     killed = set()
     deadline = time.monotonic() + 10
     while left and time.monotonic() < deadline:
@@ -198,12 +218,14 @@ def clean(grace, dry_run, say=print):
             one.send(signal.SIGKILL)
             killed.add(one.pid)
         wait(left, 2)
-        left = find()
+        left = find(run)
     if killed:
         say(f"{len(killed) - len(left)} more ended after SIGKILL")
     for one in left:
         say(f"error: could not end {one}")
-    for port in sorted(ports | {int(os.environ.get("MASTER_PORT") or DEFAULT_PORT)}):
+    if not run:
+        ports.add(int(os.environ.get("MASTER_PORT") or DEFAULT_PORT))
+    for port in sorted(ports):
         say(f"port {port} is {'free' if is_free(port) else 'in use by another program'}")
     return 1 if left else 0
 
@@ -213,24 +235,43 @@ def main():
 
     hosts.go_on_without_reader()
     parser = argparse.ArgumentParser(prog="cleanup.sh", allow_abbrev=False)
-    parser.add_argument("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host per line")
-    parser.add_argument("--dry-run", action="store_true", help="only list what would be ended")
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="between SIGTERM and SIGKILL (30)",
-    )
-    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options (ssh)")
+    add = parser.add_argument
+    add("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host per line")
+    add("--name", default="", metavar="RUN", help="end only this run (started with --name RUN)")
+    add("--dry-run", action="store_true", help="only list what would be ended")
+    add("--yes", action="store_true", help="do not ask, on a terminal")
+    text = "between SIGTERM and SIGKILL (30)"
+    add("--grace", type=float, default=30.0, metavar="SECONDS", help=text)
+    add("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options (ssh)")
     options = parser.parse_args()
-    if not options.hosts:
-        return clean(options.grace, options.dry_run)
-    import remote  # only here, as this file is sent to nodes without it
 
-    arguments = {"grace": options.grace, "dry_run": options.dry_run}
-    return remote.everywhere(options.hosts, options.ssh, __file__, arguments)
+    def act(dry_run, say=print):
+        """Returns the exit code."""
+        arguments = {"grace": options.grace, "dry_run": dry_run, "run": options.name}
+        if not options.hosts:
+            return clean(say=say, **arguments)
+        worst = 0
+        for host, code, out in hosts.ask_all(options.hosts, options.ssh, __file__, arguments):
+            for line in out.splitlines():
+                say(f"[{host.name}] {line}")
+            worst = max(worst, 2 if code == hosts.SSH_FAILED else code)
+        return worst
+
+    if sys.stdin.isatty() and sys.stdout.isatty() and not (options.yes or options.dry_run):
+        listed = []
+        code = act(True, listed.append)
+        print("\n".join(listed))
+        if not any("would end" in line for line in listed):
+            return code
+        if input("End these processes? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was ended")
+            return 0
+    return act(options.dry_run)
 
 
 if __name__ == "__main__":
-    sys.exit(clean(**ARGUMENTS) if ARGUMENTS is not None else main())
+    if ARGUMENTS is not None:
+        sys.exit(clean(**ARGUMENTS))
+    import hosts
+
+    hosts.end_with(main)

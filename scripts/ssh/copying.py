@@ -21,23 +21,22 @@ def rsync(options: argparse.Namespace, *arguments: str) -> bool:
         raise UserError("rsync is missing here: install it, or copy by hand") from None
 
 
-def sync(options: argparse.Namespace, machines: list[Host]) -> None:
-    """Copy this code to every host; extra files there stay. Raises: `UserError`."""
+def sync(options: argparse.Namespace, host: Host) -> None:
+    """Copy this code to a host; extra files there stay. Raises: `UserError`."""
     without = [f"--exclude={pattern}" for pattern in _NOT_COPIED]
-    for host in machines:
-        # rsync creates only one level of folders.
-        make = [*shlex.split(options.ssh), "-o", "BatchMode=yes", host.address]
-        make.append(f"mkdir -p {shlex.quote(options.dir)}")
-        made = subprocess.run(make, stdin=subprocess.DEVNULL, check=False).returncode == 0
-        if not made or not rsync(options, *without, f"{ROOT}/", f"{host.address}:{options.dir}/"):
-            raise UserError(f"could not copy the code to {host.name} (the reason is above)")
-        note(f"copied the code to {host.name}:{options.dir}")
+    # rsync creates only one level of folders.
+    make = [*shlex.split(options.ssh), "-o", "BatchMode=yes", host.address]
+    make.append(f"mkdir -p {shlex.quote(options.dir)}")
+    made = subprocess.run(make, stdin=subprocess.DEVNULL, check=False).returncode == 0
+    if not made or not rsync(options, *without, f"{ROOT}/", f"{host.address}:{options.dir}/"):
+        raise UserError(f"could not copy the code to {host.name} (the reason is above)")
+    note(f"copied the code to {host.name}:{options.dir}")
 
 
-def fetch(options: argparse.Namespace, host: Host, training: argparse.Namespace) -> None:
+def fetch(options: argparse.Namespace, host: Host, script: argparse.Namespace) -> None:
     """Bring the run directory of the first node to the same place here. Raises: `UserError`."""
-    run = f"{training.output_dir}/{training.name}"
-    target = Path(training.output_dir) / training.name
+    run = f"{script.output_dir}/{script.name}"
+    target = Path(script.output_dir) / script.name
     target.mkdir(parents=True, exist_ok=True)
     source = run if run.startswith("/") else f"{options.dir}/{run}"
     if rsync(options, f"{host.address}:{source}/", f"{target}/"):

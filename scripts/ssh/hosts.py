@@ -5,7 +5,8 @@
     ubuntu@172.31.0.11  slots=4  ip=10.0.0.11     # 4 processes; its address for the others
 
 The order of the lines is the order of node ranks. ``ip`` matters only for the first, or, with
---elastic, for all: any may become the first.
+--elastic, for all: any may become the first. ``runs=PATH`` is for tensorboard.sh: where the runs
+of that node are.
 """
 
 import argparse
@@ -13,14 +14,16 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # what is imported from there needs nothing but Python
 
-from utils.errors import UserError, go_on_without_reader  # noqa: E402, F401
+from utils.errors import UserError, end_with, go_on_without_reader  # noqa: E402, F401
 from utils.launch.supervise import MARKER  # noqa: E402
 
 # Reads the program; what follows on the same standard input is the program's own.
@@ -43,6 +46,7 @@ class Host:
     address: str
     slots: int | None = None
     ip: str | None = None
+    runs: str | None = None
 
     @property
     def name(self) -> str:
@@ -55,24 +59,25 @@ def read(path: Path) -> list[Host]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as fault:
-        raise UserError(f"cannot read the list of hosts {path}: {fault}") from None
+        raise UserError(f"cannot read the hosts file {path}: {fault}") from None
     hosts: list[Host] = []
     for number, line in enumerate(lines, 1):
-        words = line.split("#")[0].split()
-        if not words:
+        where = f"{path}, line {number}"
+        if not (words := line.split("#")[0].split()):
             continue
-        facts = dict(word.partition("=")[::2] for word in words[1:])
-        slots = facts.pop("slots", None)
-        ip = facts.pop("ip", None)
-        host = Host(words[0], int(slots) if slots and slots.isdecimal() else None, ip)
-        wrong = facts or (slots is not None and not host.slots) or words[0].startswith("-")
-        if wrong or ip == "" or "=" in words[0]:
+        found = re.fullmatch(
+            r"(?P<address>[^-=/ ][^=/ ]*)"
+            r"( slots=(?P<slots>[1-9]\d*)| ip=(?P<ip>\S+)| runs=(?P<runs>\S+))*",
+            " ".join(words),
+        )
+        if not found:
             raise UserError(
-                f"{path}, line {number}: {line.strip()!r} is not of the form "
-                "[USER@]HOST [slots=N] [ip=ADDRESS]"
+                f"{where}: {line.strip()!r} is not of the form "
+                "[USER@]HOST [slots=N] [ip=ADDRESS] [runs=PATH]"
             )
+        host = Host(**found.groupdict() | {"slots": found["slots"] and int(found["slots"])})
         if host.name in [other.name for other in hosts]:
-            raise UserError(f"{path}, line {number}: {host.name} is listed twice")
+            raise UserError(f"{where}: {host.name} is listed twice")
         hosts.append(host)
     if not hosts:
         raise UserError(f"{path} names no host: write one ssh host per line")
@@ -84,14 +89,15 @@ def of_list(text: str) -> list[Host]:
 
     Raises: `UserError`.
     """
-    hosts = []
+    hosts: list[Host] = []
     for word in text.split(","):
-        address, slots = word.rsplit(":", 1) if ":" in word else (word, "1")
-        if not address or address.startswith("-") or not slots.isdecimal() or not int(slots):
+        found = re.fullmatch(r"([^-:][^:]*)(?::([1-9]\d*))?", word)
+        if not found:
             raise UserError(f"-H {text}: {word!r} is not of the form HOST or HOST:PROCESSES")
-        if address.rpartition("@")[2] in [host.name for host in hosts]:
-            raise UserError(f"-H {text}: {address} is listed twice")
-        hosts.append(Host(address, int(slots)))
+        host = Host(found[1], int(found[2] or 1))
+        if host.name in [other.name for other in hosts]:
+            raise UserError(f"-H {text}: {host.name} is listed twice")
+        hosts.append(host)
     return hosts
 
 
@@ -100,7 +106,7 @@ def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:
 
     ``mark`` is the value of the environment variable by which clean-up recognises what is ours.
     """
-    marked = f"env {MARKER}={mark} " if mark else ""
+    marked = f"env {shlex.quote(f'{MARKER}={mark}')} " if mark else ""
     line = f"{marked}python3 {shlex.join(bootstrap())}"
     return [*shlex.split(ssh), *_SSH_OPTIONS, host.address, line]
 
@@ -114,6 +120,28 @@ def program(path: Path, arguments: dict) -> bytes:
     """A Python file and its arguments, as the first line of input for `remote_python`."""
     whole = {"source": path.read_text(), "name": path.name, "arguments": arguments}
     return json.dumps(whole).encode() + b"\n"
+
+
+def ask_all(file: str, ssh: str, source: str, arguments: dict) -> list[tuple[Host, int, str]]:
+    """Host, exit code and output of the program ``source`` on each host in ``file``, in order.
+
+    A host that ssh cannot reach has the code `SSH_FAILED`, and this says so. Raises: `UserError`.
+    """
+
+    def one(host: Host) -> tuple[Host, int, str]:
+        done = subprocess.run(
+            remote_python(ssh, host),
+            input=program(Path(source), arguments),
+            stdout=subprocess.PIPE,
+            check=False,
+        )
+        if done.returncode == SSH_FAILED:
+            print(f"error: {ssh_failed(ssh, host)}", file=sys.stderr)
+        return host, done.returncode, done.stdout.decode(errors="replace")
+
+    listed = read(Path(file))
+    with ThreadPoolExecutor(len(listed)) as pool:
+        return list(pool.map(one, listed))
 
 
 def default_directory() -> str:
@@ -136,13 +164,8 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dir", default=default_directory(), help="where this code is on the nodes")
     add("--python", help="on the nodes; default: DIR/.venv/bin/python if it exists, else python3")
-    add(
-        "--env",
-        type=_variable,
-        action="append",
-        metavar="NAME[=VALUE]",
-        help="a variable for the environment on the nodes; NAME alone: with its value here",
-    )
+    text = "a variable for the environment on the nodes; NAME alone: with its value here"
+    add("--env", type=_variable, action="append", metavar="NAME[=VALUE]", help=text)
 
 
 def hide_values() -> None:
@@ -178,10 +201,21 @@ def _variable(text: str) -> tuple[str, str]:
 
 
 def ssh_failed(ssh: str, host: Host) -> str:
-    """The sentence for a host that ssh cannot reach."""
+    """The error message for a host that ssh cannot reach."""
     return f"ssh to {host.name} failed: does `{ssh} {host.address} true` work here?"
 
 
 def note(text: str) -> None:
     """Print a line of the launcher itself."""
     print(f"launcher: {text}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """For shell scripts: a line per host with its address, its name and its ``runs``."""
+    for host in read(Path(sys.argv[1])):
+        print(host.address, host.name, host.runs or "")
+    return 0
+
+
+if __name__ == "__main__":
+    end_with(main)

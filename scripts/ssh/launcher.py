@@ -1,26 +1,101 @@
-"""Starts a training on several nodes over ssh, shows what they print, and ends them together.
+"""Starts a script on several nodes over ssh, shows what they print, and ends them together.
 
-See scripts/train_on_nodes.sh for the command. On each node scripts/ssh/guard.py holds the training.
+See scripts/train_on_nodes.sh for the command. On each node scripts/ssh/guard.py holds the script.
 """
 
 import argparse
 import signal
+import subprocess
 import sys
+import threading
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import copying
+import guard
 import hosts
-from elastic import Elastic
-from hosts import ROOT, Host
-from job import Job
+from hosts import ROOT, SSH_FAILED, Host
+from job import CALL_SECONDS, Job, Node
 
 from utils import errors
 from utils.errors import UserError
-from utils.option_types import Formatter, amount, number
+from utils.option_types import Formatter, amount, number, port, run_name
+
+WAIT_SECONDS = 600.0  # for as many nodes as --elastic needs at least, unless --dist-timeout says
+
+
+class SshNode(Node):
+    """A node whose guard is at the other end of an ssh."""
+
+    def __init__(self, host: Host, job: Job, quiet: bool, ssh: str, mark: str):
+        super().__init__(host, job, quiet)
+        self.command = ssh
+        # In a session of its own: Ctrl-C at the terminal is for this process, not for ssh.
+        self.ssh = subprocess.Popen(
+            hosts.remote_python(ssh, host, mark),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.lock = threading.Lock()
+        self.say(hosts.program(Path(guard.__file__), {}))
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def say(self, order: bytes) -> None:
+        try:
+            with self.lock:
+                self.ssh.stdin.write(order)
+                self.ssh.stdin.flush()
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        self.ssh.terminate()
+
+    def missing(self) -> str:
+        if self.hello:
+            return f"lost the connection to {self.host.name}"
+        if self.code == SSH_FAILED:
+            return hosts.ssh_failed(self.command, self.host)
+        python = f"`{self.command} {self.host.address} python3 -V`"
+        if self.lost:
+            return f"no answer from {self.host.name} within {CALL_SECONDS:g} s: does {python} work?"
+        return f"{self.host.name} has no working python3 (exit code {self.code}): try {python}"
+
+    def _follow(self) -> None:
+        other = threading.Thread(target=self._show, args=(self.ssh.stderr, sys.stderr), daemon=True)
+        other.start()
+        self._show(self.ssh.stdout, sys.stdout)
+        other.join()
+        self.job.events.put((self, "ended", self.ssh.wait()))
+
+    def _show(self, source: BinaryIO, stream: Any) -> None:
+        for line in source:
+            self.take(line, stream)
+
+
+class Ssh:
+    """The hosts of a file, reached by ssh."""
+
+    def __init__(self, options: argparse.Namespace, machines: list[Host], mark: str):
+        self.options, self.machines, self.mark = options, machines, mark
+        self.wait_seconds = WAIT_SECONDS
+
+    def hosts(self) -> list[Host]:
+        return self.machines
+
+    def connect(self, host: Host, job: Job, quiet: bool) -> SshNode:
+        return SshNode(host, job, quiet, self.options.ssh, self.mark)
+
+    def prepare(self, host: Host) -> None:
+        if self.options.sync:
+            copying.sync(self.options, host)
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The launcher's own options, and SCRIPT with its options. Raises: `UserError`."""
-    end = "--" if "--" in arguments else "python"  # horovodrun's lines have the second alone
+    end = "--" if "--" in arguments else "python"  # horovodrun's commands have the second alone
     cut = arguments.index(end) if end in arguments else len(arguments)
     own, command = arguments[:cut], arguments[cut + 1 :]
     if command[:1] == ["python"]:
@@ -33,35 +108,17 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     hosts.add_options(parser, needed=False)
     add = parser.add_argument
-    add(
-        "-H",
-        dest="list",
-        metavar="HOST:N,...",
-        help="instead of HOSTS_FILE: hosts and their processes, as horovodrun and mpirun take them",
-    )
-    add(
-        *("-np", "--num-proc"),
-        type=number(int, 1),
-        metavar="N",
-        help="processes in all; so many of the hosts take part, the first ones",
-    )
+    text = "instead of HOSTS_FILE: hosts and their processes, as horovodrun and mpirun take them"
+    add("-H", dest="list", metavar="HOST:N,...", help=text)
+    text = "processes in all; so many of the hosts take part, the first ones"
+    add("-np", "--num-proc", type=number(int, 1), metavar="N", help=text)
     add("--sync", action="store_true", help="copy this code to the nodes first")
     add("--fetch", action="store_true", help="bring the run directory back; needs --name")
-    add("--port", type=number(int, 1, 65535), help="of the master; default: a free one there")
-    add(
-        *("--grace", "--grace-seconds"),
-        type=amount,
-        default=20.0,
-        metavar="SECONDS",
-        help="time for a snapshot before a training that was asked to stop is killed",
-    )
-    add(
-        "--elastic",
-        type=limits,
-        metavar="MIN:MAX",
-        help="any node may fail and come back: train on at least MIN and at most MAX of them, with "
-        "a --name, and an --output-dir that all nodes share",
-    )
+    add("--port", type=port, help="of the master; default: a free one there")
+    add_grace(parser)
+    text = "any node may fail and come back: train on at least MIN and at most MAX of them, with a "
+    text += "--name, and an --output-dir that all nodes share"
+    add("--elastic", type=limits, metavar="MIN:MAX", help=text)
     options = parser.parse_args(own)
     if not command:
         raise UserError("what to train is missing: ... HOSTS_FILE -- imagenet_ddp.py OPTIONS DATA")
@@ -70,25 +127,31 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, command
 
 
+def add_grace(parser: argparse.ArgumentParser) -> None:
+    """--grace."""
+    text = "time for a snapshot before a script that was asked to stop is killed"
+    names = ("--grace", "--grace-seconds")
+    parser.add_argument(*names, type=amount, default=20.0, metavar="SECONDS", help=text)
+
+
 def machines_of(options: argparse.Namespace) -> list[Host]:
     """The hosts that the options name. Raises: `UserError`."""
     found = hosts.of_list(options.list) if options.list else hosts.read(options.hosts)
+    source = options.hosts or f"-H {options.list}"
     if len({host.slots for host in found}) > 1:
-        raise UserError(f"{_source(options)}: give all nodes the same number of slots, or none")
-    if options.num_proc is None:
-        return found
-    nodes, rest = divmod(options.num_proc, found[0].slots or 1)
-    if found[0].slots is None or rest or nodes > len(found):
-        slots = "unknown" if found[0].slots is None else found[0].slots
-        raise UserError(
-            f"-np {options.num_proc} does not fit {len(found)} hosts (slots of each: {slots}): all "
-            "nodes that take part need the same number of processes"
-        )
-    return found[:nodes]
-
-
-def _source(options: argparse.Namespace) -> str:
-    return str(options.hosts or f"-H {options.list}")
+        raise UserError(f"{source}: give all nodes the same number of slots, or none")
+    if options.num_proc is not None:
+        nodes, rest = divmod(options.num_proc, found[0].slots or 1)
+        if found[0].slots is None or rest or nodes > len(found):
+            slots = "unknown" if found[0].slots is None else found[0].slots
+            raise UserError(
+                f"-np {options.num_proc} does not fit {len(found)} hosts (slots of each: {slots}): "
+                "all nodes that take part need the same number of processes"
+            )
+        found = found[:nodes]
+    if options.elastic and options.elastic[0] > len(found):
+        raise UserError(f"--elastic needs {options.elastic[0]} nodes; {source} names {len(found)}")
+    return found
 
 
 def limits(text: str) -> tuple[int, int]:
@@ -99,61 +162,49 @@ def limits(text: str) -> tuple[int, int]:
     return int(least), int(most)
 
 
+def check(command: list[str], several: bool, again: bool) -> argparse.Namespace:
+    """What matters here of a script's options; ``several``: on several nodes or processes.
+
+    ``again``: the script is to resume after faults; ``command`` then says so. Raises: `UserError`
+    if it cannot be trained so.
+    """
+    script = command[0]
+    if not (ROOT / script).is_file() or "/" in script or not script.startswith("imagenet_"):
+        raise UserError(f"{script} is not a training script in {ROOT}")
+    if script in ("imagenet_nd.py", "imagenet_dp.py") and (several or again):
+        raise UserError(f"{script} is one process on one node: use imagenet_ddp.py")
+    parser = argparse.ArgumentParser(prog=script, add_help=False, allow_abbrev=False)
+    parser.add_argument("--name", type=run_name)
+    parser.add_argument("--resume")
+    parser.add_argument("--output-dir", default="runs")
+    parser.add_argument("--dist-timeout", type=amount)
+    found = parser.parse_known_args(command[1:])[0]
+    if again and not found.name:
+        raise UserError("--name, the run to continue when a node fails, is missing after --")
+    if again and not found.resume:
+        command[1:1] = ["--resume", "auto"]
+    return found
+
+
 def main() -> int:
     hosts.go_on_without_reader()
     hosts.hide_values()
     options, command = parse(sys.argv[1:])
     machines = machines_of(options)
-    known = check(command, len(machines) > 1 or bool(machines[0].slots))
-    if options.fetch and not known.name:
+    again, everyone = options.elastic is not None, len(machines)
+    script = check(command, everyone > 1 or bool(machines[0].slots), again)
+    if options.fetch and not script.name:
         raise UserError("--fetch needs --name, the run to bring back, among the training options")
-    if options.elastic:
-        job = _elastic(options, machines, command, known)
-    else:
-        if options.sync:
-            copying.sync(options, machines)
-        job = Job(options, machines, command)
+    transport = Ssh(options, machines, f"guard:{script.name or ''}")
+    transport.wait_seconds = script.dist_timeout or WAIT_SECONDS
+    least, most = options.elastic or (everyone, everyone)
+    job = Job(options, command, transport, (least, min(most, everyone)), again)
     code = job.run()
-    if options.fetch and (host := job.fetch_from):
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
+    if options.fetch and job.nodes and job.nodes[0].code != SSH_FAILED:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, signal.SIG_DFL)
-        copying.fetch(options, host, known)
+        copying.fetch(options, job.nodes[0].host, script)
     return code
-
-
-def check(command: list[str], several: bool) -> argparse.Namespace:
-    """The name, resume and output_dir of a training; ``several``: on several nodes or processes.
-
-    Raises: `UserError` if that script cannot be trained so.
-    """
-    script = command[0]
-    if not (ROOT / script).is_file() or "/" in script or not script.startswith("imagenet_"):
-        raise UserError(f"{script} is not a training script in {ROOT}")
-    if script in ("imagenet_nd.py", "imagenet_dp.py") and several:
-        raise UserError(f"{script} is one process on one node: use imagenet_ddp.py")
-    training = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    training.add_argument("--name")
-    training.add_argument("--resume")
-    training.add_argument("--output-dir", default="runs")
-    return training.parse_known_args(command[1:])[0]
-
-
-def _elastic(
-    options: argparse.Namespace,
-    machines: list[Host],
-    command: list[str],
-    known: argparse.Namespace,
-) -> Elastic:
-    """The job whose nodes may come and go. Raises: `UserError`."""
-    if command[0] in ("imagenet_nd.py", "imagenet_dp.py"):
-        raise UserError(f"--elastic needs a script for several nodes, not {command[0]}")
-    if not known.name:
-        raise UserError("--elastic needs --name, the run to continue, among the training options")
-    least, most = options.elastic
-    if least > len(machines):
-        raise UserError(f"--elastic {least}:{most}, but {_source(options)} names {len(machines)}")
-    resume = [] if known.resume else ["--resume", "auto"]
-    return Elastic(options, machines, [command[0], *resume, *command[1:]], options.elastic)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ import shutil
 import socket
 import statistics
 import subprocess
-import sys
 import time
 
 STRAGGLES = 1.25  # times the median of the ranks' own part of a step
 COLUMNS = "  {:>4}  {:10.10} {:>8}  {:>10}  {:>10}  {:>6}  {:>6}  {:>5}  {:>11}  {}"
 HEADINGS = ("rank", "node", "epoch", "step", "images/s", "data_s", "comp_s", "GPU_%", "MiB", "seen")
+FOLDER = f"/dev/shm/imagenet-suite-{os.getuid()}"
 ARGUMENTS = globals().get("ARGUMENTS")  # given when this file was sent over ssh
 
 
@@ -157,17 +157,24 @@ def main():
     parser.add_argument("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host per line")
     parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options (ssh)")
     options = parser.parse_args()
+    found, code = [], 0
     if options.hosts:
-        import remote  # only here, as this file is sent to nodes without it
-
-        return remote.show_status(options.hosts, options.ssh, __file__, describe)
-    here = node(f"/dev/shm/imagenet-suite-{os.getuid()}")
-    for line in describe([(here["host"], here)]):
+        for host, failed, out in hosts.ask_all(options.hosts, options.ssh, __file__, {}):
+            last = out.strip().rpartition("\n")[2]  # a login shell may print something first
+            found.append((host.name, None if failed else json.loads(last)))
+            code = 2 if failed else code
+    else:
+        here = node(FOLDER)
+        found.append((here["host"], here))
+    for line in describe(found):
         print(line)
-    return 0
+    return code
 
 
 if __name__ == "__main__":
-    if ARGUMENTS is None:
-        sys.exit(main())
-    print(json.dumps(node(f"/dev/shm/imagenet-suite-{os.getuid()}")))
+    if ARGUMENTS is not None:
+        print(json.dumps(node(FOLDER)))
+    else:
+        import hosts
+
+        hosts.end_with(main)

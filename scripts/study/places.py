@@ -15,7 +15,6 @@ from pathlib import Path
 
 import copying
 import hosts
-import remote
 from bench import namespaces
 from bench.namespaces import Namespaces
 from study import gpus
@@ -160,7 +159,8 @@ class Hosts:
         about them. Raises: `UserError`."""
         arm = max(arms, key=lambda arm: arm.nodes)
         if self.options.sync:
-            copying.sync(self.options, self.machines[: arm.nodes])
+            for host in self.machines[: arm.nodes]:
+                copying.sync(self.options, host)
         if self.options.no_doctor:
             return
         self._write(folder, arm.nodes)
@@ -186,7 +186,7 @@ class Hosts:
         self._write(folder, arm.nodes)
 
         def dump() -> None:
-            answers = remote.ask_all(
+            answers = hosts.ask_all(
                 str(self.file(folder, arm.nodes)), self.options.ssh, gpus.__file__, {}
             )
             found = [(host.name, text) for host, code, text in answers if code == 0]
