@@ -85,7 +85,7 @@ CUDA: dict[str, Callable[..., Any]] = {
     "power_draw": lambda device=None: 65_500,
     "temperature": lambda device=None: 71,
     "get_rng_state": lambda device=None: None,
-    "set_rng_state": lambda state, device=None: None,
+    "set_rng_state": lambda new_state, device=None: None,
     "is_bf16_supported": lambda including_emulation=True: True,
     "is_current_stream_capturing": lambda: False,
     "_lazy_init": lambda: None,

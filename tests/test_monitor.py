@@ -81,7 +81,7 @@ def test_it_samples_in_the_background(busy, monkeypatch):
     [
         (60.0, (0.5, 0.5, 0.0), "the input: 50%"),
         (60.0, (0.1, 0.5, 0.4), "the network: 40%"),
-        (60.0, (0.0, 1.0, 0.0), "a small batch"),
+        (60.0, (0.0, 1.0, 0.0), "kernels too short"),
         (96.0, (0.5, 0.5, 0.0), None),
     ],
 )

@@ -274,16 +274,6 @@ def test_time_limit_ends_in_a_snapshot_and_a_file_is_continued_in_place(one):
     assert_same_run(run, one.root / "whole")
 
 
-@pytest.mark.long
-def test_used_up_time_counts_after_a_resume(one):
-    """The limit is on the whole run, so a continued one has nothing left."""
-    limit = ("--train-time", str(1e-9 / 3600))
-    for steps in (1, 2):
-        one.finish(ND, "poor", *limit)
-        assert position(one.root / "poor") == (0, steps)
-        assert summary(one.root / "poor")["finished_because"] == "train_time"
-
-
 # ---- two processes
 
 

@@ -109,3 +109,19 @@ def test_a_signal_while_the_test_images_are_evaluated(finished, script, processe
     train(script, *line, **env)
     found = summary(run)
     assert (found["finished_because"], found["test_images"]) == ("epochs", 21)
+
+
+def test_used_up_time_counts_after_a_resume(finished):
+    """The limit is on the whole run: one that has used it up makes one step, and stops."""
+    run = shutil.copytree(finished / "done", finished / "slow")
+    content = torch.load(run / "snapshot.pt", weights_only=True)
+    content["progress"]["elapsed"] = 3600.0
+    torch.save(content, run / "snapshot.pt")
+    model, env = tiny()
+    line = (*model, "-b", "10", "--epochs", "3", "--output-dir", finished, "--name", "slow")
+    train(
+        "imagenet_nd.py", *line, "--resume", "auto", "--train-time", "1", finished / "data", **env
+    )
+    assert summary(run)["finished_because"] == "train_time"
+    assert summary(run)["epochs_done"] == 1
+    assert torch.load(run / "snapshot.pt", weights_only=True)["progress"]["step"] == 1

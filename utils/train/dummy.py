@@ -75,19 +75,11 @@ def time_step(session: Session, train_step: TrainStep) -> int:
         f"rank 0 {memory / 2**30:.2f} GiB"
     )
     run.finish(
-        {
-            "arch": args.arch,
-            "mode": run.mode,
+        report.setting(session)
+        | {
             "images_per_s": global_batch / seconds,
             "ms_per_step": 1000 * seconds,
             "peak_memory_bytes": memory,
-            "device": device.type,
-            "tensor_peak_bytes": report.tensor_peak(session),
-            "world_size": world.size,
-            "nodes": world.nodes,
-            "global_batch": global_batch,
-            "largest_batch": session.largest_batch,
-            "comm": comm.method if comm is not None else None,
             "finished_because": Reason.DUMMY,
         }
     )

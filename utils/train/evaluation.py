@@ -143,7 +143,8 @@ def evaluate_only(session: Session, predict: Predict) -> int:
     session.run.begin(session.state.epoch, session.state.epoch)
     val = evaluate(session, predict, session.loaders.val)
     report.evaluation(session, "val", val)
-    report.end(session, Reason.EVALUATED, {}, val)
+    session.ended_because = Reason.EVALUATED
+    report.end(session, {}, val)
     return 0
 
 

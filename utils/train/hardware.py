@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import profile, schedule
 
-from utils.launch.supervise import usable_cores
 from utils.launch.world import World, gather
 from utils.run.figures import over_epochs
 from utils.train.step_time import PARTS, StepTimer, mean_times
@@ -133,15 +132,13 @@ class Profiler:
     """``--profile``: a trace of steps 5 to 8 of this process, in ``folder``."""
 
     def __init__(self, folder: Path):
-        self.path, self.done = folder / TRACE, False
+        self.path, self.steps, self.done = folder / TRACE, 0, False
         # The profiler's library calls a machine without a GPU an error, and its start news.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self.profile = profile(
-            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available(),
             schedule=schedule(wait=SKIPPED, warmup=WARM_UP, active=ACTIVE, repeat=1),
             on_trace_ready=self._write,
         )
-        self.steps = 0
         self.profile.start()
 
     def step(self) -> None:
@@ -149,17 +146,12 @@ class Profiler:
         if not self.done:
             self.steps += 1
             self.profile.step()
-            if self.done:
-                self.profile.stop()
 
     def close(self) -> None:
         """The run has ended; a trace that has begun is written."""
-        if self.done:
-            return
         self.profile.stop()
         if not self.done:
             log.info(f"--profile: no trace, as it needs more than {SKIPPED + WARM_UP} steps")
-            self.done = True
 
     def _write(self, done: profile) -> None:
         done.export_chrome_trace(str(self.path))
@@ -208,9 +200,15 @@ class Watch:
         self.warned = True
         median, rank = min(known)
         step = sum(values.get(part, 0.0) for part in PARTS) or 1.0
-        cause = likely_cause(
-            values.get("Time/data", 0.0) / step, values.get("Time/communication", 0.0) / step
+        data, communication = (
+            values.get(part, 0.0) / step for part in ("Time/data", "Time/communication")
         )
+        if max(data, communication) < 0.05:
+            cause = "kernels too short for the host that starts them: raise -b, try --amp"
+        elif data >= communication:
+            cause = f"the input: {data:.0%} of the time goes by waiting for data"
+        else:
+            cause = f"the network: {communication:.0%} of the time is exposed communication"
         log.info(
             f"note: the GPU of rank {rank} is {median:.0f} % busy (median), not {BUSY:.0f} % or "
             f"more; likely cause: {cause}"
@@ -221,25 +219,6 @@ class Watch:
         self.monitor.close()
         if self.profiler is not None:
             self.profiler.close()
-
-
-def likely_cause(data: float, communication: float) -> str:
-    """Why a GPU is not busy, given the shares of the time that it waits for data and for others."""
-    if max(data, communication) < 0.05:
-        return (
-            "neither data nor network hold it up, so its kernels are probably too short for the "
-            "host that starts them, a small batch: raise -b as far as memory goes, try --amp"
-        )
-    if data >= communication:
-        return (
-            f"the input: {data:.0%} of the time goes by waiting for data; more workers "
-            f"(-j; {usable_cores()} cores here), smaller files or a faster disk"
-        )
-    return (
-        f"the network: {communication:.0%} of the time is communication that compute does not "
-        "hide; a larger -b, --accum-steps, or a faster link between the nodes "
-        "(scripts/forecast_scaling.py says what that would bring)"
-    )
 
 
 def summary(history: list[dict[str, float]]) -> dict[str, Any]:

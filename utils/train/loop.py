@@ -133,7 +133,7 @@ def end(session: Session, predict: Predict) -> int:
         session.ended_because = stop.reason or session.ended_because
     session.watch.close()
     session.status.close()
-    report.end(session, session.ended_because, test or {})
+    report.end(session, test or {})
     stop.close()
     if failure:
         raise UserError(f"{failure}; free disk space, then continue with --resume", alike=True)

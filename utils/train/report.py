@@ -1,7 +1,6 @@
 """The words before and after a run: what will be trained, what the result is, summary.json."""
 
 import logging
-import math
 import re
 import shlex
 import time
@@ -31,6 +30,13 @@ COMMUNICATION_LIMIT = 0.1  # share of a step for communication that compute does
 SGD_HOLDS_TO = 8192  # the largest global batch that was published as costing SGD no accuracy
 REFERENCE_LR = 0.1  # for a global batch of schedules.REFERENCE_BATCH, by the same paper
 RANGE = re.compile(r"#\s*global batch:\s*(\d+)(?:\s*to\s*(\d+))?\b", re.IGNORECASE)
+METRICS = ("Top1", "Top5", "Loss")
+WHY = {
+    Reason.EPOCHS: "all epochs done",
+    Reason.DESIRED_ACC: "desired accuracy reached",
+    Reason.TRAIN_TIME: "time limit reached; --resume continues from here",
+    Reason.INTERRUPTED: "interrupted by a signal; --resume continues from here",
+}
 LARGE_FILE = 50_000  # bytes; ImageNet's files have 110,000 on average, shrunk to 256 pixels 27,000
 
 
@@ -218,34 +224,33 @@ def input_path(session: Session, record: dict[str, float]) -> None:
     share, train = record.get("IO/wait_share", 0.0), session.train
     if share < WAIT_LIMIT:
         return
-    reading, cores = train.reading, supervise.usable_cores()
-    index = train.bad.index
-    packed = index.pack is not None  # of which only the rows of the crops have been read
-    jpegs = not packed and index.path(0).lower().endswith((".jpg", ".jpeg"))
+    reading, index, cores = train.reading, train.bad.index, supervise.usable_cores()
     of_reading = reading.read_seconds / max(reading.seconds, 1e-9)
+    slow_disk, few_workers = of_reading > 0.5, session.args.workers < cores
+    packed = index.pack is not None  # of which only the rows of the crops have been read
+    large = not packed and reading.bytes > LARGE_FILE * reading.files
+    jpegs = not packed and index.path(0).lower().endswith((".jpg", ".jpeg"))
+    mean = index.sample_sizes()[0] if packed else reading.bytes / max(reading.files, 1)
+    advice = {
+        f"the workers spent {of_reading:.0%} of their time reading files: a faster disk (local "
+        f"NVMe), or memory that holds the {len(index) * mean / 2**30:.3g} GiB of the data set": (
+            slow_disk
+        ),
+        f"more workers: -j {cores} on this node": few_workers,
+        "faster decoding, once on each node: python scripts/build_region_decode.py": (
+            jpegs and not slow_disk and not jpeg.has_library()
+        ),
+        "smaller files: scripts/prepare_data.py shrink DATA OUT, then train on OUT": large,
+        "no decoding: scripts/prepare_data.py pack DATA OUT, then train on OUT": (
+            not (large or few_workers or slow_disk or packed)
+        ),
+        "a machine with more cores for each GPU": not (large or few_workers or slow_disk),
+    }
     log.info(
         f"note: {share:.0%} of the time was spent waiting for images: the input path, not the "
         f"{'GPU' if session.world.device.type == 'cuda' else 'model'}, is the limit"
     )
-    advice = []
-    if of_reading > 0.5:
-        mean = index.sample_sizes()[0] if packed else reading.bytes / max(reading.files, 1)
-        size = len(index) * mean / 2**30
-        advice.append(
-            f"the workers spent {of_reading:.0%} of their time reading files: a faster disk (local "
-            f"NVMe), or memory that holds the {size:.3g} GiB of the data set"
-        )
-    if session.args.workers < cores:
-        advice.append(f"more workers: -j {cores} on this node")
-    if jpegs and of_reading <= 0.5 and not jpeg.has_library():
-        advice.append("faster decoding, once on each node: python scripts/build_region_decode.py")
-    if not packed and reading.bytes > LARGE_FILE * reading.files:
-        advice.append("smaller files: scripts/prepare_data.py shrink DATA OUT, then train on OUT")
-    elif session.args.workers >= cores and of_reading <= 0.5:
-        if not packed:
-            advice.append("no decoding: scripts/prepare_data.py pack DATA OUT, then train on OUT")
-        advice.append("a machine with more cores for each GPU")
-    log.info("what helps: " + "; ".join(advice))
+    log.info("what helps: " + "; ".join(text for text, helps in advice.items() if helps))
 
 
 def communication(session: Session, record: dict[str, float]) -> None:
@@ -273,27 +278,13 @@ def evaluation(session: Session, part: str, result: dict[str, float]) -> None:
     )
 
 
-def end(
-    session: Session,
-    reason: Reason,
-    test: dict[str, float],
-    val: dict[str, float] | None = None,
-) -> None:
-    """Print the closing line and write summary.json. ``val`` defaults to the last epoch's."""
-    state, run, world = session.state, session.run, session.world
-    last: dict[str, float] = val or (state.history[-1] if state.history else {})
-    rate = over_epochs(state.history, "Throughput/train")
-    summary: dict[str, Any] = {
+def setting(session: Session) -> dict[str, Any]:
+    """What summary.json says of the run itself, whatever came of it."""
+    state, world = session.state, session.world
+    return {
         "arch": session.args.arch,
         "classes": len(session.loaders.classes),
-        "mode": run.mode,
-        "best_top1": state.best.get("top1", math.nan),
-        "best_top5": state.best.get("top5", math.nan),
-        "best_epoch": state.best.get("epoch"),
-        "epochs_done": state.epoch,
-        "images_per_s": rate,
-        "epoch_seconds": over_epochs(state.history, "Seconds"),
-        "elapsed_seconds": state.elapsed,
+        "mode": session.run.mode,
         "world_size": world.size,
         "nodes": world.nodes,
         "global_batch": session.global_batch,
@@ -302,16 +293,29 @@ def end(
         "sent_mb_per_step": sent_mb(session),
         "device": world.device.type,
         "tensor_peak_bytes": tensor_peak(session),
+    }
+
+
+def end(session: Session, test: dict[str, float], val: dict[str, float] | None = None) -> None:
+    """Print the closing line and write summary.json. ``val`` defaults to the last epoch's."""
+    state, run, reason = session.state, session.run, session.ended_because
+    last: dict[str, float] = val or (state.history[-1] if state.history else {})
+    rate = over_epochs(state.history, "Throughput/train")
+    pauses = session.snapshots.pauses if session.snapshots else []
+    summary = setting(session) | {
+        "best_top1": state.best.get("top1"),
+        "best_top5": state.best.get("top5"),
+        "best_epoch": state.best.get("epoch"),
+        "epochs_done": state.epoch,
+        "images_per_s": rate,
+        "epoch_seconds": over_epochs(state.history, "Seconds"),
+        "elapsed_seconds": state.elapsed,
         "val_images": int(last.get("images", 0)),
         "val_unreadable": int(last.get("unreadable", 0)),
-        "val_top1": last.get("Top1/val", math.nan),
-        "val_top5": last.get("Top5/val", math.nan),
-        "val_loss": last.get("Loss/val", math.nan),
+        **{f"val_{name.lower()}": last.get(f"{name}/val") for name in METRICS},
         "finished_because": reason,
         # The longest time for which training stood still for a snapshot.
-        "snapshot_pause_seconds": max(session.snapshots.pauses, default=math.nan)
-        if session.snapshots
-        else math.nan,
+        "snapshot_pause_seconds": max(pauses, default=None),
         **hardware.summary(state.history),
         "memory_mb": {
             tag.removeprefix("Memory/").replace("_mb_", "_"): value
@@ -321,29 +325,20 @@ def end(
     }
     if state.ema is not None:
         summary["best_weights"] = "ema" if state.best.get("ema") else "model"
-        for name in ("Top1", "Top5", "Loss"):
-            summary[f"val_ema_{name.lower()}"] = last.get(f"{name}/ema", math.nan)
+        summary |= {f"val_ema_{name.lower()}": last.get(f"{name}/ema") for name in METRICS}
     if test:
-        values = {name: test[f"{name}/val"] for name in ("Top1", "Top5", "Loss")}
-        run.scalars({f"{name}/test": value for name, value in values.items()}, state.epoch)
-        summary |= {f"test_{name.lower()}": value for name, value in values.items()}
+        run.scalars({f"{name}/test": test[f"{name}/val"] for name in METRICS}, state.epoch)
+        summary |= {f"test_{name.lower()}": test[f"{name}/val"] for name in METRICS}
         summary["test_images"] = int(test["images"])
     run.finish(summary)
-    if reason is not Reason.EVALUATED:
-        why = {
-            Reason.EPOCHS: "all epochs done",
-            Reason.DESIRED_ACC: "desired accuracy reached",
-            Reason.TRAIN_TIME: "time limit reached; --resume continues from here",
-            Reason.INTERRUPTED: "interrupted by a signal; --resume continues from here",
-        }[reason]
-        best = (
-            f"best top-1 {state.best['top1']:.2f} % (epoch {state.best['epoch']}"
-            f"{', averaged weights' * bool(state.best.get('ema'))})"
-            if state.best
-            else "no epoch finished"
-        )
-        speed = "" if rate is None else f", {rate:.1f} images/s"
-        log.info(f"Training time {hours_minutes(state.elapsed)}, {best}{speed}: {why}")
+    if reason is Reason.EVALUATED:
+        return
+    best = "no epoch finished"
+    if state.best:
+        averaged = ", averaged weights" * bool(state.best.get("ema"))
+        best = f"best top-1 {state.best['top1']:.2f} % (epoch {state.best['epoch']}{averaged})"
+    speed = "" if rate is None else f", {rate:.1f} images/s"
+    log.info(f"Training time {hours_minutes(state.elapsed)}, {best}{speed}: {WHY[reason]}")
 
 
 def time_left(args: Any, state: TrainState) -> str:
