@@ -42,7 +42,7 @@ from compare import table as tables  # noqa: E402
 from utils.atomic import save_atomically  # noqa: E402
 from utils.data.index import SUFFIXES  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
-from utils.launch import supervise  # noqa: E402
+from utils.launch import gpus, supervise  # noqa: E402
 from utils.option_types import count, positive  # noqa: E402
 
 SCRIPTS = {name: f"imagenet_{name}.py" for name in ("nd", "dp", "ddp", "fsdp")}
@@ -57,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the case
     try:
+        gpus.check()
         found = measure(args)
         finish(args, found)
     except UserError as error:

@@ -13,4 +13,5 @@ use_environment tests/requirements.txt
 "$PYTHON" -m ruff format --check .
 # One thread per process: the tests run several processes at once.
 export OMP_NUM_THREADS=1
+unset TORCH # which the wrappers would heed
 exec "$PYTHON" -m pytest -n auto --dist loadfile "$@"

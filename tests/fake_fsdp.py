@@ -7,11 +7,16 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
 from torch.distributed.tensor import DTensor
 
-modules_and_states = fsdp._get_modules_and_states
+# The first step of fully_shard that sees the modules; torch before 2.11 has the second one alone.
+STEP = next(
+    name for name in ("_get_modules_and_states", "_get_managed_modules") if hasattr(fsdp, name)
+)
+original = getattr(fsdp, STEP)
 
 
-def _moved(module: nn.Module | list[nn.Module], device: torch.device, *rest: Any) -> Any:
+def _moved(module: Any, *rest: Any) -> Any:
     """FSDP's own, on modules that have been moved: a fake tensor's data cannot be exchanged."""
+    device = torch.device("cuda", torch.cuda.current_device())
     made: dict[int, nn.Parameter] = {}
     for top in [module] if isinstance(module, nn.Module) else module:
         for part in top.modules():
@@ -24,7 +29,7 @@ def _moved(module: nn.Module | list[nn.Module], device: torch.device, *rest: Any
             for name, buffer in part._buffers.items():
                 if buffer is not None:
                     part._buffers[name] = buffer.to(device)
-    return modules_and_states(module, device, *rest)
+    return original(module, *rest)
 
 
-PATCHES = [(fsdp, "_get_modules_and_states", _moved)]
+PATCHES = [(fsdp, STEP, _moved)]

@@ -10,7 +10,6 @@ from fake_nccl import DISTRIBUTED, PARTS, Bucket, Future, Work
 from fake_runs import Runs, changed, load
 from fake_torch import CUDA, DATA_PARALLEL, check, fake_cuda
 from torch import distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 import utils.metrics
 from utils.amp.loss_scale import LossScaler
@@ -43,7 +42,7 @@ def train(data, tmp_path):
 @pytest.mark.parametrize("script", [ND, DP, DDP, APEX])
 def test_a_misplaced_tensor(train, script):
     fault = LOSS, "criterion(logits, torch.zeros_like(targets, device='cpu'))"
-    with pytest.raises(FakeTensorDeviceMismatchError):
+    with pytest.raises(RuntimeError, match="device"):
         train(load(script, fault))
 
 
