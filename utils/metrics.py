@@ -1,28 +1,24 @@
 """Loss and accuracy as sums and counts that stay on the device until somebody prints them."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.launch.world import World, sum_over_ranks
+from utils.launch.world import World
 
 UNREADABLE = -1  # target of an image that could not be read; it counts nowhere
 
 
-@dataclass(frozen=True)
-class Metrics:
+class Metrics(NamedTuple):
     """Mean loss, top-1 and top-5 accuracy in per cent, over ``images`` images."""
 
     loss: float
     top1: float
     top5: float
     images: int
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
 
 class Total:
@@ -77,7 +73,7 @@ class Sums:
 
     def total(self, world: World) -> list[float]:
         """The four sums over all ranks. Waits for the device and the other ranks."""
-        return sum_over_ranks(self.values.clone(), world).tolist()
+        return self.begin_total(world).read()
 
     def begin_total(self, world: World) -> Total:
         """Begin to sum over all ranks, which must all call it; only who reads the result waits."""
@@ -88,6 +84,5 @@ class Sums:
 def to_metrics(total: list[float]) -> Metrics:
     """Turn the sums of `Sums.total` into means; NaN where there was no image."""
     loss, top1, top5, images = total
-    if not images:
-        return Metrics(float("nan"), float("nan"), float("nan"), 0)
-    return Metrics(loss / images, 100.0 * top1 / images, 100.0 * top5 / images, int(images))
+    count = images or math.nan
+    return Metrics(loss / count, 100.0 * top1 / count, 100.0 * top5 / count, int(images))

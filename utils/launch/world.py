@@ -115,13 +115,6 @@ def node_name(world: World) -> str:
     return f"{socket.gethostname()} (node {world.rank // world.local_size})"
 
 
-def sum_over_ranks(values: Tensor, world: World) -> Tensor:
-    """Sum ``values`` (any shape, on the world's device) over all processes, in place."""
-    if world.size > 1:
-        dist.all_reduce(values)
-    return values
-
-
 @torch.no_grad()
 def copy_from_main(model: nn.Module, world: World, parameters: bool = True) -> None:
     """Give every process rank 0's buffers and, by default, parameters."""
