@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # TensorBoard for all runs: bash scripts/tensorboard.sh [HOSTS_FILE]
 #
-# With HOSTS_FILE (one host per line, as for ssh: user@host, or user@host:/path/to/runs; # begins a
-# comment) the event files of these hosts are fetched first, and again every minute, into
-# runs/hosts/HOST. Without a path, the runs are those at the same path as here.
+# With HOSTS_FILE (one ssh host per line; see scripts/ssh/hosts.py) the event files of these hosts are
+# fetched first, and again every minute, into runs/hosts/HOST. They are those at the same path as
+# here, or, with runs=/path/to/runs behind the host, those there.
 #
 # From the environment:
 #   RUNS   folder of run directories (runs)
@@ -16,16 +16,15 @@ show_help "$@"
 runs=${RUNS:-$root/runs} port=${PORT:-6006} every=${EVERY:-60} hosts=${1:-}
 [[ $port =~ ^[0-9]+$ ]] || fail "PORT=$port is not a number"
 [[ $every =~ ^[1-9][0-9]*$ ]] || fail "EVERY=$every is not a whole number of seconds"
-[ -z "$hosts" ] || [ -r "$hosts" ] || fail "cannot read the hosts file $hosts"
+use_environment
+[ -z "$hosts" ] || listed=$("$PYTHON" "$root/scripts/ssh/hosts.py" "$hosts") || exit
 mkdir -p "$runs" || fail "cannot make the folder $runs"
 runs=$(cd "$runs" && pwd)
 ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10)
 
-# fetch HOST[:PATH]: the event files below PATH; by tar if one of the two sides has no rsync.
+# fetch ADDRESS NAME [PATH]: the event files below PATH; by tar if one of the two sides has no rsync.
 fetch() {
-    local host=${1%%:*} path=$root/runs target quoted there
-    case $1 in *:?*) path=${1#*:} ;; esac
-    target=$runs/hosts/${host##*@}
+    local host=$1 target=$runs/hosts/$2 path=${3:-$root/runs} quoted there
     mkdir -p "$target"
     printf -v quoted '%q' "$path"
     there=$("${ssh[@]}" -n "$host" "cd $quoted && { command -v rsync || true; }") || return 1
@@ -40,16 +39,12 @@ fetch() {
 }
 
 fetch_all() {
-    local line
-    while read -r line || [ -n "$line" ]; do
-        line=${line%%#*}
-        line=${line//[[:space:]]/}
-        [ -n "$line" ] || continue
-        fetch "$line" || echo "note: no event files from $line this time: see the line above" >&2
-    done <"$hosts"
+    local host
+    while read -ra host; do
+        fetch "${host[@]}" || echo "note: no event files from ${host[0]} this time: see above" >&2
+    done <<<"$listed"
 }
 
-use_environment
 "$PYTHON" - "$port" <<'PY' || fail "port $port is taken: choose another, PORT=6007"
 import socket, sys
 with socket.socket() as probe:

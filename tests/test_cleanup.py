@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from conftest import summary
-from nodes import Node, Nodes
+from nodes import Node, Nodes, need
 from running import TINY_LINE, TORCHRUN, tiny
 
 _, ENV = tiny(step_seconds=0.05)
@@ -112,3 +112,50 @@ def test_on_the_hosts_of_a_file(nodes, tmp_path):
         assert done.code == 2
         assert not commands(nodes[1], "signal")
         assert commands(nodes[0], "signal")
+
+
+def test_one_run_by_its_name(nodes, folder, tmp_path):
+    """Typed by hand, and marked by a launcher; another run goes on."""
+    node = nodes[0]
+    line = f"python imagenet_nd.py {LASTING} --output-dir {tmp_path} {folder}"
+    other = f'IMAGENET_SUITE=guard:other python -c "{STUBBORN}"'
+    marked = f'IMAGENET_SUITE=guard:run python -c "{STUBBORN}"'
+    with node.type(line, **ENV) as run, node.type(other) as stays, node.type(marked) as orphan:
+        run.until(r"step +3/")
+        stays.until("up")
+        orphan.until("up")
+        done = node.run("bash scripts/cleanup.sh --name run --grace 5")
+        assert done.code == 0, done.out + done.err
+        assert run.result().code == 75
+        assert "1 more ended after SIGKILL" in done.out, done.out
+        assert orphan.process.wait(30)
+        assert stays.process.poll() is None
+        assert (
+            "nothing of nosuch is running" in node.run("bash scripts/cleanup.sh --name nosuch").out
+        )
+
+
+@pytest.mark.parametrize("answer", ["n", "y", "--yes"])
+def test_on_a_terminal_it_asks(nodes, answer):
+    need("script")
+    node = nodes[0]
+    command = "bash scripts/cleanup.sh --grace 0.2"
+    with node.type(f'IMAGENET_SUITE=training python -c "{STUBBORN}"') as run:
+        run.until("up")
+        yes = " --yes" if answer == "--yes" else ""
+        typed = f"echo {answer} | script -qec '{command}{yes}' /dev/null"
+        done = node.run(typed)
+        assert done.code == 0, done.out
+        assert ("End these processes? [y/N]" in done.out) == (not yes)
+        assert ("nothing was ended" in done.out) == (answer == "n")
+        assert bool(commands(node, "signal")) == (answer == "n")
+
+
+def test_processes_of_another_user_stay(nodes):
+    node = nodes[0]
+    other = f'IMAGENET_SUITE=training setpriv --reuid=65534 python3 -c "{STUBBORN}"'
+    with node.type(f"PATH=/usr/bin:/bin; {other}") as run:
+        run.until("up")
+        done = node.run("bash scripts/cleanup.sh --grace 0.2")
+        assert "nothing of this suite is running" in done.out
+        assert commands(node, "signal")

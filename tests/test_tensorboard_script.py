@@ -96,7 +96,7 @@ def test_runs_of_other_hosts(start, tmp_path, by):
     (theirs / "far" / "one" / "snapshot.pt").write_bytes(b"large")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     hosts = tmp_path / "hosts"
-    hosts.write_text(f"# nodes\n\nme@near:{theirs}  # fast\nme@away")
+    hosts.write_text(f"# nodes\n\nme@near  slots=4 ip=10.0.0.1 runs={theirs}  # fast\nme@away")
     shown = start(hosts, RUNS=str(tmp_path / "runs"), PATH=f"{bin_here}:{path}")
     assert eventually(lambda: shown.runs() == ["hosts/near/far/one"], 120), shown.log.read_text()
     assert "no event files from me@away this time" in shown.log.read_text()
@@ -118,6 +118,7 @@ def test_runs_of_other_hosts(start, tmp_path, by):
     [
         (["nowhere"], {}, "cannot read the hosts file nowhere"),
         (["a", "b"], {}, "at most one HOSTS_FILE"),
+        (["pytest.ini"], {}, "pytest.ini, line 2: 'testpaths = tests' is not"),
         ([], {"PORT": "x"}, "PORT=x is not a number"),
         ([], {"EVERY": "0"}, "EVERY=0 is not a whole number of seconds"),
         ([], {}, "is taken: choose another"),

@@ -124,8 +124,7 @@ def train(args: Namespace, world: World) -> int:
 
     # ---- peers: a table that they hold together (DHT), and an optimiser that steps with them
     os.register_at_fork(after_in_child=supervise.die_with_parent)  # Hivemind's own processes
-    others = args.peers.split(",") if args.peers else None
-    dht = hivemind.DHT(others, host_maddrs=[args.listen], start=True)
+    dht = join(args)
     swarm = hivemind.Optimizer(
         dht=dht,
         run_id=args.swarm,
@@ -204,6 +203,19 @@ def train(args: Namespace, world: World) -> int:
         swarm.shutdown()
         dht.shutdown()
     return loop.end(session, predict)
+
+
+def join(args: Namespace) -> "hivemind.DHT":
+    """The table of all peers. Raises: `UserError`, as no peer may answer."""
+    others = args.peers.split(",") if args.peers else None
+    try:
+        return hivemind.DHT(others, host_maddrs=[args.listen], start=True)
+    except Exception as fault:  # of Hivemind's daemon, by half a dozen types
+        raise UserError(
+            f"cannot join the peers at {args.peers or '-'} from --listen {args.listen} "
+            f"({(str(fault).strip() or type(fault).__name__).splitlines()[0]}): are they there, "
+            "and are the addresses those that they have printed?"
+        ) from None
 
 
 def endless(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
