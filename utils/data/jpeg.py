@@ -51,22 +51,15 @@ class Frame(NamedTuple):
     at: int
 
 
-def has_jpeg_ends(data: bytes) -> bool:
-    """True if ``data`` begins and ends (but for padding) as a whole JPEG file does.
-
-    Decoders fill up what is missing of a file without its end, instead of refusing it.
-    """
-    return data.startswith(JPEG_MAGIC) and data[-64:].rstrip(b"\0").endswith(JPEG_END)
-
-
 def frame_of(data: bytes) -> Frame | None:
     """The frame of a JPEG file that may be decoded in part; None for any other file.
 
-    Others are progressive, lossless or arithmetic coded ones, CMYK, unusual subsampling, and files
-    that do not follow the standard up to the frame header.
+    Others are progressive, lossless or arithmetic coded ones, CMYK, unusual subsampling, files that
+    do not follow the standard up to the frame header, and files without their end (but for
+    padding): decoders fill up what is missing of those.
     """
     at, end = 2, len(data) - 20
-    if not data.startswith(JPEG_MAGIC):
+    if not (data.startswith(JPEG_MAGIC) and data[-64:].rstrip(b"\0").endswith(JPEG_END)):
         return None
     while at < end and data[at] == 0xFF:
         marker, length = data[at + 1], data[at + 2] << 8 | data[at + 3]
@@ -107,18 +100,14 @@ def silent_stderr() -> Iterator[None]:
 
     It does so for the whole process: other threads must not write there meanwhile.
     """
-    kept = os.dup(2)
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(_nowhere(), 2)
+        os.dup2(nowhere, 2)
         yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-
-
-@functools.cache
-def _nowhere() -> int:
-    return os.open(os.devnull, os.O_WRONLY)
+        os.close(nowhere)
 
 
 def decode_region(data: bytes, box: Box, path: Path | None = None) -> tuple[np.ndarray, int] | None:
