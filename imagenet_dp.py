@@ -22,7 +22,7 @@ from utils.launch import launch, supervise
 from utils.launch.world import World
 from utils.model import models, optim
 from utils.run.checkpoint import TrainState
-from utils.run.tracking import Run
+from utils.run.directory import Run
 from utils.train import compiling, dummy, epoch, evaluation, largest_batch, loop
 from utils.train.session import Session
 

@@ -174,7 +174,7 @@ def draw_image(path: Path, number: int, seed: str) -> None:
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
     """The lines that modules of utils log meanwhile, as a run prints them."""
-    from utils.run.console import as_line
+    from utils.run.directory import as_line
 
     class Lines(logging.Handler):
         def emit(self, record):

@@ -62,7 +62,7 @@ def write_run(folder: Path, rate: float, seconds: float = 0.0, **options: object
     """A run of ours with made-up curves, ``seconds`` an epoch (0: at once), not closed."""
     began = time.time()
     with SummaryWriter(str(folder)) as writer:
-        for part in entry(options, folder.name):
+        for part in entry(options):
             writer.file_writer.add_summary(part, 0)
         for x, values in epochs_of(rate, 64, first=1).items():
             for tag, value in values.items():

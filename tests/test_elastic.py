@@ -3,10 +3,8 @@
 import os
 import re
 import signal
-from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 from conftest import python, summary
 from running import Running, descendants, start, tiny
@@ -14,8 +12,7 @@ from running import Running, descendants, start, tiny
 from utils.errors import UserError
 from utils.launch import faults, network
 from utils.launch.faults import Peer
-from utils.launch.world import World
-from utils.run import checkpoint, elastic
+from utils.run import checkpoint
 
 RESTARTS = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1")
 PEERS = [Peer("a (node 0)", "10.0.0.1"), Peer("a (node 0)", "10.0.0.1")]
@@ -72,71 +69,37 @@ def test_the_other_process_names_the_killed_one(folder, tmp_path):
     assert "has ended or was killed" in line
 
 
-def test_torchrun_restarts_go_on_from_the_snapshot(folder, tmp_path):
-    """Without --name and --resume; the second attempt does the rest of the epochs."""
+def test_torchrun_restarts_continue_from_the_snapshot(folder, tmp_path):
     model, env = tiny(step_seconds=0.05)
     options = ("-b", "5", "-p", "1", "--epochs", "3", "--output-dir", tmp_path, folder)
     launcher = (*RESTARTS, "--nproc_per_node=2")
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    with start("imagenet_ddp.py", *model, *options, launcher=launcher, **env) as run:
+    line = (*model, "--name", "one", "--resume", "auto", *options)
+    with start("imagenet_ddp.py", *line, launcher=launcher, **env) as run:
         run.until(r"Epoch 2/3 step +3/")
         killed = workers(run, r" -u imagenet_ddp\.py")[0]
         os.kill(killed, signal.SIGKILL)
         result = run.result()
     assert result.code == 0, result.out + result.err
-    assert "restarted by torchrun (failures so far: 1)" in result.out
     assert f"process {killed} on" in result.out
     assert re.search(r"resumed from \S+: epoch 2, step 0", result.out)
-    (only,) = tmp_path.iterdir()
-    assert only.name.startswith("elastic_")
-    assert (summary(only)["finished_because"], summary(only)["epochs_done"]) == ("epochs", 3)
+    found = summary(tmp_path / "one")
+    assert (found["finished_because"], found["epochs_done"]) == ("epochs", 3)
 
 
-@pytest.mark.parametrize(
-    ("more", "named"), [((), "--name"), (("--name", "a", "--start-epoch", "1"), "--start-epoch")]
-)
-def test_what_restarts_cannot_do_is_refused(folder, tmp_path, more, named):
+NAMED = ("--name", "a", "--resume", "auto")
+
+
+@pytest.mark.parametrize("more", [(), NAMED[:2], (*NAMED, "--start-epoch", "1")])
+def test_restarts_need_a_run_to_continue(folder, tmp_path, more):
     model, env = tiny()
     env |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     env |= {"MASTER_PORT": str(network.free_port()), "TORCHELASTIC_MAX_RESTARTS": "3"}
     arguments = (*model, "-j", "0", "--image-size", "32", *more, "--output-dir", tmp_path, folder)
     result = python("imagenet_ddp.py", *arguments, **env)
     assert result.code == 2
-    assert named in result.sentence
+    assert "--name X --resume auto" in result.sentence
     assert not list(tmp_path.iterdir())
-
-
-def test_a_run_is_known_by_its_job(monkeypatch, tmp_path):
-    """A node that joins makes all processes restart, but none has failed."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job/1")
-
-    def prepare() -> elastic.Plan:
-        args = SimpleNamespace(evaluate=False, dummy=False, start_epoch=None, name=None)
-        args.resume, args.output_dir = None, str(tmp_path)
-        return elastic.plan(args, World(torch.device("cpu")), "options.json")
-
-    first = prepare()
-    assert (first.name, first.resume) == ("elastic_job_1", None)
-    (tmp_path / first.name).mkdir()
-    for job, resume in (("other", None), ("job/1", "auto")):
-        (tmp_path / first.name / "options.json").write_text(f'{{"elastic_job": "{job}"}}')
-        assert prepare().resume == resume
-
-
-def test_attempts_of_the_launcher_over_ssh_are_restarts(monkeypatch, tmp_path):
-    args = SimpleNamespace(evaluate=False, dummy=False, start_epoch=None, name="a", resume="auto")
-    args.output_dir = str(tmp_path)
-    notes = {}
-    for attempt in ("job:1", "job:2"):
-        monkeypatch.setenv("IMAGENET_ELASTIC", attempt)
-        assert elastic.is_elastic()
-        assert elastic.job_id() == "job"
-        notes[attempt] = elastic.plan(args, World(torch.device("cpu")), "options.json").note
-    assert notes["job:1"] is None
-    assert notes["job:2"].startswith("attempt 2 of this job; ")
 
 
 def test_fewer_processes_go_on_at_the_step_boundary_before(monkeypatch):

@@ -58,7 +58,7 @@ def test_training_goes_on_without_node_0_and_with_it_again(nodes, folder, tmp_pa
         nodes[1].kill()
         run.until("lost the connection to node1; will keep trying")
         run.until("training begins again on 1 of 2 nodes: node2")
-        run.until("attempt 2 of this job; .* has a snapshot")
+        run.until("resumed from .*snapshot")
         run.until(r"\[node2\] Epoch \d+/\d+ step")
         nodes[1].start_again()
         nodes[1].start_sshd(**ENV)

@@ -235,7 +235,7 @@ def test_from_event_files_of_an_older_suite(tmp_path):
 def test_from_event_files_of_a_run_that_was_killed(tmp_path):
     options = {"arch": "resnet18", "gpus": 2, "nodes": 2, "batch_per_gpu": 32, "global_batch": 64}
     with SummaryWriter(str(tmp_path / "any_name")) as writer:
-        for part in entry(options | {"class_count": 10}, "any_name"):
+        for part in entry(options | {"class_count": 10}):
             writer.file_writer.add_summary(part, 0)
         writer.add_scalar("Throughput/train", 200.0, 1)
     done = forecast("--from", tmp_path / "any_name", "--nodes", "2")

@@ -238,7 +238,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="auto",
         metavar="FILE|URL|auto",
-        help="continue from this snapshot, a file or s3:// URL; auto (or no value, after DATA): "
+        help="continue from this snapshot, a file or URL; auto (or no value, after DATA): "
         "from the snapshot of --name, here or in --store, if one exists",
     )
     group.add_argument(
@@ -282,9 +282,9 @@ def _add_cloud_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("spot instances and object stores")
     group.add_argument(
         "--store",
-        metavar="s3://BUCKET/PREFIX",
-        help="copy the best model and the last snapshot to PREFIX/NAME/, in the background; "
-        "needs boto3",
+        metavar="URL|DIR",
+        help="copy the best model and the last snapshot to URL/NAME/ in the background; s3://, "
+        "gs://, az:// (with s3fs, gcsfs or adlfs installed) or a folder",
     )
     group.add_argument(
         "--spot-notice",

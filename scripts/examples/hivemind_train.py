@@ -46,7 +46,7 @@ from utils.metrics import Sums, to_metrics
 from utils.model import models, optim
 from utils.option_types import amount, positive
 from utils.run.checkpoint import TrainState
-from utils.run.tracking import Run
+from utils.run.directory import Run
 from utils.train import epoch, evaluation, loop
 from utils.train.session import Session
 

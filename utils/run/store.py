@@ -1,122 +1,97 @@
-"""Copies of a run in an S3 bucket: sent in the background, taken back where the disk is empty.
+"""Copies of a run in a store: sent in the background, fetched where the disk is empty.
 
-boto3, an optional package, does the talking; credentials and AWS_ENDPOINT_URL are read by it. No
-fault of the store stops or delays training.
+A store is a folder or a URL (s3://, gs://, az://); fsspec, which torch depends on, transfers the
+files. No fault of the store stops or delays training.
 """
 
-import importlib.util
 import logging
-import os
-import re
+import shutil
 import threading
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from utils.atomic import save_atomically
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from utils.atomic import link_atomically, save_atomically
 from utils.errors import UserError
 
 log = logging.getLogger(__name__)
 
-SCHEME = "s3://"
 END_WAIT = 100.0  # seconds for the last uploads; a spot instance has 120 from its notice on
 LAST_TRIES = 3  # of a failing store, at the end of the run
 _LONGEST_PAUSE = 60.0  # seconds between two tries
-_FORM = re.compile(SCHEME + r"([^/]+)/*(.*?)/*")
 
 
 def is_url(text: str | None) -> bool:
-    """Whether an option's value names something in a store."""
-    return text is not None and text.startswith(SCHEME)
+    return text is not None and "://" in text
 
 
 def check_options(store: str | None, resume: str | None) -> None:
-    """Raise `UserError` for URLs that are none, or when boto3 is missing and needed."""
-    if store is not None and not is_url(store):
-        raise UserError(f"--store {store} is not of the form s3://BUCKET/PREFIX", alike=True)
-    urls = [url for url in (store, resume) if url is not None and is_url(url)]
-    for url in urls:
-        _split(url)
-    if urls and importlib.util.find_spec("boto3") is None:
-        raise UserError(f"{urls[0]} needs the package boto3: pip install boto3", alike=True)
+    """Raise `UserError` for URLs of an unknown kind, or when a package for theirs is missing."""
+    for url in filter(is_url, (store, resume)):
+        protocol, path = fsspec.core.split_protocol(url)
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except ImportError as fault:
+            raise UserError(f"{url} needs one more package: {fault}", alike=True) from None
+        except ValueError:
+            raise UserError(
+                f"{url}: {protocol}:// is not known; a store is a folder, s3://BUCKET/PREFIX, "
+                "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX",
+                alike=True,
+            ) from None
+        if not path.strip("/"):
+            raise UserError(f"{url} names no bucket: the form is {protocol}://BUCKET/PREFIX")
 
 
-def _split(url: str) -> tuple[str, str]:
-    """Bucket and key of an URL, the key without slashes at its ends."""
-    match = _FORM.fullmatch(url)
-    if match is None:
-        raise UserError(f"{url} names no bucket: the form is s3://BUCKET/PREFIX", alike=True)
-    return match[1], match[2]
+def _connect(url: str) -> tuple[Any, str]:
+    """The file system of ``url`` and the path in it."""
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    if url.startswith("s3://"):  # s3fs would wait minutes for an endpoint that does not answer
+        retries = {"total_max_attempts": 2}
+        options["config_kwargs"] = {"connect_timeout": 5, "read_timeout": 30, "retries": retries}
+    system, path = fsspec.core.url_to_fs(url, **options)
+    return system, path.rstrip("/")
 
 
-def _client() -> Any:
-    import boto3
-    from botocore.config import Config
-
-    retries = {"total_max_attempts": 2, "mode": "standard"}  # the further ones are `Store`'s
-    return boto3.client("s3", config=Config(connect_timeout=5, read_timeout=30, retries=retries))
-
-
-def _join(*parts: str) -> str:
-    return "/".join(filter(None, parts))
-
-
-def _names(client: Any, bucket: str, folder: str) -> set[str]:
-    """Names of the objects in ``folder`` (the first 1000). Raises what boto3 raises."""
-    prefix = folder + "/" if folder else ""
-    found = client.list_objects_v2(Bucket=bucket, Prefix=prefix, Delimiter="/")
-    return {item["Key"].removeprefix(prefix) for item in found.get("Contents", ())}
-
-
-def _download(client: Any, bucket: str, key: str, path: Path) -> None:
-    save_atomically(lambda file: client.download_fileobj(bucket, key, file), path)
-
-
-def _code(fault: Exception) -> str:
-    """The store's own word for a fault ("NoSuchBucket"), else its type's name."""
-    response = getattr(fault, "response", None) or {}
-    return str(response.get("Error", {}).get("Code", type(fault).__name__))
-
-
-def _reason(fault: Exception, bucket: str) -> str:
-    code = _code(fault)
-    if code == "NoSuchBucket":
-        return f"there is no bucket {bucket}"
-    if code in ("NoCredentialsError", "PartialCredentialsError"):
-        return (
-            "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine "
-            "a role"
-        )
-    if code in ("AccessDenied", "AllAccessDisabled", "403"):
-        return f"these credentials may not list, read and write in bucket {bucket}"
-    return (str(fault).splitlines() or [code])[0][:200]
-
-
-def _look(url: str, default: str) -> tuple[Any, str, str, str, set[str]]:
-    """Client, bucket, folder and name of the file that ``url`` means; names in the folder.
-
-    ``default`` is the name when ``url`` is a folder.
-    """
-    bucket, key = _split(url)
-    folder, _, name = key.rpartition("/")
+def _names(system: Any, folder: str) -> set[str]:
     try:
-        client = _client()
-        names = _names(client, bucket, folder)
-        if name not in names:
-            folder, name = key, default
-            names = _names(client, bucket, folder)
-    except Exception as fault:  # boto3's have no common base; its set-up raises ValueError
-        raise UserError(f"cannot read {url} ({_reason(fault, bucket)})") from fault
+        return {Path(entry).name for entry in system.ls(folder, detail=False)}
+    except FileNotFoundError:
+        return set()
+
+
+def _download(system: Any, source: str, path: Path) -> None:
+    with system.open(source, "rb") as remote:
+        save_atomically(lambda file: shutil.copyfileobj(remote, file), path)
+
+
+def _reason(fault: Exception) -> str:
+    return (str(fault).splitlines() or [type(fault).__name__])[0][:200]
+
+
+def _find(url: str, default: str) -> tuple[Any, str, str, set[str]]:
+    """File system, folder and name of the file that ``url`` means; names in the folder.
+
+    ``default`` is the name when ``url`` is a folder. Raises: `UserError`.
+    """
+    try:
+        system, path = _connect(url)
+        folder, _, name = path.rpartition("/")
+        if not system.isfile(path):
+            folder, name = path, default
+        names = _names(system, folder)
+    except Exception as fault:  # each package has its own kinds
+        raise UserError(f"cannot read {url} ({_reason(fault)})") from fault
     if name not in names:
         raise UserError(f"there is no {url}, nor {default} in a folder of this name")
-    return client, bucket, folder, name, names
+    return system, folder, name, names
 
 
 def run_name(url: str, default: str, mark: str) -> str | None:
-    """Name of the run to which the file at ``url`` belongs: its folder, if ``mark`` is there too.
-
-    ``default`` is the file's name when ``url`` is a folder. Raises: `UserError`.
-    """
-    _, _, folder, _, names = _look(url, default)
+    """Name of the run that the file at ``url`` belongs to: its folder, if ``mark`` is there too."""
+    _, folder, _, names = _find(url, default)
     return folder.rpartition("/")[2] or None if mark in names else None
 
 
@@ -126,34 +101,32 @@ def fetch(url: str, default: str, folder: Path, also: str) -> Path:
     The file ``also`` beside it is brought under its name, unless ``folder`` has one.
     Raises: `UserError`.
     """
-    client, bucket, place, name, names = _look(url, default)
+    system, place, name, names = _find(url, default)
     path = folder / f".{name}.from_store.tmp"
     try:
-        _download(client, bucket, _join(place, name), path)
+        _download(system, f"{place}/{name}", path)
         if also in names and also != name and not (folder / also).exists():
-            _download(client, bucket, _join(place, also), folder / also)
+            _download(system, f"{place}/{also}", folder / also)
     except Exception as fault:
         path.unlink(missing_ok=True)
-        raise UserError(f"cannot download {url} ({_reason(fault, bucket)})") from fault
+        raise UserError(f"cannot download {url} ({_reason(fault)})") from fault
     return path
 
 
 class Store:
     """``URL/NAME OF THE RUN/``, where copies of a run's files go. For rank 0.
 
-    Without ``url`` all methods do nothing. ``end_wait`` is the limit in seconds for the uploads
-    that are left at the end.
+    Without ``url`` all methods do nothing.
     """
 
-    def __init__(self, url: str | None, folder: Path, end_wait: float = END_WAIT):
-        self.folder, self.end_wait = folder, end_wait
+    def __init__(self, url: str | None, folder: Path):
+        self.folder = folder
         self.url = f"{url.rstrip('/')}/{folder.name}" if url else None
-        self.bucket, self.prefix = _split(self.url) if self.url else ("", "")
-        self.client: Any = None
+        self.system: Any = None
+        self.place = ""
         self.failures = 0  # since the last success
         self.closing = False
-        self.waiting: dict[str, BinaryIO] = {}  # newest file of each name, not yet sent
-        self.sending: str | None = None
+        self.waiting: dict[str, Path] = {}  # files to send, by name
         self.changed = threading.Condition()
         self.thread: threading.Thread | None = None
 
@@ -167,28 +140,25 @@ class Store:
         """
         if self.url is None:
             return
-        snapshot = wanted[-1] if wanted else None
-        missing = snapshot is not None and not (self.folder / snapshot).exists()
+        missing = bool(wanted) and not (self.folder / wanted[-1]).exists()
         names: set[str] = set()
         try:
-            self.client = _client()
-            names = _names(self.client, self.bucket, self.prefix)
-            for name in wanted if missing and snapshot in names else ():
+            self.system, self.place = _connect(self.url)
+            names = _names(self.system, self.place)
+            bucket = self.place.partition("/")[0]
+            if bucket and not names and not self.system.exists(bucket):  # a folder begins with "/"
+                raise UserError(f"there is no bucket {bucket} for --store {self.url}")
+            for name in wanted if missing and wanted[-1] in names else ():
                 if name in names:
-                    _download(
-                        self.client, self.bucket, _join(self.prefix, name), self.folder / name
-                    )
-                    log.info(f"took {self.url}/{name}")
+                    _download(self.system, f"{self.place}/{name}", self.folder / name)
+                    log.info(f"fetched {self.url}/{name}")
+        except UserError:
+            raise
         except Exception as fault:
-            if _code(fault) == "NoSuchBucket":  # and it will not come by itself
-                raise UserError(
-                    f"there is no bucket {self.bucket}, where --store {self.url} would be: make "
-                    "it, or correct the name"
-                ) from None
             if missing:
                 raise UserError(
                     f"cannot tell whether {self.url} has a snapshot to continue from "
-                    f"({_reason(fault, self.bucket)}): leave out --resume to begin anew"
+                    f"({_reason(fault)}): leave out --resume to begin anew"
                 ) from fault
             self._count_failure(fault)
         if names and not goes_on:
@@ -200,42 +170,28 @@ class Store:
         self.thread.start()
 
     def upload(self, path: Path) -> None:
-        """Send ``path`` as it is now, soon. One of the same name that still waits is dropped.
+        """Send ``path``, soon; nothing if it does not exist.
 
-        The file is opened here, so that it may be replaced (by renaming) at any time. One that is
-        not there is left out.
+        It may be replaced (by renaming) at any time: what is sent is one whole file.
         """
-        if self.thread is None:
-            return
-        try:
-            file = open(path, "rb")
-        except FileNotFoundError:
-            return
-        except OSError as fault:
-            log.warning(f"cannot read {path} to upload it ({fault.strerror})")
-            return
-        with self.changed:
-            older = self.waiting.pop(path.name, None)
-            if older is not None:
-                older.close()
-            self.waiting[path.name] = file
-            self.changed.notify_all()
+        if self.thread is not None and path.is_file():
+            with self.changed:
+                self.waiting[path.name] = path
+                self.changed.notify_all()
 
     def close(self) -> None:
-        """Wait for the uploads that are left, up to the limit, and name those that failed."""
+        """Wait for the uploads that are left, up to `END_WAIT`, and name those that failed."""
         if self.thread is None:
             return
         with self.changed:
             self.closing = True
             self.changed.notify_all()
-        self.thread.join(self.end_wait)
+        self.thread.join(END_WAIT)
         self.thread = None
         with self.changed:
-            lost = {*self.waiting, *([self.sending] if self.sending else [])}
+            lost = sorted(self.waiting)
         if lost:
-            log.info(
-                f"note: {', '.join(sorted(lost))} did not get to {self.url}: see {self.folder}"
-            )
+            log.info(f"note: {', '.join(lost)} did not get to {self.url}: see {self.folder}")
 
     def _work(self) -> None:
         tries = LAST_TRIES
@@ -244,40 +200,33 @@ class Store:
                 self.changed.wait_for(lambda: self.waiting or self.closing)
                 if not self.waiting:
                     return
-                name = next(iter(self.waiting))
-                file = self.waiting.pop(name)
-                self.sending = name
+                name, path = next(iter(self.waiting.items()))
+                self.waiting[name] = Path()  # until it has arrived; `upload` puts a newer one there
             try:
-                self._send(name, file)
-                failed = False
+                self._send(path)
             except Exception as fault:  # whatever it is: training goes on
                 self._count_failure(fault)
-                failed = True
-            with self.changed:
-                self.sending = None
-                if not failed or name in self.waiting:
-                    file.close()
-                else:
-                    self.waiting = {name: file, **self.waiting}
-                if failed:
+                pause = min(2.0 ** (self.failures - 1), _LONGEST_PAUSE)
+                with self.changed:
+                    if self.waiting[name] == Path():
+                        self.waiting[name] = path
                     tries -= self.closing
-                    pause = min(2.0 ** (self.failures - 1), _LONGEST_PAUSE)
-                    if self.closing:
-                        self.changed.wait(1.0 if tries else 0.0)
-                    else:
-                        self.changed.wait_for(lambda: self.closing, pause)
+                    if self.closing and tries:
+                        self.changed.wait(1.0)
+                    self.changed.wait_for(lambda: self.closing, pause)
+                continue
+            with self.changed:
+                if self.waiting[name] == Path():
+                    del self.waiting[name]
 
-    def _send(self, name: str, file: BinaryIO) -> None:
-        from boto3.s3.transfer import TransferConfig
-
-        if self.client is None:
-            self.client = _client()
-        # In this thread alone: further ones would take cores from training, and Python waits for
-        # them before it exits. boto3 closes what it is given, and this file may be needed again.
-        config = TransferConfig(use_threads=False, multipart_chunksize=16 * 2**20)
-        with os.fdopen(os.dup(file.fileno()), "rb") as copy:
-            copy.seek(0)
-            self.client.upload_fileobj(copy, self.bucket, _join(self.prefix, name), Config=config)
+    def _send(self, path: Path) -> None:
+        if self.system is None:
+            self.system, self.place = _connect(self.url)
+        if isinstance(self.system, LocalFileSystem):  # its own copy is visible before it is whole
+            Path(self.place).mkdir(parents=True, exist_ok=True)
+            link_atomically(path, Path(self.place, path.name))
+        else:
+            self.system.put_file(str(path), f"{self.place}/{path.name}")
         if self.failures:
             log.info(f"the store {self.url} works again")
         self.failures = 0
@@ -286,6 +235,6 @@ class Store:
         self.failures += 1
         if self.failures == 1:
             log.warning(
-                f"the store {self.url} cannot be used "
-                f"({_reason(fault, self.bucket)}): training goes on, uploads will be retried"
+                f"the store {self.url} cannot be used ({_reason(fault)}): training continues, "
+                "uploads will be retried"
             )

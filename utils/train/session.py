@@ -10,8 +10,8 @@ from utils import samplers
 from utils.data.loaders import Batches, Loaders
 from utils.launch.world import World
 from utils.run.checkpoint import TrainState
+from utils.run.directory import Run
 from utils.run.snapshots import SnapshotWriter
-from utils.run.tracking import Run
 from utils.train.hardware import Watch
 from utils.train.status import StatusFile
 from utils.train.stopping import Reason, StopRequest

@@ -1,7 +1,8 @@
-"""What a run leaves behind: its directory, TensorBoard curves, summary; rank 0 writes all files.
+"""A run's directory: its name, files, log lines and curves; rank 0 writes all files.
 
-The first process of every other node prints plain lines (see utils/run/console.py), so that nobody
-sits in front of a silent terminal; all further processes are quiet.
+The first process of every other node prints lines, too; all further processes are quiet. Modules
+log by `logging.getLogger(__name__)`, below the logger "utils"; until a `Console` shows them,
+warnings go to stderr and the rest nowhere.
 """
 
 import contextlib
@@ -15,67 +16,108 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 
 from utils import tensorboard
 from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError
 from utils.launch import gpus
-from utils.launch.world import World, from_main, gather, node_name
+from utils.launch.world import World, from_main, gather, is_elastic, node_name
 from utils.option_types import AUTO
-from utils.run import elastic, store
-from utils.run.console import LOG, Console
+from utils.run import store
 from utils.run.lock import LOCK, Lock
 from utils.run.snapshots import BEST, PREVIOUS, SNAPSHOT, latest
 
-Facts = dict[str, tensorboard.Value]
 VISIBLE_SECONDS = 10.0  # for a file to be seen on another node
-OPTIONS, SUMMARY = "options.json", "summary.json"
+OPTIONS, SUMMARY, LOG = "options.json", "summary.json", "train.log"
 
 log = logging.getLogger(__name__)
 
 
-def _directory(args: Any, plan: elastic.Plan, world: World, mode: str) -> Path:
+def as_line(record: logging.LogRecord) -> str:
+    """What is printed of a record: its message; of a warning, behind that word."""
+    text = record.getMessage()
+    return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+
+class Console(logging.Handler):
+    """Prints a line in the first process of each node, and keeps it in train.log of rank 0."""
+
+    def __init__(self, folder: Path, world: World):
+        super().__init__(logging.INFO)
+        self.path, self.world = folder / LOG, world
+        self.shows = world.local_rank == 0
+        self.bar: tqdm | None = None
+
+    def attach(self) -> None:
+        """Show from now on what any module of this package logs."""
+        logger = logging.getLogger("utils")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show one line. A full disk must not end a training: the line has been printed."""
+        text = as_line(record)
+        if self.bar is not None:
+            tqdm.write(text)
+        elif self.shows:
+            print(text if self.world.is_main else f"[rank {self.world.rank}] {text}", flush=True)
+        if self.world.is_main:
+            with contextlib.suppress(OSError), open(self.path, "a") as file:
+                file.write(text + "\n")
+
+    def start_bar(self, title: str, steps: int, done: int = 0) -> None:
+        """Show a progress bar for ``steps`` steps if rank 0 sits at a terminal."""
+        if self.world.is_main and sys.stderr.isatty():
+            self.bar = tqdm(total=steps, initial=done, desc=title, leave=False, unit="step")
+
+    def move_bar(self, done: int, text: str | None = None) -> None:
+        """Let the bar, if there is one, show ``done`` steps, and ``text`` behind it."""
+        if self.bar is not None:
+            if text is not None:
+                self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update(done - self.bar.n)
+
+    def stop_bar(self) -> None:
+        """Take the bar away."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+def _name(args: Any, world: World, mode: str) -> str:
+    """The run's name where the user has given none."""
+    is_continued = store.is_url(args.resume) and not args.evaluate
+    if is_continued and (name := store.run_name(args.resume, SNAPSHOT, mark=OPTIONS)):
+        return name
+    host = socket.gethostname().split(".")[0]
+    now = time.strftime("%b%d_%H-%M-%S")
+    sizes = f"gpux{world.size}_b{args.batch_size}_cpu{args.workers}"
+    name = f"{now}_{host}_{args.arch}_{sizes}_{mode}"
+    # Two runs may start in the same second.
+    names = (name + (f"-{number}" if number else "") for number in range(1000))
+    return next(name for name in names if not Path(args.output_dir, name).exists())
+
+
+def _directory(args: Any, world: World, mode: str) -> Path:
     """The run's directory, which may not exist yet; refused if another run is in it. For rank 0."""
-    root = Path(args.output_dir)
-    snapshot = Path(plan.resume) if plan.resume and plan.resume != "auto" else None
-    name = plan.name
-    if not name and store.is_url(plan.resume) and not args.evaluate:
-        name = store.run_name(plan.resume, SNAPSHOT, mark=OPTIONS)
-    if name:
-        folder = root / name
-    elif snapshot and not args.evaluate and (snapshot.parent / OPTIONS).is_file():
-        folder = snapshot.parent  # a run continues where it was
+    is_file = args.resume and args.resume != "auto" and not store.is_url(args.resume)
+    goes_on = args.resume and not args.evaluate
+    if goes_on and is_file and not args.name and Path(args.resume).with_name(OPTIONS).is_file():
+        folder = Path(args.resume).parent  # a run continues where it was
     else:
-        host = socket.gethostname().split(".")[0]
-        now = time.strftime("%b%d_%H-%M-%S")
-        name = (
-            f"{now}_{host}_{args.arch}_gpux{world.size}_b{args.batch_size}_cpu{args.workers}_{mode}"
-        )
-        # Two runs may start in the same second.
-        names = (name + (f"-{number}" if number else "") for number in range(1000))
-        folder = next(root / name for name in names if not (root / name).exists())
-    goes_on = plan.resume and not args.evaluate
+        folder = Path(args.output_dir, args.name or _name(args, world, mode))
     if (folder / OPTIONS).exists() and not goes_on:
         raise UserError(
             f"{folder} holds a run already: continue it with --resume, or choose another --name"
         )
-    return folder
-
-
-def _make(folder: Path) -> None:
-    """Make the run's directory and its log. For rank 0."""
     for name in (SNAPSHOT, PREVIOUS, BEST, OPTIONS, SUMMARY, LOG):
-        path = folder / name
-        if path.exists() and not path.is_file():
+        if (folder / name).exists() and not (folder / name).is_file():
             raise UserError(
-                f"{path} is not a file, and training will write one there: move it away, or choose "
-                "another --name"
+                f"{folder / name} is not a file, and training will write one there: move it away, "
+                "or choose another --name"
             )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / LOG).touch()
-    except OSError as fault:
-        raise UserError(f"cannot write the run directory {folder}: {fault.strerror}") from None
+    return folder
 
 
 class Run:
@@ -87,48 +129,63 @@ class Run:
         Where the batch size is part of its name, but is still to be found, that waits for `open`.
         """
         self.args, self.world, self.mode = args, world, mode
-        plan = self.plan = elastic.plan(args, world, OPTIONS)
-        self.resume = plan.resume  # --resume, or what a restart has made of it
+        self.resume: str | None = args.resume
         self.folder: Path | None = None
-        self.lock: Lock | None = None  # nobody else trains here; in rank 0
-        self.fetched: Path | None = None
+        self.lock: Lock | None = None  # in rank 0
+        self.fetched: Path | None = None  # the file that a URL has given
+        self.is_writing = not args.evaluate and not args.dummy  # a training
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
-        self.options |= {"name": plan.name, "resume": plan.resume}
         self.options |= {"mode": mode, "command": " ".join(sys.argv)}
-        if elastic.job_id():
-            self.options["elastic_job"] = elastic.job_id()
+        # The one record of a run, facts at its start and results at its end, from which HParams,
+        # summary.json and the last lines of the log are written.
+        self.record: dict[str, Any] = {}
         self.writer: SummaryWriter | None = None
         self.has_gap = False  # the writer was lost to a full disk
         self.is_training = False  # an entry is open in the event file
-        if args.batch_size != AUTO or plan.name or store.is_url(self.resume):
+        continues = args.name and args.resume == "auto" and args.start_epoch is None
+        if is_elastic() and self.is_writing and not continues:
+            raise UserError(
+                "restarts (torchrun --max-restarts, --elastic) continue one run: add --name X "
+                "--resume auto, without --start-epoch",
+                alike=True,
+            )
+        if args.batch_size != AUTO or args.name or store.is_url(self.resume):
             self.open()
 
     def open(self) -> None:
         """Choose and make the run directory, unless that is done. Raises `UserError`."""
         if self.folder is not None:
             return
-        args, plan, world = self.args, self.plan, self.world
-        self.folder = from_main(lambda: _directory(args, plan, world, self.mode), world)
-        if not args.evaluate and not args.dummy:
-            self._acquire(patient=plan.note is not None)
-            if elastic.is_elastic():
+        args, world = self.args, self.world
+        self.folder = from_main(lambda: _directory(args, world, self.mode), world)
+        if self.is_writing:
+            self._acquire()
+            if is_elastic():
                 self._check_shared()
-        from_main(lambda: _make(self.folder), world)
+        from_main(self._make, world)
         self.console = Console(self.folder, world)
         self.console.attach()
         unused = gpus.unused() if world.device.type == "cpu" else None
-        for note in (unused, plan.note, self.lock.note if self.lock else None):
+        for note in (unused, self.lock.note if self.lock else None):
             if note:
                 log.info(note)
-        self.stores = bool(args.store and not args.evaluate and not args.dummy)
-        url = args.store if self.stores and world.is_main else None
-        self.store = store.Store(url, self.folder)
+        self.stores = bool(args.store and self.is_writing)
+        self.store = store.Store(args.store if self.stores and world.is_main else None, self.folder)
         self.fetched = from_main(self._open_store, world)
 
-    def _acquire(self, patient: bool) -> None:
+    def _make(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / LOG).touch()
+        except OSError as fault:
+            raise UserError(
+                f"cannot write the run directory {self.folder}: {fault.strerror}"
+            ) from None
+
+    def _acquire(self) -> None:
         """Acquire the directory's lock. Raises `UserError` while another run holds it."""
-        lock = Lock(self.folder, patient)
+        lock = Lock(self.folder, patient=is_elastic())
         # In short rounds, as the other ranks wait no longer than --dist-timeout for one.
         while not from_main(lock.poll, self.world):
             time.sleep(0.5)
@@ -151,7 +208,7 @@ class Run:
         if blind := [name for name, sees in found if not sees]:
             raise UserError(
                 f"{blind[0]} does not see what {found[0][0]} writes into {self.folder}: a "
-                "training that goes on when nodes fail needs an --output-dir that they share",
+                "job that continues when nodes fail needs an --output-dir that they share",
                 alike=True,
             )
 
@@ -177,14 +234,14 @@ class Run:
             return Path(self.resume) if self.resume else None
         return latest(self.folder)
 
-    def begin(self, epoch: int, position: float, facts: Facts | None = None) -> None:
+    def begin(self, epoch: int, position: float, facts: dict[str, Any] | None = None) -> None:
         """Open the files. Points past ``epoch`` (finished) and ``position`` (epochs, fractional)
         that a killed run left in the event files are cut off, so that curves never run backward.
-        ``facts`` about a training (see `report.facts`) go into the event file with the options.
+        ``facts`` about a training (see `report.facts`) begin the run's `record`.
         """
         from_main(lambda: self._begin(epoch, position, facts), self.world)
 
-    def _begin(self, epoch: int, position: float, facts: Facts | None) -> None:
+    def _begin(self, epoch: int, position: float, facts: dict[str, Any] | None) -> None:
         try:
             remove_leftovers(self.folder)
             self._open_files(epoch, position, facts)
@@ -194,31 +251,32 @@ class Run:
                 "files are intact; free disk space"
             ) from fault
 
-    def _open_files(self, epoch: int, position: float, facts: Facts | None) -> None:
-        text = json.dumps(self.options, indent=1) + "\n"
-        save_atomically(lambda file: file.write(text.encode()), self.folder / OPTIONS)
+    def _open_files(self, epoch: int, position: float, facts: dict[str, Any] | None) -> None:
+        _save_json(self.options, self.folder / OPTIONS)
         tensorboard.cut_off(self.folder, epoch, round(1000 * position))
         # What is here may be newer than what the store has: the last process died while sending.
         for name in (OPTIONS, BEST, SNAPSHOT):
             self.store.upload(self.folder / name)
         if facts is not None:  # without curves, an event file would make it a run to compare
+            self.record |= facts
             self.writer = tensorboard.open_writer(self.folder)
             self.writer.add_custom_scalars(tensorboard.LAYOUT)
             if facts.get("comm") != "auto":
-                self._add_entry(facts)
+                self._add_entry()
             self.writer.flush()  # from now on other programs can see what is trained here
             self.is_training = True
 
-    def describe(self, facts: Facts) -> None:
+    def describe(self, facts: dict[str, Any]) -> None:
         """Write the entry that `begin` left out, as ``facts`` lacked what is chosen later."""
+        self.record |= facts
         if self.writer is None:
             return
         with contextlib.suppress(OSError):  # the next point says so
-            self._add_entry(facts)
+            self._add_entry()
             self.writer.flush()
 
-    def _add_entry(self, facts: Facts) -> None:
-        for summary in tensorboard.entry(self.options | facts, self.folder.name):
+    def _add_entry(self) -> None:
+        for summary in tensorboard.entry(self.options | self.record):
             self.writer.file_writer.add_summary(summary, 0)
 
     def step(self, place: str, done: int, values: dict[str, float]) -> None:
@@ -267,28 +325,36 @@ class Run:
             + (f"  left {left}" if left else "")
         )
 
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Write summary.json, close the event file, wait for the store. For all ranks."""
+    def finish(self, results: dict[str, Any]) -> None:
+        """Complete the record, write summary.json, close the event file, wait for the store.
+
+        For all ranks.
+        """
+        self.record |= results
         if self.world.is_main:
-            self._finish(summary)
+            self._write_summary()
             self.store.upload(self.folder / SUMMARY)
         self.close_store()
         if self.lock is not None:
             self.lock.release()
 
-    def _finish(self, summary: dict[str, Any]) -> None:
+    def _write_summary(self) -> None:
         # JSON has no NaN, and other programs read this file: what was not measured is null.
         clean = {
             key: None if isinstance(value, float) and math.isnan(value) else value
-            for key, value in summary.items()
+            for key, value in self.record.items()
         }
-        text = json.dumps(clean, indent=1) + "\n"
         try:
-            save_atomically(lambda file: file.write(text.encode()), self.folder / SUMMARY)
+            _save_json(clean, self.folder / SUMMARY)
             if self.writer is not None:
                 if self.is_training:
-                    done = summary["finished_because"] != "interrupted"
+                    done = self.record["finished_because"] != "interrupted"
                     self.writer.file_writer.add_summary(tensorboard.closing(done), 0)
                 self.writer.close()
         except OSError as fault:
             log.warning(f"cannot write {self.folder / SUMMARY} ({fault.strerror})")
+
+
+def _save_json(content: dict[str, Any], path: Path) -> None:
+    text = json.dumps(content, indent=1) + "\n"
+    save_atomically(lambda file: file.write(text.encode()), path)
