@@ -3,8 +3,8 @@
 import os
 import re
 import signal
-from argparse import Namespace
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +14,13 @@ from PIL import Image
 from torch.utils.data._utils import signal_handling
 from torchvision.transforms.v2 import functional as tv
 
+from utils import options
 from utils.data import augment
 from utils.data import images as im
 from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
 from utils.data.loaders import BadFiles, Batches, build_loaders
-from utils.data.preprocessing import IMAGENET, MEAN, STD
+from utils.data.preprocessing import MEAN, STD
 from utils.data.ring import Worker
 from utils.errors import UserError
 from utils.launch.world import World
@@ -340,51 +341,42 @@ def test_views_of_an_image_are_other_crops_of_it(index):
     assert not reading.faults
 
 
-def options(root, **changes):
-    plain = {"data": str(root), "dummy": False, "classes": None, "evaluate": False, "workers": 0}
-    plain |= {"batch_size": 4, "accum_steps": 1, "seed": 0, "image_size": 32, "crop_scale": 0.08}
-    plain |= {"val_resize_size": None, "auto_augment": None, "random_erasing": 0.0}
-    plain |= {"max_bad_files": 0, "memory_format": torch.contiguous_format}
-    plain |= {"repeated_aug": 1, "mixup": 0.0, "cutmix": 0.0}
-    plain["preprocessing"] = IMAGENET.resized(32, None)
-    return Namespace(**plain | changes)
-
-
-def build(args):
-    return build_loaders(args, CPU, torch.float32)
+def build(root, *line):
+    """The loaders of a command line."""
+    parser = options.build_parser("", "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "sys.argv", ["x", "-b", "4", "-j", "0", "--image-size", "32", *line, str(root)]
+        )
+        return build_loaders(options.parse(parser), CPU, torch.float32)
 
 
 def test_loaders_of_a_folder(folder):
-    loaders = build(options(folder))
+    loaders = build(folder)
     assert loaders.classes == ["class_0", "class_1", "class_2"]
     assert (len(loaders.train), len(loaders.val), loaders.test) == (15, 6, None)
-    two = build(options(folder, classes="2", evaluate=True))
+    two = build(folder, "--classes", "2", "-e")
     assert (two.classes, two.train, len(two.val)) == (["class_0", "class_1"], None, 4)
 
 
 def test_loaders_of_a_folder_without_training_images(folder, tmp_path):
     (tmp_path / "val").symlink_to(folder / "val")
     (tmp_path / "test").symlink_to(folder / "val")
-    loaders = build(options(tmp_path, evaluate=True))
+    loaders = build(tmp_path, "-e")
     assert (loaders.train, len(loaders.val), len(loaders.test)) == (None, 6, 6)
     with pytest.raises(UserError, match="train is missing"):
-        build(options(tmp_path))
+        build(tmp_path)
 
 
 def test_too_few_images_are_refused(folder):
     with pytest.raises(UserError, match="60 training images are too few"):
-        build(options(folder, accum_steps=31))
+        build(folder, "--accum-steps", "31")
 
 
 HOLDS_AN_ITERATOR = """
 import sys
-import torch
-from utils import options
-from utils.data.loaders import build_loaders
-from utils.launch import launch
-sys.argv = ["x", "-b", "8", "-j", "2", "--image-size", "32", sys.argv[1]]
-args = options.parse(options.build_parser("x", "b"))
-batches = iter(build_loaders(args, launch.single_process(), torch.float32).train)
+from test_data import build
+batches = iter(build(sys.argv[1], "-j", "2").train)
 next(batches)
 print("done")
 """
@@ -392,5 +384,7 @@ print("done")
 
 @pytest.mark.long
 def test_a_script_that_holds_an_iterator_to_its_end_ends(folder):
-    done = python("-c", HOLDS_AN_ITERATOR, folder, timeout=100)
+    done = python(
+        "-c", HOLDS_AN_ITERATOR, folder, PYTHONPATH=str(Path(__file__).parent), timeout=100
+    )
     assert (done.code, done.out) == (0, "done\n"), done.err
