@@ -26,8 +26,9 @@ class Played:
     def __init__(self, monkeypatch, flat: float, slope: float, breaks: int = 10**9):
         self.flat, self.slope, self.breaks = flat, slope, breaks
         self.tried: list[int] = []
-        for name in ("empty_cache", "reset_peak_memory_stats"):
+        for name in ("empty_cache", "reset_peak_memory_stats", "get_rng_state"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2 * GIB)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8 * GIB, 16 * GIB))

@@ -2,7 +2,6 @@
 
 import logging
 import resource
-import time
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from utils.data.preprocessing import largest_size
 from utils.launch.world import World
 from utils.train import compiling, report
 from utils.train.session import Session, TrainStep
+from utils.train.step_time import StepTimer, StepTimes
 from utils.train.stopping import Reason
 
 WARMUP_STEPS, TIMED_STEPS = 5, 20
@@ -40,38 +40,43 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     targets = torch.randint(0, args.dummy_classes, size[:1], generator=generator, device=device)
 
     comm, done = session.state.comm, 0
+    timer = StepTimer(session.state.model, device, distributed=world.size > 1)
 
-    def steps(number: int) -> float:
+    def steps(number: int) -> StepTimes:
         nonlocal done
         _wait_for_all(world)
-        began = time.perf_counter()
+        timer.start()
         for _ in range(number):
             if comm is not None and (why := comm.begin_step(1, done, MOST_STEPS, 2)):
                 log.info(why)
             done += 1
             for micro in range(args.accum_steps):
                 update = micro + 1 == args.accum_steps
+                timer.begin()
                 train_step(images, targets, 1 / args.accum_steps, update)
+                timer.end(update)
         _wait_for_all(world)
-        return time.perf_counter() - began
+        return timer.stop()
 
     if args.compile:
         train_step = compiling.first_step_timed(train_step, args, device)
     warm_up = CHOOSING_STEPS if comm is not None and comm.method is None else WARMUP_STEPS
     log.info(f"timing {TIMED_STEPS} steps of {global_batch} images, after {warm_up} to warm up ...")
-    first, rest = steps(1), warm_up - 1
+    first, rest = steps(1).seconds, warm_up - 1
     # Not longer: the first step is the slowest, as it allocates, chooses kernels and compiles.
     longest = first * (rest + TIMED_STEPS)
     log.info(f"the first step took {first:.1f} s: done in {longest:.0f} s at most")
     steps(rest)
-    seconds = steps(TIMED_STEPS) / TIMED_STEPS
+    times = steps(TIMED_STEPS)
+    seconds = times.seconds / TIMED_STEPS
     if device.type == "cuda":
         memory = torch.cuda.max_memory_allocated(device)
     else:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     log.info(
         f"dummy data, {args.arch}, {world.size} x {device.type}, global batch {global_batch}: "
-        f"{global_batch / seconds:.1f} images/s, {1000 * seconds:.1f} ms per step, peak memory of "
+        f"{global_batch / seconds:.1f} images/s, {1000 * seconds:.1f} ms per step "
+        f"({times.communication / times.seconds:.0%} communication), peak memory of "
         f"rank 0 {memory / 2**30:.2f} GiB"
     )
     run.finish(
@@ -79,6 +84,7 @@ def time_step(session: Session, train_step: TrainStep) -> int:
         | {
             "images_per_s": global_batch / seconds,
             "ms_per_step": 1000 * seconds,
+            **times.per_step("", "_s"),
             "peak_memory_bytes": memory,
             "finished_because": Reason.DUMMY,
         }

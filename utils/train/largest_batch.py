@@ -130,7 +130,7 @@ def _find(session: Session, train_step: TrainStep, image_size: int) -> tuple[int
     eager = torch.compiler.set_stance("force_eager") if args.compile else nullcontext()
     # The largest that fits, the smallest that does not, the one to try.
     low, high, size = 0, math.inf, step
-    with torch.random.fork_rng(), eager:
+    with torch.random.fork_rng(list(devices)), eager:
         while low < size < high:
             if (peak := take(size)) <= limit:
                 low, seen[size] = size, peak

@@ -69,6 +69,11 @@ class StepTimes:
     communication: float = 0.0
     own: float = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """All of the time."""
+        return self.data + self.compute + self.communication
+
     def __sub__(self, other: "StepTimes") -> "StepTimes":
         return StepTimes(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
