@@ -70,9 +70,9 @@ def decode_part(
 ) -> tuple[Tensor, Box] | None:
     """What `decode` gives, but for pixels around ``box``, and where ``box`` is in that.
 
-    ``frame`` is that of the file. ``regions``: use the library, where it was built. ``quietly``:
-    stderr may be turned off meanwhile, for the whole process. None when the whole image had better
-    be decoded: it is about to be shown, or damaged.
+    ``regions``: use the library, where it was built. ``quietly``: stderr may be turned off
+    meanwhile. None where the whole image is to be decoded: nearly all of it is shown, or it is
+    damaged.
     """
     top, left, height, width = box
     if regions and (found := jpeg.decode_region(data, box)) is not None:

@@ -109,10 +109,9 @@ class ImageIndex:
         return found
 
     def sample_sizes(self) -> tuple[float, str]:
-        """Mean size of the images in bytes, and a text that differs where the sizes do.
+        """Mean size in bytes, and a text that differs where the sizes do (or a pack's contents).
 
-        Of a folder, of `SIZES_ASKED` files evenly spread over it; of a pack, of all images, and
-        the text tells their contents apart, too.
+        Of a folder, of `SIZES_ASKED` files evenly spread over it.
         """
         if self.pack is not None:
             records = self.pack.records
@@ -172,10 +171,7 @@ def select_classes(choice: str | None, folders: list[str]) -> list[str]:
 
 
 def check_same_classes(root: Path, part: str, classes: list[str], subset: bool) -> None:
-    """Raise `UserError` naming the difference unless ``root/part`` has the folders ``classes``.
-
-    With ``subset`` (``--classes``) it may have more of them.
-    """
+    """Raise `UserError` unless ``root/part`` has the folders ``classes``, or more for a subset."""
     found = set(class_folders(root / part))
     missing = [name for name in classes if name not in found]
     extra = [] if subset else sorted(found - set(classes))
@@ -191,8 +187,8 @@ def check_same_classes(root: Path, part: str, classes: list[str], subset: bool) 
 def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listing]:
     """The listing of each class folder ``root/CLASS``, from the cache where that is up to date.
 
-    Classes that had to be listed are added to the cache. With ``shows`` a progress bar is drawn on
-    a terminal, and a line says when the cache cannot be written. Raises: `UserError`.
+    ``shows``: draw a progress bar on a terminal, and say when the cache cannot be written. Raises:
+    `UserError`.
     """
     known = _read_cache(root)
     missing = [name for name in classes if name not in known or not _fresh(root, known[name])]

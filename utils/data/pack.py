@@ -160,7 +160,7 @@ def select(root: str, classes: list[str]) -> tuple[Pack, bytes, np.ndarray, list
     """Open the images of ``classes`` in the pack ``root``, in this order.
 
     Returns: them, their paths one after another, the paths' lengths int64 [n], and the number of
-    images of each class. Raises: `UserError` for an unknown class, or a pack that is not whole.
+    images of each class. Raises: `UserError`.
     """
     contents = load(root)
     last = np.cumsum(contents.counts)

@@ -31,10 +31,9 @@ Channels = tuple[float, float, float]
 class Preprocessing:
     """From an image file to a model's input; by default, ImageNet's usual way.
 
-    Training crops are resized to ``image_size`` x ``image_size`` pixels. In evaluation the short
-    side is resized to ``val_resize_size`` pixels, and a square of ``val_image_size`` (None: of
-    ``image_size``) cut out of the centre. ``mean`` and
-    ``std`` are per channel, RGB, for pixels in 0..1.
+    Training crops are resized to ``image_size`` pixels. In evaluation the short side is resized to
+    ``val_resize_size``, and a square of ``val_image_size`` (None: of ``image_size``) cut out of
+    the centre. ``mean`` and ``std`` are per channel, RGB, for pixels in 0..1.
     """
 
     mean: Channels = MEAN

@@ -7,11 +7,10 @@ anonymous, so it neither fills /dev/shm nor outlives the processes, whatever end
 Only the training process gives slots away. It names a free one when it asks for a batch, and takes
 it back when the batch has been copied or uploaded: `Ring.free_after`.
 
-The workers are known to have begun, and signals to stop never reach them. Ctrl-C and a scheduler's
-SIGTERM go to the whole process group. Only the training process decides what to do, and it needs
-its workers until the snapshot is written: they have these signals blocked from the fork on. To
-ignore them would leave a gap after the fork, and DataLoader gives its workers a handler of SIGTERM
-that ends them.
+Signals to stop never reach the workers. Ctrl-C and a scheduler's SIGTERM go to the whole process
+group, but the training process needs its workers until the snapshot is written: they have these
+signals blocked from the fork on. To ignore them would leave a gap after the fork, and DataLoader
+gives its workers a handler of SIGTERM that ends them.
 """
 
 import functools
@@ -212,11 +211,9 @@ def _begin_worker(_: int) -> None:
 class Worker(ForkProcess):
     """A forked process with `STOPS` blocked; `start` returns when it runs.
 
-    One whose fork got stuck is forked again. A thread of C++ code that enters Python, and torch has
-    such threads, holds a lock of the interpreter for an instant. When another thread forks then,
-    the child waits for that lock forever, before any code of its own, and DataLoader waits for the
-    child: https://github.com/python/cpython/issues/112275, fixed in Python 3.12 and in late
-    releases of 3.10 and 3.11.
+    One whose fork got stuck is forked again: when a thread of C++ code, of which torch has some, is
+    about to enter Python, the child may wait for the interpreter's lock forever
+    (https://github.com/python/cpython/issues/112275, fixed in Python 3.12).
     """
 
     def start(self) -> None:
