@@ -210,7 +210,7 @@ def settle(args, saved):
     session = SimpleNamespace(
         args=args, state=state, run=run, loaders=SimpleNamespace(use=used.append)
     )
-    loop._settle_preprocessing(session)
+    loop._resolve_preprocessing(session)
     assert Preprocessing.from_dict(state.preprocessing) == args.preprocessing == used[0]
     assert run.options == {"image_size": args.image_size}
     assert args.image_size == used[0].image_size

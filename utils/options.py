@@ -311,7 +311,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
             "scripts/prepare_data.py",
             alike=True,
         )
-    _settle_preprocessing(args)
+    _resolve_preprocessing(args)
     largest_batch.check(args)
     if args.warmup_epochs and args.warmup_epochs > args.epochs:
         raise UserError(
@@ -331,7 +331,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def _settle_preprocessing(args: argparse.Namespace) -> None:
+def _resolve_preprocessing(args: argparse.Namespace) -> None:
     """Set the sizes in ``args.preprocessing``, and the image size. Raises: `UserError`.
 
     ``args.untyped`` names the sizes that a checkpoint may still change.

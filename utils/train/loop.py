@@ -35,12 +35,12 @@ def resume(session: Session) -> None:
     session.resumed = checkpoint.resume(state, args, session.world, run.snapshot, classes)
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums = args.start_epoch, 0, None
-    _settle_preprocessing(session)
+    _resolve_preprocessing(session)
     for note in () if session.resumed else args.model_notes:
         log.info(note)
 
 
-def _settle_preprocessing(session: Session) -> None:
+def _resolve_preprocessing(session: Session) -> None:
     """Let the images be as the checkpoint wants them, but for the sizes that were typed."""
     args, state, run = session.args, session.state, session.run
     typed = {
