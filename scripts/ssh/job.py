@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import queue
-import secrets
 import shlex
 import signal
 import sys
@@ -174,7 +173,7 @@ class Job:
         self.screen = Screen()
         self.events: queue.SimpleQueue = queue.SimpleQueue()
         self.seats: list[Seat] = []
-        self.name, self.number = secrets.token_hex(4), 0  # of the job; attempts so far
+        self.number = 0  # of attempts so far
         self.attempt: Attempt | None = None
         self.nodes: list[Node] = []  # of the latest attempt
         self.interrupts = 0
@@ -301,7 +300,7 @@ class Job:
             names = ", ".join(seat.host.name for seat in seats)
             again = "again " if self.number > 1 else ""
             note(f"training begins {again}on {len(seats)} of {len(self.seats)} nodes: {names}")
-            environment["IMAGENET_ELASTIC"] = f"{self.name}:{self.number}"
+            environment["IMAGENET_ELASTIC"] = str(self.number)
         first, several = self.nodes[0], len(seats) > 1
         address = first.host.ip or (first.hello["address"] if several else "127.0.0.1")
         if several and (address is None or address.startswith("127.")):
