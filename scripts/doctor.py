@@ -19,25 +19,21 @@ import os
 import platform
 import random
 import resource
-import shlex
 import shutil
+import signal
 import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from ssh import hosts  # noqa: E402
 
 from utils import errors  # noqa: E402
 from utils.errors import UserError  # noqa: E402
@@ -55,19 +51,6 @@ POOR_EFFICIENCY = 0.7
 # Images/s that one GPU asks for: ResNet-50 in mixed precision, published, or estimated from that.
 RESNET50_IMAGES_PER_S = {"T4": 400, "V100": 1200, "A100": 2470, "H100": 4900, "H200": 4900}
 RESNET50_GFLOPS = 4.09  # forward, one image of 224 x 224
-# Becomes the doctor on a node; it arrives on ssh's standard input, as values of --env must be on no
-# command line. For Python 3.7 and newer.
-START = """
-import os, sys
-os.environ.update(ARGUMENTS["environment"])
-try:
-    os.chdir(os.path.join(os.path.expanduser("~"), ARGUMENTS["folder"]))
-    own = os.path.join(".venv", "bin", "python")
-    python = ARGUMENTS["python"] or (own if os.access(own, os.X_OK) else "python3")
-    os.execvp(python, [python, "scripts/doctor.py", *ARGUMENTS["options"]])
-except OSError as fault:
-    sys.exit("error: cannot start the doctor in {}: {}".format(ARGUMENTS["folder"], fault))
-"""
 Facts = dict[str, Any]
 
 
@@ -469,7 +452,8 @@ def parse() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--rank", type=count, default=env.get("NODE_RANK", "0"), metavar="R", help="of this node")
-    add("--nodes", type=positive, default=1, metavar="N", help="how many take part (1)")
+    nodes = env.get("WORLD_SIZE", "1")
+    add("--nodes", type=positive, default=nodes, metavar="N", help="how many take part (1)")
     add("--master", default=env.get("MASTER_ADDR"), metavar="IP", help="address of node 0")
     port = number(int, 1, 65535)
     add("--port", type=port, default=env.get("MASTER_PORT", "8888"), help="of node 0 (8888)")
@@ -538,7 +522,13 @@ def examine(args: argparse.Namespace) -> int:
 
 
 def over_ssh(arguments: list[str]) -> int:
-    """Run this program on every host of a file. Returns the worst exit code."""
+    """Run this program on every host of a file, as a job. Returns its exit code."""
+    sys.path.insert(0, str(ROOT / "scripts/ssh"))
+    import hosts
+    from job import Job
+    from launcher import Ssh
+
+    hosts.hide_values()
     parser = argparse.ArgumentParser(
         prog="doctor.sh",
         usage="bash scripts/doctor.sh HOSTS_FILE [options] [OPTIONS of scripts/doctor.py]",
@@ -546,62 +536,19 @@ def over_ssh(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     hosts.add_options(parser)
+    parser.set_defaults(grace=5.0, port=None, sync=False)
     options, rest = parser.parse_known_args(arguments)
-    listed = hosts.read(options.hosts)
-    master = os.environ.get("MASTER_ADDR") or listed[0].ip or address_of(options.ssh, listed[0])
-    started, codes = [], []
-    try:
-        for rank, host in enumerate(listed):
-            words = ["--rank", str(rank), "--nodes", str(len(listed)), "--master", master]
-            words += ["--wait", str(SSH_WAIT), *rest]
-            given = {"folder": options.dir, "python": options.python, "options": words}
-            given["environment"] = dict(options.env or ())
-            program = {"source": START, "name": "doctor", "arguments": given}
-            said = tempfile.TemporaryFile() if rank else None  # node 0 reports everything
-            ssh = subprocess.Popen(
-                hosts.remote_python(f"{options.ssh} -o ConnectTimeout=10", host, mark="doctor"),
-                stdin=subprocess.PIPE,
-                stdout=said,
-                stderr=said and subprocess.STDOUT,
-            )
-            started.append((host, ssh, said))
-            with contextlib.suppress(OSError), ssh.stdin as there:
-                there.write(json.dumps(program).encode() + b"\n")
-        for host, ssh, said in started:
-            code = ssh.wait()
-            if said and code:
-                said.seek(0)
-                for line in said.read().decode(errors="replace").splitlines():
-                    print(f"[{host.name}] {line}", flush=True)
-            if code == hosts.SSH_FAILED:
-                print(f"error: {hosts.ssh_failed(options.ssh, host)}", file=sys.stderr)
-            codes.append(code if code in (OK, WARNING) else FAULT)
-    finally:
-        for _, ssh, _ in started:
-            if ssh.poll() is None:
-                ssh.terminate()
-    return max(codes)
-
-
-def address_of(ssh: str, host: hosts.Host) -> str:
-    """The address at which ssh reaches ``host``, as that host sees it. Raises: `UserError`."""
-    words = [*shlex.split(ssh), "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host.address]
-    command = [*words, 'echo "$SSH_CONNECTION"']
-    asked = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
-    )
-    if asked.returncode:
-        raise UserError(hosts.ssh_failed(ssh, host))
-    said = asked.stdout.split()  # the client's address and port, then the server's own
-    if len(said) != 4:
-        raise UserError(f"the address of {host.name} is unknown: write ip=ADDRESS behind it")
-    return said[2]
+    machines = [replace(host, slots=None) for host in hosts.read(options.hosts)]
+    command = ["scripts/doctor.py", "--wait", str(SSH_WAIT), *rest]
+    everyone = (len(machines), len(machines))
+    return Job(options, command, Ssh(options, machines, "doctor"), everyone, again=False).run()
 
 
 def main() -> int:
     if sys.argv[1:2] == ["over-ssh"]:  # scripts/doctor.sh
-        hosts.hide_values()
         return over_ssh(sys.argv[2:])
+    # The job over ssh ends all nodes once the first has: this one may still have to print.
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(4))
     sys.stdout.reconfigure(errors="replace")  # for a terminal without UTF-8
     return examine(parse())
 

@@ -6,6 +6,7 @@ Each test makes sure on the node itself, by other means than the doctor's, that 
 import argparse
 import glob
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ def ask_doctor(
 
 def bad(result: Result) -> list[str]:
     """The lines that are warnings or faults."""
-    return [line for line in result.out.splitlines() if line.startswith(("! ", "✗ "))]
+    return [line for line in result.out.splitlines() if re.match("(.node[01]. )?[!✗] ", line)]
 
 
 def reaches(source: Node, target: Node, port: int) -> bool:
@@ -103,7 +104,7 @@ def test_healthy_nodes_over_ssh_from_one_machine(nodes, data):
     assert "all 2 nodes are here" in done.out
     assert "the same on all nodes" in done.out
     assert "forecast for resnet50" in done.out
-    assert "node 0: all is well" in done.out.splitlines()[-1]
+    assert "[node0] node 0: all is well" in done.out
     content = json.loads(found.read_text())
     assert content["exit_code"] == 0
     assert content["network"]["bytes_per_s"] > 1e6
@@ -114,10 +115,16 @@ def test_healthy_nodes_over_ssh_from_one_machine(nodes, data):
         assert not [word for word in seen if word.endswith("=kept")]
     # A node that ssh cannot reach decides the exit code.
     hosts.write_text("node0\nnode9\n")
-    done = nodes[0].run([*line, *given, "--wait", "1"])
+    done = nodes[0].run([*line, *given])
     assert done.code == 2, done
     assert "error: ssh to node9 failed" in done.err
-    assert "✗ node 1 of 2 did not come" in done.out
+    # So does a fault, which both nodes report.
+    hosts.write_text("node0\nnode1\n")
+    nodes[1].block_ports(f"1024-2199, 2300-{PORT - 1}, {PORT + 1}-65535")  # between: sshd
+    done = nodes[0].run([*line, *given])
+    assert done.code == 2, done
+    assert "[node0] ✗ node0 (node 0) cannot connect to node1 (node 1)" in done.out
+    assert "[node1] ✗ node0 (node 0) cannot connect to node1 (node 1)" in done.out
 
 
 def test_faults_of_one_node_are_all_found(nodes, data, tmp_path):

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from utils.errors import UserError, report
@@ -24,6 +24,7 @@ NEWEST, CUDA12 = "constraints.txt", "constraints-cuda12.txt"  # in scripts/
 NEEDED_DRIVER = {11: 450, 12: 525, 13: 580}  # by CUDA version
 # Of old GPUs by name, for a driver that does not say; others are new enough for every torch.
 OLD = {"V100": 70, "GV100": 70, "TITAN V": 70, "P100": 60, "P40": 61, "P4": 61, "M60": 52}
+PROC = Path("/proc/driver/nvidia")
 LIMIT = 20.0  # seconds; nvidia-smi takes less than 5 with 8 GPUs and no persistence daemon
 HIDE = 'CUDA_VISIBLE_DEVICES="" trains on the CPU'
 
@@ -76,9 +77,9 @@ def nvidia_smi(*arguments: str, limit: float = LIMIT) -> str:
     return out
 
 
-def look(proc: Path = Path("/proc/driver/nvidia"), limit: float = LIMIT) -> Machine:
+def look(proc: Path = PROC, limit: float = LIMIT) -> Machine:
     """The GPUs of this machine by nvidia-smi, or, where it is missing or fails, by ``proc``."""
-    loaded = _by_proc(proc)
+    found = loaded(proc)
     try:
         try:
             out = _query("name,driver_version,compute_cap", limit)
@@ -87,12 +88,11 @@ def look(proc: Path = Path("/proc/driver/nvidia"), limit: float = LIMIT) -> Mach
                 raise
             out = _query("name,driver_version,name", limit)  # drivers before 510
     except Silent as fault:
-        # An image made for GPUs has nvidia-smi on machines without GPU as well.
-        absent = re.search(r"communicate with the NVIDIA driver|No devices", str(fault))
-        return loaded if absent and not loaded.gpus else _with_trouble(loaded, str(fault))
+        none = "No devices" in str(fault) and not found.gpus
+        return found if none else _with_trouble(found, str(fault))
     rows = [[cell.strip() for cell in line.split(",")] for line in out.splitlines() if "," in line]
     if not rows:
-        return loaded
+        return found
     names, drivers, capabilities = zip(*rows, strict=True)
     return Machine(names, tuple(map(_capability, names, capabilities)), drivers[0])
 
@@ -107,7 +107,7 @@ def _capability(name: str, said: str = "") -> int:
     return next((old for word, old in OLD.items() if re.search(rf"\b{word}\b", name)), 0)
 
 
-def _by_proc(proc: Path) -> Machine:
+def loaded(proc: Path = PROC) -> Machine:
     """What the loaded driver's files say; they are there without nvidia-smi, too."""
     names, driver = [], ""
     with contextlib.suppress(OSError):
@@ -119,12 +119,12 @@ def _by_proc(proc: Path) -> Machine:
     return Machine(tuple(names), tuple(map(_capability, names)), driver)
 
 
-def _with_trouble(loaded: Machine, said: str) -> Machine:
+def _with_trouble(found: Machine, said: str) -> Machine:
     if re.search(r"version mismatch", said, re.IGNORECASE):
         said += ": the driver was updated while it was loaded; reboot"
     else:
         said += ": see whether `nvidia-smi` works in a shell; a reboot often helps"
-    return Machine(loaded.gpus, loaded.capabilities, loaded.driver, said)
+    return replace(found, trouble=said)
 
 
 @functools.cache

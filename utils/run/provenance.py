@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from utils.launch import gpus
 from utils.launch.agreement import ROOT
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def describe(device: torch.device) -> dict[str, str]:
 
     found = {"cpu": _cpu(), "torch": torch.__version__, "commit": commit()}
     if device.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(device), "driver": _driver()}
+        found |= {"gpu": torch.cuda.get_device_name(device), "driver": gpus.loaded().driver}
     return {key: text for key, text in found.items() if text}
 
 
@@ -36,10 +37,6 @@ def _first(path: str, pattern: str) -> str:
 
 def _cpu() -> str:
     return _first("/proc/cpuinfo", r"^model name\s*:(.*)$")
-
-
-def _driver() -> str:
-    return _first("/proc/driver/nvidia/version", r"Kernel Module.*?\s(\d+\.[\d.]+)\s")
 
 
 def commit() -> str:
