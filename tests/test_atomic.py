@@ -76,20 +76,6 @@ def refuse(*_):
     raise OSError(18, "Invalid cross-device link")
 
 
-def test_a_failing_copy_leaves_the_old_file_and_no_rubbish(tmp_path, monkeypatch):
-    def half(_, target):
-        target.write_bytes(b"n")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(atomic.os, "link", refuse)
-    monkeypatch.setattr(atomic.shutil, "copyfile", half)
-    (tmp_path / "path").write_bytes(b"old")
-    with pytest.raises(OSError, match="No space left"):
-        link_atomically(tmp_path / "source", tmp_path / "path")
-    assert os.listdir(tmp_path) == ["path"]
-    assert (tmp_path / "path").read_bytes() == b"old"
-
-
 def test_previous_that_is_the_same_file_already(tmp_path):
     """As a process leaves it that is killed between keeping the old file and naming the new one."""
     path, previous = tmp_path / "path", tmp_path / "previous"

@@ -80,13 +80,23 @@ def take_up(tmp_path, content, state=None, args=ARGS):
 
 
 def test_snapshot_brings_everything_back(tmp_path):
-    old, new = trained(), replace(build(seed=1), global_batch=32)
+    old = replace(trained(), preprocessing={"mean": [0.5, 0.5, 0.5]})
+    new = replace(build(seed=1), global_batch=32)
     save_snapshot(old, tmp_path, OPTIONS)
     assert resume(new, ARGS, WORLD, tmp_path / "snapshot.pt") is True
     assert same_weights(old, new)
     assert same_tensors(momentum(old), momentum(new))
     assert new.scaler.state_dict() == {"scale": 1024.0, "clean_steps": 17, "skipped": 2}
-    for name in ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums"):
+    for name in (
+        "epoch",
+        "step",
+        "global_batch",
+        "best",
+        "elapsed",
+        "history",
+        "sums",
+        "preprocessing",
+    ):
         assert getattr(new, name) == getattr(old, name), name
     content = read_checkpoint(tmp_path / "snapshot.pt")
     assert content["options"] == OPTIONS
@@ -102,31 +112,20 @@ def test_sums_come_back_in_one_process_only(tmp_path):
     assert state.step == 6
 
 
-def test_nothing_to_resume():
-    state = build()
-    assert resume(state, ARGS, WORLD, None) is False
-    assert (state.epoch, state.step) == (0, 0)
-
-
-@pytest.mark.parametrize(("batch", "step"), [(32, 6), (64, 3), (16, 12), (48, 4), (192, 1)])
-def test_position_moves_to_another_global_batch(tmp_path, batch, step):
-    save_snapshot(trained(), tmp_path, OPTIONS)
+@pytest.mark.parametrize(
+    ("step", "batch", "expected"), [(6, 32, 6), (6, 64, 3), (6, 16, 12), (6, 192, 1), (0, 80, 0)]
+)
+def test_position_moves_to_another_global_batch(tmp_path, step, batch, expected):
+    save_snapshot(replace(trained(), step=step), tmp_path, OPTIONS)
     state = replace(build(), global_batch=batch)
     assert resume(state, ARGS, WORLD, tmp_path / "snapshot.pt")
-    assert (state.epoch, state.step, state.global_batch) == (2, step, batch)
+    assert (state.epoch, state.step, state.global_batch) == (2, expected, batch)
 
 
 def test_position_that_does_not_fit_another_global_batch(tmp_path):
     save_snapshot(trained(), tmp_path, OPTIONS)
     with pytest.raises(UserError, match=r"after 192 images.*of 80: .*global batch 32"):
         resume(replace(build(), global_batch=80), ARGS, WORLD, tmp_path / "snapshot.pt")
-
-
-def test_between_epochs_any_global_batch_fits(tmp_path):
-    save_snapshot(replace(trained(), step=0), tmp_path, OPTIONS)
-    state = replace(build(), global_batch=80)
-    assert resume(state, ARGS, WORLD, tmp_path / "snapshot.pt")
-    assert (state.epoch, state.step, state.global_batch) == (2, 0, 80)
 
 
 def test_command_line_keeps_its_hyperparameters(tmp_path):
@@ -152,127 +151,65 @@ def test_evaluation_loads_the_weights_alone(tmp_path):
 # ---- formats of others
 
 
-def with_prefix(state):
-    return {f"module.{name}": value for name, value in state.model.state_dict().items()}
+def prefixed(prefix):
+    return {f"{prefix}{name}": value for name, value in trained().model.state_dict().items()}
 
 
-@pytest.mark.parametrize("best", ["best_acc1", "best_prec1"])
-def test_files_of_pytorch_examples_and_of_apex(tmp_path, logged, best):
+def native(scale):
+    return {"scale": scale, "growth_factor": 2.0, "_growth_tracker": 9}
+
+
+EMA = {"state_dict_ema": trained(seed=5).model.state_dict()}
+# What stands beside the optimiser -> finished epochs, loss scale, words of the only line logged.
+FORMATS = {
+    "pytorch/examples": (
+        {"epoch": 5, "arch": "tiny", "state_dict": prefixed("module."), "scheduler": {"x": 30}}
+        | {"best_acc1": torch.tensor(61.5)},
+        (5, 2.0**16, "names a best top-1 of 61.50 %"),
+    ),
+    "Apex example": (
+        {"epoch": 5, "arch": "tiny", "state_dict": prefixed(""), "best_prec1": 61.5},
+        (5, 2.0**16, "names a best top-1 of 61.50 %"),
+    ),
+    "amp of Apex": (
+        {"model": prefixed("module."), "amp": {"loss_scaler0": {"loss_scale": 4096.0}}},
+        (0, 4096.0, None),
+    ),
+    "native amp": ({"model": prefixed(""), "scaler": native(512.0)}, (0, 512.0, None)),
+    "torchvision": (  # its epoch is the number of the last one, counted from 0
+        {"model": prefixed(""), "epoch": 4, "lr_scheduler": {}, "args": Namespace(lr=0.5)},
+        (5, 2.0**16, None),
+    ),
+    "timm": (
+        {"state_dict": prefixed(""), "arch": "tiny", "epoch": 4, "version": 2, **EMA}
+        | {"amp_scaler": native(256.0), "metric": 61.5},
+        (5, 256.0, "state_dict_ema: the plain weights in it are used"),
+    ),
+    "old timm": ({"state_dict": prefixed(""), "epoch": 4, "version": 1}, (4, 2.0**16, None)),
+    "compiled": ({"state_dict": prefixed("module._orig_mod.")}, (0, 2.0**16, None)),
+}
+
+
+@pytest.mark.parametrize("program", FORMATS)
+def test_files_of_other_programs_continue(tmp_path, logged, program):
+    content, (epoch, scale, words) = FORMATS[program]
     old = trained()
-    content = {
-        "epoch": 5,
-        "arch": "tiny",
-        "state_dict": with_prefix(old),
-        best: torch.tensor(61.5),
-        "optimizer": old.optimizer.state_dict(),
-        "scheduler": {"step_size": 30, "last_epoch": 5},
-    }
-    state, whole = take_up(tmp_path, content)
+    state, whole = take_up(tmp_path, content | {"optimizer": old.optimizer.state_dict()})
     assert not whole
     assert same_weights(state, old)
     assert same_tensors(momentum(old), momentum(state))
     # Their accuracy may be of other images: no epoch here would ever be the best one.
-    assert (state.epoch, state.step, state.best) == (5, 0, {})
-    assert len(logged) == 1
-    assert "names a best top-1 of 61.50 %" in logged[0]
+    assert (state.epoch, state.step, state.best) == (epoch, 0, {})
+    assert state.scaler.state_dict()["scale"] == scale
+    assert len(logged) == (words is not None)
+    assert words is None or words in logged[0]
 
 
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_files_of_old_apex_scripts_with_the_state_of_amp(tmp_path, prefix):
-    old = trained()
-    weights = {f"{prefix}{name}": value for name, value in old.model.state_dict().items()}
-    amp = {"loss_scaler0": {"loss_scale": 4096.0, "unskipped": 77}}
-    content = {"model": weights, "optimizer": old.optimizer.state_dict(), "amp": amp}
-    state, whole = take_up(tmp_path, content)
-    assert not whole
-    assert same_weights(state, old)
-    assert same_tensors(momentum(old), momentum(state))
-    assert state.scaler.state_dict() == {"scale": 4096.0, "clean_steps": 77, "skipped": 0}
-
-
-@pytest.mark.parametrize(
-    ("saved", "expected"),
-    [
-        ({"scale": 512.0, "growth_factor": 2.0, "_growth_tracker": 9}, (512.0, 9)),
-        ({}, (2.0**16, 0)),  # plain float32
-    ],
-)
-def test_loss_scale_of_native_amp(tmp_path, saved, expected):
-    old = trained()
-    weights, optimizer = old.model.state_dict(), old.optimizer.state_dict()
-    content = {"model": weights, "optimizer": optimizer, "scaler": saved}
-    scaler = take_up(tmp_path, content)[0].scaler.state_dict()
-    assert (scaler["scale"], scaler["clean_steps"]) == expected
-
-
-def test_files_of_torchvisions_references(tmp_path):
-    """Their epoch is the number of the last one, counted from 0."""
-    old = trained()
-    content = {
-        "model": old.model.state_dict(),
-        "optimizer": old.optimizer.state_dict(),
-        "lr_scheduler": {"last_epoch": 5},
-        "epoch": 4,
-        "args": Namespace(model="resnet50", lr=0.5),
-    }
-    state, whole = take_up(tmp_path, content)
-    assert not whole
-    assert same_weights(state, old)
-    assert (state.epoch, state.best) == (5, {})
-
-
-@pytest.mark.parametrize(
-    ("version", "finished"), [({}, 4), ({"version": 1}, 4), ({"version": 2}, 5)]
-)
-def test_files_of_timm(tmp_path, logged, version, finished):
-    """From version 2 on their epoch is the number of the last one, counted from 0."""
-    old = trained()
-    content = {
-        "epoch": 4,
-        "arch": "tiny",
-        "state_dict": old.model.state_dict(),
-        "optimizer": old.optimizer.state_dict(),
-        "args": Namespace(model="tiny", opt="sgd"),
-        "amp_scaler": {"scale": 512.0, "growth_factor": 2.0, "_growth_tracker": 9},
-        "state_dict_ema": trained(seed=5).model.state_dict(),
-        "metric": 61.5,
-    }
-    state, _ = take_up(tmp_path, content | version)
-    assert same_weights(state, old)
-    assert same_tensors(momentum(old), momentum(state))
-    assert (state.epoch, state.best) == (finished, {})
-    assert state.scaler.state_dict()["scale"] == 512.0
-    assert len(logged) == 1
-    assert logged[0].endswith(
-        "holds averaged (EMA) weights, state_dict_ema: the plain weights in it are used"
-    )
-
-
-def averaged(state):
-    """As torchvision's references keep them."""
-    return torch.optim.swa_utils.AveragedModel(state.model).state_dict()
-
-
-def test_averaged_weights_of_torchvisions_references(tmp_path, logged):
-    plain, mean = trained(), trained(seed=5)
-    content = {"model": plain.model.state_dict(), "model_ema": averaged(mean)}
-    assert same_weights(take_up(tmp_path, content)[0], plain)
-    assert "model_ema: the plain weights in it are used" in logged.pop()
-    assert same_weights(take_up(tmp_path, {"model_ema": averaged(mean)})[0], mean)
+def test_averaged_weights_are_taken_where_there_are_no_others(tmp_path, logged):
+    mean = trained(seed=5)
+    averaged = torch.optim.swa_utils.AveragedModel(mean.model).state_dict()  # as torchvision's
+    assert same_weights(take_up(tmp_path, {"model_ema": averaged})[0], mean)
     assert "model_ema: there are no others in it" in logged.pop()
-
-
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
-def test_files_of_compiled_models(tmp_path, prefix):
-    weights = {f"{prefix}{name}": value for name, value in trained().model.state_dict().items()}
-    assert same_weights(take_up(tmp_path, {"state_dict": weights})[0], trained())
-
-
-def test_files_of_models_with_compiled_parts(tmp_path):
-    old = trained()
-    model = nn.Sequential(torch.compile(old.model[0]), *old.model[1:])
-    assert "0._orig_mod.weight" in model.state_dict()
-    assert same_weights(take_up(tmp_path, {"state_dict": model.state_dict()})[0], old)
 
 
 @pytest.mark.parametrize("pack", [lambda w: w, lambda w: {"state_dict": w, "epoch": 7}])
@@ -362,14 +299,6 @@ def test_an_epoch_that_is_no_number_is_one_message(tmp_path, epoch):
     content = {"model": old.model.state_dict(), "optimizer": old.optimizer.state_dict()}
     with pytest.raises(UserError, match="does not fit this program"):
         take_up(tmp_path, content | {"epoch": epoch})
-
-
-def test_how_images_were_made_comes_from_the_file(tmp_path):
-    old = replace(trained(), preprocessing={"mean": [0.5, 0.5, 0.5]})
-    state = replace(build(), global_batch=32)
-    save_snapshot(old, tmp_path, OPTIONS)
-    resume(state, ARGS, WORLD, tmp_path / "snapshot.pt")
-    assert state.preprocessing == {"mean": [0.5, 0.5, 0.5]}
 
 
 def test_weights_of_another_image_size_name_it(tmp_path):

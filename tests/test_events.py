@@ -54,15 +54,6 @@ def test_figures_of_the_test_folder_are_written_once(tmp_path):
     assert scalars(tmp_path) == {"Top1/val": [(2, 60.0), (4, 70.0)], "Top1/test": [(2, 60.0)]}
 
 
-def test_every_file_of_a_resumed_run_is_cut(tmp_path):
-    write(tmp_path, 1, 3, ".a")
-    write(tmp_path, 4, 6, ".b")
-    old = {name: data for name, data in files(tmp_path).items() if name.endswith(".a")}
-    cut_off(tmp_path, 4, 4250)
-    assert sorted(x for x, _ in scalars(tmp_path)["Loss/train"]) == [1, 2, 3, 4]
-    assert old.items() <= files(tmp_path).items()
-
-
 def test_curves_go_on_after_the_cut(tmp_path):
     write(tmp_path, 1, 5, ".a")
     cut_off(tmp_path, 2, 2500)
@@ -93,11 +84,3 @@ def test_file_cut_short_by_a_crash_is_read_as_far_as_it_goes(tmp_path):
     path.write_bytes(path.read_bytes()[:-10])
     cut_off(tmp_path, 2, 2000)
     assert scalars(tmp_path)["Loss/train"] == [(1, 1.0), (2, 2.0)]
-
-
-def test_other_files_are_left_alone(tmp_path):
-    write(tmp_path, 1, 2)
-    (tmp_path / "train.log").write_text("hello")
-    cut_off(tmp_path, 1, 1000)
-    assert (tmp_path / "train.log").read_text() == "hello"
-    cut_off(tmp_path / "nothing here", 1, 1000)

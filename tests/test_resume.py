@@ -6,9 +6,8 @@ from pathlib import Path
 from shlex import split
 
 import pytest
-from conftest import SMALL, Result, draw_folder, python, summary, train
+from conftest import SMALL, Result, draw_folder, python, scalars, summary, train
 from running import TORCHRUN, assert_same_weights, snapshot, start, tiny
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from utils.launch.network import free_port
 
@@ -94,18 +93,9 @@ def position(run: Path) -> tuple[int, int]:
     return progress["epoch"], progress["step"]
 
 
-def points(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """All points of a run, those included that TensorBoard would take for a restart's leftovers."""
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0}, purge_orphaned_data=False)
-    events.Reload()
-    return {
-        tag: [(p.step, p.value) for p in events.Scalars(tag)] for tag in events.Tags()["scalars"]
-    }
-
-
 def assert_same_curves(run: Path, other: Path, tolerance: float = 0.0) -> None:
     """The same points, each once."""
-    ours, theirs = points(run), points(other)
+    ours, theirs = scalars(run), scalars(other)
     # A run that was on two processes for a while has curves of the second one's hardware.
     of_ranks = ("CPU/", "GPU/", "Memory/")
     hardware = {tag for tag in ours.keys() | theirs.keys() if tag.startswith(of_ranks)}
@@ -190,11 +180,8 @@ def test_a_signal_ends_in_a_snapshot(one, stopped, name):
     assert steps < STEPS or name == "evaluation", "the signal came too late to be a test"
 
 
-def test_four_stops_change_nothing(one, stopped):
+def test_four_stops_change_nothing_and_time_goes_on_counting(one, stopped):
     assert_same_run(one.root / "often", one.root / "whole")
-
-
-def test_elapsed_time_goes_on_counting(one, stopped):
     seconds = [snapshot(one.root / name)["progress"]["elapsed"] for name in (*STOPS, "often")]
     assert seconds == sorted(seconds)
     assert 0 < seconds[0] < seconds[-1]
@@ -235,7 +222,7 @@ def test_another_global_batch_at_the_end_of_an_epoch(one, first_epoch):
     run = one.copy("first_epoch", "larger")
     one.finish(ND, "larger", "-b", "20")
     assert summary(run)["epochs_done"] == 2
-    x = [x for x, _ in points(run)["Step/loss"]]
+    x = [x for x, _ in scalars(run)["Step/loss"]]
     assert len(x) == STEPS + STEPS // 2
     assert x == sorted(set(x))
 
@@ -256,7 +243,7 @@ def test_a_fitting_global_batch_within_an_epoch_sees_the_remaining_images(one, s
     run = one.copy("SIGTERM", "finer")
     steps = position(run)[1]
     one.finish(ND, "finer", "-b", "5", "--epochs", "1")
-    x = [x for x, _ in points(run)["Step/loss"]]
+    x = [x for x, _ in scalars(run)["Step/loss"]]
     assert x == sorted(set(x))
     assert len(x) == steps + (300 - 10 * steps) // 5
 
@@ -297,10 +284,10 @@ def test_the_best_model_evaluates_to_its_accuracy(two):
     found, best = summary(two.root / "evaluated"), snapshot(whole, "best.pt")
     assert found["val_top1"] == summary(whole)["best_top1"] == best["top1"]
     averaged = best["weights"] == "ema"
-    losses = dict(points(whole)["Loss/ema" if averaged else "Loss/val"])
+    losses = dict(scalars(whole)["Loss/ema" if averaged else "Loss/val"])
     assert (
         found["val_top1"]
-        == dict(points(whole)["Top1/ema" if averaged else "Top1/val"])[best["epoch"]]
+        == dict(scalars(whole)["Top1/ema" if averaged else "Top1/val"])[best["epoch"]]
     )
     assert found["val_loss"] == pytest.approx(losses[best["epoch"]], rel=1e-5)
     assert found["val_images"] == 21
@@ -379,12 +366,6 @@ def check_stop_and_resume(place: Place, script: str, *options: object) -> dict:
     assert 0 < position(place.root / "stopped")[1] < STEPS
     assert_same_run(place.finish(script, "stopped", *options), whole)
     return snapshot(whole)["scaler"]
-
-
-@pytest.mark.long
-def test_a_progressive_mixed_averaged_run_goes_on_bit_for_bit(tmp_path, images):
-    options = split("-b 10 --ema 0.9 --mixup 0.5 --cutmix 1 --progressive 96,128")
-    check_stop_and_resume(Place(tmp_path, images, *options), ND)
 
 
 def test_masters_loss_scale_and_accumulation_go_on(tmp_path, images):

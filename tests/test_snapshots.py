@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import threading
+from argparse import Namespace
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,20 +42,18 @@ def epoch_of(path):
     return read_latest(path)["progress"]["epoch"]
 
 
-def test_the_one_before_is_kept(tmp_path):
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_the_one_before_is_kept(tmp_path, monkeypatch, hard_links):
+    def refuse(*_):
+        raise OSError("no hard links here")
+
+    if not hard_links:
+        monkeypatch.setattr(os, "link", refuse)
     for epoch in (1, 2, 3):
         save_epoch(tmp_path, epoch)
     assert sorted(os.listdir(tmp_path)) == [SNAPSHOT, PREVIOUS]
     assert epoch_of(tmp_path / SNAPSHOT) == 3
     assert epoch_of(tmp_path / PREVIOUS) == 2
-
-
-def test_the_one_before_is_kept_without_hard_links(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError("no hard links here")
-
-    monkeypatch.setattr(os, "link", refuse)
-    test_the_one_before_is_kept(tmp_path)
 
 
 def flip(path, where):
@@ -64,7 +63,7 @@ def flip(path, where):
 
 
 def data_place(path):
-    """A byte in the middle of a weight."""
+    """A byte in the middle of a weight, where torch.load itself would not notice a flipped bit."""
     weight = read_checkpoint(path)["model"]["0.weight"]
     return path.read_bytes().index(weight.numpy().tobytes()) + 5
 
@@ -93,16 +92,6 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(tmp_path, logged, damage
     state.global_batch = 32
     assert resume(state, ARGS, WORLD, path, CLASSES)
     assert same_weights(state, trained(seed=1))
-
-
-def test_every_flipped_byte_of_the_weights_is_seen(tmp_path):
-    """torch.load itself would take them."""
-    save_epoch(tmp_path, 1)
-    path = tmp_path / SNAPSHOT
-    flip(path, data_place(path))
-    torch.load(path, weights_only=True)
-    with pytest.raises(UserError, match="damaged"):
-        read_checkpoint(path)
 
 
 def test_both_damaged_is_a_sentence(tmp_path):
@@ -247,24 +236,6 @@ def test_a_killed_run_loses_no_more_than_since_the_last_snapshot(whole, folder, 
         assert_same_weights(tmp_path / "x", tmp_path / "y")
 
 
-def test_a_damaged_snapshot_is_told_and_the_run_goes_on(whole, folder, tmp_path):
-    model, env = tiny(full=True)
-    line = (*model, *RECIPE, "--output-dir", tmp_path, "--name", "x", "--resume", "auto", folder)
-    train("imagenet_nd.py", *line[:-3], folder, "--epochs", 2, **env)
-    flip(tmp_path / "x" / SNAPSHOT, data_place_of(tmp_path / "x" / SNAPSHOT))
-    done = train("imagenet_nd.py", *line, **env)
-    assert "continuing from the snapshot before it" in done.out
-    assert "continuing from the snapshot before it" in (tmp_path / "x" / "train.log").read_text()
-    assert_same_weights(tmp_path / "x", whole)
-
-
-def data_place_of(path):
-    weight = next(
-        value for name, value in read_checkpoint(path)["model"].items() if name.endswith("bias")
-    )
-    return path.read_bytes().index(weight.numpy().tobytes()) + 5
-
-
 @contextmanager
 def small_disk(place, megabytes):
     place.mkdir()
@@ -310,23 +281,25 @@ def test_a_full_disk_does_not_end_a_training(folder, tmp_path):
 
 # ---- options that contradict
 
-CONTRADICTIONS = [
-    (("--seed", 5), "--seed"),
-    (("--lr-schedule", "cosine"), "--lr-schedule"),
-    (("--warmup-epochs", 1), "--warmup-epochs"),
-    (("--classes", "2"), "classes"),
-    (("-a", "tiny_plain"), "-a tiny_full"),
-]
+SAVED = {"arch": "tiny", "seed": 0, "lr_schedule": "step", "warmup_epochs": 0, "epochs": 2}
 
 
-@pytest.mark.parametrize(("options", "name"), CONTRADICTIONS, ids=lambda x: x[0])
-def test_contradicting_options_are_refused_by_name(whole, folder, tmp_path, options, name):
-    model, env = tiny(full=True)
-    line = (*model, "--image-size", 32, *RECIPE, "-j", 1, "--output-dir", tmp_path)
-    resume = ("--resume", whole / SNAPSHOT, "--name", "new")
-    done = python("imagenet_nd.py", *line, *options, *resume, "--epochs", 3, folder, **env)
-    assert done.code == 2
-    assert name in done.sentence
+@pytest.mark.parametrize(
+    ("now", "name"),
+    [
+        ({"seed": 5}, "--seed 0"),
+        ({"lr_schedule": "cosine"}, "--lr-schedule step"),
+        ({"warmup_epochs": 1}, "--warmup-epochs 0"),
+        ({"arch": "resnet18"}, "-a tiny"),
+        ({"classes": ["a", "b"]}, "--classes"),
+    ],
+)
+def test_contradicting_options_are_refused_by_name(tmp_path, now, name):
+    save_snapshot(trained(), tmp_path, SAVED)
+    classes = now.pop("classes", CLASSES)
+    args = Namespace(**{**vars(ARGS), **SAVED, **now})
+    with pytest.raises(UserError, match=name):
+        resume(build(), args, WORLD, tmp_path / SNAPSHOT, classes)
 
 
 def test_harmless_changes_are_told(whole, folder, tmp_path):
