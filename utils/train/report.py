@@ -130,20 +130,17 @@ def facts(session: Session) -> dict[str, Any]:
     args, world, sampler = session.args, session.world, session.train.sampler
     on_gpu = world.device.type == "cuda"
     gpus = torch.cuda.device_count() if on_gpu and session.run.mode == "dp" else world.size
-    return {
-        "nodes": world.nodes,
+    return setting(session) | {
         "gpus": gpus,
         # Overrides the option: what auto has chosen; "auto" while it measures.
         "comm": (session.state.comm.method or "auto") if session.state.comm else None,
         "precision": getattr(args, "opt_level", None) or args.precision,
         "batch_per_gpu": session.global_batch / gpus,
-        "global_batch": session.global_batch,
         "train_sizes": args.progressive or str(args.image_size),
         "steps_per_epoch": sampler.steps_per_epoch,
         "train_images": sampler.images,
         "val_images": session.loaders.val.sampler.images,
         "class_count": len(session.loaders.classes),
-        "sent_mb_per_step": sent_mb(session),
         "data_id": session.train.bad.index.fingerprint(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         **provenance.describe(world.device),
@@ -279,11 +276,10 @@ def evaluation(session: Session, part: str, result: dict[str, float]) -> None:
 
 
 def setting(session: Session) -> dict[str, Any]:
-    """What summary.json says of the run itself, whatever came of it."""
+    """What a run is from its start to its end, in the event file and in summary.json."""
     state, world = session.state, session.world
     return {
         "arch": session.args.arch,
-        "classes": len(session.loaders.classes),
         "mode": session.run.mode,
         "world_size": world.size,
         "nodes": world.nodes,
@@ -302,7 +298,8 @@ def end(session: Session, test: dict[str, float], val: dict[str, float] | None =
     last: dict[str, float] = val or (state.history[-1] if state.history else {})
     rate = over_epochs(state.history, "Throughput/train")
     pauses = session.snapshots.pauses if session.snapshots else []
-    summary = setting(session) | {
+    results = setting(session) | {
+        "classes": len(session.loaders.classes),
         "best_top1": state.best.get("top1"),
         "best_top5": state.best.get("top5"),
         "best_epoch": state.best.get("epoch"),
@@ -324,13 +321,13 @@ def end(session: Session, test: dict[str, float], val: dict[str, float] | None =
         },
     }
     if state.ema is not None:
-        summary["best_weights"] = "ema" if state.best.get("ema") else "model"
-        summary |= {f"val_ema_{name.lower()}": last.get(f"{name}/ema") for name in METRICS}
+        results["best_weights"] = "ema" if state.best.get("ema") else "model"
+        results |= {f"val_ema_{name.lower()}": last.get(f"{name}/ema") for name in METRICS}
     if test:
         run.scalars({f"{name}/test": test[f"{name}/val"] for name in METRICS}, state.epoch)
-        summary |= {f"test_{name.lower()}": test[f"{name}/val"] for name in METRICS}
-        summary["test_images"] = int(test["images"])
-    run.finish(summary)
+        results |= {f"test_{name.lower()}": test[f"{name}/val"] for name in METRICS}
+        results["test_images"] = int(test["images"])
+    run.finish(results)
     if reason is Reason.EVALUATED:
         return
     best = "no epoch finished"
