@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from utils.amp.plain import Amp
+from utils.amp.o2 import Amp
 from utils.launch.world import World
 from utils.model.optim import sgd
 

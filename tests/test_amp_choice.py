@@ -33,11 +33,17 @@ def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch, flags, lim
 
 
 @pytest.mark.parametrize(
-    ("amx", "size", "dtype"), [(True, 224, torch.bfloat16), (True, 64, None), (False, 224, None)]
+    ("amx", "sizes", "dtype"),
+    [
+        (True, {"image_size": 224}, torch.bfloat16),
+        (True, {"image_size": 64}, None),
+        (True, {"image_size": 64, "progressive": "128:224", "epochs": 2}, torch.bfloat16),
+        (False, {"image_size": 224}, None),
+    ],
 )
-def test_auto_takes_bf16_with_amx_and_says_so(monkeypatch, capsys, amx, size, dtype):
+def test_auto_takes_bf16_with_amx_and_says_so(monkeypatch, capsys, amx, sizes, dtype):
     monkeypatch.setattr(kernels, "has_amx", lambda: amx)
-    args = Namespace(amp="auto", image_size=size)
+    args = Namespace(amp="auto", **sizes)
     assert native.autocast_dtype(args, WORLD) is dtype
     assert args.precision == ("bf16" if dtype else "off")
     assert ("AMX" in capsys.readouterr().out) is bool(dtype)

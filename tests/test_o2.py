@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from o2_cases import CPU, DECAY, RECIPE, batch, contents, groups, level, network, prepare, train
 from torch import nn
 
-from utils.amp import levels
-from utils.amp.choice import add_options
-from utils.amp.levels import LEVELS
+from utils.amp import o2
+from utils.amp.apex import add_options
 from utils.amp.loss_scale import ENDLESS, SMALLEST, LossScaler
-from utils.amp.plain import Amp
+from utils.amp.o2 import LEVELS, Amp
 from utils.errors import UserError
 from utils.launch.world import World
 
@@ -300,7 +299,7 @@ def test_every_level_learns(name):
 def level_of(*arguments):
     parser = ArgumentParser()
     add_options(parser)
-    return levels.of(parser.parse_args(arguments))
+    return o2.from_args(parser.parse_args(arguments))
 
 
 def test_options_override_the_level():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from o2_cases import CPU, level
 from torch import nn
 
-from utils.amp.plain import Amp, DistributedDataParallel
+from utils.amp.o2 import Amp, DistributedDataParallel
 from utils.launch.world import World
 from utils.model.optim import sgd
 

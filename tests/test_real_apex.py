@@ -1,4 +1,4 @@
-"""utils/amp/plain.py against NVIDIA Apex's own code, where an Apex with amp (25.04) is installed.
+"""utils/amp/o2.py against NVIDIA Apex's own code, where an Apex with amp (25.04) is installed.
 
 Without a GPU, the tests make Apex believe that the CPU is one: its Python code computes the same.
 """
@@ -11,7 +11,7 @@ import pytest
 import torch
 from o2_cases import CPU, RECIPE, contents, groups, level, network, prepare, train
 
-from utils.amp import nvidia
+from utils.amp import apex
 from utils.model.optim import sgd
 
 
@@ -56,7 +56,7 @@ def device(request, monkeypatch):
 
 
 def original(device, chosen=None):
-    amp, model = nvidia.Amp(), network(device)
+    amp, model = apex.Amp(), network(device)
     optimizer = sgd(groups(model), RECIPE["lr"], RECIPE["momentum"], 0.0)
     return amp, *amp.initialize(model, optimizer, **chosen or level())
 

@@ -4,6 +4,7 @@ import argparse
 
 import torch
 
+from utils.data import progressive
 from utils.launch import kernels
 from utils.launch.world import World, gather
 
@@ -21,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", *DTYPES),
         default="auto",
         help="fp16 with loss scaling, bf16, or off: float32; auto: fp16 on a GPU, bf16 on CPUs "
-        "with AMX from 224 pixels on, else off",
+        "with AMX for images of 224 pixels and more, else off",
     )
 
 
@@ -34,7 +35,8 @@ def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None
     if choice == "auto" and device.type == "cuda":
         choice = "fp16"
     elif choice == "auto":
-        faster = kernels.has_amx() and args.image_size >= LEAST_FOR_AMX
+        largest = max(args.image_size, progressive.largest(args))
+        faster = kernels.has_amx() and largest >= LEAST_FOR_AMX
         choice = "bf16" if all(gather(faster, world)) else "off"
         if choice == "bf16" and world.is_main:
             print("--amp auto: bf16, as the CPU has AMX (--amp off: float32)", flush=True)

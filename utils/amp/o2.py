@@ -1,12 +1,21 @@
 """Apex's amp in plain PyTorch: the opt levels O0..O3 with the numerics of NVIDIA Apex 25.04.
 
-Apex removed amp in 2025. `Amp` and `DistributedDataParallel` have the calls and arguments of
-``apex.amp`` and ``apex.parallel`` that training scripts use; on the same gradients they compute the
-same weights, bit for bit (tests/test_o2.py, and tests/test_real_apex.py against the original).
+    O0  float32
+    O1  float32 weights, autocast decides per operation, dynamic loss scale
+    O2  float16 weights except batch norm, float32 master weights, dynamic loss scale
+    O3  float16 throughout, no master weights, loss scale 1
+
+Apex removed amp in 2025 (its documentation: https://nvidia.github.io/apex/amp.html). `Amp` and
+`DistributedDataParallel` have the calls and arguments of ``apex.amp`` and ``apex.parallel`` that
+training scripts use; on the same gradients they compute the same weights, bit for bit
+(tests/test_o2.py, and tests/test_real_apex.py against the original).
 """
 
+import argparse
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +24,78 @@ from torch import Tensor, nn
 from torch.nn import parallel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from utils.amp import levels
-from utils.amp.levels import OptLevel
 from utils.amp.loss_scale import LossScaler
+from utils.errors import UserError
 from utils.launch.world import World
+
+
+@dataclass(frozen=True)
+class OptLevel:
+    """What an opt level does. ``loss_scale`` None means dynamic."""
+
+    name: str
+    precision: str
+    half_weights: bool = False
+    keep_batchnorm_fp32: bool = True
+    master_weights: bool = False
+    autocast: bool = False
+    loss_scale: float | None = None
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """What the first layer computes with."""
+        return torch.float16 if self.half_weights or self.autocast else torch.float32
+
+    @property
+    def checks_overflow(self) -> bool:
+        """Whether gradients are scaled at all; a fixed scale of 1 without masters leaves them."""
+        return self.master_weights or self.loss_scale != 1.0
+
+    def __str__(self) -> str:
+        norm = f", batch norm {'float32' if self.keep_batchnorm_fp32 else 'float16'}"
+        scale = "dynamic" if self.loss_scale is None else f"{self.loss_scale:g}"
+        return f"{self.name} ({self.precision}{norm * self.half_weights}, loss scale {scale})"
+
+
+LEVELS = {
+    "O0": OptLevel("O0", "float32", loss_scale=1.0),
+    "O1": OptLevel("O1", "autocast to float16", autocast=True),
+    "O2": OptLevel("O2", "float16 weights, float32 masters", True, master_weights=True),
+    "O3": OptLevel("O3", "float16", True, keep_batchnorm_fp32=False, loss_scale=1.0),
+}
+
+
+def choose(
+    opt_level: str,
+    keep_batchnorm_fp32: bool | str | None = None,
+    loss_scale: float | str | None = None,
+) -> OptLevel:
+    """The opt level that `Amp.initialize` is asked for; None leaves a property as the level has it.
+
+    Takes what Apex takes: ``keep_batchnorm_fp32`` may be the text True or False, ``loss_scale`` a
+    number, also as text, or "dynamic". Raises: `UserError` for what does not go together.
+    """
+    level = LEVELS[opt_level]
+    if keep_batchnorm_fp32 is not None:
+        if opt_level == "O1":
+            raise UserError("--keep-batchnorm-fp32 has no meaning with O1", alike=True)
+        level = replace(level, keep_batchnorm_fp32=str(keep_batchnorm_fp32) == "True")
+    if loss_scale is not None:
+        try:
+            scale = None if loss_scale == "dynamic" else float(loss_scale)
+        except ValueError:
+            scale = math.nan
+        if scale is not None and not 0 < scale < math.inf:
+            raise UserError(
+                f"--loss-scale {loss_scale} is neither a positive number nor dynamic", alike=True
+            )
+        level = replace(level, loss_scale=scale)
+    return level
+
+
+def from_args(args: argparse.Namespace) -> OptLevel:
+    """The opt level that the command line asks for. Raises: `UserError`."""
+    return choose(args.opt_level, args.keep_batchnorm_fp32, args.loss_scale)
 
 
 class Amp:
@@ -47,9 +124,9 @@ class Amp:
 
         From then on the model takes and gives float32; ``optimizer.step()`` does nothing after an
         overflow, and writes the masters into the model's weights. The overrides: see
-        `levels.choose`. Raises: `UserError`.
+        `choose`. Raises: `UserError`.
         """
-        level = self.level = levels.choose(opt_level, keep_batchnorm_fp32, loss_scale)
+        level = self.level = choose(opt_level, keep_batchnorm_fp32, loss_scale)
         world = self.world
         self.scaler = LossScaler(world.device, level.loss_scale, reports=world.is_main)
         if level.half_weights:
@@ -115,11 +192,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             bucket_cap_mb=2**20 if delay_allreduce else None,
         )
         self.broadcast_buffers = False  # as in Apex; evaluation takes over rank 0's
-        factor = gradient_predivide_factor
-        if allreduce_always_fp32:
-            self.register_comm_hook(factor, _sum_in_float)
-        elif factor != dist.get_world_size() or factor == 1:
-            self.register_comm_hook(factor, _sum_in_half)
+        if allreduce_always_fp32 or gradient_predivide_factor != dist.get_world_size():
+            how = gradient_predivide_factor, allreduce_always_fp32
+            self.register_comm_hook(how, _sum_and_divide)
 
 
 def convert_syncbn_model(model: nn.Module) -> nn.Module:
@@ -167,7 +242,8 @@ class Weights:
             name: value.float() if value.is_floating_point() else value
             for name, value in self.model.state_dict().items()
         }
-        return state | {name: master.detach() for name, master in self.named_masters().items()}
+        masters = self.named_masters().items()
+        return state | {name: master.detach().float() for name, master in masters}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -218,16 +294,15 @@ def _outputs_to_float(module: nn.Module, inputs: tuple[Any, ...], output: Any) -
     return output.float() if isinstance(output, Tensor) else output
 
 
-def _sum_in_half(factor: float, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    # A tiny float16 gradient that is divided first can vanish: 6e-8 over two ranks does.
-    rest, gradients = factor / dist.get_world_size(), bucket.buffer()
-    if factor != 1:
-        gradients.mul_(1 / factor)
-    future = dist.all_reduce(gradients, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0].mul_(rest))
+def _sum_and_divide(
+    how: tuple[float, bool], bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """Divide by a factor, sum, and divide by the rest of the world size.
 
-
-def _sum_in_float(factor: float, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    rest, gradients = factor / dist.get_world_size(), bucket.buffer()
-    future = dist.all_reduce(gradients.float().mul_(1 / factor), async_op=True).get_future()
+    A tiny float16 gradient that is divided first can vanish: 6e-8 over two ranks does.
+    """
+    (factor, in_float), gradients = how, bucket.buffer()
+    parts = gradients.float() if in_float else gradients
+    future = dist.all_reduce(parts.mul_(1 / factor), async_op=True).get_future()
+    rest = factor / dist.get_world_size()
     return future.then(lambda done: gradients.copy_(done.value()[0].mul_(rest)))
