@@ -10,7 +10,7 @@ Started by torch.distributed.launch or torchrun, on every node with its own --no
 
 or by hand like imagenet_ddp.py. O2 keeps float16 weights and float32 masters of them, scales the
 loss, and skips a step whose gradients overflow. Apex had amp until its tag 25.04: where that is
-installed it is used, and utils/amp/plain.py computes the same in plain PyTorch everywhere else.
+installed it is used, and utils/amp/o2.py computes the same in plain PyTorch everywhere else.
 """
 
 from argparse import Namespace
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from utils import options
-from utils.amp import choice, levels
-from utils.comm.exchange import settle_buckets
+from utils.amp import apex, o2
+from utils.comm.exchange import form_buckets
 from utils.data.loaders import build_loaders
 from utils.launch import launch, supervise
 from utils.launch.world import World
@@ -36,11 +36,11 @@ from utils.train.session import Session
 
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
-    choice.add_options(parser)
+    apex.add_options(parser)
     compiling.add_options(parser)
     launch.add_options(parser)
     args = options.parse(parser)
-    choice.check(args)  # options that do not go together are reported before processes start
+    apex.check(args)  # options that do not go together are reported before processes start
     return launch.run(worker, args)  # in each process of this node
 
 
@@ -55,11 +55,11 @@ def train(args: Namespace, world: World) -> int:
     device = world.device
     torch.manual_seed(args.seed)
 
-    amp, parallel = choice.amp_and_parallel(args, world)  # from apex import amp, parallel
+    amp, parallel = apex.amp_and_parallel(args, world)  # from apex import amp, parallel
 
     # ---- data: an order of images that seed and epoch fix (utils/samplers.py); each rank takes its
     # slice of every global batch of DATA/train, and each image of DATA/val is evaluated once
-    loaders = build_loaders(args, world, dtype=levels.of(args).input_dtype)
+    loaders = build_loaders(args, world, dtype=o2.from_args(args).input_dtype)
 
     # ---- model
     model = models.build(args, len(loaders.classes))
@@ -86,7 +86,7 @@ def train(args: Namespace, world: World) -> int:
         gradient_predivide_factor=float(world.size) if args.allreduce == "divide-sum" else 1.0,
     )
 
-    settle_buckets(replica, world, args)
+    form_buckets(replica, world, args)
 
     forward = compiling.compiled(replica, args)  # as it is without --compile
 

@@ -13,9 +13,6 @@ Each runs DistributedDataParallel with the exchange of the training script (--co
 the model's shapes that become ready in their order; in place of computing it sleeps. Sleeps are
 --slow-down times as long and links so many times slower; tensors, buckets and links are --shrink
 times smaller: so a few cores can play eight nodes. The table is in the units of the real thing.
-Beside each step is the forecast (utils/comm/cost.py), given the link, and the time that a step
-without exchange and the method's arithmetic take here.
-
 Methods take turns, round by round. Bytes are counted by the interfaces, headers included.
 """
 
@@ -41,7 +38,7 @@ from bench.network_table import Case  # noqa: E402
 from compare import table as tables  # noqa: E402
 from forecast_scaling import METHODS, above_0, numbers  # noqa: E402
 
-from utils.comm import cost  # noqa: E402
+from utils.comm import methods  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 from utils.launch.network import free_port  # noqa: E402
 from utils.option_types import positive  # noqa: E402
@@ -118,7 +115,7 @@ def plan(args: argparse.Namespace) -> list[Case]:
     """All combinations that the options ask for. Raises: `UserError`."""
     models, precisions = args.models.split(","), args.precision.split(",")
     wanted = args.methods.split(",")
-    names = tuple(name if name == "auto" else cost.method(name).name for name in wanted)
+    names = tuple(name if name == "auto" else methods.parse(name).name for name in wanted)
     nodes = numbers(args.nodes, "--nodes")
     try:
         rates = [float(word) for word in args.gbit.split(",")]

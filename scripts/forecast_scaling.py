@@ -10,7 +10,7 @@ With --from, the run on the fewest processes shows how fast one of them computes
 listed beside the forecast, with its error. --fit-network takes what the network really gives from
 the second of them. Below the table are the efficiencies of all ways to exchange gradients that
 --comm of the training script has, and which of them auto would take. The model is that of
-scripts/forecast/scaling.py and utils/comm/cost.py.
+scripts/forecast/scaling.py and scripts/forecast/model.py.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from forecast import buckets, picture, scaling  # noqa: E402
 from forecast.measured import MeasuredRun, read_run  # noqa: E402
 from forecast.scaling import Cluster, Forecast, Measured, Workload  # noqa: E402
 
-from utils.comm import cost  # noqa: E402
+from utils.comm import methods as comm_methods  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 from utils.option_types import amount, number, positive  # noqa: E402
 
-METHODS = ("fp32", "fp16", "int8", "int4", "powersgd:32", "localsgd:8")  # bf16 costs as fp16 does
+METHODS = ("fp32", "fp16", "int8", "int4", "powersgd:32")  # bf16 costs as fp16 does
 MOST_COLUMNS = 12
 
 above_0 = number(float, 0, exclusive=True)
@@ -81,7 +81,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     group.add_argument(
         "--comm", default="fp32", metavar="METHOD",
-        help=f"how gradients are exchanged: {', '.join(cost.NAMES)} (%(default)s)",
+        help=f"how gradients are exchanged: {', '.join(comm_methods.NAMES)} (%(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--from", dest="runs", nargs="+", type=Path, default=[], metavar="RUN",
@@ -144,7 +144,7 @@ def plan(args: argparse.Namespace) -> tuple[Workload, Cluster, list[MeasuredRun]
         latency_s=args.latency_us / 1e6,
         jitter=args.jitter,
     )
-    how, packed = cost.method(args.comm), buckets.of(args.arch, args.classes or 1000)
+    how, packed = comm_methods.parse(args.comm), buckets.of(args.arch, args.classes or 1000)
     work = Workload(args.batch_size, args.gpu_images_per_s or 1.0, packed, how)
     if args.gpu_images_per_s is None:
         work = scaling.fit_compute(work, cluster, first.measured)

@@ -6,9 +6,11 @@ A start of a script imports torch for seconds. Here a server imports it once, an
 import logging
 import multiprocessing
 import os
+import queue
+import socket
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,8 +40,7 @@ class Job:
 def run_jobs(jobs: Iterable[Job], folder: Path) -> list[list[dict[str, Any]]]:
     """Run all jobs, and give of each what `_run` returns in its processes, by rank."""
     jobs = list(jobs)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["joined", "tensorboard", *SCRIPTS])
+    context = _forkserver()
     most = max(job.processes * job.nodes for job in jobs)
     results = context.Queue()
     with mock.patch.dict(os.environ, environment(), clear=True):
@@ -61,6 +62,53 @@ def run_jobs(jobs: Iterable[Job], folder: Path) -> list[list[dict[str, Any]]]:
         [found[rank][number] for rank in range(job.processes * job.nodes)]
         for number, job in enumerate(jobs)
     ]
+
+
+def in_processes(size: int, work: Callable[[int, int], Any]) -> list[Any]:
+    """What ``work(rank, size)`` returns (plain values) in each of ``size`` joined processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = _forkserver()
+    results = context.Queue()
+    started = [
+        context.Process(target=_join, args=(rank, size, port, work, results), daemon=True)
+        for rank in range(size)
+    ]
+    found: dict[int, Any] = {}
+    for process in started:
+        process.start()
+    try:
+        while len(found) < size:
+            try:
+                found.update([results.get(timeout=1)])
+            except queue.Empty:
+                codes = [process.exitcode for process in started]
+                assert not any(codes), f"a process has crashed: exit codes {codes}"
+        for process in started:
+            process.join(60)
+            assert process.exitcode == 0
+    finally:
+        for process in started:
+            process.kill()
+    return [found[rank] for rank in range(size)]
+
+
+def _join(rank: int, size: int, port: int, work: Callable[[int, int], Any], results: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    results.put((rank, work(rank, size)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _forkserver() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["joined", "tensorboard", *SCRIPTS])
+    return context
 
 
 def _work(rank: int, jobs: list[Job], folder: str, results: Any) -> None:

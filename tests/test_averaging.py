@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from joined import in_processes
 from o2_cases import contents, prepare, train
 from test_checkpoint import ARGS, CLASSES, OPTIONS, WORLD, build, save_best, save_snapshot
-from test_comm import in_processes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -112,22 +112,6 @@ def test_a_float16_model_is_averaged_by_its_masters():
     assert all(
         torch.equal(a, b) for a, b in zip(before, contents(amp, model, optimizer), strict=True)
     )
-
-
-def test_local_sgd_is_averaged_when_all_processes_are_alike():
-    model = nn.Linear(2, 2)
-    ema = begun(model)
-    first = ema.weights()["weight"].clone()
-    with torch.no_grad():
-        model.weight += 1
-    apart = SimpleNamespace(local=SimpleNamespace(active=True, due=False))
-    for _ in range(3):
-        ema.after_step(apart)
-    assert torch.equal(ema.weights()["weight"], first)
-    apart.local.due = True
-    ema.after_step(apart)
-    moved = (ema.weights()["weight"] - first).mean().item()
-    assert moved == pytest.approx(1 - (5 / 14) ** 4, rel=1e-5)
 
 
 # ---- in snapshots

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 import utils.metrics
 from utils.amp.loss_scale import LossScaler
-from utils.comm.lane import Lane
+from utils.comm.ordered import OrderedCollectives
 from utils.data.loaders import Batches
 from utils.model import optim
 from utils.run import snapshots
@@ -108,7 +108,7 @@ def test_memory_that_another_stream_still_uses(train):
 @pytest.mark.parametrize(
     ("script", "options", "function", "old", "new", "found"),
     [
-        (DDP, "--comm int8", Lane.submit, "self.stream.wait_stream", "id", Race),
+        (DDP, "--comm int8", OrderedCollectives.submit, "self.stream.wait_stream", "id", Race),
         (APEX, "", LossScaler._watch, "not event.query()", "False", Race),
         (APEX, "", LossScaler.prepare, '"_step_supports_amp_scaling"', '"not_there"', Wait),
     ],

@@ -17,7 +17,7 @@ TORCH_FREE = (
     "launch.installed",
     *("data.index", "data.jpeg", "data.pack", "data.rgb"),
     *("run.figures", "run.lock", "run.provenance"),
-    *("comm.cost", "data.preprocessing"),
+    "data.preprocessing",
 )
 # Sent to nodes as single files, whose Python may be 3.7 and have no package.
 SENT_TO_NODES = ("guard", "status", "cleanup")

@@ -13,7 +13,6 @@ from torch import nn
 from torchvision.models import get_model
 
 from utils.amp.loss_scale import LossScaler
-from utils.comm.local_sgd import LocalSGD
 from utils.errors import UserError
 from utils.launch.world import World
 from utils.model import muon, optim
@@ -321,16 +320,6 @@ def test_a_snapshot_that_names_its_optimiser(tmp_path):
     assert resume(new, args, WORLD, path)
     assert same(new.model.state_dict().values(), old.model.state_dict().values())
     assert not new.optimizer.state
-
-
-def test_local_sgd_keeps_all_that_the_optimiser_has():
-    one, other = state_of(*LINES[0]), state_of(*LINES[0])
-    local = [LocalSGD(2, state.optimizer, WORLD, False) for state in (one, other)]
-    steps(one.model, one.optimizer)
-    steps(other.model, other.optimizer, 5, 6)
-    saved = {k: [t.clone() for t in v] for k, v in local[0].state_dict().items()}
-    local[1].load_state_dict(saved)
-    assert same(steps(one.model, one.optimizer, 6, 8), steps(other.model, other.optimizer, 6, 8))
 
 
 # ---- O2

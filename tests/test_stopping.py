@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import draw_folder, summary, train
+from joined import in_processes
 from running import start, tiny
-from test_comm import in_processes
 
 from utils.errors import INTERRUPTED
 from utils.launch.world import World

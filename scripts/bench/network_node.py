@@ -4,8 +4,8 @@
     python scripts/bench/network_node.py '{"rank": 0, "nodes": 2, "master": "10.77.0.1", ...}'
 
 Rank 0 prints a line of JSON: for each method, of each round, seconds and bytes sent per step (mean
-over the nodes), what its arithmetic takes per value, and which method auto has chosen; under
-"compute" the same of steps without any exchange.
+over the nodes), and which method auto has chosen; under "compute" the same of steps without any
+exchange.
 """
 
 import json
@@ -28,7 +28,7 @@ from bench import sleeping  # noqa: E402
 from forecast import buckets  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from utils.comm import auto, cost, exchange  # noqa: E402
+from utils.comm import exchange  # noqa: E402
 from utils.launch.world import World  # noqa: E402
 
 SEED, IMAGE = 0, 1
@@ -69,14 +69,10 @@ def measure(order: dict[str, Any], world: World) -> dict[str, Any]:
         while trainings["auto"].exchange.method is None:
             trainings["auto"].steps(1)
     for name in order["methods"]:
-        chosen = found[name]["method"] = trainings[name].exchange.method
-        plain = cost.method(chosen).period > 1
-        found[name]["codec_s_per_value"] = 0.0 if plain else auto.arithmetic(chosen, world)
+        found[name]["method"] = trainings[name].exchange.method
     for turn in range(order["rounds"] + 1):
         for name, training in trainings.items():
-            # A period has to be seen as a whole.
-            count = 1 if not turn else max(order["steps"], cost.method(training.method).period)
-            seconds, size = training.steps(count)
+            seconds, size = training.steps(order["steps"] if turn else 1)
             if turn:  # the first is a warm-up
                 found[name]["rounds"].append({"step_s": seconds, "bytes": size})
     if "auto" in trainings:
@@ -95,11 +91,6 @@ class Training:
         self.optimizer = torch.optim.SGD(replica.parameters(), lr=0.0)
         args = Namespace(comm=name, seed=SEED, image_size=IMAGE, evaluate=False)
         self.exchange = exchange.Exchange(replica, self.optimizer, args, world)
-
-    @property
-    def method(self) -> str:
-        """The method in use."""
-        return self.exchange.method or "fp32"
 
     def steps(self, count: int) -> tuple[float, float]:
         """Do ``count`` steps. Returns seconds per step, and the bytes that a node sends in it."""

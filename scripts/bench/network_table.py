@@ -1,19 +1,12 @@
-"""The table of `bench_network.py`: what was measured, in the units of the real thing, and the
-forecast beside it. Standard library only."""
+"""The table of `bench_network.py`: what was measured, in the units of the real thing."""
 
 from dataclasses import dataclass
 from datetime import date
 from statistics import median
 from typing import Any
 
-from compare.table import fence, markdown_table, text_table
-from forecast import buckets
-from forecast.scaling import Cluster
-
-from utils.comm import cost
-
-SHARE = Cluster().protocol  # of the link, which an all-reduce gets
-LATENCY_S = 1e-4  # of a hop between namespaces; steps here take seconds
+from compare.results import fence
+from compare.table import markdown_table
 
 Found = list[tuple["Case", dict[str, Any]]]
 
@@ -40,17 +33,6 @@ class Case:
         """What the kernel is to let through."""
         return self.gbit * 1e9 / self.slow_down / self.shrink
 
-    def forecast(self, name: str, compute_s: float, codec_s_per_value: float) -> float:
-        """Seconds per step of the real thing, from what it computes.
-
-        ``codec_s_per_value`` is that of the cores here.
-        """
-        layers = buckets.shrink(buckets.layers(self.arch, self.classes), self.shrink)
-        packed, how = buckets.fill(layers, self.shrink), cost.method(name)
-        link = cost.Link(self.nodes, SHARE * self.link_bits_per_s / 8, LATENCY_S)
-        slow = compute_s * self.slow_down
-        return cost.step_seconds(slow, packed, link, how, codec_s_per_value) / self.slow_down
-
 
 @dataclass(frozen=True)
 class Row:
@@ -61,11 +43,10 @@ class Row:
     step_s: float
     hidden: float
     speed_up: float
-    forecast_s: float
 
 
 def row_of(case: Case, name: str, found: dict[str, Any]) -> Row:
-    """What was found for a method, beside the first method and the forecast."""
+    """What was found for a method, beside the first method."""
 
     def steps(of: str) -> list[float]:
         return [one["step_s"] / case.slow_down for one in found[of]["rounds"]]
@@ -78,14 +59,13 @@ def row_of(case: Case, name: str, found: dict[str, Any]) -> Row:
         step,
         min(1.0, max(0.0, 1 - (step - compute) / (8 * sent / (case.gbit * 1e9)))),
         median(a / b for a, b in zip(steps(case.methods[0]), steps(name), strict=True)),
-        case.forecast(found[name].get("method", name), compute, found[name]["codec_s_per_value"]),
     )
 
 
 def table(found: Found) -> tuple[list[str], list[list[str]]]:
     """Head and rows."""
     head = ["model", "compute, ms", "Gbit/s", "nodes", "method", "MB sent", "step, ms"]
-    head += ["efficiency", "hidden", f"to {found[0][0].methods[0]}", "forecast, ms", "error, %"]
+    head += ["efficiency", "hidden", f"to {found[0][0].methods[0]}"]
     rows = []
     for case, one in found:
         for name in case.methods:
@@ -98,33 +78,30 @@ def table(found: Found) -> tuple[list[str], list[list[str]]]:
                 f"{row.compute_s / row.step_s:.0%}",
                 f"{row.hidden:.0%}",
             ]
-            line += [f"{row.speed_up:.2f}", f"{1000 * row.forecast_s:.0f}"]
-            line.append(f"{100 * (row.forecast_s / row.step_s - 1):+.0f}")
-            rows.append(line)
+            rows.append([*line, f"{row.speed_up:.2f}"])
     return head, rows
 
 
 def as_text(head: list[str], rows: list[list[str]]) -> str:
     """The table in columns."""
-    return text_table(head, rows)
+    lines = [head, *rows]
+    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, wide)) for line in lines)
 
 
 def remarks(found: Found) -> list[str]:
     """What one has to know to read the table."""
     case = found[0][0]
-    errors, behind = [], []
+    behind = []
     for one, measured in found:
         rows = {name: row_of(one, name, measured) for name in one.methods}
-        errors += [abs(row.forecast_s / row.step_s - 1) for row in rows.values()]
         chosen = rows.pop("auto", None)
         if chosen and rows:
             behind.append(chosen.step_s / min(row.step_s for row in rows.values()) - 1)
-    within = sum(error <= 0.15 for error in errors)
     said = [
-        f"The forecast is within 15 % in {within} of {len(errors)} cases (median error "
-        f"{median(errors):.0%}). MB are per step and node, headers included; hidden is the share "
-        "of the time to send them that the step does not become longer by; compute is what a step "
-        "takes without any exchange, and what the forecast begins with."
+        "MB are per step and node, headers included; hidden is the share of the time to send them "
+        "that the step does not become longer by; compute is what a step takes without any "
+        "exchange."
     ]
     if case.slow_down > 1 or case.shrink > 1:
         said.append(

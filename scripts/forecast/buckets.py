@@ -18,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from utils.comm.cost import FLOAT32, Bucket  # noqa: E402
+from forecast.model import FLOAT32, Bucket  # noqa: E402
 
 TABLE = Path(__file__).with_name("layers.json")
 USUAL = ("alexnet", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "vgg16", "vgg19",

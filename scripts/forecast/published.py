@@ -22,14 +22,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from forecast import buckets, picture, scaling  # noqa: E402
 from forecast.scaling import Cluster, Measured, Workload  # noqa: E402
 
-from utils.comm import cost  # noqa: E402
+from utils.comm import methods  # noqa: E402
 
 LIMIT = 0.15
 
 HAL_RATES = {2: 1582, 4: 3003, 8: 5819, 16: 11257, 32: 19490, 64: 32619}  # GPUs: images/s
 HAL = [Measured(gpus, 208 * gpus / rate) for gpus, rate in HAL_RATES.items()]
 HAL_CLUSTER = Cluster(gpus_per_node=4, network_gbit=100, local_gbit=600, latency_s=5e-6)
-HAL_WORK = Workload(208, 1.0, buckets.of("resnet50"), cost.method("fp16"))
+HAL_WORK = Workload(208, 1.0, buckets.of("resnet50"), methods.parse("fp16"))
 
 G4DN_EFFICIENCY = {1: 1.0, 2: 0.81, 4: 0.65, 8: 0.46}  # nodes: share of the first node's images/s
 G4DN_SHEET = Cluster(network_gbit=10)

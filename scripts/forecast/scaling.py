@@ -2,7 +2,7 @@
 
     step    = compute x (1 + jitter x (sqrt(GPUs) - 1)) + exposed communication
     exposed = what the exchanges, bucket after bucket, take longer than the compute beside them, and
-              the method's own arithmetic: utils/comm/cost.py
+              the method's own arithmetic: scripts/forecast/model.py
 
 Everything but the jitter, which is fitted, comes from data sheets or is an estimate; RESULTS.md has
 the errors against published runs and our own. Imports nothing but the standard library (buckets of
@@ -14,13 +14,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from forecast import buckets
+from forecast import buckets, model
 from forecast.buckets import Bucket
 
-from utils.comm import cost
-from utils.comm.cost import Method
+from utils.comm import auto, methods
+from utils.comm.methods import Method
 
-PLAIN = cost.method("fp32")
+PLAIN = methods.parse("fp32")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Workload:
     @property
     def wire_bytes(self) -> float:
         """Bytes of a step's gradients as they travel."""
-        return sum(cost.wire_bytes(bucket, self.how) for bucket in self.buckets) / self.how.period
+        return sum(model.wire_bytes(bucket, self.how) for bucket in self.buckets)
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Cluster:
     # the machines: a shared cluster with a shared disk has 0.06, a quiet one with local data 0.01.
     jitter: float = 0.06
 
-    def link(self, gpus: int) -> cost.Link:
+    def link(self, gpus: int) -> model.Link:
         """What connects ``gpus`` GPUs."""
-        return cost.Link(
+        return model.Link(
             gpus,
             self.network_gbit * self.protocol * 1e9 / 8,
             self.latency_s,
@@ -111,14 +111,14 @@ def parameters(arch: str, classes: int = 1000) -> int:
 def forecast(work: Workload, cluster: Cluster, gpus: int) -> Forecast:
     """The step of ``work`` on ``gpus`` GPUs, which fill node after node."""
     link = cluster.link(gpus)
-    step = cost.step_seconds(work.compute_s, work.buckets, link, work.how)
+    step = model.step_seconds(work.compute_s, work.buckets, link, work.how)
     return Forecast(
         nodes=link.nodes,
         gpus=gpus,
         batch=work.batch,
         compute_s=work.compute_s,
         straggler_s=work.compute_s * cluster.jitter * (math.sqrt(gpus) - 1),
-        exchange_s=cost.all_exchanges_seconds(work.buckets, link, work.how),
+        exchange_s=model.all_exchanges_seconds(work.buckets, link, work.how),
         exposed_s=step - work.compute_s,
     )
 
@@ -127,14 +127,14 @@ def compare(
     work: Workload, cluster: Cluster, gpus: Sequence[int], names: Sequence[str]
 ) -> dict[str, list[Forecast]]:
     """The forecasts for so many ``gpus`` with each of the methods called ``names``."""
-    trials = {name: replace(work, how=cost.method(name)) for name in names}
+    trials = {name: replace(work, how=methods.parse(name)) for name in names}
     return {name: [forecast(one, cluster, n) for n in gpus] for name, one in trials.items()}
 
 
 def choice(work: Workload, cluster: Cluster, gpus: int) -> tuple[Forecast, str]:
     """The forecast with the method that ``--comm auto`` takes there, and its name."""
-    found = {name: one for name, (one,) in compare(work, cluster, [gpus], cost.AUTO).items()}
-    name = cost.mildest([(name, one.step_s) for name, one in found.items()])
+    found = {name: one for name, (one,) in compare(work, cluster, [gpus], auto.METHODS).items()}
+    name = auto.mildest({name: one.step_s for name, one in found.items()})
     return found[name], name
 
 

@@ -8,7 +8,8 @@ from forecast.measured import MeasuredRun
 from forecast.scaling import Cluster, Workload
 from study.outcome import Outcome, count
 
-from utils.comm import cost
+from utils.comm import methods
+from utils.comm.methods import Method
 from utils.errors import UserError
 
 FASTEST_GBIT = 100.0  # the fit looks for a link between this and a thousandth of it
@@ -74,14 +75,14 @@ def _network(gbit: float) -> str:
     return f"if the network alone is to blame, it gives {gbit:.2g} Gbit/s"
 
 
-def _method(one: Outcome) -> cost.Method:
+def _method(one: Outcome) -> Method:
     """What gradients are between the nodes: Apex's O2 and O3 have 16 bits."""
     if one.run and str(one.run.facts.get("precision")) in ("O2", "O3"):
-        return cost.method("fp16")
+        return methods.parse("fp16")
     try:
-        return cost.method(one.summary.get("comm") or "fp32")
+        return methods.parse(one.summary.get("comm") or "fp32")
     except UserError:
-        return cost.method("fp32")
+        return methods.parse("fp32")
 
 
 def _worth(nodes: int, more: float, alone: float) -> str:

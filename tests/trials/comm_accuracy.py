@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from utils.errors import UserError, report  # noqa: E402
 
-METHODS = "fp32,fp16,bf16,int8,int4,powersgd:4,powersgd:8,localsgd:4,localsgd:8"
+METHODS = "fp32,fp16,bf16,int8,int4,powersgd:4,powersgd:8"
 
 
 def main() -> int:

@@ -31,7 +31,7 @@ from utils.comm.auto import MOST_STEPS  # noqa: E402
 from utils.comm.exchange import Exchange  # noqa: E402
 from utils.launch.world import World  # noqa: E402
 
-METHODS = "fp16,bf16,int8,int4,powersgd:2,localsgd:2,auto"
+METHODS = "fp16,bf16,int8,int4,powersgd:2,auto"
 LIMIT = 60.0  # seconds
 SIZE = 24
 

@@ -10,16 +10,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.comm import cost
-from utils.comm.auto import Search
-from utils.comm.lane import Lane, Peers
-from utils.comm.local_sgd import LocalSGD
+from utils.comm import auto, methods
 from utils.comm.methods import PowerSGD, Quantised, Step
+from utils.comm.ordered import OrderedCollectives, Peers
 from utils.errors import UserError
 from utils.launch.world import World
 from utils.option_types import amount
 
-LATE = 0.25  # share of a training before which powersgd and localsgd exchange float32
+LATE = 0.25  # share of the steps before which powersgd does not begin
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -30,10 +28,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_method,
         default="fp32",
         metavar="METHOD",
-        help="what gradients are on their way: fp32, fp16, bf16, int8, int4, powersgd[:RANK] (4), "
-        "or localsgd[:PERIOD] (8: nothing, but weights are averaged every 8 steps); auto: on "
-        "several nodes the mildest that is about as fast as the best, by trials in the first "
-        "steps",
+        help="what gradients travel as: fp32, fp16, bf16, int8, int4 or powersgd[:RANK] (4); auto: "
+        "fp32 on one node; on several, try each in a few steps and keep the mildest that is about "
+        "as fast as the fastest",
     )
     group.add_argument(
         "--bucket-mb",
@@ -47,7 +44,7 @@ def _method(text: str) -> str:
     if text == "auto":
         return text
     try:
-        return cost.method(text).name
+        return methods.parse(text).name
     except UserError as fault:
         raise argparse.ArgumentTypeError(f"{fault}, or auto") from None
 
@@ -71,34 +68,29 @@ class Exchange:
         ``scaler``: whose loss scale the gradients carry, if it is enabled.
         """
         self.world, self.seed = world, args.seed
-        self.auto = args.comm == "auto"
-        self.method: str | None = args.comm
-        if world.size == 1 or (self.auto and world.nodes == 1):
+        self.auto = args.comm == "auto" and world.nodes > 1
+        self.method: str | None = None if self.auto else args.comm
+        if world.size == 1 or self.method == "auto":
             self.method = "fp32"
-        elif self.auto:
-            self.method = None
         self.step, self.progress = Step(args.seed), 0.0
-        self.search: Search | None = None
+        self.search: auto.Search | None = None
         trained = (p for p in replica.module.parameters() if p.requires_grad)
         self.number = {parameter: i for i, parameter in enumerate(trained)}
-        self.optimizer = optimizer
         self.scale = scaler.scale if scaler is not None and scaler.is_enabled() else None
-        self.codec: Quantised | PowerSGD | None = None
-        self.early: Quantised | None = None  # in place of powersgd, where auto has chosen that
-        self.local: LocalSGD | None = None
         self.ready = False  # for real gradients
         if self.method != "fp32":  # else DistributedDataParallel's own
             self._make_groups()
             replica.register_comm_hook(None, self._hook)
-        settle_buckets(replica, world, args)
+        form_buckets(replica, world, args)
         self.ready = True
         if self.method:
             self._use(self.method)
-        else:
-            candidates = list(cost.AUTO)
-            if self.scale is None:  # without a loss scale fp16 has no range
-                candidates[candidates.index("fp16")] = "bf16"
-            self.search = Search(candidates, optimizer, world)
+            return
+        candidates = list(auto.METHODS)
+        if self.scale is None:  # without a loss scale fp16 has no range
+            candidates[candidates.index("fp16")] = "bf16"
+        self.search = auto.Search(candidates, optimizer, world)
+        self._use(self.search.method)
 
     def _make_groups(self) -> None:
         """Who exchanges with whom. Of a node with several processes the first one compresses."""
@@ -117,69 +109,59 @@ class Exchange:
         group = dist.new_group(ranks)
         if self.leads:
             self.peers = Peers(ranks.index(world.rank), len(ranks), group)
-        self.lane = Lane(world.device)
+        self.ordered = OrderedCollectives(world.device)
 
     def _use(self, method: str) -> None:
-        """Make what ``method`` needs, in place of what another one on trial has left."""
-        self.codec = self.early = None
-        how = cost.method(method)
-        peers = self.peers if method != "fp32" and self.leads else None
-        if method in ("int8", "int4") and peers:
-            self.codec = Quantised(int(method[3:]), peers)
-        elif how.rank and peers:
-            self.codec = PowerSGD(how.rank, peers, self.seed, self.scale)
-            self.early = Quantised(4, peers)
-        elif how.period > 1 and self.world.size > 1:
-            self.local = LocalSGD(how.period, self.optimizer, self.world, self.scale is not None)
+        """Exchange by ``method`` from now on; its state begins anew."""
+        self.how = methods.parse(method)
+        self.codec: Quantised | PowerSGD | None = None
+        self.early: Quantised | None = None  # in place of powersgd, where auto has chosen that
+        if method in ("fp32", "fp16", "bf16") or not self.leads:
+            return
+        if self.how.rank:
+            self.codec = PowerSGD(self.how.rank, self.peers, self.seed, self.scale)
+            self.early = Quantised(4, self.peers)
+        else:
+            self.codec = Quantised(int(method.removeprefix("int")), self.peers)
 
     # ---- in training
 
     def begin_step(self, epoch: int, step: int, steps: int, epochs: int) -> str | None:
-        """The training stands at ``step`` of ``steps`` in ``epoch`` of ``epochs``, all from 0.
+        """Step ``step`` of ``steps`` in ``epoch`` of ``epochs`` begins, all from 0.
 
         Collective. Returns, once, when auto has chosen a method: which and why.
         """
         self.step = Step(self.seed, epoch, step)
         self.progress = (epoch + step / steps) / epochs
-        if self.local is not None:
-            done = epoch * steps + step + 1
-            # The last step of an epoch, too: what is evaluated are the averages.
-            self.local.due = done % self.local.period == 0 or step + 1 == steps
-            self.local.active = self.progress >= LATE
         search = self.search
         if search is None:
             return None
         before = search.method
         search.begin_step()
-        if search.sentence:
+        if search.reason:
             self.method, self.search = search.method, None
-        if search.sentence or search.method != before:
+        if search.reason or search.method != before:
             self._use(search.method)
-        return search.sentence or None
+        return search.reason or None
 
     def _hook(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
         """What DistributedDataParallel calls for each bucket of gradients that is ready."""
-        if not self.ready:
-            return _done(bucket.buffer())
-        if self.search is not None:
-            self.search.timing.bucket_is_ready(bucket)
-        method = self.search.method if self.search is not None else self.method
-        if method in ("fp16", "bf16"):
-            half = getattr(default_hooks, f"{method}_compress_hook")
+        buffer, how = bucket.buffer(), self.how if self.ready else None
+        if how is None:
+            future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
+            future.set_result(buffer)
+            return future
+        if how.name in ("fp16", "bf16"):
+            half = getattr(default_hooks, f"{how.name}_compress_hook")
             return half(dist.group.WORLD, bucket)
-        if self.local is not None and self.local.active:
-            return self.local.hook(bucket)
-        how, early = cost.method(method), self.progress < LATE and self.search is None
-        if method == "fp32" or how.period > 1 or (how.rank and early and not self.auto):
+        early = bool(how.rank) and self.progress < LATE and self.search is None
+        if how.name == "fp32" or (early and not self.auto):
             return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
-        codec = self.early if how.rank and early else self.codec
-        buffer = bucket.buffer()
-        gradients = [
-            (self.number[parameter], gradient)
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
-        ]
+        codec = self.early if early else self.codec
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        gradients = [(self.number[parameter], gradient) for parameter, gradient in pairs]
         step = self.step
-        return self.lane.submit(lambda: self._mean(codec, buffer, gradients, step), buffer)
+        return self.ordered.submit(lambda: self._mean(codec, buffer, gradients, step), buffer)
 
     def _mean(
         self,
@@ -191,7 +173,7 @@ class Exchange:
         """In full precision within a node, compressed between the nodes."""
         if self.inside is not None:
             dist.reduce(buffer, self.first, group=self.inside)
-        if self.leads:
+        if codec is not None:  # in the first process of each node
             if self.inside is not None:
                 buffer.div_(self.world.local_size)
             codec.mean(gradients, step)
@@ -204,15 +186,16 @@ class Exchange:
         """What a snapshot keeps of all processes. Collective; only rank 0's return value counts."""
         found: dict[str, Any] = {"method": self.method, "nodes": self.world.nodes}
         if self.has_states:
-            part = self.local or self.codec
-            found["states"] = _to_main(part.state_dict() if part else {}, self.world)
+            mine = self.codec.state_dict() if isinstance(self.codec, PowerSGD) else {}
+            states: list[Any] | None = [None] * self.world.size if self.world.is_main else None
+            dist.gather_object(mine, states, group=self.world.control)
+            found["states"] = states or []
         return found
 
     @property
     def has_states(self) -> bool:
         """Whether there is more to keep than the method's name; the same in all processes."""
-        how = cost.method(self.method or "fp32")
-        return self.world.size > 1 and bool(how.rank or how.period > 1)
+        return self.world.size > 1 and bool(methods.parse(self.method or "fp32").rank)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue as a snapshot says, in every process. Raises: `UserError`.
@@ -222,31 +205,23 @@ class Exchange:
         """
         alike = saved["nodes"] == self.world.nodes and saved["method"] is not None
         if self.search is not None and alike:
+            self.search.hook.remove()
             self.method, self.search = saved["method"], None
             self._use(self.method)
         states = saved.get("states")
-        if not states or saved["method"] != self.method:
-            return
-        part = self.local or self.codec
-        if part is None:
+        codec = self.codec
+        if not states or saved["method"] != self.method or not isinstance(codec, PowerSGD):
             return
         state = states[self.world.rank] if len(states) == self.world.size else None
-        state = state or mean_of([state for state in states if state])
         try:
-            part.load_state_dict(state)
+            codec.load_state_dict(state or methods.mean_of([state for state in states if state]))
         except (RuntimeError, KeyError, TypeError, AttributeError) as fault:
             raise UserError(
                 f"the snapshot's state of --comm {self.method} does not fit this model", alike=True
             ) from fault
 
 
-def _done(buffer: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
-    future.set_result(buffer)
-    return future
-
-
-def settle_buckets(replica: nn.Module, world: World, args: Any) -> None:
+def form_buckets(replica: nn.Module, world: World, args: Any) -> None:
     """Have DistributedDataParallel form its final buckets before the first step.
 
     It begins with one bucket, and forms those that it keeps after a first backward pass. A sum over
@@ -263,28 +238,3 @@ def settle_buckets(replica: nn.Module, world: World, args: Any) -> None:
     for parameter in replica.parameters():
         parameter.grad = None
     replica.train()
-
-
-def mean_of(states: list[Any]) -> Any:
-    """The mean of tensors in dictionaries and lists of one form."""
-    first = states[0]
-    if isinstance(first, dict):
-        return {key: mean_of([state[key] for state in states]) for key in first}
-    if isinstance(first, list):
-        return [mean_of(list(parts)) for parts in zip(*states, strict=True)]
-    return torch.stack(states).mean(0)
-
-
-def _to_main(state: dict[str, Any], world: World) -> list[dict[str, Any]]:
-    """The state of each process, on the CPU, in rank 0; elsewhere an empty list."""
-    found: list[Any] | None = [None] * world.size if world.is_main else None
-    dist.gather_object(_on_cpu(state), found, group=world.control)
-    return found or []
-
-
-def _on_cpu(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _on_cpu(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_on_cpu(value) for value in state]
-    return state.cpu() if isinstance(state, Tensor) else state

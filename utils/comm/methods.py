@@ -9,22 +9,83 @@ Both give all processes the same bits, and a gradient that is infinite or not a 
 all of them, so that all skip the step. fp16 and bf16 are torch's own hooks: utils/comm/exchange.py.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from utils.comm.lane import Peers
+from utils.comm.ordered import Peers
+from utils.errors import UserError
 
 BLOCKS = {8: 256, 4: 128}  # values that share a scale: 1.6 and 6 % more bytes than the bits alone
 TILE = 2**17  # values that are rounded at once on the CPU, where they stay in its cache
 
 
 @dataclass(frozen=True)
+class Method:
+    """A way to exchange gradients. ``bytes_per_value`` counts what travels for a float32 gradient,
+    scales included; ``rank`` is PowerSGD's (0: another method)."""
+
+    name: str
+    bytes_per_value: float
+    rank: int = 0
+
+
+_SCALE = 4  # bytes per block
+METHODS = {
+    "fp32": Method("fp32", 4),
+    "fp16": Method("fp16", 2),
+    "bf16": Method("bf16", 2),
+    "int8": Method("int8", 1 + _SCALE / BLOCKS[8]),
+    "int4": Method("int4", 0.5 + _SCALE / BLOCKS[4]),
+    "powersgd": Method("powersgd:4", 4, rank=4),
+}
+NAMES = (*list(METHODS)[:-1], "powersgd[:RANK]")
+
+
+def parse(name: str) -> Method:
+    """The method called ``name``: one of `NAMES`, such as "int8" or "powersgd:4".
+
+    Raises: `UserError` for any other name.
+    """
+    kind, colon, rank = name.partition(":")
+    found = METHODS.get(kind)
+    if not found or (colon and not (found.rank and rank.isdecimal() and int(rank) > 0)):
+        raise UserError(f"unknown method {name}: choose one of {', '.join(NAMES)}")
+    return replace(found, name=f"{kind}:{int(rank)}", rank=int(rank)) if colon else found
+
+
+def wire_bytes(shapes: Iterable[Sequence[int]], how: Method) -> float:
+    """Bytes of gradients of these shapes as they travel: what enters the collectives."""
+    values = sum(
+        how.rank * _sides(shape) if how.rank and is_product(shape, how.rank) else math.prod(shape)
+        for shape in shapes
+    )
+    return values * how.bytes_per_value
+
+
+def sent_bytes(size: float, processes: int) -> float:
+    """Bytes that each of ``processes`` sends to sum ``size`` bytes with the others by a ring: all
+    but its own part, once on the way to the sums and once on the way back."""
+    return 2 * (processes - 1) / processes * size
+
+
+def is_product(shape: Sequence[int], rank: int) -> bool:
+    """Whether PowerSGD sends such a gradient as a product: when that halves it at least."""
+    return len(shape) > 1 and 2 * rank * _sides(shape) <= math.prod(shape)
+
+
+def _sides(shape: Sequence[int]) -> int:
+    """Rows and columns of a gradient as a matrix."""
+    return shape[0] + math.prod(shape[1:])
+
+
+@dataclass(frozen=True)
 class Step:
-    """Where a training stands; random numbers are a function of it, so none need saving."""
+    """Where a run stands; random numbers are a function of it, so none need saving."""
 
     seed: int = 0
     epoch: int = 0
@@ -173,18 +234,10 @@ class PowerSGD:
         self.errors: dict[int, Tensor] = {}  # by number of the parameter, [n, m]
         self.starts: dict[int, Tensor] = {}  # [m, rank]
 
-    def compresses(self, shape: torch.Size) -> bool:
-        """Whether a gradient of this shape is sent as a product: when that halves it at least."""
-        if len(shape) < 2:
-            return False
-        n = shape[0]
-        m = shape.numel() // n
-        return 2 * self.rank * (n + m) <= n * m
-
     def mean(self, gradients: Gradients, step: Step) -> None:
         """Replace ``gradients`` (any float dtype and shape) by about their means."""
-        thin = [(i, g) for i, g in gradients if self.compresses(g.shape)]
-        small = [g for _, g in gradients if not self.compresses(g.shape)]
+        thin = [(i, g) for i, g in gradients if is_product(g.shape, self.rank)]
+        small = [g for _, g in gradients if not is_product(g.shape, self.rank)]
         scale = self.scale(torch.ones((), device=gradients[0][1].device))
         matrices = []
         for number, gradient in thin:
@@ -228,9 +281,18 @@ class PowerSGD:
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """This process's errors, and the common starts."""
-        return {"errors": self.errors, "starts": self.starts}
+        """This process's errors, and the common starts, on the CPU."""
+        state = {"errors": self.errors, "starts": self.starts}
+        return {kind: {n: t.cpu() for n, t in found.items()} for kind, found in state.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, on any device."""
         self.errors, self.starts = dict(state["errors"]), dict(state["starts"])
+
+
+def mean_of(states: list[dict[str, dict[int, Tensor]]]) -> dict[str, dict[int, Tensor]]:
+    """The mean of what `PowerSGD.state_dict` gave in several processes."""
+    return {
+        kind: {n: torch.stack([state[kind][n] for state in states]).mean(0) for n in found}
+        for kind, found in states[0].items()
+    }

@@ -93,16 +93,10 @@ class Average:
         self.averages = [average.detach() for average in averages]
 
     @torch.no_grad()
-    def after_step(self, comm: Any = None) -> None:
-        """The weights have changed. ``comm`` is how the processes exchange gradients, if any.
-
-        While each process has weights of its own (``--comm localsgd``) the average waits for the
-        next step at whose end they are alike. Nothing here waits for the device.
-        """
+    def after_step(self) -> None:
+        """The weights have changed. Nothing here waits for the device."""
         self.steps, self.pending = self.steps + 1, self.pending + 1
-        local = getattr(comm, "local", None)
-        alike = local is None or not local.active or local.due
-        if self.pending < self.every or not alike:
+        if self.pending < self.every:
             return
         # Not much of the first weights: as TensorFlow's ExponentialMovingAverage with num_updates.
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))

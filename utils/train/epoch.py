@@ -62,7 +62,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
             continue
         state.step += 1
         if state.ema is not None:
-            state.ema.after_step(state.comm)
+            state.ema.after_step()
         lines.after_step(sums)
         if getattr(state.scaler, "lost", False):
             stop.ask(Reason.DIVERGED)

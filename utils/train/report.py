@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from utils import samplers
-from utils.comm import cost, fsdp
+from utils.comm import fsdp, methods
 from utils.data import jpeg
 from utils.data.preprocessing import sizes_text
 from utils.launch import kernels, supervise
@@ -160,11 +160,13 @@ def sent_mb(session: Session) -> float | None:
     method = "fp32" if state.comm is None else state.comm.method
     if method is None:
         return None
-    shapes = tuple((p.shape[0], p.numel() // p.shape[0]) for p in trained if p.dim() > 1)
-    whole = cost.Bucket(sum(p.numel() for p in trained), 1.0, shapes)
-    sent = cost.process_bytes([whole], processes, cost.method(method))
+    sent = methods.sent_bytes(
+        methods.wire_bytes([p.shape for p in trained], methods.parse(method)), processes
+    )
     if state.comm is None:  # Apex sums gradients in the precision of their weights
-        sent *= sum(p.numel() * p.element_size() for p in trained) / whole.values / cost.FLOAT32
+        sent *= sum(p.numel() * p.element_size() for p in trained) / (
+            4 * sum(p.numel() for p in trained)
+        )
     return sent / 1e6
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 
-class Lane:
+class OrderedCollectives:
     """Runs jobs one after the other, in the order in which they were submitted."""
 
     def __init__(self, device: torch.device):
@@ -27,7 +27,7 @@ class Lane:
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
         else:
-            threading.Thread(target=self._work, name="gradient lane", daemon=True).start()
+            threading.Thread(target=self._work, name="ordered collectives", daemon=True).start()
 
     def submit(self, job: Callable[[], None], buffer: Tensor) -> Future[Tensor]:
         """Have ``job`` run after those before it; it changes ``buffer``, the future's value."""
@@ -90,21 +90,3 @@ class Peers:
         whole = part.new_empty((self.size * len(part), *part.shape[1:]))
         dist.all_gather(list(whole.chunk(self.size)), part, group=self.group)
         return whole
-
-
-class Alone(Peers):
-    """In place of ``size`` processes, without any: to time a method's own arithmetic."""
-
-    def __init__(self, size: int):
-        super().__init__(0, size, None)
-
-    def sum(self, values: Tensor) -> None:
-        """Nothing to add."""
-
-    def exchange(self, parts: Tensor) -> Tensor:
-        """What came is what was sent."""
-        return parts
-
-    def gather(self, part: Tensor) -> Tensor:
-        """The same part from all."""
-        return part.repeat(self.size, *[1] * (part.dim() - 1))
