@@ -1,9 +1,7 @@
 """Optimisers by name: against torch's own, under a loss scale, in snapshots, with O2's masters."""
 
 import itertools
-import sys
 from argparse import ArgumentParser, Namespace
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +28,7 @@ def asked(*line: str, **more) -> Namespace:
     optim.add_options(parser)
     plain = {"lr": None, "momentum": None, "weight_decay": None, **more}
     args = Namespace(**plain, **vars(parser.parse_args(line)))
-    optim.settle(args)
+    optim.resolve(args)
     return args
 
 
@@ -378,13 +376,10 @@ def test_what_was_not_typed_is_usual_for_the_optimiser():
     ("name", "more", "sentence"),
     [
         ("nesterov", {"momentum": 0.0}, "needs a --momentum"),
-        ("lars", {}, "no usual learning rate: give --lr"),
-        ("lamb", {"lr": 0.01}, "timm's, which is not installed"),
         ("muon", {"opt_level": "O3"}, "--opt-level O2 keeps float32 masters"),
     ],
 )
-def test_options_that_do_not_fit_are_a_sentence(monkeypatch, name, more, sentence):
-    monkeypatch.setitem(sys.modules, "timm.optim", None)
+def test_options_that_do_not_fit_are_an_error_message(name, more, sentence):
     with pytest.raises(UserError, match=sentence):
         asked("--optimizer", name, **more)
 
@@ -394,30 +389,3 @@ def test_betas_that_are_none(capsys, text):
     with pytest.raises(SystemExit):
         asked("--betas", text)
     assert "--betas" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["lamb", "lars"])
-def test_lamb_and_lars_are_those_of_timm(monkeypatch, name):
-    made = []
-    stand_in = SimpleNamespace(
-        Lamb=lambda params, lr, **others: made.append(("lamb", params, lr, others)),
-        Lars=lambda params, lr, **others: made.append(("lars", params, lr, others)),
-    )
-    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(optim=stand_in))
-    monkeypatch.setitem(sys.modules, "timm.optim", stand_in)
-    model = network()
-    optim.build(asked("--optimizer", name, lr=0.5), model)
-    ((kind, parameters, lr, others),) = made
-    assert (kind, parameters, lr) == (name, list(model.parameters()), 0.5)
-    assert others["weight_decay"] == {"lamb": 0.05, "lars": 1e-4}[name]
-
-
-def test_two_counts_of_lamb_come_back(tmp_path):
-    """timm's LAMB counts steps in its groups."""
-    old, new = state_of(*LINES[0]), state_of(*LINES[0])
-    steps(old.model, old.optimizer)
-    for group in old.optimizer.param_groups:
-        group["step"] = torch.tensor(3.0)
-    write(snapshot_of(old, {}, ["a"], old.full_weights()), tmp_path / "snapshot.pt")
-    assert resume(replace(new), ARGS, WORLD, tmp_path / "snapshot.pt")
-    assert [group["step"] for group in new.optimizer.param_groups] == [3.0, 3.0]

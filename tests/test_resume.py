@@ -142,7 +142,7 @@ ND, DDP = "imagenet_nd.py", "imagenet_ddp.py"
 @pytest.fixture(scope="module")
 def one(tmp_path_factory, images) -> Place:
     """Runs on one process; ``whole`` is the undisturbed one."""
-    options = ("-b", "10", "--ema", "0.9", "--ema-every", "2", "--mixup", "0.5", "--cutmix", "1")
+    options = ("-b", "10", "--ema", "0.9", "--mixup", "0.5", "--cutmix", "1")
     place = Place(tmp_path_factory.mktemp("one"), images, *options)
     place.finish(ND, "whole")
     return place

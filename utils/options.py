@@ -303,8 +303,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     refuse_gone(words, GONE)
     args = parser.parse_args(words)
     models.check_name(args.arch)
-    models.settle(args, parser.get_default("data"))
-    optim.settle(args)
+    models.resolve(args, parser.get_default("data"))
+    optim.resolve(args)
     if not args.dummy and not os.path.isdir(args.data):
         raise UserError(
             f"data folder {args.data} is missing: give DATA, or make one with "

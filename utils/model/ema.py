@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from utils.errors import UserError
 from utils.launch.world import local, reshard
-from utils.option_types import number, positive
+from utils.option_types import number
 
 Named = dict[str, Tensor]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """``--ema`` and ``--ema-every``."""
+    """``--ema``."""
     group = parser.add_argument_group("averaged weights")
     group.add_argument(
         "--ema",
@@ -33,13 +33,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="keep an exponential moving average of the weights as well, and evaluate it beside "
         "the model after each epoch; best.pt is the better of the two. 0.9999 for long trainings, "
         "0.998 and less for short ones: about 1/(1-DECAY) steps are averaged",
-    )
-    group.add_argument(
-        "--ema-every",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="move the average at every N-th step, by as much as N steps would",
     )
 
 
@@ -58,7 +51,7 @@ def build(args: Any, state: Any) -> "Average | None":
     if not args.ema or args.evaluate or args.dummy:
         return None
     masters = getattr(state.weights, "named_masters", dict)()
-    return Average(state.model, args.ema, args.ema_every, masters)
+    return Average(state.model, args.ema, masters)
 
 
 class Average:
@@ -68,13 +61,10 @@ class Average:
     has to be called before the first step.
     """
 
-    def __init__(
-        self, model: nn.Module, decay: float, every: int = 1, masters: Named | None = None
-    ):
+    def __init__(self, model: nn.Module, decay: float, masters: Named | None = None):
         """``masters``: the float32 originals of weights that the model has in less, by name."""
-        self.model, self.decay, self.every = model, decay, every
+        self.model, self.decay = model, decay
         self.steps = 0  # since the average began
-        self.pending = 0  # of them, since it was moved
         kept, masters = set(model.state_dict()), masters or {}
         self.place: dict[str, int] = {}  # a tensor that stands under two names is averaged once
         self.live: list[Tensor] = []  # the model's own
@@ -95,14 +85,11 @@ class Average:
     @torch.no_grad()
     def after_step(self) -> None:
         """The weights have changed. Nothing here waits for the device."""
-        self.steps, self.pending = self.steps + 1, self.pending + 1
-        if self.pending < self.every:
-            return
+        self.steps += 1
         # Not much of the first weights: as TensorFlow's ExponentialMovingAverage with num_updates.
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
-        weight, self.pending = 1 - decay**self.pending, 0
         sources = [s if s.dtype == torch.float32 else s.float() for s in _local(self.sources)]
-        torch._foreach_lerp_(_local(self.averages), sources, weight)
+        torch._foreach_lerp_(_local(self.averages), sources, 1 - decay)
 
     def weights(self) -> Named:
         """The averages under the names of the model's state dict."""
@@ -129,7 +116,7 @@ class Average:
 
     def state_dict(self) -> dict[str, Any]:
         """What a snapshot keeps."""
-        return {"model": self.weights(), "steps": self.steps, "pending": self.pending}
+        return {"model": self.weights(), "steps": self.steps}
 
     @torch.no_grad()
     def restore(self, saved: dict[str, Any] | None) -> None:
@@ -140,9 +127,9 @@ class Average:
         """
         if saved is None:
             torch._foreach_copy_(_local(self.averages), _local(self.sources))
-            self.steps = self.pending = 0
+            self.steps = 0
             return
-        self.steps, self.pending = saved["steps"], saved["pending"]
+        self.steps = saved["steps"]
         for name, average in self.weights().items():
             found = saved["model"].get(name)
             if found is None or found.shape != average.shape:

@@ -48,13 +48,13 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--freeze",
         action="store_true",
-        help="train the last layer alone; batch norm keeps its statistics, too",
+        help="train only the classifier; also freeze batch-norm statistics",
     )
     group.add_argument(
         "--drop-path",
         type=share,
         metavar="P",
-        help="stochastic depth: how often the last block is left out, the first ones less; "
+        help="stochastic depth: drop rate of the last block; earlier blocks scale down linearly; "
         "default: the model's own",
     )
     group.add_argument(
@@ -70,7 +70,7 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def settle(args: argparse.Namespace, default_data: str) -> None:
+def resolve(args: argparse.Namespace, default_data: str) -> None:
     """Find out what follows ``--pretrained``; set ``args.preprocessing``. Raises: `UserError`."""
     if isinstance(args.pretrained, str) and os.path.isdir(args.pretrained):
         if args.data != default_data:
@@ -237,13 +237,8 @@ def _torchvision_model(arch: str, classes: int, image_size: int, pretrained: boo
 
 
 def _replace_head(model: nn.Module, classes: int) -> None:
-    heads = [
-        (name, layer)
-        for name, layer in model.named_modules()
-        if (isinstance(layer, nn.Linear) and layer.out_features == 1000)
-        or (isinstance(layer, nn.Conv2d) and layer.out_channels == 1000)
-    ]
-    name, old = heads[-1]
+    name = blocks.head_of(model, 1000)
+    old = model.get_submodule(name)
     if isinstance(old, nn.Linear):
         new: nn.Module = nn.Linear(old.in_features, classes, bias=old.bias is not None)
     else:

@@ -13,7 +13,7 @@ from utils.launch.world import local
 from utils.model.muon import Muon, hidden_matrices
 from utils.model.schedules import USUAL_LR
 
-NAMES = ("sgd", "nesterov", "adamw", "lamb", "lars", "muon")
+NAMES = tuple(USUAL_LR)
 # Weights that are tables of positions, by the names of torchvision and timm: they are added to
 # what flows, like biases.
 _TABLES = ("pos_embedding", "pos_embed", "relative_position_bias_table")
@@ -26,14 +26,14 @@ def add_options(group: argparse._ArgumentGroup) -> None:
         choices=NAMES,
         default="sgd",
         help="muon: for the matrices and convolutions inside the model, adamw for the rest of it, "
-        "with one --lr and --wd for both; lamb and lars are those of timm",
+        "with one --lr and --wd for both",
     )
     group.add_argument(
         "--betas",
         type=_betas,
         default="0.9,0.999",
         metavar="B1,B2",
-        help="of adamw, lamb, and the adamw part of muon",
+        help="of adamw, and of the adamw part of muon",
     )
     group.add_argument(
         "--wd-norm",
@@ -66,26 +66,23 @@ def _betas(text: str) -> str:
 _betas.__name__ = "pair of numbers"
 
 
-def settle(args: argparse.Namespace) -> None:
-    """Set what was not typed to the usual value of ``--optimizer``. Raises: `UserError`."""
+def resolve(args: argparse.Namespace) -> None:
+    """Set options that were not given to the usual values of ``--optimizer``. Raises:
+    `UserError`."""
     name = args.optimizer
     if args.lr is None:
-        if name not in USUAL_LR:
-            raise UserError(f"--optimizer {name} has no usual learning rate: give --lr", alike=True)
         args.lr = USUAL_LR[name]
     if args.momentum is None:
         args.momentum = 0.95 if name == "muon" else 0.9
     if name == "nesterov" and not args.momentum:
         raise UserError("--optimizer nesterov needs a --momentum", alike=True)
     if args.weight_decay is None:
-        args.weight_decay = 0.05 if name in ("adamw", "lamb", "muon") else 1e-4
-    if getattr(args, "opt_level", None) == "O3" and name in ("adamw", "lamb", "muon"):
+        args.weight_decay = 0.05 if name in ("adamw", "muon") else 1e-4
+    if getattr(args, "opt_level", None) == "O3" and name in ("adamw", "muon"):
         raise UserError(
             f"--optimizer {name} needs float32: --opt-level O2 keeps float32 masters, O3 does not",
             alike=True,
         )
-    if name in ("lamb", "lars"):
-        _timm_optimizers()
 
 
 def build(args: Any, model: nn.Module) -> torch.optim.Optimizer:
@@ -104,15 +101,7 @@ def build(args: Any, model: nn.Module) -> torch.optim.Optimizer:
     if name == "adamw":
         # On the CPU not the fused kernel, for the reason that `sgd` gives.
         return torch.optim.AdamW(groups, lr, betas=betas, weight_decay=decay, fused=fused)
-    if name == "muon":
-        found: torch.optim.Optimizer = Muon(groups, lr, momentum, betas, fused)
-    else:
-        timm = _timm_optimizers()
-        found = (
-            timm.Lamb(groups, lr, betas=betas, weight_decay=decay)
-            if name == "lamb"
-            else timm.Lars(groups, lr, momentum=momentum, weight_decay=decay)
-        )
+    found = Muon(groups, lr, momentum, betas, fused)
     if fused:
         skip_on_device(found)
     return found
@@ -199,8 +188,7 @@ def skip_on_device(optimizer: torch.optim.Optimizer) -> None:
 
     A loss scaler gives it ``grad_scale`` (or None) and ``found_inf``, a flag on the device, instead
     of asking for the flag's value. So it steps in any case, and after an overflow its weights and
-    state are put back from copies, which take as much memory as they do while a step lasts. (LAMB's
-    count of steps, of which its first ones are corrected for their bias, goes on.)
+    state are put back from copies, which take as much memory as they do while a step lasts.
     """
     copies: dict[tuple[nn.Parameter, str], Tensor] = {}
 
@@ -237,15 +225,3 @@ def skip_on_device(optimizer: torch.optim.Optimizer) -> None:
     optimizer._step_supports_amp_scaling = True
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-
-
-def _timm_optimizers() -> Any:
-    try:
-        import timm.optim
-    except ImportError:
-        raise UserError(
-            "--optimizer lamb and lars are timm's, which is not installed: pip install timm, or "
-            "take sgd or adamw",
-            alike=True,
-        ) from None
-    return timm.optim

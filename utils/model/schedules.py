@@ -8,7 +8,7 @@ LAST_STEP_EPOCH = 80
 # One-cycle: share of the training in which the rate rises, what part of the highest rate it begins
 # with, and what part of that it ends with; as in torch.optim.lr_scheduler.OneCycleLR.
 RISE, FIRST, LAST = 0.3, 1 / 25, 1e-4
-# What --lr is where nobody says it; for an optimiser that is not here there is no usual value.
+# The optimisers, and their --lr where none is given.
 USUAL_LR = {"sgd": 0.1, "nesterov": 0.1, "adamw": 1e-3, "muon": 1e-3}
 # Schedules that end with the last epoch, so that a run that is under way cannot change it.
 TO_THE_END = ("cosine", "linear", "onecycle")
