@@ -1,31 +1,31 @@
 #!/usr/bin/env python3
-"""What each way to exchange gradients costs on a network: bytes, time, and how much is hidden.
+"""What each way to exchange gradients costs on a network: bytes, and time per step.
 
-    sudo .venv/bin/python scripts/bench_network.py
-    sudo .venv/bin/python scripts/bench_network.py --models vgg19 --gbit 25,10,5 --nodes 2,4,8
+    sudo .venv/bin/python scripts/bench_network.py --nodes 2,4 --gbit 1 -- -a resnet18 -b 8
 
-or, between machines as they are, the same line on each with its own --rank:
+or, between machines as they are, the same command on each with its own --rank:
 
-    python scripts/bench_network.py --nodes 2 --master 172.31.0.10 --rank 0 --gbit 10
+    python scripts/bench_network.py --nodes 2 --master 172.31.0.10 --rank 0 -- -a resnet50 -b 64
 
-The first makes the nodes itself: network namespaces of this machine, whose links the kernel limits.
-Each runs DistributedDataParallel with the exchange of the training script (--comm), on tensors of
-the model's shapes that become ready in their order; in place of computing it sleeps. Sleeps are
---slow-down times as long and links so many times slower; tensors, buckets and links are --shrink
-times smaller: so a few cores can play eight nodes. The table is in the units of the real thing.
-Methods take turns, round by round. Bytes are counted by the interfaces, headers included.
+The first makes the nodes itself: network namespaces of this machine, whose links the kernel limits
+to --gbit. Each node runs `imagenet_ddp.py --dummy --comm METHOD` with the options after --, one
+process per GPU, or one without a GPU. Methods take turns, round by round; medians are shown. MB are
+those that a node sends per step, counted by its interfaces, headers included. Efficiency is the
+step of one node alone to this step; simulated nodes share the cores of one machine, so compare
+methods there, and leave efficiency to real nodes.
 """
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
-import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,178 +33,147 @@ sys.path.insert(0, str(ROOT))
 
 import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one sentence)
 
-from bench import namespaces, network_table  # noqa: E402
-from bench.network_table import Case  # noqa: E402
-from compare import table as tables  # noqa: E402
-from forecast_scaling import METHODS, above_0, numbers  # noqa: E402
+from bench import namespaces  # noqa: E402
+from compare.table import markdown_table  # noqa: E402
 
-from utils.comm import methods  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
-from utils.launch.network import free_port  # noqa: E402
-from utils.option_types import positive  # noqa: E402
+from utils.option_types import amount, number, positive  # noqa: E402
 
-WORKER = ROOT / "scripts/bench/network_node.py"
+METHODS = "fp32,fp16,int8,int4,powersgd:4"
 PORT = 29555
 
-
-@dataclass(frozen=True)
-class Model:
-    """What one T4 computes per step, in seconds: an estimate, with AMP and in float32."""
-
-    classes: int
-    amp_s: float
-    fp32_s: float
-
-
-# VGG-19 with 32 images per step, the others with 64. With AMP: 160 and 400 images/s (VGG-19 and
-# ResNet-50), and for ViT-B/32 the latter by multiply-adds (4.09 and 4.41 G per image). In float32:
-# 3 x 2 x 19.6, 4.09 and 4.41 GFLOP per image at 5 of the T4's 8.1 TFLOP/s.
-MODELS = {
-    "vgg19": Model(20, 0.200, 0.753),
-    "resnet50": Model(1000, 0.160, 0.314),
-    "vit_b_32": Model(1000, 0.173, 0.339),
-}
+Figures = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
-        cases = plan(args)
-        found = []
-        for case in cases:
-            print(f"... {case}", file=sys.stderr, flush=True)
-            found.append((case, measure(case, args)))
-        if not args.rank:
-            finish(args, found)
+        rows = [row for count in args.nodes for row in measure(count, args)]
     except UserError as error:
         return report(error)
+    if rows:
+        head = ["nodes", "method", "MB sent", "step, ms", "images/s", "efficiency"]
+        print(markdown_table([*head, f"to {args.methods[0]}"], rows))
     return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    argv = sys.argv[1:] if argv is None else argv
+    end = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--models", default="vgg19,resnet50", metavar="LIST", help="%(default)s; or vit_b_32")
-    add("--nodes", default="2,4,8", metavar="LIST", help="(%(default)s)")
-    add("--gbit", default="10", metavar="LIST", help="of each node's link, Gbit/s (%(default)s)")
-    add("--precision", default="amp", metavar="LIST", help="amp, fp32 or both (%(default)s)")
-    add("--compute-s", type=above_0, metavar="X", help="seconds of compute per step (a T4's)")
-    add("--methods", default=",".join(METHODS), metavar="LIST", help="(%(default)s)")
-    add("--slow-down", type=positive, metavar="S", help="(20; 1 with --master)")
-    add("--shrink", type=positive, metavar="N", help="(16; 1 with --master)")
+    add("--nodes", default=[2], type=_counts, metavar="LIST", help="such as 2,4,8 (2)")
+    add("--methods", default=METHODS.split(","), type=_methods, metavar="LIST", help=f"({METHODS})")
     add("--rounds", type=positive, default=3, metavar="N", help="(%(default)s)")
-    add("--steps", type=positive, default=2, metavar="N", help="per method and round (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="keep all measurements")
-    text = "also write the table into this file (default: %(const)s)"
-    add("--results", nargs="?", type=Path, const=Path("RESULTS.md"), metavar="FILE", help=text)
-    add("--title", default="Ways to exchange gradients", help="of the section in --results")
+    text = "of one run; one that takes longer ends the bench (%(default)s)"
+    add("--limit", type=positive, default=600, metavar="SECONDS", help=text)
+    add("--gbit", type=amount, default=10.0, metavar="X", help="of each simulated link, Gbit/s")
     group = parser.add_argument_group("between machines as they are")
     group.add_argument("--master", metavar="IP", help="of rank 0; the links are not limited then")
-    group.add_argument("--rank", type=int, default=0, metavar="R", help="of this machine")
+    group.add_argument("--rank", type=number(int, 0), default=0, metavar="R", help="of this node")
     group.add_argument("--port", type=positive, default=PORT, help="of rank 0 (%(default)s)")
-    group.add_argument("--interface", default="", metavar="IF", help="(the default one)")
-    args = parser.parse_args(argv)
-    args.slow_down = args.slow_down or (1 if args.master else 20)
-    args.shrink = args.shrink or (1 if args.master else 16)
+    args = parser.parse_args(argv[:end])
+    args.options = argv[end + 1 :]
+    if not args.gbit:
+        parser.error("--gbit must be more than 0")
+    if args.master and len(args.nodes) > 1:
+        parser.error("--nodes takes one number with --master")
     return args
 
 
-def plan(args: argparse.Namespace) -> list[Case]:
-    """All combinations that the options ask for. Raises: `UserError`."""
-    models, precisions = args.models.split(","), args.precision.split(",")
-    wanted = args.methods.split(",")
-    names = tuple(name if name == "auto" else methods.parse(name).name for name in wanted)
-    nodes = numbers(args.nodes, "--nodes")
+def _counts(text: str) -> list[int]:
+    counts = sorted({int(word) for word in text.split(",")})
+    if counts[0] < 2:
+        raise argparse.ArgumentTypeError(f"{text}: at least 2 nodes")
+    return counts
+
+
+def _methods(text: str) -> list[str]:
+    from utils.comm import methods
+
     try:
-        rates = [float(word) for word in args.gbit.split(",")]
-    except ValueError:
-        rates = [0.0]
-    if min(rates) <= 0:
-        raise UserError(f"--gbit {args.gbit} is not a list of rates in Gbit/s")
-    if nodes[0] < 2 or (args.master and len(nodes) > 1):
-        raise UserError(f"--nodes {args.nodes}: at least 2, and one number with --master")
-    for given, known, option in (
-        (models, MODELS, "--models"),
-        (precisions, ("amp", "fp32"), "--precision"),
-    ):
-        if not set(given) <= set(known):
-            raise UserError(f"{option} takes {', '.join(known)}, not {','.join(given)}")
-    cases = []
-    for arch, precision, gbit, count in itertools.product(models, precisions, rates, nodes):
-        model = MODELS[arch]
-        compute = args.compute_s or (model.amp_s if precision == "amp" else model.fp32_s)
-        scale = args.slow_down, args.shrink
-        cases.append(Case(arch, model.classes, precision, compute, gbit, count, names, *scale))
-    return cases
+        return [word if word == "auto" else methods.parse(word).name for word in text.split(",")]
+    except UserError as fault:
+        raise argparse.ArgumentTypeError(str(fault)) from None
 
 
-def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """What rank 0 says; nothing in the others. Raises: `UserError`."""
-    order = {
-        "arch": case.arch,
-        "classes": case.classes,
-        "shrink": case.shrink,
-        "compute_s": case.compute_s,
-        "slow_down": case.slow_down,
-        "methods": case.methods,
-        "rounds": args.rounds,
-        "steps": args.steps,
-        "nodes": case.nodes,
-    }
+_counts.__name__, _methods.__name__ = "list of numbers", "list of methods"
+
+
+def measure(count: int, args: argparse.Namespace) -> list[list[str]]:
+    """The rows of the table for so many nodes; none where rank 0 is elsewhere."""
+    found: dict[str, list[Figures]] = {"alone": [], **{name: [] for name in args.methods}}
+    with places(count, args) as (nodes, master):
+        for turn in range(args.rounds):
+            for method, rounds in found.items():
+                print(f"... {count} nodes, round {turn + 1}, {method}", file=sys.stderr, flush=True)
+                if method != "alone":
+                    rounds.append(run(nodes, count, method, master, args))
+                elif not args.rank:
+                    rounds.append(run(nodes[:1], 1, "fp32", master, args))
+    return rows_of(count, found) if not args.rank else []
+
+
+@contextlib.contextmanager
+def places(count: int, args: argparse.Namespace) -> Iterator[tuple[list[list[str]], str]]:
+    """What stands before a command to run it on each node that is here, and rank 0's address."""
     if args.master:
-        place = {"rank": args.rank, "master": args.master, "port": args.port}
-        return wait([start([], order | place | {"interface": args.interface})], main=not args.rank)
-    with namespaces.network(case.nodes) as nodes:
+        yield [[]], args.master
+        return
+    with namespaces.network(count) as nodes:
         for node in nodes:
-            # A large burst would be a good part of a small bucket.
-            rate = case.link_bits_per_s
-            burst = max(16_000, int(rate / 8 * 0.002))
-            namespaces.limit(node, f"{int(rate)}bit", f"{burst}", "200ms")
-        place = {"master": namespaces.address(0), "port": free_port(), "interface": "eth0"}
-        started = [
-            # So that they end with this process, however it ends.
-            start(["setpriv", "--pdeathsig", "KILL", *node.enter], order | place | {"rank": rank})
-            for rank, node in enumerate(nodes)
-        ]
-        return wait(started)
+            namespaces.limit(node, f"{int(args.gbit * 1e9)}bit", "256kb", "200ms")
+        # So that they end with this process, however it ends.
+        enter = [["setpriv", "--pdeathsig", "KILL", *node.enter] for node in nodes]
+        yield enter, namespaces.address(0)
 
 
-def start(inside: list[str], order: dict[str, Any]) -> subprocess.Popen:
-    """A node's process."""
-    command = [*inside, sys.executable, str(WORKER), json.dumps(order)]
+def run(
+    nodes: list[list[str]], count: int, method: str, master: str, args: argparse.Namespace
+) -> Figures:
+    """The summary of rank 0's run; nothing in the others. Raises: `UserError`."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # addresses here have no names
-    return subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True)
+    with tempfile.TemporaryDirectory() as out:
+        started = []
+        for rank, enter in enumerate(nodes, args.rank):
+            words = [*enter, sys.executable, str(ROOT / "imagenet_ddp.py"), "--dummy"]
+            words += ["--comm", method, "--world-size", str(count), "--rank", str(rank)]
+            words += ["--dist-url", f"tcp://{master}:{args.port}", *args.options]
+            words += ["--output-dir", f"{out}/{rank}", "--name", "case"]
+            with open(f"{out}/{rank}.txt", "w") as log:
+                started.append(subprocess.Popen(words, stdout=log, stderr=log, env=env, cwd=ROOT))
+        end = time.monotonic() + args.limit
+        try:
+            for rank, process in enumerate(started, args.rank):
+                if process.wait(max(0.0, end - time.monotonic())):
+                    said = Path(f"{out}/{rank}.txt").read_text().strip().splitlines()[-1:]
+                    raise UserError(f"node {rank} failed: {''.join(said)}")
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{method} on {count} nodes takes longer than --limit") from None
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        summary = Path(f"{out}/0/case/summary.json")
+        return json.loads(summary.read_text()) if not args.rank else {}
 
 
-def wait(started: list[subprocess.Popen], main: bool = True) -> dict[str, Any]:
-    """What the first of the processes has printed, when all have ended. Raises: `UserError`."""
-    try:
-        out = [one.communicate()[0] for one in started]
-    finally:
-        for one in started:
-            with contextlib.suppress(ProcessLookupError):
-                one.kill()
-    if any(one.returncode for one in started):
-        raise UserError("a node failed: see above")
-    return json.loads(out[0]) if main else {}
-
-
-def finish(args: argparse.Namespace, found: list[tuple[Case, dict[str, Any]]]) -> None:
-    """Print the table, and write what was asked for. Raises: `UserError`."""
-    head, rows = network_table.table(found)
-    print(network_table.as_text(head, rows))
-    remarks = network_table.remarks(found)
-    print("\n".join(remarks))
-    if args.json:
-        content = [{"case": vars(case), "found": one} for case, one in found]
-        args.json.write_text(json.dumps(content, indent=1))
-    if args.results:
-        command = shlex.join(["python", "scripts/bench_network.py", *sys.argv[1:]])
-        section = network_table.section(args.title, command, (head, rows), remarks)
-        tables.put(args.results, "bench_network", args.title, section)
+def rows_of(count: int, found: dict[str, list[Figures]]) -> list[list[str]]:
+    """Medians over the rounds; the last column is the speed-up to the first method."""
+    alone, *methods = found.items()
+    base = [one["ms_per_step"] for one in alone[1]]
+    first = [one["ms_per_step"] for one in methods[0][1]]
+    rows = []
+    for name, rounds in methods:
+        steps = [one["ms_per_step"] for one in rounds]
+        shown = name if name != "auto" else f"auto: {rounds[-1]['comm']}"
+        row = [str(count), shown, f"{median(one['network_mb_per_step'] for one in rounds):.1f}"]
+        row += [f"{median(steps):.0f}", f"{median(one['images_per_s'] for one in rounds):.0f}"]
+        row += [f"{median(a / b for a, b in zip(base, steps, strict=True)):.0%}"]
+        rows.append([*row, f"{median(a / b for a, b in zip(first, steps, strict=True)):.2f}"])
+    return rows
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@
     python scripts/bench_step.py --data DATA --cases examples,nd+off \\
         --peer "timm=python ../timm/train.py {data} --model resnet18 -b 32 -j 2 --epochs 1"
 
-A case is a loop (nd, dp, ddp, fsdp, O0 to O3: a script of this suite with its whole epoch loop;
-examples, torchvision: the loops of scripts/bench/peer_loops.py) and what is to be added: off, fp16
-or bf16 for --amp, compile or compile=MODE, and x2 for two processes. Without --data, the same batch
-is used again and again: the step alone. With --data, an epoch from image files, read, trained and
-evaluated; each is run on few images and on more, and the difference counts, so that start-up and
-evaluation do not. --peer adds a foreign script, whose {data} is replaced by the folder.
+A case is a loop (nd, dp, ddp, fsdp, O0 to O3: a script of this suite; examples, torchvision: the
+loops of scripts/bench/peer_loops.py) and what is added to it: off, fp16 or bf16 for --amp, compile
+or compile=MODE, comm=METHOD for ddp, and x2 for two processes. Without --data, the same batch is
+used again and again: the step alone, as --dummy times it. With --data, an epoch from image files,
+read, trained and evaluated; each is run on few images and on more, and the difference counts, so
+that start-up and evaluation do not. --peer adds a foreign script, whose {data} is replaced by the
+folder.
 
 Ratios are to the first case, medians over the rounds: of CPU time on the CPU, which other programs
 disturb least, of images/s on a GPU. All get --threads threads; there is no other tuning.
@@ -20,6 +21,7 @@ disturb least, of images/s on a GPU. All get --threads threads; there is no othe
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -36,8 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one sentence)
 
-from bench import network_table  # noqa: E402
-from compare import table as tables  # noqa: E402
+from compare.table import markdown_table  # noqa: E402
 
 from utils.atomic import save_atomically  # noqa: E402
 from utils.data.index import SUFFIXES  # noqa: E402
@@ -48,9 +49,8 @@ from utils.option_types import count, positive  # noqa: E402
 SCRIPTS = {name: f"imagenet_{name}.py" for name in ("nd", "dp", "ddp", "fsdp")}
 SCRIPTS |= dict.fromkeys(("O0", "O1", "O2", "O3"), "imagenet_ddp_apex.py")
 PEERS = ("examples", "torchvision")
-LIMIT = 1800  # seconds for one case and round
 
-Figures = dict[str, float]
+Figures = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,8 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the case
     try:
         gpus.check()
-        found = measure(args)
-        finish(args, found)
+        print(page(measure(args), args))
     except UserError as error:
         return report(error)
     return 0
@@ -75,13 +74,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--image-size", type=positive, default=224, metavar="PX", help="(%(default)s)")
     add("--cases", default="examples,torchvision,nd", metavar="LIST", help="(%(default)s)")
     add("--rounds", type=positive, default=3, metavar="N", help="(%(default)s)")
-    add("--warm-up", type=positive, default=3, metavar="N", help="steps (%(default)s)")
-    add("--steps", type=positive, default=10, metavar="N", help="per round (%(default)s)")
     add("--threads", type=positive, default=supervise.usable_cores(), help="(%(default)s)")
+    text = "of one case and round; a case that takes longer is left out (%(default)s)"
+    add("--limit", type=positive, default=1800, metavar="SECONDS", help=text)
     add("--json", type=Path, metavar="FILE", help="keep all measurements")
-    text = "also write the table into this file (default: %(const)s)"
-    add("--results", nargs="?", type=Path, const=Path("RESULTS.md"), metavar="FILE", help=text)
-    add("--title", default="The training step", help="of the section in --results")
     group = parser.add_argument_group("from image files")
     group.add_argument("--data", type=Path, metavar="DATA", help="with train/ and val/")
     group.add_argument("-j", "--workers", type=count, default=2, metavar="N", help="(%(default)s)")
@@ -99,78 +95,70 @@ def options_of(case: str, args: argparse.Namespace) -> tuple[str, list[str], int
     """A case's loop, its options, and its number of processes. Raises: `UserError`."""
     kind, *more = case.split("+")
     if kind not in (*SCRIPTS, *PEERS):
-        raise UserError(f"{kind} is no case: {', '.join((*SCRIPTS, *PEERS))}")
+        raise UserError(f"--cases: {kind!r} is no case: {', '.join((*SCRIPTS, *PEERS))}")
     options = ["-a", args.arch, "-b", str(args.batch_size), "--image-size", str(args.image_size)]
     processes = 0 if kind in ("nd", "dp", *PEERS) else 1
     options += ["--opt-level", kind] if kind.startswith("O") else []
     for word in more:
-        if word in ("off", "fp16", "bf16"):
+        name, _, value = word.partition("=")
+        if word in ("off", "fp16", "bf16") and not kind.startswith("O"):
             options += ["--amp", word]
         elif word == "channels_last" and kind in PEERS:
             options += ["--channels-last"]
-        elif word.partition("=")[0] == "compile" and kind not in ("dp", "fsdp", *PEERS):
-            options += ["--compile", word.partition("=")[2] or "default"]
-        elif word[0] == "x" and word[1:].isdecimal() and kind not in ("nd", "dp"):
+        elif name == "compile" and kind not in ("dp", "fsdp", *PEERS):
+            options += ["--compile", value or "default"]
+        elif name == "comm" and kind == "ddp":
+            options += ["--comm", value]
+        elif re.fullmatch(r"x[1-9]\d*", word) and kind not in ("nd", "dp"):
             processes = int(word[1:])
         else:
-            raise UserError(f"{case}: {kind} cannot be combined with {word}")
+            raise UserError(f"--cases {case}: {kind} cannot be combined with {word!r}")
     return kind, options, processes
 
 
-def launcher(processes: int) -> list[str]:
-    """Python, or torchrun."""
+def command(case: str, args: argparse.Namespace, out: Path, data: Path | None = None) -> list[str]:
+    """What measures the step of a case alone, or trains an epoch on ``data``."""
+    kind, options, processes = options_of(case, args)
     run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return [sys.executable, *(run if processes else ())]
-
-
-def synthetic(case: str, args: argparse.Namespace) -> list[str]:
-    """The command that measures the step of a case alone."""
-    kind, options, processes = options_of(case, args)
-    steps = ["--warm-up", str(args.warm_up), "--steps", str(args.steps)]
-    bench = ROOT / "scripts/bench"
+    launcher = [sys.executable, *(run if processes else ())]
+    options += ["-j", str(args.workers)] if data else []
     if kind in PEERS:
-        return [*launcher(processes), str(bench / "peer_loops.py"), kind, *options, *steps]
-    case_file = str(bench / "step_case.py")
-    return [*launcher(processes), case_file, SCRIPTS[kind], *steps, "--", *options]
-
-
-def end_to_end(case: str, args: argparse.Namespace, data: Path, out: Path) -> list[str]:
-    """The command that trains an epoch on ``data``."""
-    kind, options, processes = options_of(case, args)
-    options += ["-j", str(args.workers)]
-    if kind in PEERS:
-        loop = str(ROOT / "scripts/bench/peer_loops.py")
-        return [*launcher(processes), loop, kind, *options, "--data", str(data)]
-    options += ["--epochs", "1", "--lr", "0.001", "--output-dir", str(out)]
-    return [*launcher(processes), str(ROOT / SCRIPTS[kind]), *options, str(data)]
+        options += ["--data", str(data)] if data else []
+        return [*launcher, str(ROOT / "scripts/bench/peer_loops.py"), kind, *options]
+    options += ["--output-dir", str(out), "--name", "case", "--lr", "0.001"]
+    options += ["--epochs", "1", str(data)] if data else ["--dummy"]
+    return [*launcher, str(ROOT / SCRIPTS[kind]), *options]
 
 
 # ---- measuring
 
 
-def run(command: list[str], args: argparse.Namespace, folder: Path) -> tuple[str, float, float]:
+def run(words: list[str], args: argparse.Namespace, folder: Path) -> tuple[str, float, float]:
     """What a command prints, its wall seconds and its CPU seconds. Raises: `UserError`."""
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "passive"}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), _children_cpu()
         process = subprocess.Popen(
-            command, cwd=folder, env=env, stdout=out, stderr=errors, start_new_session=True
+            words, cwd=folder, env=env, stdout=out, stderr=errors, start_new_session=True
         )
         try:
-            process.wait(LIMIT)
-            seconds = time.perf_counter() - began
+            process.wait(args.limit)
         except subprocess.TimeoutExpired:
-            seconds = LIMIT
+            raise UserError(
+                f"takes longer than --limit {args.limit} seconds: a smaller -b, --image-size or "
+                "--arch, or a larger --limit"
+            ) from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # processes of torchrun, too
             process.wait()
+        seconds = time.perf_counter() - began
         out.seek(0)
         errors.seek(0)
         if process.returncode:
             last = [line for line in errors.read().splitlines() if line.strip()][-1:]
-            raise UserError(f"{shlex.join(command)} failed: {''.join(last) or process.returncode}")
-        return out.read(), seconds, _children_cpu()
+            raise UserError(f"{shlex.join(words)} failed: {''.join(last) or process.returncode}")
+        return out.read(), seconds, _children_cpu() - cpu
 
 
 def _children_cpu() -> float:
@@ -196,28 +184,36 @@ def measure(args: argparse.Namespace) -> dict[str, list[Figures]]:
                     if args.data:
                         figures = difference(case, peers, args, folders)
                     else:
-                        out = run(synthetic(case, args), args, ROOT)[0]
-                        figures = json.loads(out.strip().splitlines()[-1])
-                        figures["cpu_ms_per_image"] = figures["cpu_ms"] / args.batch_size
+                        figures = alone(case, args, Path(place) / "runs")
                 except UserError as fault:
                     print(f"{case}: {fault}", file=sys.stderr, flush=True)
                     del found[case]
                     continue
                 found[case].append(figures)
-                if args.json:  # whatever comes, what there is is kept
-                    text = json.dumps({"found": found}, indent=1)
-                    save_atomically(lambda out, text=text: out.write(text.encode()), args.json)
+                if args.json:  # so that an interrupted bench has something to show
+                    text = json.dumps(found, indent=1).encode()
+                    save_atomically(lambda out, text=text: out.write(text), args.json)
     if not found:
         raise UserError("no case could be measured: see above")
     return found
 
 
+def alone(case: str, args: argparse.Namespace, runs: Path) -> Figures:
+    """What `utils.train.dummy.time_steps` says of a case's step. Raises: `UserError`."""
+    shutil.rmtree(runs, ignore_errors=True)
+    printed = run(command(case, args, runs), args, ROOT)[0]
+    summary = runs / "case" / "summary.json"
+    found = json.loads(summary.read_text() if summary.exists() else printed.splitlines()[-1])
+    return found | {"cpu_ms_per_image": found["cpu_ms_per_step"] / args.batch_size}
+
+
 def few_and_more(args: argparse.Namespace, place: Path) -> tuple[Path, ...]:
     """Two data sets of links to the images of ``--data``, and an empty folder for runs."""
-    classes = sorted(path for path in (args.data / "train").iterdir() if path.is_dir())
+    train = args.data / "train"
+    classes = sorted(path for path in train.iterdir() if path.is_dir()) if train.is_dir() else []
     images = [sorted(p for p in one.iterdir() if p.suffix.lower() in SUFFIXES) for one in classes]
     if not images or not all(images):
-        raise UserError(f"{args.data}/train has no classes with images")
+        raise UserError(f"{train} has no classes with images")
     found = []
     for name, wanted in (("few", args.few), ("more", args.few + args.more)):
         for part, total in (("train", wanted), ("val", args.batch_size)):
@@ -235,24 +231,21 @@ def difference(
     case: str, peers: dict[str, str], args: argparse.Namespace, folders: tuple[Path, ...]
 ) -> Figures:
     """Per image, from a run on few images and one on more. Raises: `UserError`."""
+    *sets, runs = folders
     times = []
-    for data in folders[:2]:
-        if case in peers:
-            command = [word.replace("{data}", str(data)) for word in shlex.split(peers[case])]
-        else:
-            command = end_to_end(case, args, data, folders[2])
-        before = _children_cpu()
-        folders[2].mkdir(exist_ok=True)
-        _, seconds, cpu = run(command, args, ROOT if case not in peers else folders[2])
-        times.append((seconds, cpu - before))
-        shutil.rmtree(folders[2], ignore_errors=True)
+    for data in sets:
+        words = shlex.split(peers.get(case, ""))
+        words = [word.replace("{data}", str(data)) for word in words]
+        runs.mkdir(exist_ok=True)
+        _, *spent = run(words or command(case, args, runs, data), args, runs if words else ROOT)
+        times.append(spent)
+        shutil.rmtree(runs, ignore_errors=True)
     (few, few_cpu), (more, more_cpu) = times
-    seconds = more - few
-    if seconds <= 0 or more_cpu <= few_cpu:
+    if more <= few or more_cpu <= few_cpu:
         raise UserError("more images took no longer than few: raise --more, on a quieter machine")
     return {
-        "images_per_s": args.more / seconds,
-        "ms": 1000 * seconds * args.batch_size / args.more,
+        "images_per_s": args.more / (more - few),
+        "ms_per_step": 1000 * (more - few) * args.batch_size / args.more,
         "cpu_ms_per_image": 1000 * (more_cpu - few_cpu) / args.more,
     }
 
@@ -262,49 +255,46 @@ def difference(
 
 def table(found: dict[str, list[Figures]], cuda: bool) -> tuple[list[str], list[list[str]]]:
     """Head and rows: medians, and the median of the rounds' ratios to the first case."""
-    head = ["case", "images/s", "ms per step", "CPU ms per image", "host ms", "GiB", "ratio"]
+    columns = [
+        ("images/s", "images_per_s", ".1f", 1),
+        ("ms per step", "ms_per_step", ".1f", 1),
+        ("CPU ms per image", "cpu_ms_per_image", ".1f", 1),
+        ("host ms", "host_ms_per_step", ".2f", 1),
+        ("GiB", "peak_memory_bytes", ".2f", 2**30),
+    ]
     rows, first = [], next(iter(found.values()))
     for case, rounds in found.items():
-
-        def shown(key: str, form: str, scale: float = 1.0, rounds: Any = rounds) -> str:
+        row = [case]
+        for _, key, form, scale in columns:
             values = [one[key] / scale for one in rounds if key in one]
-            return format(median(values), form) if values else "-"
-
-        pairs = list(zip(first, rounds, strict=False))
-        ratio = [
+            row.append(format(median(values), form) if values else "-")
+        ratios = [
             b["images_per_s"] / a["images_per_s"]
             if cuda
             else a["cpu_ms_per_image"] / b["cpu_ms_per_image"]
-            for a, b in pairs
+            for a, b in zip(first, rounds, strict=False)
         ]
-        row = [case, shown("images_per_s", ".1f"), shown("ms", ".1f")]
-        row += [shown("cpu_ms_per_image", ".1f"), shown("host_ms", ".2f")]
-        row += [shown("memory_bytes", ".2f", 2**30), format(median(ratio), ".2f")]
-        rows.append(row)
-    return head, rows
+        rows.append([*row, format(median(ratios), ".2f")])
+    return ["case", *(title for title, *_ in columns), "ratio"], rows
 
 
-def finish(args: argparse.Namespace, found: dict[str, list[Figures]]) -> None:
-    """Print the table, and write what was asked for. Raises: `UserError`."""
+def page(found: dict[str, list[Figures]], args: argparse.Namespace) -> str:
+    """The table in Markdown, and what was measured."""
     import torch
 
     cuda = torch.cuda.is_available()
-    head, rows = table(found, cuda)
-    print(network_table.as_text(head, rows))
     device = torch.cuda.get_device_name() if cuda else f"the CPU, {args.threads} threads"
     what = "from image files, read and trained" if args.data else "the step alone"
+    waits = {
+        line for rounds in found.values() for one in rounds for line in one.get("host_waits", ())
+    }
     said = (
         f"{args.arch}, {args.batch_size} images of {args.image_size} pixels per step and process, "
         f"{what}, on {device}; torch {torch.__version__}. Medians of {args.rounds} interleaved "
         f"rounds; ratio of {'images/s' if cuda else 'CPU time'}, to the first row."
     )
-    print(said)
-    if args.json:
-        args.json.write_text(json.dumps({"about": said, "found": found}, indent=1))
-    if args.results:
-        command = shlex.join(["python", "scripts/bench_step.py", *sys.argv[1:]])
-        section = network_table.section(args.title, command, (head, rows), [said])
-        tables.put(args.results, "bench_step", args.title, section)
+    said += f" The host waits for the GPU at {', '.join(sorted(waits))}." if waits else ""
+    return f"{markdown_table(*table(found, cuda))}\n\n{said}"
 
 
 if __name__ == "__main__":

@@ -48,9 +48,9 @@ PARTS = [
     Part("Tests that need a GPU", "-m pytest -m cuda tests -p no:cacheprovider", 150),
     Part(
         "The step",
-        f"scripts/bench_step.py {{model}} --rounds 1 --steps 20 --warm-up 10 --cases {CASES}",
+        f"scripts/bench_step.py {{model}} --rounds 1 --cases {CASES}",
         300,
-        few="--steps 2 --warm-up 1 --cases nd+bf16",
+        few="--cases nd+bf16",
     ),
     Part("Images", "scripts/prepare_data.py sample {out}/sample", 60, few="--train 20 --val 5"),
     Part("A run", f"imagenet_nd.py {RUN} {{out}}/sample", 120, few="--epochs 1 --image-size 32"),

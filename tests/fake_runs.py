@@ -268,7 +268,8 @@ class Runs:
 
     def dummy(self, script: str, arch: str, size: int = 64, *more: Any) -> Ran:
         """A few steps of ``--dummy``."""
-        few = {"WARMUP_STEPS": 1, "TIMED_STEPS": 1, "CHOOSING_STEPS": 1}
+        few = {"WARMUP_STEPS": 1, "TIMED_STEPS": 1, "CHOOSING_STEPS": 1, "AHEAD": 1}
+        few["_host_waits"] = lambda step: []
         with mock.patch.multiple(dummy, **few):
             options = ("--dummy", "-a", arch, "--image-size", size, "-b", 4)
             return self(script, *options, "--classes", 10, *more)

@@ -37,7 +37,7 @@ def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch, flags, lim
     [
         (True, {"image_size": 224}, torch.bfloat16),
         (True, {"image_size": 64}, None),
-        (True, {"image_size": 64, "progressive": "128:224", "epochs": 2}, torch.bfloat16),
+        (True, {"image_size": 64, "progressive": "128,224", "epochs": 2}, torch.bfloat16),
         (False, {"image_size": 224}, None),
     ],
 )

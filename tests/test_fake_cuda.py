@@ -101,9 +101,10 @@ def test_a_model_in_parts(train, options, dtype):
 
 
 def test_comm_auto_measures_and_chooses(train):
-    with mock.patch.multiple(auto, FIRST_WARM_UP=0, WARM_UP=0, STEPS=1):
+    few = {"FIRST_WARM_UP": 0, "WARM_UP": 0, "STEPS": 1, "METHODS": ("fp32", "fp16")}
+    with mock.patch.multiple(auto, **few):
         done = train(DDP, "--comm", "auto", excused=("begin_step",))
-    assert summary(done.folder)["comm"] in ("fp32", "fp16", "int8", "int4", "powersgd:32")
+    assert summary(done.folder)["comm"] in ("fp32", "fp16")
 
 
 @pytest.mark.parametrize("options", [long("--comm fp32"), "--comm int8"])

@@ -289,8 +289,8 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, line):
 @pytest.mark.parametrize(
     ("saved", "now", "sentence"),
     [
-        ((), ("--optimizer", "adamw"), "another --optimizer.*momentum_buffer, not exp_avg"),
-        (("--optimizer", "adamw"), (), "another --optimizer.*exp_avg, exp_avg_sq, not momentum"),
+        ((), ("--optimizer", "adamw"), "another model, --optimizer"),
+        (("--optimizer", "adamw"), (), "another model, --optimizer"),
         (("--wd-norm", "0"), (), "of another model, --optimizer, --wd-norm or --freeze"),
         (("--optimizer", "muon"), ("--optimizer", "adamw"), "of another model, --optimizer"),
     ],

@@ -7,8 +7,8 @@
 ``examples``: pytorch/examples' imagenet/main.py: float32, three numbers to the host in every step
 before backward. ``torchvision``: torchvision's references/classification: cuDNN's benchmark mode,
 --amp with a GradScaler, blocking uploads, and the numbers to the host after the step. Without
---data the same batch again and again, which lives on the device, and the last line is JSON as that
-of step_case.py. Under torchrun both use DistributedDataParallel with its defaults.
+--data the same batch again and again, which lives on the device, timed as --dummy of this suite
+does it; the last line is JSON. Under torchrun both use DistributedDataParallel with its defaults.
 """
 
 import argparse
@@ -26,15 +26,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from bench.step_case import Clock, batch_of  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 from torchvision import datasets  # noqa: E402
 from torchvision.transforms import v2  # noqa: E402
 
 from utils.data.preprocessing import MEAN, STD  # noqa: E402
+from utils.launch.world import World  # noqa: E402
 from utils.model import models  # noqa: E402
 from utils.option_types import positive  # noqa: E402
+from utils.train import dummy  # noqa: E402
 
 PRECISIONS = {"off": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -50,8 +51,6 @@ def main() -> int:
     parser.add_argument("--image-size", type=positive, default=224)
     parser.add_argument("--amp", choices=tuple(PRECISIONS), default="off")
     parser.add_argument("--channels-last", action="store_true")
-    parser.add_argument("--warm-up", type=positive, default=3)
-    parser.add_argument("--steps", type=positive, default=10)
     parser.add_argument("--data", type=Path, metavar="DIR", help="with train/ and val/: one epoch")
     args = parser.parse_args()
     cuda, size = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", "1"))
@@ -63,15 +62,21 @@ def main() -> int:
     classes = len(os.listdir(args.data / "train")) if args.data else 1000
     loop = Loop(args, classes, device)
     if args.data:
-        loop.train(_loader(args, "train"), None)
+        loop.train(_loader(args, "train"))
         loop.evaluate(_loader(args, "val"))
     else:
-        clock = Clock(device, args.warm_up, args.steps)
+        rank = int(os.environ.get("RANK", "0"))
+        control = dist.new_group(backend="gloo") if size > 1 else None
+        world = World(device, rank, size, rank, size, 1, control)
+        images, targets = dummy.random_batch(args.batch_size, args.image_size, world)
         layout = torch.channels_last if args.channels_last else torch.contiguous_format
-        batch = batch_of((device, layout, torch.float32), args.batch_size, args.image_size)
-        loop.train([batch] * clock.total, clock)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(json.dumps(clock.figures(args.batch_size, size)), flush=True)
+        batch = images.to(memory_format=layout), targets
+        found = dummy.time_steps(
+            lambda: loop.train([batch]), world, dummy.WARMUP_STEPS, dummy.TIMED_STEPS
+        )
+        found["images_per_s"] = 1000 * size * args.batch_size / found["ms_per_step"]
+        if rank == 0:
+            print(json.dumps(found), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
@@ -81,7 +86,7 @@ class Loop:
     """Model, optimiser and meters of either kind."""
 
     def __init__(self, args: argparse.Namespace, classes: int, device: torch.device):
-        self.args, self.device = args, device
+        self.args, self.device, self.steps = args, device, 0
         model = models.create(args.arch, classes, args.image_size).to(device)
         if args.channels_last:
             model = model.to(memory_format=torch.channels_last)
@@ -96,13 +101,12 @@ class Loop:
         self.scaler = torch.amp.GradScaler(device.type, enabled=fp16)
         self.meters: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
-    def train(self, batches: Iterable[Any], clock: Clock | None) -> None:
-        """An epoch."""
+    def train(self, batches: Iterable[Any]) -> None:
+        """An epoch, or a part of it."""
         self.model.train()
         asked = time.time()
-        for number, batch in enumerate(batches):
-            if clock is not None:
-                clock.step()
+        for number, batch in enumerate(batches, self.steps):
+            self.steps += 1
             self._note("data", time.time() - asked, 1)
             early = self.args.kind == "examples"
             images, targets = (part.to(self.device, non_blocking=early) for part in batch)
@@ -122,8 +126,6 @@ class Loop:
             if number % 10 == 0:
                 means = {name: f"{total / n:.4f}" for name, (total, n) in self.meters.items()}
                 print(f"step {number} " + " ".join(f"{k} {v}" for k, v in means.items()))
-        if clock is not None:
-            clock.step()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> None:

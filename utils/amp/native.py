@@ -4,7 +4,7 @@ import argparse
 
 import torch
 
-from utils.data import progressive
+from utils.data.preprocessing import largest_size
 from utils.launch import kernels
 from utils.launch.world import World, gather
 
@@ -35,7 +35,7 @@ def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None
     if choice == "auto" and device.type == "cuda":
         choice = "fp16"
     elif choice == "auto":
-        largest = max(args.image_size, progressive.largest(args))
+        largest = max(args.image_size, largest_size(args))
         faster = kernels.has_amx() and largest >= LEAST_FOR_AMX
         choice = "bf16" if all(gather(faster, world)) else "off"
         if choice == "bf16" and world.is_main:

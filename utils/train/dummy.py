@@ -2,6 +2,11 @@
 
 import logging
 import resource
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,12 +16,13 @@ from utils.data.preprocessing import largest_size
 from utils.launch.world import World
 from utils.train import compiling, report
 from utils.train.session import Session, TrainStep
-from utils.train.step_time import StepTimer, StepTimes
+from utils.train.step_time import StepTimer
 from utils.train.stopping import Reason
 
 WARMUP_STEPS, TIMED_STEPS = 5, 20
 CHOOSING_STEPS = auto.MOST_STEPS + 2  # to warm up, while ``--comm auto`` has to choose
-MOST_STEPS = CHOOSING_STEPS + TIMED_STEPS
+AHEAD = 3  # steps that a host may run ahead of a GPU without having to wait for it
+MOST_STEPS = CHOOSING_STEPS + TIMED_STEPS + 2 * AHEAD
 
 log = logging.getLogger(__name__)
 
@@ -31,65 +37,126 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     run.begin(0, 0)
     report.sharding(session)
     device = world.device
-    side = largest_size(args)
-    size = (args.batch_size, 3, side, side)
-    generator = torch.Generator(device).manual_seed(args.seed + world.rank)
-    images = torch.randn(size, generator=generator, device=device).to(
-        memory_format=args.memory_format
-    )
-    targets = torch.randint(0, args.dummy_classes, size[:1], generator=generator, device=device)
-
+    images, targets = random_batch(args.batch_size, largest_size(args), world, args.seed)
+    images = images.to(memory_format=args.memory_format)
+    targets %= args.dummy_classes
     comm, done = session.state.comm, 0
     timer = StepTimer(session.state.model, device, distributed=world.size > 1)
-
-    def steps(number: int) -> StepTimes:
-        nonlocal done
-        _wait_for_all(world)
-        timer.start()
-        for _ in range(number):
-            if comm is not None and (why := comm.begin_step(1, done, MOST_STEPS, 2)):
-                log.info(why)
-            done += 1
-            for micro in range(args.accum_steps):
-                update = micro + 1 == args.accum_steps
-                timer.begin()
-                train_step(images, targets, 1 / args.accum_steps, update)
-                timer.end(update)
-        _wait_for_all(world)
-        return timer.stop()
-
     if args.compile:
         train_step = compiling.first_step_timed(train_step, args, device)
+
+    def step() -> None:
+        nonlocal done
+        if comm is not None and (why := comm.begin_step(1, done, MOST_STEPS, 2)):
+            log.info(why)
+        done += 1
+        for micro in range(args.accum_steps):
+            update = micro + 1 == args.accum_steps
+            timer.begin()
+            train_step(images, targets, 1 / args.accum_steps, update)
+            timer.end(update)
+
     warm_up = CHOOSING_STEPS if comm is not None and comm.method is None else WARMUP_STEPS
     log.info(f"timing {TIMED_STEPS} steps of {global_batch} images, after {warm_up} to warm up ...")
-    first, rest = steps(1).seconds, warm_up - 1
-    # Not longer: the first step is the slowest, as it allocates, chooses kernels and compiles.
-    longest = first * (rest + TIMED_STEPS)
-    log.info(f"the first step took {first:.1f} s: done in {longest:.0f} s at most")
-    steps(rest)
-    times = steps(TIMED_STEPS)
-    seconds = times.seconds / TIMED_STEPS
-    if device.type == "cuda":
-        memory = torch.cuda.max_memory_allocated(device)
-    else:
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found = time_steps(step, world, warm_up, TIMED_STEPS, timer)
+    seconds = found["ms_per_step"] / 1000
     log.info(
         f"dummy data, {args.arch}, {world.size} x {device.type}, global batch {global_batch}: "
         f"{global_batch / seconds:.1f} images/s, {1000 * seconds:.1f} ms per step "
-        f"({times.communication / times.seconds:.0%} communication), peak memory of "
-        f"rank 0 {memory / 2**30:.2f} GiB"
+        f"({timer.total.communication / timer.total.seconds:.0%} communication), peak memory of "
+        f"rank 0 {found['peak_memory_bytes'] / 2**30:.2f} GiB"
     )
+    for place in found.get("host_waits", ()):
+        log.warning(f"the host waits for the GPU in each step: {place}")
     run.finish(
         report.setting(session)
         | {
             "images_per_s": global_batch / seconds,
-            "ms_per_step": 1000 * seconds,
-            **times.per_step("", "_s"),
-            "peak_memory_bytes": memory,
+            **timer.total.per_step("", "_s"),
+            **found,
             "finished_because": Reason.DUMMY,
         }
     )
     return 0
+
+
+def random_batch(
+    size: int, side: int, world: World, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images float32 [size, 3, side, side] and targets int64 [size] from 0 to 999."""
+    generator = torch.Generator(world.device).manual_seed(seed + world.rank)
+    shape = (size, 3, side, side)
+    images = torch.randn(shape, generator=generator, device=world.device)
+    return images, torch.randint(1000, (size,), generator=generator, device=world.device)
+
+
+def time_steps(
+    step: Callable[[], Any], world: World, warm_up: int, steps: int, timer: StepTimer | None = None
+) -> dict[str, Any]:
+    """Call ``step`` some times; say what it takes. ``timer`` is on in the timed ones. Collective.
+
+    Per step: ``ms_per_step``, CPU time ``cpu_ms_per_step`` of this process with all its threads,
+    ``network_mb_per_step`` that left this machine, headers included. ``peak_memory_bytes`` of this
+    process. On a GPU also ``host_ms_per_step``, in which the host starts a step's work, and
+    ``host_waits``, the files and lines where it waits for the GPU.
+    """
+    cuda = world.device.type == "cuda"
+    _wait_for_all(world)
+    began = time.perf_counter()
+    step()
+    _wait_for_all(world)
+    # Not longer: the first step is the slowest, as it allocates, chooses kernels and compiles.
+    first = time.perf_counter() - began
+    log.info(
+        f"the first step took {first:.1f} s: done in {first * (warm_up + steps):.0f} s at most"
+    )
+    for _ in range(warm_up - 1):
+        step()
+    _wait_for_all(world)
+    if timer is not None:
+        timer.start()
+    sent, began, cpu = _sent_bytes(), time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        step()
+    _wait_for_all(world)
+    found = {
+        "ms_per_step": 1000 * (time.perf_counter() - began) / steps,
+        "cpu_ms_per_step": 1000 * (time.process_time() - cpu) / steps,
+        "network_mb_per_step": (_sent_bytes() - sent) / 1e6 / steps,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(world.device)
+        if cuda
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    if timer is not None:
+        timer.stop()
+    if cuda:
+        began = time.perf_counter()
+        for _ in range(AHEAD):
+            step()
+        found["host_ms_per_step"] = 1000 * (time.perf_counter() - began) / AHEAD
+        found["host_waits"] = _host_waits(step)
+    return found
+
+
+def _host_waits(step: Callable[[], Any]) -> list[str]:
+    """The files and lines of a step where the host waits for the GPU."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [one for one in seen if "synchroniz" in str(one.message)]
+    return [f"{one.filename}:{one.lineno}" for one in waits]
+
+
+def _sent_bytes() -> int:
+    """Bytes that have left this machine, by all network interfaces but the loopback."""
+    try:
+        lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    except OSError:
+        return 0
+    rows = [line.split(":") for line in lines]
+    return sum(int(counts.split()[8]) for name, counts in rows if name.strip() != "lo")
 
 
 def _wait_for_all(world: World) -> None:
