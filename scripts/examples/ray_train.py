@@ -73,7 +73,7 @@ class Holder:
 
     def say(self, order: bytes) -> None:
         """Pass a heartbeat or an order on to the guard."""
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError, AttributeError):  # it has ended, or not begun
             self.guard.stdin.write(order)
             self.guard.stdin.flush()
 
@@ -93,9 +93,7 @@ class RayNode(Node):
 
     def __init__(self, host: Host, job: Job, quiet: bool, holder: Any, mark: str):
         super().__init__(host, job, quiet)
-        self.holder = holder
-        program = hosts.program(Path(guard.__file__), {})
-        holder.start.remote(hosts.bootstrap(), program, {MARKER: mark})
+        self.holder, self.mark = holder, mark
         threading.Thread(target=self._follow, daemon=True).start()
 
     def say(self, order: bytes) -> None:
@@ -106,8 +104,9 @@ class RayNode(Node):
         ray.kill(self.holder)
 
     def _follow(self) -> None:
-        code = None
+        program, code = hosts.program(Path(guard.__file__), {}), None
         try:
+            ray.get(self.holder.start.remote(hosts.bootstrap(), program, {MARKER: self.mark}))
             while code is None:
                 lines, code = ray.get(self.holder.follow.remote())
                 for stream, line in lines:
