@@ -12,8 +12,9 @@
 #
 # This is torchrun's c10d rendezvous. MASTER_ADDR is the IP address of the machine that holds it,
 # MASTER_PORT (8888) a free port there; MAX_RESTARTS (100) is how many failures a machine allows.
-# If that machine fails, run the command again with the address of another one; with
-# scripts/train_on_nodes.sh --elastic any machine may fail.
+# If that machine fails, torchrun waits for many minutes on the others: end it there by
+# scripts/cleanup.sh --name SAVE_NAME, and run the command again with the address of another machine.
+# With scripts/train_on_nodes.sh --elastic any machine may fail.
 # DATA=... ARCH=... SCRIPT=... NPROC=... in the environment: see scripts/launch.sh.
 set -euo pipefail
 source "$(dirname "$0")/launch.sh"
