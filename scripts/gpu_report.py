@@ -58,16 +58,11 @@ PARTS = [
     Part("The largest batch", "imagenet_nd.py {model} -b auto --dummy", 90, few="-b 4"),
     Part("Input", "scripts/bench_input.py --rounds 2", 180, few="--rounds 1 --images 40"),
     Part("All GPUs", "imagenet_ddp.py {model} --dummy", 60, gpus=2),
-    Part("All GPUs, sharded", "imagenet_fsdp.py {model} --dummy", 60, gpus=2),
 ]
 
 
-class Failed(Exception):
-    """A command ended with an error, or did not end in time."""
-
-
 def run(words: list[str], seconds: float, small: bool) -> str:
-    """What a command of this Python prints. Raises: `Failed`."""
+    """What a command of this Python prints. Raises: `UserError`."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if small else {}
     env = os.environ | {"OMP_WAIT_POLICY": "passive"} | hidden
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -78,19 +73,20 @@ def run(words: list[str], seconds: float, small: bool) -> str:
         try:
             out, wrong = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            raise Failed(f"it did not end within {seconds:.0f} s") from None
+            raise UserError(f"it did not end within {seconds:.0f} s") from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         lines = [line for line in (wrong or out).splitlines() if line.strip()][-5:]
-        raise Failed(f"exit code {process.returncode}: {' / '.join(lines) or 'silent'}")
+        raise UserError(f"exit code {process.returncode}: {' / '.join(lines) or 'silent'}")
     return out.strip()
 
 
 def section(part: Part, seconds: float, names: dict[str, str], small: bool) -> str:
-    """The text of a part. Raises: `Failed`."""
-    words = part.command.format(**names).split() + (part.few.split() if small else [])
+    """The text of a part. Raises: `UserError`."""
+    command = part.command.replace("{model}", names["model"]) + (f" {part.few}" if small else "")
+    words = [word.format(**names) for word in command.split()]  # {out} may have spaces in it
     if part.gpus > max(1, int(names["gpus"])):
         return f"Left out: it needs {part.gpus} GPUs, and there are {names['gpus']}."
     if "pytest" in words and not importlib.util.find_spec("pytest"):
@@ -132,7 +128,7 @@ def main() -> int:
     for part in PARTS:
         try:
             found = section(part, min(part.seconds, deadline - time.monotonic()), names, small)
-        except Failed as fault:
+        except UserError as fault:
             failed.append(part.title)
             found = f"**Failed:** {fault}"
             print(f"{part.title} failed: {fault}", file=sys.stderr, flush=True)
