@@ -3,6 +3,7 @@
 A start of a script imports torch for seconds. Here a server imports it once, and forks.
 """
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -127,9 +128,10 @@ def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
     import importlib
 
     import torch
+    import torch.distributed as dist
     from fake_runs import stand_in
 
-    from utils.launch import launch, network
+    from utils.launch import network
     from utils.launch.world import local, reshard
     from utils.model import models
     from utils.run.checkpoint import TrainState
@@ -140,9 +142,9 @@ def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
         return None
     torch.set_num_threads(1)
     module = importlib.import_module(job.script)
-    place = launch.Place(
-        rank, size, rank % job.processes, job.processes, f"file://{store}", "127.0.0.1", 1
-    )
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % job.processes}
+    place |= {"LOCAL_WORLD_SIZE": job.processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    init = functools.partial(dist.init_process_group, init_method=f"file://{store}")
 
     def bytes_of(tensors: Iterable[Any]) -> int:
         return sum(local(t).numel() * t.element_size() for t in tensors if torch.is_tensor(t))
@@ -178,7 +180,8 @@ def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
         mock.patch.object(sys, "argv", [f"{job.script}.py", *map(str, job.options)]),
         mock.patch.object(models, "timm", stand_in("timm")),
         mock.patch.object(network, "wait_for_master", lambda *_: None),
-        mock.patch.object(launch, "run", lambda worker, args: worker(args, place)),
+        mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()}),
+        mock.patch.object(dist, "init_process_group", init),
         mock.patch.object(module, "TrainState", watched),
         mock.patch.object(StopRequest, "poll", counted),
     ):

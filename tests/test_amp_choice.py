@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from utils.amp import native
-from utils.launch import kernels
+from utils.launch import world
 from utils.launch.world import World
 
 WORLD = World(torch.device("cpu"))
@@ -29,7 +29,7 @@ def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch, flags, lim
     info = tmp_path / "cpuinfo"
     if flags is not None:
         info.write_text(f"processor: 0\nflags\t\t: {flags}\nbugs: none\n")
-    assert kernels.has_amx(info) is expected
+    assert world.has_amx(info) is expected
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch, flags, lim
     ],
 )
 def test_auto_takes_bf16_with_amx_and_says_so(monkeypatch, capsys, amx, sizes, dtype):
-    monkeypatch.setattr(kernels, "has_amx", lambda: amx)
+    monkeypatch.setattr(native, "has_amx", lambda: amx)
     args = Namespace(amp="auto", **sizes)
     assert native.autocast_dtype(args, WORLD) is dtype
     assert args.precision == ("bf16" if dtype else "off")

@@ -10,8 +10,8 @@ from conftest import python, summary
 from running import Running, descendants, start, tiny
 
 from utils.errors import UserError
-from utils.launch import faults, network
-from utils.launch.faults import Peer
+from utils.launch import network
+from utils.launch.world import Peer, explain_collective
 from utils.run import checkpoint
 
 RESTARTS = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1")
@@ -35,7 +35,7 @@ REMOTE = "NCCL error in: a.cpp:1, remote process exited or there was a network e
     ],
 )
 def test_a_failed_collective_is_explained(fault, peers, words):
-    sentence = faults.of_collective(fault, 0, peers, 9)
+    sentence = explain_collective(fault, 0, peers, 9)
     assert "/src/gloo" not in sentence
     assert "--resume" in sentence
     for word in words:
@@ -44,7 +44,7 @@ def test_a_failed_collective_is_explained(fault, peers, words):
 
 @pytest.mark.parametrize("fault", [RuntimeError("shapes differ"), TimeoutError(110, "NFS")])
 def test_other_faults_are_left_alone(fault):
-    assert faults.of_collective(fault, 0, PEERS, 9) is None
+    assert explain_collective(fault, 0, PEERS, 9) is None
 
 
 def workers(run: Running, pattern: str) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from running import eventually
 
-from utils.launch import launch
+from utils.launch.world import single_process
 from utils.train import hardware
 
 GPU = torch.device("cuda", 0)
@@ -96,7 +96,7 @@ def test_an_idle_gpu_is_named_once_with_the_cause(busy, monkeypatch, logged, min
 
     monkeypatch.setattr(hardware, "gather", gather)
     busy(mine)
-    args, world = types.SimpleNamespace(profile=False), launch.single_process()
+    args, world = types.SimpleNamespace(profile=False), single_process()
     watch = hardware.Watch(args, world, Path("."), torch.nn.Linear(1, 1))
     watch.monitor.device = GPU
 

@@ -53,8 +53,11 @@ def test_parse_tcp_url_refuses(url):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
 def test_free_port_can_be_listened_on(host):
-    with socket.create_server((host, free_port(host))) as server:
-        wait_for_master("127.0.0.1", server.getsockname()[1], 0)
+    port = free_port(host)
+    with socket.create_server((host, port)):
+        wait_for_master("127.0.0.1", port, 0)
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server((host, port))
 
 
 def test_master_that_starts_late_is_waited_for():

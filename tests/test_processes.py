@@ -232,7 +232,7 @@ def leave_a_child(path: str) -> int:
 def test_the_end_of_a_process_is_seen_though_its_child_lives_on(tmp_path):
     """The child has inherited the pipe by which multiprocessing tells the end of its parent."""
     file = tmp_path / "child"
-    code = supervise.supervise([(leave_a_child, (str(file),))])
+    code = supervise.supervise([(leave_a_child, (str(file),), {})])
     child = Process(int(file.read_text()))
     try:
         assert code == 3

@@ -40,8 +40,8 @@ from utils import options
 from utils.amp import native
 from utils.data.loaders import Batches, build_loaders
 from utils.errors import UserError
-from utils.launch import launch, supervise
-from utils.launch.world import World
+from utils.launch import supervise
+from utils.launch.world import World, single_process
 from utils.metrics import Sums, to_metrics
 from utils.model import models, optim
 from utils.option_types import amount, positive
@@ -75,7 +75,7 @@ def main() -> int:
         raise UserError(f"--target-batch {args.target_batch} is no multiple of -b")
     if hivemind is None:
         raise UserError(f"Hivemind is not installed for {sys.executable}: pip install hivemind")
-    return train(args, launch.single_process())
+    return train(args, single_process())
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -5,8 +5,7 @@ import argparse
 import torch
 
 from utils.data.preprocessing import largest_size
-from utils.launch import kernels
-from utils.launch.world import World, gather
+from utils.launch.world import World, gather, has_amx
 
 # ResNet-18 on two cores with AMX, beside other programs: with bf16 a step took less than half as
 # long as in float32 at 224 pixels, and more than twice as long at 64.
@@ -36,7 +35,7 @@ def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None
         choice = "fp16"
     elif choice == "auto":
         largest = max(args.image_size, largest_size(args))
-        faster = kernels.has_amx() and largest >= LEAST_FOR_AMX
+        faster = has_amx() and largest >= LEAST_FOR_AMX
         choice = "bf16" if all(gather(faster, world)) else "off"
         if choice == "bf16" and world.is_main:
             print("--amp auto: bf16, as the CPU has AMX (--amp off: float32)", flush=True)

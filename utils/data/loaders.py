@@ -217,7 +217,9 @@ def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torc
     root, train = Path(args.data) / part, part == "train"
     # The first process of a node lists the folder, the others find the list in the cache.
     index = first_on_node(lambda: ImageIndex(root, classes, shows=world.local_rank == 0), world)
-    check_alike(f"the data set {root}", index.fingerprint(), world, index.class_fingerprints)
+    check_alike(
+        f"the data set's {root.name} folder", index.fingerprint(), world, index.class_fingerprints
+    )
     dataset = ImageBatches(index, args.image_size, args.seed, train, args.crop_scale)
     ranks = (world.rank, world.size)
     batch = 1 if args.batch_size == AUTO else args.batch_size  # until `Loaders.use_batch`

@@ -15,10 +15,26 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 REMEDY = {
+    "the command line": "type the same options on every node",
     "this code": "copy it to every node again",
     "torch": "install the same version on every node",
     "NCCL": "install the same version on every node",
 }
+
+# Options on which the result does not depend: paths, what is printed and traced, what one process
+# alone decides, what each node has of its own. All others must be the same on every node.
+FREE = {"data", "classes", "name", "output_dir", "store", "recipe", "command", "mode", "wanted"}
+FREE |= {"workers", "print_freq", "profile", "spot_notice", "memory_format", "model_notes"}
+FREE |= {"snapshot_minutes", "train_time", "dist_url", "dist_timeout", "dist_backend", "gpus"}
+FREE |= {"world_size", "rank", "local_rank", "preprocessing", "untyped"}
+PATHS = {"resume", "pretrained"}  # of which it counts whether they are given
+
+
+def options(args: Any) -> dict[str, str]:
+    """The options on which the result depends, as they are typed."""
+    given = {key: value for key, value in vars(args).items() if key not in FREE}
+    given |= {key: bool(given[key]) for key in PATHS & given.keys()}
+    return {f"--{key.replace('_', '-')}": str(value) for key, value in given.items()}
 
 
 def code(*scripts: Path) -> dict[str, str]:
@@ -31,8 +47,8 @@ def code(*scripts: Path) -> dict[str, str]:
 
 def torch_version() -> str | None:
     """torch.__version__ of the torch that an import would take, without importing it; or None."""
-    if "torch" in sys.modules:
-        return str(sys.modules["torch"].__version__)
+    if version := getattr(sys.modules.get("torch"), "__version__", None):  # None: being imported
+        return str(version)
     folder = _torch_folder()
     try:
         text = (folder / "version.py").read_text() if folder else ""

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError, report
-from utils.launch import supervise
+from utils.launch import launch, supervise
 
 ROOT = Path(__file__).resolve().parents[2]
+DISTRIBUTED = ("imagenet_ddp.py", "imagenet_ddp_apex.py", "imagenet_fsdp.py")
 _ENVIRONMENT = ROOT / ".venv"
 # The packages of requirements.txt, by the name under which they are imported.
 REQUIRED = {name: name for name in ("torch", "torchvision", "tensorboard", "numpy", "tqdm")}
@@ -37,5 +38,9 @@ def _is_ours(frame: Any) -> bool:
     return file.is_relative_to(ROOT) and "site-packages" not in file.parts
 
 
-supervise.die_with_launcher()
 sys.meta_path.append(_Missing())
+if not supervise.die_with_launcher() and Path(sys.argv[0]).name in DISTRIBUTED:
+    try:
+        launch.search_nodes()
+    except UserError as error:
+        raise SystemExit(report(error)) from None

@@ -203,7 +203,8 @@ class Preflight:
                     "started there, with this address, and does the firewall let the port through?"
                 )
             if self.clock.due:
-                text = self.clock.line(f"waiting at {self.there} for {names}")
+                what = f"at {self.there} for {names}" if missing else f"until {names} has started"
+                text = self.clock.line(f"waiting {what}")
                 print(text, flush=True)
                 for peer in peers.values():
                     peer.send(print=text)

@@ -47,18 +47,21 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
-def die_with_launcher() -> None:
+def die_with_launcher() -> bool:
     """Let this process end with its launcher, if it has one: `supervise`, a script or torchrun.
 
     Call it before torch is imported, which takes seconds: a launcher may be killed meanwhile.
+    Returns: whether it has one.
     """
     if launcher := os.environ.pop(LAUNCHER, None):
         die_with_parent(int(launcher))
-    elif "LOCAL_RANK" in os.environ:
+        return True
+    if "LOCAL_RANK" in os.environ:
         die_with_parent()
         # torchrun does not tell its process id. It has torch loaded; what adopts orphans has not.
         if "TORCHELASTIC_RUN_ID" in os.environ and not _has_torch(os.getppid()):
             os._exit(1)
+    return "LOCAL_RANK" in os.environ
 
 
 def _has_torch(pid: int) -> bool:
@@ -191,8 +194,10 @@ def _kill_children() -> None:
         child.kill()
 
 
-def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...]]]) -> int:
+def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...], dict[str, str]]]) -> int:
     """Run each ``function(*arguments)`` in its own process; return the job's exit code.
+
+    The third part of a call are variables for the environment of its process.
 
     SIGTERM and the first SIGINT are passed on and waited for, so that training can write a
     snapshot; a second SIGINT kills. When one process fails, the others get `GRACE_SECONDS` to end
@@ -203,7 +208,7 @@ def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...]]]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     context = multiprocessing.get_context("spawn")
     me = os.getpid()
-    children = [context.Process(target=_child, args=(me, run, *args)) for run, args in calls]
+    children = [context.Process(target=_child, args=(me, run, *args)) for run, args, _ in calls]
     interrupts = 0
 
     def pass_on(signum: int, frame: Any) -> None:
@@ -216,8 +221,8 @@ def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...]]]) -> int:
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {signum: signal.signal(signum, pass_on) for signum in handled}
     try:
-        with _environment({LAUNCHER: str(me)}):
-            for child in children:
+        for child, (_, _, variables) in zip(children, calls, strict=True):
+            with _environment({LAUNCHER: str(me)} | variables):
                 child.start()
         return _wait_for(children)
     finally:

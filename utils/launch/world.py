@@ -1,20 +1,30 @@
-"""Where a process stands in the job, and how processes share values.
+"""Where a process stands in the job: process group, device, and how processes share values.
 
 Facts about ranks are computed once, into a `World`; nothing else asks torch.distributed for them.
 """
 
 import os
+import re
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from utils.errors import UserError
-from utils.launch import agreement
+from utils.errors import LOST_PEER, UserError
+from utils.launch import agreement, gpus, network, supervise
+
+KERNELS = (
+    "kernels: cuDNN times its own and takes the fastest; products of float32 in TF32 where the GPU "
+    "has it (with NVIDIA_TF32_OVERRIDE=0 in the environment: in float32)"
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,148 @@ class World:
     def device_ids(self) -> list[int] | None:
         """For DistributedDataParallel: this process's GPU, or None on the CPU."""
         return [self.local_rank] if self.device.type == "cuda" else None
+
+
+def single_process() -> World:
+    """The world of a script that runs as one process: the first GPU, or the CPU without one."""
+    gpus.check()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    choose_kernels(device)
+    return World(device)
+
+
+@contextmanager
+def process_group(args: Any) -> Iterator[World]:
+    """torch.distributed's process group, which all processes of the job join at the master's port.
+
+    Gives this process's `World`. Raises: `UserError` when the processes do not meet, when their
+    nodes differ in code, versions or options, and when the communication fails inside the context.
+    """
+    world = _join(args)
+    peers: list[Peer] = []
+    try:
+        me = Peer(node_name(world), network.address_towards(os.environ["MASTER_ADDR"]))
+        found = gather((me, _facts(args, world)), world)
+        peers = [peer for peer, _ in found]
+        if fault := agreement.unlike([(peer.node, facts) for peer, facts in found]):
+            raise UserError(fault, alike=True)
+        yield world
+    except (RuntimeError, TimeoutError) as fault:
+        message = explain_collective(fault, world.rank, peers, args.dist_timeout)
+        if message is None:
+            raise
+        raise UserError(message, code=LOST_PEER) from fault
+    # Not after an exception: the process then ends at once, instead of waiting for the others.
+    dist.destroy_process_group()
+
+
+def _facts(args: Any, world: World) -> dict[str, Any]:
+    """What must be the same in all processes before they build anything."""
+    if world.size == 1:
+        return {}
+    nccl = torch.cuda.nccl.version() if world.device.type == "cuda" else ()
+    return {
+        "this code": agreement.code(Path(sys.argv[0])),
+        "torch": agreement.release(agreement.torch_version()),
+        "NCCL": ".".join(map(str, nccl)),
+        "number of processes per node": world.local_size,
+        "the command line": agreement.options(args),
+    }
+
+
+def _join(args: Any) -> World:
+    """Make the process group and the device of this process."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    rank, size, local_rank = (int(os.environ[name]) for name in names)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    master, number = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    backend, nodes = _choose_backend(args.dist_backend, rank), max(1, size // local_size)
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"{local_size} processes on this node, but it has only "
+                f"{torch.cuda.device_count()} GPUs: start one process per GPU"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        choose_kernels(device)
+    else:
+        device = torch.device("cpu")
+        # Started by hand, each process would take all cores, and they would fight for them.
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, supervise.usable_cores() // local_size))
+    if args.sync_bn and device.type == "cpu":
+        raise UserError("--sync-bn needs GPUs: torch has no SyncBatchNorm for the CPU", alike=True)
+
+    # gloo looks up this host's own name, which often gives 127.0.1.1 or nothing; NCCL may take
+    # Docker's bridge. The interface that leads to the master is right ("=": not a prefix).
+    interface = network.interface_towards(master) if nodes > 1 else network.LOOPBACK
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if nodes > 1:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+    timeout = timedelta(seconds=args.dist_timeout)
+    if rank != 0:
+        network.wait_for_master(master, number, args.dist_timeout)
+    try:
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+    except (dist.DistError, RuntimeError, ValueError, OSError) as fault:
+        raise UserError(_why_no_group(fault, rank, size, args.dist_timeout)) from fault
+    return World(device, rank, size, local_rank, local_size, nodes, control)
+
+
+def _choose_backend(wanted: str | None, rank: int) -> str:
+    if wanted == "nccl" and not torch.cuda.is_available():
+        # A fall-back, not an error: the documented multi-GPU command lines, which name nccl, can
+        # then be tried on any machine before GPUs are paid for.
+        if rank == 0:
+            print("note: no GPU here, so gloo is used in place of nccl", flush=True)
+        return "gloo"
+    return wanted or ("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def _why_no_group(fault: Exception, rank: int, size: int, seconds: float) -> str:
+    text = str(fault)
+    host, number = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return f"port {number} of {host} is taken by another program: choose another"
+    reason = f"({text.splitlines()[0] if text else type(fault).__name__})"
+    if rank == 0:
+        return (
+            f"the {size} processes of the job did not all arrive at {host}:{number} within "
+            f"{seconds:g} s: are all nodes started, with different node ranks, and is every port "
+            f"between them open? {reason}"
+        )
+    return (
+        f"could not join the job at {host}:{number} within {seconds:g} s: is every port between "
+        f"the nodes open, not only the master's? {reason}"
+    )
+
+
+def choose_kernels(device: torch.device) -> None:
+    """Let cuDNN choose its kernels by timing them, and float32 products use TF32.
+
+    All training batches have one size, so that each kernel is timed once. Neither gives the same
+    bits on every run; no bit on a GPU is promised to be.
+    """
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.allow_tf32 = True
+        torch.set_float32_matmul_precision("high")
+
+
+def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU multiplies matrices of bfloat16 in tiles, and oneDNN may use them."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    if not torch.backends.mkldnn.is_available() or not limit.endswith(("AMX", "ALL", "DEFAULT")):
+        return False
+    try:
+        flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):  # not a Linux on x86
+        return False
+    return {"amx_tile", "amx_bf16"} <= set(flags.split())
 
 
 def is_elastic() -> bool:
@@ -96,17 +248,15 @@ def check_alike(
 ) -> None:
     """Raise `UserError`, naming the nodes, unless ``value`` is the same in every process.
 
-    ``parts()``, asked only when it is not, lets the sentence name the first part that differs.
+    ``parts()``, asked only when it is not, lets the message name the first part that differs.
     """
-    found = gather((node_name(world), value), world)
-    if any(other != found[0][1] for _, other in found):
-        nodes = dict.fromkeys(f"{node} has {other}" for node, other in found)
-        first = gather((node_name(world), parts()), world) if parts else []
-        raise UserError(
-            f"{what} differs between the nodes: "
-            + "; ".join([*nodes, *([agreement.first_difference(first)] if first else [])]),
-            alike=True,
-        )
+    found = gather((node_name(world), {what: value}), world)
+    if fault := agreement.unlike(found):
+        if parts and (
+            first := agreement.first_difference(gather((node_name(world), parts()), world))
+        ):
+            fault += f" ({first})"
+        raise UserError(fault, alike=True)
 
 
 def node_name(world: World) -> str:
@@ -135,3 +285,71 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "set_requires_gradient_sync"):  # an FSDPModule
             module.reshard()
+
+
+# ---- why a collective failed
+
+
+class Peer(NamedTuple):
+    """A process of the job: the name of its node, and the address at which others reach it."""
+
+    node: str
+    address: str | None
+
+
+# What gloo, NCCL and the store write when another process is gone or stuck.
+_FAILURE = re.compile(
+    r"gloo|nccl|connection (reset|closed|refused)|broken pipe|timed out", re.IGNORECASE
+)
+_ADDRESS = re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+")  # as gloo writes it
+# In this order: NCCL's text on a remote error names the network as well.
+_CAUSES = {
+    r"timed out|timeout": "no answer within {seconds:g} s (--dist-timeout): that process hangs, or "
+    "its machine or the link to it is down",
+    r"cuda error|out of memory": "CUDA failed in this process, or its memory is full",
+    r"connection (was )?(likely )?(reset|closed|refused)|broken pipe|remote|abort": "that process "
+    "has ended or was killed, or its machine was",
+    r"no route|unreachable|network is down|system error|network error": "the link between the "
+    "nodes is down, or a firewall closed it",
+}
+
+
+def explain_collective(
+    fault: Exception, rank: int, peers: list[Peer], seconds: float
+) -> str | None:
+    """The error message for a collective of ``rank`` that failed; None for other kinds of faults.
+
+    ``peers`` are all processes in the order of ranks (empty: not known yet), ``seconds`` is
+    ``--dist-timeout``.
+    """
+    text = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(fault).split()))  # gloo: a line of its source
+    # An errno means a file or a socket of Python's own, not a collective.
+    is_timeout = isinstance(fault, TimeoutError) and fault.errno is None
+    if not (is_timeout or isinstance(fault, dist.DistError) or _FAILURE.search(text)):
+        return None
+    cause = "the communication failed"
+    for pattern, words in _CAUSES.items():
+        if re.search(pattern, text, re.IGNORECASE):
+            cause = words.format(seconds=seconds)
+            break
+    me = f"rank {rank}" + (f" of {len(peers)} on {peers[rank].node}" if peers else "")
+    return (
+        f"{me} lost touch with {_who(text, rank, peers)}: {cause}; look for the first error of the "
+        f"other ranks, then continue with --resume ({text[:200]})"
+    )
+
+
+def _who(text: str, rank: int, peers: list[Peer]) -> str:
+    """The peer that an error's text is about; a list where its address has several processes."""
+    others = [other for other in range(len(peers)) if other != rank]
+    found = _ADDRESS.search(text)
+    there = [other for other in others if found and peers[other].address == found[1]]
+    likely = there or others
+    if not likely or len(likely) > 8:
+        return "another process of the job"
+    if len(likely) == 1:
+        (one,) = likely
+        address = peers[one].address
+        return f"rank {one} on {peers[one].node}" + (f", {address}" if address else "")
+    nodes = ", ".join(dict.fromkeys(peers[other].node for other in likely))
+    return f"one of the ranks {', '.join(map(str, likely))} on {nodes}"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.launch import kernels
+from utils.launch.world import has_amx
 
 ITERATIONS, EPSILON = 5, 1e-7
 WIDE = 2  # columns : rows, from which on the way by Gram matrices is the shorter one
@@ -114,7 +114,7 @@ def _orthogonal(update: Tensor, dtype: torch.dtype) -> Tensor:
 def _fast_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
-    if device.type == "cpu" and kernels.has_amx():
+    if device.type == "cpu" and has_amx():
         return torch.bfloat16
     return torch.float32
 

@@ -12,8 +12,8 @@ from utils import samplers
 from utils.comm import fsdp, methods
 from utils.data import jpeg
 from utils.data.preprocessing import sizes_text
-from utils.launch import kernels, supervise
-from utils.launch.world import gather, local
+from utils.launch import supervise
+from utils.launch.world import KERNELS, gather, local
 from utils.model import schedules
 from utils.option_types import recipe_file, recipe_words
 from utils.run import provenance
@@ -64,7 +64,7 @@ def start(session: Session) -> None:
             f"{args.preprocessing.crop}"
         )
     if world.device.type == "cuda":
-        log.info(kernels.CHOSEN)
+        log.info(KERNELS)
     sharding(session)
     scaled = schedules.scale_lr(args.lr, global_batch, args.lr_scaling)
     if args.lr_scaling != "none":
