@@ -11,7 +11,7 @@ from running import Running, descendants, start, tiny
 
 from utils.errors import UserError
 from utils.launch import network
-from utils.launch.world import Peer, explain_collective
+from utils.launch.world import Peer, explain_collective, process_group
 from utils.run import checkpoint
 
 RESTARTS = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1")
@@ -19,6 +19,21 @@ PEERS = [Peer("a (node 0)", "10.0.0.1"), Peer("a (node 0)", "10.0.0.1")]
 PEERS += [Peer("b (node 1)", "10.0.0.2"), Peer("b (node 1)", "10.0.0.2")]
 CLOSED = "[/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1234"
 REMOTE = "NCCL error in: a.cpp:1, remote process exited or there was a network error"
+
+
+def test_a_process_that_lost_a_peer_has_an_exit_code_of_its_own(monkeypatch):
+    """Schedulers and the launcher over ssh tell by it that a new attempt makes sense."""
+    place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": network.free_port()}
+    for name, value in (place | {"MASTER_ADDR": "127.0.0.1"}).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    args = SimpleNamespace(dist_backend=None, dist_timeout=9.0, sync_bn=False)
+    try:
+        with pytest.raises(UserError) as lost, process_group(args):
+            raise RuntimeError(CLOSED)
+    finally:
+        dist.destroy_process_group()
+    assert lost.value.code == 69
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,30 @@ def test_node_rank_out_of_range(folder):
     assert_one_sentence(done, "2", "0 to 1")
 
 
+LAUNCHED = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+LAUNCHED |= {"MASTER_PORT": "29500"}
+PORT = {"MASTER_PORT": "99999"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (
+            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999", "WORLD_SIZE": "2"},
+            "from 1 to 65535",
+        ),
+        ({"MASTER_ADDR": "127.0.0.1", "NODE_RANK": "x"}, "NODE_RANK=x"),
+        ({"WORLD_SIZE": "2"}, "--dist-url"),
+        pytest.param(LAUNCHED | PORT, "MASTER_PORT=99999", marks=pytest.mark.long),
+        (LAUNCHED | {"RANK": "x"}, "RANK=x"),
+        pytest.param(LAUNCHED | {"RANK": "1"}, "contradict", marks=pytest.mark.long),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else None,
+)
+def test_environment_that_cannot_be(folder, environment, words):
+    assert_one_sentence(python("imagenet_ddp.py", *TINY, folder, **environment), words)
+
+
 def test_unreachable_master(folder):
     address = f"127.0.0.1:{free_port()}"
     options = ("--dist-url", f"tcp://{address}", "-n", "2", "-nr", "1", "--dist-timeout", "2")

@@ -86,7 +86,7 @@ def run(worker: Callable[[Any], int], args: Any) -> int:
         raise UserError(f"-g {processes} asks for more GPUs than the {visible} of this node")
     if node.nodes > 1:
         if not _searching:
-            _search(args, node)
+            _search(args, node, ends_process=False)
         _searching.pop().finish(processes)
     environments = [
         {
@@ -111,10 +111,10 @@ def search_nodes() -> None:
     add_options(parser)
     args, rest = parser.parse_known_args()
     if not {"-h", "--help"} & set(rest) and (node := _node(args)).nodes > 1:
-        _search(args, node)
+        _search(args, node, ends_process=True)
 
 
-def _search(args: Any, node: Node) -> None:
+def _search(args: Any, node: Node, ends_process: bool) -> None:
     from utils.launch import preflight
 
     names = preflight.Names(
@@ -125,7 +125,7 @@ def _search(args: Any, node: Node) -> None:
     if os.environ.get(supervise.MARKER, "").startswith("launcher"):  # multi_node_train.sh
         names = preflight.Names("NODES", "NODE_RANK", "MASTER_PORT")
     check = preflight.Preflight(node.rank, node.nodes, node.master, args.dist_timeout, names)
-    check.begin()
+    check.begin(ends_process)
     _searching.append(check)
 
 

@@ -14,13 +14,14 @@ import json
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from utils.errors import UserError
+from utils.errors import UserError, report
 from utils.launch import agreement, network, supervise
 
 PATIENCE = 10.0  # seconds for an answer
@@ -96,8 +97,9 @@ class Preflight:
         self.fault: str | None = None
         self.stopped, self.done = False, threading.Event()
 
-    def begin(self) -> None:
-        """Start to wait for the other nodes."""
+    def begin(self, ends_process: bool = False) -> None:
+        """Start to wait for the other nodes. A fault before `finish` may end this process."""
+        self.ends_process = ends_process
         threading.Thread(target=self._work, name="preflight", daemon=True).start()
 
     def finish(self, processes: int) -> None:
@@ -124,8 +126,11 @@ class Preflight:
             self.fault = str(error)
         except Exception as fault:  # in a thread, it would be lost
             self.fault = f"the pre-flight check failed: {fault!r}"
-        finally:
-            self.done.set()
+        if self.fault and self.ends_process and self.processes is None:
+            code = report(UserError(self.fault))
+            sys.stdout.flush()
+            os._exit(code)  # the import of torch would take seconds more
+        self.done.set()
 
     def _meet(self) -> None:
         with contextlib.ExitStack() as stack:
