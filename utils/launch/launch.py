@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from utils.errors import UserError
-from utils.launch import gpus, network, supervise
+from utils.launch import network, supervise
 from utils.option_types import Parser, count, from_environment, port, positive, seconds
 
 _searching: list[Any] = []  # the pre-flight check that has begun already
@@ -73,12 +73,11 @@ def run(worker: Callable[[Any], int], args: Any) -> int:
 
     Returns: the exit code for this process. Raises: `UserError`.
     """
-    import torch
-
-    gpus.check()
     if "LOCAL_RANK" in os.environ:
         _check_environment()
         return worker(args)
+    import torch
+
     node = _node(args)
     visible = torch.cuda.device_count()
     processes = args.gpus or max(visible, 1)

@@ -99,6 +99,7 @@ def _facts(args: Any, world: World) -> dict[str, Any]:
 
 def _join(args: Any) -> World:
     """Make the process group and the device of this process."""
+    gpus.check()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     rank, size, local_rank = (int(os.environ[name]) for name in names)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
