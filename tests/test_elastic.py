@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
