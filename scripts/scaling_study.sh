@@ -3,13 +3,12 @@
 #
 #   bash scripts/scaling_study.sh HOSTS_FILE --nodes 1,2,4,8 --hours 2 [...] -- SCRIPT OPTIONS DATA
 #   bash scripts/scaling_study.sh --simulate 2 [...] -- SCRIPT OPTIONS DATA    # on this machine
-#   bash scripts/scaling_study.sh --runs RUN ... --name NAME    # runs that exist: log book only
 #
 #   HOSTS_FILE  one ssh host per line, in the order of node ranks; see scripts/ssh/hosts.py
 #   SCRIPT      such as imagenet_ddp.py, with its options as typed on one node
 #
-# Stopped by whatever, the same line continues: finished arms are not repeated, an unfinished one
-# resumes from its snapshot. --dry-run says what would happen; --help lists the options.
+# If it is interrupted, run the same command again: finished arms are not repeated, an unfinished
+# one resumes from its snapshot. --dry-run prints the commands; --help lists the options.
 # Needs what requirements.txt lists here; the nodes as for scripts/train_on_nodes.sh.
 set -euo pipefail
 export IMAGENET_SUITE=launcher # the mark by which scripts/cleanup.sh knows its own
@@ -19,4 +18,4 @@ if [ -z "${PYTHON:-}" ]; then
     [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -x "$here/../.venv/bin/python" ] ||
         PYTHON=$here/../.venv/bin/python
 fi
-exec "$PYTHON" "$here/study/main.py" "$@"
+exec "$PYTHON" "$here/scaling_study.py" "$@"

@@ -1,0 +1,546 @@
+"""Train on 1, 2, 4, ... nodes, one arm after the other, and keep a log book.
+
+    bash scripts/scaling_study.sh HOSTS_FILE --nodes 1,2,4,8 --hours 2 -- SCRIPT OPTIONS DATA
+    bash scripts/scaling_study.sh --simulate 2 -- SCRIPT OPTIONS DATA       # on this machine
+    bash scripts/scaling_study.sh --slurm='--gpus-per-node=4' --nodes 1,2 -- SCRIPT OPTIONS DATA
+
+An arm is one run: a number of nodes, a value of each --vary option, a seed. If the study is
+interrupted, run the same command again: finished arms are not repeated, an unfinished one resumes
+from its snapshot.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import importlib
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/ssh")]
+
+import utils.launch.installed  # noqa: E402, F401 (a missing package becomes a one-line error)
+
+import copying  # noqa: E402
+import hosts  # noqa: E402
+from bench import namespaces  # noqa: E402
+from compare import pictures, runs, table  # noqa: E402
+from compare.runs import Run  # noqa: E402
+
+from utils import errors  # noqa: E402
+from utils.atomic import save_atomically  # noqa: E402
+from utils.errors import BAD_INPUT, INTERRUPTED, UserError  # noqa: E402
+from utils.launch import network  # noqa: E402
+from utils.model.schedules import REFERENCE_BATCH, USUAL_LR, scale_lr  # noqa: E402
+from utils.option_types import count, number, positive, with_recipe  # noqa: E402
+
+FINISHED = ("epochs", "desired_acc", "train_time")  # in summary.json: the run did all it was asked
+ONE_NODE = ("imagenet_nd.py", "imagenet_dp.py")
+OWN = {  # what the study itself decides, and where to say it instead
+    "--name": "give --name before the --",
+    "--resume": "leave it out: each arm resumes from its own snapshot",
+    "--train-time": "give --hours before the --",
+    "--lr-scaling": "give --lr-scaling before the --: --lr is that of the fewest nodes",
+    **dict.fromkeys(("-n", "--world-size"), "give --nodes before the --"),
+    **dict.fromkeys(("-nr", "--rank", "--dist-url"), "leave it out: the study sets it"),
+    **dict.fromkeys(("-e", "--evaluate", "--dummy"), "leave it out: a study trains"),
+}
+PICTURES = ("overlay", "training_throughput", "scaling", "loss_val_hours", "top1_val_hours", "gpu")
+LEGEND = (
+    "Learning rate: the highest that was reached. Epoch time: evaluation included, the first epoch "
+    "left out if there are others. Epochs at a time: finished by then. Scaling efficiency: epoch "
+    "time x processes of the first column, divided by the same of this one. Test figures: of the "
+    "best model on DATA/test."
+)
+EMPTY_SECONDS = 30  # a node ends what it runs 25 s after its launcher was killed
+# Becomes the command argv[2:], and dies with its parent argv[1], however that dies (prctl(2)).
+TIED = (
+    "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,9);"
+    "os.getppid()==int(sys.argv[1]) or os._exit(1);os.execvp(sys.argv[2],sys.argv[2:])"
+)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run; ``command`` is script and options, as for one node."""
+
+    name: str
+    nodes: int
+    group: str  # the varied options
+    seed: int | None
+    command: tuple[str, ...]
+    run: Path
+    data: str
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.run / "summary.json").read_text())
+        except (OSError, ValueError):
+            return {}
+
+    @property
+    def is_finished(self) -> bool:
+        return self.summary.get("finished_because") in FINISHED
+
+    @property
+    def title(self) -> str:
+        return f"{self.nodes} Node{'s' * (self.nodes > 1)}"
+
+
+def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The study's own options, and SCRIPT with its options. Raises: `UserError`."""
+    cut = words.index("--") if "--" in words else len(words)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("scaling_study.sh", None, __doc__, formatter_class=form)
+    hosts.add_options(parser, needed=False)
+    add = parser.add_argument
+    add("--sync", action="store_true", help="copy this code to the nodes first")
+    add("--no-doctor", action="store_true", help="do not check the nodes before the first arm")
+    add("--simulate", type=positive, metavar="N", help="so many processes of this machine as nodes")
+    text = "with --simulate, as root: network namespaces with links of this rate, such as 300mbit"
+    add("--link", metavar="RATE", help=text)
+    text = "each arm is a job, submitted with these options of sbatch"
+    add("--slurm", nargs="?", const="", metavar="='OPTIONS'", help=text)
+    text = "numbers of nodes, such as 1,2,4,8; default: 1, 2, 4, ... up to all"
+    add("--nodes", type=lambda text: sorted(numbers(text, positive)), metavar="LIST", help=text)
+    above_0 = number(float, 0, exclusive=True)
+    add("--hours", type=above_0, metavar="H", help="training time of each arm; default: --epochs")
+    add("--name", help="of the study and its page; its runs are NAME_2nodes; default: the model")
+    text = "repeat each arm with these seeds; the table has means and standard deviations"
+    add("--seeds", type=lambda text: numbers(text, count), default=[None], help=text)
+    text = "train with each value of an option; again for another one. script=A,B varies the script"
+    add("--vary", action="append", default=[], type=varied, metavar="OPTION=A,B", help=text)
+    text = "keep the global batch (strong scaling); default: keep -b, per process (weak scaling)"
+    add("--global-batch", type=positive, metavar="N", help=text)
+    text = "how --lr, meant for the fewest nodes, grows with the global batch of more (%(default)s)"
+    add("--lr-scaling", choices=("none", "sqrt", "linear"), default="sqrt", help=text)
+    add("--logbook", type=Path, default=Path("logbook"), metavar="DIR", help="(%(default)s)")
+    add("--dry-run", action="store_true", help="only print each arm's command")
+    args, training = parser.parse_args(words[:cut]), words[cut + 1 :]
+    if [args.hosts, args.simulate, args.slurm].count(None) != 2:
+        raise UserError("give either a HOSTS_FILE, or --simulate N, or --slurm")
+    if args.link and not (args.simulate and re.fullmatch(r"\d+(\.\d+)?[kmg]bit", args.link)):
+        raise UserError(f"--link {args.link} is not a rate such as 300mbit, with --simulate N")
+    if not training:
+        raise UserError("what to train is missing: ... -- imagenet_ddp.py OPTIONS DATA")
+    args.machines = hosts.read(args.hosts) if args.hosts else []
+    if args.slurm is not None and not args.nodes:
+        raise UserError("--slurm needs --nodes, such as --nodes 1,2,4")
+    most = args.simulate or len(args.machines) or args.nodes[-1]
+    args.nodes = args.nodes or sorted({2**i for i in range(20) if 2**i <= most} | {most})
+    if args.nodes[-1] > most:
+        raise UserError(f"--nodes {args.nodes[-1]}, but there are {most}")
+    return args, training
+
+
+def numbers(text: str, kind: Callable[[str], int]) -> list[int]:
+    found = [kind(word) for word in text.split(",")]
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text} is not a list of different whole numbers")
+    return found
+
+
+def varied(text: str) -> list[tuple[str, str]]:
+    name, _, values = text.partition("=")
+    words = values.split(",")
+    if not name.strip("-") or not all(words) or len(set(words)) < len(words):
+        raise argparse.ArgumentTypeError(f"{text} is not of the form OPTION=A,B")
+    return [(name.lstrip("-"), word) for word in words]
+
+
+def understood(script: str, words: Sequence[str]) -> argparse.Namespace:
+    """What a script's own parser makes of these words. Raises: SystemExit after its message."""
+    from utils import options
+
+    found = []
+
+    def stop(parser: argparse.ArgumentParser) -> None:
+        found.append(parser.parse_args(with_recipe(words)))
+        raise InterruptedError
+
+    module = importlib.import_module(script.removesuffix(".py"))
+    with (
+        mock.patch.object(options, "parse", stop),
+        mock.patch.object(sys, "argv", [script]),
+        contextlib.suppress(InterruptedError),
+    ):
+        module.main()
+    return found[0]
+
+
+def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
+    """The arms, in the order in which they are trained. Raises: `UserError`."""
+    script, *rest = training
+    known = [name for name, _ in itertools.chain(*args.vary)]
+    for word in (one.partition("=")[0] for one in rest):
+        if word in OWN:
+            raise UserError(f"{word} among the script's options: {OWN[word]}")
+        if word.lstrip("-") in known and word.startswith("-"):
+            raise UserError(f"{word} is varied: leave it out of the script's options")
+    if impossible := [n for n in known if f"--{n}" in OWN or n in ("seed", "output-dir")]:
+        raise UserError(f"--vary {impossible[0]}=... is not possible: a study decides that itself")
+    if args.seeds != [None] and "--seed" in (one.partition("=")[0] for one in rest):
+        raise UserError("--seeds and the script's --seed exclude each other")
+    arms = []
+    for seed, nodes, *variation in itertools.product(args.seeds, args.nodes, *args.vary):
+        own = dict(variation).get("script", script)
+        if not re.fullmatch(r"imagenet_\w+\.py", own) or not (ROOT / own).is_file():
+            raise UserError(f"{own} is not a training script in {ROOT}")
+        if own in ONE_NODE and nodes > 1:
+            raise UserError(f"{own} trains on one node: use imagenet_ddp.py, or --nodes 1")
+        more = [w for n, v in variation if n != "script" for w in (f"-{'-' * (len(n) > 1)}{n}", v)]
+        typed = understood(own, [*rest, *more])
+        args.name = args.name or typed.arch
+        if args.global_batch:
+            more += ["-b", str(share_of_batch(args, own, typed, nodes))]
+        elif nodes > args.nodes[0] and args.lr_scaling != "none":
+            lr = typed.lr or USUAL_LR.get(typed.optimizer)
+            if lr is None:
+                raise UserError("give --lr, which is to grow with the nodes")
+            batch = REFERENCE_BATCH * nodes / args.nodes[0]
+            more += ["--lr", f"{scale_lr(lr, batch, args.lr_scaling):.6g}"]
+        more += ["--seed", str(seed)] if seed is not None else []
+        more += ["--train-time", f"{args.hours:g}"] if args.hours else []
+        parts = [args.name, typed_nodes(nodes), *(f"{n}-{Path(v).stem}" for n, v in variation)]
+        name = "_".join([*parts, *([f"seed{seed}"] if seed is not None else [])])
+        name = re.sub(r"[^\w.+-]", "-", name)
+        group = ", ".join(f"{option} {value}" for option, value in variation)
+        # The study's own options stand behind the typed ones: the last of two wins.
+        command = (own, *rest, *more, "--name", name, "--resume", "auto")
+        run = Path(typed.output_dir) / name
+        arms.append(Arm(name, nodes, group, seed, command, run, typed.data))
+    return arms
+
+
+def typed_nodes(nodes: int) -> str:
+    return f"{nodes}node{'s' * (nodes > 1)}"
+
+
+def share_of_batch(args: argparse.Namespace, script: str, typed: Any, nodes: int) -> int:
+    """-b for a global batch that stays the same."""
+    found = re.search(r"--(?:gpus|ntasks)-per-node[= ](?:\w+:)?(\d+)", args.slurm or "")
+    each = typed.gpus if getattr(typed, "gpus", None) else found and int(found[1])
+    each = 1 if args.simulate else each or (args.machines and args.machines[0].slots)
+    if not each:
+        raise UserError(
+            "--global-batch needs to know the processes of a node: write slots=N behind each host, "
+            "-g N among the script's options, or --gpus-per-node=N in --slurm"
+        )
+    processes = 1 if script in ONE_NODE else nodes * each
+    if args.global_batch % processes:
+        raise UserError(
+            f"--global-batch {args.global_batch} cannot be shared by {processes} processes: "
+            f"choose a multiple of {processes}"
+        )
+    return args.global_batch // processes
+
+
+def start_of(arm: Arm, args: argparse.Namespace, folder: Path) -> list[str]:
+    """The command that trains an arm, and returns when the run has ended."""
+    if args.simulate:
+        many = [] if arm.command[0] in ONE_NODE else ["-g", "1" if args.link else str(arm.nodes)]
+        return [sys.executable, str(ROOT / arm.command[0]), *arm.command[1:], *many]
+    if args.slurm is not None:
+        # A job of an earlier launcher may still be there: the next one of that name waits for it.
+        own = [f"--nodes={arm.nodes}", f"--job-name={arm.name}", "--dependency=singleton"]
+        own += [f"--output={arm.run / 'study.log'}", *shlex.split(args.slurm)]
+        return ["sbatch", "--wait", *own, "scripts/train.sbatch", *arm.command]
+    start = ["bash", "scripts/train_on_nodes.sh", str(folder / f"hosts_{arm.nodes}"), "--fetch"]
+    return [*start, *reach(args), "--", *arm.command]
+
+
+def reach(args: argparse.Namespace) -> list[str]:
+    """The options that say how to reach the hosts. No values of --env: they may be secrets."""
+    words = [] if args.dir == hosts.default_directory() else ["--dir", args.dir]
+    words += ["--python", args.python] if args.python else []
+    words += ["--ssh", args.ssh] if args.ssh != "ssh" else []
+    return [*words, *(word for name, _ in args.env or () for word in ("--env", name))]
+
+
+class Runner:
+    """Runs an arm; Ctrl-C and SIGTERM stop it with a snapshot, and then the study."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path):
+        self.args, self.folder = args, folder
+        self.stopped = False
+        self.started: list[subprocess.Popen] = []
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, self.stop)
+
+    def stop(self, *_: object) -> None:
+        self.stopped = True
+        for process in self.started:
+            process.send_signal(signal.SIGINT)
+
+    def train(self, arm: Arm) -> int:
+        """Train an arm. Returns: the exit code."""
+        words = start_of(arm, self.args, self.folder)
+        print(f"\n== arm {arm.name}\n+ {shlex.join(words)}", flush=True)
+        arm.run.mkdir(parents=True, exist_ok=True)
+        if not self.args.link or arm.nodes == 1:
+            return self.run([words], arm)
+        with namespaces.network(arm.nodes) as nodes:
+            commands, port = [], network.free_port()
+            for rank, node in enumerate(nodes):
+                namespaces.limit(node, self.args.link)
+                place = {"MASTER_ADDR": namespaces.address(0), "MASTER_PORT": port}
+                place |= {"WORLD_SIZE": arm.nodes, "NODE_RANK": rank}
+                inside = ["env", *(f"{key}={value}" for key, value in place.items())]
+                commands.append([*node.enter, *inside, *words])
+            return self.run(commands, arm)
+
+    def run(self, commands: list[list[str]], arm: Arm | None = None) -> int:
+        """Run ``commands`` side by side. What they print is shown, and added to the arm's log."""
+        log = arm.run / "study.log" if arm else Path(os.devnull)
+        # tee outlives Ctrl-C, and a reader of ours that goes away (-p).
+        words = ["tee", "-p", "-a", str(log)]
+        tee = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+        env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "NODE_RANK")}
+        env |= {"PYTHONUNBUFFERED": "1", **dict(self.args.env or ())}
+        begin = log.stat().st_size if log.is_file() else 0
+        self.started = [
+            subprocess.Popen(
+                [sys.executable, "-S", "-c", TIED, str(os.getpid()), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=tee.stdin,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT if self.args.slurm is not None else None,
+                env=env,
+                start_new_session=True,  # Ctrl-C is for this process, which passes it on
+            )
+            for words in commands
+        ]
+        tee.stdin.close()
+        dump = arm and self.folder / f"{arm.name}.nvidia-smi.txt"
+        while any(process.poll() is None for process in self.started):
+            time.sleep(0.2)
+            if dump and not dump.exists() and b"Epoch" in log.read_bytes()[begin:]:
+                dump.write_text("\n".join(self.nvidia_smi(arm)))
+        tee.wait()
+        codes = [process.returncode for process in self.started]
+        self.started = []
+        return next((128 - code if code < 0 else code for code in codes if code), 0)
+
+    def nvidia_smi(self, arm: Arm) -> Iterator[str]:
+        """What nvidia-smi says on each node, where there is one."""
+        ask = {"this machine": []} if self.args.simulate else {}
+        for host in self.args.machines[: arm.nodes]:
+            ask[host.name] = [*shlex.split(self.args.ssh), "-o", "BatchMode=yes", host.address]
+        for name, before in ask.items():
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                words = [*before, "nvidia-smi"]
+                done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+                yield f"# {name}\n{done.stdout}"
+
+    def check_nodes(self, arms: list[Arm]) -> None:
+        """Copy the code to all hosts, if asked to, and check them. Raises: `UserError`."""
+        args, arm = self.args, max(arms, key=lambda arm: arm.nodes)
+        lines = [text for text in args.hosts.read_text().splitlines() if text.split("#")[0].split()]
+        for nodes in {one.nodes for one in arms}:
+            (self.folder / f"hosts_{nodes}").write_text("\n".join(lines[:nodes]) + "\n")
+        if args.sync:
+            copying.sync(args, args.machines[: arm.nodes])
+        words = ["bash", "scripts/doctor.sh", str(self.folder / f"hosts_{arm.nodes}"), *reach(args)]
+        if not args.no_doctor and self.run([[*words, "--data", arm.data]]) not in (0, 1):
+            raise UserError(
+                "the nodes are not ready, see above: correct that and run the same command again "
+                "(--no-doctor trains all the same)"
+            )
+
+
+def rows(columns: dict[str, list[tuple[Arm, Run]]], hours: float | None) -> list[list[str]]:
+    """The table that published scaling experiments have, row for row. A column has repeats."""
+    rates = [rate for found in columns.values() for _, run in found if (rate := run.highest("Lr"))]
+    # 1e-4 that went through 32 bits must not become 9.99e-5.
+    power = math.floor(math.log10(min(rates) * 1.0001)) if rates else 0
+    first = next((found for found in columns.values() if found), [])
+    base = [run.epoch_seconds * processes(arm, run) for arm, run in first if run.epoch_seconds]
+
+    def epochs(arm: Arm, run: Run) -> int | None:
+        if hours is None or (arm.is_finished and (run.total_hours or 0.0) <= hours):
+            return run.epochs
+        if not run.hours or run.total_hours < hours:
+            return None
+        return max((x for x, h in run.hours.items() if h <= hours), default=0)
+
+    def efficiency(arm: Arm, run: Run) -> float | None:
+        own = (run.epoch_seconds or 0.0) * processes(arm, run)
+        return statistics.fmean(base) / own if base and own else None
+
+    minutes = lambda value: f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"  # noqa: E731
+    of = "" if hours is None else f" @ {hours:g} hr"
+    asked: list[tuple[str, Callable[[Arm, Run], float | None], Callable[[float], str]]] = [
+        (f"Learning Rate (e{power})", lambda _, run: run.highest("Lr"),
+         lambda x: f"{x / 10.0**power:.2f}"),
+        ("Global Batch Size", lambda _, run: run.facts.get("global_batch"), "{:.0f}".format),
+        ("Steps Per Epoch", lambda _, run: run.facts.get("steps_per_epoch"), "{:.0f}".format),
+        ("Avg Epoch Time (min)", lambda _, run: table.ratio(run.epoch_seconds, 60), minutes),
+        (f"Epoch Num{of}", epochs, lambda x: f"{x:.3g}" if x % 1 else f"{x:.0f}"),
+        ("Scaling Efficiency", efficiency, "{:.2f}".format),
+        ("Best Validation Loss", lambda _, run: run.best("Loss/val")[0], "{:.4f}".format),
+        ("Test Loss", lambda _, run: run.last("Loss/test"), "{:.4f}".format),
+        ("Top1 Test Accuracy", lambda _, run: run.last("Top1/test"), "{:.2f}%".format),
+    ]  # fmt: skip
+    found = []
+    for title, value_of, show in asked:
+        cells = []
+        for column in columns.values():
+            values = [v for arm, run in column if (v := value_of(arm, run)) is not None]
+            mean = show(statistics.fmean(values)) if values else table.NONE
+            several = len(set(values)) > 1
+            cells.append(f"{mean} ± {show(statistics.stdev(values))}" if several else mean)
+        found.append([title, *cells])
+    return found
+
+
+def processes(arm: Arm, run: Run) -> float:
+    return run.facts.get("gpus") or arm.nodes
+
+
+def seen(arm: Arm) -> Run | None:
+    """An arm's run, if an epoch of it has ended."""
+    run = runs.read(arm.run) if list(arm.run.glob("*tfevents*")) else None
+    if run is None or run.epochs is None:
+        return None
+    seed = [] if arm.seed is None else [f"seed {arm.seed}"]
+    run.label = ", ".join([arm.title.lower(), *([arm.group] if arm.group else []), *seed])
+    return run
+
+
+def write_page(args: argparse.Namespace, arms: list[Arm], command: str) -> None:
+    """Bring LOGBOOK/NAME.md and the list of all studies up to date."""
+    page, folder = args.logbook / f"{args.name}.md", args.logbook / args.name
+    done = sum(arm.is_finished for arm in arms)
+    found = [(arm, run) for arm in arms if (run := seen(arm))]
+    parts = [f"# {table.escape_markdown(args.name)}", f"{done} of {len(arms)} arms finished."]
+    if args.simulate:
+        links = f", with links of {args.link}" if args.link else ""
+        parts.append(
+            f"**Simulated: the nodes are processes that share the {os.cpu_count()} cores of one "
+            f"machine{links}; their speeds say nothing about a cluster.**"
+        )
+    parts.append("## Scaling")
+    for group in dict.fromkeys(arm.group for arm in arms):
+        columns = {
+            title: [(arm, run) for arm, run in found if (arm.title, arm.group) == (title, group)]
+            for title in dict.fromkeys(arm.title for arm in arms)
+        }
+        parts += [f"**{table.escape_markdown(group)}**"] if group else []
+        parts.append(table.markdown_table(["", *columns], rows(columns, args.hours)))
+    parts += [LEGEND, "## Arms"]
+    state = lambda arm: "finished" if arm.is_finished else failure(arm)  # noqa: E731
+    parts.append(table.markdown_table(["arm", "state"], [[arm.name, state(arm)] for arm in arms]))
+    if found:
+        targets = [json.loads((arm.run / "options.json").read_text()) for arm, _ in found]
+        target = next((top1 for one in targets if (top1 := one.get("desired_acc"))), None)
+        both = table.Comparison([run for _, run in found], args.hours, target)
+        drawn, _ = pictures.draw(both, folder, only=PICTURES)
+        parts.append(both.section(page, "Metrics", command, [one.file for one in drawn]))
+    finished = [str(arm.run) for arm in arms if arm.is_finished]
+    if len({arm.nodes for arm in arms if arm.is_finished}) == len(finished) > 1:
+        words = ["--from", *finished, "--nodes", ",".join(map(str, args.nodes))]
+        words += [] if args.simulate and not args.link else ["--fit-network"]
+        line = [sys.executable, str(ROOT / "scripts/forecast_scaling.py"), *words]
+        told = subprocess.run(line, capture_output=True, text=True, check=False)
+        parts += ["## Forecast and measured", table.fence((told.stdout + told.stderr).strip())]
+    for arm in arms:
+        file = folder / f"{arm.name}.nvidia-smi.txt"
+        text = file.read_text().strip() if file.is_file() else ""
+        parts += [f"## nvidia-smi, {arm.name}", table.fence(text)] if text else []
+    table.put(page, "scaling_study", args.name, "\n\n".join(parts))
+    names = sorted(one.parent.name for one in args.logbook.glob("*/study.json"))
+    links = "\n".join(f"- [{name}]({name}.md)" for name in names)
+    table.put(args.logbook / "README.md", "scaling_study", "index", f"# Log book\n\n{links}")
+    print(f"log book: {page} is up to date", flush=True)
+
+
+def failure(arm: Arm) -> str:
+    """Why an arm has not finished: the last error in its log."""
+    log = arm.run / "study.log"
+    found = re.findall(r"error: (.*)", log.read_text(errors="replace")) if log.is_file() else []
+    return f"not finished: {found[-1]}" if found else "not finished"
+
+
+@contextlib.contextmanager
+def held(folder: Path, arms: list[Arm]) -> Iterator[float]:
+    """No second launcher works at this study meanwhile; its arms stay as they have begun.
+
+    Gives the seconds since the last launcher was alive. Raises: `UserError`.
+    """
+    file, lock = folder / "study.json", folder / ".lock"
+    folder.mkdir(parents=True, exist_ok=True)
+    silent = time.time() - lock.stat().st_mtime if lock.exists() else math.inf
+    with open(lock, "w") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError("this study is running already: choose another --name") from None
+        old = json.loads(file.read_text()) if file.exists() else {}
+        for arm in arms:
+            begun = old.get(arm.name, list(arm.command))
+            if begun != list(arm.command) and (arm.run / "options.json").exists():
+                raise UserError(
+                    f"the arm {arm.name} has begun with other options: run the command as it was "
+                    f"({' '.join(begun)}), or choose another --name"
+                )
+        text = json.dumps(old | {arm.name: arm.command for arm in arms}, indent=1)
+        save_atomically(lambda out: out.write(text.encode()), file)
+        yield silent
+
+
+def main() -> int:
+    hosts.go_on_without_reader()
+    hosts.hide_values()
+    args, training = parse(sys.argv[1:])
+    command = shlex.join(["bash", "scripts/scaling_study.sh", *sys.argv[1:]])
+    arms, folder = plan(args, training), args.logbook / args.name
+    left = [arm for arm in arms if not arm.is_finished]
+    print(f"study {args.name}: {len(arms)} arms, {len(left)} to be trained")
+    for arm in arms:
+        print(f"{arm.name}: {'to be trained' if arm in left else 'finished'}")
+        if args.dry_run and arm in left:
+            print(f"    + {shlex.join(start_of(arm, args, folder))}")
+    if args.hours:
+        node_hours = args.hours * sum(arm.nodes for arm in left)
+        print(f"at most {args.hours * len(left):g} h of training ({node_hours:g} node-hours)")
+    if args.dry_run:
+        return 0
+    with held(folder, arms) as silent:
+        runner = Runner(args, folder)
+        if args.hosts and left:
+            time.sleep(max(0.0, EMPTY_SECONDS - silent))  # the last launcher may have been killed
+            runner.check_nodes(left)
+        wrong: set[str] = set()  # options that no second try makes right
+        for arm in [*left, *left]:  # once more what a lost node or process has ended
+            if arm.is_finished or runner.stopped or arm.name in wrong:
+                continue
+            code = runner.train(arm)
+            if not arm.is_finished and not runner.stopped:
+                print(f"error: arm {arm.name}: {failure(arm)}", file=sys.stderr, flush=True)
+                wrong |= {arm.name} if code == BAD_INPUT else set()
+            write_page(args, arms, command)
+        if not left:
+            write_page(args, arms, command)
+    if runner.stopped:
+        print("stopped; run the same command again to continue this study", flush=True)
+        return INTERRUPTED
+    return 0 if all(arm.is_finished for arm in arms) else 1
+
+
+if __name__ == "__main__":
+    errors.end_with(main)
