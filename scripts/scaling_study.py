@@ -354,7 +354,8 @@ class Runner:
         for nodes in {one.nodes for one in arms}:
             (self.folder / f"hosts_{nodes}").write_text("\n".join(lines[:nodes]) + "\n")
         if args.sync:
-            copying.sync(args, args.machines[: arm.nodes])
+            for host in args.machines[: arm.nodes]:
+                copying.sync(args, host)
         words = ["bash", "scripts/doctor.sh", str(self.folder / f"hosts_{arm.nodes}"), *reach(args)]
         if not args.no_doctor and self.run([[*words, "--data", arm.data]]) not in (0, 1):
             raise UserError(
