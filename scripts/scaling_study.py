@@ -216,13 +216,19 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
             more += ["--lr", f"{scale_lr(lr, batch, args.lr_scaling):.6g}"]
         more += ["--seed", str(seed)] if seed is not None else []
         more += ["--train-time", f"{args.hours:g}"] if args.hours else []
-        parts = [args.name, typed_nodes(nodes), *(f"{n}-{Path(v).stem}" for n, v in variation)]
+        parts = [
+            args.name,
+            typed_nodes(nodes),
+            *(f"{n}-{v.removesuffix('.py')}" for n, v in variation),
+        ]
         name = "_".join([*parts, *([f"seed{seed}"] if seed is not None else [])])
         name = re.sub(r"[^\w.+-]", "-", name)
         group = ", ".join(f"{option} {value}" for option, value in variation)
         # The study's own options stand behind the typed ones: the last of two wins.
         command = (own, *rest, *more, "--name", name, "--resume", "auto")
         run = Path(typed.output_dir) / name
+        if name in [arm.name for arm in arms]:
+            raise UserError(f"two arms would be called {name}: each --vary option once")
         arms.append(Arm(name, nodes, group, seed, command, run, typed.data))
     return arms
 
