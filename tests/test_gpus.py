@@ -14,6 +14,7 @@ from conftest import ROOT, activated, shell
 
 from utils.errors import UserError
 from utils.launch import gpus
+from utils.launch.network import free_port
 
 T4, V100, H100 = ("Tesla T4", "7.5"), ("Tesla V100-SXM2-16GB", "7.0"), ("NVIDIA H100 PCIe", "9.0")
 P100 = ("Tesla P100-PCIE-16GB", "6.0")
@@ -204,6 +205,10 @@ def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch, seen, cuda, warnin
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_ends_with_the_error(monkeypatch, folder, script):
     main = importlib.import_module(script).main
+    # As under torchrun: the processes that a script starts itself have a torch of their own.
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (alone | {"MASTER_PORT": free_port()}).items():
+        monkeypatch.setenv(name, str(value))
     for seen, there in (((), machine(550, T4)), ((V100, V100), machine(580, V100, V100))):
         played_torch(monkeypatch, *seen, machine=there)
         monkeypatch.setattr(sys, "argv", [f"{script}.py", "-a", "resnet18", str(folder)])

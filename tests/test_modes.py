@@ -194,17 +194,17 @@ def changes(other: str) -> tuple[list[str], list[str]]:
         ("imagenet_dp.py", 4, 6, "parallel|GPUs|mode="),
         (
             "imagenet_ddp.py",
-            6,
-            29,
+            8,  # two of them import supervise, World and single_process
+            31,
             "distribut|launch|worker|train\\(args, world|process|replica|sync|nullcontext|ranks|"
             "all-reduce|mode=|comm|exchange|bucket|device_ids|^(model,|\\))$",
         ),
         (
             "imagenet_ddp_apex.py",
-            19,
-            42,
+            21,
+            44,
             "distribut|launch|worker|train\\(args, world|process|replica|sync|nullcontext|ranks|"
-            "all-reduce|mode=|apex|amp\\.|master|float16|levels|level=|_fp32=|scale_loss|loss_scale|scaled_loss|"
+            "all-reduce|mode=|apex|amp\\.|master|float16|levels|level=|_fp32=|scale_loss|loss_scale|scaled_loss|o2\\b|"
             "allreduce|factor|buckets|^(model,|optimizer,|\\))$|optimizer\\.step|choice",
         ),
         (
@@ -212,7 +212,7 @@ def changes(other: str) -> tuple[list[str], list[str]]:
             7,
             34,
             "distribut|launch|worker|train\\(args, world|process|shard|sync|ranks|mode=|mesh|"
-            "^part,|policy|layout|copy_from_main|scattering|^\\)$",
+            "^part,|policy|fsdp\\b|copy_from_main|scattering|^\\)$",
         ),
     ],
 )

@@ -245,14 +245,14 @@ STUCK_FORK = """
 import os, sys, time
 import torch
 from torch.utils.data import DataLoader
-from utils.data import workers
+from utils.data import ring
 
-workers.BEGIN_SECONDS = 1.0
+ring.BEGIN_SECONDS = 1.0
 parent, forks = os.getpid(), []
 os.register_at_fork(before=lambda: forks.append(1))
 stuck = {number for number in range(1, 10) if number in map(int, sys.argv[1:])}
 os.register_at_fork(after_in_child=lambda: len(forks) in stuck and time.sleep(600))
-context = workers.WorkerContext()
+context = ring.WorkerContext()
 loader = DataLoader(range(20), batch_size=4, num_workers=2, multiprocessing_context=context)
 print(torch.cat(list(loader)).tolist() == list(range(20)), len(forks), flush=True)
 """

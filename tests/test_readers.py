@@ -22,7 +22,7 @@ def test_a_python_without_torch_is_a_sentence(name):
     [
         (("bench_input.py",), "numpy"),
         (("prepare_data.py", "sample", "nowhere"), "numpy"),
-        (("compare_runs.py", "."), "protobuf"),
+        (("compare_runs.py", "."), "tensorboard"),
     ],
 )
 def test_a_tool_without_its_packages_is_a_sentence(line, package, tmp_path):

@@ -376,6 +376,9 @@ class Job:
                 note(f"{name} ended with exit code {node.code}{cause}; stopping the rest")
             stopped = node.code == errors.INTERRUPTED  # the others will agree on a snapshot
             self._end(None if stopped else LOST_SECONDS)
+        elif attempt.first and attempt.first.code == errors.LOST_PEER and node.signal == "SIGKILL":
+            # Its peer noticed the loss, and ended, before the launcher heard of the cause.
+            note(f"{name} ended with exit code {node.code}: killed by {node.signal}")
         elif node is attempt.nodes[0] and node.code == 0:
             self._end(END_SECONDS, ask=False)
         if all(one.code is not None for one in attempt.nodes):

@@ -218,7 +218,11 @@ def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...], dict[str, s
             if child.pid and child.is_alive():
                 os.kill(child.pid, signal.SIGKILL if interrupts > 1 else signal.SIGTERM)
 
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    handled = [signal.SIGINT, signal.SIGTERM]
+    # scripts/train.sbatch starts this with SIGUSR1 ignored, as Slurm sends it to every process: the
+    # children inherit that, and so survive it before they have a handler of their own.
+    if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
+        handled.append(signal.SIGUSR1)
     before = {signum: signal.signal(signum, pass_on) for signum in handled}
     try:
         for child, (_, _, variables) in zip(children, calls, strict=True):

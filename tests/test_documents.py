@@ -1,0 +1,103 @@
+"""The documents: their commands parse, their options and files exist, and they stay short."""
+
+import importlib
+import re
+import shlex
+
+import pytest
+from conftest import ROOT
+
+from utils import options
+
+LIMITS = {"README.md": 200, "utils/README.md": 200, "scripts/README.md": 200, "RESULTS.md": 480}
+CODE = [*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py"), *(ROOT / "scripts").rglob("*.*")]
+CODE += [*(ROOT / "tests" / "trials").glob("*.py")]
+# Options of other programs: torchrun, Slurm, scripts that benches run beside ours, git and pip.
+FOREIGN = {
+    *("--nnodes", "--node_rank", "--nproc_per_node", "--master_addr", "--master_port"),
+    *("--gpus-per-node", "--time", "--nodes", "--val-split", "--model", "--num-classes"),
+    *("--device", "--opt", "--no-build-isolation", "--branch"),
+}
+# Phrases that a reader in a hurry stumbles over, and what to write instead.
+WORDS = {
+    r"\bwhat you type wins\b": "options on the command line take precedence",
+    r"\b[Ww]ho reaches\b": "anyone who can reach",
+    r"\bone sentence\b|\ba sentence\b": "one line, an error message",
+    r"\broll call\b": "pre-flight check",
+    r"\bmeeting point\b": "rendezvous",
+    r"\bthe same line\b|\bthat line again\b": "the same command",
+    r"\bas if nothing were\b": "continue unaffected",
+    r"\bthat are namespaces\b": "simulated nodes",
+}
+
+
+def commands(document: str) -> list[str]:
+    """The commands in the bash blocks of a document, each on one line."""
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", (ROOT / document).read_text(), re.DOTALL):
+        lines = block.replace("\\\n", " ").splitlines()
+        found += [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return found
+
+
+def training_commands() -> list[str]:
+    return [
+        line
+        for document in LIMITS
+        for line in commands(document)
+        if re.search(r"\bimagenet_\w+\.py", line)
+        and not line.startswith(("diff", "sbatch"))
+        and "$OPTIONS" not in line
+    ]
+
+
+class Parser(Exception):
+    """Carries the parser of a script out of its main()."""
+
+
+@pytest.mark.parametrize("line", training_commands())
+def test_training_commands_parse(line, monkeypatch):
+    """As far as the script's own options: launchers and their options stand before its name."""
+
+    def stop(parser, *_):
+        raise Parser(parser)
+
+    words = shlex.split(line, comments=True)
+    place = next(i for i, word in enumerate(words) if re.fullmatch(r"imagenet_\w+\.py", word))
+    script = importlib.import_module(words[place].removesuffix(".py"))
+    monkeypatch.setattr(options, "parse", stop)
+    with pytest.raises(Parser) as caught:
+        script.main()
+    caught.value.args[0].parse_args(words[place + 1 :])
+
+
+@pytest.mark.parametrize("document", LIMITS)
+def test_options_and_files_exist(document):
+    """But in blocks of text: they show outputs, and commands of earlier commits."""
+    text = re.sub(r"```text\n.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
+    code = "\n".join(path.read_text() for path in CODE if path.is_file() and path.suffix != ".so")
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]", text)) - FOREIGN
+    missing = {option for option in named if not re.search(rf"{option}(?![\w-])", code)}
+    assert not missing, f"{document} names options that no command has"
+    places = set(re.findall(r"(?<![\w/.-])(?:scripts|utils|tests|figures)/[\w./-]*\w", text))
+    assert not {place for place in places if not (ROOT / place).exists()}
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert ((ROOT / document).parent / link).exists(), f"{document} links {link}"
+
+
+@pytest.mark.parametrize("document", LIMITS)
+def test_documents_are_short_and_plain(document):
+    text = (ROOT / document).read_text()
+    assert text.count("\n") <= LIMITS[document]
+    for pattern, better in WORDS.items():
+        found = re.search(pattern, text)
+        assert not found, f"{document}: {found[0]!r}: better {better!r}"
+
+
+def test_every_wrapper_has_an_example_in_its_help():
+    """`--help` of a shell script prints the comment at its head."""
+    for path in sorted((ROOT / "scripts").glob("*.sh")):
+        text = path.read_text()
+        if text.startswith("#!"):
+            head = "\n".join(line for line in text.splitlines()[1:] if line.startswith("#"))
+            assert f"scripts/{path.name}" in head, f"{path.name} --help has no example"
