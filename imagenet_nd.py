@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from utils import options
 from utils.amp import native
 from utils.data.loaders import build_loaders
-from utils.launch import supervise
-from utils.launch.world import World, single_process
+from utils.launch import launch, supervise
+from utils.launch.world import World
 from utils.model import models, optim
 from utils.run.checkpoint import TrainState
 from utils.run.directory import Run
@@ -34,7 +34,7 @@ def main() -> int:
     native.add_options(parser)
     compiling.add_options(parser)
     args = options.parse(parser)
-    return train(args, single_process())
+    return train(args, launch.single_process())
 
 
 def train(args: Namespace, world: World) -> int:

@@ -194,15 +194,15 @@ def changes(other: str) -> tuple[list[str], list[str]]:
         ("imagenet_dp.py", 4, 6, "parallel|GPUs|mode="),
         (
             "imagenet_ddp.py",
-            8,  # two of them import supervise, World and single_process
-            31,
+            6,
+            29,
             "distribut|launch|worker|train\\(args, world|process|replica|sync|nullcontext|ranks|"
             "all-reduce|mode=|comm|exchange|bucket|device_ids|^(model,|\\))$",
         ),
         (
             "imagenet_ddp_apex.py",
-            21,
-            44,
+            19,
+            42,
             "distribut|launch|worker|train\\(args, world|process|replica|sync|nullcontext|ranks|"
             "all-reduce|mode=|apex|amp\\.|master|float16|levels|level=|_fp32=|scale_loss|loss_scale|scaled_loss|o2\\b|"
             "allreduce|factor|buckets|^(model,|optimizer,|\\))$|optimizer\\.step|choice",

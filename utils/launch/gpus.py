@@ -270,8 +270,6 @@ def main() -> int:
         if hidden() or not (machine().gpus or machine().trouble or Path("/dev/kfd").exists()):
             print(1)  # without torch, whose import takes seconds
             return 0
-        import utils.launch.installed  # noqa: F401 (for its message)
-
         check()
     except UserError as error:
         return report(error)
