@@ -417,7 +417,7 @@ def of_network(names: list[str], everyone: list[Facts], between: Facts) -> Itera
 def of_speed(
     names: list[str], everyone: list[Facts], between: Facts, args: argparse.Namespace
 ) -> Iterator[Finding]:
-    from forecast import buckets, scaling
+    from forecast import buckets, model
 
     gbit, latency = 8e-9 * between["bytes_per_s"], between["latency_s"]
     yield Finding(OK, f"network: all-reduce reaches {gbit:.3g} Gbit/s, {1000 * latency:.2g} ms")
@@ -425,11 +425,11 @@ def of_speed(
     if None in needs:
         return
     each = max(len(one["gpus"]) or 1 for one in everyone)
-    cluster = scaling.Cluster(each, network_gbit=gbit, protocol=1.0, latency_s=latency)
-    packed = buckets.of(args.arch, image_size=args.image_size)
-    work = scaling.Workload(args.batch_size, min(needs), packed)
-    found = scaling.forecast(work, cluster, each * len(names))
-    best, name = scaling.choice(work, cluster, each * len(names))
+    cluster = model.Cluster(each, network_gbit=gbit, protocol=1.0, latency_s=latency)
+    packed = buckets.trace(args.arch, image_size=args.image_size)
+    work = model.Workload(args.batch_size, min(needs), packed)
+    found = model.forecast(work, cluster, each * len(names))
+    best, name = model.choice(work, cluster, each * len(names))
     text = (
         f"forecast for {args.arch}, {args.batch_size} images per process: "
         f"{1000 * found.step_s:.0f} ms per step, scaling efficiency {found.efficiency:.0%}; with "

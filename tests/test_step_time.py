@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import scalars, summary, train
-from forecast.scaling import parameters
+from forecast import buckets
 from nodes import Nodes
 from running import eventually
 from torch import nn
@@ -226,7 +226,8 @@ def test_one_process_communicates_not_at_all(folder, tmp_path):
 
 @pytest.mark.long
 def test_a_slow_link_shows_as_communication(folder, tmp_path):
-    seconds = 2 / 2 * parameters("resnet18", 3) * 4 / (150e6 / 8)  # of the all-reduce; 2 nodes
+    values = sum(bucket.values for bucket in buckets.trace("resnet18", 3))
+    seconds = 2 / 2 * values * 4 / (150e6 / 8)  # of the all-reduce; 2 nodes
     with Nodes(2, rate="150mbit") as nodes:
         command = (
             "python -m torch.distributed.run --nnodes=2 --node_rank={} --nproc_per_node=1"

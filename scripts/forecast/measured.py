@@ -1,4 +1,4 @@
-"""What `forecast_scaling.py` takes from a finished run: its size, and the seconds per step."""
+"""Size and seconds per step of a finished run, for `forecast_scaling.py --from`."""
 
 import json
 from dataclasses import dataclass
@@ -6,14 +6,13 @@ from pathlib import Path
 
 from compare import runs
 from compare.runs import RATE
-from forecast.scaling import Measured
 
 from utils.errors import UserError
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run of ``batch`` images per process and step on ``gpus`` processes of ``nodes`` nodes."""
+    """A run with ``batch`` images per process and step on ``gpus`` processes of ``nodes`` nodes."""
 
     path: Path
     arch: str | None
@@ -22,12 +21,7 @@ class MeasuredRun:
     gpus: int
     nodes: int
     step_s: float
-    compute_s: float | None = None  # of its step, where the run has measured that
-
-    @property
-    def measured(self) -> Measured:
-        """What the forecast can be compared with."""
-        return Measured(self.gpus, self.step_s)
+    compute_s: float | None = None  # of each step, where the run has measured it
 
 
 def read_run(path: Path) -> MeasuredRun:
@@ -39,15 +33,14 @@ def read_run(path: Path) -> MeasuredRun:
         raise UserError(f"{path} is not a run directory")
     try:
         found = json.loads((path / "summary.json").read_text())
-        gpus, rate = int(found["world_size"]), float(found["images_per_s"])
-        batch = int(found["global_batch"]) / gpus
-        nodes, arch, classes = int(found["nodes"]), found.get("arch"), found.get("classes")
-        compute, step = found.get("compute_s"), gpus * batch / rate
+        gpus, batch = int(found["world_size"]), int(found["global_batch"])
+        size = round(batch / gpus), gpus, int(found["nodes"])
+        step, compute = batch / float(found["images_per_s"]), found.get("compute_s")
     except FileNotFoundError:
         return _from_events(path)
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
         raise UserError(f"{path}/summary.json has no speed: did an epoch end?") from None
-    return MeasuredRun(path, arch, classes, round(batch), gpus, nodes, step, compute)
+    return MeasuredRun(path, found.get("arch"), found.get("classes"), *size, step, compute)
 
 
 def _from_events(path: Path) -> MeasuredRun:

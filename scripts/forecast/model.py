@@ -1,134 +1,216 @@
-"""What a step costs with each way to exchange gradients: measured or computed data in, seconds out.
+"""What a step of data-parallel training costs on more GPUs and nodes.
 
-    step_seconds(0.2, buckets, Link(4, 0.875e9, 25e-6), methods.parse("int8"))
+    step    = compute x (1 + jitter x (sqrt(GPUs) - 1)) + exposed communication
+    exposed = what exchanging the gradients adds to the compute beside it
 
-DistributedDataParallel gathers gradients in buckets and exchanges them one after the other, each as
-soon as it is full and the one before is through, while backward goes on. So a step ends with
-backward or with the last exchange, whichever is later; the method's own arithmetic delays both.
+DistributedDataParallel collects gradients in buckets and reduces them one after the other, each as
+soon as it is full and the previous one is done, while backward continues. So a step ends with
+backward or with the last all-reduce, whichever is later. Compression delays both.
+
+The jitter is fitted; all other constants come from data sheets or are estimates. RESULTS.md has the
+errors against published runs and our own.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from utils.comm import methods
+from utils.comm import auto, methods
 from utils.comm.methods import Method
 
-FLOAT32 = 4  # bytes
-# What the arithmetic of compression is limited by, on a T4 (320 GB/s on its data sheet).
-MEMORY_BYTES_PER_S = 300e9
+# How often the arithmetic of a method reads or writes 4 bytes of memory per value. Not measured but
+# counted: bytes that the operations of utils/comm/methods.py move per value on a GPU, each in a
+# kernel of its own. 16 bits: 4 + 2 to encode, 2 + 4 to decode. 8 bits: into the blocks 8, largest
+# 4, round 16, narrow 5, add the parts of all nodes 9, round again 8 (with 4 nodes), widen 5, out of
+# the blocks 8. 4 bits: packing and unpacking as well. PowerSGD: add the error 12, two products 8,
+# the product of the factors 4, copy 8, the new error 32.
+PASSES = {"fp32": 0, "fp16": 3, "bf16": 3, "int8": 16, "int4": 18, "powersgd": 16}
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are exchanged together.
+    """Gradients that are reduced together: their ``shapes``, and ``ready``, the share of the
+    step's compute (0 to 1) after which the last of them is available."""
 
-    ``values``: how many float32 numbers; ``ready``: the share of the step's compute (0 to 1) after
-    which the last of them is there; ``matrices``: the shapes of those that PowerSGD sees as
-    matrices (rows x all other dimensions), tensors of one dimension left out.
-    """
-
-    values: int
     ready: float
-    matrices: tuple[tuple[int, int], ...] = ()
+    shapes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def values(self) -> int:
+        return sum(map(math.prod, self.shapes))
 
 
 @dataclass(frozen=True)
-class Link:
-    """What connects ``gpus`` processes, which fill nodes of ``gpus_per_node``.
+class Workload:
+    """The step of one GPU: ``batch`` images at ``images_per_s`` when it is alone, and gradients in
+    ``buckets`` (in the order in which they become ready), exchanged by the method ``how``."""
 
-    Rates in bytes per second in one direction, as a collective gets them; latencies in seconds per
-    hop.
-    """
-
-    gpus: int
-    bytes_per_s: float  # of a node's link
-    latency_s: float = 25e-6  # TCP sockets; InfiniBand has a fifth
-    gpus_per_node: int = 1
-    local_bytes_per_s: float = 10e9  # between the GPUs of a node: PCIe 3 x16; NVLink: 50e9 or more
-    local_latency_s: float = 5e-6
+    batch: int
+    images_per_s: float
+    buckets: tuple[Bucket, ...]
+    how: Method = methods.METHODS["fp32"]
 
     @property
-    def nodes(self) -> int:
-        return math.ceil(self.gpus / self.gpus_per_node)
+    def compute_s(self) -> float:
+        """Seconds per step of a GPU that waits for no other."""
+        return self.batch / self.images_per_s
+
+    @cached_property
+    def wire_bytes(self) -> list[float]:
+        """Bytes of each bucket as they enter the collectives."""
+        return [methods.wire_bytes(bucket.shapes, self.how) for bucket in self.buckets]
 
 
-# How often a method's arithmetic reads or writes 4 bytes of memory per value. Not measured but
-# counted:
-# bytes that the operations of utils/comm/methods.py read and write per value on a GPU, each in a
-# kernel of its own. 16 bits: 4 + 2 there, 2 + 4 back. 8 bits: into the blocks 8, largest 4, round
-# 16, narrow 5, the parts of all nodes 9, rounded again 8 (with 4 nodes), widen 5, out of the blocks
-# 8. 4 bits: packing and unpacking besides. PowerSGD: add the error 12, two products 8, the product
-# of the factors 4, copy 8, the new error 32.
-PASSES = {"fp32": 0, "fp16": 3, "bf16": 3, "int8": 16, "int4": 18, "powersgd": 16}
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes and their links. Bandwidths in Gbit/s in one direction, latencies in seconds."""
+
+    gpus_per_node: int = 1
+    network_gbit: float = 10.0  # of a node's link
+    protocol: float = 0.85  # share of the link's rate that all-reduce gets: TCP, headers, pauses
+    local_gbit: float = 80.0  # between the GPUs of a node: PCIe 3 x16; NVLink has 400 or more
+    latency_s: float = 25e-6  # per hop between nodes: TCP sockets; InfiniBand has a fifth
+    local_latency_s: float = 5e-6
+    # Fitted on one published point, HAL's 8 GPUs. It depends on the machines: a shared cluster with
+    # a shared disk has 0.06, a quiet one with local data 0.01.
+    jitter: float = 0.06
+    memory_gbyte_s: float = 300.0  # limits the arithmetic of compression; T4's data sheet: 320
+
+    def nodes(self, gpus: int) -> int:
+        return math.ceil(gpus / self.gpus_per_node)
+
+    def exchange_s(self, size: float, gpus: int, collectives: int = 1) -> float:
+        """Seconds to sum ``size`` bytes over ``gpus`` GPUs in consecutive all-reduces.
+
+        The slowest link of a ring decides. The latency is the lower one of a ring and a tree.
+        """
+        if gpus == 1 or not size:
+            return 0.0
+        nodes, rate = self.nodes(gpus), self.local_gbit
+        if nodes > 1:
+            rate = min(rate, self.network_gbit * self.protocol)
+        transfer = methods.sent_bytes(size, gpus) / (rate * 1e9 / 8)
+        local = 2 * (min(gpus, self.gpus_per_node) - 1) * self.local_latency_s
+        ring = 2 * (nodes - 1) * self.latency_s + nodes * local
+        tree = 2 * math.ceil(math.log2(nodes)) * self.latency_s + local
+        return transfer + collectives * min(ring, tree)
 
 
-def wire_bytes(bucket: Bucket, how: Method) -> float:
-    """Bytes of a bucket in an exchange: what enters the collectives, not yet times the nodes."""
-    rest = bucket.values - sum(rows * columns for rows, columns in bucket.matrices)
-    return methods.wire_bytes([*bucket.matrices, (rest,)], how)
+@dataclass(frozen=True)
+class Forecast:
+    """A step on ``gpus`` GPUs of ``nodes`` nodes, in seconds.
 
-
-def _collectives(how: Method) -> int:
-    """How many a bucket takes, one after the other. PowerSGD: the first factors of the matrices and
-    the tensors of one dimension, then the second factors."""
-    return 2 if how.rank else 1
-
-
-def exchange_seconds(size: float, link: Link, collectives: int = 1) -> float:
-    """Seconds to sum ``size`` bytes over all GPUs, in so many all-reduces one after the other.
-
-    A ring over all GPUs, whose slowest link decides; the latency is that of a ring or a tree,
-    whichever has less.
+    Every step waits for the slowest GPU: ``straggler_s`` is how much longer it takes than a typical
+    one. ``exchange_s`` is the whole communication; ``exposed_s`` is the part that compute does not
+    hide, including the arithmetic of compression.
     """
-    if link.gpus == 1 or not size:
-        return 0.0
-    rate = link.local_bytes_per_s
-    if link.nodes > 1:
-        rate = min(rate, link.bytes_per_s)
-    # Each link carries every byte once on its way to the sum and once back, less its own part.
-    transfer = methods.sent_bytes(size, link.gpus) / rate
-    local_hops = 2 * (min(link.gpus, link.gpus_per_node) - 1)
-    ring = 2 * (link.nodes - 1) * link.latency_s + link.nodes * local_hops * link.local_latency_s
-    depth = math.ceil(math.log2(link.nodes))
-    tree = 2 * depth * link.latency_s + local_hops * link.local_latency_s
-    return transfer + collectives * min(ring, tree)
+
+    nodes: int
+    gpus: int
+    batch: int
+    compute_s: float
+    straggler_s: float
+    exchange_s: float
+    exposed_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.straggler_s + self.exposed_s
+
+    @property
+    def images_per_s(self) -> float:
+        """Images/s of all GPUs together."""
+        return self.gpus * self.batch / self.step_s
+
+    @property
+    def efficiency(self) -> float:
+        """Images/s relative to the same number of independent GPUs."""
+        return self.compute_s / self.step_s
 
 
-def all_exchanges_seconds(buckets: Iterable[Bucket], link: Link, how: Method) -> float:
-    """Seconds per step that the exchanges take, hidden or not."""
-    sizes = (wire_bytes(bucket, how) for bucket in buckets)
-    return sum(exchange_seconds(size, link, _collectives(how)) for size in sizes)
+def forecast(work: Workload, cluster: Cluster, gpus: int) -> Forecast:
+    """The step of ``work`` on ``gpus`` GPUs, which fill node after node."""
+    # PowerSGD sends the first factors and the tensors of one dimension, then the second factors.
+    collectives = 2 if work.how.rank else 1
+    times = [cluster.exchange_s(size, gpus, collectives) for size in work.wire_bytes]
+    exposed = 0.0 if gpus == 1 else _exposed_s(work, times, 1e9 * cluster.memory_gbyte_s)
+    slower = cluster.jitter * (math.sqrt(gpus) - 1)
+    parts = (work.compute_s, work.compute_s * slower, sum(times), exposed)
+    return Forecast(cluster.nodes(gpus), gpus, work.batch, *parts)
 
 
-def step_seconds(
-    compute_s: float,
-    buckets: Sequence[Bucket],
-    link: Link,
-    how: Method,
-    codec_s_per_value: float | None = None,
-) -> float:
-    """Seconds of a step of ``compute_s`` seconds of compute (forward and backward).
-
-    ``buckets`` in the order in which they become ready. ``codec_s_per_value`` is what the method's
-    own arithmetic takes, half of it before and half after the exchange; None assumes a device with
-    `MEMORY_BYTES_PER_S`.
-    """
-    if link.gpus == 1:
-        return compute_s
-    if codec_s_per_value is None:
-        codec_s_per_value = PASSES[how.name.split(":")[0]] * FLOAT32 / MEMORY_BYTES_PER_S
+def _exposed_s(work: Workload, exchange_times: list[float], memory_bytes_per_s: float) -> float:
+    """How much longer than its compute a step takes because of the exchange."""
+    codec_s = PASSES[work.how.name.partition(":")[0]] * 4 / memory_bytes_per_s  # per value
     device = network = done = 0.0  # until when each is busy; share of compute done
-    beside: list[tuple[float, float]] = []  # decoding to come, while backward may go on: when, cost
-    for bucket in (*buckets, Bucket(0, 1.0)):
-        device += (bucket.ready - done) * compute_s
+    decoding: list[tuple[float, float]] = []  # when a bucket arrives, seconds to decode it
+    end = Bucket(1.0, ())  # of backward
+    for bucket, exchange_s in zip((*work.buckets, end), (*exchange_times, 0.0), strict=True):
+        device += (bucket.ready - done) * work.compute_s
         done = bucket.ready
-        while beside and beside[0][0] <= device:  # backward had to share the device with it
-            device += beside.pop(0)[1]
-        half = codec_s_per_value * bucket.values / 2
+        while decoding and decoding[0][0] <= device:  # it has delayed backward
+            device += decoding.pop(0)[1]
+        half = codec_s * bucket.values / 2  # to encode; as much to decode
         device += half
-        size = wire_bytes(bucket, how)
-        arrival = max(network, device) + exchange_seconds(size, link, _collectives(how))
+        arrival = max(network, device) + exchange_s
         network = arrival + half  # the next exchange begins when this one is decoded
-        beside.append((arrival, half))
-    return max(device, network)
+        decoding.append((arrival, half))
+    return max(device, network) - work.compute_s
+
+
+def choice(work: Workload, cluster: Cluster, gpus: int) -> tuple[Forecast, str]:
+    """The forecast with the method that ``--comm auto`` would take, and the method's name."""
+    found = {
+        name: forecast(replace(work, how=methods.parse(name)), cluster, gpus)
+        for name in auto.METHODS
+    }
+    name = auto.mildest({name: one.step_s for name, one in found.items()})
+    return found[name], name
+
+
+def not_worth_it(
+    work: Workload, cluster: Cluster, most: int, share: float = 0.5
+) -> tuple[int, float] | None:
+    """The first node from which on every further one, up to ``most``, adds less than ``share`` of
+    the images/s of the first node; None if there is none.
+
+    Returns the node's number and what it adds, as a share; below 0 if it slows training down.
+    """
+    counts = [nodes * cluster.gpus_per_node for nodes in range(1, most + 1)]
+    rates = [forecast(work, cluster, gpus).images_per_s for gpus in counts]
+    gains = [(after - before) / rates[0] for before, after in itertools.pairwise(rates)]
+    first = max((i + 1 for i, gain in enumerate(gains) if gain >= share), default=0)
+    return (first + 2, gains[first]) if first < len(gains) else None
+
+
+def fit_compute(work: Workload, cluster: Cluster, gpus: int, step_s: float) -> Workload:
+    """``work`` with the speed of one GPU at which a step on ``gpus`` GPUs takes ``step_s``."""
+
+    def step(seconds: float) -> float:
+        trial = replace(work, images_per_s=work.batch / seconds)
+        return forecast(trial, cluster, gpus).step_s
+
+    # Compute cannot explain a step that is all communication: the smallest is then taken.
+    seconds = _solve(step, step_s, (1e-6 * step_s, step_s))
+    return replace(work, images_per_s=work.batch / seconds)
+
+
+def fit_network(work: Workload, cluster: Cluster, gpus: int, step_s: float) -> Cluster:
+    """``cluster`` with the share of its link's rate (``protocol``) at which a step on ``gpus`` GPUs
+    takes ``step_s``: at best the full rate, at worst a thousandth of it."""
+
+    def step(cost: float) -> float:
+        return forecast(work, replace(cluster, protocol=1 / cost), gpus).step_s
+
+    return replace(cluster, protocol=1 / _solve(step, step_s, (1.0, 1000.0)))
+
+
+def _solve(rising: Callable[[float], float], value: float, between: Sequence[float]) -> float:
+    """Where the ``rising`` function has ``value``; the nearer end if it does not reach it."""
+    low, high = between
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < value else (low, middle)
+    return (low + high) / 2

@@ -25,13 +25,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
-from forecast import buckets, scaling  # noqa: E402
+from compare.table import text_table  # noqa: E402
+from forecast import buckets, model  # noqa: E402
 from forecast.measured import MeasuredRun, read_run  # noqa: E402
-from forecast.scaling import Cluster, Workload  # noqa: E402
+from forecast.model import Cluster, Workload  # noqa: E402
 
 from utils.errors import UserError, report  # noqa: E402
 
 ARCH, BATCH, CLASSES = "resnet18", 32, 10
+HEAD = ("link", "nodes", "measured s", "compute", "forecast", "error %", "its compute", "forecast",
+        "error %")  # fmt: skip
 OPTIONS = (
     f"-a {ARCH} -b {BATCH} --image-size 48 --val-resize-size 48 --lr 0.02 --epochs 6 -j 1 -p 10 "
     "--comm fp32"
@@ -54,16 +57,15 @@ def main() -> int:
     os.chdir(ROOT)
     try:
         data = part_of(args.data, output / "namespace_data", args.images)
-        alone = train(1, None, data, output)
-        print(head())
-        work = Workload(BATCH, 1.0, buckets.of(ARCH, CLASSES))
-        work = scaling.fit_compute(work, Cluster(), read_run(alone).measured)
-        print(line("no link", 1, read_run(alone), work, Cluster()))
+        alone = read_run(train(1, None, data, output))
+        work = Workload(BATCH, 1.0, buckets.trace(ARCH, CLASSES))
+        work = model.fit_compute(work, Cluster(), alone.gpus, alone.step_s)
+        rows = [row("no link", alone, work, Cluster())]
         for rate in map(int, args.rates.split(",")):
             for nodes in map(int, args.nodes.split(",")):
                 run = read_run(train(nodes, rate, data, output))
-                cluster = Cluster(network_gbit=rate / 1000)
-                print(line(f"{rate} Mbit/s", nodes, run, work, cluster), flush=True)
+                rows.append(row(f"{rate} Mbit/s", run, work, Cluster(network_gbit=rate / 1000)))
+        print(text_table(HEAD, rows))
     except UserError as error:
         return report(error)
     return 0
@@ -110,33 +112,15 @@ def train(nodes: int, rate: int | None, data: Path, output: Path) -> Path:
     return output / name
 
 
-def head() -> str:
-    """The first line of the table."""
-    names = (
-        "link",
-        "nodes",
-        "measured s",
-        "forecast s",
-        "error %",
-        "its compute",
-        "then",
-        "error %",
-    )
-    return "".join(f"{name:>12}" for name in names)
-
-
-def line(link: str, nodes: int, run: MeasuredRun, work: Workload, cluster: Cluster) -> str:
+def row(link: str, run: MeasuredRun, work: Workload, cluster: Cluster) -> list[str]:
     """A run's measured and forecast step time; the forecast also from its measured compute time."""
-    slower = max(1.0, nodes / (os.cpu_count() or 1))  # nodes on the same core take turns
-    speeds = (work.images_per_s / slower, BATCH / run.compute_s)
-    first, second = (
-        scaling.forecast(replace(work, images_per_s=speed), cluster, nodes).step_s
-        for speed in speeds
-    )
-    values = [link, str(nodes), f"{run.step_s:.3f}"]
-    values += [f"{first:.3f}", f"{100 * (first / run.step_s - 1):+.1f}"]
-    values += [f"{run.compute_s:.3f}", f"{second:.3f}", f"{100 * (second / run.step_s - 1):+.1f}"]
-    return "".join(f"{value:>12}" for value in values)
+    slower = max(1.0, run.nodes / (os.cpu_count() or 1))  # nodes on the same core take turns
+    cells = [link, str(run.nodes), f"{run.step_s:.3f}"]
+    for compute_s in (work.compute_s * slower, run.compute_s):
+        one = replace(work, images_per_s=BATCH / compute_s)
+        step_s = model.forecast(one, cluster, run.gpus).step_s
+        cells += [f"{compute_s:.3f}", f"{step_s:.3f}", f"{100 * (step_s / run.step_s - 1):+.1f}"]
+    return cells
 
 
 if __name__ == "__main__":

@@ -1,0 +1,357 @@
+"""The forecast of step time on more nodes: its model, its errors on published runs, the command."""
+
+import json
+import math
+from dataclasses import replace
+
+import forecast_scaling
+import pytest
+import torch
+import torch.distributed as dist
+import torchvision
+from conftest import Result
+from forecast import buckets, model
+from forecast.model import Bucket, Cluster, Workload
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.tensorboard import SummaryWriter
+
+from utils.comm import methods
+from utils.tensorboard import entry
+
+MI = 2**20 // 4  # float32 values in a MiB
+
+
+def packed(*ready_and_values):
+    return tuple(Bucket(ready, ((values,),)) for ready, values in ready_and_values)
+
+
+WORK = Workload(128, 400, packed((0.4, 5_000_000), (0.6, 12_000_000), (1.0, 8_000_000)))
+# VGG19 with 20 classes as DDP packs it: 139.65 M values.
+VGG19 = packed(
+    *((0.33, 64 * MI), (0.34, 392 * MI), (0.38, 27 * MI), (0.53, 27 * MI)),
+    (1.0, 139_652_180 - 510 * MI),
+)
+QUIET = Cluster(protocol=1, jitter=0)
+SLOW = replace(QUIET, network_gbit=0.8, latency_s=1e-4)
+
+
+# ---- buckets
+
+
+@pytest.mark.parametrize("arch", ["vgg16", "vit_b_32", "squeezenet1_1"])
+def test_buckets_hold_all_parameters(arch):
+    with torch.device("meta"):
+        whole = torchvision.models.get_model(arch, num_classes=37)
+    found = sum(bucket.values for bucket in buckets.trace(arch, 37))
+    assert found == sum(p.numel() for p in whole.parameters())
+
+
+def test_grouped_convolutions_count_what_they_cost(monkeypatch):
+    # Backward is twice forward: the last layer's gradient is there after a third of the step.
+    monkeypatch.setattr(buckets, "FIRST_BYTES", 0)
+    assert buckets.trace("mobilenet_v2", image_size=96)[0].ready == pytest.approx(1 / 3, abs=0.02)
+
+
+def test_buckets_are_those_of_ddp(tmp_path):
+    resnet = torchvision.models.resnet18(num_classes=10)
+    dist.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        replica = DistributedDataParallel(resnet)
+        seen: list[int] = []
+
+        def watch(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            seen.append(bucket.buffer().numel())
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        replica.register_comm_hook(None, watch)
+        for _ in range(2):  # the first step finds the order
+            seen.clear()
+            nn.functional.cross_entropy(
+                replica(torch.randn(2, 3, 32, 32)), torch.tensor([0, 1])
+            ).backward()
+    finally:
+        dist.destroy_process_group()
+    assert [one.values for one in buckets.trace("resnet18", 10)] == seen
+
+
+def test_buckets_of_vgg19_are_ready_early():
+    found = [(round(one.values / MI), round(one.ready, 2)) for one in buckets.trace("vgg19", 20)]
+    assert found == [(64, 0.33), (392, 0.34), (27, 0.39), (27, 0.53), (22, 1.0)]
+
+
+# ---- the model
+
+
+@pytest.mark.parametrize(
+    ("compute", "gbit", "name", "efficiencies"),
+    [
+        (0.78, 7, "fp32", (0.87, 0.64, 0.56)),
+        (0.78, 7, "fp16", (0.98, 0.97, 0.95)),
+        (0.78, 7, "int8", (0.99, 0.99, 0.98)),
+        (0.20, 7, "fp32", (0.28, 0.19, 0.17)),
+        (0.20, 7, "fp16", (0.52, 0.37, 0.32)),
+        (0.20, 7, "int8", (0.88, 0.65, 0.57)),
+        (0.20, 21, "fp32", (0.71, 0.52, 0.45)),
+        (0.20, 21, "fp16", (0.98, 0.88, 0.78)),
+    ],
+)
+def test_an_independent_simulation_agrees(compute, gbit, name, efficiencies):
+    work = Workload(32, 32 / compute, VGG19, methods.parse(name))
+    cluster = replace(QUIET, network_gbit=gbit, memory_gbyte_s=math.inf)
+    found = [model.forecast(work, cluster, nodes).efficiency for nodes in (2, 4, 8)]
+    assert found == pytest.approx(efficiencies, abs=0.015)
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16", "int8", "int4", "powersgd:4"])
+def test_a_slower_link_and_more_nodes_never_help(name):
+    work = Workload(32, 160, VGG19, methods.parse(name))
+    steps = [
+        [model.forecast(work, Cluster(network_gbit=gbit), n).step_s for n in (1, 2, 4, 8)]
+        for gbit in (25, 10, 1)
+    ]
+    for row in (*steps, *zip(*steps, strict=True)):
+        assert list(row) == sorted(row)
+    assert {row[0] for row in steps} == {0.2}
+
+
+def test_one_gpu_computes_and_nothing_else():
+    alone = model.forecast(WORK, Cluster(), 1)
+    assert alone.step_s == WORK.compute_s == 0.32
+    assert alone.images_per_s == pytest.approx(400)
+    assert alone.efficiency == 1.0
+
+
+def test_the_ring_moves_what_it_must():
+    # 4 T4 per node, two nodes: 179 MB per node and step, 143 ms at 10 Gbit/s (ResNet-50, fp32).
+    cluster = replace(QUIET, gpus_per_node=4, latency_s=0, local_latency_s=0)
+    size = 25_557_032 * 4
+    assert cluster.exchange_s(size, 8) == pytest.approx(0.143, abs=0.001)
+    assert cluster.exchange_s(size / 2, 8) == pytest.approx(0.0715, abs=0.001)
+    # Within one node, the node's own links decide.
+    assert cluster.exchange_s(size, 4) == pytest.approx(2 * 3 / 4 * size * 8 / 80e9)
+
+
+def test_latency_grows_with_the_logarithm_of_many_nodes():
+    few, many = (Cluster(latency_s=1e-3).exchange_s(1000.0, nodes) for nodes in (2, 1024))
+    assert few == pytest.approx(2e-3, rel=0.01)
+    assert many == pytest.approx(20e-3, rel=0.01)
+
+
+def test_communication_hides_behind_compute_except_its_end():
+    def exposed(*ready_and_values):
+        return model.forecast(Workload(9, 1, packed(*ready_and_values)), SLOW, 4).exposed_s
+
+    seconds = SLOW.exchange_s(4 * MI, 4)
+    assert exposed((0.1, MI)) == 0.0
+    assert exposed((1.0, MI)) == pytest.approx(seconds)
+    assert exposed((1.0, MI), (1.0, MI)) == pytest.approx(2 * seconds)  # one after the other
+    slow = model.forecast(WORK, replace(QUIET, network_gbit=1), 2)
+    hidden = (1 - WORK.buckets[0].ready) * WORK.compute_s
+    assert slow.exposed_s == pytest.approx(slow.exchange_s - hidden)
+
+
+def test_compression_takes_time_of_the_device():
+    how = methods.parse("fp16")
+    codec = 4 * model.PASSES["fp16"] * MI / 1e9  # seconds at 1 GB/s
+    slow = replace(SLOW, memory_gbyte_s=1)
+    early, late = (Workload(9, 1, packed((ready, MI)), how) for ready in (0.1, 1.0))
+    assert model.forecast(early, slow, 4).exposed_s == pytest.approx(codec)
+    seconds = slow.exchange_s(2 * MI, 4)
+    assert model.forecast(late, slow, 4).exposed_s == pytest.approx(codec + seconds)
+
+
+def test_bytes_of_a_bucket_are_those_of_its_tensors():
+    one = Workload(1, 1, (Bucket(1.0, ((1000, 100), (900,))),))
+    assert one.wire_bytes == [4 * 100_900]
+    assert replace(one, how=methods.parse("powersgd:2")).wire_bytes == [4 * (1100 * 2 + 900)]
+
+
+def test_the_choice_is_the_mildest_that_is_nearly_best():
+    fast, slow = (Cluster(network_gbit=gbit) for gbit in (1000, 12))
+    assert model.choice(WORK, fast, 2)[1] == "fp32"
+    found, name = model.choice(WORK, slow, 8)
+    assert name == "fp16"
+    assert found.step_s < model.forecast(WORK, slow, 8).step_s
+    real = replace(WORK, buckets=buckets.trace("resnet50"))
+    assert model.choice(real, replace(slow, network_gbit=0.1), 8)[1] == "powersgd:32"
+
+
+def test_fits_find_what_made_the_points():
+    cluster = Cluster(network_gbit=1, protocol=0.7)
+    step = {gpus: model.forecast(WORK, cluster, gpus).step_s for gpus in (2, 4)}
+    unknown = replace(WORK, images_per_s=1.0)
+    assert model.fit_compute(unknown, cluster, 4, step[4]).images_per_s == pytest.approx(400)
+    network = model.fit_network(WORK, replace(cluster, protocol=0.9), 2, step[2])
+    assert network.protocol == pytest.approx(0.7)
+
+
+def test_from_which_node_on():
+    assert model.not_worth_it(WORK, replace(QUIET, network_gbit=1e9, latency_s=0), 64) is None
+    node, gain = model.not_worth_it(WORK, Cluster(jitter=0.06), 256)
+    assert 50 < node < 256
+    assert 0.4 < gain < 0.5
+    # A network so slow that two nodes are slower than one.
+    node, gain = model.not_worth_it(WORK, Cluster(network_gbit=0.1), 64)
+    assert node == 2
+    assert gain < 0
+
+
+# ---- the command
+
+
+@pytest.fixture
+def forecast(capsys):
+    """The command, in this process."""
+
+    def run(*arguments: object) -> Result:
+        try:
+            code = forecast_scaling.main([str(argument) for argument in arguments])
+        except SystemExit as end:  # of argparse
+            code = end.code
+        return Result(code, *capsys.readouterr())
+
+    return run
+
+
+def write_run(folder, gpus, rate, nodes=None, batch=32, arch="resnet18", classes=10):
+    folder.mkdir(parents=True)
+    found = {"arch": arch, "classes": classes, "world_size": gpus, "nodes": nodes or gpus}
+    found |= {"global_batch": gpus * batch, "images_per_s": rate}
+    (folder / "summary.json").write_text(json.dumps(found))
+    return folder
+
+
+def rows_of(done):
+    """The lines of the first table, by their number of GPUs."""
+    assert done.code == 0, done.err
+    lines = done.out.partition("efficiency, %")[0].splitlines()
+    return {int(line.split()[1]): line.split() for line in lines if "%" in line}
+
+
+# Published runs: images/s on so many GPUs (HAL), and efficiency on so many nodes (g4dn); the errors
+# of the forecast as in RESULTS.md. The speed of g4dn's GPU is not published: see there.
+HAL = {2: 1582, 4: 3003, 8: 5819, 16: 11257, 32: 19490, 64: 32619}
+HAL_ERRORS = "+0.0 -1.8 -0.2 +2.6 -3.7 -10.6"
+G4DN = {1: 1.0, 2: 0.81, 4: 0.65, 8: 0.46}
+G4DN_ERRORS = "+0.0 +0.0 +11.0 -9.1"
+
+
+def test_published_runs_are_forecast_within_15_percent(forecast, tmp_path):
+    hal = [
+        write_run(tmp_path / f"hal{gpus}", gpus, rate, -(-gpus // 4), 208, "resnet50", 1000)
+        for gpus, rate in HAL.items()
+    ]
+    links = ("--network-gbit", 100, "--local-gbit", 600, "--latency-us", 5, "--comm", "fp16")
+    found = rows_of(forecast("--from", *hal, "--gpus", 2, *links))
+    errors = [found[gpus][-2] for gpus in HAL]
+    assert errors == HAL_ERRORS.split()
+
+    g4dn = [
+        write_run(tmp_path / f"g4dn{nodes}", nodes, 42 * nodes * share, arch="vgg19", classes=20)
+        for nodes, share in G4DN.items()
+    ]
+    picture = tmp_path / "new" / "f.png"
+    done = forecast("--from", *g4dn, "--nodes", 1, "--fit-network", "--out", picture)
+    found = rows_of(done)
+    more = [found[nodes][-2] for nodes in G4DN]
+    assert more == G4DN_ERRORS.split()
+    # By its data sheet the network of g4dn is faster than eight nodes saw it.
+    assert "network 10 Gbit/s x 0.67," in done.out
+    assert sum(abs(float(error)) <= 15 for error in errors + more) == 10
+    assert picture.stat().st_size > 10_000
+
+
+def test_table_and_verdict(forecast):
+    done = forecast(
+        *("--arch", "resnet50", "--batch-size", "208", "--gpu-images-per-s", "400"),
+        *("--network-gbit", "25", "--nodes", "1,2,4,8,...,1024", "--comm", "fp16"),
+    )
+    assert list(rows_of(done)) == [2**k for k in range(11)]
+    assert "51.1 MB of fp16 gradients" in done.out
+    assert "Not worth it: node " in done.out
+
+
+def test_all_methods_are_compared(forecast):
+    arguments = ("-a", "vgg19", "--classes", "20", "--gpu-images-per-s", "160", "-b", "32")
+    out = forecast(*arguments, "--nodes", "1,2,4,8", "--comm", "powersgd:2").out
+    _, below = out.split("efficiency, %, on GPUs")
+    rows = {words[0]: words[1:] for words in map(str.split, below.splitlines()[1:7]) if words}
+    assert list(rows) == ["fp32", "fp16", "int8", "int4", "powersgd:32", "powersgd:2"]
+    efficiency = {name: [int(word) for word in row] for name, row in rows.items()}
+    for found in efficiency.values():
+        assert found == sorted(found, reverse=True)
+    assert efficiency["fp32"][2] < efficiency["fp16"][2] < efficiency["int8"][2]
+    assert "--comm auto takes       int8  int4  int4" in below
+
+
+def test_from_runs(forecast, tmp_path):
+    runs = [write_run(tmp_path / str(n), n, 100 * n**0.9) for n in (4, 1, 2)]
+    done = forecast("--from", *runs, "--nodes", "1,2,4,8", "--network-gbit", "1")
+    rows = rows_of(done)
+    assert "resnet18: 32 images per GPU at 100 images/s alone, 44.7 MB" in done.out
+    assert rows[1][-3:] == ["320.0", "+0.0", "%"]
+    assert rows[8][-2:] == ["-", "-"]
+
+
+def test_from_event_files_of_an_older_suite(forecast, tmp_path):
+    folder = tmp_path / "Dec01_21-13-35_hal02_resnet50_gpux2_b208_cpu20_opt02"
+    writer = SummaryWriter(str(folder))
+    for epoch, rate in enumerate((900.0, 1582.0, 1580.0, 1584.0), start=1):
+        writer.add_scalar("Throughput/train", rate, epoch)
+    writer.close()
+    rows = rows_of(forecast("--from", folder, "--gpus", "2,4,8", "--gpus-per-node", "4"))
+    assert rows[2][:2] == ["1", "2"]
+    assert rows[2][-3] == "263.0"
+
+
+def test_from_event_files_of_a_run_that_was_killed(forecast, tmp_path):
+    options = {"arch": "resnet18", "gpus": 2, "nodes": 2, "batch_per_gpu": 32, "global_batch": 64}
+    with SummaryWriter(str(tmp_path / "any_name")) as writer:
+        for part in entry(options | {"class_count": 10}):
+            writer.file_writer.add_summary(part, 0)
+        writer.add_scalar("Throughput/train", 200.0, 1)
+    done = forecast("--from", tmp_path / "any_name", "--nodes", "2")
+    assert rows_of(done)[2][-3] == "320.0"
+    assert "resnet18: 32 images per GPU at" in done.out
+    assert "44.7 MB" in done.out
+
+
+@pytest.mark.parametrize("found", ["", "[]", '{"arch": "resnet18"}', '{"images_per_s": null}'])
+def test_a_summary_without_a_speed(forecast, found, tmp_path):
+    (tmp_path / "summary.json").write_text(found)
+    assert "summary.json has no speed" in forecast("--from", tmp_path).sentence
+    (tmp_path / "summary.json").unlink()
+    assert "has no summary.json, and no" in forecast("--from", tmp_path).sentence
+
+
+def test_a_run_of_another_kind_is_refused(forecast, tmp_path):
+    runs = [write_run(tmp_path / str(batch), 1, 100, batch=batch) for batch in (32, 64)]
+    assert "such runs cannot share a forecast" in forecast("--from", *runs).sentence
+
+
+SPEED = ("--gpu-images-per-s", "400")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "how fast is one GPU"),
+        ((*SPEED, "--nodes", "1,4,2"), "not a rising list"),
+        ((*SPEED, "--nodes", "...,8"), "not a rising list"),
+        ((*SPEED, "--nodes", "1,2,..."), "not a rising list"),
+        (("--gpu-images-per-s", "-1"), "--gpu-images-per-s: -1 is not more than 0"),
+        ((*SPEED, "--protocol", "0"), "--protocol: 0 is not more than 0"),
+        ((*SPEED, "-a", "resnet51"), "unknown arch"),
+        ((*SPEED, "--comm", "fp8"), "unknown method fp8"),
+        (("--from", "nowhere"), "nowhere is not a run directory"),
+        ((*SPEED, "--fit-network"), "needs a second RUN"),
+        ((*SPEED, "--nodes", "1", "--out", "f.xyz"), "cannot write f.xyz: Format 'xyz' is not"),
+    ],
+)
+def test_bad_input_is_a_one_line_error(forecast, arguments, sentence):
+    done = forecast(*arguments)
+    assert done.code == 2
+    assert sentence in done.sentence
