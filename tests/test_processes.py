@@ -232,6 +232,7 @@ def leave_a_child(path: str) -> int:
 def test_the_end_of_a_process_is_seen_though_its_child_lives_on(tmp_path):
     """The child has inherited the pipe by which multiprocessing tells the end of its parent."""
     file = tmp_path / "child"
+    before = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
     code = supervise.supervise([(leave_a_child, (str(file),), {})])
     child = Process(int(file.read_text()))
     try:
@@ -239,6 +240,15 @@ def test_the_end_of_a_process_is_seen_though_its_child_lives_on(tmp_path):
         assert child.lives()
     finally:
         os.kill(child.pid, signal.SIGKILL)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(signum, before[signum])
+
+
+def test_sigterm_after_the_end_does_not_change_the_exit_code():
+    """A launcher may send it before it has heard that the processes of this node have ended."""
+    code = "import atexit, os; atexit.register(os.kill, os.getpid(), 15); "
+    code += "from utils.launch import supervise; supervise.run_main(lambda: 7)"
+    assert python("-c", code).code == 7
 
 
 STUCK_FORK = """

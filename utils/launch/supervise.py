@@ -153,6 +153,9 @@ def _errors_reported(by_torchrun: bool) -> Iterator[None]:
             _wait_for_the_end(error)
         _leave(report(error))
     finally:
+        # The exit code is decided. A launcher that has heard of a loss from another node, but not
+        # yet of its cause here, sends SIGTERM while Python ends, which would replace the code.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _kill_children()
 
 
@@ -223,7 +226,8 @@ def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...], dict[str, s
     # children inherit that, and so survive it before they have a handler of their own.
     if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
         handled.append(signal.SIGUSR1)
-    before = {signum: signal.signal(signum, pass_on) for signum in handled}
+    for signum in handled:  # for good: once the children have ended, a signal changes nothing
+        signal.signal(signum, pass_on)
     try:
         for child, (_, _, variables) in zip(children, calls, strict=True):
             with _environment({LAUNCHER: str(me)} | variables):
@@ -233,8 +237,6 @@ def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...], dict[str, s
         for child in children:
             if child.pid and child.is_alive():
                 child.kill()
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 @contextlib.contextmanager
