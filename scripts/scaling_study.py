@@ -35,8 +35,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/ssh")]
 
 import utils.launch.installed  # noqa: E402, F401 (a missing package becomes a one-line error)
 
-import copying  # noqa: E402
 import hosts  # noqa: E402
+import launcher  # noqa: E402
 from bench import namespaces  # noqa: E402
 from compare import pictures, runs, table  # noqa: E402
 from compare.runs import Run  # noqa: E402
@@ -361,7 +361,7 @@ class Runner:
             (self.folder / f"hosts_{nodes}").write_text("\n".join(lines[:nodes]) + "\n")
         if args.sync:
             for host in args.machines[: arm.nodes]:
-                copying.sync(args, host)
+                launcher.sync(args, host)
         words = ["bash", "scripts/doctor.sh", str(self.folder / f"hosts_{arm.nodes}"), *reach(args)]
         if not args.no_doctor and self.run([[*words, "--data", arm.data]]) not in (0, 1):
             raise UserError(

@@ -91,10 +91,13 @@ class Holder:
 class RayNode(Node):
     """A node whose guard is below an actor."""
 
-    def __init__(self, host: Host, job: Job, quiet: bool, holder: Any, mark: str):
-        super().__init__(host, job, quiet)
-        self.holder, self.mark = holder, mark
-        threading.Thread(target=self._follow, daemon=True).start()
+    def __init__(self, host: Host, job: Job, cluster: "Cluster"):
+        super().__init__(host, job)
+        self.cluster = cluster
+
+    def connect(self) -> None:
+        self.holder = self.cluster.hold(self.host)
+        threading.Thread(target=self._follow, args=(self.holder,), daemon=True).start()
 
     def say(self, order: bytes) -> None:
         with contextlib.suppress(Exception):  # of a node that is gone
@@ -103,18 +106,19 @@ class RayNode(Node):
     def close(self) -> None:
         ray.kill(self.holder)
 
-    def _follow(self) -> None:
+    def _follow(self, holder: Any) -> None:
         program, code = hosts.program(Path(guard.__file__), {}), None
+        mark = {MARKER: self.cluster.mark}
         try:
-            ray.get(self.holder.start.remote(hosts.bootstrap(), program, {MARKER: self.mark}))
+            ray.get(holder.start.remote(hosts.bootstrap(), program, mark))
             while code is None:
-                lines, code = ray.get(self.holder.follow.remote())
+                lines, code = ray.get(holder.follow.remote())
                 for stream, line in lines:
                     self.take(line, sys.stdout if stream == 1 else sys.stderr)
         except ray.exceptions.RayError:
             code = SSH_FAILED  # as when an ssh is lost
         with contextlib.suppress(Exception):
-            self.close()  # it holds the node's resources
+            ray.kill(holder)  # it holds the node's resources
         self.job.events.put((self, "ended", code))
 
 
@@ -143,7 +147,11 @@ class Cluster:
         self.taken = (kept + [host for host in alive if host not in kept])[: self.most]
         return self.taken
 
-    def connect(self, host: Host, job: Job, quiet: bool) -> RayNode:
+    def node(self, host: Host, job: Job) -> RayNode:
+        return RayNode(host, job, self)
+
+    def hold(self, host: Host) -> Any:
+        """An actor on a host that has what the job needs there."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         place = NodeAffinitySchedulingStrategy(host.address.partition("@")[0], soft=False)
@@ -153,10 +161,7 @@ class Cluster:
             max_concurrency=8,
             scheduling_strategy=place,
         )
-        return RayNode(host, job, quiet, holder.remote(), self.mark)
-
-    def prepare(self, host: Host) -> None:
-        """Nothing: the code is there."""
+        return holder.remote()
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -1,4 +1,4 @@
-"""Finds and ends this suite's processes of this user; see scripts/cleanup.sh for the command.
+"""Find and end this suite's processes of this user; see scripts/cleanup.sh for the command.
 
 What is ours carries IMAGENET_SUITE=KIND[:RUN] in its environment: launchers and scripts set it for
 everything that they start. The first process of a command typed by hand has not inherited it (and
@@ -19,8 +19,14 @@ import socket
 import sys
 import time
 
-_SCRIPT = re.compile(r"imagenet_\w+\.py")
-_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "torchrun")
+# A command line, a word per line: Python and its options; perhaps torchrun and its options; a
+# training script.
+_TYPED = re.compile(
+    r".*\n(?:-[WX]\n.*\n|-[^cm\n].*\n)*"
+    r"(?P<torchrun>(?:-m\ntorch\.distributed\.(?:run|launch)|(?:.*/)?torchrun)\n(?:(?!.*\.py\n).*\n)*)?"
+    r"(?P<script>(?:.*/)?imagenet_\w+\.py)\n"
+)
+_NAME = re.compile(r"^--name[=\n](.*)$", re.MULTILINE)
 DEFAULT_PORT = 8888
 ARGUMENTS = globals().get("ARGUMENTS")  # given when this file was sent over ssh
 
@@ -41,46 +47,18 @@ class Process:
         with open(folder + "/environ", "rb") as file:
             variables = file.read().decode(errors="replace").split("\0")
         environment = dict(one.partition("=")[::2] for one in variables)
-        self.mark, self.ranked = environment.get("IMAGENET_SUITE"), "LOCAL_RANK" in environment
+        lines = "".join(word.replace("\n", " ") + "\n" for word in self.words)
         self.python = os.path.basename(os.readlink(folder + "/exe")).startswith("python")
-        self.folder = os.readlink(folder + "/cwd")
-
-    @property
-    def ours(self):
-        return self.mark is not None or self.script is not None
-
-    @property
-    def run(self):
-        """The name of its run, where the mark or the command line has it."""
-        name = (self.mark or "").partition(":")[2]
-        for number, word in enumerate(self.words):
-            if word == "--name":
-                name = "".join(self.words[number + 1 : number + 2])
-            elif word.startswith("--name="):
-                name = word[len("--name=") :]
-        return name
-
-    @property
-    def agent(self):
-        """Whether it is torchrun itself."""
-        return self.python and not self.ranked and _launcher_at(self.words) > 0
-
-    @property
-    def script(self):
-        """The script of this suite that a Python command line runs, or None."""
-        if not self.python:
-            return None
-        first = _launcher_at(self.words)
-        if first:
-            words = [word for word in self.words[first + 1 :] if word.endswith(".py")][:1]
-        else:
-            words = _program(self.words)
-        for word in words:
-            path = os.path.join(self.folder, word)
-            beside = os.path.join(os.path.dirname(path), "utils", "options.py")
-            if _SCRIPT.fullmatch(os.path.basename(word)) and os.path.exists(beside):
-                return word
-        return None
+        typed = _TYPED.match(lines) if self.python else None
+        # torchrun itself; its workers have a rank.
+        self.agent = bool(typed and typed["torchrun"] and "LOCAL_RANK" not in environment)
+        mark = environment.get("IMAGENET_SUITE")
+        self.ours = mark is not None
+        if typed and not self.ours:
+            script = os.path.join(os.readlink(folder + "/cwd"), typed["script"])
+            self.ours = os.path.exists(os.path.dirname(script) + "/utils/options.py")
+        names = [(mark or "").partition(":")[2], *_NAME.findall(lines)]
+        self.run = names[-1]  # the name of its run, where the mark or the command line has it
 
     def lives(self):
         with contextlib.suppress(OSError):
@@ -96,27 +74,6 @@ class Process:
         orphan = " (orphaned)" if self.parent == 1 else ""
         line = " ".join(" ".join(self.words).split())
         return f"{self.pid}{orphan}: {line[:120]}{'...' if len(line) > 120 else ''}"
-
-
-def _program(words):
-    """The file that a Python command line runs, as a list; empty for -m, -c and no file."""
-    for number, word in enumerate(words[1:], 1):
-        if word in ("-W", "-X") or words[number - 1] in ("-W", "-X"):
-            continue
-        if not word.startswith("-"):
-            return [word]
-        if word.startswith(("-m", "-c")):
-            break
-    return []
-
-
-def _launcher_at(words):
-    """Where torchrun, or the module behind it, is on a Python command line; 0: nowhere."""
-    for number, word in enumerate(words[1:4], 1):
-        if word in _LAUNCHERS and words[number - 1] == "-m":
-            return number
-    program = _program(words)
-    return words.index(program[0]) if program and os.path.basename(program[0]) == "torchrun" else 0
 
 
 def find(run):
@@ -144,13 +101,12 @@ def find(run):
 
 def listening(processes):
     """TCP ports on which these processes listen."""
-    sockets = set()
+    sockets, ports = set(), set()
     for one in processes:
         with contextlib.suppress(OSError):
             for fd in os.listdir(f"/proc/{one.pid}/fd"):
                 with contextlib.suppress(OSError):
                     sockets.add(os.readlink(f"/proc/{one.pid}/fd/{fd}"))
-    ports = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"/proc/net/{table}") as file:
             for line in file.readlines()[1:]:
@@ -201,7 +157,7 @@ def clean(grace, dry_run, run, say=print):
     found = find(run)
     ports = listening(found)
     if not found:
-        say("nothing of this suite is running" if not run else f"nothing of {run} is running")
+        say(f"nothing of {run or 'this suite'} is running")
     for one in found:
         say(f"{'would end' if dry_run else 'ending'} {one}")
     if dry_run:
@@ -234,7 +190,9 @@ def main():
     import hosts  # only here, as this file is sent to nodes without it
 
     hosts.go_on_without_reader()
-    parser = argparse.ArgumentParser(prog="cleanup.sh", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "cleanup.sh", None, "End this user's processes of this suite.", allow_abbrev=False
+    )
     add = parser.add_argument
     add("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host per line")
     add("--name", default="", metavar="RUN", help="end only this run (started with --name RUN)")

@@ -34,6 +34,10 @@ _BOOTSTRAP = (
 # A dead connection is noticed within 15 s; BatchMode: never ask for a password.
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3")
 SSH_FAILED = 255  # exit code of ssh itself
+_LINE = re.compile(
+    r"(?P<address>[^-=/ ][^=/ ]*)"
+    r"( slots=(?P<slots>[1-9]\d*)| ip=(?P<ip>\S+)| runs=(?P<runs>\S+))*"
+)
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _HANDED_OVER = "IMAGENET_SUITE_VALUES"  # see `hide_values`
 _values: dict[str, str] = {}
@@ -60,45 +64,34 @@ def read(path: Path) -> list[Host]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as fault:
         raise UserError(f"cannot read the hosts file {path}: {fault}") from None
-    hosts: list[Host] = []
+    form, hosts = "[USER@]HOST [slots=N] [ip=ADDRESS] [runs=PATH]", []
     for number, line in enumerate(lines, 1):
-        where = f"{path}, line {number}"
-        if not (words := line.split("#")[0].split()):
-            continue
-        found = re.fullmatch(
-            r"(?P<address>[^-=/ ][^=/ ]*)"
-            r"( slots=(?P<slots>[1-9]\d*)| ip=(?P<ip>\S+)| runs=(?P<runs>\S+))*",
-            " ".join(words),
-        )
-        if not found:
-            raise UserError(
-                f"{where}: {line.strip()!r} is not of the form "
-                "[USER@]HOST [slots=N] [ip=ADDRESS] [runs=PATH]"
-            )
-        host = Host(**found.groupdict() | {"slots": found["slots"] and int(found["slots"])})
-        if host.name in [other.name for other in hosts]:
-            raise UserError(f"{where}: {host.name} is listed twice")
-        hosts.append(host)
+        if words := line.split("#")[0].split():
+            _add(hosts, f"{path}, line {number}", _LINE.fullmatch(" ".join(words)), line, form)
     if not hosts:
         raise UserError(f"{path} names no host: write one ssh host per line")
     return hosts
 
 
-def of_list(text: str) -> list[Host]:
+def from_list(text: str) -> list[Host]:
     """The hosts in a list as Horovod and MPI write it, such as a:2,b:2 (processes; without: 1).
 
     Raises: `UserError`.
     """
     hosts: list[Host] = []
     for word in text.split(","):
-        found = re.fullmatch(r"([^-:][^:]*)(?::([1-9]\d*))?", word)
-        if not found:
-            raise UserError(f"-H {text}: {word!r} is not of the form HOST or HOST:PROCESSES")
-        host = Host(found[1], int(found[2] or 1))
-        if host.name in [other.name for other in hosts]:
-            raise UserError(f"-H {text}: {host.name} is listed twice")
-        hosts.append(host)
+        slots = word.replace(":", " slots=", 1) if ":" in word else f"{word} slots=1"
+        _add(hosts, f"-H {text}", _LINE.fullmatch(slots), word, "HOST or HOST:PROCESSES")
     return hosts
+
+
+def _add(hosts: list[Host], where: str, found: re.Match | None, text: str, form: str) -> None:
+    if not found:
+        raise UserError(f"{where}: {text.strip()!r} is not of the form {form}")
+    host = Host(**found.groupdict() | {"slots": found["slots"] and int(found["slots"])})
+    if host.name in [other.name for other in hosts]:
+        raise UserError(f"{where}: {host.name} is listed twice")
+    hosts.append(host)
 
 
 def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:

@@ -1,12 +1,12 @@
 """A job on several nodes: attempt after attempt, from the first connection to the exit code.
 
-This process decides which nodes take part, so that no node has to hold a rendezvous. An attempt is
-an ordinary start on the nodes that answer. With ``again`` (--elastic), when a node is lost, the
-others end theirs, and the next attempt resumes from the run's latest snapshot; a node that answers
-again is added: the attempt ends with a snapshot, and the next one is on one node more. Without, all
-nodes have to answer, and there is one attempt.
+This process decides which nodes take part, so no node has to hold a rendezvous. An attempt starts
+the script on the nodes that answer. With ``again`` (--elastic), when a node is lost, the others
+are stopped, and the next attempt resumes from the run's latest snapshot. When a node answers again,
+the attempt ends with a snapshot, and the next one includes that node. Without ``again`` all nodes
+have to answer, and there is one attempt.
 
-How nodes are reached is up to a `Transport`: ssh in launcher.py, Ray in scripts/examples.
+How a host is reached is up to a subclass of `Node`: ssh in launcher.py, Ray in scripts/examples.
 """
 
 import argparse
@@ -19,8 +19,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import guard
 from hosts import SSH_FAILED, Host, note
@@ -33,64 +32,61 @@ LOST_SECONDS = 6.0  # for the others to end once a node has failed: they cannot 
 END_SECONDS = 30.0  # for the other nodes once the first has finished
 JOIN_SECONDS = 5.0  # other nodes may come back at the same time
 SETTLE_SECONDS = 30.0  # an attempt that has just begun is not interrupted for a node
-QUICK_SECONDS, QUICK_FAILURES = 120.0, 5  # so many such short attempts in a row are no accident
+QUICK_SECONDS, QUICK_FAILURES = 120.0, 5  # after so many short attempts in a row the job fails
 FIRST_PAUSE, LONGEST_PAUSE = 15.0, 60.0  # between attempts to reach a lost node
 _HELLO = guard.HELLO.encode()
-_COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
-
-
-class Screen:
-    """Standard output and error of this process, shared by all nodes, one line at a time."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.names: list[str] = []
-
-    def line(self, name: str, text: bytes, stream: Any = None) -> None:
-        """Show a line from a node; it is dropped if nobody reads our output any more."""
-        stream = stream or sys.stdout
-        with self.lock, suppress(OSError):
-            if name not in self.names:
-                self.names.append(name)
-            label = f"[{name}]".ljust(max(map(len, self.names)) + 2)
-            if stream.isatty() and "NO_COLOR" not in os.environ:
-                colour = _COLOURS[self.names.index(name) % len(_COLOURS)]
-                label = f"\033[{colour}m{label}\033[0m"
-            stream.buffer.write(label.encode() + b" " + text.rstrip(b"\r\n") + b"\n")
-            stream.flush()
 
 
 class Node:
-    """A host and the guard on it. A transport's own kind adds how to `say` and `close`.
+    """A host and, while it is connected, the guard on it; times by the monotonic clock.
 
-    Its events go to the job's queue: (node, "hello", None), then (node, "ended", exit code).
+    A subclass defines `connect`, which starts a guard, `say`, which sends it an order and ignores
+    that it may be gone, and `close`, which ends the connection and with it the guard. It passes
+    lines of output to `take`, and in the end puts (node, "ended", exit code) into ``job.events``.
     """
 
-    def __init__(self, host: Host, job: "Job", quiet: bool):
-        self.host, self.job, self.quiet = host, job, quiet
+    def __init__(self, host: Host, job: "Job"):
+        self.host, self.job = host, job
+        self.colour = 36 - len(job.nodes) % 6  # cyan, magenta, blue, yellow, green, red
+        self.failures = 0  # since it last answered
+        self.next_call = 0.0
+        self.trusted = False  # it was in an attempt that began well, and has not been lost since
+        self.barred = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Not connected."""
+        self.connected = self.ready = self.started = False  # ready: the guard waits for a job
+        self.since = time.monotonic()  # when it was called, or became ready
         self.hello: dict | None = None
-        self.started = False
         self.code: int | None = None
 
-    def say(self, order: bytes) -> None:
-        """Send an order to the guard; one that is gone will be reported as ended."""
-        raise NotImplementedError
+    def leave(self, failed: bool) -> None:
+        """The connection has ended: call again, at once or, after a failure, later."""
+        self.reset()
+        self.failures = self.failures + 1 if failed else 0
+        pause = min(FIRST_PAUSE * 2 ** (self.failures - 1), LONGEST_PAUSE) if failed else 0.0
+        self.next_call = time.monotonic() + pause
 
-    def close(self) -> None:
-        """End the connection, and with it the guard."""
-        raise NotImplementedError
+    def prepare(self) -> None:
+        """What has to be done on the node before an attempt. Raises: `UserError`."""
 
     def missing(self) -> str:
         """Why there is no guard, or no longer one, although no job was started."""
         return f"{self.host.name} does not answer"
 
     def take(self, line: bytes, stream: Any) -> None:
-        """Show a line of output, or understand the guard's first one."""
+        """Handle a line of output: the guard's first one, or one to show."""
         if self.hello is None and line.startswith(_HELLO):
-            self.hello, self.quiet = json.loads(line[len(_HELLO) :]), False
-            self.job.events.put((self, "hello", None))
-        elif not self.quiet:
-            self.job.screen.line(self.host.name, line, stream)
+            self.hello = json.loads(line[len(_HELLO) :])
+            try:
+                self.prepare()
+            except UserError as fault:
+                self.job.events.put((self, "unready", str(fault)))
+            else:
+                self.job.events.put((self, "ready", None))
+        elif self.hello or not self.failures:  # the reason of a failure is shown once
+            self.job.show(self, line, stream)
 
     @property
     def lost(self) -> bool:
@@ -110,74 +106,31 @@ class Node:
         return errors.LOST_PEER if self.lost or self.signal else self.code
 
 
-class Transport(Protocol):
-    """How nodes are found and reached."""
-
-    wait_seconds: float  # for as many nodes as the job needs at least
-
-    def hosts(self) -> list[Host]:
-        """All that there are now."""
-
-    def connect(self, host: Host, job: "Job", quiet: bool) -> Node:
-        """Start a guard on a host; ``quiet``: do not show why that fails."""
-
-    def prepare(self, host: Host) -> None:
-        """Make ready for an attempt. Raises: `UserError`."""
-
-
-@dataclass
-class Seat:
-    """A host, whether it takes part or not; times by the monotonic clock."""
-
-    host: Host
-    node: Node | None = None
-    ready: bool = False  # the guard waits for a job
-    since: float = 0.0  # ... or for an answer
-    next_call: float = 0.0
-    failures: int = 0  # since it last answered
-    trusted: bool = False  # it was in an attempt that began well, and has not been lost since
-    barred: bool = False
-
-    def leave(self, failed: bool) -> None:
-        """The connection has ended: call again, at once or, after a failure, later."""
-        self.node, self.ready = None, False
-        self.failures = self.failures + 1 if failed else 0
-        pause = min(FIRST_PAUSE * 2 ** (self.failures - 1), LONGEST_PAUSE) if failed else 0.0
-        self.next_call = time.monotonic() + pause
-
-
-@dataclass
-class Attempt:
-    """A start of the script on ``nodes`` (by rank)."""
-
-    nodes: list[Node]
-    began: float = field(default_factory=time.monotonic)
-    ending: bool = False  # its nodes have been told to end
-    joining: bool = False  # ... to add a node that is back
-    first: Node | None = None  # the first that failed
-
-
 class Job:
-    """Runs ``command`` on from MIN to MAX (``limits``) nodes; see the top of this file."""
+    """Runs ``command`` on from MIN to MAX (``limits``) nodes; see the top of this file.
+
+    ``transport`` has ``hosts()``, all that there are now, ``node(host, job)``, and ``wait_seconds``
+    for as many nodes as the job needs at least.
+    """
 
     def __init__(
         self,
         options: argparse.Namespace,  # dir, env, grace, port, python
         command: list[str],
-        transport: Transport,
+        transport: Any,
         limits: tuple[int, int],
         again: bool,
     ):
         self.options, self.command, self.transport = options, command, transport
         (self.least, self.most), self.again = limits, again
-        self.screen = Screen()
         self.events: queue.SimpleQueue = queue.SimpleQueue()
-        self.seats: list[Seat] = []
+        self.screen = threading.Lock()
+        self.nodes: list[Node] = []
+        self.attempt: list[Node] = []  # nodes of the present attempt, by rank; none between two
         self.number = 0  # of attempts so far
-        self.attempt: Attempt | None = None
-        self.nodes: list[Node] = []  # of the latest attempt
         self.interrupts = 0
         self.quick = 0  # attempts in a row that failed soon
+        self.run_host: Host | None = None  # it has the run directory, unless it was lost
         self.code: int | None = None  # of the job, once it is over
         self._wait()
 
@@ -191,23 +144,35 @@ class Job:
             self._call()
             with suppress(queue.Empty):
                 self._take(*self.events.get(timeout=0.5))
-            if self.code is None:
-                self._gather() if self.attempt is None else self._add()
-        for node in self._connected():  # a guard without a job ends with its connection
-            node.close()
+            if self.attempt:
+                self._watch()
+            elif self.code is None:
+                self._gather()
+        for node in self.nodes:  # a guard without a job ends with its connection
+            if node.connected and node.code is None:
+                node.close()
         return self.code
 
-    def _connected(self) -> list[Node]:
-        """All guards: those with a job, and those that wait."""
-        nodes = [seat.node for seat in list(self.seats)]
-        return [node for node in nodes if node is not None and node.code is None]
+    def show(self, node: Node, text: bytes, stream: Any = None) -> None:
+        """Print a line of a node; it is dropped if nobody reads our output any more."""
+        stream = stream or sys.stdout
+        label = f"[{node.host.name}]".ljust(max(len(one.host.name) for one in self.nodes) + 2)
+        if stream.isatty() and "NO_COLOR" not in os.environ:
+            label = f"\033[{node.colour}m{label}\033[0m"
+        with self.screen, suppress(OSError):
+            stream.buffer.write(label.encode() + b" " + text.rstrip(b"\r\n") + b"\n")
+            stream.flush()
 
     def _beat(self) -> None:
         """Send heartbeats, for ever."""
         while True:
             time.sleep(guard.HEARTBEAT_SECONDS)
-            for node in self._connected():
-                node.say(b"\n")
+            self._say(b"\n", list(self.nodes))
+
+    def _say(self, order: bytes, nodes: list[Node]) -> None:
+        for node in nodes:
+            if node.connected and node.code is None:
+                node.say(order)
 
     def _wait(self, pause: float = 0.0) -> None:
         """From now on, wait for nodes; begin no sooner than in ``pause`` seconds."""
@@ -219,66 +184,54 @@ class Job:
         if self.interrupts:
             return
         now, hosts = time.monotonic(), self.transport.hosts()
-        self.seats = [seat for seat in self.seats if seat.node or seat.host in hosts]
-        known = [seat.host for seat in self.seats]
-        self.seats += [Seat(host) for host in hosts if host not in known]
-        for seat in self.seats:
-            if seat.node is None and not seat.barred and now >= seat.next_call:
-                seat.node = self.transport.connect(seat.host, self, quiet=seat.failures > 0)
-                seat.since = now
-            elif seat.node and not seat.node.hello and now - seat.since > CALL_SECONDS:
-                seat.node.close()
+        self.nodes = [node for node in self.nodes if node.connected or node.host in hosts]
+        known = [node.host for node in self.nodes]
+        for host in hosts:
+            if host not in known:
+                self.nodes.append(self.transport.node(host, self))
+        for node in self.nodes:
+            if not node.connected and not node.barred and now >= node.next_call:
+                node.reset()
+                node.connected = True
+                node.connect()
+            elif node.connected and not node.hello and now - node.since > CALL_SECONDS:
+                node.close()
 
     def _take(self, node: Node | None, what: str, more: Any) -> None:
         """Handle an event."""
-        seat = next((seat for seat in self.seats if node and seat.node is node), None)
         if what == "signal":
             self._interrupt(more)
-        elif seat is None:
-            pass  # of a node that has left
-        elif what == "hello":
-            threading.Thread(target=self._prepare, args=(node,), daemon=True).start()
         elif what == "ready":
-            if seat.failures:
-                note(f"{seat.host.name} is back")
-            seat.ready, seat.failures, seat.since = True, 0, time.monotonic()
+            if node.failures:
+                note(f"{node.host.name} is back")
+            node.ready, node.failures, node.since = True, 0, time.monotonic()
+        elif what == "unready" and self.again:
+            errors.show(UserError(more))
+            node.close()
         elif what == "unready":
-            if self.again:
-                errors.show(UserError(more))
-                node.close()
-            else:
-                self._finish(errors.BAD_INPUT, more)
-        elif what == "ended":
+            self._finish(errors.BAD_INPUT, more)
+        elif node.started:
             node.code = more
-            self._ended(node) if node.started else self._never_began(seat)
-
-    def _prepare(self, node: Node) -> None:
-        try:
-            self.transport.prepare(node.host)
-        except UserError as fault:
-            self.events.put((node, "unready", str(fault)))
+            self._ended(node)
         else:
-            self.events.put((node, "ready", None))
-
-    def _never_began(self, seat: Seat) -> None:
-        """The connection to a node without a job has ended."""
-        if not self.again:
-            self._finish(errors.BAD_INPUT, seat.node.missing())
-        elif not seat.failures and not self.interrupts:
-            note(f"{seat.node.missing()}; will keep trying")
-        seat.leave(failed=True)
+            node.code = more
+            if not self.again:
+                self._finish(errors.BAD_INPUT, node.missing())
+            elif not node.failures and not self.interrupts:
+                note(f"{node.missing()}; will keep trying")
+            node.leave(failed=True)
 
     def _gather(self) -> None:
         """Begin an attempt when all nodes that can be expected are here, or say which are not."""
         now, limit = time.monotonic(), self.transport.wait_seconds
-        ready = [seat for seat in self.seats if seat.ready]
-        expected = [seat for seat in self.seats if not seat.failures and not seat.barred]
+        ready = [node for node in self.nodes if node.ready]
+        expected = [node for node in self.nodes if not node.failures and not node.barred]
         here = len(ready) >= self.most or len(ready) == len(expected)
         if now >= self.not_before and here and len(ready) >= self.least:
             self._begin(ready[: self.most])
             return
         waited = now - self.since
-        missing = [seat.host.name for seat in self.seats if not seat.ready and not seat.barred]
+        missing = [node.host.name for node in self.nodes if not node.ready and not node.barred]
         names = ", ".join(missing) or "more nodes than there are"
         if waited > limit and len(ready) < self.least:
             code = errors.LOST_PEER if self.number else errors.BAD_INPUT
@@ -291,136 +244,126 @@ class Job:
                 f"({waited:.0f} s, at most {limit:g})"
             )
 
-    def _begin(self, seats: list[Seat]) -> None:
-        self.attempt = Attempt([seat.node for seat in seats])
-        self.nodes = self.attempt.nodes
-        self.number += 1
-        environment = {}
-        if self.again:
-            names = ", ".join(seat.host.name for seat in seats)
-            again = "again " if self.number > 1 else ""
-            note(f"training begins {again}on {len(seats)} of {len(self.seats)} nodes: {names}")
-            environment["IMAGENET_ELASTIC"] = str(self.number)
-        first, several = self.nodes[0], len(seats) > 1
-        address = first.host.ip or (first.hello["address"] if several else "127.0.0.1")
-        if several and (address is None or address.startswith("127.")):
+    def _begin(self, nodes: list[Node]) -> None:
+        """Start the script on ``nodes``, and show each command."""
+        first, options = nodes[0], self.options
+        address = first.host.ip
+        address = address or (first.hello["address"] if len(nodes) > 1 else "127.0.0.1")
+        if address is None or (len(nodes) > 1 and address.startswith("127.")):
             self._finish(
                 errors.BAD_INPUT,
                 f"{first.host.name} was reached at {address}, where the other nodes cannot reach "
                 "it: write ip=ADDRESS behind it in the hosts file",
             )
             return
-        port = str(self.options.port or first.hello["port"])
-        meeting = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(len(seats))}
-        for rank, node in enumerate(self.nodes):
-            self._start(node, meeting | {"NODE_RANK": str(rank)} | environment)
+        self.attempt, self.began = nodes, time.monotonic()
+        self.ending = False  # the nodes have been told to end
+        self.joining = False  # ... to add a node that is back
+        self.kill_at: float | None = None
+        self.failed: Node | None = None  # the first one that failed
+        self.number += 1
+        port = str(options.port or first.hello["port"])
+        place = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(len(nodes))}
+        if self.again:
+            names = ", ".join(node.host.name for node in nodes)
+            again = "again " if self.number > 1 else ""
+            note(f"training begins {again}on {len(nodes)} of {len(self.nodes)} nodes: {names}")
+            place["IMAGENET_ELASTIC"] = str(self.number)
+        given = dict(options.env or ())
+        for rank, node in enumerate(nodes):
+            environment = place | {"NODE_RANK": str(rank)}
+            slots = [] if node.host.slots is None else ["-g", str(node.host.slots)]
+            command = [*self.command[:1], *slots, *self.command[1:]]
+            shown = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
+            shown += [f"{key}=***" for key in given]  # it may be a secret, and this is kept in logs
+            line = f"+ cd {options.dir}; {' '.join(shown)} python {shlex.join(command)}"
+            self.show(node, line.encode())
+            job = {"command": command, "folder": options.dir, "python": options.python}
+            job |= {"environment": environment | given, "grace": options.grace}
+            node.say(json.dumps(job).encode() + b"\n")
+            node.started = True
 
-    def _start(self, node: Node, environment: dict[str, str]) -> None:
-        """Start the script on a node, and show the command."""
-        given = dict(self.options.env or ())
-        slots = [] if node.host.slots is None else ["-g", str(node.host.slots)]
-        command = [*self.command[:1], *slots, *self.command[1:]]
-        shown = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
-        shown += [f"{key}=***" for key in given]  # it may be a secret, and this is kept in logs
-        line = f"+ cd {self.options.dir}; {' '.join(shown)} python {shlex.join(command)}"
-        self.screen.line(node.host.name, line.encode())
-        job = {
-            "command": command,
-            "folder": self.options.dir,
-            "environment": environment | given,
-            "python": self.options.python,
-            "grace": self.options.grace,
-        }
-        node.say(json.dumps(job).encode() + b"\n")
-        node.started = True
-
-    def _add(self) -> None:
-        """End an attempt for a node that is back, so that the next one is on more nodes."""
-        now, attempt = time.monotonic(), self.attempt
-        waiting = [seat for seat in self.seats if seat.ready and not seat.node.started]
-        if attempt.ending or not waiting or len(attempt.nodes) >= self.most:
+    def _watch(self) -> None:
+        """End an attempt that takes too long to end, or that a node which is back can join."""
+        now = time.monotonic()
+        if self.kill_at is not None and now > self.kill_at:
+            self._say(b"KILL\n", self.attempt)
+        waiting = [node for node in self.nodes if node.ready and not node.started]
+        if self.ending or not waiting or len(self.attempt) >= self.most:
             return
-        came = max(seat.since for seat in waiting)
-        if now - attempt.began > SETTLE_SECONDS and now - came > JOIN_SECONDS:
-            names = ", ".join(seat.host.name for seat in waiting)
+        came = max(node.since for node in waiting)
+        if now - self.began > SETTLE_SECONDS and now - came > JOIN_SECONDS:
+            names = ", ".join(node.host.name for node in waiting)
             note(f"stopping with a snapshot, to go on with {names}")
-            attempt.joining = True
+            self.joining = True
             self._end()
 
-    def _end(self, kill_after: float | None = None, ask: bool = True) -> None:
+    def _end(self, kill_after: float | None = None) -> None:
         """Ask the nodes of this attempt to end; their guards see to that, or KILL does."""
-        self.attempt.ending = True
-        if ask:
-            self._say(b"TERM\n")
+        self.ending = True
+        self._say(b"TERM\n", self.attempt)
         if kill_after is not None:
-            timer = threading.Timer(kill_after, self._say, (b"KILL\n", self.nodes))
-            timer.daemon = True
-            timer.start()
-
-    def _say(self, order: bytes, nodes: list[Node] | None = None) -> None:
-        for node in nodes or self.nodes:
-            if node.code is None:
-                node.say(order)
+            self.kill_at = time.monotonic() + kill_after
 
     def _ended(self, node: Node) -> None:
         """A node of this attempt has ended."""
-        attempt, name = self.attempt, node.host.name
+        name = node.host.name
+        killed = f": killed by {node.signal}" if node.signal else ""
         if node.lost and self.again:
             note(f"lost the connection to {name}; will keep trying")
         elif node.lost:
             errors.show(UserError(f"lost the connection to {name}; its guard ends what runs there"))
-        if node.code and not attempt.ending:
-            attempt.first = node
+        if node.code and not self.ending:
+            self.failed = node
             if not node.lost:
-                cause = f": killed by {node.signal}" if node.signal else ""
-                note(f"{name} ended with exit code {node.code}{cause}; stopping the rest")
+                note(f"{name} ended with exit code {node.code}{killed}; stopping the rest")
             stopped = node.code == errors.INTERRUPTED  # the others will agree on a snapshot
             self._end(None if stopped else LOST_SECONDS)
-        elif attempt.first and attempt.first.code == errors.LOST_PEER and node.signal == "SIGKILL":
+        elif self.failed and self.failed.code == errors.LOST_PEER and node.signal == "SIGKILL":
             # Its peer noticed the loss, and ended, before the launcher heard of the cause.
-            note(f"{name} ended with exit code {node.code}: killed by {node.signal}")
-        elif node is attempt.nodes[0] and node.code == 0:
-            self._end(END_SECONDS, ask=False)
-        if all(one.code is not None for one in attempt.nodes):
-            self._close(attempt)
+            note(f"{name} ended with exit code {node.code}{killed}")
+        elif node is self.attempt[0] and node.code == 0:
+            self.ending, self.kill_at = True, time.monotonic() + END_SECONDS
+        if all(one.code is not None for one in self.attempt):
+            self._close()
 
-    def _close(self, attempt: Attempt) -> None:
+    def _close(self) -> None:
         """Decide how to go on after an attempt."""
-        self.attempt = None
-        lost = [node for node in attempt.nodes if node.lost]
-        seats = [seat for seat in self.seats if seat.node in attempt.nodes]
-        for seat in seats:
-            seat.leave(failed=seat.node.lost)
+        nodes, self.attempt = self.attempt, []
+        codes = [node.outcome for node in nodes]
+        failed = self.failed.outcome if self.failed else 0
+        lost = any(node.lost for node in nodes)
+        self.run_host = None if nodes[0].lost else nodes[0].host
+        for node in nodes:
+            node.leave(failed=node.lost)
         self._wait()
-        codes = [node.outcome for node in attempt.nodes]
-        failed = attempt.first.outcome if attempt.first else 0
         if self.interrupts:
             rest = [code for code in codes if code]
             self._finish(errors.INTERRUPTED if errors.INTERRUPTED in rest else (rest or [0])[0])
         elif not self.again or codes[0] == 0:
             self._finish(0 if self.again else failed or codes[0])
         elif failed == errors.BAD_INPUT and not lost:
-            self._leave_out(seats)
-        elif lost or attempt.joining:
-            for seat in seats:
-                seat.trusted = not seat.failures  # what was lost may come back as another machine
+            self._leave_out(nodes)
+        elif lost or self.joining:
+            for node in nodes:
+                node.trusted = not node.failures  # a lost node may come back as another machine
             self.quick = 0
         else:
-            self._retry(attempt, failed)
+            self._retry(failed)
 
-    def _leave_out(self, seats: list[Seat]) -> None:
+    def _leave_out(self, nodes: list[Node]) -> None:
         """Bad input ends the job, unless it came with a node that the attempt before had not."""
-        new = [seat for seat in seats if not seat.trusted]
-        if not new or len(new) == len(seats):
+        new = [node for node in nodes if not node.trusted]
+        if not new or len(new) == len(nodes):
             self._finish(errors.BAD_INPUT)
             return
-        for seat in new:
-            seat.barred = True
-        note(f"going on without {', '.join(seat.host.name for seat in new)} (the reason is above)")
+        for node in new:
+            node.barred = True
+        note(f"going on without {', '.join(node.host.name for node in new)} (the reason is above)")
 
-    def _retry(self, attempt: Attempt, code: int) -> None:
+    def _retry(self, code: int) -> None:
         """A process has failed, or was stopped on its node: try again, but not for ever."""
-        soon = time.monotonic() - attempt.began < QUICK_SECONDS
+        soon = time.monotonic() - self.began < QUICK_SECONDS
         self.quick = self.quick + 1 if soon else 1
         if self.quick >= QUICK_FAILURES:
             self._finish(code, f"training has failed {self.quick} times in a row soon after start")
@@ -436,12 +379,12 @@ class Job:
 
     def _interrupt(self, signum: int) -> None:
         self.interrupts += 1
-        if self.attempt is None:
+        if not self.attempt:
             code = errors.INTERRUPTED if self.number else 128 + signum
             self._finish(code, "interrupted while waiting for nodes")
         elif self.interrupts > 1 and signum == signal.SIGINT:
             note("ending all nodes at once")
-            self._say(b"KILL\n")
+            self._say(b"KILL\n", self.attempt)
         else:
             note(f"asking all nodes to stop with a snapshot within {self.options.grace:g} s")
             self._end()

@@ -1,9 +1,10 @@
-"""Starts a script on several nodes over ssh, shows what they print, and ends them together.
+"""Start a script on several nodes over ssh, show what they print, and end them together.
 
 See scripts/train_on_nodes.sh for the command. On each node scripts/ssh/guard.py holds the script.
 """
 
 import argparse
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,36 +12,37 @@ import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import copying
 import guard
 import hosts
-from hosts import ROOT, SSH_FAILED, Host
+from hosts import ROOT, SSH_FAILED, Host, note
 from job import CALL_SECONDS, Job, Node
 
 from utils import errors
 from utils.errors import UserError
-from utils.option_types import Formatter, amount, number, port, run_name
+from utils.option_types import Formatter, amount, port, positive, run_name
 
 WAIT_SECONDS = 600.0  # for as many nodes as --elastic needs at least, unless --dist-timeout says
+_NOT_COPIED = (".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache")
 
 
 class SshNode(Node):
     """A node whose guard is at the other end of an ssh."""
 
-    def __init__(self, host: Host, job: Job, quiet: bool, ssh: str, mark: str):
-        super().__init__(host, job, quiet)
-        self.command = ssh
+    def __init__(self, host: Host, job: Job, options: argparse.Namespace, mark: str):
+        super().__init__(host, job)
+        self.options, self.mark, self.lock = options, mark, threading.Lock()
+
+    def connect(self) -> None:
         # In a session of its own: Ctrl-C at the terminal is for this process, not for ssh.
         self.ssh = subprocess.Popen(
-            hosts.remote_python(ssh, host, mark),
+            hosts.remote_python(self.options.ssh, self.host, self.mark),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self.lock = threading.Lock()
         self.say(hosts.program(Path(guard.__file__), {}))
-        threading.Thread(target=self._follow, daemon=True).start()
+        threading.Thread(target=self._follow, args=(self.ssh,), daemon=True).start()
 
     def say(self, order: bytes) -> None:
         try:
@@ -53,22 +55,27 @@ class SshNode(Node):
     def close(self) -> None:
         self.ssh.terminate()
 
-    def missing(self) -> str:
-        if self.hello:
-            return f"lost the connection to {self.host.name}"
-        if self.code == SSH_FAILED:
-            return hosts.ssh_failed(self.command, self.host)
-        python = f"`{self.command} {self.host.address} python3 -V`"
-        if self.lost:
-            return f"no answer from {self.host.name} within {CALL_SECONDS:g} s: does {python} work?"
-        return f"{self.host.name} has no working python3 (exit code {self.code}): try {python}"
+    def prepare(self) -> None:
+        if self.options.sync:
+            sync(self.options, self.host)
 
-    def _follow(self) -> None:
-        other = threading.Thread(target=self._show, args=(self.ssh.stderr, sys.stderr), daemon=True)
+    def missing(self) -> str:
+        name = self.host.name
+        check = f"`{self.options.ssh} {self.host.address} python3 -V`"
+        if self.hello:
+            return f"lost the connection to {name}"
+        if self.code == SSH_FAILED:
+            return hosts.ssh_failed(self.options.ssh, self.host)
+        if self.lost:
+            return f"no answer from {name} within {CALL_SECONDS:g} s: does {check} work?"
+        return f"{name} has no working python3 (exit code {self.code}): try {check}"
+
+    def _follow(self, ssh: subprocess.Popen) -> None:
+        other = threading.Thread(target=self._show, args=(ssh.stderr, sys.stderr), daemon=True)
         other.start()
-        self._show(self.ssh.stdout, sys.stdout)
+        self._show(ssh.stdout, sys.stdout)
         other.join()
-        self.job.events.put((self, "ended", self.ssh.wait()))
+        self.job.events.put((self, "ended", ssh.wait()))
 
     def _show(self, source: BinaryIO, stream: Any) -> None:
         for line in source:
@@ -76,21 +83,18 @@ class SshNode(Node):
 
 
 class Ssh:
-    """The hosts of a file, reached by ssh."""
+    """The hosts of a file, reached by ssh: a transport of `Job`."""
+
+    wait_seconds = WAIT_SECONDS
 
     def __init__(self, options: argparse.Namespace, machines: list[Host], mark: str):
         self.options, self.machines, self.mark = options, machines, mark
-        self.wait_seconds = WAIT_SECONDS
 
     def hosts(self) -> list[Host]:
         return self.machines
 
-    def connect(self, host: Host, job: Job, quiet: bool) -> SshNode:
-        return SshNode(host, job, quiet, self.options.ssh, self.mark)
-
-    def prepare(self, host: Host) -> None:
-        if self.options.sync:
-            copying.sync(self.options, host)
+    def node(self, host: Host, job: Job) -> SshNode:
+        return SshNode(host, job, self.options, self.mark)
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -110,8 +114,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     text = "instead of HOSTS_FILE: hosts and their processes, as horovodrun and mpirun take them"
     add("-H", dest="list", metavar="HOST:N,...", help=text)
-    text = "processes in all; so many of the hosts take part, the first ones"
-    add("-np", "--num-proc", type=number(int, 1), metavar="N", help=text)
+    text = "processes in all: the first hosts are used, as many as it takes"
+    add("-np", "--num-proc", type=positive, metavar="N", help=text)
     add("--sync", action="store_true", help="copy this code to the nodes first")
     add("--fetch", action="store_true", help="bring the run directory back; needs --name")
     add("--port", type=port, help="of the master; default: a free one there")
@@ -136,17 +140,16 @@ def add_grace(parser: argparse.ArgumentParser) -> None:
 
 def machines_of(options: argparse.Namespace) -> list[Host]:
     """The hosts that the options name. Raises: `UserError`."""
-    found = hosts.of_list(options.list) if options.list else hosts.read(options.hosts)
-    source = options.hosts or f"-H {options.list}"
+    found = hosts.from_list(options.list) if options.list else hosts.read(options.hosts)
+    source, slots = options.hosts or f"-H {options.list}", found[0].slots
     if len({host.slots for host in found}) > 1:
         raise UserError(f"{source}: give all nodes the same number of slots, or none")
     if options.num_proc is not None:
-        nodes, rest = divmod(options.num_proc, found[0].slots or 1)
-        if found[0].slots is None or rest or nodes > len(found):
-            slots = "unknown" if found[0].slots is None else found[0].slots
+        nodes, rest = divmod(options.num_proc, slots or 1)
+        if slots is None or rest or nodes > len(found):
             raise UserError(
-                f"-np {options.num_proc} does not fit {len(found)} hosts (slots of each: {slots}): "
-                "all nodes that take part need the same number of processes"
+                f"-np {options.num_proc} does not fit {len(found)} hosts (slots of each: "
+                f"{slots or 'unknown'}): all nodes need the same number of processes"
             )
         found = found[:nodes]
     if options.elastic and options.elastic[0] > len(found):
@@ -186,6 +189,37 @@ def check(command: list[str], several: bool, again: bool) -> argparse.Namespace:
     return found
 
 
+def rsync(options: argparse.Namespace, *arguments: str) -> bool:
+    """Copy by rsync over the same ssh. Returns whether it worked; rsync prints its own errors."""
+    command = ["rsync", "-az", "-e", f"{options.ssh} -o BatchMode=yes", *arguments]
+    try:
+        return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode == 0
+    except FileNotFoundError:
+        raise UserError("rsync is missing here: install it, or copy by hand") from None
+
+
+def sync(options: argparse.Namespace, host: Host) -> None:
+    """Copy this code to a host; extra files there stay. Raises: `UserError`."""
+    without = [f"--exclude={pattern}" for pattern in _NOT_COPIED]
+    # rsync creates only one level of folders.
+    make = [*shlex.split(options.ssh), "-o", "BatchMode=yes", host.address]
+    make.append(f"mkdir -p {shlex.quote(options.dir)}")
+    made = subprocess.run(make, stdin=subprocess.DEVNULL, check=False).returncode == 0
+    if not made or not rsync(options, *without, f"{ROOT}/", f"{host.address}:{options.dir}/"):
+        raise UserError(f"could not copy the code to {host.name} (the reason is above)")
+    note(f"copied the code to {host.name}:{options.dir}")
+
+
+def fetch(options: argparse.Namespace, host: Host, script: argparse.Namespace) -> None:
+    """Bring the run directory from a host to the same place here. Raises: `UserError`."""
+    target = Path(script.output_dir) / script.name
+    target.mkdir(parents=True, exist_ok=True)
+    source = target if target.is_absolute() else f"{options.dir}/{target}"
+    if not rsync(options, f"{host.address}:{source}/", f"{target}/"):
+        raise UserError(f"could not bring {host.name}:{source} back (rsync's message is above)")
+    note(f"the run is in {target}")
+
+
 def main() -> int:
     hosts.go_on_without_reader()
     hosts.hide_values()
@@ -200,10 +234,10 @@ def main() -> int:
     least, most = options.elastic or (everyone, everyone)
     job = Job(options, command, transport, (least, min(most, everyone)), again)
     code = job.run()
-    if options.fetch and job.nodes and job.nodes[0].code != SSH_FAILED:
+    if options.fetch and job.run_host:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, signal.SIG_DFL)
-        copying.fetch(options, job.nodes[0].host, script)
+        fetch(options, job.run_host, script)
     return code
 
 

@@ -1,8 +1,8 @@
-"""Shows what the ranks of this user's trainings are doing; see scripts/status.sh for the command.
+"""Show what the ranks of this user's runs are doing; see scripts/status.sh for the command.
 
-Reads the files that utils/train/status.py writes, and asks nvidia-smi where there is
-one. With a file of hosts, this file is sent to each of them; it needs nothing but Python (3.7 or
-newer).
+It reads the files that utils/train/status.py writes, and asks nvidia-smi where there is one. With a
+file of hosts, this file is sent to each of them; it needs nothing but Python (3.7 or newer), so not
+utils/launch/gpus.py either.
 """
 
 from __future__ import annotations
@@ -67,28 +67,23 @@ def node(folder):
             rank["gpu"] = devices.get(rank["gpu"])
         rank["age"] = time.time() - rank.pop("at")  # by this node's clock
         with contextlib.suppress(OSError):
-            disk = shutil.disk_usage(rank["run"])
-            rank["disk"] = [disk.free, disk.total]
+            rank["disk"] = free_space(rank["run"])
             rank["snapshot_age"] = time.time() - os.stat(rank["run"] + "/snapshot.pt").st_mtime
         ranks.append(rank)
-    home = shutil.disk_usage(os.path.expanduser("~"))
-    return {"host": socket.gethostname(), "home": [home.free, home.total], "ranks": ranks}
+    home = free_space(os.path.expanduser("~"))
+    return {"host": socket.gethostname(), "home": home, "ranks": ranks}
 
 
-def own_seconds(rank):
-    """A rank's own part of a step, in seconds; None while it has not been measured."""
-    if rank.get("compute_seconds") is None:
-        return None
-    return rank["compute_seconds"] + rank["data_seconds"]
+def free_space(folder):
+    disk = shutil.disk_usage(folder)
+    return f"{disk.free / 2**30:.1f} of {disk.total / 2**30:.0f} GiB free"
 
 
 def stragglers(ranks):
     """Numbers of the ranks of one run that the others wait for."""
-    own = {rank["rank"]: own_seconds(rank) for rank in ranks}
-    own = {number: seconds for number, seconds in own.items() if seconds is not None}
-    if len(own) < 2:
-        return set()
-    usual = statistics.median_low(own.values())  # of two, the faster
+    measured = [one for one in ranks if one.get("compute_seconds") is not None]
+    own = {one["rank"]: one["compute_seconds"] + one["data_seconds"] for one in measured}
+    usual = statistics.median_low(own.values()) if own else 0.0  # of two, the faster
     return {number for number, seconds in own.items() if seconds > STRAGGLES * usual}
 
 
@@ -99,10 +94,6 @@ def ago(seconds):
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def gib(pair):
-    return f"{pair[0] / 2**30:.1f} of {pair[1] / 2**30:.0f} GiB free"
-
-
 def describe(answers):
     """The lines that show ``answers``: (name, result of `node`, or None if it did not answer)."""
     runs = {}
@@ -111,7 +102,7 @@ def describe(answers):
             yield f"{name}: no answer"
             continue
         count = len(answer["ranks"])
-        yield f"{name}: {count} rank{'s' * (count != 1)}, home {gib(answer['home'])}"
+        yield f"{name}: {count} rank{'s' * (count != 1)}, home {answer['home']}"
         for rank in answer["ranks"]:
             runs.setdefault((rank["run"], rank["size"]), []).append(dict(rank, node=name))
     for (folder, size), ranks in sorted(runs.items()):
@@ -122,7 +113,7 @@ def describe(answers):
         if first["rank"] == 0:
             snapshot = first.get("snapshot_age")
             saved = "no snapshot yet" if snapshot is None else f"snapshot {ago(snapshot)} ago"
-            yield f"  {saved}; disk {gib(first['disk'])}" if "disk" in first else f"  {saved}"
+            yield f"  {saved}; disk {first['disk']}" if "disk" in first else f"  {saved}"
         yield COLUMNS.format(*HEADINGS)
         slow = stragglers(ranks)
         for rank in ranks:
