@@ -30,6 +30,7 @@ from utils.errors import UserError
 CALL_SECONDS = 30.0  # for a node to answer
 LOST_SECONDS = 6.0  # for the others to end once a node has failed: they cannot agree on a snapshot
 END_SECONDS = 30.0  # for the other nodes once the first has finished
+DISMISS_SECONDS = 3.0  # for guards without a job
 JOIN_SECONDS = 5.0  # other nodes may come back at the same time
 SETTLE_SECONDS = 30.0  # an attempt that has just begun is not interrupted for a node
 QUICK_SECONDS, QUICK_FAILURES = 120.0, 5  # after so many short attempts in a row the job fails
@@ -148,9 +149,7 @@ class Job:
                 self._watch()
             elif self.code is None:
                 self._gather()
-        for node in self.nodes:  # a guard without a job ends with its connection
-            if node.connected and node.code is None:
-                node.close()
+        self._dismiss([node for node in self.nodes if node.connected])
         return self.code
 
     def show(self, node: Node, text: bytes, stream: Any = None) -> None:
@@ -162,6 +161,22 @@ class Job:
         with self.screen, suppress(OSError):
             stream.buffer.write(label.encode() + b" " + text.rstrip(b"\r\n") + b"\n")
             stream.flush()
+
+    def _dismiss(self, nodes: list[Node]) -> None:
+        """End guards that have no job, and wait a moment until they have ended."""
+        for node in nodes:
+            if node.hello:
+                node.say(b"KILL\n")
+            else:
+                node.close()
+        deadline = time.monotonic() + DISMISS_SECONDS
+        while nodes and time.monotonic() < deadline:
+            with suppress(queue.Empty):
+                node, what, _ = self.events.get(timeout=0.1)
+                if what == "ended" and node in nodes:
+                    nodes.remove(node)
+        for node in nodes:
+            node.close()
 
     def _beat(self) -> None:
         """Send heartbeats, for ever."""
