@@ -17,7 +17,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from compare.table import markdown_table  # noqa: E402
 
 from utils.errors import UserError, report  # noqa: E402
 
@@ -81,18 +83,15 @@ def train(args: argparse.Namespace, method: str, seed: str) -> None:
 def table(results: dict[str, list[float]]) -> str:
     """A Markdown table: each seed's top-1, mean and spread, and the mean difference to float32."""
     plain = results.get("fp32")
-    count = len(next(iter(results.values())))
-    lines = [
-        f"| method | {' | '.join(f'seed {n}' for n in range(count))} | mean | spread | - fp32 |",
-        "|---|" + "---|" * (count + 3),
-    ]
+    rows = []
     for method, tops in results.items():
-        less = f"{statistics.fmean(tops) - statistics.fmean(plain):+.2f}" if plain else "-"
-        lines.append(
-            f"| {method} | {' | '.join(f'{top:.2f}' for top in tops)} | "
-            f"{statistics.fmean(tops):.2f} | {max(tops) - min(tops):.2f} | {less} |"
-        )
-    return "\n".join(lines)
+        mean = statistics.fmean(tops)
+        less = f"{mean - statistics.fmean(plain):+.2f}" if plain else "-"
+        figures = (f"{figure:.2f}" for figure in (*tops, mean, max(tops) - min(tops)))
+        rows.append([method, *figures, less])
+    count = len(next(iter(results.values())))
+    head = ["method", *(f"seed {n}" for n in range(count)), "mean", "spread", "- fp32"]
+    return markdown_table(head, rows)
 
 
 if __name__ == "__main__":

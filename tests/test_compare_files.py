@@ -1,23 +1,27 @@
-"""scripts/compare_runs.py: pictures, page, and the section in RESULTS.md."""
+"""scripts/compare_runs.py: pictures, tables, page, and the section in RESULTS.md."""
 
 import base64
+import csv
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from compare import pictures
+from compare import table as tables
 from compare.pictures import style
 from conftest import ROOT, python
-from event_files import HAL, SCRIPT, epochs_of, table, write, write_hal
+from event_files import HAL, HAL_EFFICIENCY, SCRIPT, epochs_of, folder_name, table, write, write_hal
 from PIL import Image
+
+from utils.errors import UserError
 
 PALE, DARK = (0xF0, 0xB0, 0x30), (0x15, 0x18, 0x2C)  # colours of the first and the last run
 CURVES = ("top1_train", "top1_val", "top5_train", "top5_val", "loss_train", "loss_val")
 SPEED = ("training_throughput", "training_time", "total_time", "scaling", "overlay")
+TITLE = ("--title", "HAL & <others>")
 
 
 def where(picture, colour):
@@ -30,7 +34,7 @@ def hal(tmp_path_factory):
     """The six runs of 2020, drawn; the folder, and what the script said."""
     root = tmp_path_factory.mktemp("hal")
     write_hal(root / "runs", seconds=600)
-    words = ("--formats", "png,svg,pdf", "--title", "HAL & <others>")
+    words = ("--formats", "png,svg,pdf", "--results", root / "R.md", *TITLE)
     done = python(SCRIPT, root / "runs", "--out", root / "out", *words)
     assert (done.code, done.err) == (0, "")
     return root, done.out
@@ -40,8 +44,8 @@ def test_which_pictures_are_drawn(hal):
     root, said = hal
     names = {*CURVES, *(f"{name}_hours" for name in CURVES), *SPEED}
     files = {file.name for file in (root / "out").iterdir()}
-    tables = {"compare.md", "compare.csv", "compare.html"}
-    assert files == tables | {f"{name}.{kind}" for name in names for kind in ("png", "svg", "pdf")}
+    texts = {"compare.md", "compare.csv", "compare.html"}
+    assert files == texts | {f"{name}.{kind}" for name in names for kind in ("png", "svg", "pdf")}
     assert len(re.findall("(IO|gpu) is not drawn: no .* in 2 GPUs, 4 GPUs", said)) == 2
     for file in (root / "out").glob("*.png"):
         with Image.open(file) as image:
@@ -65,9 +69,9 @@ def test_svg_has_names_and_units(hal):
     assert "ms per step" in texts["training_time"]
     assert "40 min  (4 epochs)" in texts["total_time"]
     assert "minutes of training" in texts["total_time"]
-    for share in ("95 %", "92 %", "89 %", "77 %", "64 %"):
-        assert share in texts["training_throughput"]
-        assert share in texts["scaling"]
+    for share in list(HAL_EFFICIENCY.values())[1:]:
+        assert f"{share} %" in texts["training_throughput"]
+        assert f"{share} %" in texts["scaling"]
 
 
 @pytest.mark.parametrize("name", ["top1_val", "top1_val_hours", "overlay"])
@@ -79,12 +83,72 @@ def test_one_legend_in_the_order_of_the_runs(hal, name):
     assert min(np.diff(heights)) >= 13  # points, the size of the letters; from the top down
 
 
+def test_bars_are_as_long_as_the_medians(hal):
+    picture = hal[0] / "out" / "training_throughput.png"
+    pale, dark = (int(where(picture, c).sum(axis=1).max()) for c in (PALE, DARK))
+    assert dark / pale == pytest.approx(HAL[64] / HAL[2], rel=0.08)
+
+
+def test_csv_has_full_precision(hal):
+    with open(hal[0] / "out" / "compare.csv") as file:
+        lines = list(csv.DictReader(file))
+    shares = [float(line["scaling_efficiency"]) for line in lines]
+    assert shares == pytest.approx([r / HAL[2] * 2 / g for g, r in HAL.items()], rel=1e-6)
+    assert [line["nodes"] for line in lines] == [""] * 6
+
+
+def test_section_in_a_markdown_file(hal):
+    root, said = hal
+    assert "R.md: written" in said
+    section = (root / "R.md").read_text()
+    assert "## HAL &amp; &lt;others&gt;\n" in section
+    assert "python scripts/compare_runs.py" in section
+    assert (root / "out" / "compare.md").read_text().strip() in section
+    efficiency = re.search(r"\| scaling efficiency \|.*", section)[0]
+    assert re.findall(r"\d+(?= %)", efficiency) == [str(s) for s in HAL_EFFICIENCY.values()]
+    assert section.count("| 2020-08-09 |") == 6
+    assert section.count("not recorded") >= 12, "commit and machine of old runs"
+    links = re.findall(r"!\[.*?\]\((.*?)\)", section)
+    assert len(links) == 2
+    assert all((root / link).is_file() for link in links)
+
+
+def test_same_input_same_bytes(hal):
+    root, _ = hal
+    python(SCRIPT, root / "runs", "--out", root / "again", "--prefix", "x_")
+    files = [file for file in (root / "again").iterdir() if file.suffix != ".html"]
+    assert len(files) == 17 + 2, "PNG alone"
+    for file in files:
+        expected = root / "out" / file.name.removeprefix("x_")
+        assert file.read_bytes() == expected.read_bytes(), file
+
+
+def test_page_is_whole(hal):
+    text = (hal[0] / "out" / "compare.html").read_text()
+    tags = re.findall(r"<(\w+)", text)
+    counts = [tags.count(tag) for tag in ("img", "figure", "script", "link")]
+    assert counts == [17, 17, 0, 0]
+    # Nothing from outside: all pictures are in the page.
+    for source in re.findall(r'src="([^"]*)"', text):
+        kind, _, data = source.partition(",")
+        assert kind == "data:image/svg+xml;base64"
+        assert ElementTree.fromstring(base64.b64decode(data)).tag.endswith("svg")
+    assert not re.findall("href|url\\(|@import", text)
+    assert "prefers-color-scheme: dark" in text
+    assert "width=device-width" in text
+    assert "<title>HAL &amp; &lt;others&gt;</title>" in text
+    rows = [" ".join(re.sub("<.*?>", " ", row).split()) for row in re.findall("<tr.*?</tr>", text)]
+    assert "scaling efficiency 100 % 95 % 92 % 89 % 77 % 64 %" in rows
+
+
+# ---- single pictures
+
+
 def draw(root, runs, pictures_of="top1_val"):
     """The figure of a picture of ``runs``: (top-1 of each epoch, seconds an epoch) each."""
     for i, (top1, seconds) in enumerate(runs):
-        write(
-            root / f"run{i}", {x: {"Top1/val": y} for x, y in enumerate(top1, 1)}, seconds=seconds
-        )
+        epochs = {x: {"Top1/val": y} for x, y in enumerate(top1, 1)}
+        write(root / f"run{i}", epochs, seconds=seconds)
     _, _, both = table(root)
     return pictures.plan(both)[0][pictures_of][1]()
 
@@ -141,31 +205,17 @@ def test_many_runs_stay_distinct(count):
             assert one[0] != other[0] or (one[1] != other[1] and one[2] != other[2])
 
 
-def test_bars_are_as_long_as_the_medians(hal):
-    picture = hal[0] / "out" / "training_throughput.png"
-    pale, dark = (int(where(picture, c).sum(axis=1).max()) for c in (PALE, DARK))
-    assert dark / pale == pytest.approx(HAL[64] / HAL[2], rel=0.08)
-
-
 def test_identical_curves_are_both_visible(tmp_path):
     for name in ("a", "b"):
         write(tmp_path / name, {x: {"Loss/train": 3.0 / x} for x in range(1, 12)})
-    python(SCRIPT, tmp_path, "--out", tmp_path / "out")
-    picture = tmp_path / "out" / "loss_train.png"
+    _, _, both = table(tmp_path)
+    pictures.draw(both, tmp_path, only=("loss_train",))
+    picture = tmp_path / "loss_train.png"
     width = np.asarray(Image.open(picture)).shape[1]
     pale, dark = (where(picture, colour)[:, : 2 * width // 3] for colour in (PALE, DARK))
     # Both over the whole length of the curve, not only where a mark is.
     across = pale.any(axis=0) & dark.any(axis=0)
     assert across.sum() > 0.5 * np.ptp(np.flatnonzero(pale.any(axis=0)))
-
-
-def test_same_input_same_bytes(hal):
-    root, _ = hal
-    python(SCRIPT, root / "runs", "--out", root / "again")
-    files = [file for file in (root / "again").iterdir() if file.suffix != ".html"]
-    assert len(files) == 17 + 2, "PNG alone"
-    for file in files:
-        assert file.read_bytes() == (root / "out" / file.name).read_bytes(), file
 
 
 def test_io_and_gpu_pictures_and_strange_labels(tmp_path):
@@ -179,58 +229,24 @@ def test_io_and_gpu_pictures_and_strange_labels(tmp_path):
             if i == 0:
                 del values["Top5/val"]
         write(tmp_path / "runs" / name, epochs)
+    out = tmp_path / "o"
     labels = ["_x", "$\\y$ |", "<script>alert(1)</script>"]  # signs that mean something elsewhere
-    done = python(
-        SCRIPT, tmp_path / "runs", "--out", tmp_path / "o", "--formats", "svg", "--labels", *labels
-    )
+    done = python(SCRIPT, tmp_path / "runs", "--out", out, "--formats", "svg", "--labels", *labels)
     assert (done.code, done.err) == (0, "")
-    assert (
-        "IO is drawn without some runs: no IO/wait_share or IO/read_mb_s or IO/files_s in <"
-        in done.out
-    )
+    lacking = "no IO/wait_share or IO/read_mb_s or IO/files_s in <"
+    assert f"IO is drawn without some runs: {lacking}" in done.out
     assert "top5_val is drawn without some runs: no Top5/val in _x" in done.out
-    assert "files/s" in (tmp_path / "o" / "IO.svg").read_text()
-    assert (tmp_path / "o" / "gpu.svg").exists()
-    csv = (tmp_path / "o" / "compare.csv").read_text().splitlines()
-    line = dict(zip(csv[0].split(","), csv[1].split(","), strict=True))
+    assert "files/s" in (out / "IO.svg").read_text()
+    assert (out / "gpu.svg").exists()
+    with open(out / "compare.csv") as file:
+        line = next(csv.DictReader(file))
     assert (line["gpu_utilisation"], line["gpu_memory_gb"]) == ("91", "12")
     assert line["data_wait_share"] == "0.25"
-    page = (tmp_path / "o" / "compare.html").read_text()
+    page = (out / "compare.html").read_text()
     assert "<script" not in page
     assert "&lt;script&gt;" in page
-    table = (tmp_path / "o" / "compare.md").read_text().splitlines()
-    assert {len(re.findall(r"(?<!\\)\|", row)) for row in table} == {5}
-
-
-class Page(HTMLParser):
-    """What is in a page: its tags with their attributes."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-
-
-def test_page_is_whole(hal):
-    text = (hal[0] / "out" / "compare.html").read_text()
-    page = Page(text)
-    count = [tag for tag, _ in page.tags].count
-    assert (count("img"), count("figure"), count("script"), count("link")) == (17, 17, 0, 0)
-    # Nothing from outside: all pictures are in the page.
-    sources = [found["src"] for _, found in page.tags if "src" in found]
-    for source in sources:
-        kind, _, data = source.partition(",")
-        assert kind == "data:image/svg+xml;base64"
-        assert ElementTree.fromstring(base64.b64decode(data)).tag.endswith("svg")
-    assert not re.findall("href|url\\(|@import", text)
-    assert "prefers-color-scheme: dark" in text
-    assert "width=device-width" in text
-    assert "<title>HAL &amp; &lt;others&gt;</title>" in text
-    rows = [" ".join(re.sub("<.*?>", " ", row).split()) for row in re.findall("<tr.*?</tr>", text)]
-    assert "scaling efficiency 100 % 95 % 92 % 89 % 77 % 64 %" in rows
+    markdown = (out / "compare.md").read_text().splitlines()
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in markdown} == {5}
 
 
 def test_wrong_options_are_reported_before_a_large_library_is_loaded(tmp_path):
@@ -243,3 +259,61 @@ def test_wrong_options_are_reported_before_a_large_library_is_loaded(tmp_path):
         check=False,
     )
     assert (done.returncode, done.stderr) == (2, "error: nowhere does not exist\n")
+
+
+# ---- the section: what is around it
+
+
+def update(root, title):
+    """Write the section on the runs in ``root``/runs into ``root``/R.md; whether it changed."""
+    _, _, both = table(root / "runs")
+    section = both.section(root / "R.md", title, "compare `it`", [root / "o" / "top1_val.png"])
+    return tables.put(root / "R.md", "compare_runs", title, section)
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A folder with two runs of 2020."""
+    for gpus in (1, 2):
+        write(tmp_path / "runs" / folder_name(gpus, 64), epochs_of(90 * gpus, 64 * gpus))
+    return tmp_path
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_nothing_else_is_touched(root, newline):
+    before = newline.join(["# Results", "", "By hand | <b>.  "])
+    after = newline.join(["", "<!-- compare_runs begin x -->", "More by hand.  ", ""])
+    file = root / "R.md"
+    file.write_bytes(before.encode())
+    assert update(root, "One")
+    file.write_bytes(file.read_bytes() + after.encode())
+    first = file.read_bytes().decode()
+    assert (first.startswith(before), first.endswith(after)) == (True, True)
+    assert "\n" not in first.replace(newline, ""), "lines end as they do in the file"
+    # Again: nothing changes. With another run: only the section does. Another title: one more.
+    assert not update(root, "One")
+    assert file.read_bytes().decode() == first
+    write(root / "runs" / folder_name(4, 64), epochs_of(300, 256))
+    assert update(root, "One")
+    second = file.read_bytes().decode()
+    assert (second.startswith(before), second.endswith(after)) == (True, True)
+    assert second.count("83 %") == 1 + first.count("83 %")
+    assert update(root, "Other")
+    assert file.read_bytes().decode().startswith(second)
+
+
+@pytest.mark.parametrize("harm", ["end is gone", "twice", "wrong order"])
+def test_broken_markers_are_left_alone(root, harm):
+    update(root, "x")
+    file = root / "R.md"
+    text = file.read_text()
+    end = "<!-- compare_runs end x -->"
+    text = {
+        "end is gone": text.replace(end, ""),
+        "twice": 2 * text,
+        "wrong order": end + text.replace(end, ""),
+    }[harm]
+    file.write_text(text)
+    with pytest.raises(UserError, match="correct it by hand"):
+        update(root, "x")
+    assert file.read_text() == text

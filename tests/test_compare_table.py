@@ -1,8 +1,6 @@
 """scripts/compare_runs.py: what it reads from event files, and its table."""
 
-import csv
 import math
-import re
 import time
 
 import pytest
@@ -36,44 +34,40 @@ def test_six_runs_of_2020(tmp_path, how):
         "files": [next(folder.iterdir()) for folder in folders],
         "nested": [tmp_path],
     }[how]
-    rows, notes, both = table(*given)
-    assert rows["gpus"] == ["2", "4", "8", "16", "32", "64"]
+    rows, notes, both = table(*given, "--train-images", 1281167)
+    assert rows["gpus"] == [f"{gpus}" for gpus in HAL]
+    assert rows["images_per_s"] == [f"{rate}" for rate in HAL.values()]
     assert rows["scaling_efficiency"] == [f"{share} %" for share in HAL_EFFICIENCY.values()]
-    for i, (gpus, rate) in enumerate(HAL.items()):
-        assert both.speed_up(both.runs[i]) == pytest.approx(rate / HAL[2], rel=1e-6)
-        assert rows["images_per_s"][i] == f"{rate}"
-        assert rows["batch_per_gpu"][i] == "208"
-        assert rows["global_batch"][i] == str(208 * gpus)
-    assert set(rows["arch"]) == {"resnet50"}
-    assert set(rows["mode"]) == {"O2"}
-    assert set(rows["nodes"]) == {"-"}, "not to be guessed"
-    assert set(rows["lr"]) == {"0.1"}
-    assert rows["epochs"] == ["4"] * 6
-    assert rows["best_top1"] == ["75.00"] * 6
+    speed_ups = [both.speed_up(run) for run in both.runs]
+    assert speed_ups == pytest.approx([rate / HAL[2] for rate in HAL.values()], rel=1e-6)
+    assert rows["global_batch"] == [str(208 * gpus) for gpus in HAL]
+    assert rows["steps_per_epoch"] == ["3080", "1540", "770", "385", "193", "97"]
+    alike = {"batch_per_gpu": "208", "arch": "resnet50", "mode": "O2", "lr": "0.1", "epochs": "4"}
+    alike |= {"best_top1": "75.00", "nodes": "-"}  # nodes: not to be guessed
+    assert {key: set(rows[key]) for key in alike} == {key: {cell} for key, cell in alike.items()}
     assert [run.label for run in both.runs] == [f"{gpus} GPUs" for gpus in HAL]
     assert "weak scaling" in note(notes, "speed-up and efficiency")
-    assert "--train-images" in note(notes, "not recorded by all runs: nodes")
-
-
-def test_steps_per_epoch_when_the_number_of_images_is_given(tmp_path):
-    rows, _, _ = table(write_hal(tmp_path), "--train-images", 1281167)
-    assert rows["steps_per_epoch"] == ["3080", "1540", "770", "385", "193", "97"]
+    assert "nodes" in note(notes, "not recorded by all runs")
 
 
 def test_times(tmp_path):
     write(tmp_path / "a", epochs_of(1000, 64, (10, 30, 50, 70)), seconds=3600)
     write(tmp_path / "b", epochs_of(2000, 128, (10, 50, 40, 50, 60)), seconds=1800)
-    rows, _, _ = table(tmp_path, "--within", 2, "--target-top1", 0.5, "--gpus", 1, 2)
+    rows, notes, _ = table(tmp_path, "--within", 2, "--target-top1", 0.5, "--gpus", 1, 2)
     assert rows["epoch_h"] == ["1 h", "30 min"]
     assert rows["hours"] == ["4 h", "2.5 h"]
     assert rows["epochs_within"] == ["2", "4"]
     assert rows["target_h"] == ["3 h", "1 h"]
     assert rows["target_epochs"] == ["3", "2"]
     assert rows["best_top1_epoch"] == ["4 (4 h)", "5 (2.5 h)"]
+    assert "--train-images" in note(notes, "not recorded by all runs: nodes")
+    assert "(a: 4; b: 5)" in note(notes, "numbers of epochs differ")
     # By default what every run has reached.
     rows, _, both = table(tmp_path)
     assert (both.within, both.target) == (2.5, 60.0)
-    assert (rows["epochs_within"], rows["target_h"]) == (["2", "5"], ["4 h", "2.5 h"])
+    rows, notes, both = table(tmp_path / "a", "--within", 4)
+    assert rows["epochs_within"] == ["4"]
+    assert not any("numbers of epochs" in one for one in notes)
 
 
 def test_averaged_weights_count_for_the_time_to_an_accuracy(tmp_path):
@@ -110,15 +104,6 @@ def test_lowest_loss_and_figures_of_the_test_folder(tmp_path):
     assert "test_top1" not in table(tmp_path / "a")[0], "no row of nothing"
 
 
-def test_different_numbers_of_epochs_are_named(tmp_path):
-    for name, count in (("a", 4), ("b", 2), ("c", 4)):
-        write(tmp_path / name, epochs_of(100, 64, range(count)))
-    said = note(table(tmp_path)[1], "numbers of epochs differ")
-    assert "(a, c: 4; b: 2)" in said
-    _, notes, _ = table(tmp_path / "a", tmp_path / "c")
-    assert not [text for text in notes if "numbers of epochs" in text]
-
-
 def test_base_is_the_run_with_the_fewest_gpus(tmp_path):
     for gpus, rate in ((8, 700), (2, 200), (4, 390)):
         write(tmp_path / folder_name(gpus, 32, "ddp"), epochs_of(rate, 32 * gpus))
@@ -151,16 +136,16 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path):
     assert "vgg19_bn differs from 2 GPUs resnet50 in arch (vgg19_bn, not resnet50)" in said
 
 
+# ---- what older suites wrote
+
+
 def test_throughput_of_one_process_and_time_of_an_epoch(tmp_path):
-    batch, gpus = 208, 4
-    one_process = epochs_of(800, batch)
-    write(tmp_path / folder_name(gpus), one_process)
-    by_epoch = epochs_of(6000, batch * 8)
+    write(tmp_path / folder_name(4), epochs_of(800, 208))
+    by_epoch = epochs_of(6000, 208 * 8)
     for values in by_epoch.values():
         values["Time/train"] *= 770
     write(tmp_path / folder_name(8), by_epoch)
-    odd = epochs_of(9000, 300)
-    write(tmp_path / folder_name(16), odd)
+    write(tmp_path / folder_name(16), epochs_of(9000, 300))
     rows, notes, _ = table(tmp_path)
     assert rows["images_per_s"] == ["3200", "6000", "9000"]
     assert rows["step_ms"][:2] == ["260", "277.3"]
@@ -170,14 +155,35 @@ def test_throughput_of_one_process_and_time_of_an_epoch(tmp_path):
     assert "300 images per step" in note(notes, "16 GPUs: .*trust")
 
 
-def test_accuracy_as_a_share(tmp_path):
-    epochs = epochs_of(100, 64, [e / 30 for e in range(30)])
+def test_accuracy_as_a_share_and_epochs_counted_from_0(tmp_path):
+    epochs = epochs_of(100, 64, [e / 30 for e in range(30)], first=1)
     for values in epochs.values():
         values |= {"Top5/val": 0.97, "Top5/train": 0.96, "Top1/train": values["Top1/val"]}
-    write(tmp_path / "a", epochs)
-    rows, notes, _ = table(tmp_path / "a")
-    assert (rows["best_top1"], rows["best_top5"]) == (["96.67"], ["97.00"])
-    note(notes, "shares of 1")
+    # Validation before any training is rightly at 0.
+    write(tmp_path / "share", {0: {"Top1/val": 0.001}} | epochs)
+    write(tmp_path / "old", epochs_of(100, 64, (10, 20), first=0))
+    rows, notes, both = table(tmp_path)
+    assert rows["epochs"] == ["2", "30"]
+    assert (rows["best_top1"][1], rows["best_top5"][1]) == ("96.67", "97.00")
+    assert list(both.runs[1].scalars["Top1/val"]) == list(range(31))
+    assert note(notes, "shares of 1").startswith("share: ")
+    assert note(notes, "from 0").startswith("old: ")
+
+
+def test_clocks_that_cannot_be_right(tmp_path):
+    # A file that was written anew, all points in a moment; and one by a later program.
+    write(tmp_path / "moment", epochs_of(100, 640), seconds=0.001)
+    with SummaryWriter(str(tmp_path / "later")) as writer:
+        for x, values in epochs_of(100, 640, first=1).items():
+            for tag, value in values.items():
+                writer.add_scalar(tag, value, x, BEGAN + 3600 * x)
+    rows, notes, _ = table(tmp_path / "moment", tmp_path / "later")
+    assert rows["hours"] == ["-", "4 h"]
+    note(notes, "moment: .*no hours")
+    note(notes, "later: the beginning of its training is not recorded")
+
+
+# ---- runs that were interrupted, and files that are damaged
 
 
 def test_resumed_run(tmp_path):
@@ -252,56 +258,27 @@ def test_not_a_number(tmp_path):
         for x, (a, r) in enumerate(zip(top1, rates, strict=True), 1)
     }
     write(tmp_path / "a", points)
-    rows, _, _ = table(tmp_path / "a")
-    assert (rows["best_top1"], rows["images_per_s"]) == (["7.00"], ["10"])
     write(tmp_path / "b", {1: {"Top1/val": nan, "Throughput/train": nan}})
     rows, _, _ = table(tmp_path)
-    assert rows["best_top1"] == ["7.00", "-"]
+    assert (rows["best_top1"], rows["images_per_s"]) == (["7.00", "-"], ["10", "-"])
 
 
 @pytest.mark.parametrize(
-    ("first_step", "rates", "median"),
+    ("points", "median"),
     [
-        (1, [50.0], "50"),
-        (1, [50.0, math.nan], "50"),
-        (1, [50.0, 70.0], "70"),
-        (2, [50.0, 70.0], "60"),  # nothing was measured in the first epoch
+        ({}, None),
+        ({1: math.nan, 2: math.nan}, None),
+        ({1: 50.0, 2: math.nan}, 50),
+        ({1: 50.0, 2: 70.0}, 70),
+        ({2: 50.0, 3: 70.0}, 60),  # nothing was measured in the first epoch
+        ({1: 3.0, 2: math.nan, 3: 5.0, 4: 6.0}, 5.5),
     ],
 )
-def test_first_epoch_is_set_aside_where_there_are_more(tmp_path, first_step, rates, median):
-    points = {x: {"Throughput/train": rate} for x, rate in enumerate(rates, first_step)}
-    write(tmp_path / "a", points)
-    assert table(tmp_path / "a")[0]["images_per_s"] == [median]
+def test_first_epoch_is_set_aside_where_there_are_more(points, median):
+    assert typical(points) == median
 
 
-def test_nothing_measured_is_no_figure():
-    assert typical({}) is None
-    assert typical({1: math.nan, 2: math.nan}) is None
-    assert typical({1: 3.0, 2: math.nan, 3: 5.0, 4: 6.0}) == 5.5
-
-
-def test_epochs_counted_from_0(tmp_path):
-    write(tmp_path / "old", epochs_of(100, 64, (10, 20), first=0))
-    # Validation before any training is at 0 rightly.
-    new = {0: {"Top1/val": 1.0}} | epochs_of(100, 64, (10, 20), first=1)
-    write(tmp_path / "new", new)
-    rows, notes, both = table(tmp_path / "old", tmp_path / "new")
-    assert rows["epochs"] == ["2", "2"]
-    assert list(both.runs[1].scalars["Top1/val"]) == [0, 1, 2]
-    assert note(notes, "from 0").startswith("old: ")
-
-
-def test_clocks_that_cannot_be_right(tmp_path):
-    # A file that was written anew, all points in a moment; and one by a later program.
-    write(tmp_path / "moment", epochs_of(100, 640), seconds=0.001)
-    with SummaryWriter(str(tmp_path / "later")) as writer:
-        for x, values in epochs_of(100, 640, first=1).items():
-            for tag, value in values.items():
-                writer.add_scalar(tag, value, x, BEGAN + 3600 * x)
-    rows, notes, _ = table(tmp_path / "moment", tmp_path / "later")
-    assert rows["hours"] == ["-", "4 h"]
-    note(notes, "moment: .*no hours")
-    note(notes, "later: the beginning of its training is not recorded")
+# ---- names
 
 
 def test_single_files_of_one_folder_are_runs_of_their_own(tmp_path):
@@ -358,15 +335,8 @@ def test_short_labels_stay_different(labels, short):
 
 def test_columns_that_do_not_fit_come_below():
     text = text_table(["", "a", "bbb"], [["one", 1, 2.5], ["three", "-", 4]], width=12)
-    assert text.splitlines() == [
-        "       a",
-        "one    1",
-        "three  -",
-        "",
-        "       bbb",
-        "one    2.5",
-        "three    4",
-    ]
+    expected = "       a\none    1\nthree  -\n\n       bbb\none    2.5\nthree    4"
+    assert text == expected
 
 
 @pytest.mark.parametrize(
@@ -381,30 +351,14 @@ def test_columns_that_do_not_fit_come_below():
         (["good", "--out", "notes.txt"], "notes.txt"),
     ],
 )
-def test_wrong_input_is_one_sentence(tmp_path, arguments, sentence):
+def test_bad_input_is_a_one_line_error(tmp_path, arguments, sentence):
     write(tmp_path / "good", {1: {"Top1/val": 10.0}})
     write(tmp_path / "empty", {}).write_bytes(b"")
     (tmp_path / "nothing" / "in here").mkdir(parents=True)
     (tmp_path / "notes.txt").write_text("text")
-    paths = {name: str(tmp_path / name) for name in ("good", "nowhere", "nothing", "notes.txt")}
-    paths["empty"] = str(tmp_path / "empty")
-    typed = [paths.get(word, word) for word in arguments]
+    names = ("good", "nowhere", "nothing", "notes.txt", "empty")
+    typed = [tmp_path / word if word in names else word for word in arguments]
     done = python(SCRIPT, *typed, *(() if "--out" in typed else ("--out", tmp_path / "out")))
     assert done.code == 2
     assert sentence in done.sentence
     assert not (tmp_path / "out").exists()
-
-
-def test_csv_has_full_precision(tmp_path):
-    root = write_hal(tmp_path / "runs")
-    done = python(SCRIPT, root, "--out", tmp_path / "out", "--prefix", "hal_")
-    assert (done.code, done.err) == (0, "")
-    with open(tmp_path / "out" / "hal_compare.csv") as file:
-        lines = list(csv.DictReader(file))
-    shares = [float(line["scaling_efficiency"]) for line in lines]
-    assert shares == pytest.approx([r / HAL[2] * 2 / g for g, r in HAL.items()], rel=1e-6)
-    assert [line["nodes"] for line in lines] == [""] * 6
-    markdown = (tmp_path / "out" / "hal_compare.md").read_text().splitlines()
-    assert {line.count("|") for line in markdown} == {8}
-    efficiency = next(line for line in markdown if line.startswith("| scaling efficiency"))
-    assert re.findall(r"\d+(?= %)", efficiency) == [str(s) for s in HAL_EFFICIENCY.values()]
