@@ -242,7 +242,10 @@ def difference(
         shutil.rmtree(runs, ignore_errors=True)
     (few, few_cpu), (more, more_cpu) = times
     if more <= few or more_cpu <= few_cpu:
-        raise UserError("more images took no longer than few: raise --more, on a quieter machine")
+        raise UserError(
+            f"{args.few} images took {few:.1f} s ({few_cpu:.1f} s of CPU time), {args.more} more "
+            f"{more:.1f} s ({more_cpu:.1f} s): raise --more, on a quieter machine"
+        )
     return {
         "images_per_s": args.more / (more - few),
         "ms_per_step": 1000 * (more - few) * args.batch_size / args.more,
@@ -285,15 +288,17 @@ def page(found: dict[str, list[Figures]], args: argparse.Namespace) -> str:
     cuda = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if cuda else f"the CPU, {args.threads} threads"
     what = "from image files, read and trained" if args.data else "the step alone"
-    waits = {
-        line for rounds in found.values() for one in rounds for line in one.get("host_waits", ())
-    }
     said = (
         f"{args.arch}, {args.batch_size} images of {args.image_size} pixels per step and process, "
         f"{what}, on {device}; torch {torch.__version__}. Medians of {args.rounds} interleaved "
         f"rounds; ratio of {'images/s' if cuda else 'CPU time'}, to the first row."
     )
-    said += f" The host waits for the GPU at {', '.join(sorted(waits))}." if waits else ""
+    for case, rounds in found.items():
+        waits = {place for one in rounds for place in one.get("host_waits", ())}
+        names = sorted("/".join(Path(place).parts[-2:]) for place in waits)
+        said += (
+            f" In a step of {case} the host waits for the GPU: {', '.join(names)}." if names else ""
+        )
     return f"{markdown_table(*table(found, cuda))}\n\n{said}"
 
 

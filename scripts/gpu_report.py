@@ -17,9 +17,10 @@ sys.path.insert(0, str(ROOT))
 import utils.launch.installed  # noqa: E402, F401 (a missing package is a one-line error)
 
 import torch  # noqa: E402
+from bench import photographs  # noqa: E402
 
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
-from utils.launch import gpus  # noqa: E402
+from utils.launch import gpus, supervise  # noqa: E402
 from utils.option_types import number  # noqa: E402
 from utils.run import provenance  # noqa: E402
 
@@ -43,9 +44,12 @@ class Part:
 
 CASES = "examples+{half}+channels_last,torchvision+{half},nd+{half},ddp+{half},fsdp+{half},O2"
 CASES += ",nd+bf16,examples+off,nd+off,nd+{half}+compile"
+READ = "--data {out}/sample -a resnet18 -b 128 -j {workers} --few 2560 --more 20480 --rounds 1"
+READ += " --cases examples+{half}+channels_last,nd+{half}"
+FEW = "--few 8 --more 16 -b 8 --image-size 32"
 RUN = "-a resnet18 -b 64 --lr 0.05 --image-size 64 --epochs 3 --output-dir {out}/runs --name run"
 PARTS = [
-    Part("Tests that need a GPU", "-m pytest -m cuda tests -p no:cacheprovider", 150),
+    Part("Tests that need a GPU", "-m pytest -m cuda tests -n 8 -p no:cacheprovider", 300),
     Part(
         "The step",
         f"scripts/bench_step.py {{model}} --rounds 1 --cases {CASES}",
@@ -56,7 +60,8 @@ PARTS = [
     Part("A run", f"imagenet_nd.py {RUN} {{out}}/sample", 120, few="--epochs 1 --image-size 32"),
     Part("Its curves", "scripts/compare_runs.py {out}/runs/run --out {out}/figures", 60),
     Part("The largest batch", "imagenet_nd.py {model} -b auto --dummy", 90, few="-b 4"),
-    Part("Input", "scripts/bench_input.py --rounds 2", 180, few="--rounds 1 --images 40"),
+    Part("Input", "scripts/bench_input.py {input} --rounds 2 --batches 8", 240, few="--batches 2"),
+    Part("Reading and training", f"scripts/bench_step.py {READ}", 300, few=FEW),
     Part("All GPUs", "imagenet_ddp.py {model} --dummy", 60, gpus=2),
 ]
 
@@ -86,7 +91,8 @@ def run(words: list[str], seconds: float, small: bool) -> str:
 def section(part: Part, seconds: float, names: dict[str, str], small: bool) -> str:
     """The text of a part. Raises: `UserError`."""
     command = part.command.replace("{model}", names["model"]) + (f" {part.few}" if small else "")
-    words = [word.format(**names) for word in command.split()]  # {out} may have spaces in it
+    # {out} may have spaces in it, and {input} may be nothing.
+    words = [filled for word in command.split() if (filled := word.format(**names))]
     if part.gpus > max(1, int(names["gpus"])):
         return f"Left out: it needs {part.gpus} GPUs, and there are {names['gpus']}."
     if "pytest" in words and not importlib.util.find_spec("pytest"):
@@ -120,6 +126,8 @@ def main() -> int:
     model = "-a resnet18 -b 4 --image-size 32" if small else "-a resnet50 -b 256 --image-size 224"
     names = {"model": model, "half": "bf16" if small else "fp16", "out": str(page.parent)}
     names["gpus"] = str(0 if small else torch.cuda.device_count())
+    names["input"] = "" if photographs.find() else names["out"] + "/sample"
+    names["workers"] = str(supervise.usable_cores())
     about = provenance.describe(torch.device(args.device)) | {"gpus": names["gpus"]}
     text = f"# GPU report\n\n{date.today():%d %B %Y}, `bash scripts/gpu_report.sh`\n\n"
     text += "**Tried on the CPU: the figures mean nothing.**\n\n" if small else ""

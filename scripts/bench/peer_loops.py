@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The usual training loops, to compare with: what two well-known scripts do, in our own words.
 
-    python scripts/bench/peer_loops.py examples -a resnet18 -b 32 --steps 20
+    python scripts/bench/peer_loops.py examples -a resnet18 -b 32
     python scripts/bench/peer_loops.py torchvision -a resnet18 -b 32 -j 2 --data DATA
 
 ``examples``: pytorch/examples' imagenet/main.py: float32, three numbers to the host in every step

@@ -22,8 +22,8 @@ from utils.errors import LOST_PEER, UserError
 from utils.launch import agreement, gpus, network, supervise
 
 KERNELS = (
-    "kernels: cuDNN times its own and takes the fastest; products of float32 in TF32 where the GPU "
-    "has it (with NVIDIA_TF32_OVERRIDE=0 in the environment: in float32)"
+    "cudnn.benchmark is on; float32 matrix products and convolutions use TF32 where the GPU has it "
+    "(NVIDIA_TF32_OVERRIDE=0 turns it off)"
 )
 
 

@@ -1,0 +1,148 @@
+"""The scripts on a real GPU. Left out where there is none; `scripts/gpu_report.sh` runs them."""
+
+import contextlib
+import math
+import os
+from shlex import split
+
+import pytest
+import torch
+from conftest import SMALL, summary, train
+from running import Running, tiny
+
+from utils.comm.methods import METHODS
+from utils.launch.network import free_port
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+ONE_GPU = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+IN_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0"}
+ND, DP, DDP, FSDP, APEX = (
+    f"imagenet_{mode}.py" for mode in ("nd", "dp", "ddp", "fsdp", "ddp_apex")
+)
+FEW = split("-b 10 --epochs 2 --lr 0.02 --name run")
+
+
+def finished(script, options, data, place, tiny_model=True, **env):
+    """The summary of a run of a few steps; a ResNet-18 learns too little in them to compare."""
+    model, more = tiny() if tiny_model else ((), {})
+    train(script, *model, *FEW, *split(options), "--output-dir", place, data, **env, **more)
+    return summary(place / "run")
+
+
+@pytest.fixture(scope="module")
+def plain(folder, tmp_path_factory):
+    """The loss after a training in float32 on the CPU."""
+    return finished(ND, "", folder, tmp_path_factory.mktemp("plain"))["val_loss"]
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        (ND, "--amp off"),
+        (DP, "--amp off"),
+        (DDP, "--amp off"),
+        (FSDP, "--amp off"),
+        (APEX, "--opt-level O0"),
+    ],
+)
+def test_in_float32_the_gpu_learns_what_the_cpu_learns(folder, tmp_path, plain, script, options):
+    found = finished(script, options, folder, tmp_path, **ONE_GPU, **IN_FLOAT32)
+    assert found["device"] == "cuda"
+    assert found["val_loss"] == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "precision"),
+    [
+        (ND, "", "fp16"),
+        (ND, "--amp bf16", "bf16"),
+        (ND, "--compile", "fp16"),
+        (DP, "", "fp16"),
+        (DDP, "--compile", "fp16"),
+        (FSDP, "", "fp16"),
+        (FSDP, "--amp bf16", "bf16"),
+        (APEX, "--opt-level O1", "O1"),
+        (APEX, "--opt-level O2 --compile", "O2"),
+        (APEX, "--opt-level O3 --loss-scale 128", "O3"),
+    ],
+)
+def test_each_precision_learns_about_the_same(folder, tmp_path, plain, script, options, precision):
+    found = finished(script, options, folder, tmp_path, **ONE_GPU)
+    assert found["precision"] == precision
+    assert found["val_loss"] == pytest.approx(plain, rel=0.05)
+    assert found["hardware"]["GPU/memory_gb_rank0"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        (ND, "--amp bf16 --mixup 0.2 --ema 0.9 --auto-augment ta_wide --progressive 24:32"),
+        (ND, "--compile reduce-overhead --optimizer adamw --lr 0.001"),
+        (ND, "--optimizer muon --lr 0.001 --clip-grad 1 --accum-steps 2"),
+        (DDP, "--sync-bn --accum-steps 2 --random-erasing 0.5 --val-flip"),
+        (FSDP, "--reshard full --ema 0.9 --clip-grad 1 --activation-checkpointing"),
+        (APEX, "--opt-level O2 --optimizer nesterov --clip-grad 1 --accum-steps 2"),
+    ],
+)
+def test_options_go_together_on_a_gpu(folder, tmp_path, script, options):
+    found = finished(script, options, folder, tmp_path, tiny_model=False, **ONE_GPU)
+    assert math.isfinite(found["val_loss"])
+    assert found["epochs_done"] == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        (ND, "--amp off"),
+        (ND, "--optimizer adamw --clip-grad 1"),
+        (DDP, "--sync-bn"),
+        (APEX, "--opt-level O1"),
+        (APEX, "--opt-level O2"),
+        (FSDP, "--amp bf16"),
+    ],
+)
+def test_the_host_does_not_wait_for_the_gpu_in_a_step(tmp_path, script, options):
+    where = ("--output-dir", tmp_path, "--name", "run")
+    train(script, "-b", "8", "--dummy", *split(options), *where, **ONE_GPU)
+    assert summary(tmp_path / "run")["host_waits"] == []
+
+
+def test_the_largest_batch_fits_into_the_limit(tmp_path):
+    where = ("--output-dir", tmp_path, "--name", "run")
+    train(ND, "-b", "auto", "--memory-limit", "3", "--dummy", *where, **ONE_GPU)
+    assert 2 < summary(tmp_path / "run")["peak_memory_bytes"] / 2**30 < 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_processes_share_a_gpu(folder, tmp_path, plain, method):
+    """As two nodes over gloo: NCCL has no place for two processes on one GPU."""
+    model, env = tiny()
+    nodes = f"-n 2 -g 1 --dist-url tcp://127.0.0.1:{free_port()} --dist-backend gloo"
+    options = (*SMALL, *model, *FEW, "-b", "5", *split(f"{nodes} --comm {method} --amp off"))
+    with contextlib.ExitStack() as running:
+        for rank in (1, 0):
+            place = ("-nr", rank, "--output-dir", tmp_path / str(rank), folder)
+            last = running.enter_context(Running(DDP, *options, *place, **env, **ONE_GPU))
+        done = last.result()
+    assert done.code == 0, done.out + done.err
+    assert summary(tmp_path / "0/run")["val_loss"] == pytest.approx(plain, rel=0.05)
+
+
+@pytest.mark.parametrize(("first", "then"), [(ND, DDP), (FSDP, ND), (APEX, APEX)])
+def test_a_run_stopped_on_the_gpu_goes_on_on_the_cpu_and_back(folder, tmp_path, first, then):
+    options = (*SMALL, *FEW, "-p", "1", "--epochs", "3", "--output-dir", tmp_path)
+    with Running(first, *options, folder, **ONE_GPU) as run:
+        run.until(r"Epoch 2/3 step 2/")
+        run.process.terminate()
+        assert run.result().code == 75
+    with Running(then, *options, "--resume", "auto", folder) as run:
+        run.until(r"Epoch 3/3 step 2/")
+        run.process.terminate()
+        assert run.result().code == 75
+    with Running(then, *options, "--resume", "auto", folder, **ONE_GPU) as run:
+        done = run.result()
+    assert done.code == 0, done.out + done.err
+    assert summary(tmp_path / "run")["epochs_done"] == 3
