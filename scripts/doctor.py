@@ -90,6 +90,7 @@ def facts(args: argparse.Namespace) -> Facts:
     while not place.exists():
         place = place.parent
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    nccl = torch.distributed.is_nccl_available() and torch.cuda.nccl.version()
     interface = network.interface_towards(args.master)
     mtu = Path(f"/sys/class/net/{interface}/mtu")
     return {
@@ -103,7 +104,7 @@ def facts(args: argparse.Namespace) -> Facts:
         "gpu_trouble": trouble,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "nccl": agreement.nccl_version(),
+        "nccl": ".".join(map(str, nccl or ())) or None,
         "shm": shm.f_bavail * shm.f_frsize if shm else 0,
         "disk": shutil.disk_usage(place).free,
         "disk_place": str(place),

@@ -6,16 +6,15 @@
 #
 #   TRAIN_HOURS  stop after this many hours of training, with a snapshot (such as 3.0)
 #   MIN:MAX      how many machines training needs at least, and how many there are (such as 1:2)
-#   SAVE_NAME    the run directory is runs/SAVE_NAME, on a file system that all machines share; a run
-#                that exists already is resumed
+#   SAVE_NAME    the run directory is runs/SAVE_NAME, on a file system that all machines share
 #   BATCH_SIZE   images per step and process (per GPU); auto: as many as fit into memory
 #
-# This is torchrun's c10d rendezvous. MASTER_ADDR is the IP address of the machine that holds it,
-# MASTER_PORT (8888) a free port there; MAX_RESTARTS (100) is how many failures a machine allows.
-# If that machine fails, torchrun waits for many minutes on the others: end it there by
-# scripts/cleanup.sh --name SAVE_NAME, and run the command again with the address of another machine.
-# With scripts/train_on_nodes.sh --elastic any machine may fail.
-# DATA=... ARCH=... SCRIPT=... NPROC=... in the environment: see scripts/launch.sh.
+# This is torchrun's c10d rendezvous, at the IP address MASTER_ADDR and its port MASTER_PORT (8888);
+# each machine allows MAX_RESTARTS (100) failures. A run that exists already is resumed. If the
+# master fails, torchrun waits for many minutes on the others: end it there by scripts/cleanup.sh
+# --name SAVE_NAME, and run the command again with the address of another machine. With
+# scripts/train_on_nodes.sh --elastic any machine may fail. DATA=... ARCH=... SCRIPT=... NPROC=...:
+# see scripts/launch.sh.
 set -euo pipefail
 source "$(dirname "$0")/launch.sh"
 show_help "$@"
@@ -30,10 +29,9 @@ use_environment
 address=$(ask utils.launch.network address_towards "$MASTER_ADDR")
 [ "$address" != None ] || fail "no route from here to MASTER_ADDR=$MASTER_ADDR: is the link up?"
 is_host=$(ask utils.launch.network is_own "$MASTER_ADDR")
-# Otherwise training would use torchrun's own store: a node that comes back would find it in use,
-# and a restart might find the addresses of processes that have ended.
+# torchrun's own store would be in use for a node that comes back, and keep dead addresses.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# A node whose own name does not resolve can join only by its address, and by is_host.
+# Without is_host and its address, a node whose own name does not resolve cannot join.
 torchrun=("--nnodes=$2" --rdzv_backend=c10d "--rdzv_id=$3" "--rdzv_conf=is_host=${is_host,}"
     "--rdzv_endpoint=$MASTER_ADDR:${MASTER_PORT:-8888}" "--local_addr=$address"
     "--max_restarts=$MAX_RESTARTS")

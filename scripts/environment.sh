@@ -2,14 +2,11 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# show_help "$@": if --help is asked for, print the comment at the head of the script and end.
+# show_help "$@": with --help, print the comment at the head of the script and exit.
 show_help() {
-    case ${1:-} in
-    -h | --help)
-        sed -n '2,${/^#\( \|$\)/!q;s/^# \{0,1\}//;p}' "$0"
-        exit 0
-        ;;
-    esac
+    [[ ${1:-} == @(-h|--help) ]] || return 0
+    sed -n '2,${/^#\( \|$\)/!q;s/^# \{0,1\}//;p}' "$0"
+    exit 0
 }
 
 fail() {
@@ -18,9 +15,7 @@ fail() {
 }
 
 # gpus_of PYTHON choose|check: see utils/launch/gpus.py.
-gpus_of() {
-    (cd "$root" && exec "$1" -m utils.launch.gpus "$2")
-}
+gpus_of() { (cd "$root" && exec "$1" -m utils.launch.gpus "$2"); }
 
 # use_environment [REQUIREMENTS_FILE ...]: choose $PYTHON, installing and building what is missing.
 use_environment() {
@@ -32,9 +27,8 @@ use_environment() {
 #
 # Takes the active virtual or conda environment if it has everything and its torch can use the GPUs;
 # otherwise .venv in the repository, with the tested versions whose torch fits the GPUs' driver. It
-# is filled on first use, and again when these versions or the driver have changed. PYTHON=...
-# chooses the interpreter that creates it (default python3). TORCH=oldest: .venv-oldest, with the
-# oldest torch.
+# is filled on first use, and again when these versions or the driver have changed, by PYTHON=...
+# (python3). TORCH=oldest: .venv-oldest, with the oldest torch.
 choose_python() {
     local files=("$root/requirements.txt" "$@") venv=$root/.venv base=${PYTHON:-python3} why
     if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ "${TORCH:-}" != oldest ] &&
@@ -58,9 +52,7 @@ choose_python() {
     versions="$(cat "$constraints" "$root/scripts/constraints-packages.txt" | cksum):"
     wanted="$versions $(cat "${files[@]}" | cksum)"
     PYTHON=$venv/bin/python
-    if grep -qsxF "$wanted" "$stamp"; then
-        return
-    fi
+    ! grep -qsxF "$wanted" "$stamp" || return 0
     echo "Installing the versions of ${constraints#"$root/"} (${chosen#*$'\n'}) into $venv" \
         "(torch with CUDA: about 5.5 GB, one to several minutes) ..."
     # Neither an interrupted installation nor a change of versions leaves a stamp that is not true.
@@ -72,12 +64,9 @@ choose_python() {
     if ! said=$("$PYTHON" -m pip install -qq --disable-pip-version-check -c "$constraints" \
         "${arguments[@]}" 2>&1); then
         echo "$said" >&2
-        case $said in
-        *"No matching distribution"* | *ResolutionImpossible*)
+        [[ $said != @(*"No matching distribution"*|*ResolutionImpossible*) ]] ||
             fail "pip finds no fitting versions for $("$PYTHON" -V): is there internet? 3.10 to" \
                 "3.14 have all of them; remove $venv and name another Python with PYTHON=..."
-            ;;
-        esac
         fail "the installation did not finish; run this again to continue"
     fi
     # quickstart.sh and test.sh share .venv: each adds its line, so neither installs again.

@@ -9,45 +9,41 @@
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 # need_number NAME VALUE PATTERN WORDS: the argument NAME must match PATTERN; WORDS describe it.
-need_number() {
-    [[ $2 =~ ^$3$ ]] || fail "$1 is $2: it must be $4"
+need_number() { [[ $2 =~ ^$3$ ]] || fail "$1 is $2: it must be $4"; }
+
+# need_several_nodes SCRIPT: it must be able to train on several nodes.
+need_several_nodes() {
+    case $1 in
+    imagenet_nd.py | imagenet_dp.py) fail "$1 trains on one node: use imagenet_ddp.py" ;;
+    esac
 }
 
-# need_master: MASTER_ADDR must say where the nodes meet, and SCRIPT must train on several nodes.
+# need_master: MASTER_ADDR must be the address of node 0, and SCRIPT train on several nodes.
 need_master() {
     [ -n "${MASTER_ADDR:-}" ] ||
         fail "MASTER_ADDR is not set: on every node, export MASTER_ADDR=<IP address of node 0>" \
             "(this node has $(hostname -I 2>/dev/null || echo '?'))"
-    case ${SCRIPT:-} in
-    imagenet_nd.py | imagenet_dp.py) fail "$SCRIPT trains on one node: use imagenet_ddp.py" ;;
-    esac
+    need_several_nodes "${SCRIPT:-}"
 }
 
-# ask MODULE FUNCTION ARGUMENT: what a function of utils/ returns, or its error message and the end.
+# ask MODULE FUNCTION ARGUMENT: print what a function of utils/ returns, or exit with its error.
 ask() {
-    "$PYTHON" - "$root" "$@" <<'CODE' || exit 2
-import importlib, sys
-sys.path.insert(0, sys.argv[1])
-try:
-    print(getattr(importlib.import_module(sys.argv[2]), sys.argv[3])(sys.argv[4]))
-except Exception as fault:
-    sys.exit(f"error: {fault}")
-CODE
+    (cd "$root" && exec "$PYTHON" -c 'import importlib, sys
+try: print(getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(sys.argv[3]))
+except Exception as fault: sys.exit(f"error: {fault}")' "$@") || exit 2
 }
 
 # log_to FILE: from here on, keep a copy of all output there.
 log_to() {
     mkdir -p "$(dirname "$1")" || fail "cannot write the log $1"
-    # -i: Ctrl-C reaches tee as well, which must stay until training has ended.
-    # -p: so it must when nobody reads the output any more.
+    # tee must survive Ctrl-C (-i) and the end of the reader (-p) until training has ended.
     exec > >(exec tee -i -p -a "$1") 2> >(exec tee -i -p -a "$1" >&2)
 }
 
 # launch HOURS NAME BATCH_SIZE [-- TRAINING OPTION ...]: become the training script.
 #
-# Its processes are started by `torchrun` with the options in that array, if there are any, else by
-# the script itself, with the options in `nodes`. The output is also written to `log` in the run
-# directory.
+# Its processes are started by torchrun with the options in `torchrun`, if there are any, else by
+# the script itself, with those in `nodes`. The output is also written to `log` in the run directory.
 torchrun=() nodes=() log=node0.log
 launch() {
     local hours=$1 name=$2 batch=$3 script=${SCRIPT:-imagenet_ddp.py} runs=runs number
@@ -69,7 +65,7 @@ launch() {
     elif [ -n "${NPROC:-}" ] && [[ $script != imagenet_@(nd|dp).py ]]; then
         nodes+=(-g "$NPROC")
     fi
-    # Typed again, after any interruption, the same command resumes from the last snapshot.
+    # The same command, run again, resumes from the last snapshot.
     command+=("$root/$script" "${nodes[@]}" -b "$batch" --train-time "$hours" --name "$name")
     command+=(--resume auto ${ARCH:+-a "$ARCH"} "$@" ${DATA:+"$DATA"})
 

@@ -1,20 +1,16 @@
 """What the tests share: a tiny image folder, and functions that run the scripts as people do."""
 
-import contextlib
 import json
 import logging
 import os
-import queue
 import random
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image, ImageDraw
@@ -119,33 +115,6 @@ def train(script: str, *arguments: object, processes: int = 0, **env: str) -> Re
     result = python(*(launcher if processes else ()), script, *SMALL, *arguments, **env)
     assert result.code == 0, result.out + result.err
     return result
-
-
-def results_of(context: Any, work: Callable[..., None], size: int, *more: Any) -> list[Any]:
-    """What ``work(rank, *more, results)`` puts into the queue ``results``, in ``size`` processes.
-
-    Fails as soon as one of them ends with an error, instead of waiting for what it will never put.
-    """
-    results, found = context.Queue(), []
-    started = [context.Process(target=work, args=(r, *more, results)) for r in range(size)]
-    for process in started:
-        process.start()
-    deadline = time.monotonic() + TIMEOUT
-    try:
-        while len(found) < size:
-            with contextlib.suppress(queue.Empty):
-                found.append(results.get(timeout=0.2))
-                continue
-            failed = [process.exitcode for process in started if process.exitcode]
-            assert not failed, f"a process ended with exit code {failed[0]}"
-            assert time.monotonic() < deadline, "the processes hang"
-        for process in started:
-            process.join(60)
-            assert process.exitcode == 0
-    finally:
-        for process in started:
-            process.kill()
-    return found
 
 
 def summary(run: Path) -> dict:

@@ -3,13 +3,14 @@
 A start of a script imports torch for seconds. Here a server imports it once, and forks.
 """
 
+import contextlib
 import functools
 import logging
 import multiprocessing
 import os
 import queue
-import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import Any
 from unittest import mock
 
 from conftest import ROOT, environment
+
+from utils.launch.network import free_port
 
 SCRIPTS = ("imagenet_ddp", "imagenet_fsdp")
 LIMIT = 600  # seconds; against hangs
@@ -41,51 +44,41 @@ class Job:
 def run_jobs(jobs: Iterable[Job], folder: Path) -> list[list[dict[str, Any]]]:
     """Run all jobs, and give of each what `_run` returns in its processes, by rank."""
     jobs = list(jobs)
-    context = _forkserver()
     most = max(job.processes * job.nodes for job in jobs)
-    results = context.Queue()
     with mock.patch.dict(os.environ, environment(), clear=True):
-        started = [
-            context.Process(target=_work, args=(rank, jobs, str(folder), results), daemon=True)
-            for rank in range(most)
-        ]
-        for process in started:
-            process.start()
-    try:
-        found = dict(results.get(timeout=LIMIT) for _ in started)
-    finally:
-        for process in started:
-            process.join(10)
-            process.kill()
-    faults = [text for text in found.values() if isinstance(text, str)]
-    assert not faults, "\n".join(faults)
+        found = in_processes(most, functools.partial(_run_all, jobs, str(folder)), join=False)
     return [
         [found[rank][number] for rank in range(job.processes * job.nodes)]
         for number, job in enumerate(jobs)
     ]
 
 
-def in_processes(size: int, work: Callable[[int, int], Any]) -> list[Any]:
-    """What ``work(rank, size)`` returns (plain values) in each of ``size`` joined processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = _forkserver()
-    results = context.Queue()
-    started = [
-        context.Process(target=_join, args=(rank, size, port, work, results), daemon=True)
-        for rank in range(size)
-    ]
-    found: dict[int, Any] = {}
+def in_processes(
+    size: int, work: Callable[[int, int], Any], join: bool = True, limit: float = LIMIT
+) -> list[Any]:
+    """What ``work(rank, size)`` returns (plain values) in each of ``size`` processes, by rank.
+
+    With ``join`` they have a gloo process group. Fails, with its traceback, as soon as one fails.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["joined", "tensorboard", *SCRIPTS])
+    results, port = context.Queue(), free_port() if join else None
+    more = (size, port, work, results)
+    started = [context.Process(target=_child, args=(r, *more), daemon=True) for r in range(size)]
     for process in started:
         process.start()
+    found: dict[int, Any] = {}
+    deadline = time.monotonic() + limit
     try:
         while len(found) < size:
-            try:
-                found.update([results.get(timeout=1)])
-            except queue.Empty:
-                codes = [process.exitcode for process in started]
-                assert not any(codes), f"a process has crashed: exit codes {codes}"
+            with contextlib.suppress(queue.Empty):
+                rank, result, fault = results.get(timeout=0.2)
+                assert not fault, f"rank {rank}: {fault}"
+                found[rank] = result
+                continue
+            codes = [process.exitcode for process in started]
+            assert not any(codes), f"a process has crashed: exit codes {codes}"
+            assert time.monotonic() < deadline, "the processes hang"
         for process in started:
             process.join(60)
             assert process.exitcode == 0
@@ -95,32 +88,29 @@ def in_processes(size: int, work: Callable[[int, int], Any]) -> list[Any]:
     return [found[rank] for rank in range(size)]
 
 
-def _join(rank: int, size: int, port: int, work: Callable[[int, int], Any], results: Any) -> None:
+def _child(rank: int, size: int, port: int | None, work: Callable[..., Any], results: Any) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    results.put((rank, work(rank, size)))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _forkserver() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["joined", "tensorboard", *SCRIPTS])
-    return context
-
-
-def _work(rank: int, jobs: list[Job], folder: str, results: Any) -> None:
-    sys.stdout = sys.stderr = open(f"{folder}/rank{rank}.txt", "w")
     try:
-        results.put((rank, [_run(job, rank, f"{folder}/store{i}") for i, job in enumerate(jobs)]))
+        if port:
+            where = f"tcp://127.0.0.1:{port}"
+            dist.init_process_group("gloo", where, rank=rank, world_size=size)
+        results.put((rank, work(rank, size), None))
+        if port:
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
-        results.put((rank, f"rank {rank}: {traceback.format_exc()}"))
+        results.put((rank, None, traceback.format_exc()))
         results.close()
         results.join_thread()
         os._exit(1)  # others may wait in a collective
+
+
+def _run_all(jobs: list[Job], folder: str, rank: int, size: int) -> list[dict[str, Any] | None]:
+    sys.stdout = sys.stderr = open(f"{folder}/rank{rank}.txt", "w")
+    return [_run(job, rank, f"{folder}/store{i}") for i, job in enumerate(jobs)]
 
 
 def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
@@ -140,7 +130,6 @@ def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
     size = job.processes * job.nodes
     if rank >= size:
         return None
-    torch.set_num_threads(1)
     module = importlib.import_module(job.script)
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % job.processes}
     place |= {"LOCAL_WORLD_SIZE": job.processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
@@ -179,7 +168,7 @@ def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
     with (
         mock.patch.object(sys, "argv", [f"{job.script}.py", *map(str, job.options)]),
         mock.patch.object(models, "timm", stand_in("timm")),
-        mock.patch.object(network, "wait_for_master", lambda *_: None),
+        mock.patch.object(network, "connect"),
         mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()}),
         mock.patch.object(dist, "init_process_group", init),
         mock.patch.object(module, "TrainState", watched),

@@ -1,14 +1,14 @@
 """Commands typed on several nodes, each with its own host name, address and network."""
 
 import functools
-import multiprocessing
 import os
 import socket
 import sys
 from unittest import mock
 
 import pytest
-from conftest import results_of, summary
+from conftest import summary
+from joined import in_processes
 from nodes import Node, Nodes, Typed
 from running import TINY_LINE, tiny
 
@@ -91,7 +91,7 @@ class Built(Exception):
     """Training goes on to its data."""
 
 
-def _ends(rank: int, lines: list[tuple[str, ...]], folder: str, results) -> None:
+def _ends(lines: list[tuple[str, ...]], folder: str, rank: int, size: int) -> list[str]:
     """How rank ``rank`` of two nodes ends on each of ``lines`` (the words of each rank)."""
     import torch.distributed as dist
 
@@ -109,7 +109,7 @@ def _ends(rank: int, lines: list[tuple[str, ...]], folder: str, results) -> None
         with (
             mock.patch.object(sys, "argv", ["imagenet_ddp.py", *words[rank].split(), folder]),
             mock.patch.object(dist, "init_process_group", how),
-            mock.patch.object(network, "wait_for_master", lambda *_: None),
+            mock.patch.object(network, "connect"),
             mock.patch.object(script, "build_loaders", build),
         ):
             try:
@@ -119,13 +119,11 @@ def _ends(rank: int, lines: list[tuple[str, ...]], folder: str, results) -> None
             except Built:
                 found.append("built")
         dist.destroy_process_group()
-    results.put((rank, found))
+    return found
 
 
 def test_options_that_differ_end_every_node_with_one_error(tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_by_hand", "imagenet_ddp"])
-    found = dict(results_of(context, _ends, 2, DIFFERENT, str(tmp_path)))
+    found = in_processes(2, functools.partial(_ends, DIFFERENT, str(tmp_path)), join=False)
     assert found[0] == found[1]
     nodes = [f"{socket.gethostname()} (node {number})" for number in range(2)]
     for (*_, words), end in zip(DIFFERENT, found[0], strict=True):

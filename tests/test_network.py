@@ -7,11 +7,13 @@ import pytest
 
 from utils.errors import UserError
 from utils.launch.network import (
+    address_towards,
+    connect,
     free_port,
     interface_towards,
     interfaces,
+    is_own,
     parse_tcp_url,
-    wait_for_master,
 )
 
 
@@ -55,7 +57,7 @@ def test_parse_tcp_url_refuses(url):
 def test_free_port_can_be_listened_on(host):
     port = free_port(host)
     with socket.create_server((host, port)):
-        wait_for_master("127.0.0.1", port, 0)
+        connect("127.0.0.1", port, 0).close()
         with pytest.raises(OSError, match="in use"):
             socket.create_server((host, port))
 
@@ -65,7 +67,7 @@ def test_master_that_starts_late_is_waited_for():
     late = threading.Timer(0.7, lambda: server.append(socket.create_server(("127.0.0.1", port))))
     late.start()
     try:
-        wait_for_master("127.0.0.1", port, 60)
+        connect("127.0.0.1", port, 60).close()
         assert server, "it returned before there was anybody"
     finally:
         late.join()
@@ -75,7 +77,7 @@ def test_master_that_starts_late_is_waited_for():
 def test_nobody_there_is_a_sentence():
     port = free_port()
     with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port} cannot be reached .*refused"):
-        wait_for_master("127.0.0.1", port, 0.5)
+        connect("127.0.0.1", port, 0.5)
 
 
 def test_unknown_host_is_reported_at_once(monkeypatch):
@@ -88,11 +90,15 @@ def test_unknown_host_is_reported_at_once(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(UserError, match=r"name nod-0 cannot be resolved \(Name.*use its IP"):
-        wait_for_master("nod-0", 29500, 1e9)
+        connect("nod-0", 29500, 1e9)
     assert asked == ["nod-0"]
 
 
-def test_interface_towards():
+def test_own_addresses_and_interfaces():
+    assert is_own("127.0.0.1")
+    assert is_own("localhost")
+    assert not is_own("192.0.2.1")
+    assert address_towards("127.0.0.1") == "127.0.0.1"
     assert interfaces()["lo"] == "127.0.0.1"
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("::1") is None

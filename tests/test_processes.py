@@ -123,6 +123,8 @@ def test_a_killed_rank_ends_the_other_with_a_sentence(folder, tmp_path, victim):
         errors = [line for line in result.err.splitlines() if "error" in line]
         assert len(errors) == 2, result.err
         (of_rank,) = [line for line in errors if line.startswith(f"error (rank {1 - victim})")]
+        assert f"lost touch with rank {victim} on" in of_rank
+        assert "has ended or was killed" in of_rank
         assert "--resume" in of_rank
         assert "SIGKILL" in next(line for line in errors if line != of_rank)
         assert all_gone(run)

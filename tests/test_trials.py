@@ -13,7 +13,7 @@ from trials import faults
 from trials.kill_checks import Checks
 
 
-@pytest.mark.parametrize("name", ["faults", "kill_runs", "namespace_runs"])
+@pytest.mark.parametrize("name", ["faults", "kill_runs", "run_all"])
 def test_each_starts_from_any_folder(name, tmp_path):
     line = [sys.executable, str(ROOT / "tests" / "trials" / f"{name}.py"), "--help"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -28,8 +28,8 @@ def test_training_continues_after_a_fault(name, tmp_path):
     args = argparse.Namespace(output_dir=tmp_path / "runs", dist_timeout=20)
     faults.prepare(args, tmp_path)
     outcomes = faults.try_fault(name, args)
-    wanted = {"node_killed": [1, 2], "master_killed": [1]}.get(name, [2])
-    assert [one.nodes for one in outcomes] == wanted
+    wanted = {"node_killed": [1, 2], "master_killed": [1], "rank0_killed": [3, 2, 1, 4]}
+    assert [one.nodes for one in outcomes] == wanted.get(name, [2])
     for one in outcomes:
         assert one.restarts or name == "link_down"
         assert 0 <= one.repeated <= faults.IMAGES * max(1, one.restarts)  # at most an epoch

@@ -9,21 +9,19 @@ that takes longer than a minute counts as a hang.
 """
 
 import argparse
-import multiprocessing
-import queue
+import functools
 import random
-import socket
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from joined import in_processes  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
@@ -49,14 +47,10 @@ class Sleepy(nn.Module):
         return images
 
 
-def train(rank: int, size: int, port: int, method: str, seed: int) -> float:
-    """Join, train, leave. Returns the sum of all weights."""
+def train(method: str, seed: int, rank: int, size: int) -> float:
+    """Train in one of several joined processes. Returns the sum of all weights."""
     random.seed(seed * 10 + rank)
     time.sleep(random.random() * 0.2)
-    dist.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size,
-        timeout=timedelta(seconds=LIMIT),
-    )  # fmt: skip
     nodes = size if method == "auto" or size % 2 else random.Random(seed).choice((2, size))
     local = size // nodes
     world = World(torch.device("cpu"), rank, size, rank % local, local, nodes, dist.group.WORLD)
@@ -75,17 +69,7 @@ def train(rank: int, size: int, port: int, method: str, seed: int) -> float:
         replica(torch.randn(2, 3, SIZE, SIZE)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    total = sum(float(p.detach().double().sum()) for p in replica.parameters())
-    dist.barrier()
-    dist.destroy_process_group()
-    return total
-
-
-def work(rank: int, orders: multiprocessing.Queue, results: multiprocessing.Queue) -> None:
-    torch.set_num_threads(1)
-    results.put((rank, "has begun"))
-    while (order := orders.get()) is not None:
-        results.put((rank, train(rank, *order)))
+    return sum(float(p.detach().double().sum()) for p in replica.parameters())
 
 
 def main() -> int:
@@ -96,37 +80,19 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=200, metavar="N", help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")
     args = parser.parse_args()
-    return next((code for method in args.methods.split(",") if (code := try_out(method, args))), 0)
-
-
-def try_out(method: str, args: argparse.Namespace) -> int:
-    """All starts of one method, by processes of its own: what DDP has made stays in memory."""
-    context = multiprocessing.get_context("spawn")
-    orders, results = [context.Queue() for _ in range(4)], context.Queue()
-    for rank in range(4):
-        context.Process(target=work, args=(rank, orders[rank], results), daemon=True).start()
-    for _ in range(4):
-        results.get()
-    began = time.monotonic()
-    for number in range(args.starts):
-        size = 2 + number % 3
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        for rank in range(size):
-            orders[rank].put((size, port, method, args.seed + number))
-        try:
-            sums = {results.get(timeout=LIMIT)[1] for _ in range(size)}
-        except queue.Empty:
-            print(f"{method}: start {number} with {size} processes hangs")
-            return 1
-        if len(sums) > 1:
-            print(f"{method}: start {number} with {size} processes: unequal weights {sums}")
-            return 1
-    seconds = time.monotonic() - began
-    print(f"{method}: {args.starts} starts, none hung, equal weights; {seconds:.0f} s", flush=True)
-    for order in orders:
-        order.put(None)
+    for method in args.methods.split(","):
+        began = time.monotonic()
+        for number in range(args.starts):
+            size, work = 2 + number % 3, functools.partial(train, method, args.seed + number)
+            try:
+                sums = in_processes(size, work, limit=LIMIT)
+                assert len(set(sums)) == 1, f"unequal weights {sums}"
+            except AssertionError as fault:
+                print(f"{method}: start {number} with {size} processes: {fault}")
+                return 1
+        seconds = time.monotonic() - began
+        text = f"{method}: {args.starts} starts, none hung, equal weights; {seconds:.0f} s"
+        print(text, flush=True)
     return 0
 
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""What happens when part of a training on two nodes fails, and how long it takes to continue.
+"""What happens when part of a run on several nodes fails, and how long it takes to continue.
 
     sudo python tests/trials/faults.py [--only node_killed,link_down] [--dist-timeout 30]
 
-The nodes are namespaces of this machine (tests/nodes.py; needs root, iproute2 and pytest), each
-with one process of scripts/elastic_train.sh, 1:2 nodes. The model costs next to nothing and sleeps
-0.1 s per step, so that the times are those of detection, rendezvous and start-up. Prints a Markdown
-table; the log of each trial is kept in --output-dir.
+The nodes are simulated (tests/nodes.py; needs root, iproute2, openssh-server and pytest), each with
+one process: two of scripts/elastic_train.sh, 1:2 nodes; for rank0_killed four of
+scripts/train_on_nodes.sh --elastic 1:4. The model costs next to nothing and sleeps 0.1 s per step,
+so that the times are those of detection, rendezvous and start-up. Prints a Markdown table; the log
+of each trial is kept in --output-dir.
 """
 
 import argparse
@@ -37,12 +38,16 @@ ATTEMPT = re.compile(r"\S+ on \d+ process\w* \((\d+) node")
 BATCHES = re.compile(r"steps per epoch, global batch (\d+)")
 RESUMED = re.compile(r"resumed from .*: epoch (\d+), step (\d+)")
 STEP = re.compile(r"Epoch (\d+)/\d+ step +(\d+)/")
+KILLS = 3  # of rank 0's node, in rank0_killed
+ENV = {"PYTHONPATH": str(ROOT / "tests" / "stand_in"), "STEP_SECONDS": "0.1"}
+ENV |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class Line(NamedTuple):
     """A line that a node printed, and when (seconds, monotonic)."""
 
     time: float
+    node: str
     text: str
 
 
@@ -81,7 +86,7 @@ def attempts_of(lines: list[Line], until: float = float("inf")) -> list[Attempt]
 
 
 class Trial:
-    """A training on two nodes, and all the lines that it has printed so far."""
+    """A run on several nodes, and all the lines that it has printed so far."""
 
     def __init__(self, nodes: list, name: str, args: argparse.Namespace):
         self.nodes, self.name, self.args = nodes, name, args
@@ -91,26 +96,41 @@ class Trial:
         self.path.unlink(missing_ok=True)
         self.began = time.monotonic()
         self.typed: dict[int, subprocess.Popen] = {}
-
-    def type(self, number: int) -> None:
-        """Type the command line on a node."""
-        command = (
-            f"bash scripts/elastic_train.sh 1 1:2 {self.name} {BATCH} -- --image-size 32 -j 1 -p 1"
-            f" --epochs 10000 --dist-timeout {self.args.dist_timeout:g} --snapshot-minutes 0.05"
-            f" --output-dir {self.args.output_dir}"
+        self.options = (
+            f"--image-size 32 -j 1 -p 1 --epochs 10000 --dist-timeout {args.dist_timeout:g}"
+            f" --snapshot-minutes 0.05 --output-dir {args.output_dir}"
         )
+
+    def start(self, number: int) -> None:
+        """Type the command of elastic_train.sh on a node."""
         env = {"MASTER_ADDR": self.nodes[self.master].ip, "DATA": str(self.args.data)}
-        env |= {"ARCH": "tiny_plain", "PYTHONPATH": str(ROOT / "tests" / "stand_in")}
-        env |= {"NPROC": "1", "STEP_SECONDS": "0.1"}
+        wrapper = f"bash scripts/elastic_train.sh 1 1:2 {self.name} {BATCH} -- {self.options}"
+        self.type(number, wrapper, ENV | env | {"ARCH": "tiny_plain", "NPROC": "1"})
+
+    def start_over_ssh(self) -> None:
+        """Type the command of train_on_nodes.sh on node 0, for all others."""
+        hosts = self.args.data.parent / "hosts"
+        hosts.write_text("".join(f"{node.name}\n" for node in self.nodes[1:]))
+        for node in self.nodes[1:]:
+            node.start_sshd(**ENV)
+        launcher = f"bash scripts/train_on_nodes.sh {hosts} --dir {ROOT} --elastic 1:{KILLS + 1}"
+        script = f"imagenet_ddp.py -a tiny_plain -b {BATCH} --name {self.name} {self.options}"
+        self.type(0, f"{launcher} -- {script} {self.args.data}", {})
+
+    def type(self, number: int, command: str, env: dict[str, str]) -> None:
+        """Type a command on a node."""
         how = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT, "text": True}
         self.typed[number] = self.nodes[number].popen(command, env, **how)
         self.say(f"typed on node{number}: {command}")
-        threading.Thread(target=self._read, args=(number, self.typed[number])).start()
+        threading.Thread(target=self._read, args=(number, self.typed[number]), daemon=True).start()
 
     def _read(self, number: int, typed: subprocess.Popen) -> None:
         for text in typed.stdout:
-            self.lines.append(Line(time.monotonic(), text.rstrip("\n")))
-            self.say(f"node{number}: {text.rstrip()}")
+            # The launcher over ssh puts the node's name in front.
+            found = re.match(r"\[(node\d+)\] (.*)", text)
+            node, line = found.groups() if found else (f"node{number}", text.rstrip())
+            self.lines.append(Line(time.monotonic(), node, line))
+            self.say(f"{node}: {line}")
         typed.wait()
 
     def say(self, text: str) -> None:
@@ -189,8 +209,8 @@ def node_back(trial: Trial) -> list[Outcome]:
     found = node_killed(trial)
     trial.nodes[1].start_again()
     now = time.monotonic()
-    trial.type(1)
-    what = "it joins; time from typing its line again"
+    trial.start(1)
+    what = "it joins; time from typing its command again"
     return [*found, trial.outcome("... and started again", what, 2, now, now)]
 
 
@@ -199,7 +219,7 @@ def node_back_soon(trial: Trial) -> list[Outcome]:
     trial.nodes[1].kill()
     time.sleep(AWAY)
     trial.nodes[1].start_again()
-    trial.type(1)
+    trial.start(1)
     what = "both nodes start it again"
     return [trial.outcome(f"node killed, started again after {AWAY} s", what, 2, now, now)]
 
@@ -223,7 +243,7 @@ def master_killed(trial: Trial) -> list[Outcome]:
     trial.typed[1].wait()
     trial.master = 1
     ended = time.monotonic()
-    trial.type(1)
+    trial.start(1)
     what = (
         f"the other reports it after {noticed - now:.1f} s; cleanup.sh --name, then the same "
         "command with its own MASTER_ADDR (time from typing it)"
@@ -232,24 +252,44 @@ def master_killed(trial: Trial) -> list[Outcome]:
     return [found._replace(seconds=found.seconds - (ended - now))]
 
 
+def rank0_killed(trial: Trial) -> list[Outcome]:
+    found = []
+    for left in range(KILLS, 0, -1):
+        name = next(line.node for line in reversed(trial.lines) if STEP.match(line.text))
+        next(node for node in trial.nodes if node.name == name).kill()
+        now, what = time.monotonic(), "over ssh, the other nodes continue"
+        found.append(trial.outcome(f"{name} killed, which had rank 0", what, left, now, now))
+    for node in trial.nodes[1 : KILLS + 1]:
+        node.start_again()
+        node.start_sshd(**ENV)
+    now = time.monotonic()
+    what = "all nodes switched on again"
+    return [*found, trial.outcome(what, "over ssh, they join", KILLS + 1, now, now)]
+
+
 FAULTS = {
     "worker_killed": worker_killed,
     "node_killed": node_back,
     "node_back_soon": node_back_soon,
     "link_down": link_down,
     "master_killed": master_killed,
+    "rank0_killed": rank0_killed,
 }
 
 
 def try_fault(name: str, args: argparse.Namespace) -> list[Outcome]:
-    """Train on two nodes, cause the fault, and see what comes of it."""
+    """Train on several nodes, cause the fault, and see what comes of it."""
     from nodes import Nodes
 
-    with Nodes(2) as nodes:
+    over_ssh = name == "rank0_killed"
+    with Nodes(KILLS + 2 if over_ssh else 2) as nodes:
         trial = Trial(nodes, f"faults_{name}_{os.getpid()}", args)
-        for number in (0, 1):
-            trial.type(number)
-        trial.wait(lambda: trial.goes_on(2, 0), "the first steps")
+        if over_ssh:
+            trial.start_over_ssh()
+        else:
+            trial.start(0)
+            trial.start(1)
+        trial.wait(lambda: trial.goes_on(KILLS + 1 if over_ssh else 2, 0), "the first steps")
         trial.say(f"fault: {name}")
         return FAULTS[name](trial)
 

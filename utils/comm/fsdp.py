@@ -140,18 +140,11 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
     """
     if not hasattr(like, "placements") or full.shape != like.shape:
         return full
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import distribute_tensor
 
-    part, mesh = full, like.device_mesh
-    for dim, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
-            shards = part.chunk(mesh.size(dim), placement.dim)
-            number = mesh.get_local_rank(dim)
-            empty = part.narrow(placement.dim, 0, 0)  # fewer rows than processes
-            part = shards[number] if number < len(shards) else empty
-    part = part.detach().to(like.device, copy=True).contiguous()
-    layout = {"shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(part, mesh, like.placements, run_check=False, **layout)
+    full = full.detach().contiguous()
+    shard = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+    return shard.clone()  # on the CPU it would keep the memory of all of ``full``
 
 
 def shards_like(full: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,12 +1,9 @@
-"""What the nodes of a job must agree on: this code, torch, NCCL. Pure Python, no torch needed.
+"""What the nodes of a job must agree on: this code, torch, options. Needs no packages.
 
-`utils.launch.launch` compares it at the start of each distributed run, scripts/doctor.py before.
+Compared by the pre-flight check, at the start of each distributed run, and by scripts/doctor.py.
 """
 
-import ctypes
-import importlib.util
-import re
-import sys
+import importlib.metadata
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,68 +18,41 @@ REMEDY = {
     "NCCL": "install the same version on every node",
 }
 
-# Options on which the result does not depend: paths, what is printed and traced, what one process
-# alone decides, what each node has of its own. All others must be the same on every node.
+# Options that may differ between nodes: paths, output, what one process alone decides, what each
+# node has of its own. All others must be the same on every node.
 FREE = {"data", "classes", "name", "output_dir", "store", "recipe", "command", "mode", "wanted"}
 FREE |= {"workers", "print_freq", "profile", "spot_notice", "memory_format", "model_notes"}
 FREE |= {"snapshot_minutes", "train_time", "dist_url", "dist_timeout", "dist_backend", "gpus"}
 FREE |= {"world_size", "rank", "local_rank", "preprocessing", "untyped"}
-PATHS = {"resume", "pretrained"}  # of which it counts whether they are given
+PATHS = {"resume", "pretrained"}  # each node may have its own, but all or none
 
 
 def options(args: Any) -> dict[str, str]:
-    """The options on which the result depends, as they are typed."""
+    """The options that must be the same on every node, as they are typed."""
     given = {key: value for key, value in vars(args).items() if key not in FREE}
     given |= {key: bool(given[key]) for key in PATHS & given.keys()}
     return {f"--{key.replace('_', '-')}": str(value) for key, value in given.items()}
 
 
 def code(*scripts: Path) -> dict[str, str]:
-    """Checksum of each file below utils/, each recipe and each of ``scripts``, by name; no git."""
+    """Checksum of each file below utils/, each recipe and each of ``scripts``, by name."""
     ours = [*(ROOT / "utils").rglob("*.py"), *(ROOT / "scripts/recipes").glob("*.txt")]
     files = {str(path.relative_to(ROOT)): path for path in ours}
     files |= {path.name: path for path in scripts if path.is_file()}
     return {name: f"{zlib.crc32(path.read_bytes()):08x}" for name, path in sorted(files.items())}
 
 
-def torch_version() -> str | None:
-    """torch.__version__ of the torch that an import would take, without importing it; or None."""
-    if version := getattr(sys.modules.get("torch"), "__version__", None):  # None: being imported
-        return str(version)
-    folder = _torch_folder()
+def installed_torch() -> str:
+    """Major and minor number of the installed torch, which is not imported; "none" without one."""
     try:
-        text = (folder / "version.py").read_text() if folder else ""
-    except OSError:
-        return None
-    found = re.search(r"""^__version__ *(?::.*)?= *['"](.+?)['"]""", text, re.MULTILINE)
-    return found[1] if found else None
+        return release(importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
-def nccl_version() -> str | None:
-    """Version of the NCCL library that torch's wheel came with, as the library itself reports it.
-
-    None if there is no such file (torch built in another way).
-    """
-    folder = _torch_folder()
-    for path in folder.parent.glob("nvidia/nccl/lib/libnccl.so*") if folder else ():
-        number = ctypes.c_int()
-        try:
-            ctypes.CDLL(str(path)).ncclGetVersion(ctypes.byref(number))
-        except (OSError, AttributeError):
-            continue
-        major, rest = divmod(number.value, 10_000)
-        return f"{major}.{rest // 100}.{rest % 100}"
-    return None
-
-
-def _torch_folder() -> Path | None:
-    spec = importlib.util.find_spec("torch")
-    return Path(spec.origin).parent if spec and spec.origin else None
-
-
-def release(version: str | None) -> str:
+def release(version: str) -> str:
     """Major and minor number: 2.14 of 2.14.1+cu130. Patches and CUDA builds may differ."""
-    return ".".join(version.split(".")[:2]) if version else "none"
+    return ".".join(version.split(".")[:2])
 
 
 def unlike(found: list[tuple[str, Mapping[str, Any]]]) -> str | None:
@@ -91,11 +61,10 @@ def unlike(found: list[tuple[str, Mapping[str, Any]]]) -> str | None:
     ``found``: for each process its node's name, and its facts by name ("this code", "torch" ...). A
     fact may be a mapping itself, such as each file's checksum.
     """
-    for name in found[0][1]:
+    for name, first in found[0][1].items():
         values = [(node, facts.get(name)) for node, facts in found]
-        if any(value != values[0][1] for _, value in values):
-            parts = all(isinstance(value, Mapping) for _, value in values)
-            has = first_difference(values) if parts else _who_has_what(values)
+        if any(value != first for _, value in values):
+            has = first_difference(values) if isinstance(first, Mapping) else _who_has(values)
             remedy = REMEDY.get(name, "make it the same on every node")
             return f"{name} differs between the nodes: {has}: {remedy}"
     return None
@@ -103,19 +72,18 @@ def unlike(found: list[tuple[str, Mapping[str, Any]]]) -> str | None:
 
 def first_difference(found: list[tuple[str, Mapping[str, Any]]]) -> str:
     """The first name whose value differs: "NAME: VALUE on NODES, VALUE on NODES (and 2 more)"."""
-    names = sorted({name for _, values in found for name in values})
-    differing = [
-        name for name in names if any(v.get(name) != found[0][1].get(name) for _, v in found)
-    ]
+    columns = {
+        name: [(node, values.get(name, "missing")) for node, values in found]
+        for name in sorted({name for _, values in found for name in values})
+    }
+    differing = [name for name, column in columns.items() if len({v for _, v in column}) > 1]
     if not differing:
         return ""
-    name = differing[0]
-    has = _who_has_what([(node, values.get(name, "missing")) for node, values in found])
     more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-    return f"{name}: {has}{more}"
+    return f"{differing[0]}: {_who_has(columns[differing[0]])}{more}"
 
 
-def _who_has_what(values: list[tuple[str, Any]]) -> str:
+def _who_has(values: list[tuple[str, Any]]) -> str:
     nodes: dict[str, list[str]] = {}
     for node, value in values:
         nodes.setdefault(str(value), []).append(node)

@@ -22,7 +22,7 @@ from utils.errors import UserError, report
 
 NEWEST, CUDA12 = "constraints.txt", "constraints-cuda12.txt"  # in scripts/
 NEEDED_DRIVER = {11: 450, 12: 525, 13: 580}  # by CUDA version
-# Of old GPUs by name, for a driver that does not say; others are new enough for every torch.
+# Of old GPUs by name, where the driver does not tell; others are new enough for every torch.
 OLD = {"V100": 70, "GV100": 70, "TITAN V": 70, "P100": 60, "P40": 61, "P4": 61, "M60": 52}
 PROC = Path("/proc/driver/nvidia")
 LIMIT = 20.0  # seconds; nvidia-smi takes less than 5 with 8 GPUs and no persistence daemon
@@ -35,12 +35,12 @@ class Silent(Exception):
 
 @dataclass(frozen=True)
 class Machine:
-    """What the driver shows: names of the GPUs, capabilities as 75 for 7.5 (0: unknown)."""
+    """What the driver reports: names of the GPUs, capabilities as 75 for 7.5 (0: unknown)."""
 
     gpus: tuple[str, ...] = ()
     capabilities: tuple[int, ...] = ()
     driver: str = ""
-    trouble: str = ""  # why nvidia-smi has failed
+    trouble: str = ""  # why nvidia-smi has failed, and what to do
 
     @property
     def major(self) -> int:
@@ -79,26 +79,26 @@ def nvidia_smi(*arguments: str, limit: float = LIMIT) -> str:
 
 def look(proc: Path = PROC, limit: float = LIMIT) -> Machine:
     """The GPUs of this machine by nvidia-smi, or, where it is missing or fails, by ``proc``."""
-    found = loaded(proc)
+    found, query = loaded(proc), "--query-gpu=name,driver_version,"
     try:
         try:
-            out = _query("name,driver_version,compute_cap", limit)
+            out = nvidia_smi(f"{query}compute_cap", "--format=csv,noheader", limit=limit)
         except Silent as fault:
             if "not a valid field" not in str(fault):
                 raise
-            out = _query("name,driver_version,name", limit)  # drivers before 510
+            out = nvidia_smi(f"{query}name", "--format=csv,noheader", limit=limit)  # before 510
     except Silent as fault:
-        none = "No devices" in str(fault) and not found.gpus
-        return found if none else _with_trouble(found, str(fault))
+        if "No devices" in str(fault) and not found.gpus:
+            return found
+        remedy = "see whether `nvidia-smi` works in a shell; a reboot often helps"
+        if "version mismatch" in str(fault):
+            remedy = "the driver was updated while it was loaded; reboot"
+        return replace(found, trouble=f"{fault}: {remedy}")
     rows = [[cell.strip() for cell in line.split(",")] for line in out.splitlines() if "," in line]
     if not rows:
         return found
     names, drivers, capabilities = zip(*rows, strict=True)
     return Machine(names, tuple(map(_capability, names, capabilities)), drivers[0])
-
-
-def _query(fields: str, limit: float) -> str:
-    return nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader", limit=limit)
 
 
 def _capability(name: str, said: str = "") -> int:
@@ -108,7 +108,7 @@ def _capability(name: str, said: str = "") -> int:
 
 
 def loaded(proc: Path = PROC) -> Machine:
-    """What the loaded driver's files say; they are there without nvidia-smi, too."""
+    """The GPUs by the files of the loaded driver, which need no nvidia-smi."""
     names, driver = [], ""
     with contextlib.suppress(OSError):
         found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", (proc / "version").read_text())
@@ -117,14 +117,6 @@ def loaded(proc: Path = PROC) -> Machine:
             model = re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE)
             names.append(model[1].strip() if model else "NVIDIA GPU")
     return Machine(tuple(names), tuple(map(_capability, names)), driver)
-
-
-def _with_trouble(found: Machine, said: str) -> Machine:
-    if re.search(r"version mismatch", said, re.IGNORECASE):
-        said += ": the driver was updated while it was loaded; reboot"
-    else:
-        said += ": see whether `nvidia-smi` works in a shell; a reboot often helps"
-    return replace(found, trouble=said)
 
 
 @functools.cache
@@ -177,10 +169,8 @@ def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
     for name in built_for:
         kind, x, y, letter = re.fullmatch(r"(sm|compute)_(\d+)(\d)(\D*)", name).groups()
         code = int(x), int(y)
-        if code == capability:
-            return True
         same = kind == "compute" or code[0] == capability[0]
-        if not letter and same and code < capability:
+        if code == capability or (not letter and same and code < capability):
             return True
     return False
 

@@ -10,28 +10,27 @@ from utils.launch import launch, supervise
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTED = ("imagenet_ddp.py", "imagenet_ddp_apex.py", "imagenet_fsdp.py")
-_ENVIRONMENT = ROOT / ".venv"
 # The packages of requirements.txt, by the name under which they are imported.
 REQUIRED = {name: name for name in ("torch", "torchvision", "tensorboard", "numpy", "tqdm")}
 REQUIRED |= {"matplotlib": "matplotlib", "PIL": "pillow", "google": "protobuf"}
 
 
 class _Missing(importlib.abc.MetaPathFinder):
-    """Asked for a module when nobody else has found it."""
+    """Asked for a module that no other finder has found."""
 
     def find_spec(self, name: str, *_: Any) -> None:
         if name not in REQUIRED or not _is_ours(sys._getframe(1)):
             return
         how = "`bash scripts/quickstart.sh` makes an environment with all that is needed"
-        if _ENVIRONMENT.exists():
-            how = f"`source {_ENVIRONMENT}/bin/activate` first"
+        if (ROOT / ".venv").exists():
+            how = f"`source {ROOT}/.venv/bin/activate` first"
         text = f"{REQUIRED[name]} is not installed for {sys.executable}: {how}, or "
         error = UserError(text + "`pip install -r requirements.txt`", alike=True)
         raise SystemExit(report(error))
 
 
 def _is_ours(frame: Any) -> bool:
-    """Whether the import was in this repository; a package may do without what it does not find."""
+    """Whether the import is in this repository; other packages may treat theirs as optional."""
     while frame and "importlib" in frame.f_code.co_filename:
         frame = frame.f_back
     file = Path(frame.f_code.co_filename).resolve() if frame else Path("/")
@@ -41,6 +40,6 @@ def _is_ours(frame: Any) -> bool:
 sys.meta_path.append(_Missing())
 if not supervise.die_with_launcher() and Path(sys.argv[0]).name in DISTRIBUTED:
     try:
-        launch.search_nodes()
+        launch.begin_preflight()
     except UserError as error:
         raise SystemExit(report(error)) from None

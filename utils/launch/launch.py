@@ -13,46 +13,27 @@ from utils.errors import UserError
 from utils.launch import network, supervise
 from utils.option_types import Parser, count, from_environment, port, positive, seconds
 
-_searching: list[Any] = []  # the pre-flight check that has begun already
+_begun: list[Any] = []  # the pre-flight check that has begun already
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """How the processes of a distributed run find each other."""
-    group = parser.add_argument_group(
+    add: Callable[..., Any] = parser.add_argument_group(
         "processes and nodes",
         "Under torchrun or torch.distributed.launch the environment decides, and the first four "
-        "are\nignored. Started by hand, type the same line on each node with its own --rank.",
-    )
-    group.add_argument(
-        "-n", "--world-size", type=positive, metavar="NODES", help="number of nodes; default 1"
-    )
-    group.add_argument(
-        "-nr", "--rank", type=count, metavar="R", help="rank of this node, 0 to NODES - 1"
-    )
-    group.add_argument(
-        "-g",
-        "--gpus",
-        type=positive,
-        metavar="N",
-        help="processes on this node; default: one per GPU, or one without GPUs",
-    )
-    group.add_argument("--dist-url", metavar="tcp://IP:PORT", help="address of node 0")
-    group.add_argument(
-        "--dist-backend",
-        choices=("nccl", "gloo"),
-        help="nccl with GPUs, else gloo; nccl without a GPU falls back to gloo and says so",
-    )
-    group.add_argument(
-        "--dist-timeout",
-        type=seconds,
-        default=300.0,
-        metavar="SECONDS",
-        help="how long to wait for other nodes before giving up",
-    )
-    group.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
-    group.add_argument(
-        "--sync-bn", action="store_true", help="batch norm over the batches of all GPUs"
-    )
+        "are\nignored. Started by hand, type the same command on each node with its own --rank.",
+    ).add_argument
+    add("-n", "--world-size", type=positive, metavar="NODES", help="number of nodes; default 1")
+    add("-nr", "--rank", type=count, metavar="R", help="rank of this node, 0 to NODES - 1")
+    text = "processes on this node; default: one per GPU, or one without GPUs"
+    add("-g", "--gpus", type=positive, metavar="N", help=text)
+    add("--dist-url", metavar="tcp://IP:PORT", help="address of node 0")
+    text = "nccl with GPUs, else gloo; nccl without a GPU falls back to gloo and says so"
+    add("--dist-backend", choices=("nccl", "gloo"), help=text)
+    text = "how long to wait for other nodes before giving up"
+    add("--dist-timeout", type=seconds, default=300.0, metavar="SECONDS", help=text)
+    add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+    add("--sync-bn", action="store_true", help="batch norm over the batches of all GPUs")
 
 
 class Node(NamedTuple):
@@ -82,8 +63,8 @@ def run(worker: Callable[[Any], int], args: Any) -> int:
 
     Under torchrun or torch.distributed.launch this process is one of them. Otherwise it starts
     ``-g`` processes (default: one per GPU; one without GPUs) of node ``--rank`` of ``--world-size``
-    nodes. MASTER_ADDR, MASTER_PORT, WORLD_SIZE (nodes) and NODE_RANK in the environment stand in
-    for ``--dist-url``, ``--world-size`` and ``--rank``.
+    nodes. MASTER_ADDR, MASTER_PORT, WORLD_SIZE (nodes) and NODE_RANK in the environment are the
+    defaults of ``--dist-url``, ``--world-size`` and ``--rank``.
 
     Returns: the exit code for this process. Raises: `UserError`.
     """
@@ -98,9 +79,9 @@ def run(worker: Callable[[Any], int], args: Any) -> int:
     if visible and processes > visible:
         raise UserError(f"-g {processes} asks for more GPUs than the {visible} of this node")
     if node.nodes > 1:
-        if not _searching:
-            _search(args, node, ends_process=False)
-        _searching.pop().finish(processes)
+        if not _begun:
+            _begin_preflight(args, node, ends_process=False)
+        _begun.pop().finish(processes)
     environments = [
         {
             "RANK": str(node.rank * processes + local),
@@ -115,19 +96,19 @@ def run(worker: Callable[[Any], int], args: Any) -> int:
     return supervise.supervise([(worker, (args,), environment) for environment in environments])
 
 
-def search_nodes() -> None:
-    """Begin the pre-flight check, if this command is typed on several nodes.
+def begin_preflight() -> None:
+    """Begin the pre-flight check, if this command runs on several nodes.
 
-    The import of torch takes seconds, in which a missing node can be named. Raises: `UserError`.
+    It names missing nodes while torch is imported, which takes seconds. Raises: `UserError`.
     """
     parser = Parser(add_help=False, allow_abbrev=False)
     add_options(parser)
     args, rest = parser.parse_known_args()
     if not {"-h", "--help"} & set(rest) and (node := _node(args)).nodes > 1:
-        _search(args, node, ends_process=True)
+        _begin_preflight(args, node, ends_process=True)
 
 
-def _search(args: Any, node: Node, ends_process: bool) -> None:
+def _begin_preflight(args: Any, node: Node, ends_process: bool) -> None:
     from utils.launch import preflight
 
     names = preflight.Names(
@@ -139,7 +120,7 @@ def _search(args: Any, node: Node, ends_process: bool) -> None:
         names = preflight.Names("NODES", "NODE_RANK", "MASTER_PORT")
     check = preflight.Preflight(node.rank, node.nodes, node.master, args.dist_timeout, names)
     check.begin(ends_process)
-    _searching.append(check)
+    _begun.append(check)
 
 
 def _node(args: Any) -> Node:
@@ -184,7 +165,7 @@ def _check_environment() -> None:
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and rank == 0:
         # torch 2.14 no longer tells attempts apart in the store that it shares with torchrun.
         print(
-            "note: a restart may meet the addresses of processes that have ended: set "
+            "note: a restarted process may find addresses of processes that have ended: set "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun --max-restarts, as "
             "scripts/elastic_train.sh does",
             flush=True,

@@ -1,4 +1,4 @@
-"""Small questions about the network, asked before torch.distributed hangs on them."""
+"""Addresses, ports and interfaces, checked before torch.distributed would hang on them."""
 
 import contextlib
 import fcntl
@@ -42,10 +42,7 @@ def address_towards(host: str) -> str | None:
 def interfaces() -> dict[str, str]:
     """IPv4 address of each interface that has one, by its name."""
     found = {}
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-    ):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
@@ -55,15 +52,16 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_towards(host: str) -> str | None:
-    """Name of the network interface that packets to ``host`` leave by; None if unknown (IPv6)."""
+    """Name of the network interface that leads to ``host``; None if unknown (IPv6).
+
+    On the master itself: the interface by which the others reach it, not the loopback.
+    """
     own_ip = address_towards(host)
-    # The master's own address belongs to the interface that the other nodes reach it by, although
-    # its packets to itself take the loopback.
     return next((name for name, ip in interfaces().items() if ip == own_ip), None)
 
 
 def resolve(host: str, port: int) -> None:
-    """Raise `UserError` unless the master's name ``host`` stands for an address."""
+    """Raise `UserError` unless the master's name ``host`` can be resolved."""
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as fault:
@@ -84,27 +82,16 @@ def is_own(host: str) -> bool:
     return False
 
 
-def wait_for_master(
-    host: str,
-    port: int,
-    seconds: float,
-    waiting: Callable[[str], None] = lambda reason: None,
-) -> None:
-    """Return when ``host:port`` accepts connections; see `connect`."""
-    connect(host, port, seconds, waiting).close()
-
-
 def connect(
     host: str,
     port: int,
     seconds: float,
     waiting: Callable[[str], None] = lambda reason: None,
 ) -> socket.socket:
-    """A connection to ``host:port``.
+    """A connection to ``host:port``, which is tried again until ``seconds`` are over.
 
-    Nodes are started by hand, in any order, so a refused connection is tried again until
-    ``seconds`` are over; ``waiting(reason)`` is called after each failed attempt. Raises:
-    `UserError`: unknown host name, or nothing there in time.
+    ``waiting(reason)`` is called after each failed attempt. Raises: `UserError`: unknown host name,
+    or nothing there in time.
     """
     resolve(host, port)
     deadline = time.monotonic() + seconds

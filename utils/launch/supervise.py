@@ -14,21 +14,14 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
-from utils.errors import (
-    UserError,
-    go_on_without_reader,
-    is_reported_by_another,
-    of_shortage,
-    report,
-    show,
-)
+from utils import errors
+from utils.errors import UserError
 
-# In the environment of all that the suite starts; scripts/cleanup.sh looks for it.
-MARKER = "IMAGENET_SUITE"
-LAUNCHER = "IMAGENET_LAUNCHER"  # there as well: the process id of what has to outlive it
-GRACE_SECONDS = 15.0  # how long the others may take to end once one process has failed
-REPORT_SECONDS = 60.0  # how long a node's first process may take to find what others found
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+MARKER = "IMAGENET_SUITE"  # a variable in the environment by which scripts/cleanup.sh finds us
+LAUNCHER = "IMAGENET_LAUNCHER"  # another: the process id of the launcher
+GRACE_SECONDS = 15.0  # for the others to exit once one process has failed
+REPORT_SECONDS = 60.0  # for a node's first process to find the error that others have found
+_PR_SET_PDEATHSIG = 1
 
 
 def usable_cores() -> int:
@@ -37,9 +30,9 @@ def usable_cores() -> int:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Let the kernel kill this process when its parent dies, however it dies (Linux: prctl(2)).
+    """Let the kernel kill this process when its parent dies (Linux: prctl(2)).
 
-    Give the process number ``parent`` where it may have died before this is called.
+    Give the process id ``parent`` where the parent may have died before this is called.
     """
     parent = parent or os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -50,15 +43,16 @@ def die_with_parent(parent: int | None = None) -> None:
 def die_with_launcher() -> bool:
     """Let this process end with its launcher, if it has one: `supervise`, a script or torchrun.
 
-    Call it before torch is imported, which takes seconds: a launcher may be killed meanwhile.
-    Returns: whether it has one.
+    Call it before torch is imported: that takes seconds in which the launcher may be killed.
+    Returns: whether there is a launcher.
     """
     if launcher := os.environ.pop(LAUNCHER, None):
         die_with_parent(int(launcher))
         return True
     if "LOCAL_RANK" in os.environ:
         die_with_parent()
-        # torchrun does not tell its process id. It has torch loaded; what adopts orphans has not.
+        # torchrun does not pass on its process id. It has torch loaded; init, which would be the
+        # parent if torchrun had died already, has not.
         if "TORCHELASTIC_RUN_ID" in os.environ and not _has_torch(os.getppid()):
             os._exit(1)
     return "LOCAL_RANK" in os.environ
@@ -72,46 +66,8 @@ def _has_torch(pid: int) -> bool:
         return False
 
 
-def adopt_orphans() -> set[int]:
-    """Become the parent of whatever below this process loses its own (Linux: prctl(2)).
-
-    Returns: the ids of the processes that are below it already (those that keep a log, say).
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    return set(_below(os.getpid()))
-
-
-def end_all_below(but: set[int]) -> None:
-    """Kill everything below this process, except ``but``, until nothing is left.
-
-    Neither a process group nor a session holds it together, as torchrun gives each worker its own:
-    call `adopt_orphans` before anything is started.
-    """
-    while left := set(_below(os.getpid())) - but:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-
-
-def _below(root: int) -> list[int]:
-    """Process ids of all living processes below ``root``."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
-                state, parent = file.read().rpartition(")")[2].split()[:2]
-                if state not in "ZX":
-                    children.setdefault(int(parent), []).append(int(entry))
-    found, new = [], [root]
-    while new:
-        new = [child for parent in new for child in children.get(parent, [])]
-        found += new
-    return found
-
-
 def run_main(main: Callable[[], int | None]) -> None:
-    """Call ``main`` and end the process with its exit code, or with a `UserError`'s sentence."""
+    """Call ``main`` and end the process with its exit code, or with a `UserError`'s message."""
     os.environ.setdefault(MARKER, "training")
     _make_folder_for_sockets()
     with _errors_reported(by_torchrun=True):
@@ -124,13 +80,12 @@ def run_main(main: Callable[[], int | None]) -> None:
 
 
 def _make_folder_for_sockets() -> None:
-    """Make one for all processes below this one, by which loader workers hand batches over.
+    """Make one temporary folder for the sockets of this process's loader workers.
 
-    Each worker would make its own, and, as it is killed in the end, leave it behind. The path of a
-    socket has 107 bytes at most (unix(7)); workers fail, and training waits, where TMPDIR is too
-    long for that.
+    Each worker would make its own and, as it is killed in the end, leave it behind. A socket's path
+    has at most 107 bytes (unix(7)): with a longer TMPDIR, workers fail and training hangs.
     """
-    with contextlib.suppress(OSError):  # what needs the disk reports that it is full
+    with contextlib.suppress(OSError):  # a full disk is reported where it matters
         if len(os.fsencode(tempfile.gettempdir())) > 107 - len("/pymp-01234567/listener-01234567"):
             tempfile.tempdir = "/tmp"
         multiprocessing.util.get_temp_dir()
@@ -138,20 +93,20 @@ def _make_folder_for_sockets() -> None:
 
 @contextlib.contextmanager
 def _errors_reported(by_torchrun: bool) -> Iterator[None]:
-    """End this process with one sentence if its fault has one; leave no child behind.
+    """End this process with a one-line message where the error has one; leave no child behind.
 
-    Unlike `supervise`, torchrun does not wait for the process that reports a fault.
+    Unlike `supervise`, torchrun does not wait for the process that reports the error.
     """
-    go_on_without_reader()
+    errors.go_on_without_reader()
     try:
         yield
     except (UserError, RuntimeError) as fault:
-        error = of_shortage(fault) if isinstance(fault, RuntimeError) else fault
+        error = errors.of_shortage(fault) if isinstance(fault, RuntimeError) else fault
         if error is None:
             raise
-        if by_torchrun and is_reported_by_another(error):
+        if by_torchrun and errors.is_reported_by_another(error):
             _wait_for_the_end(error)
-        _leave(report(error))
+        _leave(errors.report(error))
     finally:
         # The exit code is decided. A launcher that has heard of a loss from another node, but not
         # yet of its cause here, sends SIGTERM while Python ends, which would replace the code.
@@ -160,24 +115,24 @@ def _errors_reported(by_torchrun: bool) -> Iterator[None]:
 
 
 def _wait_for_the_end(error: UserError) -> None:
-    """Let the node's first process, which reports ``error``, be the first to end.
+    """Let the node's first process, which reports ``error``, exit before this one.
 
-    torchrun ends all processes of a node as soon as one of them has ended: the sentence would be
-    lost whenever another process was the faster one. Nobody ends this one if the first does not
-    find the same fault after all; then it reports it itself.
+    torchrun kills all processes of a node as soon as one of them has exited: the message would be
+    lost whenever another process was faster. If the first process does not find the same error
+    after all, nobody kills this one, and it reports the error itself.
     """
     _kill_children()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)
     time.sleep(REPORT_SECONDS)
-    show(error)
+    errors.show(error)
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process at once, after an error.
+    """Exit at once, after an error.
 
-    The process group is still there; Python's own way out can meet its threads at work, and C++
-    then aborts the process (SIGABRT), whatever its exit code was to be.
+    The process group still has threads: a normal exit of Python can abort in C++ (SIGABRT), with
+    another exit code than ``code``.
     """
     _kill_children()
     multiprocessing.util._exit_function()  # frees semaphores, as at the end of any child process
@@ -187,27 +142,22 @@ def _leave(code: int) -> NoReturn:
 
 
 def _kill_children() -> None:
-    """Kill the loader workers that an exception has left behind.
-
-    They ignore the SIGTERM by which multiprocessing would end them before it waits for them.
-    """
-    # DataLoader's handler of SIGCHLD would take their end for a fault.
+    """Kill the loader workers that an exception has left behind; they ignore SIGTERM."""
+    # DataLoader's handler of SIGCHLD would report their end as an error.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         child.kill()
 
 
 def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...], dict[str, str]]]) -> int:
-    """Run each ``function(*arguments)`` in its own process; return the job's exit code.
+    """Run each ``(function, arguments, environment)`` in its own process; return the exit code.
 
-    The third part of a call are variables for the environment of its process.
-
-    SIGTERM and the first SIGINT are passed on and waited for, so that training can write a
-    snapshot; a second SIGINT kills. When one process fails, the others get `GRACE_SECONDS` to end
-    by themselves (they often wait for the dead one) and are then killed.
+    SIGTERM and the first SIGINT are passed on, so that training can write a snapshot; a second
+    SIGINT kills. When one process fails, the others get `GRACE_SECONDS` to exit (they often wait
+    for the dead one) and are then killed.
     """
-    # On a CPU that is shared with loader workers, OpenMP threads that spin at barriers keep away
-    # the very thread they wait for: measured, steps took twice as long.
+    # OpenMP threads that spin at barriers slow down loader workers on the same cores: measured,
+    # steps took twice as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     context = multiprocessing.get_context("spawn")
     me = os.getpid()
@@ -218,8 +168,10 @@ def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...], dict[str, s
         nonlocal interrupts
         interrupts += signum == signal.SIGINT
         for child in children:
-            if child.pid and child.is_alive():
-                os.kill(child.pid, signal.SIGKILL if interrupts > 1 else signal.SIGTERM)
+            # It may be gone since; and this may interrupt the very call that notices its end.
+            if child.pid and child.exitcode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL if interrupts > 1 else signal.SIGTERM)
 
     handled = [signal.SIGINT, signal.SIGTERM]
     # scripts/train.sbatch starts this with SIGUSR1 ignored, as Slurm sends it to every process: the
@@ -228,46 +180,34 @@ def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...], dict[str, s
         handled.append(signal.SIGUSR1)
     for signum in handled:  # for good: once the children have ended, a signal changes nothing
         signal.signal(signum, pass_on)
+    environment = dict(os.environ)
     try:
         for child, (_, _, variables) in zip(children, calls, strict=True):
-            with _environment({LAUNCHER: str(me)} | variables):
-                child.start()
+            os.environ.update({LAUNCHER: str(me)} | variables)  # which the child inherits
+            child.start()
         return _wait_for(children)
     finally:
         for child in children:
             if child.pid and child.is_alive():
                 child.kill()
-
-
-@contextlib.contextmanager
-def _environment(more: dict[str, str]) -> Iterator[None]:
-    """Variables that processes started meanwhile inherit."""
-    before = dict(os.environ)
-    os.environ.update(more)
-    try:
-        yield
-    finally:
-        for name in more:
-            os.environ.pop(name)
-        os.environ.update({name: before[name] for name in more if name in before})
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def _wait_for(children: list[Any]) -> int:
-    first_code = 0
-    deadline = math.inf
-    running = list(children)
+    """The first exit code that is not 0, once all have exited."""
+    first_code, deadline, running = 0, math.inf, list(children)
     while running:
-        # A look each second, too: the sentinel of a dead process comes late where a process that
-        # it has forked lives on.
+        # Look each second as well: the sentinel of a dead process stays silent as long as a process
+        # that it has forked is alive.
         left = max(0.05, min(1.0, deadline - time.monotonic()))
         wait([child.sentinel for child in running], left)
         if time.monotonic() >= deadline:
             for child in running:
                 child.kill()
-        ended = [child for child in running if child.exitcode is not None]
-        for child in ended:
+        for child in [child for child in running if child.exitcode is not None]:
+            running.remove(child)
             first_code = first_code or child.exitcode
-        running = [child for child in running if child not in ended]
         if first_code and deadline == math.inf:
             deadline = time.monotonic() + GRACE_SECONDS
     if first_code < 0:
@@ -278,8 +218,8 @@ def _wait_for(children: list[Any]) -> int:
 
 
 def _child(parent: int, function: Callable[..., int], *arguments: Any) -> None:
-    # Only the parent decides about Ctrl-C until training has put its own handlers in place.
     die_with_parent(parent)
+    # Only the parent decides about Ctrl-C until training has put its own handlers in place.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with _errors_reported(by_torchrun=False):
         code = function(*arguments)

@@ -1,4 +1,4 @@
-"""Where a process stands in the job: process group, device, and how processes share values.
+"""The job as a process sees it: process group, rank, device, and how processes share values.
 
 Facts about ranks are computed once, into a `World`; nothing else asks torch.distributed for them.
 """
@@ -62,8 +62,8 @@ def single_process() -> World:
 def process_group(args: Any) -> Iterator[World]:
     """torch.distributed's process group, which all processes of the job join at the master's port.
 
-    Gives this process's `World`. Raises: `UserError` when the processes do not meet, when their
-    nodes differ in code, versions or options, and when the communication fails inside the context.
+    Gives this process's `World`. Raises: `UserError` when processes are missing, when nodes differ
+    in code, versions or options, and when the communication fails inside the context.
     """
     world = _join(args)
     peers: list[Peer] = []
@@ -79,18 +79,16 @@ def process_group(args: Any) -> Iterator[World]:
         if message is None:
             raise
         raise UserError(message, code=LOST_PEER) from fault
-    # Not after an exception: the process then ends at once, instead of waiting for the others.
+    # Not after an exception: the process then exits at once, instead of waiting for the others.
     dist.destroy_process_group()
 
 
 def _facts(args: Any, world: World) -> dict[str, Any]:
     """What must be the same in all processes before they build anything."""
-    if world.size == 1:
-        return {}
     nccl = torch.cuda.nccl.version() if world.device.type == "cuda" else ()
     return {
         "this code": agreement.code(Path(sys.argv[0])),
-        "torch": agreement.release(agreement.torch_version()),
+        "torch": agreement.release(torch.__version__),
         "NCCL": ".".join(map(str, nccl)),
         "number of processes per node": world.local_size,
         "the command line": agreement.options(args),
@@ -98,13 +96,13 @@ def _facts(args: Any, world: World) -> dict[str, Any]:
 
 
 def _join(args: Any) -> World:
-    """Make the process group and the device of this process."""
+    """Choose this process's device and network interface, and join the process group."""
     gpus.check()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     rank, size, local_rank = (int(os.environ[name]) for name in names)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    master, number = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    backend, nodes = _choose_backend(args.dist_backend, rank), max(1, size // local_size)
+    master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    nodes, device = max(1, size // local_size), torch.device("cpu")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise UserError(
@@ -114,13 +112,17 @@ def _join(args: Any) -> World:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         choose_kernels(device)
-    else:
-        device = torch.device("cpu")
-        # Started by hand, each process would take all cores, and they would fight for them.
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, supervise.usable_cores() // local_size))
+    elif "OMP_NUM_THREADS" not in os.environ:  # by default each process would use all cores
+        torch.set_num_threads(max(1, supervise.usable_cores() // local_size))
     if args.sync_bn and device.type == "cpu":
         raise UserError("--sync-bn needs GPUs: torch has no SyncBatchNorm for the CPU", alike=True)
+    backend = args.dist_backend or ("nccl" if device.type == "cuda" else "gloo")
+    if backend == "nccl" and device.type == "cpu":
+        # Not an error: the documented multi-GPU command lines, which name nccl, can then be tried
+        # on any machine before GPUs are paid for.
+        backend = "gloo"
+        if rank == 0:
+            print("note: no GPU here, so gloo is used in place of nccl", flush=True)
 
     # gloo looks up this host's own name, which often gives 127.0.1.1 or nothing; NCCL may take
     # Docker's bridge. The interface that leads to the master is right ("=": not a prefix).
@@ -132,48 +134,28 @@ def _join(args: Any) -> World:
 
     timeout = timedelta(seconds=args.dist_timeout)
     if rank != 0:
-        network.wait_for_master(master, number, args.dist_timeout)
+        network.connect(master, port, args.dist_timeout).close()
     try:
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
         control = dist.new_group(backend="gloo", timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError, OSError) as fault:
-        raise UserError(_why_no_group(fault, rank, size, args.dist_timeout)) from fault
+        text = str(fault) or type(fault).__name__
+        if "EADDRINUSE" in text or "address already in use" in text.lower():
+            raise UserError(
+                f"port {port} of {master} is taken by another program: choose another"
+            ) from fault
+        raise UserError(
+            f"rank {rank} could not join the {size} processes of the job at {master}:{port} within "
+            f"{args.dist_timeout:g} s: are all nodes started, with different node ranks, and is "
+            f"every port between them open, not only the master's? ({text.splitlines()[0]})"
+        ) from fault
     return World(device, rank, size, local_rank, local_size, nodes, control)
 
 
-def _choose_backend(wanted: str | None, rank: int) -> str:
-    if wanted == "nccl" and not torch.cuda.is_available():
-        # A fall-back, not an error: the documented multi-GPU command lines, which name nccl, can
-        # then be tried on any machine before GPUs are paid for.
-        if rank == 0:
-            print("note: no GPU here, so gloo is used in place of nccl", flush=True)
-        return "gloo"
-    return wanted or ("nccl" if torch.cuda.is_available() else "gloo")
-
-
-def _why_no_group(fault: Exception, rank: int, size: int, seconds: float) -> str:
-    text = str(fault)
-    host, number = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    if "EADDRINUSE" in text or "address already in use" in text.lower():
-        return f"port {number} of {host} is taken by another program: choose another"
-    reason = f"({text.splitlines()[0] if text else type(fault).__name__})"
-    if rank == 0:
-        return (
-            f"the {size} processes of the job did not all arrive at {host}:{number} within "
-            f"{seconds:g} s: are all nodes started, with different node ranks, and is every port "
-            f"between them open? {reason}"
-        )
-    return (
-        f"could not join the job at {host}:{number} within {seconds:g} s: is every port between "
-        f"the nodes open, not only the master's? {reason}"
-    )
-
-
 def choose_kernels(device: torch.device) -> None:
-    """Let cuDNN choose its kernels by timing them, and float32 products use TF32.
+    """On a GPU, enable cudnn.benchmark (all batches have one size) and TF32.
 
-    All training batches have one size, so that each kernel is timed once. Neither gives the same
-    bits on every run; no bit on a GPU is promised to be.
+    With either, results on a GPU are not bit-identical from run to run.
     """
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
@@ -182,7 +164,7 @@ def choose_kernels(device: torch.device) -> None:
 
 
 def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU multiplies matrices of bfloat16 in tiles, and oneDNN may use them."""
+    """Whether this CPU has AMX instructions for bfloat16, and oneDNN may use them."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
     if not torch.backends.mkldnn.is_available() or not limit.endswith(("AMX", "ALL", "DEFAULT")):
         return False
@@ -202,7 +184,7 @@ def is_elastic() -> bool:
 def from_main(compute: Callable[[], Any], world: World) -> Any:
     """Compute something in rank 0 alone and give its (picklable) result to every process.
 
-    A `UserError` raised in rank 0 is raised in every process, so that all end together.
+    A `UserError` raised in rank 0 is raised in every process, so that all exit together.
     """
     if world.size == 1:
         return compute()
@@ -220,17 +202,16 @@ def from_main(compute: Callable[[], Any], world: World) -> Any:
 
 def gather(value: Any, world: World) -> list[Any]:
     """Every process's (picklable) ``value``, in the order of ranks, for every process."""
-    if world.size == 1:
-        return [value]
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, value, group=world.control)
+    found: list[Any] = [value] * world.size
+    if world.size > 1:
+        dist.all_gather_object(found, value, group=world.control)
     return found
 
 
 def first_on_node(compute: Callable[[], Any], world: World) -> Any:
     """Compute something in the first process of each node, then in its other processes.
 
-    A `UserError` raised in any of the first is raised in every process, so that all end together.
+    A `UserError` raised in any of the first is raised in every process, so that all exit together.
     """
     result, error = None, None
     if world.local_rank == 0:
@@ -238,31 +219,24 @@ def first_on_node(compute: Callable[[], Any], world: World) -> Any:
             result = compute()
         except UserError as fault:
             error = str(fault)
-    errors = [text for text in gather(error, world) if text]
-    if errors:
+    if errors := [text for text in gather(error, world) if text]:
         raise UserError(errors[0], alike=True)
     return result if world.local_rank == 0 else compute()
 
 
-def check_alike(
-    what: str, value: Any, world: World, parts: Callable[[], dict[str, str]] | None = None
-) -> None:
+def check_alike(what: str, value: Any, world: World, parts: Callable[[], dict[str, str]]) -> None:
     """Raise `UserError`, naming the nodes, unless ``value`` is the same in every process.
 
-    ``parts()``, asked only when it is not, lets the message name the first part that differs.
+    ``parts()``, called only when it is not, lets the message name the first part that differs.
     """
-    found = gather((node_name(world), {what: value}), world)
-    if fault := agreement.unlike(found):
-        if parts and (
-            first := agreement.first_difference(gather((node_name(world), parts()), world))
-        ):
-            fault += f" ({first})"
-        raise UserError(fault, alike=True)
+    me = node_name(world)
+    if fault := agreement.unlike(gather((me, {what: value}), world)):
+        first = agreement.first_difference(gather((me, parts()), world))
+        raise UserError(fault + (f" ({first})" if first else ""), alike=True)
 
 
 def node_name(world: World) -> str:
-    """Host name and number of this process's node."""
-    # Cloned machines often have one name: the node's number tells them apart.
+    """Host name and number of this process's node; cloned machines often share a host name."""
     return f"{socket.gethostname()} (node {world.rank // world.local_size})"
 
 
@@ -282,7 +256,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the whole weights that FSDP has gathered, as they are out of date or not needed."""
+    """Free the weights that FSDP has gathered, which are out of date or no longer needed."""
     for module in model.modules():
         if hasattr(module, "set_requires_gradient_sync"):  # an FSDPModule
             module.reshard()
@@ -312,13 +286,14 @@ _CAUSES = {
     "has ended or was killed, or its machine was",
     r"no route|unreachable|network is down|system error|network error": "the link between the "
     "nodes is down, or a firewall closed it",
+    "": "the communication failed",
 }
 
 
 def explain_collective(
     fault: Exception, rank: int, peers: list[Peer], seconds: float
 ) -> str | None:
-    """The error message for a collective of ``rank`` that failed; None for other kinds of faults.
+    """The error message for a collective of ``rank`` that failed; None for other kinds of errors.
 
     ``peers`` are all processes in the order of ranks (empty: not known yet), ``seconds`` is
     ``--dist-timeout``.
@@ -328,29 +303,25 @@ def explain_collective(
     is_timeout = isinstance(fault, TimeoutError) and fault.errno is None
     if not (is_timeout or isinstance(fault, dist.DistError) or _FAILURE.search(text)):
         return None
-    cause = "the communication failed"
-    for pattern, words in _CAUSES.items():
-        if re.search(pattern, text, re.IGNORECASE):
-            cause = words.format(seconds=seconds)
-            break
+    found = (words for cause, words in _CAUSES.items() if re.search(cause, text, re.IGNORECASE))
     me = f"rank {rank}" + (f" of {len(peers)} on {peers[rank].node}" if peers else "")
     return (
-        f"{me} lost touch with {_who(text, rank, peers)}: {cause}; look for the first error of the "
-        f"other ranks, then continue with --resume ({text[:200]})"
+        f"{me} lost touch with {_who(text, rank, peers)}: {next(found).format(seconds=seconds)}; "
+        "look for the first error of the other ranks, then continue with --resume "
+        f"({text[:200]})"
     )
 
 
 def _who(text: str, rank: int, peers: list[Peer]) -> str:
     """The peer that an error's text is about; a list where its address has several processes."""
-    others = [other for other in range(len(peers)) if other != rank]
-    found = _ADDRESS.search(text)
-    there = [other for other in others if found and peers[other].address == found[1]]
-    likely = there or others
+    others = {other: peer for other, peer in enumerate(peers) if other != rank}
+    address = found[1] if (found := _ADDRESS.search(text)) else None
+    likely = {o: peer for o, peer in others.items() if address and peer.address == address}
+    likely = likely or others
     if not likely or len(likely) > 8:
         return "another process of the job"
-    if len(likely) == 1:
-        (one,) = likely
-        address = peers[one].address
-        return f"rank {one} on {peers[one].node}" + (f", {address}" if address else "")
-    nodes = ", ".join(dict.fromkeys(peers[other].node for other in likely))
-    return f"one of the ranks {', '.join(map(str, likely))} on {nodes}"
+    nodes = ", ".join(dict.fromkeys(peer.node for peer in likely.values()))
+    if len(likely) > 1:
+        return f"one of the ranks {', '.join(map(str, likely))} on {nodes}"
+    ((one, peer),) = likely.items()
+    return f"rank {one} on {nodes}" + (f", {peer.address}" if peer.address else "")
