@@ -26,14 +26,13 @@ need_number MIN:MAX "$2" '[1-9][0-9]*:[1-9][0-9]*' "two whole numbers such as 1:
 need_number MAX_RESTARTS "${MAX_RESTARTS:=100}" '[1-9][0-9]*' "a whole number, at least 1"
 need_master
 use_environment
-address=$(ask utils.launch.network address_towards "$MASTER_ADDR")
-[ "$address" != None ] || fail "no route from here to MASTER_ADDR=$MASTER_ADDR: is the link up?"
-is_host=$(ask utils.launch.network is_own "$MASTER_ADDR")
+place=$(ask utils.launch.network rendezvous "$MASTER_ADDR:${MASTER_PORT:=8888}")
+echo "torchrun waits for ${2%:*} nodes at $MASTER_ADDR:$MASTER_PORT, silently, for up to 10 minutes"
 # torchrun's own store would be in use for a node that comes back, and keep dead addresses.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Without is_host and its address, a node whose own name does not resolve cannot join.
-torchrun=("--nnodes=$2" --rdzv_backend=c10d "--rdzv_id=$3" "--rdzv_conf=is_host=${is_host,}"
-    "--rdzv_endpoint=$MASTER_ADDR:${MASTER_PORT:-8888}" "--local_addr=$address"
+torchrun=("--nnodes=$2" --rdzv_backend=c10d "--rdzv_id=$3" "--rdzv_conf=is_host=${place#* }"
+    "--rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT" "--local_addr=${place% *}"
     "--max_restarts=$MAX_RESTARTS")
 log=node_$(hostname).log # node ranks change as nodes come and go
 launch "$1" "${@:3}"

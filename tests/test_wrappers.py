@@ -1,5 +1,6 @@
 """The shell scripts: --help, wrong arguments, waiting, and a host whose own name is unknown."""
 
+import socket
 import subprocess
 
 import pytest
@@ -75,6 +76,24 @@ def test_the_wait_for_a_node_is_that_of_dist_timeout(folder, tmp_path):
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
     assert "node 1 of 2" in line
     assert "within 3 s" in line
+
+
+@pytest.mark.parametrize("fault", ["port", "data", "option"])
+def test_elastic_train_ends_with_one_error(folder, tmp_path, fault):
+    """Not with torchrun's stack trace, and not after a hundred restarts."""
+    data, bad = tmp_path / "none" if fault == "data" else folder, 2 if fault == "option" else 0.1
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1] if fault == "port" else free_port()
+        command = f"elastic_train.sh 1 1:1 run 5 -- {TINY_LINE} --mixup {bad}"
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NPROC": "2"}
+        done = typed(f"{command} {data}", tmp_path, **tiny()[1], **env)
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert "Traceback" not in said
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert {"port": f"port {port} is", "data": f"{data} is missing", "option": "--mixup"}[
+        fault
+    ] in line
 
 
 @pytest.mark.parametrize(

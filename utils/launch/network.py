@@ -5,6 +5,7 @@ import fcntl
 import re
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable
 
@@ -114,3 +115,56 @@ def reason(fault: OSError) -> str:
     if isinstance(fault, TimeoutError):
         return "no answer"
     return (fault.strerror or str(fault)).lower()
+
+
+class Clock:
+    """When to print what is waited for: after 1 s, then every 5 s, after a minute every 15 s."""
+
+    def __init__(self, limit: float):
+        self.limit, self.began, self.next = limit, time.monotonic(), 1.0
+
+    @property
+    def seconds(self) -> float:
+        """Since the waiting began."""
+        return time.monotonic() - self.began
+
+    @property
+    def due(self) -> bool:
+        """Whether a line is due; true once for each."""
+        if self.seconds < self.next:
+            return False
+        self.next = self.seconds + (5 if self.seconds < 60 else 15)
+        return True
+
+    def line(self, text: str) -> str:
+        """``text`` with the seconds so far and their limit."""
+        return f"{text} ({self.seconds:.0f} s, at most {self.limit:g})"
+
+
+def rendezvous(master: str) -> str:
+    """For scripts/elastic_train.sh: this node's address, and whether it is ``master`` (HOST:PORT).
+
+    As "10.0.0.1 false". On another node than the master, returns once that answers; prints that it
+    waits on stderr. Raises: `UserError`.
+    """
+    host, _, number = master.rpartition(":")
+    resolve(host, int(number))
+    address, clock = address_towards(host), Clock(300.0)
+    if address is None:
+        raise UserError(f"no route from here to MASTER_ADDR={host}: is the link up?")
+    if is_own(host):
+        try:
+            socket.create_server(("", int(number))).close()
+        except OSError:
+            raise UserError(
+                f"port {number} is taken by another program: choose another MASTER_PORT on every "
+                "node"
+            ) from None
+        return f"{address} true"
+
+    def say(why: str) -> None:
+        if clock.due:
+            print(clock.line(f"waiting for {master}: {why}"), file=sys.stderr, flush=True)
+
+    connect(host, int(number), clock.limit, say).close()
+    return f"{address} false"

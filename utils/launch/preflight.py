@@ -61,7 +61,10 @@ class Link:
             raise TimeoutError("no answer") from None
         if not line:
             raise ConnectionError("the connection was closed")
-        return dict(json.loads(line))
+        try:
+            return dict(json.loads(line))
+        except (ValueError, TypeError):
+            raise ValueError("it sends other messages") from None
 
     def __str__(self) -> str:
         return f"{self.facts['host']} (node {self.facts['rank']})"
@@ -76,7 +79,7 @@ class Preflight:
     def __init__(self, node: int, nodes: int, master: tuple[str, int], wait: float, names: Names):
         self.node, self.nodes, self.master, self.wait, self.names = node, nodes, master, wait, names
         self.there = f"{master[0]}:{master[1]}"
-        self.clock = _Clock(wait)
+        self.clock = network.Clock(wait)
         self.processes: int | None = None
         self.peers: dict[int, Link] = {}  # in node 0: the other nodes, by rank
         self.closed: list[str] = []  # in node 0: the closed ports between nodes
@@ -324,30 +327,6 @@ class Preflight:
                 print(self.clock.line(f"waiting for node 0 at {self.there}: {reason}"), flush=True)
 
         return say
-
-
-class _Clock:
-    """Prints what is waited for after 1 s, then every 5 s, after a minute every 15 s."""
-
-    def __init__(self, limit: float):
-        self.limit, self.began, self.next = limit, time.monotonic(), 1.0
-
-    @property
-    def seconds(self) -> float:
-        """Since the waiting began."""
-        return time.monotonic() - self.began
-
-    @property
-    def due(self) -> bool:
-        """Whether a line is due; true once for each."""
-        if self.seconds < self.next:
-            return False
-        self.next = self.seconds + (5 if self.seconds < 60 else 15)
-        return True
-
-    def line(self, text: str) -> str:
-        """``text`` with the seconds so far and their limit."""
-        return f"{text} ({self.seconds:.0f} s, at most {self.limit:g})"
 
 
 def _listen(port: int) -> socket.socket:

@@ -106,7 +106,14 @@ def _errors_reported(by_torchrun: bool) -> Iterator[None]:
             raise
         if by_torchrun and errors.is_reported_by_another(error):
             _wait_for_the_end(error)
-        _leave(errors.report(error))
+        code = errors.report(error)
+        if by_torchrun and error.alike:
+            _end_torchrun()
+        _leave(code)
+    except SystemExit as end:  # argparse's
+        if by_torchrun and end.code == errors.BAD_INPUT:
+            _end_torchrun()
+        raise
     finally:
         # The exit code is decided. A launcher that has heard of a loss from another node, but not
         # yet of its cause here, sends SIGTERM while Python ends, which would replace the code.
@@ -126,6 +133,13 @@ def _wait_for_the_end(error: UserError) -> None:
         signal.signal(signum, signal.SIG_DFL)
     time.sleep(REPORT_SECONDS)
     errors.show(error)
+
+
+def _end_torchrun() -> None:
+    """Keep scripts/elastic_train.sh from restarting what fails each time with the same error."""
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    if first and os.environ.get(MARKER, "").startswith("launcher"):
+        os.kill(os.getppid(), signal.SIGKILL)  # at any other signal it prints a stack trace
 
 
 def _leave(code: int) -> NoReturn:
