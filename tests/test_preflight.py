@@ -165,48 +165,29 @@ def test_a_node_that_leaves_is_waited_for_again(line):
 # ---- as typed
 
 
-def both_refuse(folder: Path, tmp_path: Path, other: Path = ROOT, path: str = "") -> list[Result]:
-    """Train on two nodes, the second with the code in ``other`` and the module path ``path``."""
+@pytest.mark.parametrize("what", ["code", "torch"])
+def test_nodes_with_other_code_or_another_torch(folder, tmp_path, what):
+    """On the second node a file has changed, or the installed torch is of another release."""
+    other, words = ROOT, ("torch differs", "1.99 on", "install the same")
+    if what == "torch":
+        (tmp_path / "torch-1.99.0.dist-info").mkdir()
+        metadata = "Metadata-Version: 2.1\nName: torch\nVersion: 1.99.0\n"
+        (tmp_path / "torch-1.99.0.dist-info/METADATA").write_text(metadata)
+    else:
+        other, words = tmp_path, ("this code differs", "utils/samplers.py", "copy it")
+        for part in ("utils", "scripts/recipes"):
+            shutil.copytree(ROOT / part, tmp_path / part)
+        shutil.copy(ROOT / "imagenet_ddp.py", tmp_path)
+        with open(tmp_path / "utils" / "samplers.py", "a") as file:
+            file.write("# a change that git does not know of\n")
     rest = f"-n 2 --dist-url tcp://127.0.0.1:{free_port()} {LINE} --output-dir {tmp_path}/output"
     results = shell(
         f"python imagenet_ddp.py -nr 0 {rest} {folder}",
-        f"PYTHONPATH={path} python {other}/imagenet_ddp.py -nr 1 {rest} {folder}",
+        f"PYTHONPATH={tmp_path} python {other}/imagenet_ddp.py -nr 1 {rest} {folder}",
     )
+    for result in results:
+        assert_one_sentence(result, "(node 1)", *words)
     assert not (tmp_path / "output").exists()
-    return results
-
-
-def test_nodes_with_other_code(folder, tmp_path):
-    for part in ("utils", "scripts/recipes"):
-        shutil.copytree(ROOT / part, tmp_path / part)
-    shutil.copy(ROOT / "imagenet_ddp.py", tmp_path)
-    with open(tmp_path / "utils" / "samplers.py", "a") as file:
-        file.write("# a change that git does not know of\n")
-    for result in both_refuse(folder, tmp_path, other=tmp_path):
-        assert_one_sentence(result, "this code differs", "utils/samplers.py", "(node 1)", "copy it")
-
-
-@pytest.mark.long
-def test_nodes_with_another_torch(folder, tmp_path):
-    """The torch on node 1 claims to be another release."""
-    import torch.version
-
-    text = Path(torch.version.__file__).read_text()
-    stand_in = re.sub(r"(?m)^__version__ = .*", "__version__ = '1.99.0+cpu'", text)
-    assert stand_in != text
-    (tmp_path / "torch_version.py").write_text(stand_in)
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "from importlib.util import spec_from_file_location\n"
-        "class Finder:\n"
-        "    @staticmethod\n"
-        "    def find_spec(name, path, target=None):\n"
-        "        if name == 'torch.version':\n"
-        f"            return spec_from_file_location(name, '{tmp_path}/torch_version.py')\n"
-        "sys.meta_path.insert(0, Finder)\n"
-    )
-    for result in both_refuse(folder, tmp_path, path=str(tmp_path)):
-        assert_one_sentence(result, "torch differs", "1.99", "(node 1)", "install the same")
 
 
 WRAPPER = "MASTER_ADDR={ip} NPROC=1 bash scripts/multi_node_train.sh 1 {rank} 2 run 5 --"
