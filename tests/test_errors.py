@@ -240,7 +240,7 @@ def test_loss_that_is_no_number_leaves_the_last_snapshot(run, folder, tmp_path):
 
 def test_batch_larger_than_memory():
     done = attempt("imagenet_nd.py", "--dummy", "-b", "1000000000")
-    assert_one_sentence(done, "memory of this machine", "bytes", "-b", "--accum-steps")
+    assert_one_sentence(done, "this machine is out of memory", "bytes", "-b", "--accum-steps")
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_batch_larger_than_memory():
     [
         (
             "CUDA out of memory. Tried to allocate 3.06 GiB. GPU 0 has a total capacity of 14 GiB",
-            ("memory of the GPU", "3.06 GiB", "smaller -b"),
+            ("the GPU is out of memory", "3.06 GiB", "smaller -b"),
         ),
         ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", ("worker 7, 8 exited", "-j")),
     ],

@@ -1,4 +1,4 @@
-"""Files that exist either as a whole or not at all, and reading those that torch.save wrote."""
+"""Writing files atomically, and reading those that torch.save has written."""
 
 import os
 import shutil
@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError
-
-TEMPORARY = (".tmp", ".part")  # the second one: by preparations of earlier versions
 
 
 def save_atomically(
@@ -56,8 +54,8 @@ def link_atomically(source: Path, path: Path) -> None:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """What torch.save has written to ``path``, on the CPU. Code in the file is not run.
 
-    Checksums are compared first: torch.load would accept a weight with a flipped bit. Files of
-    torch before 1.6 have none. Raises: `UserError`.
+    The zip archive's checksums are compared first, as torch.load ignores them; files of torch
+    before 1.6 have none. Raises: `UserError`.
     """
     import torch  # here, as most programs of this suite write files without it
 
@@ -95,7 +93,7 @@ def remove_leftovers(folder: Path, recursive: bool = False) -> None:
     """
     for parent, _, names in os.walk(folder):
         for name in names:
-            if name.startswith(".") and name.endswith(TEMPORARY):
+            if name.startswith(".") and name.endswith(".tmp"):
                 Path(parent, name).unlink(missing_ok=True)
         if not recursive:
             break
@@ -116,7 +114,7 @@ def _temporary(path: Path) -> Iterator[Path]:
 
 
 def _flush_names(folder: Path) -> None:
-    """Let the names in ``folder``, too, outlive a power cut."""
+    """Make the names in ``folder`` survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Errors that a user can correct: one sentence, a non-zero exit code, no traceback."""
+"""Errors that the user can fix: a one-line message, a non-zero exit code, no traceback."""
 
 import errno
 import io
@@ -9,41 +9,39 @@ from collections.abc import Callable
 from typing import NoReturn
 
 BAD_INPUT = 2  # exit code of argparse for wrong options; ours for all bad input
-LOST_PEER = 69  # EX_UNAVAILABLE: another process of the job is gone or stuck; run again
-INTERRUPTED = (
-    75  # EX_TEMPFAIL of sysexits.h: stopped by a signal with a snapshot written, run again
-)
+LOST_PEER = 69  # EX_UNAVAILABLE of sysexits.h: another process of the job is gone or stuck
+INTERRUPTED = 75  # EX_TEMPFAIL: stopped by a signal, with a snapshot; run again to continue
 
 
 class UserError(Exception):
-    """A fault outside this code. Its text is one sentence that says what to do.
+    """An error that the user can fix; the message, one line, says how.
 
-    ``alike`` marks a fault that every process of the job finds by itself (a missing option, say),
-    so that one process per node needs to report it. ``code`` is the exit code for it.
+    ``alike`` marks an error that every process of the job finds by itself (a missing option, say):
+    one process per node reports it. ``code`` is the exit code.
     """
 
-    def __init__(self, sentence: str, alike: bool = False, code: int = BAD_INPUT):
-        super().__init__(sentence)
+    def __init__(self, message: str, alike: bool = False, code: int = BAD_INPUT):
+        super().__init__(message)
         self.alike, self.code = alike, code
 
 
 def of_shortage(fault: RuntimeError) -> UserError | None:
-    """The error for what torch reports when memory runs short; else None."""
+    """The error for a `RuntimeError` of torch about too little memory; None for any other."""
     text = " ".join(str(fault).split())
     worker = re.search(
         r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (is killed by [^.]*|exited)", text
     )
     if worker:
         return UserError(
-            f"data loading worker {worker[1]} {worker[2]}: if nobody did it by hand, memory was "
-            "short (dmesg shows it): use fewer workers (-j), and continue with --resume"
+            f"data loading worker {worker[1]} {worker[2]}: unless somebody killed it, the machine "
+            "ran out of memory (dmesg shows it): use fewer workers (-j), and continue with --resume"
         )
     wanted = re.search(r"ried to allocate ([\d.]+ \w+)", text)
     if wanted and re.search(r"out of memory|can't allocate memory", text):
         place = "the GPU" if "CUDA" in text else "this machine"
         return UserError(
-            f"the memory of {place} is too small, at an attempt to allocate {wanted[1]}: use a "
-            "smaller -b, with --accum-steps where the global batch is to stay the same"
+            f"{place} is out of memory, at an attempt to allocate {wanted[1]}: use a smaller -b, "
+            "with --accum-steps to keep the global batch"
         )
     return None
 
@@ -70,7 +68,7 @@ def show(error: UserError) -> None:
 def go_on_without_reader() -> None:
     """Drop output that cannot be written (`| head -3`, a full disk), instead of failing.
 
-    For the start of a program: files are still written, and the exit code stays its own.
+    Call it at the start of a program: it still writes its files, and keeps its exit code.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -92,14 +90,14 @@ def go_on_without_reader() -> None:
 
 
 class _Droppable(io.FileIO):
-    """A pipe whose reader may exit, or a file whose disk may be full."""
+    """A file descriptor whose reader may exit, or whose disk may be full."""
 
     def write(self, data: bytes) -> int | None:
         try:
             return super().write(data)
         except BrokenPipeError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # for C++ and processes started later, too
+            os.dup2(nowhere, self.fileno())  # also for C++ and child processes
             os.close(nowhere)
         except OSError as fault:
             if fault.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
@@ -109,9 +107,9 @@ class _Droppable(io.FileIO):
 
 
 def end_with(main: Callable[[], int]) -> NoReturn:
-    """Call ``main`` and end the process with its exit code, or with that of a `UserError`.
+    """Call ``main`` and exit with its exit code, or with that of a `UserError`.
 
-    Threads that still wait for something are not waited for.
+    Does not wait for other threads.
     """
     try:
         code = main()

@@ -1,17 +1,15 @@
 #!/usr/bin/env python3
-"""Kill trainings at random instants, resume them, and see whether that has changed anything.
+"""Kill runs at random instants, resume them, and compare them with an undisturbed run.
 
     python tests/trials/kill_runs.py [--kills 100] [--seed 0] [--snapshot-minutes 0.01]
 
 Each of imagenet_nd.py and, with -g 2, imagenet_ddp.py, imagenet_ddp_apex.py and imagenet_fsdp.py
 trains a tiny model of tests/stand_in on 300 drawn images: once undisturbed, then in runs that get a
-signal at a random instant, mostly in training and sometimes while the script starts, and are
-resumed with --resume auto until they reach the end. SIGKILL goes to the whole process group;
-SIGTERM to the parent alone, as from `kill`; SIGINT to the group. A run must end with weights and
-momentum of the undisturbed one, bit for bit; each attempt must see the batches that follow its
-snapshot, so that each image of an epoch counts once; the TensorBoard curves must have the same
-points, each once and in order. Exit code 1 if anything differs. CPU only; needs pytest, as the
-tests do.
+signal at a random instant, mostly in training and sometimes during start-up, and are resumed with
+--resume auto until the end. SIGKILL and SIGINT go to the process group, SIGTERM to the parent
+alone, as from `kill`. Weights and momentum must be bit-identical to those of the undisturbed run;
+each attempt must see the batches that follow its snapshot; TensorBoard curves must have the same
+points, each once and in order. Exit code 1 if anything differs. CPU only; needs pytest.
 """
 
 import argparse

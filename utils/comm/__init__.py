@@ -1,1 +1,1 @@
-"""How gradients get from node to node, and what that costs."""
+"""How gradients are exchanged between processes, and what that costs."""

@@ -1,4 +1,4 @@
-"""``--comm auto``: try each method in a few real steps, and keep the mildest fast one."""
+"""``--comm auto``: try each method in a few real steps, and keep a fast and exact one."""
 
 import math
 import time
@@ -10,24 +10,23 @@ import torch.distributed as dist
 
 from utils.launch.world import World
 
-# What auto chooses among, the mildest (closest to plain float32) first.
+# What auto chooses among, the most exact first.
 METHODS = ("fp32", "fp16", "int8", "int4", "powersgd:32")
 WARM_UP, STEPS = 1, 3  # of each method
 FIRST_WARM_UP = 4  # the first steps are slower, as they allocate and choose kernels
 MOST_STEPS = FIRST_WARM_UP + STEPS + (len(METHODS) - 1) * (WARM_UP + STEPS)
-WITHIN = 0.05  # how much slower than the best the method may be that loses less
+WITHIN = 0.05  # how much slower than the fastest a more exact method may be
 
 
 class Search:
     """auto's search for a method, in one process; all processes make the same steps.
 
-    ``method`` is what the current step exchanges by; ``reason`` says why that one was chosen, as
-    soon as it was. A step is timed until the optimiser has the means: what comes after it, data and
-    output, does not count.
+    ``method`` is that of the current step; ``reason`` says why it was chosen, once it is. A step is
+    timed until the optimiser has the means: data and output do not count.
     """
 
     def __init__(self, candidates: list[str], optimizer: torch.optim.Optimizer, world: World):
-        """``candidates``: names of methods, the mildest first, which is plain float32."""
+        """``candidates``: names of methods, the most exact first, which is plain float32."""
         self.left, self.world, self.cuda = list(candidates), world, world.device.type == "cuda"
         self.seconds: dict[str, float] = {}  # per step, by method
         self.reason = ""
@@ -40,7 +39,7 @@ class Search:
         self.steps_left = warm_up + STEPS
 
     def begin_step(self) -> None:
-        """A step begins. Collective; all make the same choice, as all see the same numbers."""
+        """Begin a step. Collective; all processes see the same times and so choose the same."""
         if not self.steps_left:
             self.seconds[self.method] = self._slowest()
             if not self.left:
@@ -61,7 +60,7 @@ class Search:
         return event
 
     def _slowest(self) -> float:
-        """Seconds of a step (median); of all processes the slowest counts."""
+        """Seconds of a step: the median, of the slowest process."""
         if self.cuda:
             torch.cuda.synchronize(self.world.device)
         last = self.marks[-STEPS:]

@@ -1,4 +1,4 @@
-"""Gradients become means over all processes, by the method that ``--comm`` names."""
+"""``--comm``: how gradients are averaged over all processes, as a DDP communication hook."""
 
 import argparse
 from typing import Any
@@ -50,9 +50,9 @@ def _method(text: str) -> str:
 
 
 class Exchange:
-    """The exchange of one process; it is saved in snapshots.
+    """The exchange of gradients in one process; it is saved in snapshots.
 
-    ``method`` is the method in use: that of ``--comm``, or auto's choice, None while it searches.
+    ``method`` is that of ``--comm``, or auto's choice; None while auto searches.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Exchange:
     ):
         """Register with ``replica``, before its first backward pass.
 
-        ``scaler``: whose loss scale the gradients carry, if it is enabled.
+        The gradients are scaled by the loss scale of ``scaler``, if it is enabled.
         """
         self.world, self.seed = world, args.seed
         self.auto = args.comm == "auto" and world.nodes > 1
@@ -77,8 +77,8 @@ class Exchange:
         trained = (p for p in replica.module.parameters() if p.requires_grad)
         self.number = {parameter: i for i, parameter in enumerate(trained)}
         self.scale = scaler.scale if scaler is not None and scaler.is_enabled() else None
-        self.ready = False  # for real gradients
-        if self.method != "fp32":  # else DistributedDataParallel's own
+        self.ready = False  # until buckets are formed, by gradients that mean nothing
+        if self.method != "fp32":  # else DistributedDataParallel's own exchange
             self._make_groups()
             replica.register_comm_hook(None, self._hook)
         form_buckets(replica, world, args)
@@ -93,7 +93,7 @@ class Exchange:
         self._use(self.search.method)
 
     def _make_groups(self) -> None:
-        """Who exchanges with whom. Of a node with several processes the first one compresses."""
+        """Make the process groups. On a node, the first process compresses for all."""
         world = self.world
         self.inside = None
         ranks = list(range(world.size))
@@ -112,10 +112,10 @@ class Exchange:
         self.ordered = OrderedCollectives(world.device)
 
     def _use(self, method: str) -> None:
-        """Exchange by ``method`` from now on; its state begins anew."""
+        """Exchange by ``method`` from now on, from a fresh state."""
         self.how = methods.parse(method)
         self.codec: Quantised | PowerSGD | None = None
-        self.early: Quantised | None = None  # in place of powersgd, where auto has chosen that
+        self.early: Quantised | None = None  # before powersgd begins, where auto has chosen that
         if method in ("fp32", "fp16", "bf16") or not self.leads:
             return
         if self.how.rank:
@@ -127,9 +127,9 @@ class Exchange:
     # ---- in training
 
     def begin_step(self, epoch: int, step: int, steps: int, epochs: int) -> str | None:
-        """Step ``step`` of ``steps`` in ``epoch`` of ``epochs`` begins, all from 0.
+        """Begin step ``step`` of ``steps`` in ``epoch`` of ``epochs``, all from 0. Collective.
 
-        Collective. Returns, once, when auto has chosen a method: which and why.
+        Returns, once, when auto has chosen a method: which and why.
         """
         self.step = Step(self.seed, epoch, step)
         self.progress = (epoch + step / steps) / epochs
@@ -145,7 +145,7 @@ class Exchange:
         return search.reason or None
 
     def _hook(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
-        """What DistributedDataParallel calls for each bucket of gradients that is ready."""
+        """Called by DistributedDataParallel for each bucket of gradients that is ready."""
         buffer, how = bucket.buffer(), self.how if self.ready else None
         if how is None:
             future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
@@ -170,7 +170,7 @@ class Exchange:
         gradients: list[tuple[int, Tensor]],
         step: Step,
     ) -> None:
-        """In full precision within a node, compressed between the nodes."""
+        """Average in full precision within a node, compressed between the nodes."""
         if self.inside is not None:
             dist.reduce(buffer, self.first, group=self.inside)
         if codec is not None:  # in the first process of each node
@@ -183,7 +183,7 @@ class Exchange:
     # ---- in snapshots
 
     def collect(self) -> dict[str, Any]:
-        """What a snapshot keeps of all processes. Collective; only rank 0's return value counts."""
+        """The state of all processes for a snapshot. Collective; only rank 0's result counts."""
         found: dict[str, Any] = {"method": self.method, "nodes": self.world.nodes}
         if self.has_states:
             mine = self.codec.state_dict() if isinstance(self.codec, PowerSGD) else {}
@@ -194,14 +194,14 @@ class Exchange:
 
     @property
     def has_states(self) -> bool:
-        """Whether there is more to keep than the method's name; the same in all processes."""
+        """Whether there is more to save than the method's name; the same in all processes."""
         return self.world.size > 1 and bool(methods.parse(self.method or "fp32").rank)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Continue as a snapshot says, in every process. Raises: `UserError`.
+        """Continue from a snapshot, in every process. Raises: `UserError`.
 
-        What auto has chosen stays, unless the number of nodes is another. On another number of
-        processes each gets the mean of what all had, so that nothing of it is lost.
+        auto keeps its choice if the number of nodes is the same. On another number of processes
+        each gets the mean of all states, so that their sum stays the same.
         """
         alike = saved["nodes"] == self.world.nodes and saved["method"] is not None
         if self.search is not None and alike:
@@ -224,10 +224,11 @@ class Exchange:
 def form_buckets(replica: nn.Module, world: World, args: Any) -> None:
     """Have DistributedDataParallel form its final buckets before the first step.
 
-    It begins with one bucket, and forms those that it keeps after a first backward pass. A sum over
-    three or more processes is rounded by the place in the bucket: a resumed run would begin with
-    another rounding than the run that it continues. So a first backward pass of an image of zeros,
-    in evaluation mode, comes here, and leaves nothing behind. (Apex's own class is left alone.)
+    It begins with one bucket, and forms its final ones after the first backward pass. The rounding
+    of a sum over three or more processes depends on the place in the bucket: without this, a
+    resumed run would round its first step in another way than the run that it continues. The
+    backward pass here is of an image of zeros, in evaluation mode, and changes nothing. (Apex's own
+    class is left alone.)
     """
     if world.size == 1 or args.evaluate or not isinstance(replica, DistributedDataParallel):
         return

@@ -1,7 +1,7 @@
-"""Sharded models (FSDP2): what is sharded together, and what else has to know about shards.
+"""Sharded models (FSDP2): what is sharded together, and whole tensors and shards of one another.
 
-Plain tensors and models pass through all of it, so that callers need not ask. FSDP and DTensor take
-a second to import: only functions that need them do.
+All functions take plain tensors and models as well. FSDP and DTensor take a second to import, so
+only the functions that need them do.
 """
 
 import argparse
@@ -102,8 +102,8 @@ def size(module: nn.Module) -> int:
 
 
 def describe(model: nn.Module, reshard: str) -> str:
-    """One line, before the first step: what has been sharded by itself, over how many processes,
-    and how much of it this one keeps."""
+    """A line for the log: which blocks are sharded by themselves, over how many processes, and how
+    many weights this process keeps."""
     found = [module for module in model.modules() if is_sharded(module) and module is not model]
     norms = any(isinstance(unit, _BatchNorm) for unit in found)
     found = [unit for unit in found if not isinstance(unit, _BatchNorm)]
@@ -163,8 +163,8 @@ def laid_out_like(value: Tensor, weight: Tensor) -> Tensor:
 def gather_for_main(tree: Any, done: set[int] | None = None) -> None:
     """Take part in rank 0's `whole` of each tensor in ``tree``, which it copies for a snapshot.
 
-    A tree of the same form in all processes, of dictionaries, lists and tensors; a tensor that
-    stands in it twice is gathered once.
+    ``tree``, of dictionaries, lists and tensors, has the same structure in all processes; a tensor
+    that is in it twice is gathered once.
     """
     done = set() if done is None else done
     if isinstance(tree, Tensor):

@@ -1,4 +1,4 @@
-"""Means of gradients over processes with fewer bytes on the wire.
+"""Averaging gradients over processes with fewer bytes on the wire.
 
     int8, int4     the gradients in blocks, each with its own scale, in 8 or 4 bits; the bits are
                    summed in float32, each part by one process, and travel back in 8 or 4 bits
@@ -26,8 +26,8 @@ TILE = 2**17  # values that are rounded at once on the CPU, where they stay in i
 
 @dataclass(frozen=True)
 class Method:
-    """A way to exchange gradients. ``bytes_per_value`` counts what travels for a float32 gradient,
-    scales included; ``rank`` is PowerSGD's (0: another method)."""
+    """A way to exchange gradients. ``bytes_per_value``: sent for a value of a gradient, scales
+    included; ``rank`` is PowerSGD's (0: another method)."""
 
     name: str
     bytes_per_value: float
@@ -59,7 +59,7 @@ def parse(name: str) -> Method:
 
 
 def wire_bytes(shapes: Iterable[Sequence[int]], how: Method) -> float:
-    """Bytes of gradients of these shapes as they travel: what enters the collectives."""
+    """Bytes that enter the collectives for gradients of these shapes."""
     values = sum(
         how.rank * _sides(shape) if how.rank and is_product(shape, how.rank) else math.prod(shape)
         for shape in shapes
@@ -68,8 +68,8 @@ def wire_bytes(shapes: Iterable[Sequence[int]], how: Method) -> float:
 
 
 def sent_bytes(size: float, processes: int) -> float:
-    """Bytes that each of ``processes`` sends to sum ``size`` bytes with the others by a ring: all
-    but its own part, once on the way to the sums and once on the way back."""
+    """Bytes that each of ``processes`` sends in a ring all-reduce of ``size`` bytes: all but its
+    own part, once for the sums and once to distribute them."""
     return 2 * (processes - 1) / processes * size
 
 
@@ -85,7 +85,7 @@ def _sides(shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """Where a run stands; random numbers are a function of it, so none need saving."""
+    """A position in a run. Random numbers are a function of it, so no state needs saving."""
 
     seed: int = 0
     epoch: int = 0

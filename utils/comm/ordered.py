@@ -1,10 +1,9 @@
 """Collectives in one fixed order, beside the backward pass.
 
-A compressed mean is two collectives, one after the other, and backward makes several gradients
-ready meanwhile. A second collective that begins in the callback of the first begins at another
-moment in each process: gloo then pairs those of different buckets, and hangs or aborts. Here the
-buckets are taken one after the other, in DistributedDataParallel's order, which is the same
-everywhere: on the CPU by one thread, on a GPU by one stream.
+A compressed mean takes two collectives, while backward makes further gradients ready. If the second
+began in a callback of the first, it would begin at another moment in each process: gloo then pairs
+collectives of different buckets, and hangs or aborts. Here one thread (CPU) or one stream (GPU)
+takes the buckets in DistributedDataParallel's order, which is the same in all processes.
 """
 
 import queue
@@ -30,7 +29,7 @@ class OrderedCollectives:
             threading.Thread(target=self._work, name="ordered collectives", daemon=True).start()
 
     def submit(self, job: Callable[[], None], buffer: Tensor) -> Future[Tensor]:
-        """Have ``job`` run after those before it; it changes ``buffer``, the future's value."""
+        """Run ``job`` after those before it; it changes ``buffer``, the future's value."""
         if self.stream is None:
             future: Future[Tensor] = Future()
             self.jobs.put((job, buffer, future))
@@ -74,8 +73,8 @@ class Peers:
         if parts.is_cuda:
             dist.all_to_all_single(received, parts, group=self.group)
             return received
-        # Receives before sends. With gloo's own all-to-all, parts of some MB often travelled at
-        # half the link's rate, as if one way at a time; so they have the rate of an all-reduce.
+        # Not gloo's all-to-all: measured, parts of some MB often travelled at half the link's rate.
+        # Receives come before sends.
         theirs, mine = received.chunk(self.size), parts.chunk(self.size)
         theirs[self.rank].copy_(mine[self.rank])
         others = [(self.rank + i) % self.size for i in range(1, self.size)]
