@@ -29,7 +29,7 @@ SILENT = 12.0  # seconds without any answer from a master that is known to be up
 CLOCK_LIMIT = 60.0  # seconds between two nodes' clocks from which a note says so
 PORTS = 2  # tried on each node: a firewall may let one through by chance
 LARGEST = 1 << 20  # bytes of a message
-GREETING = "imagenet preflight check 2"
+GREETING = "imagenet preflight check"
 
 Message = dict[str, Any]
 
@@ -248,7 +248,7 @@ class Preflight:
         everyone = {f"{me['host']} (node 0)": me} | {str(peer): peer.facts for peer in peers}
         alike = {"processes": "number of processes per node", "this code": "", "torch": ""}
         found = [
-            (name, {title or key: facts[key] for key, title in alike.items()})
+            (name, {title or key: facts.get(key) for key, title in alike.items()})
             for name, facts in everyone.items()
         ]
         if different := agreement.unlike(found):
