@@ -26,7 +26,8 @@ need_number MIN:MAX "$2" '[1-9][0-9]*:[1-9][0-9]*' "two whole numbers such as 1:
 need_number MAX_RESTARTS "${MAX_RESTARTS:=100}" '[1-9][0-9]*' "a whole number, at least 1"
 need_master
 use_environment
-place=$(ask utils.launch.network rendezvous "$MASTER_ADDR:${MASTER_PORT:=8888}")
+MASTER_PORT=${MASTER_PORT:-8888}
+place=$(ask utils.launch.network rendezvous "$MASTER_ADDR:$MASTER_PORT")
 echo "torchrun waits for ${2%:*} nodes at $MASTER_ADDR:$MASTER_PORT, silently, for up to 10 minutes"
 # torchrun's own store would be in use for a node that comes back, and keep dead addresses.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

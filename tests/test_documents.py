@@ -75,7 +75,7 @@ def test_training_commands_parse(line, monkeypatch):
 def test_options_and_files_exist(document):
     """But in blocks of text: they show outputs, and commands of earlier commits."""
     text = re.sub(r"```text\n.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
-    code = "\n".join(path.read_text() for path in CODE if path.is_file() and path.suffix != ".so")
+    code = "\n".join(path.read_text() for path in CODE if path.suffix in (".py", ".sh", ".sbatch"))
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]", text)) - FOREIGN
     missing = {option for option in named if not re.search(rf"{option}(?![\w-])", code)}
     assert not missing, f"{document} names options that no command has"
