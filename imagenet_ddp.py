@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Train an ImageNet classifier with one process per GPU, on any number of nodes (DDP, native AMP).
 
-Started by hand, on every node with its own --rank (one node: no option at all):
+Start it by hand on every node with its own --rank (one node needs no such option):
 
     python imagenet_ddp.py -a resnet50 --dist-url tcp://MASTER_IP:8888 --world-size 2 --rank 0 DATA
     MASTER_ADDR=IP MASTER_PORT=8888 WORLD_SIZE=2 NODE_RANK=0 python imagenet_ddp.py DATA
     python imagenet_ddp.py -n 1 -g 1 -nr 0 --epochs 2 DATA
 
-or by torchrun, likewise with its own --node_rank:
+or by torchrun on every node with its own --node_rank:
 
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=1 --master_addr=IP --master_port=8888 \\
         imagenet_ddp.py -a resnet50 DATA

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train an ImageNet classifier with one process per GPU and NVIDIA Apex's opt levels (DDP, O2).
 
-Started by torch.distributed.launch or torchrun, on every node with its own --node_rank:
+Start it by torch.distributed.launch or torchrun on every node with its own --node_rank:
 
     python -m torch.distributed.launch --nproc_per_node=4 imagenet_ddp_apex.py -a resnet50 \\
         --b 208 --workers 20 --opt-level O2 DATA
@@ -9,8 +9,8 @@ Started by torch.distributed.launch or torchrun, on every node with its own --no
         imagenet_ddp_apex.py -a resnet50 --b 208 --opt-level O2 DATA
 
 or by hand like imagenet_ddp.py. O2 keeps float16 weights and float32 masters of them, scales the
-loss, and skips a step whose gradients overflow. Apex had amp until its tag 25.04: where that is
-installed it is used, and utils/amp/o2.py computes the same in plain PyTorch everywhere else.
+loss, and skips a step whose gradients overflow. NVIDIA's Apex (25.04 is the last tag with amp) is
+used where it is installed; elsewhere utils/amp/o2.py computes the same in plain PyTorch.
 """
 
 from argparse import Namespace

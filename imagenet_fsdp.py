@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Train an ImageNet classifier with one process per GPU and a model that they share (FSDP2).
+"""Train an ImageNet classifier with one process per GPU and a shard of the model in each (FSDP2).
 
-Started by hand, on every node with its own --rank (one node: no option at all):
+Start it by hand on every node with its own --rank (one node needs no such option):
 
     python imagenet_fsdp.py -a vit_b_32 --dist-url tcp://MASTER_IP:8888 --world-size 2 --rank 0 DATA
     python imagenet_fsdp.py -a vit_b_32 --reshard none DATA
 
-or by torchrun, likewise with its own --node_rank:
+or by torchrun on every node with its own --node_rank:
 
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 --master_addr=IP --master_port=8888 \\
         imagenet_fsdp.py -a vit_b_32 --reshard node DATA
 
-Each process keeps a part of every weight, gradient and momentum, and trains on its slice of the
+Each process keeps a shard of every weight, gradient and momentum, and trains on its slice of the
 global batch: a block's weights are gathered just before it computes, its gradients scattered after.
 """
 

@@ -15,7 +15,7 @@ TORCH_FREE = (
     *("errors", "option_types", "atomic", "samplers", "model.schedules"),
     *("launch.agreement", "launch.gpus", "launch.network", "launch.supervise"),
     *("launch.installed", "launch.launch", "launch.preflight"),
-    *("data.index", "data.jpeg", "data.pack", "data.rgb"),
+    *("data.index", "data.jpeg", "data.pack"),
     *("run.figures", "run.lock", "run.provenance"),
     "data.preprocessing",
 )

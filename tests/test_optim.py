@@ -1,7 +1,7 @@
 """Optimisers by name: against torch's own, under a loss scale, in snapshots, with O2's masters."""
 
 import itertools
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +10,7 @@ from o2_cases import prepare, train
 from torch import nn
 from torchvision.models import get_model
 
+from utils import options
 from utils.amp.loss_scale import LossScaler
 from utils.errors import UserError
 from utils.launch.world import World
@@ -24,10 +25,8 @@ WORLD = World(CPU)
 
 def asked(*line: str, **more) -> Namespace:
     """The options of an optimiser, settled."""
-    parser = ArgumentParser()
-    optim.add_options(parser)
-    plain = {"lr": None, "momentum": None, "weight_decay": None, **more}
-    args = Namespace(**plain, **vars(parser.parse_args(line)))
+    args = options.build_parser("", "").parse_args(line)
+    vars(args).update(more)
     optim.resolve(args)
     return args
 

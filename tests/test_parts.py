@@ -126,7 +126,7 @@ def test_position_embeddings_are_resized_to_the_images(tmp_path):
         ({"conv1.weight": torch.zeros(3)}, r"conv1\.weight is 3, not 64 x 3 x 7 x 7"),
         ({"fc.weight": torch.zeros(5, 512)}, "60 of 74 weights are not in it: conv1"),
         ({"model": 3}, "holds no model weights"),
-        ({"preprocessing": {"mean": 1}, "model": {}}, "says of its images"),
+        ({"preprocessing": {"colour": 1}, "model": {}}, "has unknown preprocessing"),
     ],
 )
 def test_a_file_that_does_not_fit_is_a_sentence(tmp_path, content, sentence):
@@ -345,7 +345,7 @@ def test_build_does_what_the_options_say(monkeypatch, folder, tmp_path):
     assert [p.shape[0] for p in model.parameters() if p.requires_grad] == [5, 5]
     assert args.model_notes[0].endswith("120 of 122 tensors; new: fc.weight, fc.bias")
     assert args.model_notes[1:] == [
-        "--freeze: fc alone is trained",
+        "--freeze: only fc is trained",
         "--activation-checkpointing: 8 BasicBlock",
     ]
     torch.manual_seed(0)

@@ -58,7 +58,7 @@ def test_sizes(text, epochs, sizes):
 @pytest.mark.parametrize("text", ["", "a", "0:32", "64:32", "32:32", "32:48:64", "32,,64", "32:x"])
 def test_what_is_no_plan_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match=r"160:192.*128,160,192"):
-        preprocessing._progressive(text)
+        preprocessing.progressive(text)
 
 
 def test_the_plan_in_words():

@@ -86,6 +86,14 @@ def batch_size(text: str) -> int | str:
     return text if text == AUTO else int(positive(text))
 
 
+def betas(text: str) -> str:
+    """Two numbers from 0 to below 1; kept as text, like all values in options.json."""
+    values = [float(part) for part in text.split(",")]
+    if len(values) != 2 or not all(0 <= value < 1 for value in values):
+        raise argparse.ArgumentTypeError(f"{text} is not two numbers below 1, such as 0.9,0.95")
+    return text
+
+
 def http(text: str) -> str:
     """The URL of a service."""
     if not text.startswith(("http://", "https://")):
@@ -107,8 +115,10 @@ def run_name(text: str) -> str:
 
 
 accuracy.__name__, batch_size.__name__ = "accuracy", "whole number"
+betas.__name__ = "pair of numbers"
 count, positive = number(int, 0), number(int, 1)
 share, amount = number(float, 0, 1), number(float, 0)
+ema_decay = number(float, 0, 0.9999999, exclusive=True)  # 1 would keep the first weights
 seed = number(int, 0, 2**63 - 1)  # torch.manual_seed
 port, seconds = number(int, 1, 65535), number(float, 1, 1_000_000)
 

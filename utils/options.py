@@ -6,18 +6,19 @@ import sys
 
 import torch
 
-from utils import samplers
-from utils.data import augment, images, mixing, preprocessing
+from utils.data import preprocessing
 from utils.errors import UserError
 from utils.launch import supervise
-from utils.model import ema, models, optim, schedules
+from utils.model import models, optim, schedules
 from utils.option_types import (
     Formatter,
     Parser,
     accuracy,
     amount,
     batch_size,
+    betas,
     count,
+    ema_decay,
     http,
     number,
     positive,
@@ -45,225 +46,303 @@ MOST_WORKERS = max(64, 8 * supervise.usable_cores())
 
 def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser:
     """The shared options. ``batch`` is the help text of ``--batch-size`` in this mode."""
-    parser = Parser(description=description, formatter_class=Formatter, allow_abbrev=False)
+    usage = "%(prog)s [options] [DATA]"  # a list of all would fill the first screen
+    parser = Parser(
+        usage=usage, description=description, formatter_class=Formatter, allow_abbrev=False
+    )
     _add_data_options(parser, batch)
+    _add_augmentation_options(parser)
     _add_model_options(parser)
     _add_training_options(parser)
-    largest_batch.add_options(parser)
-    preprocessing.add_options(parser)
-    _add_recipe_option(parser)
     _add_run_options(parser)
-    _add_cloud_options(parser)
-    samplers.add_options(parser)
-    mixing.add_options(parser)
-    ema.add_options(parser)
+    largest_batch.add_options(parser)
     evaluation.add_options(parser)
     return parser
 
 
-def _add_recipe_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument_group("recipe").add_argument(
-        "--recipe",
-        metavar="NAME|FILE",
-        help="take the options of a file, or of one in scripts/recipes: "
-        f"{', '.join(recipe_names())}; options on the command line take precedence",
-    )
-
-
 def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
-    group = parser.add_argument_group("data")
-    group.add_argument(
+    add = parser.add_argument_group("data").add_argument
+    add(
         "data",
         nargs="?",
         metavar="DATA",
         default=os.environ.get("IMAGENET_DIR", "/data"),
-        help="folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG; $IMAGENET_DIR, else /data",
+        help="folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG; $IMAGENET_DIR if set, else "
+        "/data",
     )
-    group.add_argument(
+    add(
         "--classes",
         metavar="N|FILE|A,B,C",
         help="train on some of the class folders: the first N, those listed in FILE, or a list",
     )
-    group.add_argument(
+    add(
         "--image-size",
         type=positive,
         metavar="PX",
-        help="side of the crop, pixels; default: that of the checkpoint to --resume, else what "
-        "--pretrained weights want, else 224",
+        help="side of the crop in pixels; default: that of the --resume checkpoint, else what "
+        "--pretrained weights expect, else 224",
     )
-    group.add_argument(
-        "--crop-scale",
-        type=share,
-        default=images.CROP_SCALE,
-        metavar="S",
-        help="training crops cover at least this share of the image; short trainings and small "
-        "images want 0.25 to 0.5",
-    )
-    group.add_argument(
+    add(
         "--val-resize-size",
         type=positive,
         metavar="PX",
         help="short side of a validation image before the centre crop; default: image size x "
-        "256/224, or as checkpoint and weights want it. Equal to the image size, no border is cut "
-        "off",
+        "256/224, or as the checkpoint or weights expect. Set it to the image size to keep the "
+        "borders",
     )
-    group.add_argument(
-        "--auto-augment",
-        choices=tuple(augment.POLICIES),
-        help="RandAugment, TrivialAugment, AutoAugment or AugMix on training crops",
-    )
-    group.add_argument(
-        "--random-erasing",
-        type=share,
-        default=0.0,
-        metavar="P",
-        help="probability of a grey box in a training crop",
-    )
-    group.add_argument(
+    add(
         "-b",
         "--batch-size",
         "--b",
         type=batch_size,
         default=128,
         metavar="N|auto",
-        help=f"{batch}; auto: as many as fit into memory, tried before the training",
+        help=f"{batch}; auto: as many as fit into GPU memory, measured before training",
     )
-    group.add_argument(
+    add(
         "-j",
         "--workers",
         type=number(int, 0, MOST_WORKERS),
         default=supervise.usable_cores(),
         metavar="N",
-        help=f"data loading workers of this node, shared by its processes; at most {MOST_WORKERS} "
-        "here: 8 per core, or 64",
+        help="data loading workers per node, shared by its processes; at most "
+        f"{MOST_WORKERS} here (8 per core, or 64)",
     )
-    group.add_argument(
+    add(
         "--max-bad-files",
         type=count,
         default=100,
         metavar="N",
-        help="stop when more image files than this cannot be read",
+        help="stop when more than N image files cannot be read",
     )
-    group.add_argument(
+    add(
         "--dummy",
         action="store_true",
-        help="no data: synthetic batches that live on the device, to time the training step alone",
+        help="time the training step alone, on synthetic batches that stay on the device",
+    )
+
+
+def _add_augmentation_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("augmentation").add_argument
+    add(
+        "--crop-scale",
+        type=share,
+        default=preprocessing.CROP_SCALE,
+        metavar="S",
+        help="smallest share of the image's area that a training crop covers; 0.25 to 0.5 suits "
+        "short trainings and small images",
+    )
+    add(
+        "--auto-augment",
+        choices=preprocessing.POLICIES,
+        help="RandAugment, TrivialAugment, AutoAugment or AugMix on training crops",
+    )
+    add(
+        "--random-erasing",
+        type=share,
+        default=0.0,
+        metavar="P",
+        help="probability of a grey box in a training crop",
+    )
+    add(
+        "--mixup",
+        type=amount,
+        default=0.0,
+        metavar="A",
+        help="blend pairs of images with shares from Beta(A, A); 0.2 is common",
+    )
+    add(
+        "--cutmix",
+        type=amount,
+        default=0.0,
+        metavar="A",
+        help="paste a box of one image into another, with shares from Beta(A, A); 1 is common. "
+        "With --mixup: one of the two, with probability 0.5 each",
+    )
+    add(
+        "--repeated-aug",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="repeated augmentation: N crops of each image in a global batch, of N times fewer "
+        "images; 3 is common for vision transformers",
+    )
+    add(
+        "--progressive",
+        type=preprocessing.progressive,
+        metavar="SIZES",
+        help="side of the training crops by epoch, pixels. 160:192: 160 for the first 70 %% of the "
+        "epochs, 192 from 85 %% on, multiples of 32 between (of less, if these sizes are not). "
+        "96,128,160: equal parts of the epochs. Evaluation is at --image-size",
     )
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument(
+    add = parser.add_argument_group("model").add_argument
+    add(
         "-a",
         "--arch",
         default="resnet18",
-        help="any classification model of torchvision, or of timm when it is installed",
+        help="any classification model of torchvision, or of timm if it is installed",
     )
-    group.add_argument(
+    add(
+        "--pretrained",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="FILE",
+        help="start from published weights, with images resized and normalised as they expect, or "
+        "from FILE: a checkpoint of this suite, torchvision or timm, or .safetensors. The "
+        "classifier is new if the classes differ. Without FILE, give it after DATA",
+    )
+    add(
+        "--freeze",
+        action="store_true",
+        help="train only the classifier; also freeze batch-norm statistics",
+    )
+    add(
+        "--drop-path",
+        type=share,
+        metavar="P",
+        help="stochastic depth: drop rate of the last block; earlier blocks scale down linearly; "
+        "default: the model's own",
+    )
+    add(
+        "--zero-init-gamma",
+        action="store_true",
+        help="start the residual blocks of a ResNet as the identity: zero the weight of their last "
+        "batch norm",
+    )
+    add(
+        "--activation-checkpointing",
+        action="store_true",
+        help="recompute the activations of each block in backward: less memory, the same weights, "
+        "and the time of a second forward pass",
+    )
+    add(
         "--channels-last",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="memory layout NHWC, which convolutions prefer",
+        help="memory layout NHWC, which is faster for convolutions",
     )
-    models.add_options(group)
+    add(
+        "--ema",
+        type=ema_decay,
+        metavar="DECAY",
+        help="keep an exponential moving average of the weights, over about 1/(1-DECAY) steps, "
+        "and evaluate it beside the model; best.pt is the better of the two. 0.9999 suits long "
+        "trainings, 0.998 or less short ones",
+    )
 
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("training")
-    group.add_argument(
-        "--epochs", type=count, default=90, metavar="N", help="total number of epochs"
+    add = parser.add_argument_group("training").add_argument
+    add(
+        "--recipe",
+        metavar="NAME|FILE",
+        help="take options from a file, or from one in scripts/recipes: "
+        f"{', '.join(recipe_names())}; options on the command line take precedence",
     )
-    group.add_argument("--start-epoch", type=count, metavar="N", help="start from this epoch")
-    group.add_argument(
+    add("--epochs", type=count, default=90, metavar="N", help="total number of epochs")
+    add("--start-epoch", type=count, metavar="N", help="start from this epoch")
+    add(
+        "--optimizer",
+        choices=optim.NAMES,
+        default="sgd",
+        help="muon: Muon for the matrices and convolutions inside the model, AdamW for the rest, "
+        "with one --lr and --wd for both",
+    )
+    add(
         "--lr",
         "--learning-rate",
         type=amount,
-        help="learning rate after warm-up (default: 0.1); 0.001 for adamw and muon",
+        help="learning rate after warm-up (default: 0.1; 0.001 for adamw and muon)",
     )
-    group.add_argument(
-        "--momentum", type=share, help="of SGD, LARS and Muon (default: 0.9); 0.95 for muon"
+    add(
+        "--momentum",
+        type=share,
+        help="momentum of sgd, nesterov and muon (default: 0.9; 0.95 for muon)",
     )
-    group.add_argument(
+    add(
+        "--betas",
+        type=betas,
+        default="0.9,0.999",
+        metavar="B1,B2",
+        help="betas of adamw, and of the AdamW part of muon",
+    )
+    add(
         "--wd",
         "--weight-decay",
         dest="weight_decay",
         type=amount,
-        help="SGD's and LARS' L2 penalty (default: 0.0001), or decoupled weight decay (0.05)",
+        help="weight decay: an L2 penalty in sgd and nesterov (default: 0.0001), decoupled in "
+        "adamw and muon (default: 0.05)",
     )
-    optim.add_options(group)
-    group.add_argument(
+    add(
+        "--wd-norm",
+        type=amount,
+        metavar="D",
+        help="weight decay of norms, biases and position embeddings; 0 is common; default: --wd",
+    )
+    add(
         "--lr-schedule",
         choices=("step", *schedules.TO_THE_END),
         default="step",
         help="step: x0.1 every 30 epochs and once more at 80; cosine, linear: to 0 at the last "
         "epoch; onecycle: up in 30 %% of the epochs, or in --warmup-epochs, then to 0",
     )
-    group.add_argument(
-        "--warmup-epochs", type=amount, default=0.0, metavar="N", help="linear warm-up from 0"
-    )
-    group.add_argument(
+    add("--warmup-epochs", type=amount, default=0.0, metavar="N", help="linear warm-up from 0")
+    add(
         "--lr-scaling",
         choices=("none", "linear", "sqrt"),
         default="none",
         help="scale --lr with the global batch: linear, lr x batch/256; sqrt, lr x (batch/256)^0.5",
     )
-    group.add_argument(
-        "--label-smoothing", type=share, default=0.0, metavar="E", help="0.1 is common"
-    )
-    group.add_argument(
+    add("--label-smoothing", type=share, default=0.0, metavar="E", help="0.1 is common")
+    add(
         "--accum-steps",
         type=positive,
         default=1,
         metavar="N",
         help="batches accumulated for one step; the global batch grows by this factor",
     )
-    group.add_argument(
-        "--clip-grad", type=amount, default=0.0, metavar="NORM", help="gradient norm limit; 0: off"
-    )
-    group.add_argument(
-        "--seed", type=seed, default=0, help="seed of weights, order and augmentation"
-    )
+    add("--clip-grad", type=amount, default=0.0, metavar="NORM", help="gradient norm limit; 0: off")
+    add("--seed", type=seed, default=0, help="seed of weights, order and augmentation")
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("run")
-    group.add_argument(
-        "--name", type=run_name, help="name of the run directory; default: date, host, arch, sizes"
-    )
-    group.add_argument(
-        "--output-dir", default="runs", metavar="DIR", help="parent of run directories"
-    )
-    group.add_argument(
+    add = parser.add_argument_group("run").add_argument
+    add("--name", type=run_name, help="name of the run directory; default: date, host, arch, sizes")
+    add("--output-dir", default="runs", metavar="DIR", help="parent of run directories")
+    add(
         "--resume",
         nargs="?",
         const="auto",
         metavar="FILE|URL|auto",
-        help="continue from this snapshot, a file or URL; auto (or no value, after DATA): "
-        "from the snapshot of --name, here or in --store, if one exists",
+        help="continue from this snapshot, a file or URL; auto (or no value, after DATA): from the "
+        "snapshot of --name, here or in --store, if there is one",
     )
-    group.add_argument(
+    add(
         "--snapshot-minutes",
         type=amount,
         default=10.0,
         metavar="MIN",
         help="minutes between snapshots within an epoch; one is also taken after each epoch",
     )
-    group.add_argument(
-        "-e", "--evaluate", action="store_true", help="evaluate on DATA/val and exit"
-    )
-    group.add_argument(
+    add("-e", "--evaluate", action="store_true", help="evaluate on DATA/val and exit")
+    add(
         "--desired-acc",
         type=accuracy,
         metavar="A",
         help="stop when this validation top-1 is reached; 0.75 and 75 mean the same",
     )
-    group.add_argument(
+    add(
         "--train-time",
         type=amount,
         metavar="HOURS",
         help="stop after this many hours, with a snapshot",
     )
-    group.add_argument(
+    add(
         "-p",
         "--print-freq",
         type=positive,
@@ -271,22 +350,18 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps between printed lines",
     )
-    group.add_argument(
+    add(
         "--profile",
         action="store_true",
         help="write a trace of steps 5 to 8 into the run directory (Chrome, Perfetto, TensorBoard)",
     )
-
-
-def _add_cloud_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("spot instances and object stores")
-    group.add_argument(
+    add(
         "--store",
         metavar="URL|DIR",
         help="copy the best model and the last snapshot to URL/NAME/ in the background; s3://, "
         "gs://, az:// (with s3fs, gcsfs or adlfs installed) or a folder",
     )
-    group.add_argument(
+    add(
         "--spot-notice",
         nargs="?",
         const=stopping.SPOT_SERVICE,
@@ -302,7 +377,6 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     words = with_recipe(sys.argv[1:])
     refuse_gone(words, GONE)
     args = parser.parse_args(words)
-    models.check_name(args.arch)
     models.resolve(args, parser.get_default("data"))
     optim.resolve(args)
     if not args.dummy and not os.path.isdir(args.data):

@@ -5,27 +5,11 @@ global batch into equal slices for micro-batches and ranks, so that global batch
 images on any number of processes as long as the global batch size is the same.
 """
 
-import argparse
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-
-from utils.option_types import positive
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """``--repeated-aug``."""
-    group = parser.add_argument_group("order of samples")
-    group.add_argument(
-        "--repeated-aug",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="N crops of each image in a global batch, of as many fewer images (repeated "
-        "augmentation; 3 is common for vision transformers)",
-    )
 
 
 class Batch(NamedTuple):

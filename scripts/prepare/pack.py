@@ -27,7 +27,7 @@ from tqdm import tqdm
 from utils.atomic import remove_leftovers, save_atomically
 from utils.data import pack
 from utils.data.index import ImageIndex, class_folders
-from utils.data.rgb import to_rgb
+from utils.data.jpeg import to_rgb
 from utils.errors import UserError
 
 SAMPLE = 256  # images whose size is looked at, to know what the pack will take
@@ -167,7 +167,6 @@ def _join(files: list[File], size: int) -> pack.Contents:
         index.classes,
         np.bincount(index.targets, minlength=len(index.classes)),
         index.blob,
-        np.diff(index.offsets),
         np.concatenate([read_end(file.path) for file in files]),
         np.array([file.path.stat().st_size for file in files], np.int64),
     )

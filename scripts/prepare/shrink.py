@@ -23,8 +23,8 @@ from prepare.folder import SPLITS, Item, Split, fill, images_by_class, read_mark
 from tqdm import tqdm
 
 from utils.data.index import class_names
+from utils.data.jpeg import to_rgb
 from utils.data.pack import is_pack
-from utils.data.rgb import to_rgb
 from utils.errors import UserError
 
 # Seen through the evaluation's resize to 256 and crop, bicubic images are nearer to the originals

@@ -1,11 +1,10 @@
 """NVIDIA Apex's own amp and parallel (until its tag 25.04), where they are installed and usable.
 
-Otherwise utils/amp/o2.py computes the same: `amp_and_parallel` decides.
+Elsewhere utils/amp/o2.py computes the same; `amp_and_parallel` chooses.
 """
 
 import argparse
 import importlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,9 +61,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# ---- which one is used
-
-
 def check(args: argparse.Namespace) -> None:
     """Raise `UserError` for options that do not go together, or an Apex that cannot be used."""
     o2.from_args(args)
@@ -72,7 +68,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def amp_and_parallel(args: argparse.Namespace, world: World) -> tuple[Any, Any]:
-    """What ``from apex import amp, parallel`` gives, or the same in plain PyTorch.
+    """The result of ``from apex import amp, parallel``, or the same in plain PyTorch.
 
     ``--amp-impl`` decides; rank 0 prints which it is and why.
     """
@@ -87,51 +83,37 @@ def _choose(args: argparse.Namespace) -> tuple[bool, str]:
     """Whether to use Apex, and why."""
     if args.amp_impl == "torch":
         return False, "as --amp-impl says"
-    try:
-        return True, f"Apex {_usable_version()} is installed"
-    except ImportError as fault:
-        if args.amp_impl == "apex":
-            raise UserError(f"--amp-impl apex: {fault}: {HOW_TO_GET_APEX}", alike=True) from None
-        return False, str(fault)
+    reason = _why_unusable()
+    if reason and args.amp_impl == "apex":
+        raise UserError(f"--amp-impl apex: {reason}: {HOW_TO_GET_APEX}", alike=True)
+    return not reason, reason or "it is installed"
 
 
-def _usable_version() -> str:
-    """The version of an Apex with amp that can be used here. Raises: ImportError, with the reason
-    in a few words."""
+def _why_unusable() -> str | None:
+    """Why Apex's amp cannot be used here; None if it can."""
     try:
         if importlib.util.find_spec("apex") is None:
-            raise ImportError("Apex is not installed")
+            return "Apex is not installed"
         if importlib.util.find_spec("apex.amp") is None:
-            raise ImportError(
-                "the package apex has no amp (NVIDIA's lost it in May 2025; PyPI's is another "
-                "package of that name)"
+            return (
+                "the installed apex has no amp (NVIDIA removed it in May 2025; PyPI's apex is "
+                "another package)"
             )
         if not _gpu_is_there():
-            raise ImportError("Apex's amp needs a CUDA GPU")
+            return "Apex's amp needs a CUDA GPU"
         importlib.import_module("apex.amp")
         importlib.import_module("apex.parallel")
-    except ImportError:
-        raise
     except Exception as fault:  # whatever a module built for another torch raises
-        raise ImportError(f"Apex cannot be imported ({fault!r:.200})") from fault
-    try:
-        return importlib.metadata.version("apex")
-    except importlib.metadata.PackageNotFoundError:
-        return "(of unknown version)"
+        return f"Apex cannot be imported ({fault!r:.200})"
+    return None
 
 
 def _gpu_is_there() -> bool:
     return torch.cuda.is_available()
 
 
-# ---- Apex, so that its state can be saved
-
-
 class Amp:
-    """The module ``apex.amp``, for one model and one optimiser, whose masters can be saved."""
-
-    scaler: "Scaler"
-    weights: "Weights"
+    """The module ``apex.amp``, for one model and one optimiser; see `utils.amp.o2.Amp`."""
 
     def __init__(self) -> None:
         self.amp = importlib.import_module("apex.amp")
@@ -144,7 +126,7 @@ class Amp:
         keep_batchnorm_fp32: bool | str | None = None,
         loss_scale: float | str | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """``amp.initialize``: cast, and make masters."""
+        """``amp.initialize``."""
         level = o2.choose(opt_level, keep_batchnorm_fp32, loss_scale)
         usual = o2.LEVELS[opt_level]
         changes: dict[str, Any] = {}  # Apex refuses some overrides that override nothing
@@ -161,22 +143,19 @@ class Amp:
     def scale_loss(
         self, loss: Tensor, optimizer: torch.optim.Optimizer, delay_unscale: bool = False
     ) -> Iterator[Tensor]:
-        """``amp.scale_loss``. It waits for the device in every step."""
+        """``amp.scale_loss``, which waits for the device in every step."""
         before = self.scaler.value
         with self.amp.scale_loss(loss, optimizer, delay_unscale=delay_unscale) as scaled_loss:
             yield scaled_loss
         self.scaler.skipped += self.scaler.value < before
 
     def master_params(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-        """What the optimiser updates, in order."""
+        """``amp.master_params``."""
         return list(self.amp.master_params(optimizer))
 
 
 class Scaler:
-    """The loss scaler inside Apex, saved in the form of `utils.amp.loss_scale.LossScaler`.
-
-    Apex itself prints that a step is skipped, in rank 0.
-    """
+    """Apex's loss scaler, saved like a `utils.amp.loss_scale.LossScaler`."""
 
     def __init__(self, amp: Any):
         self.amp, self.skipped = amp, 0
@@ -188,16 +167,16 @@ class Scaler:
 
     @property
     def lost(self) -> bool:
-        """Whether the scale keeps falling without end."""
+        """Whether the scale has fallen too far to recover."""
         return self.value < SMALLEST
 
     def state_dict(self) -> dict[str, float]:
-        """Scale, number of clean steps in a row and of skipped ones."""
+        """Scale, clean steps in a row, and skipped steps."""
         clean = int(self.amp.state_dict()["loss_scaler0"]["unskipped"])
         return {"scale": self.value, "clean_steps": clean, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore a `state_dict`."""
         self.skipped = int(state["skipped"])
         saved = {"loss_scale": state["scale"], "unskipped": int(state["clean_steps"])}
         self.amp.load_state_dict({"loss_scaler0": saved})
@@ -209,27 +188,26 @@ class Weights(o2.Weights):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         super().__init__(model, {})
         self.optimizer = optimizer
-        # Apex will put its masters in the places of the weights.
+        # Apex will replace the weights in the optimiser by its masters.
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self.names = [names[parameter] for parameter in o2.master_params(optimizer)]
+        self.names = [names[parameter] for parameter in o2.Amp.master_params(optimizer)]
 
     def named_masters(self) -> dict[str, nn.Parameter]:
-        """What the optimiser updates, under the names of the weights."""
-        # Apex makes its masters only when the first backward begins: later than a snapshot is
-        # loaded.
+        """The parameters of the optimiser under the names of their weights."""
+        # Apex makes its masters with the first backward: after a snapshot is loaded.
         if hasattr(self.optimizer, "_amp_lazy_init"):
             self.optimizer._amp_lazy_init()
-        return dict(zip(self.names, o2.master_params(self.optimizer), strict=True))
+        return dict(zip(self.names, o2.Amp.master_params(self.optimizer), strict=True))
 
 
 def parallel() -> Any:
-    """The module ``apex.parallel``, with a ``no_sync()`` like torch's on its replicas."""
+    """The module ``apex.parallel``, its replicas with torch's ``no_sync()``."""
     original = importlib.import_module("apex.parallel")
 
     class DistributedDataParallel(original.DistributedDataParallel):
         @contextmanager
         def no_sync(self) -> Iterator[None]:
-            """In this context, backward adds up gradients without an all-reduce."""
+            """In this context, backward accumulates gradients without an all-reduce."""
             self.disable_allreduce()
             try:
                 yield

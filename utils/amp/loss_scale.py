@@ -16,9 +16,9 @@ ENDLESS = 40  # skipped steps in a row
 class LossScaler:
     """Apex's loss scale: 2**16 at first, halved on overflow, doubled after 2000 clean steps.
 
-    Scale, counters and overflow flag stay on ``device``, so that no step waits for it. ``fixed``
-    gives a constant scale. A scaler that ``reports`` logs each skipped step as soon as the host
-    hears of it; ``lost`` becomes true when there is no end of them.
+    Scale, counters and overflow flag stay on ``device``, so that no step waits for it. ``fixed``:
+    a constant scale. ``reports``: log each skipped step as soon as the host sees its flag. ``lost``
+    becomes true when steps are skipped without end.
     """
 
     FIRST, LARGEST, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000
@@ -50,7 +50,7 @@ class LossScaler:
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Let ``optimizer.step()`` do nothing after an overflow.
 
-        A fused optimiser looks at the flag on the device; any other one costs a wait for it.
+        A fused optimiser reads the flag on the device; any other one costs a host-device sync.
         """
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = None, self.overflow
@@ -70,7 +70,7 @@ class LossScaler:
         self._watch()
 
     def _watch(self) -> None:
-        """Send flag and scale to the host, and look at those of earlier steps that have come."""
+        """Copy flag and scale to the host, and read those of earlier steps that have arrived."""
         seen, event = torch.stack((self.overflow, self.value)).to("cpu", non_blocking=True), None
         if self.value.is_cuda:
             event = torch.cuda.Event()
@@ -93,7 +93,7 @@ class LossScaler:
             log.info(f"Gradient overflow.  Skipping step, loss scaler 0 {change}")
 
     def state_dict(self) -> dict[str, float]:
-        """Scale, number of clean steps in a row and of skipped ones. Waits for the device."""
+        """Scale, clean steps in a row, and skipped steps. Waits for the device."""
         return {
             "scale": float(self.value),
             "clean_steps": int(self.clean_steps),
@@ -101,7 +101,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take over what `state_dict` gave; a fixed scale stays what it is."""
+        """Restore a `state_dict`; a fixed scale stays as it is."""
         self.skipped.fill_(state["skipped"])
         if self.dynamic:
             self.value.fill_(state["scale"])

@@ -20,15 +20,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--amp",
         choices=("auto", *DTYPES),
         default="auto",
-        help="fp16 with loss scaling, bf16, or off: float32; auto: fp16 on a GPU, bf16 on CPUs "
-        "with AMX for images of 224 pixels and more, else off",
+        help="autocast to fp16 with loss scaling, to bf16, or off (float32); auto: fp16 on a GPU, "
+        "bf16 on a CPU with AMX for images of at least 224 pixels, else off",
     )
 
 
 def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None:
-    """The dtype for torch.autocast that ``--amp`` asks for; None for plain float32.
+    """The dtype for torch.autocast that ``--amp`` asks for; None for float32.
 
-    Sets ``args.precision`` to its name. The same in all processes, which must all call it.
+    Sets ``args.precision`` to its name. All processes must call it, and get the same.
     """
     device, choice = world.device, args.amp
     if choice == "auto" and device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Apex's amp in plain PyTorch: the opt levels O0..O3 with the numerics of NVIDIA Apex 25.04.
+"""Apex's amp in plain PyTorch: the opt levels O0 to O3 with the numerics of NVIDIA Apex 25.04.
 
     O0  float32
     O1  float32 weights, autocast decides per operation, dynamic loss scale
@@ -31,7 +31,7 @@ from utils.launch.world import World
 
 @dataclass(frozen=True)
 class OptLevel:
-    """What an opt level does. ``loss_scale`` None means dynamic."""
+    """An opt level. ``loss_scale`` None means dynamic."""
 
     name: str
     precision: str
@@ -43,12 +43,12 @@ class OptLevel:
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """What the first layer computes with."""
+        """The dtype in which the first layer computes."""
         return torch.float16 if self.half_weights or self.autocast else torch.float32
 
     @property
     def checks_overflow(self) -> bool:
-        """Whether gradients are scaled at all; a fixed scale of 1 without masters leaves them."""
+        """Whether gradients are scaled and checked: not with a fixed scale of 1 and no masters."""
         return self.master_weights or self.loss_scale != 1.0
 
     def __str__(self) -> str:
@@ -70,10 +70,10 @@ def choose(
     keep_batchnorm_fp32: bool | str | None = None,
     loss_scale: float | str | None = None,
 ) -> OptLevel:
-    """The opt level that `Amp.initialize` is asked for; None leaves a property as the level has it.
+    """An opt level with Apex's overrides; None keeps the level's own value.
 
-    Takes what Apex takes: ``keep_batchnorm_fp32`` may be the text True or False, ``loss_scale`` a
-    number, also as text, or "dynamic". Raises: `UserError` for what does not go together.
+    ``keep_batchnorm_fp32`` may be the text True or False, ``loss_scale`` a number, also as text, or
+    "dynamic". Raises: `UserError`.
     """
     level = LEVELS[opt_level]
     if keep_batchnorm_fp32 is not None:
@@ -101,13 +101,9 @@ def from_args(args: argparse.Namespace) -> OptLevel:
 class Amp:
     """In place of the module ``apex.amp``, for one model and one optimiser.
 
-    From `initialize` on, ``scaler`` and ``weights`` are what a snapshot keeps: the loss scale, and
-    the model in float32.
+    `initialize` sets ``level``, and what a snapshot saves: ``scaler``, the loss scale, and
+    ``weights``, the model in float32.
     """
-
-    level: OptLevel
-    scaler: LossScaler
-    weights: "Weights"
 
     def __init__(self, world: World):
         self.world = world
@@ -122,12 +118,11 @@ class Amp:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Cast ``model`` and give ``optimizer`` (any number of groups) the masters, in place.
 
-        From then on the model takes and gives float32; ``optimizer.step()`` does nothing after an
-        overflow, and writes the masters into the model's weights. The overrides: see
-        `choose`. Raises: `UserError`.
+        The model then takes and returns float32; ``optimizer.step()`` does nothing after an
+        overflow, and copies the masters into the model's weights. Overrides and errors: `choose`.
         """
-        level = self.level = choose(opt_level, keep_batchnorm_fp32, loss_scale)
-        world = self.world
+        world, level = self.world, choose(opt_level, keep_batchnorm_fp32, loss_scale)
+        self.level = level
         self.scaler = LossScaler(world.device, level.loss_scale, reports=world.is_main)
         if level.half_weights:
             _cast(model, level.keep_batchnorm_fp32)
@@ -137,7 +132,7 @@ class Amp:
         if level.half_weights or level.autocast:
             model.register_forward_hook(_outputs_to_float)
         masters = _make_masters(optimizer) if level.master_weights else {}
-        # Momentum that exists already takes the dtype of the weights that it is for.
+        # Momentum that exists already takes the dtype of its weights.
         optimizer.load_state_dict(optimizer.state_dict())
         self.weights = Weights(model, masters)
         optimizer.register_step_post_hook(lambda *_: self.weights.round_masters())
@@ -147,10 +142,10 @@ class Amp:
     def scale_loss(
         self, loss: Tensor, optimizer: torch.optim.Optimizer, delay_unscale: bool = False
     ) -> Iterator[Tensor]:
-        """Give the scaled loss (float32 scalar), whose backward has to be run in this context.
+        """Give the scaled loss (float32 scalar); run its backward in this context.
 
-        Then unscale the gradients into the masters, look for an overflow and move the scale, unless
-        ``delay_unscale`` says that more gradients will be added. Nothing waits for the device.
+        Then unscale the gradients into the masters, check for an overflow and adjust the scale,
+        unless more gradients will be added (``delay_unscale``). Nothing waits for the device.
         """
         if not self.level.checks_overflow:
             yield loss.float()
@@ -159,14 +154,15 @@ class Amp:
         if delay_unscale:
             return
         self.weights.gradients_to_masters()
-        parameters = master_params(optimizer)
+        parameters = self.master_params(optimizer)
         self.scaler.unscale([p.grad for p in parameters if p.grad is not None])
         self.scaler.prepare(optimizer)
         self.scaler.update()
 
-    def master_params(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-        """What the optimiser updates: masters where there are any, in order."""
-        return master_params(optimizer)
+    @staticmethod
+    def master_params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        """The parameters that the optimiser updates, in order: masters where there are any."""
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
@@ -191,27 +187,20 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             # A bucket that holds all gradients of a type is full when backward ends.
             bucket_cap_mb=2**20 if delay_allreduce else None,
         )
-        self.broadcast_buffers = False  # as in Apex; evaluation takes over rank 0's
+        self.broadcast_buffers = False  # as in Apex; evaluation copies rank 0's
         if allreduce_always_fp32 or gradient_predivide_factor != dist.get_world_size():
             how = gradient_predivide_factor, allreduce_always_fp32
             self.register_comm_hook(how, _sum_and_divide)
 
 
-def convert_syncbn_model(model: nn.Module) -> nn.Module:
-    """The model with batch norm over the batches of all ranks. Call it before `Amp.initialize`."""
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-
-
-def master_params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """All parameters of ``optimizer``, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+convert_syncbn_model = nn.SyncBatchNorm.convert_sync_batchnorm
 
 
 class Weights:
     """The weights of a model and the float32 masters of those that are float16.
 
-    As a saved object (`state_dict`) it is the model in float32 under its plain names, with the
-    masters in place of the rounded weights: a snapshot loses nothing, and fits any other script.
+    Its `state_dict` is the model in float32 under its plain names, with the masters in place of the
+    rounded weights: a snapshot loses nothing, and fits any other script.
     """
 
     def __init__(self, model: nn.Module, masters: dict[nn.Parameter, nn.Parameter]):
@@ -221,13 +210,13 @@ class Weights:
     @torch.no_grad()
     def gradients_to_masters(self) -> None:
         """Move the float16 gradients, still scaled, to the masters."""
-        for weight, master in zip(self.half, self.masters, strict=True):
-            master.grad = None if weight.grad is None else torch.empty_like(master)
-        moved = [(m.grad, w.grad) for w, m in zip(self.half, self.masters, strict=True)]
-        moved = [pair for pair in moved if pair[0] is not None]
-        if moved:
-            torch._foreach_copy_(*map(list, zip(*moved, strict=True)))
-        for weight in self.half:
+        both = zip(self.half, self.masters, strict=True)
+        pairs = [(weight, master) for weight, master in both if weight.grad is not None]
+        for _, master in pairs:
+            master.grad = torch.empty_like(master)
+        if pairs:
+            torch._foreach_copy_([m.grad for _, m in pairs], [w.grad for w, _ in pairs])
+        for weight, _ in pairs:
             weight.grad = None
 
     @torch.no_grad()
@@ -255,7 +244,7 @@ class Weights:
     def named_masters(self) -> dict[str, nn.Parameter]:
         """The masters under the names of their weights."""
         masters = dict(zip(self.half, self.masters, strict=True))
-        # A parameter that two modules share stands in a state dict under both names.
+        # A parameter that two modules share has both names in a state dict.
         weights = self.model.named_parameters(remove_duplicate=False)
         return {name: masters[weight] for name, weight in weights if weight in masters}
 
@@ -278,7 +267,7 @@ def _make_masters(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, nn.Par
 
 def _cast(model: nn.Module, keep_batchnorm_fp32: bool) -> None:
     for module in model.modules():
-        # Batch norm without affine parameters has nothing to lose in float16, says Apex's rule.
+        # Apex's rule: batch norm without affine parameters becomes float16.
         if isinstance(module, _BatchNorm) and module.affine and keep_batchnorm_fp32:
             continue
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):

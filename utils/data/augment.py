@@ -1,4 +1,4 @@
-"""Extra augmentations, by torchvision's v2 transforms on uint8 crops."""
+"""``--auto-augment`` and ``--random-erasing``, by torchvision's v2 transforms on uint8 crops."""
 
 from collections.abc import Callable
 
@@ -14,15 +14,12 @@ POLICIES = {
 GREY = [124, 116, 104]  # ImageNet's mean colour: 0 after normalisation
 
 
-def build(policy: str | None, erasing: float) -> Callable[[Tensor], Tensor] | None:
-    """The transform of a crop, uint8 [3, h, w] to the same; None when nothing is asked for.
+def build(policy: str | None, erasing: float) -> Callable[[Tensor], Tensor]:
+    """The transform of a crop, uint8 [3, h, w] to the same.
 
-    ``policy`` is a key of `POLICIES`; ``erasing`` the probability of a grey box (Zhong et al. 2020,
-    arXiv:1708.04896).
+    ``policy`` is a key of `POLICIES` or None; ``erasing`` the probability of a grey box (Zhong et
+    al. 2020, arXiv:1708.04896).
     """
-    steps: list[Callable[[Tensor], Tensor]] = []
-    if policy:
-        steps.append(POLICIES[policy]())
-    if erasing:
-        steps.append(v2.RandomErasing(p=erasing, value=GREY))
-    return v2.Compose(steps) if steps else None
+    steps = [POLICIES[policy]()] if policy else []
+    steps += [v2.RandomErasing(p=erasing, value=GREY)] if erasing else []
+    return v2.Compose(steps)

@@ -18,10 +18,9 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
 from utils.data import jpeg
-from utils.data.jpeg import Box
-from utils.data.rgb import to_rgb
+from utils.data.jpeg import Box, to_rgb
+from utils.data.preprocessing import CROP_SCALE
 
-CROP_SCALE = 0.08  # smallest share of the image's area that a training crop covers
 RATIO = (3 / 4, 4 / 3)  # its width : height
 EXTREME = 16  # long side : short side; of a longer image, evaluation looks at the middle alone
 EVAL_RATIO = 256 / 224  # evaluation: short side after the resize : size of the centre crop

@@ -15,9 +15,8 @@ import time
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -36,13 +35,11 @@ THREADS = 8  # a network disk answers many questions at once
 SIZES_ASKED = 10_000  # files, spread over the data set, whose sizes stand for all
 
 
-@dataclass(frozen=True)
-class Listing:
+class Listing(NamedTuple):
     """The images of one class, sorted by path."""
 
-    paths: bytes  # relative to the root, one after another
-    lengths: np.ndarray  # int64 [n]: of each path, bytes
-    folders: dict[str, int]  # relative to the root: st_mtime_ns, or 0 for one never to be believed
+    paths: bytes  # relative to the root, each followed by a zero byte
+    folders: dict[str, int]  # relative to the root: st_mtime_ns, or 0: list it again next time
 
 
 class ImageIndex:
@@ -64,19 +61,18 @@ class ImageIndex:
         self.root, self.classes = str(root), classes
         self.pack: pack.Pack | None = None  # where pixels come from, if not from files
         if pack.is_pack(root):
-            self.pack, self.blob, lengths, counts = pack.select(self.root, classes)
+            self.pack, self.blob, counts = pack.select(self.root, classes)
         else:
             found = listings(root, classes, shows)
             self.blob = b"".join(listing.paths for listing in found)
-            lengths = np.concatenate([listing.lengths for listing in found])
-            counts = [len(listing.lengths) for listing in found]
+            counts = [listing.paths.count(b"\0") for listing in found]
         for name, count in zip(classes, counts, strict=True):
             if not count:
                 raise UserError(
                     f"class folder {root}/{name} has no images ({' '.join(SUFFIXES)})",
                     alike=True,
                 )
-        self.offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self.starts = pack.path_starts(self.blob)
         self.targets = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
 
     def __len__(self) -> int:
@@ -84,7 +80,7 @@ class ImageIndex:
 
     def path(self, index: int) -> str:
         """Path of image ``index``."""
-        name = self.blob[self.offsets[index] : self.offsets[index + 1]]
+        name = self.blob[self.starts[index] : self.starts[index + 1] - 1]
         return os.path.join(self.root, os.fsdecode(name))
 
     def stored(self, image: int) -> tuple[str, int, int | None]:
@@ -104,7 +100,7 @@ class ImageIndex:
         """The same for each class, by its name: shows which one differs."""
         ends, found = np.searchsorted(self.targets, np.arange(len(self.classes) + 1)), {}
         for name, start, end in zip(self.classes, ends[:-1], ends[1:], strict=True):
-            names = self.blob[self.offsets[start] : self.offsets[end]]
+            names = self.blob[self.starts[start] : self.starts[end]]
             found[name] = f"{end - start} images ({zlib.crc32(names):08x})"
         return found
 
@@ -211,8 +207,7 @@ def list_class(root: Path, name: str) -> Listing:
     """List the images of class folder ``name``, sub-folders included. Raises: `UserError`."""
     folders: dict[str, int] = {}
     paths = sorted(image_files(root, name, folders))
-    lengths = np.fromiter(map(len, paths), np.int64, len(paths))
-    return Listing(b"".join(paths), lengths, folders)
+    return Listing(b"".join(path + b"\0" for path in paths), folders)
 
 
 def class_names(root: Path) -> list[str]:
@@ -283,32 +278,26 @@ def _read_cache(root: Path) -> dict[str, Listing]:
     """The cached listings by class; none if there is no cache, or none that can be read."""
     try:
         with np.load(root / CACHE) as file:
-            classes = json.loads(file["listed"].tobytes())
-            paths, lengths = io.BytesIO(file["paths"].tobytes()), file["lengths"]
+            classes = json.loads(file["classes"].tobytes())
+            paths = io.BytesIO(file["paths"].tobytes())
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return {}
-    listings, first = {}, 0
-    for name, (count, folders) in classes.items():
-        here = lengths[first : first + count]
-        listings[name] = Listing(paths.read(here.sum()), here, folders)
-        first += count
-    return listings
+    return {name: Listing(paths.read(size), seen) for name, (size, seen) in classes.items()}
 
 
 def _write_cache(root: Path, known: dict[str, Listing], shows: bool) -> None:
     """Keep the listings ``known`` (by class) in ``root``; with ``shows``, say if that fails."""
-    classes = {name: (len(one.lengths), one.folders) for name, one in known.items()}
+    classes = {name: (len(one.paths), one.folders) for name, one in known.items()}
     content = {
-        "listed": np.frombuffer(json.dumps(classes).encode(), np.uint8),
+        "classes": np.frombuffer(json.dumps(classes).encode(), np.uint8),
         "paths": np.frombuffer(b"".join(one.paths for one in known.values()), np.uint8),
-        "lengths": np.concatenate([one.lengths for one in known.values()]),
     }
     try:
         save_atomically(lambda file: np.savez(file, **content), root / CACHE)
     except OSError as fault:
         if shows:
             print(
-                f"note: the index of {root} cannot be kept there ({fault.strerror}), so each run "
-                "lists the folder anew",
+                f"note: cannot keep the list of files in {root} ({fault.strerror}): each run "
+                "lists the folder again",
                 flush=True,
             )

@@ -1,12 +1,13 @@
-"""Decode no more of a JPEG file than a crop shows; the pixels are those of the whole image.
+"""Decode only the part of a JPEG file that a crop shows; the pixels are those of the whole image.
 
-The library made of region_decode.c decodes that region alone. `scripts/build_region_decode.py`
-builds it, where there is a C compiler; nodes with and without it train on the same batches.
+The library made of region_decode.c decodes that part alone. `scripts/build_region_decode.py`
+builds it where there is a C compiler; nodes with and without it train on the same batches.
 
-Without the library, the rows below the crop are left out, by any decoder: it believes the height
-in the frame header. With a lower one it stops after that row, and the pixels above are the same:
-each row of blocks is transformed by itself, and only the upsampling of colour looks at rows
-beside it.
+Without the library, the rows below the crop are left out: a decoder stops after the height in the
+frame header. With a lower one the pixels above are the same, as each row of blocks is transformed
+by itself, and only the upsampling of colour looks at rows beside it.
+
+This file does without torch, whose import takes seconds in each process.
 """
 
 import contextlib
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 
 
 def library_of(source: Path) -> Path:
-    """The library of a ``source``, beside it; one that was built from another has another name."""
+    """The library made of ``source``, beside it; its name changes with the source's content."""
     return source.with_name(f"libregion_decode_{zlib.crc32(source.read_bytes()):08x}.so")
 
 
@@ -38,13 +40,13 @@ SEQUENTIAL = (0xC0, 0xC1)  # SOF0 and SOF1; progressive files are smoothed acros
 BEFORE_FRAME = {*range(0xE0, 0xF0), 0xFE, 0xDB, 0xC4, 0xDD}
 # Upsampling doubles colour vertically, and looks at one row of it below: two of pixels.
 MARGIN = 2
-LEAST = 16  # rows; to leave out fewer gains nothing, as whole rows of blocks are decoded
+LEAST = 16  # rows; leaving out fewer gains nothing, as whole rows of blocks are decoded
 
 Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 
 
 class Frame(NamedTuple):
-    """What the frame header of a JPEG file says, and where in the file its height stands."""
+    """Height and width in the frame header of a JPEG file, and the place of the height in it."""
 
     height: int
     width: int
@@ -52,11 +54,10 @@ class Frame(NamedTuple):
 
 
 def frame_of(data: bytes) -> Frame | None:
-    """The frame of a JPEG file that may be decoded in part; None for any other file.
+    """The frame of a JPEG file that can be decoded in part; None for any other file.
 
-    Others are progressive, lossless or arithmetic coded ones, CMYK, unusual subsampling, files that
-    do not follow the standard up to the frame header, and files without their end (but for
-    padding): decoders fill up what is missing of those.
+    Others are progressive, lossless or arithmetic coded, CMYK, of unusual subsampling, not standard
+    up to the frame header, or without their end (but for padding), which decoders make up for.
     """
     at, end = 2, len(data) - 20
     if not (data.startswith(JPEG_MAGIC) and data[-64:].rstrip(b"\0").endswith(JPEG_END)):
@@ -82,7 +83,7 @@ def _read_frame(header: bytes, at: int) -> Frame | None:
 
 
 def lowered(data: bytes, frame: Frame, rows: int) -> bytearray | None:
-    """A copy of ``data`` that ends, for a decoder, soon after the first ``rows`` rows.
+    """A copy of ``data`` that decodes to little more than the first ``rows`` rows.
 
     None where that leaves out hardly anything.
     """
@@ -96,9 +97,9 @@ def lowered(data: bytes, frame: Frame, rows: int) -> bytearray | None:
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Throw away what libraries write to stderr: libjpeg warns of bytes that it does not need.
+    """Discard what libraries write to stderr: libjpeg warns of the bytes that it does not need.
 
-    It does so for the whole process: other threads must not write there meanwhile.
+    It affects the whole process: no other thread may write to stderr meanwhile.
     """
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -111,11 +112,11 @@ def silent_stderr() -> Iterator[None]:
 
 
 def decode_region(data: bytes, box: Box, path: Path | None = None) -> tuple[np.ndarray, int] | None:
-    """The rows of ``box``, and which column of the image their first one is.
+    """The rows of ``box``, and the column of the image that they begin with.
 
-    ``data`` is a file that `frame_of` knows, ``path`` the library (`LIBRARY`). Returns: uint8
-    [height, n, 3], n being the width and some more; None without the library, and where the file
-    is damaged or smaller than that.
+    ``data`` is a file that `frame_of` accepts, ``path`` the library (`LIBRARY`). Returns: uint8
+    [height, n, 3], with n at least the width; None without the library, and for a file that is
+    damaged or too small for the box.
     """
     call = _load(path or LIBRARY)
     if call is None:
@@ -131,7 +132,7 @@ def decode_region(data: bytes, box: Box, path: Path | None = None) -> tuple[np.n
 
 
 def has_library() -> bool:
-    """True if the library was built from today's source, and fits this machine."""
+    """Whether the library was built from today's source and loads on this machine."""
     return _load(LIBRARY) is not None
 
 
@@ -145,3 +146,13 @@ def _load(path: Path) -> Callable[..., int] | None:
     call.argtypes = [ctypes.c_char_p, ctypes.c_ulong, number, number, ctypes.POINTER(number)]
     call.argtypes += [number, ctypes.c_void_p, ctypes.c_ulong]
     return call
+
+
+def to_rgb(picture: Image.Image) -> Image.Image:
+    """Any image as 8-bit RGB, alpha dropped. Raises: whatever Pillow raises for a damaged file."""
+    if picture.mode.startswith("I"):
+        # 16 bits per pixel: Pillow's own conversion to RGB would clip instead of scale.
+        wide = np.asarray(picture, dtype=np.int64)
+        grey = (wide >> 8 if wide.max(initial=0) > 255 else wide).astype(np.uint8)
+        picture = Image.fromarray(grey)
+    return picture.convert("RGB")

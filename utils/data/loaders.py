@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.data import augment, mixing
+from utils.data import mixing
 from utils.data.dataset import ImageBatches, Reading
 from utils.data.index import ImageIndex, check_same_classes, class_folders, select_classes
 from utils.data.preprocessing import MEAN, STD, Channels, Preprocessing, training_sizes
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class BadFiles:
-    """Unreadable files of one loader: each is named once; more than ``limit`` are `too_many`."""
+    """Unreadable files of one loader: each is logged once; more than ``limit`` are `too_many`."""
 
     index: ImageIndex
     limit: int
@@ -34,11 +34,11 @@ class BadFiles:
 
     @property
     def too_many(self) -> bool:
-        """True if the run should end, with `error`."""
+        """Whether the run should end, with `error`."""
         return len(self.seen) > self.limit
 
     def note(self, faults: list[tuple[int, str]]) -> None:
-        """Name the new ones among ``faults``; none any more once there are too many."""
+        """Log the new ones among ``faults``, until there are too many."""
         for image, reason in faults:
             if image not in self.seen and not self.too_many:
                 self.seen[image] = reason
@@ -63,8 +63,8 @@ class Batches:
     """Batches on the device.
 
     Iterating gives (images, targets): ``dtype`` [n, 3, size, size], normalised, and int64 [n].
-    ``waited`` counts the seconds that the caller stood still for them, ``reading`` what the workers
-    did for them; `start_count` sets both to zero.
+    ``waited`` counts the seconds that the caller waited for them, ``reading`` what the workers
+    read; `start_count` sets both to zero. ``place``: device, memory layout and ``dtype``.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Batches:
         self.loader = RingLoader(dataset, sampler, workers, page_locked=cuda)
 
     def use(self, wanted: Preprocessing) -> None:
-        """Make the images as ``wanted`` says. Before the first one: workers keep what they have."""
+        """Make images as ``wanted`` says. Before the first iteration, which starts the workers."""
         if isinstance(self.sampler, TrainSampler):  # where progressive sizes grow, the largest
             self.dataset.size = max(self.sampler.sizes, default=wanted.image_size)
         else:
@@ -101,7 +101,7 @@ class Batches:
         self.scale, self.shift = (one.to(self.device) for one in rows)
 
     def start_count(self) -> None:
-        """Count waiting and reading from now on."""
+        """Set `waited` and `reading` to zero."""
         self.waited, self.reading = 0.0, Reading()
 
     def __len__(self) -> int:
@@ -109,8 +109,8 @@ class Batches:
 
     def blank(self) -> Tensor:
         """A batch of one image of zeros."""
-        size = (1, 3, self.dataset.size, self.dataset.size)
-        return torch.zeros(size, dtype=self.dtype, device=self.device)
+        side = self.dataset.size
+        return torch.zeros(1, 3, side, side, dtype=self.dtype, device=self.device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         before = time.perf_counter()
@@ -119,18 +119,17 @@ class Batches:
             self.reading.add(filled.reading)
             self.bad.note(filled.reading.faults)
             if self.dataset.train and (filled.targets == UNREADABLE).any():
-                # Not even a replacement was found, which other ranks may not have noticed.
+                # No replacement was found either; other ranks may not have noticed: not alike.
                 raise UserError(str(self.bad.error()))
             yield self._upload(filled)
             before = time.perf_counter()
 
     def _loaded(self) -> Iterator[Filled]:
-        """What the workers have filled."""
         try:
             yield from self.loader
         except (EOFError, ConnectionError, FileNotFoundError):
-            # A worker has died while it handed a batch over. SIGCHLD, whose handler raises the
-            # error that names it, is about to come.
+            # A worker died while it handed a batch over: wait for SIGCHLD, whose handler raises the
+            # error that names it.
             time.sleep(5)
             raise
 
@@ -235,7 +234,10 @@ def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torc
         sampler.views, sampler.sizes = args.repeated_aug, training_sizes(args)
         if args.batch_size != AUTO:  # else when it is known
             mixing.check(args, sampler)
-        dataset.augment = augment.build(args.auto_augment, args.random_erasing)
+        if args.auto_augment or args.random_erasing:
+            from utils.data import augment  # torchvision's transforms take a second to import
+
+            dataset.augment = augment.build(args.auto_augment, args.random_erasing)
     place = (world.device, args.memory_format, dtype)
     workers = -(-args.workers // world.local_size)
     return Batches(dataset, sampler, BadFiles(index, args.max_bad_files), place, workers)

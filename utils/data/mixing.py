@@ -8,7 +8,6 @@ anyway, and both are in the same process's slice. What happens to them is a func
 epoch, step, k): the same on any number of processes, with nothing to keep for a resume.
 """
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -17,30 +16,9 @@ import torch
 from torch import Tensor
 
 from utils.errors import UserError
-from utils.option_types import amount
 from utils.samplers import TrainSampler
 
 _STREAM = 0x6D6978  # apart from the order of samples, which is drawn from (seed, epoch)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """``--mixup`` and ``--cutmix``."""
-    group = parser.add_argument_group("mixed images")
-    group.add_argument(
-        "--mixup",
-        type=amount,
-        default=0.0,
-        metavar="A",
-        help="blend pairs of images, with shares from Beta(A, A); 0.2 is common",
-    )
-    group.add_argument(
-        "--cutmix",
-        type=amount,
-        default=0.0,
-        metavar="A",
-        help="put a box of an image into another, with shares from Beta(A, A); 1 is common. With "
-        "--mixup: either, by chance 0.5",
-    )
 
 
 Mix = Callable[[Tensor, Tensor, tuple[int, int, int]], tuple[Tensor, Tensor, Tensor]]

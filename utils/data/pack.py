@@ -21,7 +21,7 @@ from utils.errors import UserError
 
 INDEX = "pack.npz"
 SUFFIX = ".pixels"
-VERSION = 1
+VERSION = 2
 IMAGES_PER_FILE = 4096  # 1.1 GB at 256 pixels: 326 files for ImageNet
 OPEN_FILES = 512  # at most, in a process; the usual limit is 1024
 MAGIC = b"pixels 1"
@@ -47,26 +47,28 @@ def file_name(number: int) -> str:
     return f"{number:05d}{SUFFIX}"
 
 
+def path_starts(paths: bytes) -> np.ndarray:
+    """Where each of the paths begins that are followed by a zero byte, and the end: int64 [n+1]."""
+    ends = np.flatnonzero(np.frombuffer(paths, np.uint8) == 0)
+    return np.concatenate([[0], ends + 1])
+
+
 @dataclass
 class Contents:
-    """What pack.npz holds, as arrays; `prepare_data.py pack` writes it.
-
-    Images are in the order of the folder they come from: by class, in a class by path.
-    """
+    """What pack.npz holds, as arrays; images are ordered by class, and by path within a class."""
 
     size: int  # largest short side, pixels
     classes: list[str]
     counts: np.ndarray  # int64 [classes]: images of each
-    paths: bytes  # relative to the part, one after another
-    lengths: np.ndarray  # int64 [n]: of each path, bytes
+    paths: bytes  # relative to the part, each followed by a zero byte
     records: np.ndarray  # `RECORD` [n]
     file_bytes: np.ndarray  # int64 [files]
 
 
 def load(root: Path | str) -> Contents:
-    """The index of the pack ``root``; every file is there and as long as it should be.
+    """The index of the pack ``root``, whose files are all there and as long as they should be.
 
-    Raises: `UserError` for a pack that is not whole.
+    Raises: `UserError` for an incomplete or damaged pack.
     """
     place = os.path.join(root, INDEX)
     try:
@@ -75,13 +77,14 @@ def load(root: Path | str) -> Contents:
         if (version := int(arrays.pop("version"))) != VERSION:
             raise _broken(f"{place} is of version {version}, not {VERSION}")
         contents = Contents(**arrays)
-        contents.size, contents.paths = int(contents.size), contents.paths.tobytes()
-        contents.classes = [os.fsdecode(n) for n in contents.classes.tobytes().split(b"\0")]
     except FileNotFoundError:
-        reason = f"{place} is missing: packing was not finished, or the copy is not whole"
-        raise _broken(reason) from None
+        raise _broken(
+            f"{place} is missing: packing was not finished, or the copy is incomplete"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as fault:
         raise _broken(f"{place} is damaged ({fault})") from None
+    contents.size, contents.paths = int(contents.size), contents.paths.tobytes()
+    contents.classes = [os.fsdecode(name) for name in contents.classes.tobytes().split(b"\0")]
     for number, wanted in enumerate(contents.file_bytes.tolist()):
         path = os.path.join(root, file_name(number))
         try:
@@ -94,8 +97,7 @@ def load(root: Path | str) -> Contents:
 
 
 def _broken(what: str) -> UserError:
-    advice = "copy the pack again, or run the prepare_data.py pack that made it again"
-    return UserError(f"{what}; {advice}", alike=True)
+    return UserError(f"{what}; copy the pack again, or run prepare_data.py pack again", alike=True)
 
 
 @dataclass
@@ -156,23 +158,23 @@ class Pack:
         return wanted
 
 
-def select(root: str, classes: list[str]) -> tuple[Pack, bytes, np.ndarray, list[int]]:
+def select(root: str, classes: list[str]) -> tuple[Pack, bytes, list[int]]:
     """Open the images of ``classes`` in the pack ``root``, in this order.
 
-    Returns: them, their paths one after another, the paths' lengths int64 [n], and the number of
-    images of each class. Raises: `UserError`.
+    Returns: the images, their paths (each followed by a zero byte), and the number of images of
+    each class. Raises: `UserError`.
     """
     contents = load(root)
-    last = np.cumsum(contents.counts)
-    ends = np.concatenate([[0], np.cumsum(contents.lengths)])
-    numbers = {name: number for number, name in enumerate(contents.classes)}
-    if unknown := [name for name in classes if name not in numbers]:
+    if unknown := [name for name in classes if name not in contents.classes]:
         raise UserError(f"the pack has no class {unknown[0]}", alike=True)
-    chosen = [numbers[name] for name in classes]
-    parts = [slice(int(last[n] - contents.counts[n]), int(last[n])) for n in chosen]
-    rows = np.concatenate([np.arange(part.start, part.stop) for part in parts])
-    files = (rows // IMAGES_PER_FILE).astype(np.int32)
-    paths = b"".join(contents.paths[ends[part.start] : ends[part.stop]] for part in parts)
-    counts = [part.stop - part.start for part in parts]
-    opened = Pack(root, contents.size, contents.records[rows], files)
-    return opened, paths, contents.lengths[rows], counts
+    starts, ends = path_starts(contents.paths), np.cumsum(contents.counts)
+    rows, paths, counts = [], [], []
+    for number in map(contents.classes.index, classes):
+        count, end = int(contents.counts[number]), int(ends[number])
+        rows.append(np.arange(end - count, end))
+        paths.append(contents.paths[starts[end - count] : starts[end]])
+        counts.append(count)
+    images = np.concatenate(rows)
+    files = (images // IMAGES_PER_FILE).astype(np.int32)
+    opened = Pack(root, contents.size, contents.records[images], files)
+    return opened, b"".join(paths), counts

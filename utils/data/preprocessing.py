@@ -1,10 +1,9 @@
-"""What a model wants its images to be like: size, interpolation, mean and standard deviation.
+"""How images become a model's input: size, interpolation, mean and standard deviation.
 
-``--progressive`` trains on small images in the first epochs and on larger ones in the last. Small
-images are cheap, and a network that has seen them learns the rest from a few epochs of larger ones
+``--progressive`` trains on small images first, which are cheap, and on larger ones at the end
 (Howard's and others' entries in DAWNBench, 2018; ffcv-imagenet trains at 160 pixels, then at 192).
-The size is a function of the epoch alone, so that a resumed run, or one on another number of
-processes, sees the same images. Evaluation is at ``--image-size``.
+The size is a function of the epoch alone: a resumed run, or one on another number of processes,
+sees the same images.
 """
 
 import argparse
@@ -17,6 +16,8 @@ from utils.errors import UserError
 
 MEAN = (0.485, 0.456, 0.406)  # ImageNet's, per channel, for pixels in 0..1
 STD = (0.229, 0.224, 0.225)
+CROP_SCALE = 0.08  # smallest share of the image's area that a training crop covers
+POLICIES = ("ra", "ta_wide", "aa", "augmix")  # of --auto-augment, see `utils.data.augment`
 INTERPOLATIONS = ("bilinear", "bicubic")
 SIZES = ("image_size", "val_resize_size", "val_image_size")
 # From FROM to TO, as ffcv-imagenet's configurations of 16 and 32 epochs grow (start_ramp 11 and 23,
@@ -54,11 +55,9 @@ class Preprocessing:
         val_resize_size: int | None,
         val_image_size: int | None = None,
     ) -> "Preprocessing":
-        """The same with the sizes that somebody asks for.
+        """The same with other sizes; None keeps the proportions.
 
-        Without an own ``val_resize_size``, evaluation goes on looking at the same share of the
-        image, and ``val_image_size`` keeps its ratio to ``image_size``. Raises: `UserError` when
-        the crop is larger than what it is cut out of.
+        Raises: `UserError` when the crop is larger than the resized image.
         """
         size = image_size or self.image_size
         own = val_image_size
@@ -76,28 +75,16 @@ class Preprocessing:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        return {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in asdict(self).items()
-        }
+        return asdict(self)
 
     @classmethod
-    def from_dict(cls, saved: Any) -> "Preprocessing":
-        """What `as_dict` gave; what is missing is ImageNet's. Raises: ValueError."""
+    def from_dict(cls, saved: Any, file: object) -> "Preprocessing":
+        """The inverse of `as_dict`, for what ``file`` holds. Raises: `UserError`."""
         try:
-            known = {key: value for key, value in saved.items() if value is not None}
-            for key in {"mean", "std"} & known.keys():
-                known[key] = tuple(map(float, known[key]))
-            sizes = [known.pop(key, None) for key in SIZES]
-            found = cls(**known).resized(*sizes)
-        except (AttributeError, TypeError, ValueError, UserError) as fault:
-            raise ValueError(f"{saved!r:.200} ({fault})") from None
-        whole = all(type(size) is int and size > 0 for size in sizes if size is not None)
-        colours = len(found.mean) == len(found.std) == 3 and min(found.std) > 0
-        finite = math.isfinite(sum(found.mean + found.std))
-        if not (whole and colours and finite and found.interpolation in INTERPOLATIONS):
-            raise ValueError(f"{saved!r:.200}")
-        return found
+            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+        except (AttributeError, TypeError) as fault:
+            text = f"{file} has unknown preprocessing: {saved!r:.200} ({fault})"
+            raise UserError(text, alike=True) from None
 
     def __str__(self) -> str:
         own = f"{self.val_image_size} from " if self.val_image_size else ""
@@ -111,21 +98,8 @@ class Preprocessing:
 IMAGENET = Preprocessing()
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """``--progressive``."""
-    group = parser.add_argument_group("progressive resizing")
-    group.add_argument(
-        "--progressive",
-        type=_progressive,
-        metavar="SIZES",
-        help="sides of the training crops, pixels. 160:192: 160 in the first 70 %% of the epochs, "
-        "192 from 85 %% on, between them in steps of 32 (or less, if they are no multiples of it). "
-        "96,128,160: as many equal parts of the epochs. Evaluation is at --image-size",
-    )
-
-
-def _progressive(text: str) -> str:
-    """The type of ``--progressive``: the text itself, checked."""
+def progressive(text: str) -> str:
+    """The type of ``--progressive``: the text, checked."""
     try:
         sizes = _numbers(text)
     except ValueError:
@@ -159,8 +133,7 @@ def progressive_sizes(text: str, epochs: int) -> tuple[int, ...]:
 
 def training_sizes(args: Any) -> tuple[int, ...]:
     """The side of a run's training images in each epoch, pixels; () without ``--progressive``."""
-    text = getattr(args, "progressive", None)
-    return progressive_sizes(text, args.epochs) if text else ()
+    return progressive_sizes(args.progressive, args.epochs) if args.progressive else ()
 
 
 def largest_size(args: Any) -> int:

@@ -1,4 +1,4 @@
-"""What is done to a model that is built: parts frozen, dropped, begun at zero, computed twice."""
+"""Options that change a built model: --freeze, --zero-init-gamma, --drop-path, checkpointing."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -35,19 +35,16 @@ def head_of(model: nn.Module, classes: int) -> str:
     raise UserError(f"this model has no last layer of {classes} classes", alike=True)
 
 
-# ---- --freeze
-
-
 def freeze(model: nn.Module, head: str) -> None:
-    """Train the layer ``head`` alone: no gradients elsewhere, and no new statistics of images."""
+    """``--freeze``: train only the layer ``head``; freeze batch-norm statistics elsewhere."""
     model.requires_grad_(False)
     model.get_submodule(head).requires_grad_(True)
-    model.train = MethodType(_train_what_is_trained, model)
+    model.train = MethodType(_train_the_unfrozen, model)
     model.train(model.training)
 
 
-def _train_what_is_trained(model: nn.Module, mode: bool = True) -> nn.Module:
-    # What batch norm has become, SyncBatchNorm, say, it is only known when it is needed.
+def _train_the_unfrozen(model: nn.Module, mode: bool = True) -> nn.Module:
+    # Looked up in each call: batch norm may have become SyncBatchNorm since.
     type(model).train(model, mode)
     for module in model.modules():
         if isinstance(module, _NormBase) and not any(p.requires_grad for p in module.parameters()):
@@ -55,12 +52,9 @@ def _train_what_is_trained(model: nn.Module, mode: bool = True) -> nn.Module:
     return model
 
 
-# ---- --zero-init-gamma, --drop-path
-
-
 @torch.no_grad()
 def zero_init_gamma(model: nn.Module) -> None:
-    """Let each residual block begin as the identity (Goyal et al. 2017, arXiv:1706.02677).
+    """Start each residual block as the identity (Goyal et al. 2017, arXiv:1706.02677).
 
     As torchvision's ``zero_init_residual`` does. Raises: `UserError` for other models.
     """
@@ -80,10 +74,10 @@ def zero_init_gamma(model: nn.Module) -> None:
 
 
 def drop_path(model: nn.Module, share: float) -> None:
-    """Set stochastic depth (Huang et al. 2016, arXiv:1603.09382) of one of torchvision's models.
+    """Set stochastic depth (Huang et al. 2016, arXiv:1603.09382) of a model of torchvision.
 
-    The last block is dropped with a probability of ``share``, those before it in the proportions
-    that the model has. Raises: `UserError` for a model without stochastic depth.
+    The last block's drop rate becomes ``share``; earlier blocks keep their proportion to it.
+    Raises: `UserError` for a model without stochastic depth.
     """
     drops = [module for module in model.modules() if isinstance(module, StochasticDepth)]
     most = max((drop.p for drop in drops), default=0.0)
@@ -93,22 +87,19 @@ def drop_path(model: nn.Module, share: float) -> None:
         drop.p = drop.p / most * share
 
 
-# ---- --activation-checkpointing
-
-
 class Checkpointed:
-    """Goes before a block's own class: in training its activations are not kept but computed again.
+    """A base class that makes a block recompute its activations in backward.
 
-    Chen et al. 2016 (arXiv:1604.06174). Being a class and not a wrapper, it leaves the names of
-    the weights alone, and DataParallel may copy it.
+    Chen et al. 2016 (arXiv:1604.06174). Unlike a wrapper, it keeps the names of the weights, and
+    DataParallel can copy it.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's own forward pass."""
+        """The block's own forward pass, checkpointed in training."""
         own = super().forward
         if not (self.training and torch.is_grad_enabled()):
             return own(*args, **kwargs)
-        if torch.compiler.is_compiling():  # which makes the forward pass's changes once
+        if torch.compiler.is_compiling():  # which applies changes of buffers once
             return checkpoint(own, *args, use_reentrant=False, **kwargs)
         contexts = lambda: (nullcontext(), _without_statistics(self))  # noqa: E731
         return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -116,7 +107,7 @@ class Checkpointed:
 
 @contextmanager
 def _without_statistics(block: Any) -> Iterator[None]:
-    """In this context, batch norm counts its batches in copies: it has seen them already."""
+    """In this context, batch norm updates copies of its statistics: it has seen the batch."""
     norms = [module for module in block.modules() if isinstance(module, _NormBase)]
     kept = [norm._buffers for norm in norms]
     for norm in norms:
@@ -136,23 +127,19 @@ def checkpoint_blocks(model: nn.Module) -> str:
     """
     blocks = repeated(model)
     if not blocks:
-        raise UserError(
-            "--activation-checkpointing: this model has no repeated blocks: leave it out",
-            alike=True,
-        )
-    names = [type(block).__name__ for block in blocks]
-    made: dict[type, type] = {}
+        text = "--activation-checkpointing: this model has no repeated blocks: leave it out"
+        raise UserError(text, alike=True)
+    kinds = Counter(type(block) for block in blocks)
+    made = {kind: type(kind.__name__, (Checkpointed, kind), {}) for kind in kinds}
     for block in blocks:
-        own = type(block)
-        made.setdefault(own, type(own.__name__, (Checkpointed, own), {}))
-        block.__class__ = made[own]
-    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+        block.__class__ = made[type(block)]
+    return ", ".join(f"{number} {kind.__name__}" for kind, number in kinds.items())
 
 
 def repeated(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model, in order: the outermost modules of classes that it has several of.
+    """The repeated blocks of a model, in order: its outermost modules of a class that it has twice.
 
-    Layers of torch itself, sequences of modules and stages, which hold a row of blocks, are none.
+    Not layers of torch itself, sequences of modules, or stages, which are rows of blocks.
     """
     kinds = Counter(type(module) for module in model.modules() if _is_block(module))
     found: list[nn.Module] = []

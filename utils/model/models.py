@@ -13,82 +13,39 @@ from torch import nn
 from torchvision.models import get_model, get_model_weights, list_models
 from torchvision.models.vision_transformer import interpolate_embeddings
 
-from utils.data.preprocessing import (
-    IMAGENET,
-    INTERPOLATIONS,
-    Preprocessing,
-    training_sizes,
-)
+from utils.data.preprocessing import IMAGENET, INTERPOLATIONS, Preprocessing, training_sizes
 from utils.errors import UserError
 from utils.model import blocks, weights
-from utils.option_types import share
 
 try:
     import timm
 except ImportError:
     timm = None
 
-
 # Heads in the middle of the model, which would change what a training step returns.
-_WITH_AUXILIARY_HEADS = {"googlenet": ("aux1", "aux2"), "inception_v3": ("AuxLogits",)}
-
-
-def add_options(group: argparse._ArgumentGroup) -> None:
-    """What a model begins with, and how it is trained; its name is in utils/options.py."""
-    group.add_argument(
-        "--pretrained",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="FILE",
-        help="start from published weights, with images resized and normalised as they want it, or "
-        "from FILE: of this suite, torchvision, timm or .safetensors, with a new last layer if its "
-        "classes are others",
-    )
-    group.add_argument(
-        "--freeze",
-        action="store_true",
-        help="train only the classifier; also freeze batch-norm statistics",
-    )
-    group.add_argument(
-        "--drop-path",
-        type=share,
-        metavar="P",
-        help="stochastic depth: drop rate of the last block; earlier blocks scale down linearly; "
-        "default: the model's own",
-    )
-    group.add_argument(
-        "--zero-init-gamma",
-        action="store_true",
-        help="the blocks of a ResNet begin as the identity: weight 0 of their last batch norm",
-    )
-    group.add_argument(
-        "--activation-checkpointing",
-        action="store_true",
-        help="compute the activations of each block twice instead of keeping them: the same "
-        "weights with less memory, for the time of a second forward pass",
-    )
+_AUXILIARY_HEADS = {"googlenet": ("aux1", "aux2"), "inception_v3": ("AuxLogits",)}
 
 
 def resolve(args: argparse.Namespace, default_data: str) -> None:
-    """Find out what follows ``--pretrained``; set ``args.preprocessing``. Raises: `UserError`."""
+    """Check ``--arch`` and ``--pretrained``; set ``args.preprocessing``. Raises: `UserError`."""
+    check_name(args.arch)
     if isinstance(args.pretrained, str) and os.path.isdir(args.pretrained):
         if args.data != default_data:
             raise UserError(f"--pretrained {args.pretrained} is a folder, not a file", alike=True)
         args.data, args.pretrained = args.pretrained, True  # as typed: --pretrained DATA
     if args.pretrained and args.zero_init_gamma:
         raise UserError("--zero-init-gamma is for new weights: not with --pretrained", alike=True)
-    if isinstance(args.pretrained, str):
+    args.preprocessing = IMAGENET
+    if args.pretrained is True:
+        args.preprocessing = preprocessing(args.arch)
+    elif args.pretrained:
         args.preprocessing = weights.preprocessing(args.pretrained) or _usual(args.arch)
-    else:
-        args.preprocessing = preprocessing(args.arch) if args.pretrained else IMAGENET
 
 
 def _usual(arch: str) -> Preprocessing:
-    """As the published weights of ``arch`` want it, if there are any, else ImageNet's."""
     try:
         return preprocessing(arch)
-    except UserError:
+    except UserError:  # no published weights
         return IMAGENET
 
 
@@ -101,16 +58,15 @@ def names() -> list[str]:
 def check_name(arch: str) -> None:
     """Raise `UserError` with the nearest names unless ``arch`` is a known model."""
     known = names()
-    if arch in known:
-        return
-    near = difflib.get_close_matches(arch, known, n=4, cutoff=0.5)
-    hint = f"; nearest names: {', '.join(near)}" if near else ""
-    more = "" if timm else " (more architectures with: pip install timm)"
-    raise UserError(f"unknown arch {arch!r}{hint}{more}", alike=True)
+    if arch not in known:
+        near = difflib.get_close_matches(arch, known, n=4, cutoff=0.5)
+        hint = f"; nearest names: {', '.join(near)}" if near else ""
+        more = "" if timm else " (more architectures with: pip install timm)"
+        raise UserError(f"unknown arch {arch!r}{hint}{more}", alike=True)
 
 
 def preprocessing(arch: str) -> Preprocessing:
-    """What the pretrained weights of ``arch`` want their images to be like; downloads nothing.
+    """The preprocessing that the pretrained weights of ``arch`` expect; downloads nothing.
 
     Raises: `UserError` when there are no such weights.
     """
@@ -130,10 +86,7 @@ def preprocessing(arch: str) -> Preprocessing:
 
 
 def build(args: Any, classes: int) -> nn.Module:
-    """The model that the options ask for; see `create`.
-
-    What was done to it is in ``args.model_notes``, for the log.
-    """
+    """The model that the options ask for, see `create`; notes for the log in `args.model_notes`."""
     file = args.pretrained if isinstance(args.pretrained, str) else None
     model = create(args.arch, classes, args.image_size, args.pretrained is True, args.drop_path)
     notes = args.model_notes = []
@@ -144,7 +97,7 @@ def build(args: Any, classes: int) -> nn.Module:
     if args.freeze:
         head = blocks.head_of(model, classes)
         blocks.freeze(model, head)
-        notes.append(f"--freeze: {head} alone is trained")
+        notes.append(f"--freeze: only {head} is trained")
     if args.activation_checkpointing:
         notes.append(f"--activation-checkpointing: {blocks.checkpoint_blocks(model)}")
     if args.preprocessing.crop != args.image_size:
@@ -161,12 +114,11 @@ def create(
     pretrained: bool = False,
     drop_path: float | None = None,
 ) -> nn.Module:
-    """Build ``arch`` with an output of ``classes`` logits, float32, on the CPU.
+    """Build ``arch`` with ``classes`` logits, float32, on the CPU, for images of ``image_size``.
 
-    ``pretrained`` takes the library's best ImageNet weights, with a new last layer unless
-    ``classes`` is 1000; ``drop_path`` None leaves stochastic depth as the library has it. The model
-    takes float images [n, 3, image_size, image_size].
-    Raises: `UserError` for an unknown arch, weights that cannot be had, or an unfit image size.
+    ``pretrained`` takes the library's best ImageNet weights, with a new classifier unless
+    ``classes`` is 1000; ``drop_path`` None leaves stochastic depth as the library has it.
+    Raises: `UserError` for an unknown arch, missing weights, or an image size that does not fit.
     """
     check_name(arch)
     try:
@@ -191,12 +143,11 @@ def create(
 def _timm_model(
     arch: str, classes: int, image_size: int, pretrained: bool, drop_path: float | None
 ) -> nn.Module:
-    extra: dict[str, Any] = {} if drop_path is None else {"drop_path_rate": drop_path}
-    make = lambda **more: timm.create_model(  # noqa: E731
-        arch, pretrained=pretrained, num_classes=classes, **extra, **more
-    )
+    options: dict[str, Any] = {"pretrained": pretrained, "num_classes": classes}
+    if drop_path is not None:
+        options["drop_path_rate"] = drop_path
     try:
-        model = make()
+        model = timm.create_model(arch, **options)
     except TypeError as fault:
         if drop_path is None:
             raise
@@ -204,33 +155,30 @@ def _timm_model(
     positions = getattr(model, "pos_embed", None)
     own_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if isinstance(positions, nn.Parameter) and own_size not in (None, (image_size, image_size)):
-        model = make(img_size=image_size)
+        model = timm.create_model(arch, **options, img_size=image_size)
     return model
 
 
 def _torchvision_model(arch: str, classes: int, image_size: int, pretrained: bool) -> nn.Module:
-    extra: dict[str, object] = {}
-    if arch in _WITH_AUXILIARY_HEADS and not pretrained:
-        extra |= {"aux_logits": False, "init_weights": True}
+    options: dict[str, Any] = {}
     if arch.startswith("maxvit"):
-        extra["input_size"] = (image_size, image_size)
-    elif arch.startswith("vit_") and not pretrained:
-        extra["image_size"] = image_size
+        options["input_size"] = (image_size, image_size)
     if not pretrained:
-        return get_model(arch, weights=None, num_classes=classes, **extra)
+        if arch in _AUXILIARY_HEADS:
+            options |= {"aux_logits": False, "init_weights": True}
+        elif arch.startswith("vit_"):
+            options["image_size"] = image_size
+        return get_model(arch, weights=None, num_classes=classes, **options)
     published = get_model_weights(arch).DEFAULT
     if arch.startswith("vit_") and published.meta["min_size"] != (image_size, image_size):
-        model = get_model(arch, weights=None, image_size=image_size, **extra)
+        model = get_model(arch, weights=None, image_size=image_size)
         state = published.get_state_dict(progress=True, check_hash=True)
-        model.load_state_dict(
-            interpolate_embeddings(image_size, model.patch_size, state, reset_heads=False)
-        )
+        model.load_state_dict(interpolate_embeddings(image_size, model.patch_size, state))
     else:
-        model = get_model(arch, weights=published, **extra)
-    if arch in _WITH_AUXILIARY_HEADS:
+        model = get_model(arch, weights=published, **options)
+    for head in _AUXILIARY_HEADS.get(arch, ()):
         model.aux_logits = False
-        for head in _WITH_AUXILIARY_HEADS[arch]:
-            setattr(model, head, None)
+        setattr(model, head, None)
     if classes != 1000:
         _replace_head(model, classes)
     return model
@@ -257,10 +205,10 @@ def _check_image_size(
     try:
         # Not of the state dict, which lacks some buffers.
         tensors = (*model.named_parameters(), *model.named_buffers())
-        weights = {name: tensor.to("meta") for name, tensor in tensors}
+        on_meta = {name: tensor.to("meta") for name, tensor in tensors}
         images = torch.empty(2, 3, image_size, image_size, device="meta")
         with torch.no_grad():
-            torch.func.functional_call(model, weights, (images,))
+            torch.func.functional_call(model, on_meta, (images,))
     except (RuntimeError, AssertionError, ValueError) as fault:
         raise _unfit(arch, image_size, fault, option) from fault
     finally:

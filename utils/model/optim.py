@@ -1,4 +1,4 @@
-"""The optimiser of all modes, by name; which of its hyperparameters holds for which weight."""
+"""The optimiser of all modes, by name, and its parameter groups."""
 
 import argparse
 from collections.abc import Iterable
@@ -10,65 +10,15 @@ from torch.utils._pytree import tree_map_only
 
 from utils.errors import UserError
 from utils.launch.world import local
-from utils.model.muon import Muon, hidden_matrices
 from utils.model.schedules import USUAL_LR
 
 NAMES = tuple(USUAL_LR)
-# Weights that are tables of positions, by the names of torchvision and timm: they are added to
-# what flows, like biases.
+# Position embeddings in torchvision and timm: added to activations, like biases.
 _TABLES = ("pos_embedding", "pos_embed", "relative_position_bias_table")
 
 
-def add_options(group: argparse._ArgumentGroup) -> None:
-    """``--optimizer`` and what belongs to it; rate, momentum and decay are in utils/options.py."""
-    group.add_argument(
-        "--optimizer",
-        choices=NAMES,
-        default="sgd",
-        help="muon: for the matrices and convolutions inside the model, adamw for the rest of it, "
-        "with one --lr and --wd for both",
-    )
-    group.add_argument(
-        "--betas",
-        type=_betas,
-        default="0.9,0.999",
-        metavar="B1,B2",
-        help="of adamw, and of the adamw part of muon",
-    )
-    group.add_argument(
-        "--wd-norm",
-        type=_decay,
-        metavar="D",
-        help="weight decay of norms, biases and position tables; 0 is common; default: --wd",
-    )
-
-
-def _decay(text: str) -> float:
-    value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 0")
-    return value
-
-
-_decay.__name__ = "number"
-
-
-def _betas(text: str) -> str:
-    """Checked, but as it was typed: options are numbers and texts wherever they are kept."""
-    values = [float(part) for part in text.split(",")]
-    if len(values) != 2 or not all(0 <= value < 1 for value in values):
-        raise argparse.ArgumentTypeError(
-            f"{text} is not two numbers from 0 to below 1, as 0.9,0.95"
-        )
-    return text
-
-
-_betas.__name__ = "pair of numbers"
-
-
 def resolve(args: argparse.Namespace) -> None:
-    """Set options that were not given to the usual values of ``--optimizer``. Raises:
-    `UserError`."""
+    """Set the defaults that depend on ``--optimizer``. Raises: `UserError`."""
     name = args.optimizer
     if args.lr is None:
         args.lr = USUAL_LR[name]
@@ -88,23 +38,23 @@ def resolve(args: argparse.Namespace) -> None:
 def build(args: Any, model: nn.Module) -> torch.optim.Optimizer:
     """The optimiser that the options ask for, for the trained parameters of ``model``.
 
-    No step of it makes the host wait for the device, with a loss scaler either.
+    None of its steps makes the host wait for the device, not even with a loss scaler.
     """
     name, lr, momentum, decay = args.optimizer, args.lr, args.momentum, args.weight_decay
-    matrices = hidden_matrices(model) if name == "muon" else None
-    groups = _groups(model, matrices, decay, args.wd_norm)
-    if name in ("sgd", "nesterov"):
-        return sgd(groups, lr, momentum, decay, nesterov=name == "nesterov")
     betas = tuple(float(beta) for beta in args.betas.split(","))
-    device = next(model.parameters()).device
-    fused = device.type == "cuda"
+    fused = next(model.parameters()).is_cuda  # on the CPU not, see `sgd`
+    if name == "muon":
+        from utils.model.muon import Muon, hidden_matrices
+
+        groups = _groups(model, hidden_matrices(model), decay, args.wd_norm)
+        optimizer = Muon(groups, lr, momentum, betas, fused)
+        if fused:
+            skip_on_device(optimizer)
+        return optimizer
+    groups = _groups(model, None, decay, args.wd_norm)
     if name == "adamw":
-        # On the CPU not the fused kernel, for the reason that `sgd` gives.
         return torch.optim.AdamW(groups, lr, betas=betas, weight_decay=decay, fused=fused)
-    found = Muon(groups, lr, momentum, betas, fused)
-    if fused:
-        skip_on_device(found)
-    return found
+    return sgd(groups, lr, momentum, decay, nesterov=name == "nesterov")
 
 
 def _groups(
@@ -113,27 +63,29 @@ def _groups(
     decay: float,
     decay_of_norms: float | None,
 ) -> list[Any]:
-    """The trained parameters of ``model``: a list of them, or of groups if they are not alike.
+    """The trained parameters of ``model``, or groups of them where their options differ.
 
-    ``matrices``: those for Muon; None for other optimisers.
+    ``matrices``: the parameters for Muon; None for other optimisers.
     """
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
     if matrices is None and decay_of_norms is None:
-        return [p for _, p in trained]
+        return list(trained)
     inside = set(matrices or ())
-    others = [(name, p) for name, p in trained if p not in inside]
-    small = {p for name, p in others if decay_of_norms is not None and is_small(name, p)}
-    groups = [
-        {"params": [p for _, p in trained if p in inside], "weight_decay": decay, "muon": True},
-        {"params": [p for _, p in others if p not in small], "weight_decay": decay},
-        {"params": [p for _, p in others if p in small], "weight_decay": decay_of_norms},
-    ]
-    return [group for group in groups if group["params"]]
+    kinds: dict[str, dict[str, Any]] = {
+        "matrices": {"params": [], "weight_decay": decay, "muon": True},
+        "others": {"params": [], "weight_decay": decay},
+        "small": {"params": [], "weight_decay": decay_of_norms},
+    }
+    for p, name in trained.items():
+        small = decay_of_norms is not None and _is_small(name, p)
+        kind = "matrices" if p in inside else "small" if small else "others"
+        kinds[kind]["params"].append(p)
+    return [group for group in kinds.values() if group["params"]]
 
 
-def is_small(name: str, parameter: Tensor) -> bool:
-    """Whether ``--wd-norm`` is for this one: norms, biases, scales of layers, class tokens, which
-    are vectors, of whatever shape, and tables of positions."""
+def _is_small(name: str, parameter: Tensor) -> bool:
+    """Whether ``--wd-norm`` applies: norms, biases, layer scales and class tokens, which are
+    vectors of whatever shape, and position embeddings."""
     return sum(n > 1 for n in parameter.shape) <= 1 or name.endswith(_TABLES)
 
 
@@ -146,18 +98,19 @@ def sgd(
 ) -> torch.optim.SGD:
     """SGD with momentum; on a GPU by the fused kernel, which can skip a step on the device.
 
-    Any other implementation makes a loss scaler ask the host, and wait for it, in every step. On
-    the CPU there is nothing to wait for, and the plain loop is the one whose every bit is known:
-    the fused kernel rounds the last elements of some tensors in another way.
+    With any other implementation a loss scaler needs a host-device sync in every step. The CPU
+    needs none, and there the plain loop gives the same bits for all tensors: the fused kernel
+    rounds the last elements of some differently.
     """
     parameters = list(parameters)
     first = parameters[0]["params"][0] if isinstance(parameters[0], dict) else parameters[0]
-    decay = {"weight_decay": weight_decay, "nesterov": nesterov}
     fused = first.is_cuda and (not hasattr(first, "to_local") or _fused_takes_shards())
-    optimizer = torch.optim.SGD(parameters, lr, momentum, **decay, fused=fused)
+    optimizer = torch.optim.SGD(
+        parameters, lr, momentum, weight_decay=weight_decay, nesterov=nesterov, fused=fused
+    )
     if momentum:
-        # The fused kernel leaves momentum uninitialised when the very first step overflows, as it
-        # often does with a fresh loss scale. From zeros, the first step is the same as without.
+        # The fused kernel leaves momentum uninitialised when the very first step overflows, as
+        # often with a new loss scale. Starting from zeros gives the same first step.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -165,10 +118,10 @@ def sgd(
 
 
 def _fused_takes_shards() -> bool:
-    """Let the fused kernel of SGD work on shards, which torch itself does for Adam alone.
+    """Let the fused kernel of SGD work on shards (DTensors), which torch does only for Adam.
 
-    It computes element by element, so that shards get what the whole would. torch has no public
-    way to say so; without its private table, a loss scaler waits for the device in each step.
+    It computes element by element. torch has no public way to say so; without its private table, a
+    loss scaler waits for the device in each step.
     """
     from torch.distributed.tensor import DTensor
 
@@ -184,16 +137,16 @@ def _fused_takes_shards() -> bool:
 
 
 def skip_on_device(optimizer: torch.optim.Optimizer) -> None:
-    """Let ``optimizer`` skip a step after an overflow as torch's fused ones do: on the device.
+    """Let ``optimizer`` skip a step after an overflow on the device, like torch's fused ones.
 
-    A loss scaler gives it ``grad_scale`` (or None) and ``found_inf``, a flag on the device, instead
-    of asking for the flag's value. So it steps in any case, and after an overflow its weights and
-    state are put back from copies, which take as much memory as they do while a step lasts.
+    A loss scaler gives it ``grad_scale`` (or None) and ``found_inf``, a flag on the device. It
+    always steps; after an overflow weights and state are restored from copies, which double their
+    memory during a step.
     """
     copies: dict[tuple[nn.Parameter, str], Tensor] = {}
 
     def tensors() -> dict[tuple[nn.Parameter, str], Tensor]:
-        """What a step changes: of each weight with a gradient its own values, and its state."""
+        """All that a step changes: each weight with a gradient, and its state."""
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         found = {(p, ""): local(p) for p in weights if p.grad is not None}
         for p, _ in list(found):
@@ -217,7 +170,7 @@ def skip_on_device(optimizer: torch.optim.Optimizer) -> None:
             return
         overflow = (found.full_tensor() if hasattr(found, "full_tensor") else found) > 0
         for key, tensor in tensors().items():
-            # What the first step has made begins at zero.
+            # State that the first step has made starts from zero.
             copy = copies[key] if key in copies else torch.zeros_like(tensor)
             tensor.copy_(torch.where(overflow, copy, tensor))
         copies.clear()

@@ -11,13 +11,12 @@ from utils.data.preprocessing import Preprocessing
 from utils.errors import UserError
 
 _EMA = ("state_dict_ema", "model_ema")  # timm's name, and that of torchvision's references
-# Tensors of the model that a file may lack before it is taken for one of another model.
-MOST_MISSING = 0.1
-_SHOWN = 4  # names in a line
+MOST_MISSING = 0.1  # share of the model's tensors; a file that lacks more is of another model
+_SHOWN = 4  # names in a message
 
 
 def read(file: str) -> dict[str, Any]:
-    """The content of a checkpoint, of whatever program, or of a .safetensors file, on the CPU.
+    """The content of any program's checkpoint, or of a .safetensors file, on the CPU.
 
     No code in it is run. Raises: `UserError`.
     """
@@ -37,19 +36,16 @@ def read(file: str) -> dict[str, Any]:
 
 
 def preprocessing(file: str) -> Preprocessing | None:
-    """What a file of this suite says of its images; None for others. Raises: `UserError`."""
+    """The preprocessing in a file of this suite; None for other files. Raises: `UserError`."""
     saved = read(file).get("preprocessing")
-    try:
-        return None if saved is None else Preprocessing.from_dict(saved)
-    except ValueError as fault:
-        raise UserError(f"{file} says of its images: {fault}", alike=True) from None
+    return None if saved is None else Preprocessing.from_dict(saved, file)
 
 
 def plain(content: dict[str, Any], path: Path | None) -> tuple[dict[str, Tensor], str | None]:
     """The model's weights in any program's checkpoint, under torchvision's names, and a note.
 
-    Averaged weights (EMA) are taken only if there are no others: the optimiser continues from the
-    plain ones. Raises: `UserError`.
+    Averaged weights (EMA) are taken only if there are no others, as the optimiser continues from
+    the plain ones. Raises: `UserError`.
     """
     ema = next((name for name in _EMA if name in content), None)
     found, note = content.get("model", content.get("state_dict")), None
@@ -60,59 +56,56 @@ def plain(content: dict[str, Any], path: Path | None) -> tuple[dict[str, Tensor]
         found = content.get(ema, content)
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise UserError(f"{path} holds no model weights", alike=True)
-    # Without what DistributedDataParallel and torch.compile put around a name.
+    # Without the prefixes of DistributedDataParallel and torch.compile.
     named = {n.replace("_orig_mod.", "").removeprefix("module."): x for n, x in found.items()}
     if ema is not None:
-        named.pop("n_averaged", None)  # torch.optim.swa_utils.AveragedModel counts there
+        named.pop("n_averaged", None)  # the counter of torch.optim.swa_utils.AveragedModel
     return named, note
 
 
 def load(model: nn.Module, file: str, arch: str, head: str) -> list[str]:
     """Load the weights in ``file`` into ``model``, whose last layer is called ``head``.
 
-    That layer stays as it is if it is of other classes; position embeddings are resized to the
-    model's image size. Returns: sentences about what was done. Raises: `UserError` for a file of
+    The last layer keeps its new weights if the file's has other classes; position embeddings are
+    resized to the model's image size. Returns: notes for the log. Raises: `UserError` for a file of
     another model.
     """
     path, content = Path(file), read(file)
     if isinstance(saved := content.get("arch"), str) and saved != arch:
         raise UserError(f"{path} is a {saved}: use -a {saved} to load it", alike=True)
     found, note = plain(content, path)
-    own = model.state_dict()
-    fitted: dict[str, Tensor] = {}
-    said = []
+    own, fitted, notes = model.state_dict(), {}, []
     for name, saved_value in found.items():
         value = saved_value
         if name not in own or not isinstance(value, Tensor):
             continue
         if value.shape != own[name].shape and name.endswith(("pos_embedding", "pos_embed")):
             value = resized(value, own[name], model)
-            said.append(f"{name} resized from {_size(saved_value)} to {_size(value)}")
+            notes.append(f"{name} resized from {_size(saved_value)} to {_size(value)}")
         if value.shape == own[name].shape:
             fitted[name] = value
         elif not name.startswith(f"{head}."):
             raise _unfit(path, arch, f"{name} is {_size(value)}, not {_size(own[name])}")
-    # Counters of batch norm that old files lack.
+    # Old files lack the counters of batch norm.
     lacking = [n for n in own if n not in fitted and not n.endswith("num_batches_tracked")]
     new_head = [name for name in lacking if name.startswith(f"{head}.")]
     missing = [name for name in lacking if name not in new_head]
     if len(missing) > MOST_MISSING * len(own):
-        raise _unfit(
-            path, arch, f"{len(missing)} of {len(own)} weights are not in it: {_list(missing)}"
-        )
+        few = f"{len(missing)} of {len(own)} weights are not in it: {_list(missing)}"
+        raise _unfit(path, arch, few)
     model.load_state_dict(own | fitted)
     left = [name for name in found if name not in own]
-    said = [f"weights from {path}: {len(fitted)} of {len(own)} tensors", *said]
-    said += [f"new: {_list(new_head)}"] if new_head else []
-    said += [f"not in the file, so new: {_list(missing)}"] if missing else []
-    said += [f"not in the model, so left out: {_list(left)}"] if left else []
-    return [*([note] if note else []), "; ".join(said)]
+    notes = [f"weights from {path}: {len(fitted)} of {len(own)} tensors", *notes]
+    notes += [f"new: {_list(new_head)}"] if new_head else []
+    notes += [f"not in the file, so new: {_list(missing)}"] if missing else []
+    notes += [f"not in the model, so left out: {_list(left)}"] if left else []
+    return [*([note] if note else []), "; ".join(notes)]
 
 
 def resized(positions: Tensor, wanted: Tensor, model: nn.Module) -> Tensor:
     """Position embeddings [1, places, width] of a vision transformer for another image size.
 
-    As torchvision does it, or timm, for their own models. What cannot be resized is given back.
+    By torchvision or timm for their own models; returned as they are if that is impossible.
     """
     if positions.ndim != 3 or positions.shape[2:] != wanted.shape[2:]:
         return positions

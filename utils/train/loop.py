@@ -49,10 +49,7 @@ def _resolve_preprocessing(session: Session) -> None:
     }
     wanted, source = args.preprocessing, "the pretrained weights want them"
     if state.preprocessing is not None:
-        try:
-            wanted = Preprocessing.from_dict(state.preprocessing).resized(**typed)
-        except ValueError as fault:
-            raise UserError(f"{run.snapshot} says of its images: {fault}", alike=True) from None
+        wanted = Preprocessing.from_dict(state.preprocessing, run.snapshot).resized(**typed)
         source = f"in {run.snapshot}"
     if args.pretrained or wanted != args.preprocessing:
         log.info(f"images as {source}: {wanted}")
