@@ -43,7 +43,7 @@ def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch, flags, lim
 )
 def test_auto_takes_bf16_with_amx_and_says_so(monkeypatch, capsys, amx, sizes, dtype):
     monkeypatch.setattr(native, "has_amx", lambda: amx)
-    args = Namespace(amp="auto", **sizes)
+    args = Namespace(amp="auto", **{"progressive": None, **sizes})
     assert native.autocast_dtype(args, WORLD) is dtype
     assert args.precision == ("bf16" if dtype else "off")
     assert ("AMX" in capsys.readouterr().out) is bool(dtype)

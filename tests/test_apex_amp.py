@@ -1,15 +1,22 @@
 """Which amp is taken and why; and the calls that NVIDIA Apex gets, by a stand-in for it."""
 
+import argparse
+import importlib
 import json
 import re
-import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, environment, python, scalars, train
+from conftest import ROOT, SMALL, python, scalars, train
 from running import snapshot, tiny
+from torch import nn
+
+from utils.amp import apex as choice
+from utils.amp import o2
+from utils.errors import UserError
+from utils.launch.world import World
 
 STAND_IN_APEX = str(ROOT / "tests" / "stand_in_apex")
 LINE = ("--epochs", 1, "-b", 10, "-p", 2)
@@ -89,6 +96,28 @@ def test_apex_is_used_as_published_scripts_use_it(run_with_stand_in, tmp_path):
     assert scalars(tmp_path / "one")["Amp/skipped"] == [(1, 1.0), (2, 1.0)]
 
 
+@pytest.fixture
+def site(monkeypatch):
+    """Puts a folder with a package apex in front of all others."""
+
+    def forget():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
+            del sys.modules[name]
+
+    def use(folder):
+        forget()
+        monkeypatch.syspath_prepend(folder)
+
+    yield use
+    forget()
+
+
+def parsed(*options):
+    parser = argparse.ArgumentParser()
+    choice.add_options(parser)
+    return parser.parse_args(options)
+
+
 @pytest.mark.parametrize(
     ("options", "changes"),
     [
@@ -98,22 +127,14 @@ def test_apex_is_used_as_published_scripts_use_it(run_with_stand_in, tmp_path):
         (("--keep-batchnorm-fp32", "True", "--loss-scale", "dynamic"), {}),
     ],
 )
-def test_options_reach_apex(options, changes):
+def test_options_reach_apex(site, options, changes):
     """Only what differs from the level's own is passed on."""
-    code = (
-        "from unittest.mock import Mock; import torch; from torch import nn\n"
-        "import argparse; from utils.amp import apex as ours\n"
-        "import apex\n"
-        "parser = argparse.ArgumentParser(); ours.add_options(parser)\n"
-        f"args = parser.parse_args({list(options)!r})\n"
-        "model = nn.Linear(2, 2)\n"
-        "ours.Amp().initialize(model, torch.optim.SGD(model.parameters(), 0.1), args.opt_level,\n"
-        "    args.keep_batchnorm_fp32, args.loss_scale)\n"
-        "print(repr(apex.calls[0]))"
-    )
-    result = python("-c", code, PYTHONPATH=f"{STAND_IN_APEX}:{ROOT}")
-    assert result.code == 0, result.err
-    assert eval(result.out)[2] == changes
+    site(STAND_IN_APEX)
+    args, model = parsed(*options), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    levels = args.opt_level, args.keep_batchnorm_fp32, args.loss_scale
+    choice.Amp().initialize(model, optimizer, *levels)
+    assert importlib.import_module("apex").calls[0][2] == changes
 
 
 @pytest.mark.long
@@ -170,33 +191,24 @@ def make_package(root, *folders, init=""):
 
 
 @pytest.mark.parametrize(
-    ("packages", "reason"),
+    ("packages", "init", "reason"),
     [
-        (None, "Apex is not installed"),
-        (("amp", "parallel", "multi_tensor_apply"), "needs a CUDA GPU"),
-        (("contrib", "optimizers", "multi_tensor_apply"), "has no amp"),
-        (("lib", "scaffolds", "static"), "has no amp"),
+        (None, "", "Apex is not installed"),
+        (("amp", "parallel", "multi_tensor_apply"), "", "needs a CUDA GPU"),
+        (("contrib", "optimizers", "multi_tensor_apply"), "", "has no amp"),
+        (("lib", "scaffolds", "static"), "", "has no amp"),
+        (("amp", "parallel"), "raise OSError('undefined symbol')", r"imported \(OSError\('undef"),
     ],
 )
-def test_why_apex_is_not_used(packages, reason, tmp_path):
-    path = make_package(tmp_path / "site", *packages) if packages else ""
-    code = (
-        "import argparse, torch; from utils.amp import apex\n"
-        "from utils.launch.world import World\n"
-        "from utils.launch.supervise import run_main\n"
-        "parser = argparse.ArgumentParser(); apex.add_options(parser)\n"
-        "args = parser.parse_args()\n"
-        "run_main(lambda: apex.amp_and_parallel(args, World(torch.device('cpu'))) and None)"
-    )
-    chosen = python("-c", code, PYTHONPATH=f"{ROOT}:{path}")
-    assert chosen.code == 0, chosen.err
+def test_why_apex_is_not_used(site, tmp_path, monkeypatch, capsys, packages, init, reason):
+    site(make_package(tmp_path, *packages, init=init) if packages else str(tmp_path))
+    monkeypatch.setattr(choice, "_gpu_is_there", lambda: bool(init))
+    amp, parallel = choice.amp_and_parallel(parsed(), World(torch.device("cpu")))
+    assert isinstance(amp, o2.Amp) and parallel is o2
     by = r"opt level O2 .* by plain PyTorch \(utils/amp/o2.py\)"
-    assert re.search(f"{by}: .*{reason}", chosen.out)
-    refused = python("-c", code, "--amp-impl", "apex", PYTHONPATH=f"{ROOT}:{path}")
-    assert refused.code == 2
-    assert reason in refused.sentence
-    assert "25.04" in refused.sentence
-    assert "--amp-impl torch" in refused.sentence
+    assert re.search(f"{by}: .*{reason}", capsys.readouterr().out)
+    with pytest.raises(UserError, match=f"{reason}.*25.04.*--amp-impl torch"):
+        choice.check(parsed("--amp-impl", "apex"))
 
 
 def test_an_apex_that_is_missing_is_told_before_processes_start(tmp_path, folder):
@@ -211,18 +223,3 @@ def test_torch_is_taken_when_asked_for_though_apex_is_there(run_with_stand_in):
     result = run_with_stand_in("--amp-impl", "torch", "--opt-level", "O0")
     assert calls(result) == []
     assert "plain PyTorch (utils/amp/o2.py): as --amp-impl says" in result.out
-
-
-def test_an_apex_that_cannot_be_imported(tmp_path):
-    path = make_package(tmp_path, "amp", "parallel", init="raise OSError('undefined symbol')")
-    code = "from utils.amp import apex\napex._gpu_is_there = lambda: True\n"
-    code += "print(apex._why_unusable())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(PYTHONPATH=path),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "Apex cannot be imported (OSError('undefined symbol'))" in done.stdout

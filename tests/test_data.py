@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from batches import PLACE, SEED, SIZE, batches_of, noise_index
+from batches import fetch as fetch_of
 from conftest import eval_view, python
-from PIL import Image
 from torch.utils.data._utils import signal_handling
 from torchvision.transforms.v2 import functional as tv
 
@@ -18,39 +19,32 @@ from utils import options
 from utils.data import augment
 from utils.data import images as im
 from utils.data.dataset import ImageBatches
-from utils.data.index import ImageIndex
-from utils.data.loaders import BadFiles, Batches, build_loaders
+from utils.data.loaders import build_loaders
 from utils.data.preprocessing import MEAN, STD
 from utils.data.ring import Worker
 from utils.errors import UserError
 from utils.launch.world import World
 from utils.metrics import UNREADABLE
-from utils.samplers import Batch, EvalSampler, TrainSampler
+from utils.samplers import EvalSampler, TrainSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-CPU = World(torch.device("cpu"))
-IMAGES, SIZE, SEED = 24, 16, 3
-PLACE = (CPU.device, torch.contiguous_format, torch.float32)
+IMAGES = 24
+EVERY = range(IMAGES)
 
 
 @pytest.fixture
-def index(tmp_path) -> ImageIndex:
-    """Noise, but the blue of every pixel of image i is 10 * i, however it is cropped."""
-    source = np.random.default_rng(0)
-    for i in range(IMAGES):
-        pixels = source.integers(0, 256, (20 + i, 30, 3), np.uint8)
-        pixels[..., 2] = 10 * i
-        path = tmp_path / "train" / f"class_{i // 8}" / f"{i:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(path)
-    return ImageIndex(tmp_path / "train", ["class_0", "class_1", "class_2"])
+def index(tmp_path):
+    return noise_index(tmp_path / "train", IMAGES)
+
+
+def sampler(rank=0, ranks=1, seed=SEED):
+    return TrainSampler(IMAGES, 12 // ranks, (rank, ranks), 1, seed)
 
 
 def spoil(index, *images):
     """Make files unreadable, each in another way."""
     for number, image in enumerate(images):
-        with open(index.path(image), "r+b") as file:
-            file.truncate((0, 60, 400)[number % 3])
+        os.truncate(index.path(image), (0, 60, 400)[number % 3])
 
 
 def numbers(images):
@@ -60,22 +54,21 @@ def numbers(images):
     return (blue[:, 0] // 10).tolist()
 
 
-def fetch(index, wanted, train=True, epoch=0, seed=SEED):
-    dataset = ImageBatches(index, SIZE, seed, train)
-    return dataset.__getitems__(Batch(epoch, np.array(wanted)))
+def fetch(index, wanted, train=True, epoch=0):
+    return fetch_of(ImageBatches(index, SIZE, SEED, train), wanted, epoch)
 
 
 def epoch_pixels(index, ranks=1, workers=0, epoch=0, seed=SEED, start=0):
     """Image -> (its float pixels, its target) in a training epoch, as all ranks together see it."""
     seen = {}
     for rank in range(ranks):
-        sampler = TrainSampler(IMAGES, 12 // ranks, (rank, ranks), 1, seed)
-        sampler.start_at(epoch, start)
-        dataset = ImageBatches(index, SIZE, seed, train=True)
-        batches = Batches(dataset, sampler, BadFiles(index, 0), PLACE, workers)
-        for asked, (images, targets) in zip(sampler, batches, strict=True):
-            for image, pixels, target in zip(asked.indices, images, targets, strict=True):
-                seen[int(image)] = (pixels, int(target))
+        one = sampler(rank, ranks, seed)
+        one.start_at(epoch, start)
+        batches = batches_of(index, one, workers)
+        batches.dataset.seed = seed
+        for asked, (images, targets) in zip(one, batches, strict=True):
+            for image, *found in zip(asked.indices.tolist(), images, targets.tolist(), strict=True):
+                seen[image] = found
     return seen
 
 
@@ -83,20 +76,15 @@ def equal(one, other):
     return [torch.equal(one[i][0], other[i][0]) and one[i][1] == other[i][1] for i in one]
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 3), (2, 0), (4, 1)])
-def test_pixels_are_the_same_for_any_workers_and_ranks(index, ranks, workers):
-    expected = epoch_pixels(index)
-    assert sorted(expected) == list(range(IMAGES))
-    got = epoch_pixels(index, ranks, workers)
-    assert sorted(got) == sorted(expected)
-    assert all(equal(expected, got)), "bit for bit"
+@pytest.mark.parametrize(
+    ("ranks", "workers", "start"), [(1, 3, 0), (2, 0, 0), (4, 1, 0), (2, 1, 1)]
+)
+def test_pixels_are_the_same_for_any_workers_ranks_and_first_step(index, ranks, workers, start):
+    expected, got = epoch_pixels(index), epoch_pixels(index, ranks, workers, start=start)
+    assert sorted(expected) == list(EVERY)
+    assert len(got) == IMAGES - 12 * start
+    assert all(equal(got, expected)), "bit for bit"
     assert all(target == index.targets[i] for i, (_, target) in got.items())
-
-
-def test_pixels_of_the_rest_of_an_epoch_are_those_of_the_whole_one(index):
-    rest = epoch_pixels(index, ranks=2, workers=1, start=1)
-    assert len(rest) == IMAGES // 2
-    assert all(equal(rest, epoch_pixels(index)))
 
 
 @pytest.mark.parametrize("change", [{"epoch": 1}, {"seed": SEED + 1}])
@@ -106,27 +94,44 @@ def test_pixels_differ_between_epochs_and_seeds(index, change):
 
 def test_images_of_a_batch_are_cropped_independently(index):
     """Sixteen times the same picture under other numbers: sixteen different crops, of any area."""
-    data = open(index.path(0), "rb").read()
     for i in range(16):
-        with open(index.path(i), "wb") as file:
-            file.write(data)
-    images, _, _ = fetch(index, range(16))
+        Path(index.path(i)).write_bytes(Path(index.path(0)).read_bytes())
+    images = fetch(index, range(16))[0]
     assert len({row.numpy().tobytes() for row in images}) == 16
     whole = ImageBatches(index, SIZE, SEED, train=True, crop_scale=1.0)
-    assert not torch.equal(whole.__getitems__(Batch(0, np.arange(16)))[0], images)
+    assert not torch.equal(fetch_of(whole, range(16))[0], images)
+
+
+def test_views_of_an_image_are_other_crops_of_it(index):
+    """Repeated augmentation: index i + v x images is view v of image i."""
+    images, targets, reading = fetch(index, [3, 3 + IMAGES, 3 + 2 * IMAGES, 3])
+    assert targets.tolist() == [index.targets[3]] * 4
+    assert torch.equal(images[0], images[3])
+    assert len({image.numpy().tobytes() for image in images}) == 3
+    assert not reading.faults
 
 
 def test_persistent_workers_follow_the_sampler(index):
     """One `Batches` serves all epochs; its workers must not go on with the first one's order."""
-    sampler = TrainSampler(IMAGES, 12, (0, 1), 1, SEED)
-    dataset = ImageBatches(index, SIZE, SEED, train=True)
-    batches = Batches(dataset, sampler, BadFiles(index, 0), PLACE, 1)
+    one = sampler()
+    batches = batches_of(index, one, workers=1)
     for epoch in (0, 1):
-        sampler.start_at(epoch, 0)
+        one.start_at(epoch, 0)
         got = torch.cat([images for images, _ in batches])
         expected = epoch_pixels(index, epoch=epoch)
-        order = [i for asked in sampler for i in asked.indices]
+        order = [i for asked in one for i in asked.indices]
         assert torch.equal(got, torch.stack([expected[i][0] for i in order]))
+
+
+@contextmanager
+def alarm(seconds, handler):
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named(index):
@@ -140,17 +145,10 @@ def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named(index):
     def handler(signum, frame):
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
 
-    sampler = EvalSampler(IMAGES, 8, (0, 1))
-    batches = Batches(ImageBatches(index, SIZE, SEED, False), sampler, BadFiles(index, 0), PLACE, 0)
+    batches = batches_of(index, EvalSampler(IMAGES, 8, (0, 1)))
     batches.loader = Broken()
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    try:
-        with pytest.raises(RuntimeError, match="pid 7"):
-            list(batches)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    with alarm(0.3, handler), pytest.raises(RuntimeError, match="pid 7"):
+        list(batches)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -165,44 +163,30 @@ def test_a_signal_that_meets_a_starting_worker_does_not_end_it(index, monkeypatc
 
     monkeypatch.setattr(Worker, "run", lambda self: hit(run, self))
     monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", lambda: hit(set_up))
-    sampler = EvalSampler(IMAGES, 8, (0, 1))
-    batches = Batches(ImageBatches(index, SIZE, SEED, False), sampler, BadFiles(index, 0), PLACE, 2)
+    batches = batches_of(index, EvalSampler(IMAGES, 8, (0, 1)), workers=2)
     assert sum(len(images) for images, _ in batches) == IMAGES
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the training process listens again"
 
 
 def test_unreadable_image_is_replaced_by_the_next_readable_one(index):
-    intact, _, _ = fetch(index, range(IMAGES))
+    intact = fetch(index, EVERY)[0]
     spoil(index, 4, 5, 15, 23)
-    images, targets, reading = fetch(index, range(IMAGES))
-    expected = list(range(IMAGES))
+    images, targets, reading = fetch(index, EVERY)
+    expected = list(EVERY)
     expected[4] = expected[5] = 6
     expected[15], expected[23] = 16, 0
     assert numbers(images) == expected
     assert targets.tolist() == [index.targets[i] for i in expected]
     assert {i for i, _ in reading.faults} == {4, 5, 15, 23}
     assert all(reason for _, reason in reading.faults)
-    others = [i for i in range(IMAGES) if expected[i] == i]
+    others = [i for i in EVERY if expected[i] == i]
     assert torch.equal(images[others], intact[others]), "no other sample moves"
 
 
-@contextmanager
-def no_longer_than(seconds):
-    """Fail instead of hanging. Not by an OSError, which a reader takes for an unreadable file."""
-
-    def handler(signum, frame):
+def test_a_pipe_a_device_or_nothing_in_place_of_an_image_is_an_unreadable_one(index):
+    def hangs(signum, frame):  # not an OSError, which means an unreadable file
         pytest.fail("it hangs")
 
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def test_a_pipe_a_device_or_nothing_in_place_of_an_image_is_an_unreadable_one(index):
     for image in (4, 7, 9, 11):
         os.remove(index.path(image))
     os.mkfifo(index.path(4))
@@ -210,7 +194,7 @@ def test_a_pipe_a_device_or_nothing_in_place_of_an_image_is_an_unreadable_one(in
     os.symlink("/dev/null", index.path(9))
     held = os.open(index.path(7), os.O_RDWR)  # a writer who writes nothing
     try:
-        with no_longer_than(20):
+        with alarm(20, hangs):
             images, _, reading = fetch(index, [3, 4, 7, 9, 11])
     finally:
         os.close(held)
@@ -222,12 +206,12 @@ def test_a_pipe_a_device_or_nothing_in_place_of_an_image_is_an_unreadable_one(in
 
 
 def test_evaluation_marks_unreadable_images(index):
-    intact, _, _ = fetch(index, range(IMAGES), train=False)
+    intact = fetch(index, EVERY, train=False)[0]
     spoil(index, 0, 9, 23)
-    images, targets, reading = fetch(index, range(IMAGES), train=False)
-    good = [i for i in range(IMAGES) if i not in (0, 9, 23)]
+    images, targets, reading = fetch(index, EVERY, train=False)
+    good = [i for i in EVERY if i not in (0, 9, 23)]
     assert torch.equal(images[good], intact[good])
-    expected = np.where(np.isin(np.arange(IMAGES), good), index.targets, UNREADABLE)
+    expected = np.where(np.isin(EVERY, good), index.targets, UNREADABLE)
     assert targets.tolist() == expected.tolist()
     assert [i for i, _ in reading.faults] == [0, 9, 23]
 
@@ -235,23 +219,26 @@ def test_evaluation_marks_unreadable_images(index):
 @pytest.mark.parametrize("resize", [None, SIZE])
 def test_evaluation_shows_centre_crops(index, resize):
     dataset = ImageBatches(index, SIZE, SEED, train=False, resize=resize)
-    images, _, _ = dataset.__getitems__(Batch(5, np.array([2, 3])))
+    images, _, _ = fetch_of(dataset, [2, 3], epoch=5)
     for row, i in zip(images, (2, 3), strict=True):
-        assert torch.equal(
-            row, eval_view(im.decode(open(index.path(i), "rb").read()), SIZE, resize)
-        )
+        pixels = im.decode(Path(index.path(i)).read_bytes())
+        assert torch.equal(row, eval_view(pixels, SIZE, resize))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_files_are_named_once_and_limited(index, logged, workers):
+def test_files_are_counted_and_bad_ones_named_once_and_limited(index, logged, workers):
     spoil(index, 4, 5, 15)
-    sampler = TrainSampler(IMAGES, 12, (0, 1), 1, SEED)
-    dataset = ImageBatches(index, SIZE, SEED, train=True)
-    bad = BadFiles(index, 3)
-    batches = Batches(dataset, sampler, bad, PLACE, workers)
+    one = sampler()
+    batches = batches_of(index, one, workers, bad_files=3)
+    bad = batches.bad
     for epoch in range(2):
-        sampler.start_at(epoch, 0)
+        one.start_at(epoch, 0)
+        batches.start_count()
         assert sum(len(images) for images, _ in batches) == IMAGES
+        reading = batches.reading
+        assert reading.files >= IMAGES, "and those in place of bad ones"
+        assert 0 < reading.read_seconds < reading.seconds
+        assert batches.waited > 0
     assert set(bad.seen) == {4, 5, 15}
     assert len(logged) == 3
     assert all(any(index.path(i) in line for line in logged) for i in (4, 5, 15))
@@ -265,25 +252,32 @@ def test_bad_files_are_named_once_and_limited(index, logged, workers):
     assert len(bad.seen) == len(logged) == 3, "past the limit nothing more is named"
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bytes_are_counted(index, workers):
+    batches = batches_of(index, sampler(), workers)
+    for _ in range(2):
+        batches.start_count()
+        list(batches)
+        assert batches.reading.files == IMAGES
+        assert batches.reading.bytes == sum(os.path.getsize(index.path(i)) for i in EVERY)
+
+
 def test_all_files_unreadable_ends_by_the_limit(index):
-    spoil(index, *range(IMAGES))
-    sampler = TrainSampler(IMAGES, 12, (0, 1), 1, SEED)
-    bad = BadFiles(index, IMAGES - 1)
+    spoil(index, *EVERY)
     with pytest.raises(UserError, match="--max-bad-files"):
-        list(Batches(ImageBatches(index, SIZE, SEED, train=True), sampler, bad, PLACE, 0))
+        list(batches_of(index, sampler(), bad_files=IMAGES - 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_normalisation_is_torchvisions_rounded_once(index, layout, dtype):
-    sampler = EvalSampler(IMAGES, 10, (0, 1))
-    dataset = ImageBatches(index, SIZE, SEED, train=False)
+    one = EvalSampler(IMAGES, 10, (0, 1))
     batches, exact = (
-        list(Batches(dataset, sampler, BadFiles(index, 0), (CPU.device, layout, kind), 0))
+        list(batches_of(index, one, place=(PLACE[0], layout, kind)))
         for kind in (dtype, torch.float32)
     )
     assert [len(images) for images, _ in batches] == [10, 10, 4]
-    for asked, (images, _), (whole, _) in zip(sampler, batches, exact, strict=True):
+    for asked, (images, _), (whole, _) in zip(one, batches, exact, strict=True):
         raw, _, _ = fetch(index, asked.indices, train=False)
         floats = tv.to_dtype(raw.permute(0, 3, 1, 2), torch.float32, scale=True)
         torch.testing.assert_close(whole, tv.normalize(floats, MEAN, STD), rtol=0, atol=2e-6)
@@ -292,85 +286,46 @@ def test_normalisation_is_torchvisions_rounded_once(index, layout, dtype):
     assert (MEAN, STD) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_reading_is_counted(index, workers):
-    sampler = TrainSampler(IMAGES, 12, (0, 1), 1, SEED)
-    dataset = ImageBatches(index, SIZE, SEED, train=True)
-    batches = Batches(dataset, sampler, BadFiles(index, 0), PLACE, workers)
-    for _ in range(2):
-        batches.start_count()
-        list(batches)
-        assert batches.reading.files == IMAGES
-        assert batches.reading.bytes == sum(
-            os.path.getsize(index.path(image)) for image in range(IMAGES)
-        )
-        assert 0 < batches.reading.read_seconds < batches.reading.seconds
-        assert batches.waited > 0
-
-
 @pytest.mark.parametrize(("policy", "erasing"), [("ra", 0.0), ("ta_wide", 0.5), (None, 1.0)])
 def test_extra_augmentation_is_a_function_of_seed_epoch_and_image(index, policy, erasing):
-    plain = fetch(index, range(IMAGES))[0]
     dataset = ImageBatches(index, SIZE, SEED, train=True)
     dataset.augment = augment.build(policy, erasing)
-    before = torch.random.get_rng_state()
-    got = dataset.__getitems__(Batch(0, np.arange(IMAGES)))[0]
-    torch.rand(3)
-    turned = dataset.__getitems__(Batch(0, np.arange(IMAGES)[::-1].copy()))[0].flip(0)
+    torch.manual_seed(1)
+    got = fetch_of(dataset, EVERY)[0]
+    drawn = torch.rand(3)
+    turned = fetch_of(dataset, EVERY[::-1])[0].flip(0)
     assert torch.equal(got, turned)
-    assert not torch.equal(got, plain)
-    assert not torch.equal(got, dataset.__getitems__(Batch(1, np.arange(IMAGES)))[0])
-    torch.random.set_rng_state(before)
-    fetched = torch.rand(1)
-    torch.random.set_rng_state(before)
-    dataset.__getitems__(Batch(0, np.arange(4)))
-    assert torch.equal(torch.rand(1), fetched), "the training process's own random state"
+    assert not torch.equal(got, fetch(index, EVERY)[0])
+    assert not torch.equal(got, fetch_of(dataset, EVERY, epoch=1)[0])
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3), drawn), "the training process's own random state"
     dataset.train = False
-    centre = fetch(index, range(IMAGES), train=False)[0]
-    assert torch.equal(dataset.__getitems__(Batch(0, np.arange(IMAGES)))[0], centre)
-
-
-def test_views_of_an_image_are_other_crops_of_it(index):
-    """Repeated augmentation: index i + v x images is view v of image i."""
-    dataset = ImageBatches(index, 32, 0, train=True)
-    batch = Batch(0, np.array([3, 3 + len(index), 3 + 2 * len(index), 3]))
-    images, targets, reading = dataset.__getitems__(batch)
-    assert targets.tolist() == [index.targets[3]] * 4
-    assert torch.equal(images[0], images[3])
-    assert len({image.numpy().tobytes() for image in images}) == 3
-    assert not reading.faults
+    assert torch.equal(fetch_of(dataset, EVERY)[0], fetch(index, EVERY, train=False)[0])
 
 
 def build(root, *line):
     """The loaders of a command line."""
-    parser = options.build_parser("", "")
+    line = ["x", "-b", "4", "-j", "0", "--image-size", "32", *line, str(root)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "sys.argv", ["x", "-b", "4", "-j", "0", "--image-size", "32", *line, str(root)]
-        )
-        return build_loaders(options.parse(parser), CPU, torch.float32)
+        patch.setattr("sys.argv", line)
+        args = options.parse(options.build_parser("", ""))
+        return build_loaders(args, World(PLACE[0]), torch.float32)
 
 
-def test_loaders_of_a_folder(folder):
+def test_loaders_of_a_folder(folder, tmp_path):
     loaders = build(folder)
     assert loaders.classes == ["class_0", "class_1", "class_2"]
     assert (len(loaders.train), len(loaders.val), loaders.test) == (15, 6, None)
     two = build(folder, "--classes", "2", "-e")
     assert (two.classes, two.train, len(two.val)) == (["class_0", "class_1"], None, 4)
-
-
-def test_loaders_of_a_folder_without_training_images(folder, tmp_path):
-    (tmp_path / "val").symlink_to(folder / "val")
-    (tmp_path / "test").symlink_to(folder / "val")
+    with pytest.raises(UserError, match="60 training images are too few"):
+        build(folder, "--accum-steps", "31")
+    for part in ("val", "test"):  # without training images
+        (tmp_path / part).symlink_to(folder / "val")
     loaders = build(tmp_path, "-e")
     assert (loaders.train, len(loaders.val), len(loaders.test)) == (None, 6, 6)
     with pytest.raises(UserError, match="train is missing"):
         build(tmp_path)
-
-
-def test_too_few_images_are_refused(folder):
-    with pytest.raises(UserError, match="60 training images are too few"):
-        build(folder, "--accum-steps", "31")
 
 
 HOLDS_AN_ITERATOR = """
@@ -384,7 +339,6 @@ print("done")
 
 @pytest.mark.long
 def test_a_script_that_holds_an_iterator_to_its_end_ends(folder):
-    done = python(
-        "-c", HOLDS_AN_ITERATOR, folder, PYTHONPATH=str(Path(__file__).parent), timeout=100
-    )
+    here = str(Path(__file__).parent)
+    done = python("-c", HOLDS_AN_ITERATOR, folder, PYTHONPATH=here, timeout=100)
     assert (done.code, done.out) == (0, "done\n"), done.err

@@ -131,7 +131,7 @@ def test_select_classes_refuses(choice):
 @pytest.mark.parametrize("content", [bytes(range(256)), b"dog\0ant", b"\xff\xd8\xff\xe0"])
 def test_a_binary_file_as_classes_is_refused(tmp_path, content):
     (tmp_path / "binary").write_bytes(content)
-    with pytest.raises(UserError, match=r"--classes .*binary is no text file: list class names"):
+    with pytest.raises(UserError, match=r"--classes names .*, which is not a class folder"):
         select_classes(str(tmp_path / "binary"), FOLDERS)
 
 

@@ -59,12 +59,16 @@ def downloaded(monkeypatch):
     return given
 
 
-@pytest.mark.parametrize("arch", [*AUXILIARY, "resnet18", "squeezenet1_1", "vgg11_bn", "swin_t"])
-def test_new_model_has_the_asked_number_of_logits(arch):
+@pytest.mark.parametrize(
+    ("arch", "size"),
+    [("googlenet", 224), ("inception_v3", 299), ("resnet18", 32), ("squeezenet1_1", 224)]
+    + [("vgg11_bn", 224), ("swin_t", 224), ("vit_b_32", 64), ("maxvit_t", 448)],
+)
+def test_new_model_has_the_asked_number_of_logits_at_any_fitting_size(arch, size):
     with torch.device("meta"):
-        model = models.create(arch, 7, size_of(arch))
+        model = models.create(arch, 7, size)
     assert model.training
-    got = logits(model, size_of(arch))
+    got = logits(model, size)
     assert isinstance(got, torch.Tensor), "no auxiliary outputs in training"
     assert got.shape == (2, 7)
 
@@ -85,36 +89,28 @@ def test_pretrained_model_gets_a_head_of_its_own(arch, classes, downloaded):
     assert all(ours[name].shape[0] == classes for name in changed)
 
 
-def test_pretrained_weights_are_taken_over(downloaded):
-    got = models.create("squeezenet1_1", 7, 64, pretrained=True)
-    head = {"classifier.1.weight", "classifier.1.bias"}
+@pytest.mark.parametrize("classes", [7, 1000])
+def test_pretrained_weights_are_taken_over(downloaded, classes):
+    """All but the classifier, which stays if it has the published 1000 classes."""
+    got = models.create("squeezenet1_1", classes, 64, pretrained=True)
+    head = {"classifier.1.weight", "classifier.1.bias"} if classes == 7 else set()
     for name, value in got.state_dict().items():
         assert name in head or torch.equal(value, downloaded[name]), name
-    assert got.num_classes == 7
-    assert got(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
+    assert got.num_classes == classes
+    assert got(torch.zeros(2, 3, 64, 64)).shape == (2, classes)
 
 
-def test_pretrained_weights_of_1000_classes_keep_their_head(downloaded):
-    got = models.create("squeezenet1_1", 1000, 64, pretrained=True).state_dict()
-    assert all(torch.equal(got[name], downloaded[name]) for name in downloaded)
-
-
-def test_head_without_bias_and_of_other_layers():
-    model = nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Linear(1000, 1000, bias=False))
-    models._replace_head(model, 3)
-    assert model[0].out_features == 1000, "only the last one"
-    assert model[2].weight.shape == (3, 1000)
-    assert model[2].bias is None
-
-
-def test_new_models_depend_on_the_seed_alone():
-    found = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        found.append(models.create("shufflenet_v2_x0_5", 3, 64).state_dict()["fc.weight"])
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
-    assert {found[0].dtype, found[0].device} == {torch.float32, torch.device("cpu")}
+def test_new_models_are_those_of_the_library_and_depend_on_the_seed_alone():
+    """The check of the image size leaves no trace."""
+    torch.manual_seed(1)
+    got = models.create("shufflenet_v2_x0_5", 3, 64)
+    torch.manual_seed(1)
+    expected = get_model("shufflenet_v2_x0_5", num_classes=3)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(got.state_dict()[name], value), name
+        assert value.device == torch.device("cpu")
+    assert got.training
+    assert all(weight.requires_grad for weight in got.parameters())
 
 
 @pytest.mark.parametrize(
@@ -134,13 +130,10 @@ def test_unknown_name_is_answered_by_the_nearest_ones(name, nearest):
         models.create(name, 10, 224)
 
 
-def test_name_like_no_other_is_refused_without_a_proposal():
+def test_models_for_other_tasks_are_not_offered():
     with pytest.raises(UserError) as error:
         models.check_name("qqqqqqqq")
     assert "nearest" not in str(error.value)
-
-
-def test_models_for_other_tasks_are_not_offered():
     known = models.names()
     assert len(known) == len(set(known)) >= 80
     assert "resnet50" in known
@@ -164,26 +157,19 @@ def test_names_of_timm_are_known_when_it_is_there(monkeypatch):
         models.check_name("tinynet_f")
 
 
-@pytest.mark.parametrize(
-    ("arch", "size"), [("squeezenet1_1", 8), ("alexnet", 32), ("vit_b_32", 100), ("maxvit_t", 64)]
-)
-def test_unfit_image_size_is_a_sentence(arch, size):
-    with (
-        torch.device("meta"),
-        pytest.raises(UserError, match=f"{arch} does not take images of {size} pixels"),
-    ):
-        models.create(arch, 10, size)
-
-
 @META
-@pytest.mark.parametrize(("arch", "size"), [("vit_b_32", 450), ("maxvit_t", 448)])
-def test_unfit_image_size_of_a_pretrained_model_is_a_sentence(arch, size, downloaded):
-    """One needs multiples of its patches, one cannot take others than the 224 of its weights."""
+@pytest.mark.parametrize(
+    ("arch", "size", "pretrained"),
+    [("squeezenet1_1", 8, False), ("alexnet", 32, False), ("vit_b_32", 100, False)]
+    + [("maxvit_t", 64, False), ("vit_b_32", 450, True), ("maxvit_t", 448, True)],
+)
+def test_unfit_image_size_is_an_error_message(arch, size, pretrained, downloaded):
+    """Pretrained, one needs multiples of its patches, one takes only the 224 of its weights."""
     with (
         torch.device("meta"),
         pytest.raises(UserError, match=f"{arch} does not take images of {size} pixels"),
     ):
-        models.create(arch, 10, size, pretrained=True)
+        models.create(arch, 10, size, pretrained)
 
 
 @META
@@ -194,26 +180,8 @@ def test_published_weights_of_a_vit_take_other_image_sizes(downloaded):
     assert logits(model, 96).shape == (2, 7)
 
 
-@pytest.mark.parametrize(("arch", "size"), [("vit_b_32", 64), ("maxvit_t", 448), ("resnet18", 32)])
-def test_new_models_of_other_image_sizes(arch, size):
-    with torch.device("meta"):
-        model = models.create(arch, 10, size)
-    assert logits(model, size).shape == (2, 10)
-
-
-def test_image_size_check_leaves_the_model_alone():
-    torch.manual_seed(0)
-    got = models.create("shufflenet_v2_x0_5", 3, 64)
-    torch.manual_seed(0)
-    expected = get_model("shufflenet_v2_x0_5", num_classes=3)
-    for name, value in expected.state_dict().items():
-        assert torch.equal(got.state_dict()[name], value), name
-    assert got.training
-    assert all(weight.requires_grad for weight in got.parameters())
-
-
 @pytest.mark.parametrize("fault", [URLError("no route"), OSError("disk full")])
-def test_weights_that_cannot_be_had_are_a_sentence(monkeypatch, fault):
+def test_weights_that_cannot_be_downloaded_are_an_error_message(monkeypatch, fault):
     def offline(*_, **__):
         raise fault
 

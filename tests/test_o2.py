@@ -1,20 +1,23 @@
 """The opt levels of Apex: what becomes float16, masters, loss scale, and the whole O2 recipe."""
 
 import copy
+import functools
 from argparse import ArgumentParser
 
 import pytest
 import torch
 import torch.nn.functional as F
+from joined import in_processes
 from o2_cases import CPU, DECAY, RECIPE, batch, contents, groups, level, network, prepare, train
 from torch import nn
 
 from utils.amp import o2
 from utils.amp.apex import add_options
 from utils.amp.loss_scale import ENDLESS, SMALLEST, LossScaler
-from utils.amp.o2 import LEVELS, Amp
+from utils.amp.o2 import LEVELS, Amp, DistributedDataParallel
 from utils.errors import UserError
 from utils.launch.world import World
+from utils.model.optim import sgd
 
 HALF, FULL = torch.float16, torch.float32
 
@@ -40,7 +43,7 @@ def test_what_is_half_precision(name, conv, norm, plain_norm, masters):
 
 
 def test_masters_are_the_rounded_weights_in_their_groups_and_places():
-    original, (amp, _, optimizer) = network(), prepare()
+    original, (amp, model, optimizer) = network(), prepare()
     for before, group in zip(groups(original), optimizer.param_groups, strict=True):
         for weight, ours in zip(before["params"], group["params"], strict=True):
             kept = any(weight is own for own in original[1].parameters())
@@ -48,10 +51,6 @@ def test_masters_are_the_rounded_weights_in_their_groups_and_places():
             assert ours.dtype == (torch.float32 if weight.requires_grad else torch.float16)
             assert torch.equal(ours, expected)
     assert amp.master_params(optimizer) == [p for g in optimizer.param_groups for p in g["params"]]
-
-
-def test_forward_takes_and_gives_float32():
-    _, model, _ = prepare()
     seen = []
     model[0].register_forward_pre_hook(lambda _, x: seen.append(x[0].dtype))
     assert model(batch(0)[0]).dtype == torch.float32
@@ -182,36 +181,33 @@ def moves(scaler, *finite):
     return float(scaler.value)
 
 
-def test_scale_doubles_after_2000_clean_steps_in_a_row():
+@pytest.mark.parametrize(
+    ("scale", "clean", "finite", "expected"),
+    [
+        (2.0**16, 0, [True] * 1999, 2.0**16),
+        (2.0**16, 0, [True] * 2000, 2.0**17),
+        (2.0**16, 1999, [False], 2.0**15),
+        (2.0**16, 1999, [False] + [True] * 1999, 2.0**15),  # an overflow restarts the count
+        (2.0**16, 1999, [False] + [True] * 2000, 2.0**16),
+        (2.0**23, 1999, [True], 2.0**24),
+        (2.0**24, 1999, [True], 2.0**24),  # the cap
+        (2.0**24, 1999, [True, False], 2.0**23),
+    ],
+    ids=range(8),
+)
+def test_scale_doubles_after_2000_clean_steps_in_a_row_and_halves(scale, clean, finite, expected):
     scaler = LossScaler(CPU)
-    assert moves(scaler, *[True] * 1999) == 2.0**16
-    assert moves(scaler, True) == 2.0**17
-    assert moves(scaler, *[True] * 1999) == 2.0**17
-    assert moves(scaler, False) == 2.0**16
-    assert moves(scaler, *[True] * 1999) == 2.0**16, "the overflow began the count anew"
-    assert moves(scaler, True) == 2.0**17
-
-
-def test_scale_stops_at_the_cap():
-    scaler = LossScaler(CPU)
-    scaler.load_state_dict({"scale": 2.0**23, "clean_steps": 1999, "skipped": 0})
-    assert moves(scaler, True) == 2.0**24
-    scaler.load_state_dict({"scale": 2.0**24, "clean_steps": 1999, "skipped": 0})
-    assert moves(scaler, True) == 2.0**24
-    assert moves(scaler, False) == 2.0**23
+    assert scaler.state_dict() == {"scale": 2.0**16, "clean_steps": 0, "skipped": 0}
+    scaler.load_state_dict({"scale": scale, "clean_steps": clean, "skipped": 2})
+    assert moves(scaler, *finite) == expected
+    other = LossScaler(CPU)
+    other.load_state_dict(scaler.state_dict())
+    assert other.state_dict() == scaler.state_dict()
+    assert scaler.state_dict()["skipped"] == 2 + finite.count(False)
 
 
 def test_fixed_scale_stays():
-    scaler = LossScaler(CPU, 128.0)
-    assert moves(scaler, *[True] * 2100, False, False) == 128.0
-
-
-def test_scaler_state_is_taken_over():
-    scaler, other = LossScaler(CPU), LossScaler(CPU)
-    moves(scaler, False, False, True, True, True)
-    assert scaler.state_dict() == {"scale": 2.0**14, "clean_steps": 3, "skipped": 2}
-    other.load_state_dict(scaler.state_dict())
-    assert other.state_dict() == scaler.state_dict()
+    assert moves(LossScaler(CPU, 128.0), *[True] * 2100, False, False) == 128.0
 
 
 def test_each_skipped_step_is_reported_once_and_counted(logged):
@@ -223,21 +219,18 @@ def test_each_skipped_step_is_reported_once_and_counted(logged):
     assert scaler.state_dict()["skipped"] == 3
 
 
-def test_a_scale_that_falls_without_end_is_lost():
+def test_overflows_without_end_are_lost():
     scaler = LossScaler(CPU)
     while float(scaler.value) > SMALLEST:
         assert not scaler.lost
         moves(scaler, False)
     moves(scaler, False)
     assert scaler.lost
-
-
-def test_a_fixed_scale_that_always_overflows_is_lost():
-    scaler = LossScaler(CPU, 8.0)
-    moves(scaler, *[False] * (ENDLESS - 1), True, *[False] * (ENDLESS - 1))
-    assert not scaler.lost
-    moves(scaler, False)
-    assert scaler.lost
+    fixed = LossScaler(CPU, 8.0)
+    moves(fixed, *[False] * (ENDLESS - 1), True, *[False] * (ENDLESS - 1))
+    assert not fixed.lost
+    moves(fixed, False)
+    assert fixed.lost
 
 
 def test_scale_of_one_without_masters_touches_no_gradient():
@@ -312,14 +305,69 @@ def test_options_override_the_level():
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--opt-level", "O1", "--keep-batchnorm-fp32", "True"), ("--loss-scale", "large")],
+    [("--opt-level", "O1", "--keep-batchnorm-fp32", "True")]
+    + [("--loss-scale", scale) for scale in ("large", "0", "-1", "nan", "inf")],
+    ids=" ".join,
 )
 def test_options_without_a_meaning_are_refused(arguments):
     with pytest.raises(UserError, match=arguments[-2]):
         level_of(*arguments)
 
 
-@pytest.mark.parametrize("scale", ["0", "-1", "nan", "inf"])
-def test_loss_scale_must_be_a_positive_number(scale):
-    with pytest.raises(UserError, match="--loss-scale"):
-        level_of("--loss-scale", scale)
+# ---- two processes
+
+STEPS = 4
+OPTIONS = [
+    {},
+    {"delay_allreduce": True},
+    {"gradient_predivide_factor": 2.0},  # torch's own order
+    {"gradient_predivide_factor": 4.0},
+    {"allreduce_always_fp32": True, "delay_allreduce": True},
+]
+
+
+def plain_network():
+    """Without batch norm, so that the gradient of a batch is the mean over its images."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 5)
+    )
+
+
+def replicas(rank, size, cases):
+    """For each case, (options, what multiplies rank 1's losses): masters and loss scales."""
+    return [train_replica(rank, size, *case) for case in cases]
+
+
+def train_replica(rank, size, options, weights):
+    amp, model = Amp(World(CPU, rank, size)), plain_network()
+    optimizer = sgd(model.parameters(), 0.05, 0.9, 1e-3)
+    model, optimizer = amp.initialize(model, optimizer, "O2")
+    replica, scales = DistributedDataParallel(model, **options), []
+    for step in range(STEPS):
+        source = torch.Generator().manual_seed(step)
+        images = torch.randn(8, 3, 8, 8, generator=source).chunk(size)[rank]
+        targets = torch.randint(5, (8,), generator=source).chunk(size)[rank]
+        loss = F.cross_entropy(replica(images), targets) * (weights[step] if rank else 1)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scales.append(float(amp.scaler.value))
+    return [p.detach().tolist() for p in amp.master_params(optimizer)], scales
+
+
+def test_two_processes_update_as_one_on_the_joined_batch():
+    """And they skip a step together when one overflows: rank 1 in steps 0 and 2, here."""
+    cases = [(options, [1] * STEPS) for options in OPTIONS]
+    ((alone, _),) = in_processes(1, functools.partial(replicas, cases=cases[:1]))[0]
+    cases.append(({}, [1e8, 1, 1e8, 1]))
+    first, second = in_processes(2, functools.partial(replicas, cases=cases))
+    assert first == second
+    assert first[-1][1] == [2.0**15, 2.0**15, 2.0**14, 2.0**14]
+    start = plain_network()[0].weight.detach().half().float()
+    for masters, _ in first[:-1]:
+        assert not torch.equal(torch.tensor(masters[0]), start)
+        for ours, whole in zip(masters, map(torch.tensor, alone), strict=True):
+            limit = 2e-3 * float(whole.abs().max())
+            torch.testing.assert_close(torch.tensor(ours), whole, rtol=0, atol=limit)

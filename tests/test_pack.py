@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from batches import batches_of
 from conftest import draw_folder, draw_image, python
 from PIL import Image
 from preparing import SCRIPT, fail, run, succeed
@@ -22,12 +23,10 @@ from running import tiny
 from utils.data import pack
 from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex, check_same_classes, class_folders
-from utils.data.loaders import BadFiles, Batches
 from utils.errors import UserError
 from utils.samplers import Batch, EvalSampler, TrainSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-PLACE = (torch.device("cpu"), torch.contiguous_format, torch.float32)
 SIZE, ONE = 64, ("--workers", 1)
 
 
@@ -66,13 +65,11 @@ def epoch(root, ranks=1, workers=0, size=24):
     index, seen, bad = index_of(root), {}, {}
     for rank in range(ranks):
         sampler = TrainSampler(len(index), 12 // ranks, (rank, ranks), 1, seed=5)
-        noted = BadFiles(index, 100)
-        dataset = ImageBatches(index, size, seed=5, train=True)
-        batches = Batches(dataset, sampler, noted, PLACE, workers)
+        batches = batches_of(index, sampler, workers, size, bad_files=100)
         for asked, (images, targets) in zip(sampler, batches, strict=True):
             for image, pixels, target in zip(asked.indices, images, targets, strict=True):
                 seen[int(image)] = pixels.clone(), int(target)
-        bad |= noted.seen
+        bad |= batches.bad.seen
     return seen, bad
 
 
@@ -97,9 +94,8 @@ def test_evaluation_is_that_of_the_folder_bit_for_bit(source, packed):
         seen = []
         for root in (source, packed[0]):
             index = index_of(root, part)
-            dataset = ImageBatches(index, 24, seed=0, train=False)
             sampler = EvalSampler(len(index), 10, (0, 1))
-            batches = Batches(dataset, sampler, BadFiles(index, 9), PLACE, 0)
+            batches = batches_of(index, sampler, size=24, bad_files=9)
             seen.append([torch.cat(values) for values in zip(*batches, strict=True)])
         assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from batches import batches_of
 from conftest import python, summary
 from PIL import Image
 from running import snapshot, tiny
@@ -17,7 +18,6 @@ from utils import options
 from utils.data import images as im
 from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
-from utils.data.loaders import BadFiles, Batches
 from utils.data.preprocessing import IMAGENET, MEAN, STD, Preprocessing
 from utils.errors import UserError
 from utils.model import models
@@ -26,7 +26,6 @@ from utils.train import loop
 
 HALVES = (0.5, 0.5, 0.5)
 SIZES = ("image_size", "val_resize_size", "val_image_size")
-PLACE = (torch.device("cpu"), torch.contiguous_format, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +82,7 @@ def index(tmp_path) -> ImageIndex:
 
 def evaluated(index, wanted) -> torch.Tensor:
     """All images as evaluation sees them."""
-    dataset = ImageBatches(index, 224, 0, train=False)
-    sampler = EvalSampler(len(index), len(index), (0, 1))
-    batches = Batches(dataset, sampler, BadFiles(index, 0), PLACE, 1)
+    batches = batches_of(index, EvalSampler(len(index), len(index), (0, 1)), 1, size=224)
     batches.use(wanted)
     ((found, _),) = batches
     return found
@@ -158,9 +155,8 @@ def test_typed_sizes_win(monkeypatch, folder, line, size, short, crop, untyped):
 def test_a_size_of_evaluation_is_seen_in_evaluation_alone(index):
     wanted = IMAGENET.resized(64, None, 96)
     for train, size in ((False, 96), (True, 64)):
-        dataset = ImageBatches(index, 224, 0, train=train)
         sampler = TrainSampler(2, 2, (0, 1), 1, 0) if train else EvalSampler(2, 2, (0, 1))
-        batches = Batches(dataset, sampler, BadFiles(index, 0), PLACE, 0)
+        batches = batches_of(index, sampler, size=224)
         batches.use(wanted)
         ((found, _),) = batches
         assert found.shape == (2, 3, size, size)

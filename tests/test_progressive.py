@@ -8,13 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from batches import PLACE, SEED, batches_of, noise_index
 
 from utils import options
 from utils.data import preprocessing
-from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
-from utils.data.loaders import BadFiles, Batches
 from utils.data.preprocessing import Preprocessing
 from utils.errors import UserError
 from utils.model import models
@@ -72,13 +70,7 @@ def test_the_plan_in_words():
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory) -> ImageIndex:
-    root = tmp_path_factory.mktemp("progressive")
-    source = np.random.default_rng(0)
-    for i in range(18):
-        path = root / f"class_{i // 9}" / f"{i:02}.jpg"
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(source.integers(0, 256, (60, 50 + i, 3), np.uint8)).save(path)
-    return ImageIndex(root, ["class_0", "class_1"])
+    return noise_index(tmp_path_factory.mktemp("progressive"), 18, "jpg", 50, 60)
 
 
 SIZES = (16, 24, 16)
@@ -87,24 +79,21 @@ SIZES = (16, 24, 16)
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
 def test_an_epochs_batches_are_those_of_a_data_set_of_its_size(index, layout):
     """The same workers and slots for all sizes; resumed in the middle of the larger one, too."""
-    sampler = TrainSampler(len(index), 4, (0, 1), 1, 3)
+    sampler = TrainSampler(len(index), 4, (0, 1), 1, SEED)
     sampler.sizes = SIZES
-    place = (torch.device("cpu"), layout, torch.float32)
-    dataset = ImageBatches(index, 16, 3, train=True)
-    batches = Batches(dataset, sampler, BadFiles(index, 0), place, 1)
+    place = (PLACE[0], layout, torch.float32)
+    batches = batches_of(index, sampler, 1, place=place)
     batches.use(Preprocessing(image_size=20, val_resize_size=20))
     seen = set()
     for epoch, step in ((0, 0), (1, 2), (1, 0), (2, 0)):
         sampler.start_at(epoch, step)
         got = list(batches)
         seen.add(batches.loader.ring.images.data_ptr())
-        plain = TrainSampler(len(index), 4, (0, 1), 1, 3)
+        plain = TrainSampler(len(index), 4, (0, 1), 1, SEED)
         plain.start_at(epoch, step)
-        alone = ImageBatches(index, SIZES[epoch], 3, train=True)
-        for (images, targets), wanted in zip(got, plain, strict=True):
-            raw, labels, _ = alone.__getitems__(wanted)
-            shape = Batches(alone, plain, BadFiles(index, 0), place, 0)
-            assert torch.equal(images, shape._normalise(raw)) and torch.equal(targets, labels)
+        alone = batches_of(index, plain, size=SIZES[epoch], place=place)
+        for (images, targets), (others, labels) in zip(got, alone, strict=True):
+            assert torch.equal(images, others) and torch.equal(targets, labels)
             assert images.is_contiguous(memory_format=layout)
     assert len(seen) == 1, "one ring for the whole run"
     assert batches.loader.ring.images.shape[2:4] == (24, 24)

@@ -5,34 +5,25 @@ import os
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from batches import SEED, SIZE, batches_of, fetch, noise_index
 
 from utils.data import ring as ring_module
 from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
-from utils.data.loaders import BadFiles, Batches
 from utils.data.ring import Ring, RingLoader
 from utils.errors import UserError
 from utils.metrics import UNREADABLE
 from utils.samplers import Batch, EvalSampler, TrainSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-IMAGES, BATCH, SIZE, SEED = 30, 2, 16, 3
-PLACE = (torch.device("cpu"), torch.contiguous_format, torch.float32)
+IMAGES, BATCH = 30, 2
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory) -> ImageIndex:
-    root = tmp_path_factory.mktemp("ring")
-    source = np.random.default_rng(0)
-    for i in range(IMAGES):
-        path = root / f"class_{i // 10}" / f"{i:02}.jpg"
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(source.integers(0, 256, (90, 70 + i, 3), np.uint8)).save(path)
-    return ImageIndex(root, ["class_0", "class_1", "class_2"])
+    return noise_index(tmp_path_factory.mktemp("ring"), IMAGES, "jpg", 90, 70)
 
 
 def sampler() -> TrainSampler:
@@ -41,15 +32,10 @@ def sampler() -> TrainSampler:
 
 
 def plain(index):
-    """The batches of the epoch without workers, ring, or any saving."""
+    """The batches of the epoch without workers, ring, or partial decoding."""
     dataset = ImageBatches(index, SIZE, SEED, train=True)
     dataset.partly = False
-    return [dataset.__getitems__(batch)[:2] for batch in sampler()]
-
-
-def batches_of(index, workers):
-    dataset = ImageBatches(index, SIZE, SEED, train=True)
-    return Batches(dataset, sampler(), BadFiles(index, 0), PLACE, workers)
+    return [fetch(dataset, batch.indices)[:2] for batch in sampler()]
 
 
 def same(batches, got, expected):
@@ -61,27 +47,21 @@ def same(batches, got, expected):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_consumer_may_keep_every_batch(index, workers):
-    batches = batches_of(index, workers)
+def test_a_consumer_may_keep_batches_leave_and_begin_again(index, workers):
+    batches, expected, kept = batches_of(index, sampler(), workers), plain(index), []
     assert len(sampler()) > batches.loader.slots
-    for _ in range(2):
-        assert all(same(batches, list(batches), plain(index)))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_consumer_may_leave_and_begin_again(index, workers):
-    batches, expected, kept = batches_of(index, workers), plain(index), []
     for taken in (1, 2, 7):
         for number, batch in enumerate(batches, 1):
             kept.append((batch, expected[number - 1]))
             if number == taken:
                 break
-    assert all(same(batches, list(batches), expected))
+    for _ in range(2):
+        assert all(same(batches, list(batches), expected))
     assert all(same(batches, *zip(*kept, strict=True))), "what was kept stays as it was"
 
 
 def test_two_consumers_at_once(index):
-    batches, expected = batches_of(index, 0), plain(index)
+    batches, expected = batches_of(index, sampler()), plain(index)
     pairs = list(zip(batches, batches, strict=True))
     for got in zip(*pairs, strict=True):
         assert all(same(batches, got, expected))
@@ -137,15 +117,15 @@ def test_a_worker_killed_while_it_fills_a_slot_is_named(index):
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().fill(images, batch)
 
-    dataset = Deadly(index, SIZE, SEED, train=True)
-    batches = Batches(dataset, sampler(), BadFiles(index, 0), PLACE, 2)
+    batches = batches_of(index, sampler(), 2)
+    batches.loader.into_ring.dataset = Deadly(index, SIZE, SEED, train=True)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
         list(batches)
 
 
 def test_nothing_lies_in_dev_shm(index):
     """Neither under a name nor as a file without one, so that its size does not matter."""
-    batches = iter(batches_of(index, 2))
+    batches = iter(batches_of(index, sampler(), 2))
     kept = [next(batches), next(batches)]
     mapped = Path("/proc/self/maps").read_text().splitlines()
     files = {line.split("/", 1)[1] for line in mapped if "/" in line}
@@ -220,7 +200,7 @@ def test_uploads_through_a_page_locked_ring(index, monkeypatch, workers):
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    batches = batches_of(index, workers)
+    batches = batches_of(index, sampler(), workers)
     monkeypatch.setattr(torch.Tensor, "to", lambda x, device, **_: stream.upload(x))
     batches.stream, batches.loader.page_locked = stream, True
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a loader worker does: read, decode and crop a batch of images."""
+"""The work of a loader worker: read, decode and crop a batch of images."""
 
 import os
 import random
@@ -18,12 +18,12 @@ from utils.data.index import ImageIndex
 from utils.metrics import UNREADABLE
 from utils.samplers import Batch
 
-LONGEST_SEARCH = 10_000  # unreadable files in one batch: it is the disk then, not the files
+LONGEST_SEARCH = 10_000  # unreadable files in one batch; with more, the disk is at fault
 
 
 @dataclass
 class Reading:
-    """What making batches took: files and bytes read, seconds of reading and in all, bad files."""
+    """The cost of batches: files and bytes read, seconds of reading and in all, bad files."""
 
     files: int = 0
     bytes: int = 0
@@ -32,14 +32,14 @@ class Reading:
     faults: list[tuple[int, str]] = field(default_factory=list)  # (image, reason)
 
     def add(self, other: "Reading") -> None:
-        """Add what another batch took; its faults are left to the caller."""
+        """Add another batch's, but for its faults."""
         self.files += other.files
         self.bytes += other.bytes
         self.read_seconds += other.read_seconds
         self.seconds += other.seconds
 
     def count(self, size: int, began: float) -> None:
-        """Count one file of which ``size`` bytes have been read since ``began``."""
+        """Count one file, of which ``size`` bytes were read since ``began``."""
         self.files += 1
         self.bytes += size
         self.read_seconds += time.perf_counter() - began
@@ -48,12 +48,11 @@ class Reading:
 class ImageBatches(Dataset):
     """Whole batches of ``index``: training crops if ``train``, else centre crops.
 
-    ``size`` is their side where a batch does not name another. A batch is (images uint8 [n, size,
-    size, 3], targets int64 [n], `Reading`). A training image that cannot be read is replaced by the
-    next readable one in the index, so that no other sample moves; in evaluation it is black, and
-    its target is `UNREADABLE`. Augmentation is a function of (seed, epoch, image): see
-    `utils.samplers.Batch`. ``augment`` is called on each training crop (uint8 [3, size, size]) with
-    torch's random state set by the same three numbers.
+    A batch is (images uint8 [n, size, size, 3], targets int64 [n], `Reading`); ``size`` is the side
+    where the batch does not name another. A training image that cannot be read is replaced by the
+    next readable one in the index, so that no other sample moves; in evaluation it is black, with
+    target `UNREADABLE`. Augmentation is a function of (seed, epoch, image). ``augment`` is applied
+    to each training crop (uint8 [3, size, size]) with torch's random state seeded by these three.
     """
 
     def __init__(
@@ -70,9 +69,8 @@ class ImageBatches(Dataset):
         self.interpolation = "bilinear"
         self.augment: Callable[[Tensor], Tensor] | None = None
         self.partly = train  # decode no more than a crop needs, where that is possible
-        self.regions = True  # by the library for it, if it was built
-        # Stderr may be turned off meanwhile. For a process without other threads alone.
-        self.quietly = False
+        self.regions = True  # with the library for it, if it was built
+        self.quietly = False  # discard stderr meanwhile; only in a process without other threads
 
     def __getitems__(self, batch: Batch) -> tuple[Tensor, Tensor, Reading]:
         size = batch.size or self.size
@@ -81,9 +79,9 @@ class ImageBatches(Dataset):
         return images, torch.from_numpy(targets), reading
 
     def fill(self, images: Tensor, batch: Batch) -> tuple[np.ndarray, Reading]:
-        """Write the images of ``batch`` into ``images``, all of it: uint8 [n, size, size, 3].
+        """Write the images of ``batch`` into ``images`` (uint8 [n, size, size, 3]).
 
-        Returns: targets int64 [n], and what it took.
+        Returns: targets int64 [n], and the cost.
         """
         began = time.perf_counter()
         targets = np.full(len(batch.indices), UNREADABLE, np.int64)
@@ -98,9 +96,9 @@ class ImageBatches(Dataset):
         return targets, reading
 
     def _sample(self, wanted: int, epoch: int, out: Tensor, reading: Reading) -> int | None:
-        """Write the view of image ``wanted`` into ``out``, or of the one that stands in for it.
+        """Write the view of image ``wanted``, or of its replacement, into ``out``.
 
-        Returns: which one it is; None if there is none.
+        Returns: the index of the image; None if none is readable.
         """
         for step in range(len(self.index) if self.train else 1):
             if len(reading.faults) >= LONGEST_SEARCH:
@@ -121,14 +119,14 @@ class ImageBatches(Dataset):
         pixels, cut = self._pixels(image, key, len(out), reading)
         im.view(pixels, cut, self.interpolation, out)
         if self.train and self.augment:
-            # Without workers this is the training process, whose own random state must stay.
+            # Without workers this is the training process, whose own random state must not change.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(random.Random(key).getrandbits(63))
-                # A copy, as some transforms return their argument, and some write into it.
+                # Of a copy: some transforms return their argument, and some write into it.
                 out.copy_(self.augment(out.clone().permute(2, 0, 1)).permute(1, 2, 0))
 
     def _pixels(self, image: int, key: int, size: int, reading: Reading) -> tuple[Tensor, im.Cut]:
-        """Pixels of an image, no more than its view needs, and what to cut out of them."""
+        """The pixels that the view of an image needs, and how to cut the view out of them."""
         pack = self.index.pack
         if pack is not None and (shape := pack.shape(image)) is not None:
             cut = self._cut(shape, key, size)
@@ -163,5 +161,5 @@ def _read_file(path: str) -> bytes:
 
 
 def _open(path: str, flags: int) -> int:
-    # A pipe that nobody writes into would hold the worker up for ever; files are as without it.
+    # Opening a pipe without a writer would block forever; the flag does not affect files.
     return os.open(path, flags | os.O_NONBLOCK)

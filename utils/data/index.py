@@ -1,12 +1,10 @@
 """The images of a data set: DATA/train/CLASS/*.JPEG and DATA/val/CLASS/*.JPEG, or packs of them.
 
 Listing 1.28 million files takes seconds on a warm local disk and minutes on a cold network disk.
-The listing is kept in the folder itself, class by class, with the modification times of the folders
-it was made from: adding, removing or renaming a file changes one of them, and that class is listed
-anew.
+So the list is cached in the folder itself, class by class, with the modification times of its
+folders: adding, removing or renaming a file changes one of them, and the class is listed again.
 """
 
-import errno
 import io
 import json
 import os
@@ -28,11 +26,11 @@ from utils.errors import UserError
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 _SUFFIXES = tuple(suffix.encode() for suffix in SUFFIXES)
 CACHE = ".index.npz"
-# A folder that changed this short a time before it was listed may change once more within the same
-# tick of the file system's clock, unnoticed: such a listing is not kept.
+# A folder that changed so shortly before it was listed may change again within the same tick of the
+# file system's clock, unnoticed: its listing is not reused.
 RACY_SECONDS = 2.0
-THREADS = 8  # a network disk answers many questions at once
-SIZES_ASKED = 10_000  # files, spread over the data set, whose sizes stand for all
+THREADS = 8  # a network disk serves many requests at once
+SIZES_ASKED = 10_000  # files, spread over the data set, that estimate the mean size
 
 
 class Listing(NamedTuple):
@@ -45,21 +43,19 @@ class Listing(NamedTuple):
 class ImageIndex:
     """The images below ``root``/CLASS/: paths, and class numbers by the order of ``classes``.
 
-    ``root`` may also be a pack (see `utils.data.pack`), whose paths are those of the folder that it
-    was made from, as if they were in ``root``.
-
-    Paths are one byte array with offsets: 1.28 million Python strings would be copied, page by
-    page, into the memory of every loader worker as reference counts change.
+    ``root`` may also be a pack (see `utils.data.pack`), with the paths of the folder that it was
+    made from, as if they were in ``root``. Paths are in one byte string: 1.28 million Python
+    strings would be copied into the memory of every loader worker as their reference counts change.
     """
 
     def __init__(self, root: Path, classes: list[str], shows: bool = False):
-        """List the folder, or read the list that an earlier run has left in it.
+        """List the folder, or read the list that an earlier run has cached.
 
-        ``shows``: draw a progress bar. Raises `UserError`: a class folder is missing or has no
-        image, or a pack is not whole.
+        ``shows``: draw a progress bar. Raises: `UserError` for a class folder that is missing or
+        has no image, or an incomplete pack.
         """
         self.root, self.classes = str(root), classes
-        self.pack: pack.Pack | None = None  # where pixels come from, if not from files
+        self.pack: pack.Pack | None = None  # the source of the pixels, if not files
         if pack.is_pack(root):
             self.pack, self.blob, counts = pack.select(self.root, classes)
         else:
@@ -68,10 +64,8 @@ class ImageIndex:
             counts = [listing.paths.count(b"\0") for listing in found]
         for name, count in zip(classes, counts, strict=True):
             if not count:
-                raise UserError(
-                    f"class folder {root}/{name} has no images ({' '.join(SUFFIXES)})",
-                    alike=True,
-                )
+                text = f"class folder {root}/{name} has no images ({' '.join(SUFFIXES)})"
+                raise UserError(text, alike=True)
         self.starts = pack.path_starts(self.blob)
         self.targets = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
 
@@ -84,20 +78,17 @@ class ImageIndex:
         return os.path.join(self.root, os.fsdecode(name))
 
     def stored(self, image: int) -> tuple[str, int, int | None]:
-        """Where image ``image`` lies: a file, the place in it, and bytes (None: to its end)."""
+        """The file of ``image``, its offset there, and its bytes (None: to the end)."""
         return self.pack.stored(image) if self.pack else (self.path(image), 0, None)
 
     def fingerprint(self) -> str:
-        """Short text that is the same on two nodes if and only if their file names are.
-
-        A pack's is another than that of the folder that it was made from.
-        """
+        """A short text, equal on two nodes with equal file names (and pixels, if packed)."""
         packed = f", packed with {self.pack.size} pixels" if self.pack else ""
         number = f"{len(self)} images in {len(self.classes)} classes"
         return f"{number}{packed} ({zlib.crc32(self.blob):08x})"
 
     def class_fingerprints(self) -> dict[str, str]:
-        """The same for each class, by its name: shows which one differs."""
+        """The fingerprint of each class, by its name, to find one that differs."""
         ends, found = np.searchsorted(self.targets, np.arange(len(self.classes) + 1)), {}
         for name, start, end in zip(self.classes, ends[:-1], ends[1:], strict=True):
             names = self.blob[self.starts[start] : self.starts[end]]
@@ -105,9 +96,9 @@ class ImageIndex:
         return found
 
     def sample_sizes(self) -> tuple[float, str]:
-        """Mean size in bytes, and a text that differs where the sizes do (or a pack's contents).
+        """Mean size in bytes, and a fingerprint of the sizes (of the contents of a pack).
 
-        Of a folder, of `SIZES_ASKED` files evenly spread over it.
+        In a folder, of `SIZES_ASKED` files evenly spread over it.
         """
         if self.pack is not None:
             records = self.pack.records
@@ -149,19 +140,11 @@ def select_classes(choice: str | None, folders: list[str]) -> list[str]:
         return folders[: int(choice)]
     wanted = choice.split(",")
     if os.path.isfile(choice):
-        try:
-            wanted = Path(choice).read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError):
-            wanted = ["\0"]
-        if any("\0" in name for name in wanted):
-            raise UserError(
-                f"--classes {choice} is no text file: list class names in it, one per line",
-                alike=True,
-            )
+        wanted = Path(choice).read_text(encoding="utf-8", errors="replace").split("\n")
     wanted = sorted({name.strip() for name in wanted} - {""})
     unknown = [name for name in wanted if name not in folders]
     if unknown or not wanted:
-        named = ", ".join(unknown[:3]) or "nothing"
+        named = ", ".join(ascii(name)[1:60].rstrip("'") for name in unknown[:3]) or "nothing"
         raise UserError(f"--classes names {named}, which is not a class folder", alike=True)
     return wanted
 
@@ -174,16 +157,14 @@ def check_same_classes(root: Path, part: str, classes: list[str], subset: bool) 
     if missing or extra:
         only = [f"only train has {', '.join(missing[:3])}"] * bool(missing)
         only += [f"only {part} has {', '.join(extra[:3])}"] * bool(extra)
-        raise UserError(
-            f"{root}/train and {root}/{part} have different classes: {'; '.join(only)}",
-            alike=True,
-        )
+        text = f"{root}/train and {root}/{part} have different classes: {'; '.join(only)}"
+        raise UserError(text, alike=True)
 
 
 def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listing]:
     """The listing of each class folder ``root/CLASS``, from the cache where that is up to date.
 
-    ``shows``: draw a progress bar on a terminal, and say when the cache cannot be written. Raises:
+    ``shows``: draw a progress bar on a terminal, and report a cache that cannot be written. Raises:
     `UserError`.
     """
     known = _read_cache(root)
@@ -221,8 +202,8 @@ def class_names(root: Path) -> list[str]:
 def image_files(root: Path, name: str, folders: dict[str, int]) -> list[bytes]:
     """Paths relative to ``root`` of the images in ``root/name`` and its sub-folders, unsorted.
 
-    Adds the folders to ``folders`` (see `Listing`). No file is asked for its size: for 1.28 million
-    that takes as long as all the rest. Raises: `UserError` for a folder that cannot be read.
+    Adds the folders to ``folders`` (see `Listing`). No file is looked at: for 1.28 million that
+    would double the time. Raises: `UserError` for a folder that cannot be read.
     """
     found: list[bytes] = []
     waiting = [os.fsencode(name)]
@@ -236,7 +217,7 @@ def image_files(root: Path, name: str, folders: dict[str, int]) -> list[bytes]:
             with os.scandir(place) as entries:
                 for entry in entries:
                     file = entry.name
-                    # A hidden file is no sample: editors, copies under way and macOS leave them.
+                    # Hidden files are not samples: editors, copy programs and macOS leave them.
                     if file.startswith(b"."):
                         continue
                     if file.lower().endswith(_SUFFIXES):
@@ -254,14 +235,12 @@ def _is_folder(entry: os.DirEntry[Any], top: Path) -> bool:
     """Whether an ``entry`` below ``top`` is a folder. Raises: `UserError` for a loop of links."""
     try:
         return entry.is_dir()
-    except OSError as fault:
-        if fault.errno != errno.ELOOP:
-            raise
-    link = Path(os.fsdecode(entry.path))
-    # Such as a/up -> .., which is found as a/up/a/up/a/up...: name its first occurrence.
-    names = link.relative_to(top).parts
-    first = top.joinpath(*names[: names.index(names[-1]) + 1])
-    raise UserError(f"{first} is a link that leads back to itself: remove it", alike=True)
+    except OSError:
+        # A link such as a/up -> .. is found as a/up/a/up/a/up...: name its first occurrence.
+        names = Path(os.fsdecode(entry.path)).relative_to(top).parts
+        first = top.joinpath(*names[: names.index(names[-1]) + 1])
+        text = f"{first} is a link that leads back to itself: remove it"
+        raise UserError(text, alike=True) from None
 
 
 def _fresh(root: Path, listing: Listing) -> bool:

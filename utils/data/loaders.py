@@ -170,7 +170,7 @@ class Batches:
 
 @dataclass
 class Loaders:
-    """The batches of a run; None where there is no such part, or no use for it."""
+    """The batches of a run's parts; None for a part that is missing or not needed."""
 
     classes: list[str]
     train: Batches | None = None
@@ -183,7 +183,7 @@ class Loaders:
             part.use(wanted)
 
     def use_batch(self, batch: int) -> None:
-        """Let the batches of all parts have ``batch`` images. Before the first one."""
+        """Set the batch size of all parts, before the first iteration."""
         for part in filter(None, (self.train, self.val, self.test)):
             part.sampler.use_batch(batch)
 
@@ -191,9 +191,8 @@ class Loaders:
 def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
     """Index DATA/train, DATA/val and, if present, DATA/test; make their loaders for this rank.
 
-    ``dtype`` is what the first layer computes with. Raises: `UserError` for missing folders,
-    classes that differ between train and val, too few images, or a data set that differs between
-    nodes.
+    ``dtype`` is that of the first layer. Raises: `UserError` for missing folders, classes that
+    differ between train and val, too few images, or a data set that differs between nodes.
     """
     if args.dummy:
         return Loaders([str(number) for number in range(args.dummy_classes)])
@@ -214,7 +213,7 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
 def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torch.dtype) -> Batches:
     """The batches of DATA/``part``: training crops of train, else centre crops."""
     root, train = Path(args.data) / part, part == "train"
-    # The first process of a node lists the folder, the others find the list in the cache.
+    # The first process of a node lists the folder; the others read its cache.
     index = first_on_node(lambda: ImageIndex(root, classes, shows=world.local_rank == 0), world)
     check_alike(
         f"the data set's {root.name} folder", index.fingerprint(), world, index.class_fingerprints
@@ -227,7 +226,7 @@ def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torc
         if len(index) < 2 * world.size * args.accum_steps:
             raise UserError(
                 f"{len(index)} training images are too few for {world.size} processes x "
-                f"{args.accum_steps} accumulation steps (at least 2 each)",
+                f"{args.accum_steps} accumulation steps (at least 2 for each)",
                 alike=True,
             )
         sampler = TrainSampler(len(index), batch, ranks, args.accum_steps, args.seed)

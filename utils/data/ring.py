@@ -1,16 +1,16 @@
 """A ring of batches in memory that the training process shares with its loader's workers.
 
-Workers write pixels straight into a slot of the ring, and the slots are used again and again: no
-batch is allocated, copied into shared memory, or mapped into another process. The memory is
-anonymous, so it neither fills /dev/shm nor outlives the processes, whatever ends them.
+Workers write pixels straight into a slot of the ring, and slots are reused: no batch is allocated,
+copied into shared memory, or mapped into another process. The memory is anonymous, so it neither
+fills /dev/shm nor outlives the processes.
 
-Only the training process gives slots away. It names a free one when it asks for a batch, and takes
-it back when the batch has been copied or uploaded: `Ring.free_after`.
+Only the training process assigns slots: it names a free one when it asks for a batch, and frees it
+(`Ring.free_after`) when the batch has been copied or uploaded.
 
-Signals to stop never reach the workers. Ctrl-C and a scheduler's SIGTERM go to the whole process
-group, but the training process needs its workers until the snapshot is written: they have these
-signals blocked from the fork on. To ignore them would leave a gap after the fork, and DataLoader
-gives its workers a handler of SIGTERM that ends them.
+Workers have the signals that stop a run blocked from the fork on. Ctrl-C and a scheduler's SIGTERM
+go to the whole process group, but the training process needs its workers until the snapshot is
+written. Ignoring the signals would leave a gap after the fork, and DataLoader installs a handler of
+SIGTERM.
 """
 
 import functools
@@ -36,11 +36,11 @@ from utils.launch import supervise
 from utils.samplers import Batch, EvalSampler, TrainSampler
 
 log = logging.getLogger(__name__)
-PREFETCH = 2  # batches that are asked for in advance, per worker
-MORE_SLOTS = 2  # than those: for the batch that is about to be uploaded, and for one on its way
+PREFETCH = 2  # batches per worker that are requested in advance
+MORE_SLOTS = 2  # for the batch that is about to be uploaded, and for the one being uploaded
 PAGE = mmap.PAGESIZE
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
-BEGIN_SECONDS = 10.0  # a fork takes milliseconds; a slow one that is done again costs nothing else
+BEGIN_SECONDS = 10.0  # a fork takes milliseconds, and repeating a slow one does no harm
 TRIES = 5
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Slurm sends the last one
 
@@ -82,36 +82,38 @@ class Ring:
         self._locked = False
 
     def room(self, slot: int, number: int, size: int = 0) -> Tensor:
-        """Where ``number`` images of ``size`` x ``size`` pixels (0: as large as they may be) are
-        written in a slot: uint8 [number, size, size, 3], contiguous."""
+        """The place of ``number`` images in a slot: uint8 [number, size, size, 3], contiguous.
+
+        ``size`` 0: the ring's.
+        """
         images = self.images[slot]
         if size in (0, images.shape[1]):
             return images[:number]
         return images.view(-1)[: number * size * size * 3].view(number, size, size, 3)
 
     def restart(self) -> None:
-        """Take back the slots of batches that nobody has asked for any more.
+        """Free the slots of batches that an interrupted iteration did not fetch.
 
-        To be called when no worker writes: before the first task of an iteration.
+        Call it when no worker writes: before the first task of an iteration.
         """
         known = {slot for slot, _ in self._free}
         self._free.extend((slot, None) for slot in range(len(self.images)) if slot not in known)
 
     def take(self) -> int:
-        """A free slot: the one that was given back first, once its batch has passed."""
+        """The slot that was freed first, once its upload has passed."""
         slot, passed = self._free.popleft()
         if passed is not None:
             passed.synchronize()
         return slot
 
     def free_after(self, slot: int, passed: torch.cuda.Event | None = None) -> None:
-        """Give a slot back, to be written again after the event ``passed`` (None: at once)."""
+        """Free a slot, to be written again after the event ``passed`` (None: at once)."""
         self._free.append((slot, passed))
 
     def lock_pages(self) -> None:
-        """Let the GPU copy straight out of the ring, beside its computation.
+        """Page-lock the ring, so that the GPU copies from it while it computes.
 
-        After the workers were forked. Where it fails, uploads are only slower.
+        Call it after the workers were forked. If it fails, uploads are only slower.
         """
         if self._locked:
             return
@@ -125,17 +127,16 @@ class Ring:
                 f"{int(fault)}): uploads are slower; ulimit -l may be too low"
             )
             return
-        # Not at the interpreter's end, when CUDA is gone already.
+        # Not at the interpreter's exit, after CUDA's.
         weakref.finalize(self, runtime.cudaHostUnregister, place).atexit = False
 
 
 class RingLoader:
-    """The batches that ``sampler`` asks for of ``dataset``, in slots of a ring.
+    """The batches of ``dataset`` that ``sampler`` asks for, in slots of a ring.
 
-    Iterating gives `Filled`; each must be given back with ``ring.free_after`` before the next one
-    is taken. The ring is made with the first iteration. ``page_locked``: for uploads to a GPU.
-    Workers stay for all iterations; one that is left before its end delays the next until they
-    have ended what they were doing.
+    Iterating gives `Filled`; free each slot with ``ring.free_after`` before taking the next.
+    ``page_locked``: for uploads to a GPU. Workers stay for all iterations; the one after an
+    interrupted iteration waits until they have finished their tasks.
     """
 
     def __init__(
@@ -153,16 +154,16 @@ class RingLoader:
             batch_sampler=self.tasks,
             num_workers=workers,
             prefetch_factor=PREFETCH if workers else None,
-            collate_fn=_as_it_is,
+            collate_fn=lambda filled: filled,
             worker_init_fn=_begin_worker,
-            # A process that was itself spawned would spawn its workers: each would import torch.
+            # A spawned process would spawn its workers, and each would import torch.
             multiprocessing_context=WorkerContext() if workers else None,
             persistent_workers=workers > 0,
         )
 
     @functools.cached_property
     def ring(self) -> Ring:
-        """Made when it is needed first: until then the size of the images may change."""
+        """Made with the first iteration: until then the size of the images may change."""
         return Ring(self.slots, self.tasks.sampler.largest, self.dataset.size)
 
     def __iter__(self) -> Iterator[Filled]:
@@ -181,8 +182,8 @@ class _Tasks:
         self.ring: Ring
 
     def __iter__(self) -> Iterator[Batch]:
-        # A generator begins with its first item. DataLoader asks for that when all workers have
-        # ended what they did for an iteration that was left.
+        # A generator starts with its first item. DataLoader asks for that when all workers have
+        # finished the tasks of an interrupted iteration.
         self.ring.restart()
         for batch in self.sampler:
             yield batch._replace(slot=self.ring.take())
@@ -200,10 +201,6 @@ class _IntoRing(Dataset):
         return Filled(batch.slot, *self.dataset.fill(images, batch), batch.size)
 
 
-def _as_it_is(filled: Filled) -> Filled:
-    return filled
-
-
 def _begin_worker(_: int) -> None:
     get_worker_info().dataset.dataset.quietly = True
 
@@ -211,13 +208,13 @@ def _begin_worker(_: int) -> None:
 class Worker(ForkProcess):
     """A forked process with `STOPS` blocked; `start` returns when it runs.
 
-    One whose fork got stuck is forked again: when a thread of C++ code, of which torch has some, is
-    about to enter Python, the child may wait for the interpreter's lock forever
+    A fork that hangs is repeated: when one of torch's C++ threads is about to enter Python, the
+    child may wait for the interpreter's lock forever
     (https://github.com/python/cpython/issues/112275, fixed in Python 3.12).
     """
 
     def start(self) -> None:
-        """Fork until the child says that it runs. Raises: RuntimeError when none ever does."""
+        """Fork until the child reports that it runs. Raises: RuntimeError when none does."""
         task = self._target, self._args, self._kwargs  # start() forgets them
         for _ in range(TRIES):
             self._target, self._args, self._kwargs = task
@@ -229,21 +226,21 @@ class Worker(ForkProcess):
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(self._pipe[1])
-            # The end of the pipe counts as well: who has died is DataLoader's to find.
+            # Also at the end of the pipe: DataLoader finds out that the child has died.
             begun = multiprocessing.connection.wait([self._pipe[0]], BEGIN_SECONDS)
             os.close(self._pipe[0])
             if begun:
-                # At its exit, multiprocessing ends the workers of an iterator that is still held
-                # by a SIGTERM, which never reaches them, and would then wait for them forever.
+                # At exit, multiprocessing stops the workers of a live iterator by SIGTERM, which
+                # is blocked, and would then wait for them forever.
                 self._popen.terminate = self._popen.kill
                 return
             self.kill()
             self.join()
             self._popen = None
-        raise RuntimeError(f"none of {TRIES} forks of a data loading worker came to run")
+        raise RuntimeError(f"{TRIES} forks of a data loading worker hung")
 
     def run(self) -> None:
-        """In the child: end with the training process, say that it runs, and do the task."""
+        """In the child: exit with the training process, report that it runs, and do the task."""
         supervise.die_with_parent(self._trainer)
         os.write(self._pipe[1], b".")
         for end in self._pipe:

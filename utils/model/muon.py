@@ -1,10 +1,10 @@
-"""Muon: momentum, made orthogonal, for the matrices inside a model; AdamW for the rest of it.
+"""Muon: orthogonalised momentum for the matrices inside a model, AdamW for the rest.
 
 K. Jordan 2024, kellerjordan.github.io/posts/muon, with the scale of Liu et al. 2025
-(arXiv:2502.16982), by which AdamW's learning rate and decay are right for it, too. torch.optim.Muon
-takes matrices alone: here a convolution is the matrix of its filters, [out, in x height x width].
-Such wide ones are made orthogonal by way of their Gram matrices, in half the time: "Gram
-Newton-Schulz", with a restart (dao-lab.ai/blog/2026/gram-newton-schulz).
+(arXiv:2502.16982), which makes AdamW's learning rate and decay fit. torch.optim.Muon takes only
+matrices: here a convolution is the matrix of its filters, [out, in x height x width]. Wide matrices
+are orthogonalised by their Gram matrices, in half the time: "Gram Newton-Schulz", with a restart
+(dao-lab.ai/blog/2026/gram-newton-schulz).
 """
 
 import math
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.launch.world import has_amx
+from utils.launch.world import has_amx, local
 
 ITERATIONS, EPSILON = 5, 1e-7
-WIDE = 2  # columns : rows, from which on the way by Gram matrices is the shorter one
-# Iterations from one Gram matrix; it is made anew in between, before rounding errors, which act as
-# negative eigenvalues, have grown. In bfloat16, 3 and 2 end closest to the exact iteration.
+WIDE = 2  # columns : rows, from which on Gram matrices are faster
+# Iterations per Gram matrix. It is recomputed before rounding errors, which act as negative
+# eigenvalues, have grown. In bfloat16, 3 and 2 end closest to the exact iteration.
 STAGES = (3, 2)
 A, B, C = 3.4445, -4.7750, 2.0315  # of the quintic polynomial: the steepest at zero
 
@@ -35,44 +35,59 @@ class Muon(torch.optim.Optimizer):
         fused: bool = False,
         dtype: torch.dtype | None = None,
     ):
-        """``groups`` say their own weight decay. ``fused``: of AdamW. ``dtype``: that in which
-        matrices are made orthogonal; by default bfloat16 on a GPU that has it, else float32."""
+        """``groups`` have their own weight decay. ``fused``: let a loss scaler skip steps on the
+        device, as AdamW's fused kernel does. ``dtype`` of the orthogonalisation: by default
+        bfloat16
+        where that is fast, else float32."""
         rest = [group for group in groups if not group.get("muon")]
         self.adamw = torch.optim.AdamW(rest, lr, betas=betas, fused=fused)
         groups = [group for group in groups if group.get("muon")] + self.adamw.param_groups
         super().__init__(groups, {"lr": lr})
         self.momentum = momentum
+        self._step_supports_amp_scaling = fused  # asks scalers for grad_scale and found_inf
         self.dtype = dtype or _fast_dtype(groups[0]["params"][0].device)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Update all weights that have gradients. There is no ``closure``."""
+        """Update all weights that have gradients. ``closure`` is not supported."""
         # Loading a state replaces both.
         self.adamw.param_groups = [g for g in self.param_groups if not g.get("muon")]
         self.adamw.state = self.state
+        found = getattr(self, "found_inf", None)
+        self.adamw.grad_scale, self.adamw.found_inf = getattr(self, "grad_scale", None), found
         self.adamw.step()
+        if found is not None:
+            found = (found.full_tensor() if hasattr(found, "full_tensor") else found) > 0
         for group in self.param_groups:
             if group.get("muon"):
                 for weight in group["params"]:
-                    self._update(weight, group["lr"], group["weight_decay"])
+                    if weight.grad is not None:
+                        self._update(weight, group["lr"], group["weight_decay"], found)
 
-    def _update(self, weight: nn.Parameter, lr: float, decay: float) -> None:
-        if weight.grad is None:
-            return
+    def _update(self, weight: nn.Parameter, lr: float, decay: float, skip: Tensor | None) -> None:
+        """``skip``: a bool on the device that leaves weight and momentum as they are."""
         state = self.state[weight]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight)
-        mean = state["momentum_buffer"].lerp_(weight.grad, 1 - self.momentum)
+        mean, gradient, own = state["momentum_buffer"], local(weight.grad), local(weight)
+        if self.adamw.grad_scale is not None:
+            gradient.div_(self.adamw.grad_scale)
+        if skip is not None:
+            before = own.clone()
+            gradient.copy_(torch.where(skip, local(mean), gradient))  # lerp_ of equals is exact
+        mean.lerp_(weight.grad, 1 - self.momentum)
         update = weight.grad.lerp(mean, self.momentum)  # Nesterov's
         rows, columns = len(weight), weight.numel() // len(weight)
         weight.mul_(1 - lr * decay)
         scale = 0.2 * math.sqrt(max(rows, columns))  # AdamW's updates have a mean square of 0.2^2
         weight.add_(_orthogonal(update, self.dtype), alpha=-lr * scale)
+        if skip is not None:
+            own.copy_(torch.where(skip, before, own))
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """About U V^T of the singular value decomposition U S V^T of a matrix, by Newton's and
-    Schulz's iteration in ``dtype``; singular values end between 0.5 and 1.5."""
+    """About U V^T of the singular value decomposition U S V^T of a matrix, by Newton-Schulz
+    iteration in ``dtype``; singular values end between 0.5 and 1.5."""
     x = matrix.to(dtype, copy=True)
     if len(x) > x.shape[1]:
         x = x.T
@@ -88,23 +103,23 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _factor(gram: Tensor, iterations: int) -> Tensor:
-    """By what some iterations multiply a matrix from the left, given its product with itself."""
+    """The matrix by which some iterations multiply another from the left, given its Gram matrix."""
     factor = None
     for left in reversed(range(iterations)):
         step = torch.addmm(gram, gram, gram, beta=B, alpha=C)
         step.diagonal().add_(A)
         factor = step if factor is None else step @ factor
         if left:
-            gram = step @ gram @ step  # all of these are polynomials of one matrix, and symmetric
+            gram = step @ gram @ step  # polynomials of one symmetric matrix commute
     return factor
 
 
 def _orthogonal(update: Tensor, dtype: torch.dtype) -> Tensor:
-    """`orthogonal` of a weight's update of any shape; a sharded one is put together for it."""
-    shares = hasattr(update, "full_tensor")
-    whole = update.full_tensor() if shares else update
+    """`orthogonal` of a weight's update of any shape; a sharded one is gathered for it."""
+    sharded = hasattr(update, "full_tensor")
+    whole = update.full_tensor() if sharded else update
     found = orthogonal(whole.reshape(len(whole), -1), dtype).reshape(whole.shape)
-    if not shares:
+    if not sharded:
         return found
     from torch.distributed.tensor import distribute_tensor  # half a second to import
 
@@ -112,18 +127,18 @@ def _orthogonal(update: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fast_dtype(device: torch.device) -> torch.dtype:
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.bfloat16
-    if device.type == "cpu" and has_amx():
-        return torch.bfloat16
-    return torch.float32
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = device.type == "cpu" and has_amx()
+    return torch.bfloat16 if fast else torch.float32
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trained weights that Muon is for: of linear layers, attention and convolutions.
+    """The trained weights for Muon: of linear layers, attention and convolutions.
 
-    Not the first layer, which sees pixels, nor the last one, whose rows are classes, as Muon's
-    author has it; nor convolutions in groups, whose filters do not see each other's channels.
+    As by Muon's author, not of the first layer, which sees pixels, nor the last, whose rows are
+    classes; nor of grouped convolutions, whose filters see different channels.
     """
     layers = (nn.Linear, nn.Conv2d, nn.MultiheadAttention)
     found = [module for module in model.modules() if isinstance(module, layers)]

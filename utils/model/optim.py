@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from utils.errors import UserError
-from utils.launch.world import local
 from utils.model.schedules import USUAL_LR
 
 NAMES = tuple(USUAL_LR)
@@ -47,10 +46,7 @@ def build(args: Any, model: nn.Module) -> torch.optim.Optimizer:
         from utils.model.muon import Muon, hidden_matrices
 
         groups = _groups(model, hidden_matrices(model), decay, args.wd_norm)
-        optimizer = Muon(groups, lr, momentum, betas, fused)
-        if fused:
-            skip_on_device(optimizer)
-        return optimizer
+        return Muon(groups, lr, momentum, betas, fused)
     groups = _groups(model, None, decay, args.wd_norm)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr, betas=betas, weight_decay=decay, fused=fused)
@@ -134,47 +130,3 @@ def _fused_takes_shards() -> bool:
         return False
     handlers.setdefault(torch.ops.aten._fused_sgd_.default, step)
     return True
-
-
-def skip_on_device(optimizer: torch.optim.Optimizer) -> None:
-    """Let ``optimizer`` skip a step after an overflow on the device, like torch's fused ones.
-
-    A loss scaler gives it ``grad_scale`` (or None) and ``found_inf``, a flag on the device. It
-    always steps; after an overflow weights and state are restored from copies, which double their
-    memory during a step.
-    """
-    copies: dict[tuple[nn.Parameter, str], Tensor] = {}
-
-    def tensors() -> dict[tuple[nn.Parameter, str], Tensor]:
-        """All that a step changes: each weight with a gradient, and its state."""
-        weights = [p for group in optimizer.param_groups for p in group["params"]]
-        found = {(p, ""): local(p) for p in weights if p.grad is not None}
-        for p, _ in list(found):
-            state = optimizer.state[p].items()
-            found |= {(p, name): local(t) for name, t in state if isinstance(t, Tensor)}
-        return found
-
-    @torch.no_grad()
-    def before(*_: Any) -> None:
-        if getattr(optimizer, "found_inf", None) is None:
-            return
-        copies.update({key: tensor.clone() for key, tensor in tensors().items()})
-        if getattr(optimizer, "grad_scale", None) is not None:
-            gradients = [local(p.grad) for p, name in copies if not name]
-            torch._foreach_div_(gradients, optimizer.grad_scale)
-
-    @torch.no_grad()
-    def after(*_: Any) -> None:
-        found = getattr(optimizer, "found_inf", None)
-        if found is None:
-            return
-        overflow = (found.full_tensor() if hasattr(found, "full_tensor") else found) > 0
-        for key, tensor in tensors().items():
-            # State that the first step has made starts from zero.
-            copy = copies[key] if key in copies else torch.zeros_like(tensor)
-            tensor.copy_(torch.where(overflow, copy, tensor))
-        copies.clear()
-
-    optimizer._step_supports_amp_scaling = True
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)

@@ -1,0 +1,39 @@
+"""A small data set of noise and its batches, for the tests of the input path."""
+
+import numpy as np
+import torch
+from PIL import Image
+
+from utils.data.dataset import ImageBatches
+from utils.data.index import ImageIndex
+from utils.data.loaders import BadFiles, Batches
+from utils.samplers import Batch, TrainSampler
+
+SIZE, SEED = 16, 3
+PLACE = (torch.device("cpu"), torch.contiguous_format, torch.float32)
+
+
+def noise_index(root, images=24, suffix="png", height=20, width=30) -> ImageIndex:
+    """Noise in 3 classes, but the blue of every pixel of image i is 10 * i, however it is cropped.
+
+    Image i is ``height`` + i pixels high.
+    """
+    source = np.random.default_rng(0)
+    for i in range(images):
+        pixels = source.integers(0, 256, (height + i, width, 3), np.uint8)
+        pixels[..., 2] = 10 * i % 256
+        path = root / f"class_{3 * i // images}" / f"{i:02}.{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    return ImageIndex(root, ["class_0", "class_1", "class_2"])
+
+
+def batches_of(index, sampler, workers=0, size=SIZE, place=PLACE, bad_files=0) -> Batches:
+    """The batches of ``sampler``: training crops, or centre crops of an `EvalSampler`."""
+    dataset = ImageBatches(index, size, SEED, train=isinstance(sampler, TrainSampler))
+    return Batches(dataset, sampler, BadFiles(index, bad_files), place, workers)
+
+
+def fetch(dataset, wanted, epoch=0):
+    """Images uint8 [n, s, s, 3], targets, and what reading them took."""
+    return dataset.__getitems__(Batch(epoch, np.array(wanted)))
