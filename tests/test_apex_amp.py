@@ -132,8 +132,8 @@ def test_options_reach_apex(site, options, changes):
     site(STAND_IN_APEX)
     args, model = parsed(*options), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    levels = args.opt_level, args.keep_batchnorm_fp32, args.loss_scale
-    choice.Amp().initialize(model, optimizer, *levels)
+    overrides = {name: getattr(args, name) for name in ("keep_batchnorm_fp32", "loss_scale")}
+    choice.Amp().initialize(model, optimizer, args.opt_level, **overrides)
     assert importlib.import_module("apex").calls[0][2] == changes
 
 

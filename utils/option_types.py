@@ -1,4 +1,4 @@
-"""What the command lines share: kinds of values, recipes, gone options, the layout of the help."""
+"""Shared by all command lines: types of values, recipes, removed options, the layout of --help."""
 
 import argparse
 import math
@@ -157,7 +157,7 @@ def recipe_words(name: str) -> list[str]:
     path = recipe_file(name)
     try:
         return shlex.split(path.read_text(encoding="utf-8"), comments=True)
-    except (OSError, ValueError) as fault:  # also what is not UTF-8
+    except (OSError, ValueError) as fault:  # ValueError: not UTF-8 either
         raise UserError(f"the recipe {path} cannot be read: {fault}", alike=True) from None
 
 

@@ -32,7 +32,7 @@ from utils.option_types import (
 from utils.run import store
 from utils.train import evaluation, largest_batch, stopping
 
-# What earlier versions had, and what to use instead. Scripts of other command lines have their own.
+# Options that were removed, and their replacements. Other command lines have their own list.
 GONE = {
     "--comm localsgd": "--comm powersgd sends as little, --accum-steps N sends N times less often",
     "--ema-every": "the average now moves at every step: leave it out",

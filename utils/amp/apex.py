@@ -123,12 +123,10 @@ class Amp:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         opt_level: str = "O1",
-        keep_batchnorm_fp32: bool | str | None = None,
-        loss_scale: float | str | None = None,
+        **overrides: Any,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """``amp.initialize``."""
-        level = o2.choose(opt_level, keep_batchnorm_fp32, loss_scale)
-        usual = o2.LEVELS[opt_level]
+        level, usual = o2.choose(opt_level, **overrides), o2.LEVELS[opt_level]
         changes: dict[str, Any] = {}  # Apex refuses some overrides that override nothing
         if level.keep_batchnorm_fp32 != usual.keep_batchnorm_fp32:
             changes["keep_batchnorm_fp32"] = level.keep_batchnorm_fp32

@@ -80,15 +80,16 @@ def choose(
         if opt_level == "O1":
             raise UserError("--keep-batchnorm-fp32 has no meaning with O1", alike=True)
         level = replace(level, keep_batchnorm_fp32=str(keep_batchnorm_fp32) == "True")
+    if loss_scale == "dynamic":
+        return replace(level, loss_scale=None)
     if loss_scale is not None:
         try:
-            scale = None if loss_scale == "dynamic" else float(loss_scale)
+            scale = float(loss_scale)
         except ValueError:
             scale = math.nan
-        if scale is not None and not 0 < scale < math.inf:
-            raise UserError(
-                f"--loss-scale {loss_scale} is neither a positive number nor dynamic", alike=True
-            )
+        if not 0 < scale < math.inf:
+            text = f"--loss-scale {loss_scale} is neither a positive number nor dynamic"
+            raise UserError(text, alike=True)
         level = replace(level, loss_scale=scale)
     return level
 
@@ -101,8 +102,8 @@ def from_args(args: argparse.Namespace) -> OptLevel:
 class Amp:
     """In place of the module ``apex.amp``, for one model and one optimiser.
 
-    `initialize` sets ``level``, and what a snapshot saves: ``scaler``, the loss scale, and
-    ``weights``, the model in float32.
+    `initialize` sets ``level``, ``scaler`` (the loss scale) and ``weights`` (the model in float32);
+    snapshots save the last two.
     """
 
     def __init__(self, world: World):
@@ -113,15 +114,14 @@ class Amp:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         opt_level: str = "O1",
-        keep_batchnorm_fp32: bool | str | None = None,
-        loss_scale: float | str | None = None,
+        **overrides: Any,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Cast ``model`` and give ``optimizer`` (any number of groups) the masters, in place.
 
         The model then takes and returns float32; ``optimizer.step()`` does nothing after an
         overflow, and copies the masters into the model's weights. Overrides and errors: `choose`.
         """
-        world, level = self.world, choose(opt_level, keep_batchnorm_fp32, loss_scale)
+        world, level = self.world, choose(opt_level, **overrides)
         self.level = level
         self.scaler = LossScaler(world.device, level.loss_scale, reports=world.is_main)
         if level.half_weights:

@@ -1,7 +1,7 @@
-"""One image: decode, crop by an own box, resize. uint8 throughout, channels-last in memory.
+"""One image: decode, crop, resize; uint8 throughout, channels-last in memory.
 
-Faster than PIL with float tensors by keeping everything uint8 and the strides as the decoder left
-them (channels last): torch's antialiased resize then takes its vectorised path.
+That is faster than Pillow with float tensors: with the decoder's channels-last strides, torch's
+antialiased resize takes its vectorised path.
 """
 
 import contextlib
@@ -42,9 +42,9 @@ class Cut(NamedTuple):
 def decode(data: bytes) -> Tensor:
     """Decode an image file to uint8 [3, height, width], RGB, strides of [height, width, 3].
 
-    JPEG by torchvision, the rest by Pillow; grey, CMYK and palette images become RGB, alpha is
-    dropped, EXIF rotation is not applied: what ``PIL.Image.convert("RGB")`` gives. Raises:
-    ValueError for anything that is no whole image.
+    JPEG by torchvision, the rest by Pillow, with the result of ``PIL.Image.convert("RGB")``: grey,
+    CMYK and palette images become RGB, alpha is dropped, EXIF rotation is not applied. Raises:
+    ValueError for anything but a whole image.
     """
     if not data:
         raise ValueError("the file is empty")
@@ -67,11 +67,10 @@ def decode(data: bytes) -> Tensor:
 def decode_part(
     data: bytes, frame: jpeg.Frame, box: Box, regions: bool = True, quietly: bool = False
 ) -> tuple[Tensor, Box] | None:
-    """What `decode` gives, but for pixels around ``box``, and where ``box`` is in that.
+    """A part of an image, decoded as by `decode`, and the place of ``box`` in it.
 
-    ``regions``: use the library, where it was built. ``quietly``: stderr may be turned off
-    meanwhile. None where the whole image is to be decoded: nearly all of it is shown, or it is
-    damaged.
+    ``regions``: use the library, if it was built. ``quietly``: stderr may be discarded meanwhile.
+    None if the whole image should be decoded, because ``box`` is nearly all of it or it is damaged.
     """
     top, left, height, width = box
     if regions and (found := jpeg.decode_region(data, box)) is not None:
@@ -123,7 +122,7 @@ def eval_cut(shape: tuple[int, int], size: int, short: int | None = None) -> Cut
 
     ``short`` is at least ``size``; default ``size`` * 256/224, rounded.
     """
-    # Whole, a strip of 1 x 60,000 pixels would fill gigabytes once its short side is resized.
+    # With its short side resized, a strip of 1 x 60,000 pixels would take gigabytes.
     height, width = (min(side, EXTREME * min(shape)) for side in shape)
     box = ((shape[0] - height) // 2, (shape[1] - width) // 2, height, width)
     short = short or round(size * EVAL_RATIO)
@@ -138,21 +137,21 @@ def eval_cut(shape: tuple[int, int], size: int, short: int | None = None) -> Cut
 def view(
     image: Tensor, cut: Cut, interpolation: str = "bilinear", out: Tensor | None = None
 ) -> Tensor:
-    """What ``cut`` says of ``image`` (uint8 [3, height, width]), antialiased.
+    """Apply ``cut`` to ``image`` (uint8 [3, height, width]), antialiased.
 
-    Returns: uint8 [height, width, 3], which is ``out`` if given (contiguous).
+    Returns: uint8 [height, width, 3], in ``out`` if given (contiguous).
     """
     top, left, height, width = cut.box
-    # Through [h, w, 3] and back: unsqueezing [3, h, w] would hide from torch that the memory is
-    # channels-last, and cost half of the speed.
+    # By [h, w, 3] and back: after unsqueezing [3, h, w], torch would not see that the memory is
+    # channels-last, and take twice the time.
     crop = image.permute(1, 2, 0)[top : top + height, left : left + width][None]
     crop = crop.permute(0, 3, 1, 2)
     y, x, *shape = cut.window
     if out is None:
         out = torch.empty(*shape, 3, dtype=torch.uint8)
     whole = cut.size == tuple(shape) and not cut.mirrored
-    if whole and image.stride(0) == 1:  # else torch does not get the channels in order
-        # What F.interpolate calls, which cannot write into a given tensor.
+    if whole and image.stride(0) == 1:  # else torch would not write the channels in order
+        # As in F.interpolate, which has no argument out.
         RESIZE[interpolation](crop, cut.size, False, None, None, out=out[None].permute(0, 3, 1, 2))
         return out
     resized = F.interpolate(crop, size=cut.size, mode=interpolation, antialias=True)

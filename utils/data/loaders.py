@@ -50,7 +50,7 @@ class BadFiles:
             self.note(list(seen.items()))
 
     def error(self) -> UserError:
-        """What to raise in every rank, after `share`, when there are too many."""
+        """The error for too many, to raise in every rank after `share`."""
         last = self.index.path(list(self.seen)[-1])
         return UserError(
             f"more than {self.limit} image files could not be read (--max-bad-files), the last "
@@ -63,8 +63,8 @@ class Batches:
     """Batches on the device.
 
     Iterating gives (images, targets): ``dtype`` [n, 3, size, size], normalised, and int64 [n].
-    ``waited`` counts the seconds that the caller waited for them, ``reading`` what the workers
-    read; `start_count` sets both to zero. ``place``: device, memory layout and ``dtype``.
+    ``waited`` counts the seconds that the caller waited for them, ``reading`` the files
+    and bytes; `start_count` sets both to zero. ``place``: device, memory layout and ``dtype``.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""``--mixup`` and ``--cutmix``: pairs of training images are blended, and their targets with them.
+"""``--mixup`` and ``--cutmix``: pairs of training images are blended, and so are their targets.
 
 Mixup (Zhang et al. 2018, arXiv:1710.09412) takes a weighted mean of two images, CutMix (Yun et al.
-2019, arXiv:1905.04899) puts a box of one into the other; with both options each pair gets one of
-them, by chance 0.5. As timm's mode "pair" does, each pair has a share of its own, drawn from
-Beta(A, A). The images at places 2k and 2k+1 of a global batch are a pair: the order is random
-anyway, and both are in the same process's slice. What happens to them is a function of (seed,
-epoch, step, k): the same on any number of processes, with nothing to keep for a resume.
+2019, arXiv:1905.04899) pastes a box of one into the other; with both options each pair gets one of
+them, with probability 0.5. As in timm's mode "pair", each pair has its own share, drawn from
+Beta(A, A). Images 2k and 2k+1 of a global batch are a pair: the order is random anyway, and both
+are in one process's slice. The plan for a pair is a function of (seed, epoch, step, k): the same on
+any number of processes, with nothing to save for a resume.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,12 @@ Mix = Callable[[Tensor, Tensor, tuple[int, int, int]], tuple[Tensor, Tensor, Ten
 
 
 def build(args: Any, sampler: TrainSampler, classes: int) -> Mix:
-    """What mixes the batches of one rank, those of ``sampler``, as the options ask for.
+    """A function that mixes the batches of one rank, those of ``sampler``, as the options say.
 
-    It is called with a micro-batch: images float [n, 3, size, size], targets int64 [n], and its
-    place (epoch, step, micro). It gives the images; targets float [n, classes], whose rows add up
-    to 1; and int64 [n], those of each image's larger part. Without the options it changes nothing.
-    Nothing waits for the device. The last one of an odd number of images stays alone.
+    Its arguments are a micro-batch, images float [n, 3, size, size] and targets int64 [n], and its
+    place (epoch, step, micro). It returns the images; targets float [n, classes], whose rows add up
+    to 1; and int64 [n], the target of each image's larger part. Without the options it changes
+    nothing. Nothing waits for the device. The last of an odd number of images is not mixed.
     """
     if not (args.mixup or args.cutmix):
         return lambda images, targets, place: (images, targets, targets)
@@ -49,13 +49,13 @@ def build(args: Any, sampler: TrainSampler, classes: int) -> Mix:
 
 
 def check(args: Any, sampler: TrainSampler) -> None:
-    """Raise `UserError` if images are to be mixed whose pairs the slices of ``sampler`` cut."""
+    """Raise `UserError` if images are mixed and the slices of ``sampler`` separate a pair."""
     parts = sampler.ranks * sampler.accum
     cuts = [part * sampler.global_batch // parts for part in range(parts)]
     if (args.mixup or args.cutmix) and any(cut % 2 for cut in cuts):
         raise UserError(
             f"--mixup and --cutmix blend pairs of images, and a global batch of "
-            f"{sampler.global_batch} in {parts} parts cuts some of them apart: choose an even -b",
+            f"{sampler.global_batch} in {parts} parts separates some pairs: choose an even -b",
             alike=True,
         )
 
@@ -63,7 +63,7 @@ def check(args: Any, sampler: TrainSampler) -> None:
 def draw(
     key: tuple[int, int, int], pairs: int, size: int, alphas: tuple[float, float]
 ) -> np.ndarray:
-    """What happens to the ``pairs`` of a global batch: float32 [pairs, 6], or 2 without CutMix.
+    """A plan for the ``pairs`` of a global batch: float32 [pairs, 6], or 2 without CutMix.
 
     ``key`` is (seed, epoch, step), ``size`` the side of the images in pixels, ``alphas`` those of
     mixup and CutMix. Columns: the share of its partner in an image's target; the weight of the

@@ -1,12 +1,12 @@
-"""Decoded pixels in a few large files: what `prepare_data.py pack` writes and training reads.
+"""Decoded pixels in a few large files, written by `prepare_data.py pack` and read by training.
 
 A packed part (DATA/train, say) holds 00000.pixels, 00001.pixels, ... and pack.npz, their index. An
-image is stored either as its pixels, uint8 RGB, row after row from the top, or, when it could not
-be decoded, as the bytes of its file, so that training's own rule for unreadable files applies. At
-its end each file repeats the index of what it holds: packing that was interrupted goes on by it.
+image is stored as its pixels, uint8 RGB, row by row; or, if it cannot be decoded, as the bytes of
+its file, so that training's rule for unreadable files applies. Each file ends with the index of its
+images, so that interrupted packing can resume.
 
-Files are read by pread: the worker of a mapped file that is truncated, or whose disk fails, would
-be killed; here it is an `OSError`, an unreadable image. Only the rows that a crop shows are read.
+Only the rows that a crop shows are read, by pread: if a file is truncated or the disk fails, that
+is an `OSError`, an unreadable image, where a memory-mapped file would kill the worker.
 """
 
 import io
@@ -48,14 +48,14 @@ def file_name(number: int) -> str:
 
 
 def path_starts(paths: bytes) -> np.ndarray:
-    """Where each of the paths begins that are followed by a zero byte, and the end: int64 [n+1]."""
+    """The start of each path (each ends with a zero byte), and the end of the last: int64 [n+1]."""
     ends = np.flatnonzero(np.frombuffer(paths, np.uint8) == 0)
     return np.concatenate([[0], ends + 1])
 
 
 @dataclass
 class Contents:
-    """What pack.npz holds, as arrays; images are ordered by class, and by path within a class."""
+    """The arrays in pack.npz; images are ordered by class, and by path within a class."""
 
     size: int  # largest short side, pixels
     classes: list[str]
@@ -112,7 +112,7 @@ class Pack:
     _buffer: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
 
     def shape(self, image: int) -> tuple[int, int] | None:
-        """Height and width of ``image``; None if its file's bytes are stored instead of pixels."""
+        """Height and width of ``image``; None if the bytes of its file are stored."""
         record = self.records[image]
         return (int(record["height"]), int(record["width"])) if record["height"] else None
 
@@ -126,7 +126,7 @@ class Pack:
         return data.reshape(height, width, 3)
 
     def file(self, image: int) -> bytes:
-        """All that is stored of an image, pixels or the bytes of a file. Raises: OSError."""
+        """All stored bytes of an image, pixels or a file. Raises: OSError."""
         return self._read(image, 0, int(self.records[image]["bytes"])).tobytes()
 
     def stored(self, image: int) -> tuple[str, int, int]:
@@ -137,7 +137,7 @@ class Pack:
 
     def _read(self, image: int, start: int, count: int) -> np.ndarray:
         number, place = int(self.files[image]), int(self.records[image]["place"]) + start
-        # A buffer that is used again stays in the processor's cache.
+        # A reused buffer stays in the processor's cache.
         if len(self._buffer) < count:
             self._buffer = np.empty(count, np.uint8)
         file = self._open.get(number)
@@ -147,7 +147,7 @@ class Pack:
             file = self._open[number] = open(
                 os.path.join(self.root, file_name(number)), "rb", buffering=0
             )
-            # Images are asked for at random: what lies behind one is not to be read ahead.
+            # Images are read in random order: do not read ahead.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         wanted, done = self._buffer[:count], 0
         while done < count:

@@ -1,1 +1,1 @@
-"""What `utils/model/models.py` puts together, and optimisers: weights from files, blocks, Muon."""
+"""Models and their weights, optimisers, learning-rate schedules, averaged weights."""

@@ -19,7 +19,7 @@ SEQUENCES = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def head_of(model: nn.Module, classes: int) -> str:
-    """The name of the last layer, which gives ``classes`` logits. Raises: `UserError`."""
+    """The name of the last layer, with ``classes`` logits. Raises: `UserError`."""
     layers = {name: module for name, module in model.named_modules() if name}
     if hasattr(model, "get_classifier"):  # timm's
         own = model.get_classifier()

@@ -2,7 +2,7 @@
 
 average = d * average + (1 - d) * weights after each step (Polyak and Juditsky 1992; as timm's
 ModelEma and torchvision's references do it). Batch norm's running statistics are averaged like
-weights, so that both are of the same steps; what is counted in whole numbers stays the model's own.
+weights, so that both are of the same steps; integer counters stay the model's own.
 
 A step that a loss scaler skips counts like any other, as in timm and torchvision: the weights are
 unchanged and finite, and there is no host-device sync.
@@ -85,7 +85,7 @@ class Average:
         reshard(self.model)  # FSDP may still have whole weights of before
 
     def state_dict(self) -> dict[str, Any]:
-        """What a snapshot keeps."""
+        """The averages and their number of steps, for a snapshot."""
         return {"model": self.weights(), "steps": self.steps}
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ try:
 except ImportError:
     timm = None
 
-# Heads in the middle of the model, which would change what a training step returns.
+# Heads in the middle of the model, which would change the output in training.
 _AUXILIARY_HEADS = {"googlenet": ("aux1", "aux2"), "inception_v3": ("AuxLogits",)}
 
 
