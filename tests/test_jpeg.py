@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from test_images import encode
 
 from utils.data import images as im
 from utils.data import jpeg as part_of
@@ -49,9 +50,7 @@ def picture(width=173, height=131) -> Image.Image:
 
 
 def jpeg(image: Image.Image, **options) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "JPEG", **options)
-    return file.getvalue()
+    return encode(image, "JPEG", **options)
 
 
 def of_kind(kind, *size) -> bytes:
@@ -153,13 +152,11 @@ def test_damaged_files_are_what_they_are_to_whole_decoding(way):
 )
 def test_others_are_left_to_whole_decoding(way, kind):
     data = jpeg(picture())
-    file = io.BytesIO()
-    picture().save(file, "PNG")
     at = part_of.frame_of(data).at
     others = {
         "progressive": of_kind("progressive"),
         "CMYK": jpeg(picture().convert("CMYK")),
-        "PNG": file.getvalue(),
+        "PNG": encode(picture(), "PNG"),
         "cut": data[:150],
         "no end": data[:-500],
         "no height": data[:at] + bytes(2) + data[at + 2 :],  # it follows behind the pixels
