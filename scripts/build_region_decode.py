@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Build the library that decodes no more of a JPEG file than its crop shows (optional).
+"""Build the optional library that decodes only the cropped part of JPEG files.
 
     python scripts/build_region_decode.py
+    CC=clang python scripts/build_region_decode.py
 
-Training reads image files faster with it (RESULTS.md, "The input path"), on any node that has it;
-the batches are the same on all. It is one small file of C, utils/data/region_decode.c, and needs a
-C compiler and libjpeg-turbo's header: on Debian and Ubuntu `apt install gcc libc6-dev libjpeg-dev`,
-on Amazon Linux and Fedora `dnf install gcc libjpeg-turbo-devel`. CC=... names another compiler.
-Before it is used, its pixels are compared with those of decoding whole images. quickstart.sh and
-the other wrappers run this.
+Nodes that have it read image files faster (RESULTS.md, "The input path"); the batches are the same
+on all nodes. It is one small file of C, utils/data/region_decode.c, and needs a C compiler and
+libjpeg-turbo's header: on Debian and Ubuntu `apt install gcc libc6-dev libjpeg-dev`, on Amazon
+Linux and Fedora `dnf install gcc libjpeg-turbo-devel`. Its pixels are compared with those of
+decoding whole images before it is used. quickstart.sh and the other wrappers run this.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--if-missing",
         action="store_true",
-        help="do nothing where it is built of today's source; where it cannot be, print a note",
+        help="do nothing if it was built from today's source; print a note if it cannot be built",
     )
     args = parser.parse_args(argv)
     if args.if_missing and jpeg.has_library():
@@ -55,15 +55,15 @@ def main(argv: list[str] | None = None) -> int:
             return report(error)
         print(f"note: JPEG files are decoded whole, which is slower: {error}")
         return 0
-    print(f"built {jpeg.LIBRARY} ({boxes} parts of images compared: the same pixels)")
+    print(f"built {jpeg.LIBRARY} ({boxes} crops compared with whole decoding: equal)")
     return 0
 
 
 def build(library: Path) -> int:
-    """Compile ``library``, and compare its pixels; a file that is there stays until it is good.
+    """Compile ``library`` and compare its pixels before it replaces an existing file.
 
-    Libraries of other sources are removed. Returns: how many parts of images were compared.
-    Raises: `UserError`.
+    Libraries of other sources are removed. Returns: the number of crops compared. Raises:
+    `UserError`.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     try:
@@ -94,8 +94,8 @@ def run(command: list[str]) -> None:
 
 
 def compare(library: Path) -> int:
-    """How many parts of images were found equal to those of whole ones. Raises: `UserError`."""
-    import torch  # takes seconds, which a library that is built already need not wait for
+    """Compare crops with those of whole images. Returns: their number. Raises: `UserError`."""
+    import torch  # takes seconds, which --if-missing mostly saves
 
     from utils.data import images as im
 
@@ -108,13 +108,13 @@ def compare(library: Path) -> int:
                 box = top, left, height, width = im.random_box(draw, *whole.shape[1:])
                 found = jpeg.decode_region(data, box, library)
                 if found is None:
-                    raise UserError("the library does not decode here: is it another libjpeg?")
+                    raise UserError("the library cannot decode: is it of another libjpeg?")
                 pixels = torch.from_numpy(found[0]).permute(2, 0, 1)[:, :, left - found[1] :]
                 part = whole[:, top : top + height, left : left + width]
                 if not torch.equal(pixels[:, :, :width], part):
                     raise UserError(
-                        f"libjpeg's pixels are not torchvision's here (colour {sampling}), so that "
-                        "nodes would not train on the same batches: training goes on without it"
+                        f"libjpeg's pixels differ from torchvision's (colour {sampling}), so it is "
+                        "not used: all nodes must train on the same batches"
                     )
                 boxes += 1
     return boxes

@@ -142,11 +142,7 @@ def test_accumulation_and_all_reduce_choices_reach_apex(run_with_stand_in):
     options = ("--accum-steps", 2, "--delay-allreduce", "--allreduce", "divide-sum")
     seen = calls(run_with_stand_in(*options, processes=2))
     assert [call[1] for call in seen if call[0] == "DistributedDataParallel"] == [
-        {
-            "delay_allreduce": True,
-            "allreduce_always_fp32": False,
-            "gradient_predivide_factor": 2.0,
-        }
+        {"delay_allreduce": True, "allreduce_always_fp32": False, "gradient_predivide_factor": 2.0}
     ] * 2
     one = seen[: len(seen) // 2]  # each process writes its lines at once
     steps = [call for call in one if call[0] not in ("initialize", "DistributedDataParallel")]

@@ -228,7 +228,7 @@ def test_batches_are_those_of_whole_decoding(way, tmp_path):
 def test_it_is_built_where_training_finds_it_and_once(library, not_built, tmp_path, capsys):
     (tmp_path / "libregion_decode_0.so").write_bytes(b"of an older source")
     assert build_region_decode.main(["--if-missing"]) == 0
-    assert f"built {part_of.LIBRARY} (400 parts" in capsys.readouterr().out
+    assert f"built {part_of.LIBRARY} (400 crops" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == [part_of.LIBRARY.name]
     part_of._load.cache_clear()
     assert part_of.has_library()
@@ -252,7 +252,7 @@ def test_other_pixels_are_not_taken(library, not_built, tmp_path, monkeypatch, c
     monkeypatch.setattr(part_of, "SOURCE", other)
     part_of.LIBRARY.write_bytes(library.read_bytes())
     assert build_region_decode.main([]) == 2
-    assert "are not torchvision's here (colour 4:2:2)" in capsys.readouterr().err
+    assert "differ from torchvision's (colour 4:2:2)" in capsys.readouterr().err
     assert part_of.LIBRARY.read_bytes() == library.read_bytes(), "the good one stays"
     assert {path.name for path in tmp_path.iterdir()} == {part_of.LIBRARY.name, "other.c"}
 

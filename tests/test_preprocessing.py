@@ -47,8 +47,7 @@ def test_what_weights_of_timm_want(monkeypatch, share, short, named, taken):
         input_size=(3, 224, 224), crop_pct=share, interpolation=named, mean=HALVES, std=HALVES
     )
     timm = SimpleNamespace(
-        get_pretrained_cfg=lambda name: config,
-        is_model_pretrained=lambda name: name == "tinynet_e",
+        get_pretrained_cfg=lambda name: config, is_model_pretrained=lambda name: name == "tinynet_e"
     )
     monkeypatch.setattr(models, "timm", timm)
     assert models.preprocessing("tinynet_e") == Preprocessing(HALVES, HALVES, taken, 224, short)

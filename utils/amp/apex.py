@@ -36,9 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="batch norm in float32 though the weights are float16; default: the level's",
     )
     group.add_argument(
-        "--loss-scale",
-        metavar="X|dynamic",
-        help="a fixed number or dynamic; default: the level's",
+        "--loss-scale", metavar="X|dynamic", help="a fixed number or dynamic; default: the level's"
     )
     group.add_argument(
         "--amp-impl",

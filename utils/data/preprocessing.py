@@ -50,10 +50,7 @@ class Preprocessing:
         return self.val_image_size or self.image_size
 
     def resized(
-        self,
-        image_size: int | None,
-        val_resize_size: int | None,
-        val_image_size: int | None = None,
+        self, image_size: int | None, val_resize_size: int | None, val_image_size: int | None = None
     ) -> "Preprocessing":
         """The same with other sizes; None keeps the proportions.
 
@@ -68,8 +65,7 @@ class Preprocessing:
         if short < crop:
             name = "--val-image-size" if own else "--image-size"
             raise UserError(
-                f"--val-resize-size {short} is smaller than the crop, {name} {crop}",
-                alike=True,
+                f"--val-resize-size {short} is smaller than the crop, {name} {crop}", alike=True
             )
         return replace(self, image_size=size, val_resize_size=short, val_image_size=own)
 
