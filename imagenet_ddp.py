@@ -19,7 +19,7 @@ gradients while backward still computes.
 from argparse import Namespace
 from contextlib import nullcontext
 
-import utils.launch.installed  # noqa: F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
 
 import torch
 from torch import Tensor, nn

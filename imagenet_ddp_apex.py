@@ -16,7 +16,7 @@ used where it is installed; elsewhere utils/amp/o2.py computes the same in plain
 from argparse import Namespace
 from contextlib import nullcontext
 
-import utils.launch.installed  # noqa: F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
 
 import torch
 from torch import Tensor, nn

@@ -5,12 +5,12 @@
     python imagenet_dp.py -a vgg19 --lr 0.01 -b 256 DATA
 
 DataParallel is one line, but it copies the model to every GPU in every step and computes the loss
-on the first: imagenet_ddp.py is faster even on one machine. Without GPUs it is imagenet_nd.py.
+on the first: imagenet_ddp.py is faster even on one machine. Without GPUs it equals imagenet_nd.py.
 """
 
 from argparse import Namespace
 
-import utils.launch.installed  # noqa: F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
 
 import torch
 from torch import Tensor, nn

@@ -17,7 +17,7 @@ global batch: a block's weights are gathered just before it computes, its gradie
 
 from argparse import Namespace
 
-import utils.launch.installed  # noqa: F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ def train(args: Namespace, world: World) -> int:
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     mesh = fsdp.mesh(args, world)
-    for part, policy in fsdp.parts(model, amp_dtype):  # blocks; at last the model: what is left
+    for part, policy in fsdp.parts(model, amp_dtype):  # each block, then the rest of the model
         fully_shard(
             part,  # to the device, too: no GPU ever holds the whole model
             mesh=mesh,

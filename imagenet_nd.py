@@ -12,7 +12,7 @@ what several processes change. It uses the first GPU, or the CPU if there is non
 
 from argparse import Namespace
 
-import utils.launch.installed  # noqa: F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
 
 import torch
 from torch import Tensor, nn

@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: E402, F401 (a missing package becomes an error message)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

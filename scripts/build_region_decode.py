@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import utils.launch.installed  # noqa: E402, F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: E402, F401 (a missing package becomes an error message)
 
 from utils.data import jpeg  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402

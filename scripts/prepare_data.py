@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import utils.launch.installed  # noqa: F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
 
 from prepare import sources
 from prepare.folder import fill

@@ -256,12 +256,12 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         "--lr",
         "--learning-rate",
         type=amount,
-        help="learning rate after warm-up (default: 0.1; 0.001 for adamw and muon)",
+        help="learning rate after warm-up (default: 0.1); with adamw and muon 0.001",
     )
     add(
         "--momentum",
         type=share,
-        help="momentum of sgd, nesterov and muon (default: 0.9; 0.95 for muon)",
+        help="momentum of sgd and nesterov (default: 0.9); of muon 0.95",
     )
     add(
         "--betas",

@@ -31,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import utils.launch.installed  # noqa: F401 (a missing package becomes one sentence)
+import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
 
 import torch
 from torch import Tensor, nn
