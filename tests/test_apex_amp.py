@@ -10,12 +10,13 @@ import textwrap
 import pytest
 import torch
 from conftest import ROOT, SMALL, python, scalars, train
-from running import snapshot, tiny
+from running import TORCHRUN, snapshot, tiny
 from torch import nn
 
 from utils.amp import apex as choice
 from utils.amp import o2
 from utils.errors import UserError
+from utils.launch.network import free_port
 from utils.launch.world import World
 
 STAND_IN_APEX = str(ROOT / "tests" / "stand_in_apex")
@@ -49,12 +50,13 @@ def run_with_stand_in(tmp_path, folder):
         script.write_text(RUNNER.format(change=textwrap.indent(change, "    ")))
         _, env = tiny()
         env["PYTHONPATH"] += f":{STAND_IN_APEX}:{ROOT}"
-        return python(
-            *("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"),
-            *(script, *SMALL, "-a", "tiny_plain", *LINE, "--output-dir", tmp_path),
-            *(*arguments, folder),
-            **env,
-        )
+        launcher = (*TORCHRUN, f"--nproc_per_node={processes}")
+        if processes == 1:  # the environment by torchrun, without the seconds that it takes
+            launcher = ()
+            env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        options = (*SMALL, "-a", "tiny_plain", *LINE, "--output-dir", tmp_path, *arguments)
+        return python(*launcher, script, *options, folder, **env)
 
     return run
 

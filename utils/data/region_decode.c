@@ -1,8 +1,7 @@
-/* The part of a JPEG file that a crop shows, by libjpeg-turbo: see region_decode.py beside this.
+/* Decode the part of a JPEG file that a crop shows, with libjpeg-turbo: see jpeg.py beside this.
  *
- * Blocks above and beside the part are entropy-decoded alone, and nothing is decoded after its
- * last row: jpeg_skip_scanlines and jpeg_crop_scanline, described in libjpeg-turbo's libjpeg.txt
- * under "Partial image decompression".
+ * Blocks above and beside the part are only entropy-decoded, and nothing after its last row is
+ * decoded: see "Partial image decompression" in libjpeg-turbo's libjpeg.txt.
  */
 #include <setjmp.h>
 #include <stdio.h>
@@ -14,26 +13,26 @@
 #define AT_ONCE 4
 
 struct faults {
-    struct jpeg_error_mgr manager; /* first: libjpeg hands out a pointer to it */
+    struct jpeg_error_mgr manager; /* first: libjpeg passes a pointer to it */
     jmp_buf back;
 };
 
 static void give_up(j_common_ptr jpeg) { longjmp(((struct faults *)jpeg->err)->back, 1); }
 
-/* Of a damaged file the caller decodes all, to get what everybody gets. */
+/* The caller decodes a damaged file whole, so that all nodes get the same pixels. */
 static void on_message(j_common_ptr jpeg, int level) {
     if (level < 0) give_up(jpeg);
 }
 
-/* Whether the end of the image is the next marker that means anything: another one, in the middle
- * of damage, may make a decoder of the whole image refuse it. */
+/* Whether the next significant marker is the end of the image: with another one, in a damaged
+ * file, decoding the whole image may fail. */
 static int ends_well(j_decompress_ptr jpeg) {
     const unsigned char *at = jpeg->src->next_input_byte;
     size_t left = jpeg->src->bytes_in_buffer;
     int marker = jpeg->unread_marker;
     while (marker == 0 || marker == 0xFF || (marker >= JPEG_RST0 && marker <= JPEG_RST0 + 7)) {
         const unsigned char *next = left > 1 ? memchr(at, 0xFF, left - 1) : NULL;
-        if (!next) return 1; /* cut off, which no decoder minds */
+        if (!next) return 1; /* cut off, which all decoders accept */
         left -= next + 1 - at;
         at = next + 1;
         marker = *at;
@@ -43,8 +42,8 @@ static int ends_well(j_decompress_ptr jpeg) {
 
 /* Decode the rows `top` to `top` + `height` of the file `data` into `out`, RGB, `stride` bytes each.
  *
- * They show the columns `*left` to `*left` + `width` and some beside them: `*left` becomes the
- * first one. Returns 0, or 1 where a file is damaged or has not got these pixels.
+ * They hold the columns `*left` to `*left` + `width` and some beside them; `*left` becomes the first.
+ * Returns 0, or 1 if the file is damaged or too small.
  */
 int decode_region(const unsigned char *data, unsigned long size, unsigned top, unsigned height,
                   unsigned *left, unsigned width, unsigned char *out, unsigned long stride) {
