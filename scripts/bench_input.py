@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Measure how fast images come in: this suite's input path beside the usual pipelines.
+"""Measure the input pipeline of this suite beside the usual ones.
 
     python scripts/bench_input.py             # on 1,500 images cut out of photographs
     python scripts/bench_input.py DATA        # on the training images of DATA
 
-Prints one Markdown table. timm and DALI are compared with where they are installed. Rounds of the
-pipelines alternate, so that a change of the machine's speed affects all of them; the figures are
-medians, and the ratios are those of CPU time, which other programs on the machine disturb least. A
-faster pipeline makes more batches in a round, so that all take about as long. CPU time is that of
-the workers, from their start to their end, and of this process, which receives the batches. With
--j 0 one thread of this process makes them.
+Prints one Markdown table, with timm and DALI if they are installed. Rounds of the pipelines
+alternate, so that a change of the machine's speed affects all of them. The figures are medians. The
+ratios are those of CPU time, which other programs on the machine disturb least. A faster pipeline
+makes more batches in a round, so that all rounds take about as long. CPU time is that of the
+workers, from start to end, and of this process, which receives the batches. With -j 0 one thread of
+this process makes them.
 """
 
 import argparse

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""What each way to exchange gradients costs on a network: bytes, and time per step.
+"""Measure bytes and time per step of each way to exchange gradients.
 
     sudo .venv/bin/python scripts/bench_network.py --nodes 2,4 --gbit 1 -- -a resnet18 -b 8
 
-or, between machines as they are, the same command on each with its own --rank:
+or, between real machines, the same command on each with its own --rank:
 
     python scripts/bench_network.py --nodes 2 --master 172.31.0.10 --rank 0 -- -a resnet50 -b 64
 
-The first makes the nodes itself: network namespaces of this machine, whose links the kernel limits
-to --gbit. Each node runs `imagenet_ddp.py --dummy --comm METHOD` with the options after --, one
-process per GPU, or one without a GPU. Methods take turns, round by round; medians are shown. MB are
-those that a node sends per step, counted by its interfaces, headers included. Efficiency is the
-step of one node alone to this step; simulated nodes share the cores of one machine, so compare
-methods there, and leave efficiency to real nodes.
+The first command simulates the nodes by network namespaces of this machine, whose links the kernel
+limits to --gbit. Each node runs `imagenet_ddp.py --dummy --comm METHOD` with the options after --,
+one process per GPU, or one without a GPU. Methods take turns, round by round; the figures are
+medians. MB is what a node sends per step, counted by its interfaces, headers included. Efficiency
+is the time of a step of one node alone, divided by that of this step. Simulated nodes share the
+cores of one machine: compare methods there, and measure efficiency on real nodes.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     text = "of one run; one that takes longer ends the bench (%(default)s)"
     add("--limit", type=positive, default=600, metavar="SECONDS", help=text)
     add("--gbit", type=amount, default=10.0, metavar="X", help="of each simulated link, Gbit/s")
-    group = parser.add_argument_group("between machines as they are")
+    group = parser.add_argument_group("between real machines")
     group.add_argument("--master", metavar="IP", help="of rank 0; the links are not limited then")
     group.add_argument("--rank", type=number(int, 0), default=0, metavar="R", help="of this node")
     group.add_argument("--port", type=positive, default=PORT, help="of rank 0 (%(default)s)")

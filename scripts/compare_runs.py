@@ -1,9 +1,12 @@
-"""Compares training runs (one node against two, say): a table, pictures of the curves and of the
-speed, and a page with all of it.
+"""Compare training runs: a table, pictures of their curves and speeds, and a page with both.
+
+    python scripts/compare_runs.py runs/one_node runs/two_nodes --labels "1 node" "2 nodes"
+    python scripts/compare_runs.py runs --out figures/all --target-top1 75 --results
 
 Reads the TensorBoard event files of each run, ours or those of older suites with the same tags, and
-nothing else; where the options are not in the event files, what the folder's name says is taken.
-What it cannot find is shown as `-` and named below the table. All options: `--help`.
+nothing else. Options that an event file does not record are taken from the folder's name. Unknown
+values are shown as `-` and named below the table. Speed-ups are relative to the run with the fewest
+GPUs. DIR gets the table as Markdown and CSV, the pictures and compare.html, the page.
 """
 
 import argparse
@@ -23,35 +26,33 @@ from compare.table import Comparison
 from utils.errors import UserError, go_on_without_reader, report
 from utils.option_types import accuracy, number, positive
 
-DESCRIPTION = """Compare training runs by their TensorBoard event files: a table (text; in DIR also
-Markdown and CSV), pictures and compare.html, a page with all of it. Speed-ups are relative to the
-run with the fewest GPUs."""
-
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=DESCRIPTION)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     text = "a run directory, a folder of run directories, or an event file"
     add("runs", nargs="+", type=Path, metavar="RUN", help=text)
-    text = "one per run, in the order of the table (default: names, or what tells the runs apart)"
+    text = "one per run, in the order of the table (default: names, or the facts that differ)"
     add("--labels", nargs="+", metavar="LABEL", help=text)
-    text = "numbers of GPUs, one per run, where neither event file nor folder name has it"
+    text = "numbers of GPUs, one per run, if neither event files nor folder names have them"
     add("--gpus", nargs="+", type=positive, metavar="N", help=text)
-    text = "training images per epoch, where the event files do not have it (ImageNet: 1281167)"
+    text = "training images per epoch, if the event files do not have it (ImageNet: 1281167)"
     add("--train-images", type=positive, metavar="N", help=text)
-    text = "show the epochs finished in this time (default: that of the shortest run)"
+    text = "show the epochs finished within this time (default: the time of the shortest run)"
     add("--within", type=number(float, 0, exclusive=True), metavar="HOURS", help=text)
     text = (
         "show the time to this validation top-1 (0.75 or 75; default: the highest that all reach)"
     )
     add("--target-top1", type=accuracy, metavar="A", help=text)
-    text = "of a node for an hour, in any currency (g4dn.xlarge: 0.526 $): adds what runs cost"
+    text = "price of a node per hour, in any currency (g4dn.xlarge: 0.526 $): adds the cost of runs"
     add("--price", type=number(float, 0, exclusive=True), metavar="P", help=text)
     text = "folder for table, pictures and page (default: %(default)s)"
     add("--out", type=Path, default=Path("figures"), metavar="DIR", help=text)
     text = "such as png,svg,pdf (default: %(default)s)"
     add("--formats", type=_formats, default=["png"], metavar="LIST", help=text)
-    add("--prefix", default="", metavar="NAME_", help="what the files' names begin with")
+    add("--prefix", default="", metavar="NAME_", help="prefix of the file names")
     add("--title", help="of the page and of the section in RESULTS.md")
     text = "also write the comparison's section into this file (default: %(const)s)"
     results_file = Path("RESULTS.md")
@@ -67,9 +68,9 @@ def _formats(text: str) -> list[str]:
 
 
 def read(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
-    """The runs that the command line names, and sentences about those that hold no curves.
+    """The runs that the command line names, and a note about each that has no curves.
 
-    Runs that were found in a folder come in the order of their GPUs, others as they were typed.
+    Runs found in a folder are sorted by their number of GPUs; others keep the order given.
     Raises: `UserError`.
     """
     found: list[Run] = []

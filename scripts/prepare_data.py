@@ -1,4 +1,4 @@
-"""Make image folders OUT/train/CLASS/ and OUT/val/CLASS/, which training reads.
+"""Make the image folders OUT/train/CLASS/ and OUT/val/CLASS/ that training reads.
 
     python scripts/prepare_data.py sample data/sample
     python scripts/prepare_data.py imagenet data/imagenet --source ~/Downloads
@@ -20,7 +20,6 @@ import utils.launch.installed  # noqa: F401 (a missing package becomes an error 
 from prepare import sources
 from prepare.folder import fill
 from prepare.pack import pack_folder, verify
-from prepare.sample import TEXTURES
 from prepare.shrink import shrink_folder
 
 from utils.errors import UserError, go_on_without_reader, report
@@ -28,10 +27,10 @@ from utils.launch.supervise import usable_cores
 from utils.option_types import number, positive
 
 SHRINK_SIZE = """largest short side in pixels (default: %(default)s, for training crops of 224);
-    smaller images, and those that cannot be read, are copied as they are, all others become JPEG
-    files under the same name, whatever its suffix"""
-PACK_SIZE = """largest short side in pixels (default: %(default)s, for training crops of 224);
-    takes 263 KB an image then, 337 GB for ImageNet; the command says how much before it begins"""
+    smaller images and unreadable files are copied unchanged; all others become JPEG files of the
+    same name, whatever its suffix"""
+PACK_SIZE = """largest short side in pixels (default: %(default)s, for training crops of 224, which
+    takes 263 KB an image, 337 GB for ImageNet); the command prints the size before it begins"""
 
 
 def _what(args: argparse.Namespace, *options: str) -> str:
@@ -56,20 +55,8 @@ def _source(args: argparse.Namespace) -> None:
     fill(args.out, what, ("train", "val"), images[args.command], args.workers)
 
 
-def _shrink(args: argparse.Namespace) -> None:
-    shrink_folder(args.source, args.out, args.size, args.quality, args.workers)
-
-
-def _pack(args: argparse.Namespace) -> None:
-    pack_folder(args.source, args.out, args.size, args.workers)
-
-
-def _verify(args: argparse.Namespace) -> None:
-    verify(args.out, args.workers)
-
-
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the command line; each command sets ``run``, which is given the arguments."""
+    """The parser of the command line; each command sets ``run``, a function of the arguments."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -98,13 +85,13 @@ def build_parser() -> argparse.ArgumentParser:
     text = "a small data set of drawn textures"
     sample = add("sample", _sample, text, "data/sample", "data/big --train 1000")
     for flag, default, what in (
-        ("--classes", 10, f"number of classes, at most {len(TEXTURES)}"),
+        ("--classes", 10, f"number of classes, at most {len(sources.TEXTURES)}"),
         ("--train", 100, "training images per class"),
         ("--val", 20, "validation images per class"),
     ):
         text = f"{what} (default: %(default)s)"
         sample.add_argument(flag, type=positive, default=default, metavar="N", help=text)
-    text = "random seed: another number gives other images (default: %(default)s)"
+    text = "random seed of the images (default: %(default)s)"
     sample.add_argument("--seed", type=int, default=0, metavar="N", help=text)
 
     text = "Fashion-MNIST: 70,000 greyscale images of clothes, 28 x 28 pixels"
@@ -127,18 +114,21 @@ def build_parser() -> argparse.ArgumentParser:
         for the classes of the validation images (required)"""
     imagenet.add_argument("--source", type=Path, metavar="DIR", required=True, help=text)
 
-    text = "a copy of an image folder, its images reduced to a short side of at most N pixels"
+    text = "a copy of an image folder with images reduced to a short side of at most N pixels"
     examples = ("data/imagenet data/imagenet256", "DATA SMALL --size 400 --quality 95")
-    shrink = add("shrink", _shrink, text, *examples)
+    make = lambda a: shrink_folder(a.source, a.out, a.size, a.quality, a.workers)  # noqa: E731
+    shrink = add("shrink", make, text, *examples)
     shrink.add_argument("--size", type=positive, default=256, metavar="N", help=SHRINK_SIZE)
     text = "JPEG quality, 1 to 100 (default: %(default)s)"
     shrink.add_argument("--quality", type=number(int, 1, 100), default=90, metavar="Q", help=text)
 
-    text = "the pixels of an image folder, decoded and reduced, in a few large files"
-    packing = add("pack", _pack, text, "data/imagenet /nvme/packed", "DATA PACKED --size 400")
+    text = "a copy of an image folder as decoded and reduced pixels, in a few large files"
+    make = lambda a: pack_folder(a.source, a.out, a.size, a.workers)  # noqa: E731
+    packing = add("pack", make, text, "data/imagenet /nvme/packed", "DATA PACKED --size 400")
     packing.add_argument("--size", type=positive, default=256, metavar="N", help=PACK_SIZE)
 
-    add("verify", _verify, "read a whole pack and compare checksums", "/nvme/packed")
+    check = lambda args: verify(args.out, args.workers)  # noqa: E731
+    add("verify", check, "read a whole pack and compare checksums", "/nvme/packed")
     return parser
 
 

@@ -24,24 +24,33 @@ def said(text):
     return [line for line in lines if line.strip() and not re.search(r"%\|.*\|.*\[", line)]
 
 
-def succeed(*arguments, **options):
+def succeed(*arguments):
     """What a command prints that must succeed without a word on its error output."""
-    done = run(*arguments, **options)
+    done = run(*arguments)
     assert (done.returncode, said(done.stderr)) == (0, []), done
     return done.stdout
 
 
-def fail(*arguments, **options):
+def fail(*arguments):
     """The error message of a command that must fail with exit code 2 and one line."""
-    done = run(*arguments, **options)
+    done = run(*arguments)
     (line,) = said(done.stderr)
     assert done.returncode == 2 and line.startswith("error: "), done
     return line
 
 
+def put(folder, files):
+    """Write ``files`` (path: bytes) into a folder, and return it."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
 def tree(folder):
-    """All files below a folder: path -> bytes."""
-    files = (path for path in folder.rglob("*") if path.is_file())
+    """All files below a folder but the index of a training: path -> bytes."""
+    index = ".index.npz"
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != index)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 

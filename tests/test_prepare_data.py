@@ -1,26 +1,16 @@
-"""`prepare_data.py sample`, interruptions and refusals, in real processes."""
+"""`prepare_data.py sample`, and which folders all commands leave alone."""
 
+import fcntl
 import json
 import os
-import resource
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
 from PIL import Image
-from preparing import SCRIPT, fail, images, run, said, succeed, tree
+from preparing import fail, images, run, succeed, tree
 
 SAMPLE = ("--classes", "4", "--train", "30", "--val", "5")
-
-
-def check_images_whole(folder):
-    for path in (*folder.rglob("*.JPEG"), *folder.rglob("*.png")):
-        with Image.open(path) as image:
-            image.load()
 
 
 @pytest.fixture(scope="module")
@@ -74,58 +64,6 @@ def test_sample_colour_does_not_tell_the_class(sample):
     assert np.mean(hits) < 0.6  # 0.25 by chance; a class with a colour of its own is always hit
 
 
-def test_killed_again_and_again_it_still_finishes(sample, tmp_path):
-    out, kills = tmp_path / "out", 0
-    command = [sys.executable, SCRIPT, "sample", out, *SAMPLE]
-    while kills < 4:
-        before = len(list(out.rglob("*.JPEG")))
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and len(list(out.rglob("*.JPEG"))) < before + 10:
-            time.sleep(0.005)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-        kills += 1
-        check_images_whole(out)
-    assert 40 <= len(list(out.rglob("*.JPEG"))) < 140
-    for name in ("train/dots/.1f.tmp", "val/dots/.2f.tmp"):
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_bytes(b"half")
-    (out / "train" / "bricks" / "bricks_00003.JPEG").write_bytes(b"")
-    left = tree(out)
-    message = fail("sample", out, "--classes", 3)
-    assert "holds sample (classes 4" in message and "not sample (classes 3" in message
-    assert tree(out) == left
-    succeed("sample", out, *SAMPLE)
-    assert tree(out) == tree(sample)
-
-
-def test_ctrl_c_says_how_to_go_on(sample, tmp_path):
-    command = [sys.executable, SCRIPT, "sample", tmp_path / "out", *SAMPLE]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while len(list(tmp_path.rglob("*.JPEG"))) < 5:
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    message = process.communicate(timeout=240)[1]
-    (line,) = said(message)
-    assert process.returncode == 130 and "same command" in line
-    assert not list(tmp_path.rglob("*.tmp"))
-    succeed("sample", tmp_path / "out", *SAMPLE)
-    assert tree(tmp_path / "out") == tree(sample)
-
-
-def test_full_disk_leaves_no_half_image(sample, tmp_path):
-    def small_files_only():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-
-    message = fail("sample", tmp_path / "out", *SAMPLE, preexec_fn=small_files_only)
-    assert "cannot write" in message and "same command" in message
-    assert not list(tmp_path.rglob("*.tmp"))
-    check_images_whole(tmp_path)
-    succeed("sample", tmp_path / "out", *SAMPLE)
-    assert tree(tmp_path / "out") == tree(sample)
-
-
 def test_folders_of_something_else_are_left_alone(sample, tmp_path):
     before = tree(sample)
     assert "seed 5" in fail("sample", sample, *SAMPLE, "--seed", 5)
@@ -143,7 +81,6 @@ def test_folders_of_something_else_are_left_alone(sample, tmp_path):
     assert not (tmp_path / "many").exists()
     wrong = run("sample", tmp_path / "many", "--train", 0)
     assert wrong.returncode == 2 and "0 is not at least 1" in wrong.stderr
-    fcntl = pytest.importorskip("fcntl")
     (tmp_path / "busy").mkdir()
     handle = os.open(tmp_path / "busy", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)

@@ -12,35 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from preparing import said
+from preparing import SCRIPT, SCRIPTS, put, run, said, tree
+from running import descendants, wait_for_group
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 SIZE = 64
 OPTIONS = ("--size", SIZE, "--quality", 85, "--workers", 2)
 ODD = ("cut.JPEG", "empty.jpg", "text.JPEG")  # what cannot be read
 
 
-def command(*arguments):
-    return [sys.executable, str(SCRIPTS / "prepare_data.py"), "shrink", *map(str, arguments)]
-
-
-def run(*arguments, **options):
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=240, check=False, **options
-    )
-
-
-def succeed(*arguments):
-    done = run(*arguments)
+def shrink(*arguments):
+    """A command that must succeed; it may name images that cannot be decoded."""
+    done = run("shrink", *arguments)
     assert done.returncode == 0, done
     return done
-
-
-def tree(folder):
-    """What the preparation has written: path -> bytes."""
-    index = ".index.npz"  # a training's own
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != index)
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def photo(width, height, seed=0, mode="RGB"):
@@ -63,12 +47,6 @@ def file_bytes(image, kind="JPEG", **options):
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
-
-
-def put(folder, files):
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
 
 
 def pixels(data):
@@ -137,7 +115,7 @@ def source(tmp_path_factory):
 def shrunk(source, tmp_path_factory):
     """The finished copy, and what was printed."""
     out = tmp_path_factory.mktemp("shrunk") / "out"
-    return out, succeed(source, out, *OPTIONS)
+    return out, shrink(source, out, *OPTIONS)
 
 
 def images(folder):
@@ -217,23 +195,17 @@ def test_what_was_done_is_said(source, shrunk):
     assert f"{100 * (1 - after / before):.1f} % saved" in done.stdout
 
 
-def test_finished_work_is_not_repeated(source, shrunk):
-    times = {path: path.stat().st_mtime_ns for path in shrunk[0].rglob("*")}
-    assert "nothing to do" in succeed(source, shrunk[0], *OPTIONS).stdout
-    assert times == {path: path.stat().st_mtime_ns for path in shrunk[0].rglob("*")}
-
-
 def test_number_of_workers_does_not_change_bytes(source, shrunk, tmp_path):
     for workers in (1, 3):
-        succeed(source, tmp_path / str(workers), *OPTIONS[:-1], workers)
+        shrink(source, tmp_path / str(workers), *OPTIONS[:-1], workers)
         assert tree(tmp_path / str(workers)) == tree(shrunk[0])
 
 
 def test_another_size_and_quality(source, tmp_path):
     folder = tmp_path / "one"
     put(folder, {"train/a/x.JPEG": file_bytes(photo(900, 700), quality=95)})
-    succeed(folder, tmp_path / "default", "--workers", 1)
-    succeed(folder, tmp_path / "other", "--workers", 1, "--size", 200, "--quality", 30)
+    shrink(folder, tmp_path / "default", "--workers", 1)
+    shrink(folder, tmp_path / "other", "--workers", 1, "--size", 200, "--quality", 30)
     original = (folder / "train/a/x.JPEG").read_bytes()
     for out, size, quality in (("default", 256, 90), ("other", 200, 30)):
         data = (tmp_path / out / "train/a/x.JPEG").read_bytes()
@@ -257,47 +229,12 @@ def many(tmp_path_factory):
     ]
     put(root / "source", {name: data[i % 4] for i, name in enumerate(names)})
     put(root / "source", {f"train/a/{i:03d}.JPEG": data[0][:-2000] for i in (1, 39)})
-    done = succeed(root / "source", root / "out", *OPTIONS)
+    done = shrink(root / "source", root / "out", *OPTIONS)
     return root / "source", root / "out", done
 
 
 def written(out):
     return [path for path in out.rglob("*.JPEG") if path.name[0] != "."]
-
-
-def start_and_wait_for(images, source, out):
-    """A command that has written that many more images, and the ids of its processes."""
-    before = len(written(out))
-    process = subprocess.Popen(
-        command(source, out, *OPTIONS),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while len(written(out)) < before + images:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.003)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return process, [int(child) for child in children]
-
-
-def is_worker(pid):
-    return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def lives(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def all_end(pids):
-    deadline = time.monotonic() + 30
-    while any(map(lives, pids)):
-        assert time.monotonic() < deadline, "processes outlive the one that started them"
-        time.sleep(0.01)
 
 
 def check_no_damaged_image(source, out):
@@ -307,47 +244,53 @@ def check_no_damaged_image(source, out):
             assert min(pixels(data).shape[:2]) == SIZE  # fully decoded
 
 
-def test_killed_again_and_again_it_still_finishes(many, tmp_path):
+def interrupt(how, source, out):
+    """Start a command, interrupt it after some images, and wait until all its processes end."""
+    before = len(written(out))
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, "shrink", source, out, *map(str, OPTIONS)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while len(written(out)) < before + 12:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.003)
+    workers = [one.pid for one in descendants(process.pid) if "spawn_main" in one.command]
+    assert len(workers) == 2
+    if how == "kill":
+        process.kill()
+    elif how == "worker":  # as the system does when the memory is short
+        os.kill(workers[0], signal.SIGKILL)
+    else:  # a terminal sends Ctrl-C to all processes
+        os.killpg(process.pid, signal.SIGINT)
+    message = process.communicate(timeout=30)[1]
+    assert not wait_for_group(process.pid, 30), "processes outlive the one that started them"
+    return process.returncode, [line for line in said(message) if "copied as it is" not in line]
+
+
+def test_interrupted_again_and_again_it_still_finishes(many, tmp_path):
     source, finished, uninterrupted = many
     out = tmp_path / "out"
-    for kill in range(3):
-        process, children = start_and_wait_for(12, source, out)
-        assert sum(map(is_worker, children)) == 2
-        if kill == 1:  # one of the workers, as the system does when the memory is short
-            os.kill(next(filter(is_worker, children)), signal.SIGKILL)
-            message = process.communicate(timeout=30)[1]
-            assert process.returncode == 2 and "error: a worker process died" in message
-        else:
-            process.kill()
-            assert process.wait() == -signal.SIGKILL
-            process.stderr.close()
-        all_end(children)
-        check_no_damaged_image(source, out)
+    assert interrupt("kill", source, out)[0] == -signal.SIGKILL
+    check_no_damaged_image(source, out)
+    code, (line,) = interrupt("worker", source, out)
+    assert code == 2 and "error: a worker process died" in line
+    code, (line,) = interrupt("Ctrl-C", source, out)
+    assert code == 130 and "same command" in line
+    assert not list(out.rglob("*.tmp"))
+    check_no_damaged_image(source, out)
     assert 36 <= len(written(out)) < 120
     left = dict.fromkeys(("train/b/sub/.7f.tmp", "val/a/.8f.tmp"), b"half")
     put(out, {**left, "train/b/sub/001.JPEG": b""})
-    refused = run(source, out, "--size", 32)
+    refused = run("shrink", source, out, "--size", 32)
     assert refused.returncode == 2 and "not shrink" in refused.stderr
-    done = succeed(source, out, *OPTIONS)
+    done = shrink(source, out, *OPTIONS)
     assert tree(out) == tree(finished)
     # The bytes are those of the whole copy, not of the last command.
     saved = [line for line in done.stdout.splitlines() if "% saved" in line]
     assert saved and saved[0] in uninterrupted.stdout
-
-
-def test_ctrl_c_says_how_to_go_on(many, tmp_path):
-    source, finished, _ = many
-    out = tmp_path / "out"
-    process, children = start_and_wait_for(5, source, out)
-    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes
-    message = process.communicate(timeout=30)[1]
-    lines = [line for line in said(message) if "copied as it is" not in line]
-    assert process.returncode == 130 and len(lines) == 1 and "same command" in lines[0], message
-    all_end(children)
-    assert not list(out.rglob("*.tmp")) and len(written(out)) < 120
-    check_no_damaged_image(source, out)
-    succeed(source, out, *OPTIONS)
-    assert tree(out) == tree(finished)
 
 
 def test_full_disk_leaves_no_half_image(many, tmp_path):
@@ -355,7 +298,7 @@ def test_full_disk_leaves_no_half_image(many, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 
     source, _, _ = many
-    done = run(source, tmp_path / "out", *OPTIONS, preexec_fn=small_files_only)
+    done = run("shrink", source, tmp_path / "out", *OPTIONS, preexec_fn=small_files_only)
     errors = [line for line in said(done.stderr) if "copied as it is" not in line]
     assert done.returncode == 2 and len(errors) == 1, done.stderr
     assert errors[0].startswith("error: cannot write ") and "same command" in errors[0]
@@ -373,9 +316,8 @@ def test_preparation_needs_no_torch():
 
 
 @pytest.fixture
-def refusal(monkeypatch, capsys):
+def refusal(capsys):
     """A function that gives the error message of a command, which must be one line."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
     import prepare_data
 
     def call(*arguments):

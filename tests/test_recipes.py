@@ -72,7 +72,7 @@ def test_the_recipes_are_those_and_say_where_they_come_from_and_what_they_reache
     assert option_types.recipe_names() == sorted(NAMES)
     for name in NAMES:
         text = option_types.recipe_file(name).read_text()
-        for wanted in ("Source: ", "What that reached: ", "What we reached: ", "Global batch: "):
+        for wanted in ("Source: ", "Published result: ", "Our result: ", "Global batch: "):
             assert f"# {wanted}" in text, (name, wanted)
         assert report.RANGE.search(text)
 

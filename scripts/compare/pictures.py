@@ -43,7 +43,7 @@ NO_DATE = {  # the library's version and the date would make equal pictures diff
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves of one quantity: ``tag`` as recorded, and what its panel and axis are called."""
+    """Curves of one quantity: its ``tag`` in the event files, and titles of panel and axis."""
 
     tag: str
     title: str
@@ -116,7 +116,7 @@ def draw(
 
 
 def plan(both: Comparison) -> tuple[dict[str, tuple[str, Callable[[], Any]]], list[str]]:
-    """The pictures that can be drawn: name -> (title, function); and why others cannot be."""
+    """The pictures that can be drawn, name -> (title, function), and why others cannot be."""
     runs = both.runs
     plans: dict[str, tuple[str, Callable[[], Any]]] = {}
     missing: list[str] = []
@@ -173,8 +173,8 @@ def points_of(run: Run, panel: Panel) -> dict[int, float]:
 
 
 def style(i: int, runs: int) -> dict[str, Any]:
-    """How the ``i``-th of ``runs`` curves is drawn: wide and pale below, thin and dark on top, so
-    that each of several identical curves can be seen."""
+    """The style of the ``i``-th of ``runs`` curves: from wide and pale below to thin and dark on
+    top, so that identical curves are all visible."""
     depth = i / (runs - 1) if runs > 1 else 1.0
     width = 5.0 - 3.0 * depth
     kind = round(depth * (len(COLOURS) - 1)) if runs <= len(COLOURS) else i % len(COLOURS)
@@ -258,8 +258,8 @@ def _round_ticks(axis: Any, ticks: Sequence[float] = ()) -> None:
 
 
 def _enlarge_the_plateau(axes: Any) -> None:
-    """Where the ends of the curves lie on each other, draw them larger in the lower right corner,
-    if there is room."""
+    """If the ends of the curves overlap, draw them larger in the lower right corner, where there is
+    room."""
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     points = [list(zip(*line.get_data(), strict=True)) for line in axes.lines]
     xs = [x for curve in points for x, _ in curve]
@@ -290,7 +290,7 @@ def bars(
     rows: Sequence[tuple[float | None, str]],
     ideal: Sequence[float | None] = (),
 ) -> Any:
-    """One bar per run with its figure behind it; ``ideal`` places a mark on or beyond a bar."""
+    """One bar per run, followed by its figure; ``ideal`` are the places of marks, one per bar."""
     from matplotlib.figure import Figure
 
     runs = both.runs
@@ -316,10 +316,10 @@ def bars(
 
 def _throughput(both: Comparison) -> Any:
     rows, ideal = [], []
-    for run, base in zip(both.runs, both.bases, strict=True):
-        rate, more, share = run.usual(RATE), both.speed_up(run), both.efficiency(run)
+    for run in both.runs:
+        rate, more, share = run.usual(RATE), run.speed_up, run.efficiency
         text, mark = number(rate) if rate else "not recorded", None
-        if more is not None and base is not run:
+        if more is not None and run.base is not run:
             text += f"  x {more:.2f}" + (f"  {100 * share:.0f} %" if share is not None else "")
             mark = rate / share if share else None
         rows.append((rate, text))
@@ -364,18 +364,18 @@ def scaling(both: Comparison) -> Any:
         if run.facts.get("gpus") and run.usual(RATE)
     ]
     counts = sorted({gpus for gpus, _, _ in known})
-    for base in {id(b): b for b in both.bases if b}.values():
+    for base in both.bases:
         first, rate = base.facts.get("gpus"), base.usual(RATE)
         if first:
             perfect = [rate, rate * counts[-1] / first]
             axes.plot([first, counts[-1]], perfect, color=INK, linewidth=1, linestyle="--")
-            fastest = {g: r for g, r, i in sorted(known) if both.bases[i] is base}
+            fastest = {g: r for g, r, i in sorted(known) if both.runs[i].base is base}
             axes.plot(fastest.keys(), fastest.values(), color=INK, linewidth=1.6)
     behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
     for gpus, rate, i in known:
         looks = style(i, len(both.runs))
         axes.plot(gpus, rate, marker=looks["marker"], markersize=11, color=looks["color"])
-        share = both.efficiency(both.runs[i])
+        share = both.runs[i].efficiency
         slower = any(g == gpus and r < rate for g, r, _ in known)
         text = number(rate) + (f", {100 * share:.0f} %" if share is not None else "")
         place = (9, 4 if slower else -15)

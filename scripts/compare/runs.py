@@ -40,30 +40,31 @@ COUNTS = re.compile(
 
 @dataclass
 class Session:
-    """What one process wrote into its event file; ``points[tag][x]`` is (wall time, value)."""
+    """The event file of one process; ``points[tag][x]`` is (wall time, value)."""
 
     path: Path
     points: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # of the HParams entry
     began: float = 0.0
     ended: float = 0.0
-    status: str = ""  # where the HParams entry was closed
+    status: str = ""  # of a closed HParams entry
     fault: str = ""  # why the file was not read to its end
 
     @property
     def start(self) -> float:
-        """When it began. A file that was converted later begins with the time of that."""
+        """When it began. A file that was converted later begins with a later time."""
         walls = (wall for points in self.points.values() for wall, _ in points.values())
         return min([self.began, *walls])
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """A run: ``scalars[tag][epochs finished]``, rates in images/s over all processes, times in
     seconds per step, accuracies in per cent.
 
     ``hours[epochs finished]``: training time without the pauses between sessions; {} where the
     clocks in the files cannot be right. ``facts``: options and machine, as far as recorded.
+    ``base``: the run that its speed is divided by; None if it cannot be compared with any.
     """
 
     path: Path
@@ -74,6 +75,7 @@ class Run:
     state: str = ""
     epoch_seconds: float | None = None
     notes: list[str] = field(default_factory=list)
+    base: "Run | None" = None
 
     @property
     def folder(self) -> Path:
@@ -87,6 +89,17 @@ class Run:
     @property
     def total_hours(self) -> float | None:
         return max(self.hours.values(), default=None)
+
+    @property
+    def speed_up(self) -> float | None:
+        """Images/s relative to the base."""
+        return ratio(self.usual(RATE), self.base and self.base.usual(RATE))
+
+    @property
+    def efficiency(self) -> float | None:
+        """Images/s per GPU relative to the base: 1 is perfect scaling."""
+        more = ratio(self.facts.get("gpus"), self.base and self.base.facts.get("gpus"))
+        return ratio(self.speed_up, more)
 
     def points(self, tag: str) -> dict[int, float]:
         """The plausible points of a curve: finite, and positive where it is a speed or a time."""
@@ -127,10 +140,14 @@ class Run:
         return min((x for points in both for x, y in points.items() if y >= top1), default=None)
 
     def done_within(self, hours: float) -> int | None:
-        """Epochs finished by then; None where that is not known, or not yet."""
+        """Epochs finished by then; None if that is unknown, or not known yet."""
         if not self.hours or (self.total_hours < hours and self.state == "running"):
             return None
         return max((x for x, h in self.hours.items() if h <= hours * (1 + 1e-9)), default=0)
+
+
+def ratio(value: float | None, other: float | None) -> float | None:
+    return value / other if value is not None and other else None
 
 
 def find(path: Path) -> list[Path]:
@@ -176,7 +193,7 @@ def read(path: Path) -> Run:
         again |= {x for x in before if x >= min(epochs, default=math.inf)}
         before = epochs or before
         for tag, points in session.points.items():
-            # What an earlier session did past the point where a later one begins is lost work.
+            # A session's work after the point from which a later session resumed is lost.
             kept = {x: y for x, y in newest.get(tag, {}).items() if x < min(points)}
             newest[tag] = kept | points
     # Nothing is trained after 0 epochs: a training figure there means that x counts from 0.
@@ -218,7 +235,7 @@ def _read_session(file: Path) -> Session:
     if not size:
         session.fault = "is empty"
     elif place < size:
-        session.fault = f"is cut off or damaged at byte {place} of {size}; used up to there"
+        session.fault = f"is cut off or damaged at byte {place} of {size}; read up to there"
     return session
 
 
@@ -246,7 +263,7 @@ def _take_options(value: Any, session: Session) -> None:
 
 
 def from_name(name: str) -> dict[str, Any]:
-    """What a folder's name says of the run in it; {} if nothing."""
+    """The facts about a run in its folder's name; {} if there are none."""
     found: dict[str, Any] = {}
     for match in COUNTS.finditer(name):
         found[f"{(match['of'] or match['of2']).lower()}s"] = int(match["n"] or match["n2"])
@@ -262,7 +279,7 @@ def from_name(name: str) -> dict[str, Any]:
 
 
 def _find_facts(run: Run, sessions: list[Session]) -> None:
-    """The options in the latest HParams entry; without one, what the folder's name says."""
+    """Take the options of the latest HParams entry; without one, the facts in the folder's name."""
     named = next(filter(None, (from_name(p.name) for p in (run.path, *run.path.parents)[:3])), {})
     entries = [session.options for session in sessions if session.options]
     run.facts = entries[-1] if entries else named
@@ -279,7 +296,7 @@ def _find_facts(run: Run, sessions: list[Session]) -> None:
 
 
 def _convert_units(run: Run) -> None:
-    """Convert what older suites wrote, where the figures themselves show their unit.
+    """Convert the units of older suites, where the figures themselves show their unit.
 
     Throughput x time is the number of images per step. Where that is the batch of one GPU of
     several, throughput was counted in one process; where it is many batches, time is per epoch.
@@ -312,7 +329,7 @@ def _convert_units(run: Run) -> None:
     else:
         run.notes.append(
             f"throughput x time is {images:.0f} images per step, but its batch is {whole:g}: one "
-            "of the three is not what it seems, so trust its images/s with care"
+            "of the three is wrong, so its images/s may be wrong too"
         )
 
 
@@ -338,8 +355,8 @@ def _count_hours(run: Run, sessions: list[Session], shift: int) -> None:
         if began > times[epochs[0]]:
             began = times[epochs[0]] - (typical(steps) or 0.0)
             run.notes.append(
-                "the beginning of its training is not recorded; it is taken to be one epoch's "
-                "time before the end of the first"
+                "the beginning of its training is not recorded; it is assumed to be one "
+                "epoch's time before the end of the first"
             )
         at = kept | {x: offset + times[x] - began for x in epochs}
         open_end = max(0.0, session.ended - times[epochs[-1]]) if session.options else 0.0
@@ -349,8 +366,8 @@ def _count_hours(run: Run, sessions: list[Session], shift: int) -> None:
     runs_back = any(at[b] < at[a] for a, b in pairwise(sorted(at)))
     if runs_back or (usual is not None and usual <= least):
         run.notes.append(
-            "the times in its event files cannot be those of training (they were copied or "
-            "written anew?), so it has no hours"
+            "the times in its event files cannot be those of training (were they rewritten "
+            "later?), so it has no hours"
         )
         return
     run.hours = {x: at[x] / 3600 for x in sorted(at)}
@@ -368,8 +385,8 @@ def _state(run: Run, sessions: list[Session]) -> str:
 
 
 def name_runs(runs: list[Run]) -> None:
-    """Label each run: its folder's name, or, where a training script generated that, what tells
-    the runs apart (16 GPUs, O2, b208)."""
+    """Label each run: by its folder's name or, if a training script generated the name, by the
+    facts that differ between the runs (16 GPUs, O2, b208)."""
     generated = [run for run in runs if run.facts.get("generated") and run.facts.get("gpus")]
     for run in runs:
         run.label = run.folder.name

@@ -1,4 +1,4 @@
-"""The table of a comparison: its rows, what else to say about them, and the ways to print them.
+"""The table of a comparison: its rows, notes about them, and its formats.
 
 `text_table` and `markdown_table` print the tables of all other scripts as well.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compare.runs import RATE, STEP_TIME, Run
+from compare.runs import RATE, STEP_TIME, Run, ratio
 
 from utils.atomic import save_atomically
 from utils.errors import UserError
@@ -23,14 +23,14 @@ from utils.run.figures import typical
 
 WIDTH = 110  # characters in a line of the text table; further columns come below
 NONE = "-"
-# What must be equal for a ratio of two runs' speeds to mean anything.
+# Must be equal, or the ratio of two runs' speeds means nothing.
 MUST_AGREE = {
     "arch": "arch",
     "image_size": "image size",
     "data_id": "data",
     "train_sizes": "training image sizes",
 }
-# What may differ, but explains part of the difference in speed.
+# May differ, but explain part of the difference in speed.
 SHOULD_AGREE = {
     "batch_per_gpu": "batch per GPU",
     "mode": "mode",
@@ -60,26 +60,22 @@ OPTIONS = (
 def text_table(head: Sequence[object], rows: Sequence[Sequence[object]], width: int = WIDTH) -> str:
     """A table as plain text: the first column aligned left, all others right.
 
-    Columns that do not fit into ``width`` characters come below, behind the first column again.
+    Columns that do not fit into ``width`` characters are printed below, after the first column.
     """
     lines = [[str(cell) for cell in line] for line in (head, *rows)]
     wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    blocks, columns = [], range(1, len(wide))
-    while True:
-        taken, used = [], wide[0]
-        for column in columns:
-            used += 2 + wide[column]
-            if taken and used > width:
-                break
-            taken.append(column)
+    blocks, first = [], 1
+    while first < len(wide):
+        last = first + 1
+        while last < len(wide) and wide[0] + sum(2 + w for w in wide[first : last + 1]) <= width:
+            last += 1
         texts = [
-            line[0].ljust(wide[0]) + "".join(line[i].rjust(2 + wide[i]) for i in taken)
+            line[0].ljust(wide[0]) + "".join(line[i].rjust(2 + wide[i]) for i in range(first, last))
             for line in lines
         ]
         blocks.append("\n".join(text.rstrip() for text in texts))
-        columns = columns[len(taken) :]
-        if not columns:
-            return "\n\n".join(blocks)
+        first = last
+    return "\n\n".join(blocks)
 
 
 def markdown_table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
@@ -104,9 +100,8 @@ def fence(text: str) -> str:
 def put(file: Path, tool: str, title: str, section: str) -> bool:
     """Write a ``section`` of Markdown into ``file``; nothing else in it is touched.
 
-    The section is between two comments that name ``tool`` and ``title``; without them it goes to
-    the end. Returns whether the file has changed. Raises `UserError` for markers that do not make
-    a pair.
+    Two comments that name ``tool`` and ``title`` enclose it; a new section goes to the end. Returns
+    whether the file has changed. Raises `UserError` for markers that do not make a pair.
     """
     key = re.sub(r"[^\w.]+", "-", title.lower()).strip("-") or "comparison"
     begin, end = f"<!-- {tool} begin {key} -->", f"<!-- {tool} end {key} -->"
@@ -116,18 +111,14 @@ def put(file: Path, tool: str, title: str, section: str) -> bool:
         raise UserError(f"cannot read {file}: {fault}") from None
     newline = "\r\n" if "\r\n" in old else "\n"
     section = "\n".join([begin, section, end]).replace("\n", newline)
-    if begin not in old and end not in old:
-        gap = newline * (0 if not old else 1 if old.endswith("\n") else 2)
-        new = old + gap + section + newline
-    else:
-        before, found, rest = old.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not (found and closed) or begin in rest or end in before + after:
-            raise UserError(
-                f"{file} should hold '{begin}' and, after it, '{end}' once each: correct it by "
-                "hand, or choose another --title"
-            )
-        new = before + section + after
+    found = re.findall(f"{re.escape(begin)}.*?{re.escape(end)}", old, re.DOTALL)
+    if not old.count(begin) == old.count(end) == len(found) <= 1:
+        raise UserError(
+            f"{file} should hold '{begin}' and, after it, '{end}' once each: correct it by hand, "
+            "or choose another --title"
+        )
+    gap = newline * (0 if not old else 1 if old.endswith("\n") else 2)
+    new = old.replace(found[0], section) if found else old + gap + section + newline
     if new != old:
         save_atomically(lambda out: out.write(new.encode()), file)
     return new != old
@@ -135,9 +126,9 @@ def put(file: Path, tool: str, title: str, section: str) -> bool:
 
 @dataclass
 class Row:
-    """One quantity of all runs: ``cells`` as people read them, ``values`` for the CSV file.
+    """One quantity of all runs: ``cells`` to print, ``values`` for the CSV file.
 
-    A row without a title is for the CSV file alone.
+    A row without a title is only for the CSV file.
     """
 
     title: str
@@ -148,19 +139,19 @@ class Row:
 
 @dataclass
 class Comparison:
-    """Runs and their table. ``bases[i]`` is the run that the speed of run i is divided by; None
-    where no run can be compared with it."""
+    """Runs and their table. ``bases``: the runs that speeds are divided by."""
 
     runs: list[Run]
     within: float | None = None  # hours
     target: float | None = None  # per cent
     price: float | None = None  # of a node for an hour
-    bases: list[Run | None] = field(default_factory=list)
+    bases: list[Run] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        self.bases = find_bases(self.runs)
+        find_bases(self.runs)
+        self.bases = list(dict.fromkeys(run.base for run in self.runs if run.base))
         if self.within is None and all(run.hours for run in self.runs):
             self.within = min(run.total_hours for run in self.runs)
         tops = [top for run in self.runs if (top := run.best("Top1/val")[0]) is not None]
@@ -168,17 +159,6 @@ class Comparison:
             self.target = float(math.floor(min(tops)))
         _fill(self)
         self.notes += _notes(self)
-
-    def speed_up(self, run: Run) -> float | None:
-        """Images/s relative to the run's base."""
-        base = self.bases[self.runs.index(run)]
-        return ratio(run.usual(RATE), base and base.usual(RATE))
-
-    def efficiency(self, run: Run) -> float | None:
-        """Images/s per GPU relative to the run's base: 1 is perfect scaling."""
-        base = self.bases[self.runs.index(run)]
-        more = ratio(run.facts.get("gpus"), base and base.facts.get("gpus"))
-        return ratio(self.speed_up(run), more)
 
     def costs(self, run: Run) -> dict[int, float]:
         """What the training up to the end of each epoch cost; {} where that is not known."""
@@ -192,7 +172,7 @@ class Comparison:
         return [row for row in self.rows if row.title]
 
     def as_text(self) -> str:
-        """One column per run; then the path of each run that its head does not name."""
+        """One column per run; below, the path of each run whose head is not its folder's name."""
         heads = shorten([run.label for run in self.runs], 20)
         text = text_table(["", *heads], [[row.title, *row.cells] for row in self.shown])
         pairs = zip(heads, self.runs, strict=True)
@@ -250,7 +230,7 @@ def origin(run: Run) -> dict[str, str]:
 
 
 def shorten(labels: Sequence[str], limit: int) -> list[str]:
-    """Labels of at most ``limit`` characters: without what all begin with, or else numbered."""
+    """Labels of at most ``limit`` characters: without their common beginning, else numbered."""
     if max(map(len, labels)) <= limit:
         return list(labels)
     ends = zip(min(labels), max(labels), strict=False)
@@ -259,10 +239,6 @@ def shorten(labels: Sequence[str], limit: int) -> list[str]:
     if all(1 < len(label) <= limit for label in short):
         return short
     return [f"{i}: {label[: limit - 5]}…" for i, label in enumerate(labels, 1)]
-
-
-def ratio(value: float | None, other: float | None) -> float | None:
-    return value / other if value is not None and other else None
 
 
 def number(value: float | None) -> str:
@@ -285,24 +261,23 @@ def share(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:.0f} %"
 
 
-def find_bases(runs: list[Run]) -> list[Run | None]:
-    """For each run the one with the fewest GPUs of those that it can be compared with."""
+def find_bases(runs: list[Run]) -> None:
+    """Set the base of each run: the comparable run with the fewest GPUs."""
     groups: list[list[Run]] = []
     for run in runs:
         alike = (g for g in groups if not any(differ(run, other, MUST_AGREE) for other in g))
         group = next(alike, None)
         groups.append([run]) if group is None else group.append(run)
-    bases = []
-    for run in runs:
-        fast = [one for group in groups if run in group for one in group if one.usual(RATE)]
-        alone = len(runs) > 1 and [run] in groups
-        key = lambda one: one.facts.get("gpus") or math.inf  # noqa: E731
-        bases.append(min(fast, key=key) if fast and not alone else None)
-    return bases
+    for group in groups:
+        fast = [run for run in group if run.usual(RATE)]
+        if fast and (len(group) > 1 or len(runs) == 1):
+            base = min(fast, key=lambda run: run.facts.get("gpus") or math.inf)
+            for run in group:
+                run.base = base
 
 
 def differ(one: Run, other: Run, keys: dict[str, str]) -> list[str]:
-    """The facts in ``keys`` (fact: its name) that both runs know and that differ, with values."""
+    """Those of ``keys`` (fact: its name) that both runs recorded and that differ, with values."""
     pairs = [(name, one.facts.get(key), other.facts.get(key)) for key, name in keys.items()]
     return [
         f"{name} ({a}, not {b})".replace(".0", "")
@@ -315,7 +290,7 @@ def _fill(both: Comparison) -> None:
     runs = both.runs
 
     def add(title: str, key: str, of: Callable, show: Callable = number, rare: bool = False):
-        """``of`` a run is the value; ``rare``: only if any run has one."""
+        """``of(run)`` is the value; ``rare``: leave the row out if no run has one."""
         values = [of(run) for run in runs]
         if not rare or any(value not in (None, "") for value in values):
             cells = [NONE if value in (None, "") else show(value) for value in values]
@@ -338,8 +313,8 @@ def _fill(both: Comparison) -> None:
     add("images/s", "images_per_s", lambda run: run.usual(RATE))
     per_gpu = lambda run: ratio(run.usual(RATE), run.facts.get("gpus"))  # noqa: E731
     add("images/s per GPU", "images_per_s_per_gpu", per_gpu)
-    add(f"speed-up{_to_base(both)}", "speed_up", both.speed_up, "{:.2f}".format)
-    add("scaling efficiency", "scaling_efficiency", both.efficiency, share)
+    add(f"speed-up{_to_base(both)}", "speed_up", lambda run: run.speed_up, "{:.2f}".format)
+    add("scaling efficiency", "scaling_efficiency", lambda run: run.efficiency, share)
     add("time per step, ms", "step_ms", lambda run: ratio(run.usual(STEP_TIME), 0.001))
     add("time per epoch", "epoch_h", lambda run: ratio(run.epoch_seconds, 3600), duration)
     add("epochs finished", "epochs", lambda run: run.epochs)
@@ -384,7 +359,7 @@ def _of_ranks(run: Run, family: str) -> float | None:
 
 
 def step_parts(run: Run) -> dict[str, float]:
-    """The shares of a step that were spent on data, compute and communication."""
+    """The shares of a step spent on data, compute and communication."""
     seconds = {}
     for part in STEP_PARTS:
         each = {x / 1000: y for x, y in run.points(f"Step/{part}_s").items()}
@@ -409,22 +384,21 @@ def _add_best(both: Comparison, add: Callable, tag: str, name: str, show: Callab
 
 
 def _to_base(both: Comparison) -> str:
-    bases = {id(base): base for base in both.bases if base}
-    if len(bases) != 1:
+    if len(both.bases) != 1:
         return ""
-    (base,) = bases.values()
-    gpus = base.facts.get("gpus")
-    return f" to {base.label}" if gpus is None else f" to {gpus:g} GPU{'s' * (gpus != 1)}"
+    gpus, label = both.bases[0].facts.get("gpus"), both.bases[0].label
+    return f" to {label}" if gpus is None else f" to {gpus:g} GPU{'s' * (gpus != 1)}"
 
 
 def _notes(both: Comparison) -> list[str]:
-    """What is odd about runs, which cannot be compared and why, what kind of scaling the
-    efficiency measures, and what was not recorded."""
+    """Notes: problems of single runs, runs that cannot be compared and why, the kind of scaling
+    that the efficiency measures, and values that were not recorded."""
     runs, notes = both.runs, []
     for note in dict.fromkeys(note for run in runs for note in run.notes):
         notes.append(f"{_names([run for run in runs if note in run.notes], runs)}: {note}")
-    reference = next(filter(None, both.bases), runs[0])
-    for run, base in zip(runs, both.bases, strict=True):
+    reference = both.bases[0] if both.bases else runs[0]
+    for run in runs:
+        base = run.base
         if (strange := differ(run, reference, MUST_AGREE)) and run is not reference:
             fate = "it has no speed-up" if base is None else f"its base is {base.label}"
             fate = "it is a base itself" if base is run else fate
@@ -461,8 +435,8 @@ def _lengths(runs: list[Run]) -> list[str]:
 
 def _kinds_of_scaling(both: Comparison) -> list[str]:
     found = []
-    for base in {id(b): b for b in both.bases if b}.values():
-        group = [run for run, b in zip(both.runs, both.bases, strict=True) if b is base]
+    for base in both.bases:
+        group = [run for run in both.runs if run.base is base]
         gpus, per_gpu, whole = (
             {run.facts.get(key) for run in group}
             for key in ("gpus", "batch_per_gpu", "global_batch")
@@ -481,17 +455,17 @@ def _kinds_of_scaling(both: Comparison) -> list[str]:
 
 
 def _missing(both: Comparison) -> list[str]:
-    """What was not recorded, one line per group of runs."""
+    """Values that were not recorded, one line per group of runs."""
     by_runs: dict[str, list[str]] = {}
     for row in both.shown:
         if row.title.startswith(" ") or row.key in ("state", "target_h"):
             continue
-        if row.key in ("speed_up", "scaling_efficiency") and any(both.bases):
+        if row.key in ("speed_up", "scaling_efficiency") and both.bases:
             continue  # said above
         pairs = zip(both.runs, row.values, strict=True)
         if lacking := [run for run, value in pairs if value in (None, "")]:
             title = row.title.partition(" to ")[0].partition(", ")[0] + HINTS.get(row.key, "")
             by_runs.setdefault(_names(lacking, both.runs), []).append(title)
     if all(run.facts.get("image_size") is None for run in both.runs) and len(both.runs) > 1:
-        by_runs.setdefault("all runs", []).append("image size and data (taken to be equal)")
+        by_runs.setdefault("all runs", []).append("image size and data (assumed to be equal)")
     return [f"not recorded by {whose}: {', '.join(what)}" for whose, what in by_runs.items()]

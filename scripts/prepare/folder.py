@@ -1,7 +1,7 @@
-"""Fill an image folder OUT/SPLIT/CLASS/ with several processes; an interruption does no harm.
+"""Fill an image folder OUT/SPLIT/CLASS/ with several processes.
 
-An image gets its name when it is whole, an image that exists is not made again, and a marker file
-says what a folder holds and which splits are finished: the same command finishes the work.
+After an interruption the same command finishes the work: an image gets its name when it is whole,
+existing images are skipped, and a marker file records the content and the finished splits.
 """
 
 import fcntl
@@ -37,8 +37,9 @@ AGAIN = "run the same command again to finish the work"
 class Item(NamedTuple):
     """One image: its place ``SPLIT/CLASS/NAME`` and its content.
 
-    The content is a file to link or copy, or a function that makes the bytes: in a worker, or
-    ``in_turn`` in this process (for a tar). If it raises ValueError, ``source`` is copied.
+    The content is a file to link or copy, or a function that returns the bytes. The function runs
+    in a worker, or ``in_turn`` in this process (for a tar). If it raises ValueError, ``source`` is
+    copied.
     """
 
     place: str
@@ -47,12 +48,12 @@ class Item(NamedTuple):
     in_turn: bool = False
 
 
-# How many images a split should have, and each of those that the source has.
+# The number of images that a complete split has, and the images of the source.
 Split = tuple[int, Iterable[Item]]
 
 
 def progress(total: int, unit: str = " images") -> tqdm:
-    """A progress bar; in a log file it is shown rarely, and only if the work takes long."""
+    """A progress bar; in a log file, one line every 10 seconds."""
     every = 0.1 if sys.stderr.isatty() else 10
     return tqdm(total=total, unit=unit, mininterval=every, maxinterval=10, delay=every)
 
@@ -60,9 +61,9 @@ def progress(total: int, unit: str = " images") -> tqdm:
 def spread(
     function: Callable[[Job], Answer], jobs: Iterable[Job], workers: int
 ) -> Iterator[Answer]:
-    """Yield ``function(job)`` of each job in no particular order, made by ``workers`` processes.
+    """Yield ``function(job)`` of each job, computed by ``workers`` processes, in any order.
 
-    Jobs are taken only as processes become free. The processes end with this one, however it ends,
+    Jobs are taken as processes become free. The processes end with this one, even if it is killed,
     and at once when this iterator is closed. Raises: what ``function`` raises; `UserError` if a
     process dies.
     """
@@ -71,7 +72,7 @@ def spread(
     pool = ProcessPoolExecutor(workers, context, die_with_parent, (os.getpid(),))
     waiting: set[Any] = set()
     try:
-        # A terminal sends Ctrl-C to all processes, but this one decides: workers inherit this.
+        # A terminal sends Ctrl-C to all processes; workers inherit that they ignore it.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             list(pool.map(abs, range(workers)))  # starts them all
@@ -90,37 +91,35 @@ def spread(
             f"a worker process died, perhaps for lack of memory; {AGAIN}, with fewer --workers"
         ) from error
     finally:
-        if waiting:  # an exception: what they have in hand is not wanted any more
+        if waiting:  # after an exception: drop the jobs in progress
             for child in multiprocessing.active_children():
                 child.kill()
         pool.shutdown(cancel_futures=True)
 
 
 def images_by_class(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Each class folder in ``folder``, and the sorted paths of its images relative to ``folder``.
-
-    They are what training finds; none where ``folder`` does not exist. Raises: `UserError`.
-    """
+    """Each class in ``folder``, and the sorted paths of its images relative to ``folder``, as
+    training finds them; nothing if ``folder`` does not exist. Raises: `UserError`."""
     for label in class_names(folder):
         yield label, sorted(map(os.fsdecode, image_files(folder, label, {})))
 
 
 def write_whole(path: Path, content: bytes | Path) -> None:
-    """Write bytes, or link or copy a file; ``path`` is whole or not there. Raises: `UserError`."""
+    """Write bytes, or link or copy a file; ``path`` is complete or absent. Raises: `UserError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, Path):
             link_atomically(content, path)
         else:
-            # Not flushed: that would take longer than all the rest. A file that a crash of the
-            # whole system leaves empty is written again.
+            # Not flushed, which would take longer than the rest. A file that a crash of the system
+            # leaves empty is written again.
             save_atomically(lambda file: file.write(content), path, durable=False)
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}); then {AGAIN}") from error
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """What the marker file of a folder says: {} without one."""
+    """The content of a folder's marker file; {} without one. Raises: `UserError`."""
     try:
         marker = json.loads((folder / MARKER).read_bytes())
         return {key: marker[key] for key in ("what", "finished", "counts")}
@@ -138,10 +137,10 @@ def mark(folder: Path, what: str, finished: bool, counts: dict[str, int]) -> Non
 
 @contextmanager
 def locked(out: Path, what: str) -> Iterator[dict[str, Any]]:
-    """Make the folder ``out`` if necessary and lock it; yield what its marker says.
+    """Make the folder ``out`` if necessary and lock it; yield the content of its marker.
 
-    ``what``: the command and all that determines the content. A new folder is removed again if
-    nothing was written. Raises: `UserError` if ``out`` holds something else or is in use.
+    ``what``: the command and all that determines the content. A new folder that stays empty is
+    removed. Raises: `UserError` if ``out`` holds something else or is in use.
     """
     is_new = not out.exists()
     try:
@@ -171,11 +170,11 @@ def locked(out: Path, what: str) -> Iterator[dict[str, Any]]:
         os.close(handle)
         if is_new:
             with suppress(OSError):
-                out.rmdir()  # fails, as it should, unless nothing was written
+                out.rmdir()  # fails unless it is empty
 
 
 def _write(out: Path, items: list[Item]) -> tuple[int, list[tuple[Item, str]]]:
-    """In a worker: write images; return their number, and those that could not be made and why."""
+    """In a worker: write images. Returns their number, and the undecodable ones with the reason."""
     faults = []
     for item in items:
         try:
@@ -195,9 +194,9 @@ def fill(
     Args:
         what: the command and all that determines the content.
         wanted: the splits that ``out`` is to have.
-        open_source: gives a `Split` for each name of the list of unfinished ones, or for some.
+        open_source: returns a `Split` for each unfinished split, or for some of them.
 
-    Returns: how many of the images could not be decoded; None if there was nothing to do.
+    Returns: the number of images that could not be decoded; None if there was nothing to do.
     Raises: `UserError`; the same command then continues.
     """
     with locked(out, what) as marker:
@@ -217,7 +216,7 @@ def fill(
 
 
 def _fill_split(out: Path, name: str, total: int, items: Iterable[Item], workers: int) -> int:
-    """Write the missing images of a split; return how many could not be decoded."""
+    """Write the missing images of a split. Returns the number that could not be decoded."""
     seen = faults = 0
 
     def missing() -> Iterator[Item]:
@@ -251,7 +250,7 @@ def _fill_split(out: Path, name: str, total: int, items: Iterable[Item], workers
     if found != seen:
         raise UserError(
             f"{out / name} has {found} images but the source {seen}: "
-            "remove what does not belong there"
+            "remove the files that do not belong there"
         )
     if seen != total:
         print(f"note: the complete {name} set has {total} images, not {seen}")

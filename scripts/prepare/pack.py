@@ -1,12 +1,11 @@
-"""Decode an image folder once and for all: uint8 pixels in a few large files, with an index.
+"""Decode an image folder once: uint8 pixels in a few large files, with an index.
 
-The pixels are those of the reduction that `shrink` makes, without its second loss by JPEG. Reading
-them takes no decoder, but ten times the space. The format, and how training reads it:
-utils/data/pack.py.
+The pixels are those of `shrink` without its second loss by JPEG. Reading them needs no decoder, but
+ten times the space. utils/data/pack.py describes the format and reads it.
 
-A file that cannot be decoded is named, counted and stored as it is, so that training's own rule for
-bad files applies to it. Each worker makes whole files of the pack; a file gets its name when it is
-whole, and running an interrupted command again makes those that are missing.
+A file that cannot be decoded is reported, counted and stored unchanged, so that training's rule for
+bad files applies to it. Each worker writes whole files of the pack. A file gets its name when it is
+complete; running an interrupted command again writes the missing files.
 """
 
 import io
@@ -30,7 +29,7 @@ from utils.data.index import ImageIndex, class_folders
 from utils.data.jpeg import to_rgb
 from utils.errors import UserError
 
-SAMPLE = 256  # images whose size is looked at, to know what the pack will take
+SAMPLE = 256  # images from whose size the size of the pack is estimated
 
 
 class File(NamedTuple):
@@ -41,20 +40,20 @@ class File(NamedTuple):
     index: ImageIndex
 
     def is_whole(self) -> bool:
-        """Whether it is there, with all its images."""
+        """Whether it exists, with all its images."""
         found = read_end(self.path)
         return found is not None and found["image"].tolist() == list(self.images)
 
 
 def end_of_file(records: np.ndarray) -> bytes:
-    """What follows the images in a file: its index, the index's length and `pack.MAGIC`."""
+    """The bytes after the images in a file: its index, the index's length and `pack.MAGIC`."""
     file = io.BytesIO()
     np.savez(file, records=records)
     return file.getvalue() + len(file.getvalue()).to_bytes(8, "little") + pack.MAGIC
 
 
 def read_end(path: Path) -> np.ndarray | None:
-    """The index at the end of a file, `pack.RECORD` [n]; None for one that is not whole."""
+    """The index at the end of a file, `pack.RECORD` [n]; None if the file is not complete."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -94,7 +93,7 @@ def _content(path: str, size: int) -> tuple[bytes, tuple[int, int], str | None]:
 
 
 def _make(size: int, job: tuple[Path, int, list[str]]) -> list[str]:
-    """In a worker: write one file of a pack; return what it says of images stored as they are.
+    """In a worker: write one file of a pack. Returns a message for each image stored unchanged.
 
     ``job``: the file's path, the number of its first image, and the images' paths.
     """
@@ -117,7 +116,7 @@ def _make(size: int, job: tuple[Path, int, list[str]]) -> list[str]:
 
 
 def _check_space(files: list[File], out: Path, size: int) -> None:
-    """Say about how many bytes the files will take. Raises: `UserError` if the disk has less."""
+    """Print the estimated size of the files. Raises: `UserError` if the disk has less space."""
     paths = [file.index.path(image) for file in files for image in file.images]
     found = []
     for path in paths[:: -(-len(paths) // SAMPLE)]:
@@ -149,7 +148,7 @@ def _write(files: list[File], size: int, workers: int) -> None:
     jobs = ((f.path, f.images.start, [f.index.path(i) for i in f.images]) for f in files)
     try:
         with progress(len(files), " files") as bar:
-            # A small data set is one file; more workers than files would have nothing to do.
+            # A small data set is one file: more workers would be idle.
             for notes in spread(partial(_make, size), jobs, min(workers, len(files))):
                 bar.update()
                 for note in notes:
@@ -160,7 +159,7 @@ def _write(files: list[File], size: int, workers: int) -> None:
 
 
 def _join(files: list[File], size: int) -> pack.Contents:
-    """Write the index of a split whose files are all there."""
+    """Write the index of a split whose files are all complete."""
     index = files[0].index
     contents = pack.Contents(
         size,
@@ -226,7 +225,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _damaged(path: Path) -> Path | None:
-    """In a worker: ``path`` if something in this file of a pack is not as it was written."""
+    """In a worker: ``path`` if this file of a pack has changed since it was written."""
     records = read_end(path)
     if records is None:
         return path

@@ -1,14 +1,14 @@
 """Copy an image folder with every image reduced to a short side of at most N pixels.
 
-Training crops are 224 pixels wide, so most of a large photograph is decoded in vain; RESULTS.md
-compares the cost of reading the copy and the original. The price is that the smallest training
+Training crops are 224 pixels wide, so that most pixels of a large photograph are decoded but not
+used; RESULTS.md compares the cost of reading the copy and the original. The smallest training
 crops, which are enlarged, become softer.
 
-An image that is small enough is copied byte for byte. Any other one becomes a JPEG file with the
-pixels of `PIL.Image.convert("RGB")`, reduced, without EXIF and other metadata. It keeps its name,
-whatever its suffix, as the order of training is the order of the names; training recognises formats
-by content. A file that cannot be decoded is named, counted and copied as it is, so that training's
-own rule for bad files applies to it as in the original folder.
+An image that is small enough is copied byte for byte. All others become JPEG files with the pixels
+of `PIL.Image.convert("RGB")`, reduced, without EXIF and other metadata. They keep their names,
+whatever the suffix, as the order of training is the order of the names; training recognises formats
+by content. A file that cannot be decoded is reported, counted and copied unchanged: training's rule
+for bad files then applies to it as in the original folder.
 """
 
 import io
@@ -27,11 +27,11 @@ from utils.data.jpeg import to_rgb
 from utils.data.pack import is_pack
 from utils.errors import UserError
 
-# Seen through the evaluation's resize to 256 and crop, bicubic images are nearer to the originals
-# than Lanczos ones, and their files smaller; through training crops both are equally near.
+# After the evaluation's resize to 256 and crop, bicubic images are closer to the originals than
+# Lanczos ones, and their files are smaller; in training crops both are equally close.
 FILTER = Image.Resampling.BICUBIC
-# A JPEG decoder can halve an image for little work, but the way it does so blurs; with this many
-# times the wanted size left, the filter alone determines what the image looks like.
+# A JPEG decoder halves an image cheaply, but blurs it. At this many times the wanted size the blur
+# does not matter.
 DRAFT_MARGIN = 2
 
 
@@ -46,15 +46,8 @@ def reduced_shape(width: int, height: int, size: int) -> tuple[int, int]:
 
 
 def reduce(image: Image.Image, size: int) -> Image.Image | None:
-    """Reduces one image, opened but not loaded yet.
-
-    Args:
-        image: of any format that Pillow reads.
-        size: its largest short side, in pixels.
-
-    Returns:
-        the reduced image in RGB, or None for one that is small enough as it is.
-    """
+    """An image, opened but not loaded yet, reduced to a short side of ``size`` pixels, in RGB;
+    None if it is small enough already."""
     if min(image.size) <= size:
         return None
     rough = _reduced_size(*image.size, size)
@@ -67,10 +60,10 @@ def reduce(image: Image.Image, size: int) -> Image.Image | None:
 
 @contextmanager
 def opened(data: bytes) -> Iterator[Image.Image]:
-    """Opens an image file of any format that Pillow reads; while it is being decoded, too.
+    """Open an image file of any format that Pillow reads.
 
-    Raises:
-        ValueError: it cannot be decoded, or what is made of it be encoded; says why.
+    Raises: ValueError with the reason if it, or anything inside the block, cannot be decoded or
+    encoded; `UserError` if memory is short.
     """
     try:
         with warnings.catch_warnings():
@@ -95,9 +88,9 @@ def read(path: Path | str) -> bytes:
 
 
 def shrink(path: Path, size: int, quality: int) -> bytes:
-    """An image file, reduced to a short side of ``size`` pixels if it is larger.
+    """The bytes of an image file if its short side has at most ``size`` pixels; else a reduced JPEG
+    file of ``quality`` (1 to 100).
 
-    Returns: the file as it is when it is small enough, else a JPEG file of ``quality`` (1 to 100).
     Raises: ValueError if it cannot be decoded, or is too long for a JPEG file; `UserError` if it
     cannot be read.
     """
@@ -166,7 +159,7 @@ def shrink_folder(source: Path, out: Path, size: int, quality: int, workers: int
 
     def todo(missing: list[str]) -> dict[str, Split]:
         for split in missing:
-            # Also classes without images: the numbers of the classes must not change.
+            # Also classes without images, as the class numbers must not change.
             for label in class_names(source / split):
                 (out / split / label).mkdir(parents=True, exist_ok=True)
         return {split: (len(places[split]), map(item, places[split])) for split in missing}
