@@ -121,16 +121,13 @@ def batches_of(index: ImageIndex, number: int, epoch: int) -> list[Batch]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those of its children that have ended."""
+    """CPU seconds of this process and of its ended children."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
 def time_it(pipeline: pipelines.Pipeline, batches: list[Batch], workers: int) -> tuple[float, ...]:
-    """CPU seconds and seconds that the batches take.
-
-    What threads make in advance, as DALI's do, is counted where it was asked for.
-    """
+    """CPU seconds and seconds that the batches take, including what threads prefetch meanwhile."""
     cpu, wall = cpu_seconds(), time.perf_counter()
     iterator = pipeline(batches, workers)
     for _ in iterator:
@@ -145,7 +142,7 @@ def time_it(pipeline: pipelines.Pipeline, batches: list[Batch], workers: int) ->
 
 
 def compare(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[tuple[object, ...]]:
-    """Rounds of every pipeline on every set: the rows of the table."""
+    """Time all pipelines on all sets, in rounds. Returns the rows of the table."""
     costs: list[list[float]] = [[] for _ in rows]  # CPU ms per image, round by round
     speeds: list[list[float]] = [[] for _ in rows]
     slowest = 0.0

@@ -103,7 +103,7 @@ _counts.__name__, _methods.__name__ = "list of numbers", "list of methods"
 
 
 def measure(count: int, args: argparse.Namespace) -> list[list[str]]:
-    """The rows of the table for so many nodes; none where rank 0 is elsewhere."""
+    """The rows of the table for ``count`` nodes; none on machines other than rank 0's."""
     found: dict[str, list[Figures]] = {"alone": [], **{name: [] for name in args.methods}}
     with places(count, args) as (nodes, master):
         for turn in range(args.rounds):
@@ -118,14 +118,14 @@ def measure(count: int, args: argparse.Namespace) -> list[list[str]]:
 
 @contextlib.contextmanager
 def places(count: int, args: argparse.Namespace) -> Iterator[tuple[list[list[str]], str]]:
-    """What stands before a command to run it on each node that is here, and rank 0's address."""
+    """The command prefix of each local node, and the address of rank 0."""
     if args.master:
         yield [[]], args.master
         return
     with namespaces.network(count) as nodes:
         for node in nodes:
             namespaces.limit(node, f"{int(args.gbit * 1e9)}bit", "256kb", "200ms")
-        # So that they end with this process, however it ends.
+        # The processes end with this one, even if it is killed.
         enter = [["setpriv", "--pdeathsig", "KILL", *node.enter] for node in nodes]
         yield enter, namespaces.address(0)
 
@@ -133,7 +133,7 @@ def places(count: int, args: argparse.Namespace) -> Iterator[tuple[list[list[str
 def run(
     nodes: list[list[str]], count: int, method: str, master: str, args: argparse.Namespace
 ) -> Figures:
-    """The summary of rank 0's run; nothing in the others. Raises: `UserError`."""
+    """The summary of the run; empty on ranks other than 0. Raises: `UserError`."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     with tempfile.TemporaryDirectory() as out:
         started = []

@@ -6,7 +6,7 @@
 Reads the TensorBoard event files of each run, ours or those of older suites with the same tags, and
 nothing else. Options that an event file does not record are taken from the folder's name. Unknown
 values are shown as `-` and named below the table. Speed-ups are relative to the run with the fewest
-GPUs. DIR gets the table as Markdown and CSV, the pictures and compare.html, the page.
+GPUs. The table is also written to DIR as Markdown and CSV, with the pictures and compare.html.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--labels", nargs="+", metavar="LABEL", help=text)
     text = "numbers of GPUs, one per run, if neither event files nor folder names have them"
     add("--gpus", nargs="+", type=positive, metavar="N", help=text)
-    text = "training images per epoch, if the event files do not have it (ImageNet: 1281167)"
+    text = "training images per epoch, if the event files lack them (ImageNet: 1281167)"
     add("--train-images", type=positive, metavar="N", help=text)
     text = "show the epochs finished within this time (default: the time of the shortest run)"
     add("--within", type=number(float, 0, exclusive=True), metavar="HOURS", help=text)
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--price", type=number(float, 0, exclusive=True), metavar="P", help=text)
     text = "folder for table, pictures and page (default: %(default)s)"
     add("--out", type=Path, default=Path("figures"), metavar="DIR", help=text)
-    text = "such as png,svg,pdf (default: %(default)s)"
+    text = "such as png,svg,pdf (default: png)"
     add("--formats", type=_formats, default=["png"], metavar="LIST", help=text)
     add("--prefix", default="", metavar="NAME_", help="prefix of the file names")
     add("--title", help="of the page and of the section in RESULTS.md")

@@ -284,35 +284,41 @@ def test_nothing_else_is_touched(root, newline):
     before = newline.join(["# Results", "", "By hand | <b>.  "])
     after = newline.join(["", "<!-- compare_runs begin x -->", "More by hand.  ", ""])
     file = root / "R.md"
+
+    def text():
+        found = file.read_bytes().decode()
+        assert (found.startswith(before), found.endswith(after)) == (True, True)
+        assert "\n" not in found.replace(newline, ""), "lines end as they do in the file"
+        return found
+
     file.write_bytes(before.encode())
     assert update(root, "One")
     file.write_bytes(file.read_bytes() + after.encode())
-    first = file.read_bytes().decode()
-    assert (first.startswith(before), first.endswith(after)) == (True, True)
-    assert "\n" not in first.replace(newline, ""), "lines end as they do in the file"
+    first = text()
     # Again: nothing changes. With another run: only the section does. Another title: one more.
     assert not update(root, "One")
-    assert file.read_bytes().decode() == first
+    assert text() == first
     write(root / "runs" / folder_name(4, 64), epochs_of(300, 256))
     assert update(root, "One")
-    second = file.read_bytes().decode()
-    assert (second.startswith(before), second.endswith(after)) == (True, True)
+    second = text()
     assert second.count("83 %") == 1 + first.count("83 %")
     assert update(root, "Other")
     assert file.read_bytes().decode().startswith(second)
 
 
-@pytest.mark.parametrize("harm", ["end is gone", "twice", "wrong order"])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda text, end: text.replace(end, ""),
+        lambda text, end: 2 * text,
+        lambda text, end: end + text.replace(end, ""),
+    ],
+    ids=["end is gone", "twice", "wrong order"],
+)
 def test_broken_markers_are_left_alone(root, harm):
     update(root, "x")
     file = root / "R.md"
-    text = file.read_text()
-    end = "<!-- compare_runs end x -->"
-    text = {
-        "end is gone": text.replace(end, ""),
-        "twice": 2 * text,
-        "wrong order": end + text.replace(end, ""),
-    }[harm]
+    text = harm(file.read_text(), "<!-- compare_runs end x -->")
     file.write_text(text)
     with pytest.raises(UserError, match="correct it by hand"):
         update(root, "x")

@@ -1,11 +1,11 @@
-"""Linux namespaces that die with the process that made them, and a network between them.
+"""Linux namespaces that end with the process that created them, and a network between them.
 
     with network(2) as nodes:
         limit(nodes[0], "100mbit")
         subprocess.run([*nodes[0].enter, "ping", "-c", "1", address(1)])
 
-Each node has a network of its own, in which eth0 has the node's `address` and leads to a bridge in
-a further one. Needs root and Debian's package iproute2.
+Each node has its own network namespace, in which eth0 has the node's `address` and leads to a
+bridge in another one. Needs root and Debian's package iproute2.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _FIRST = ("sh", "-c", "echo ready; trap '' CHLD; exec sleep infinity")
 
 
 class Namespaces:
-    """A set of namespaces of these kinds (options of unshare), alive while its keeper is."""
+    """Namespaces of these ``kinds`` (options of unshare), and a process that keeps them."""
 
     def __init__(self, kinds: tuple[str, ...]):
         """Raises: `UserError` where namespaces are not allowed."""
@@ -78,7 +78,7 @@ def address(number: int) -> str:
 
 
 def make_bridge(switch: Namespaces) -> None:
-    """Make a network a switch, to `plug_in` nodes."""
+    """Turn a network into a switch for `plug_in`."""
     up = "ip link add bridge type bridge forward_delay 0; ip link set bridge up"
     do(*switch.enter, "sh", "-ec", up)
 
@@ -101,7 +101,7 @@ def limit(node: Namespaces, rate: str, burst: str = "256kb", latency: str = "20m
 
 @contextlib.contextmanager
 def network(count: int) -> Iterator[list[Namespaces]]:
-    """``count`` nodes that reach each other, and end with the block. Raises: `UserError`."""
+    """Start ``count`` connected nodes, which end with the block. Raises: `UserError`."""
     if os.geteuid() != 0:
         raise UserError("nodes on one machine (network namespaces) need root")
     for program in ("unshare", "nsenter", "setpriv", "ip", "tc"):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The usual training loops, to compare with: what two well-known scripts do, in our own words.
+"""The usual training loops: what two well-known scripts do, rewritten for a comparison.
 
     python scripts/bench/peer_loops.py examples -a resnet18 -b 32
     python scripts/bench/peer_loops.py torchvision -a resnet18 -b 32 -j 2 --data DATA
@@ -7,8 +7,8 @@
 ``examples``: pytorch/examples' imagenet/main.py: float32, three numbers to the host in every step
 before backward. ``torchvision``: torchvision's references/classification: cuDNN's benchmark mode,
 --amp with a GradScaler, blocking uploads, and the numbers to the host after the step. Without
---data the same batch again and again, which lives on the device, timed as --dummy of this suite
-does it; the last line is JSON. Under torchrun both use DistributedDataParallel with its defaults.
+--data they repeat one batch, which stays on the device, and are timed as by --dummy of this suite;
+the last line is JSON. Under torchrun both use DistributedDataParallel with its defaults.
 """
 
 import argparse

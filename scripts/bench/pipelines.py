@@ -1,7 +1,7 @@
-"""Ways from JPEG files to batches of 224-pixel training crops.
+"""Input pipelines from JPEG files to batches of 224-pixel training crops.
 
-Each is called with the batches to make and a number of workers, and gives them one by one: with 0
-workers they are made by one thread of this process.
+Each is called with a list of batches and a number of workers, and yields the batches one by one.
+With 0 workers one thread of this process makes them.
 """
 
 from collections.abc import Callable, Iterator
@@ -167,7 +167,7 @@ class ThisSuite:
 
 
 def all_of(index: ImageIndex) -> dict[str, Pipeline]:
-    """The pipelines by name; the first is the one that the others are compared with."""
+    """The pipelines by name; ratios are to the first."""
     suite: dict[str, Pipeline] = {"this suite": ThisSuite(index)}
     if index.pack is not None:  # the others read image files
         return suite
