@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import utils.launch.installed  # noqa: F401 (a missing package becomes a one-line error)
+import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
 
 from compare import pictures, runs, table
 from compare.runs import Run

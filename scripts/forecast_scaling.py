@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import utils.launch.installed  # noqa: E402, F401 (a missing package becomes a one-line error)
+import utils.launch.installed  # noqa: E402, F401 (a missing package becomes an error message)
 
 from compare.table import text_table  # noqa: E402
 from forecast import buckets, model, picture  # noqa: E402

@@ -33,7 +33,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/ssh")]
 
-import utils.launch.installed  # noqa: E402, F401 (a missing package becomes a one-line error)
+import utils.launch.installed  # noqa: E402, F401 (a missing package becomes an error message)
 
 import hosts  # noqa: E402
 import launcher  # noqa: E402
