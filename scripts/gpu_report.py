@@ -44,12 +44,13 @@ class Part:
 
 CASES = "examples+{half}+channels_last,torchvision+{half},nd+{half},ddp+{half},fsdp+{half},O2"
 CASES += ",nd+bf16,examples+off,nd+off,nd+{half}+compile"
+GPU_TESTS = "tests/test_cuda.py tests/test_real_apex.py -p no:cacheprovider"
 READ = "--data {out}/sample -a resnet18 -b 128 -j {workers} --few 2560 --more 20480 --rounds 1"
 READ += " --cases examples+{half}+channels_last,nd+{half}"
-FEW = "--few 8 --more 16 -b 8 --image-size 32"
+FEW = "--few 8 --more 64 -b 8 --image-size 32"
 RUN = "-a resnet18 -b 64 --lr 0.05 --image-size 64 --epochs 3 --output-dir {out}/runs --name run"
 PARTS = [
-    Part("Tests that need a GPU", "-m pytest -m cuda tests -n 8 -p no:cacheprovider", 300),
+    Part("Tests that need a GPU", f"-m pytest -m cuda -n 8 {GPU_TESTS}", 300),
     Part(
         "The step",
         f"scripts/bench_step.py {{model}} --rounds 1 --cases {CASES}",

@@ -9,9 +9,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import ROOT, SMALL, TIMEOUT, Result, environment
 
@@ -207,3 +208,19 @@ def assert_same_weights(one: Path, other: Path, tolerance: float = 0.0) -> None:
             torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=name)
         else:
             assert torch.equal(x, y), name
+
+
+@contextlib.contextmanager
+def no_longer_than(seconds: int) -> Iterator[None]:
+    """Fail instead of hanging. Not by an OSError, which a reader takes for an unreadable file."""
+
+    def handler(*_: object) -> None:
+        pytest.fail("it hangs")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torchvision
-from test_data import no_longer_than
+from running import no_longer_than
 from torch import nn
 
 from utils.amp.loss_scale import LossScaler
