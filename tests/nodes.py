@@ -23,10 +23,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from bench.namespaces import address, do, limit, make_bridge, plug_in
+from bench.namespaces import Namespaces, address, children, do, limit, make_bridge, plug_in
 from conftest import ROOT, TIMEOUT, Result, activated
-from namespaces import Namespaces, children
 from running import Process, Running, eventually, everyone
+
+from utils.errors import UserError
 
 _NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--ipc")
 _SSHD = "/usr/sbin/sshd"
@@ -42,6 +43,14 @@ def need(*programs: str) -> None:
             pytest.skip(f"{program} is missing: apt-get install {_PACKAGES.get(program, program)}")
 
 
+def spaces(*kinds: str) -> Namespaces:
+    """Namespaces of these kinds; the test is skipped where they are not allowed."""
+    try:
+        return Namespaces(kinds)
+    except UserError as fault:
+        pytest.skip(str(fault))
+
+
 class Node:
     """A machine, as programs see it: with its own address, host name, firewall and sshd."""
 
@@ -51,7 +60,7 @@ class Node:
         self.folder.mkdir()
         self.port = 2200 + number  # of its sshd
         self.files: dict[str, str] = {}  # that it has its own versions of
-        self.spaces = Namespaces(_NAMESPACES)
+        self.spaces = spaces(*_NAMESPACES)
 
     @property
     def netns(self) -> str:
@@ -86,7 +95,7 @@ class Node:
 
     def start_again(self) -> None:
         """Boot a node that was killed; its sshd is not started."""
-        self.spaces = Namespaces(_NAMESPACES)
+        self.spaces = spaces(*_NAMESPACES)
         self.set_up(self.rate)
         for path, text in self.files.items():
             self.replace(path, text)
@@ -208,7 +217,7 @@ class Nodes:
         need()
         with contextlib.ExitStack() as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nodes")))
-            switch = Namespaces(("--net",))
+            switch = spaces("--net")
             stack.callback(switch.close)
             make_bridge(switch)
             nodes = []

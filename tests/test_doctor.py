@@ -192,7 +192,7 @@ def test_a_closed_master_port_and_another_torch(nodes, data, tmp_path):
     assert not reaches(nodes[1], nodes[0], PORT)
     results = ask_doctor(nodes, data, "--wait", "2")
     assert [result.code for result in results] == [2, 2], results
-    assert "✗ node 1 of 2 did not come" in results[0].out
+    assert "✗ node 1 of 2 did not connect" in results[0].out
     assert f"{nodes[0].ip}:{PORT} cannot be reached" in bad(results[1])[0]
     nodes[0].unblock_ports()
     (tmp_path / "torch").mkdir()

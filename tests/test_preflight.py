@@ -72,7 +72,7 @@ def test_nodes_that_agree_meet_and_leave_the_port(line):
 def test_a_node_that_is_missing_is_counted_and_named_on_every_node(line):
     results = shell(line(0, nodes=3, wait=4), line(2, nodes=3))
     for error in errors(results):
-        assert f"node 1 of 3 did not come to {HERE}:{line.port} within 4 s" in error
+        assert f"node 1 of 3 did not connect to {HERE}:{line.port} within 4 s" in error
     assert re.search(r"node 2 \(.*\) is here", results[0].out)
     for result in results:
         assert re.search(rf"waiting at {HERE}:{line.port} for node 1 of 3 \(\d", result.out)

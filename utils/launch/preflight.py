@@ -30,6 +30,8 @@ CLOCK_LIMIT = 60.0  # seconds between two nodes' clocks from which a note says s
 PORTS = 2  # tried on each node: a firewall may let one through by chance
 LARGEST = 1 << 20  # bytes of a message
 GREETING = "imagenet preflight check"
+PROCESSES = "number of processes per node"
+ALIKE = (PROCESSES, "this code", "torch")  # facts that must be the same on all nodes
 
 Message = dict[str, Any]
 
@@ -217,14 +219,14 @@ class Preflight:
         """Wait until all nodes are here and know their number of processes."""
         while True:
             missing = [rank for rank in range(1, self.nodes) if rank not in self.peers]
-            late = missing or [r for r, p in self.peers.items() if "processes" not in p.facts]
+            late = missing or [r for r, p in self.peers.items() if PROCESSES not in p.facts]
             if not late and self.processes is not None:
                 return
             late = late or [0]
             names = f"node{'s' * (len(late) > 1)} {', '.join(map(str, late))} of {self.nodes}"
             if self.clock.seconds >= self.wait:
                 raise UserError(
-                    f"{names} did not come to {self.there} within {self.wait:g} s: is training "
+                    f"{names} did not connect to {self.there} within {self.wait:g} s: is training "
                     "started there, with this address, and does the firewall let the port through?"
                 )
             if self.clock.due:
@@ -243,14 +245,10 @@ class Preflight:
 
     async def _compare(self) -> list[str]:
         """The nodes' names. Raises: `UserError` with what keeps them from training together."""
-        me = self.me | {"address": self.master[0], "processes": self.processes}
+        me = self.me | {"address": self.master[0], PROCESSES: self.processes}
         peers = [self.peers[rank] for rank in sorted(self.peers)]
         everyone = {f"{me['host']} (node 0)": me} | {str(peer): peer.facts for peer in peers}
-        alike = {"processes": "number of processes per node", "this code": "", "torch": ""}
-        found = [
-            (name, {title or key: facts.get(key) for key, title in alike.items()})
-            for name, facts in everyone.items()
-        ]
+        found = [(name, {key: one.get(key) for key in ALIKE}) for name, one in everyone.items()]
         if different := agreement.unlike(found):
             raise UserError(different)
         for peer in peers:
@@ -306,7 +304,7 @@ class Preflight:
     async def _tell_processes(self, link: Link) -> None:
         while self.processes is None:  # until `finish`
             await asyncio.sleep(0.05)
-        link.send(processes=self.processes)
+        link.send(**{PROCESSES: self.processes})
 
     def _say_that_it_waits(self) -> Any:
         # The launcher over ssh has reached all nodes and started them together: a master that does
