@@ -259,14 +259,14 @@ class Training:
         return torch.cat([p.detach().flatten() for p in self.replica.parameters()])
 
 
-def _world(rank: int, size: int, local_size: int = 1) -> World:
+def world_of(rank: int, size: int, local_size: int = 1) -> World:
     nodes = size // local_size
     return World(CPU, rank, size, rank % local_size, local_size, nodes, dist.group.WORLD)
 
 
 def _resumes(rank: int, size: int, local_size: int = 1) -> dict[str, Any]:
     """Weights after 8 steps by each method, at once and in two parts, and those of the start."""
-    world, found = _world(rank, size, local_size), {}
+    world, found = world_of(rank, size, local_size), {}
     for comm in METHODS:
         first, second = Training(comm, world), Training(comm, world)
         for number in range(5):
@@ -309,7 +309,7 @@ def test_weights_stay_equal_in_all_processes_and_resume_exactly(size, work):
 
 def _tries_all(rank: int, size: int) -> dict[str, Any]:
     """What auto does in a run, with sums of the weights after each step."""
-    training = Training("auto", _world(rank, size))
+    training = Training("auto", world_of(rank, size))
     weights, reasons, methods_used = [], [], []
     with mock.patch.object(auto, "mildest", lambda _: "int8"):
         for step in range(auto.MOST_STEPS + 2):
@@ -317,7 +317,7 @@ def _tries_all(rank: int, size: int) -> dict[str, Any]:
             reasons += [(step, why)] if why else []
             methods_used.append(training.exchange.how.name)
             weights.append(float(training.weights().double().sum()))
-    again = Training("auto", _world(rank, size))
+    again = Training("auto", world_of(rank, size))
     again.exchange.restore({"method": "int8", "nodes": size})
     kept = training.exchange.collect(), again.exchange.method
     return {"weights": weights, "reasons": reasons, "methods": methods_used, "kept": kept}
@@ -341,7 +341,7 @@ def _overflow(rank: int, size: int) -> dict[str, Any]:
     found = {}
     for comm in METHODS:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        training, weights = Training(comm, _world(rank, size), scaler), []
+        training, weights = Training(comm, world_of(rank, size), scaler), []
         for number, bad in ((5, False), (6, True), (7, False)):
             training.step(number, 8, torch.inf if bad and rank == 1 else 1.0)
             weights.append(float(training.weights().sum()))

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from utils.errors import UserError
+from utils.launch import network
 from utils.launch.network import (
     address_towards,
     connect,
@@ -62,16 +63,27 @@ def test_free_port_can_be_listened_on(host):
             socket.create_server((host, port))
 
 
-def test_master_that_starts_late_is_waited_for():
-    port, server = free_port(), []
-    late = threading.Timer(0.7, lambda: server.append(socket.create_server(("127.0.0.1", port))))
+@pytest.fixture
+def late_master():
+    """A port at which somebody listens a moment later."""
+    port, servers = free_port(), []
+    late = threading.Timer(1.5, lambda: servers.append(socket.create_server(("127.0.0.1", port))))
     late.start()
-    try:
-        connect("127.0.0.1", port, 60).close()
-        assert server, "it returned before there was anybody"
-    finally:
-        late.join()
-        server[0].close()
+    yield port
+    assert servers, "it was not waited for"
+    late.join()
+    servers[0].close()
+
+
+def test_master_that_starts_late_is_waited_for(late_master):
+    connect("127.0.0.1", late_master, 60).close()
+
+
+def test_elastic_nodes_say_that_they_wait_for_the_master(late_master, monkeypatch, capsys):
+    monkeypatch.setattr(network, "is_own", lambda _: False)
+    assert network.rendezvous(f"127.0.0.1:{late_master}") == "127.0.0.1 false"
+    said = capsys.readouterr().err
+    assert f"waiting for 127.0.0.1:{late_master}: connection refused (1 s, at most 300)" in said
 
 
 def test_nobody_there_is_a_sentence():
