@@ -1,1 +1,1 @@
-"""How processes start, meet, agree, talk to each other and end."""
+"""How processes start, find each other, compare their set-up, share values and end."""

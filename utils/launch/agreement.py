@@ -28,7 +28,7 @@ PATHS = {"resume", "pretrained"}  # each node may have its own, but all or none
 
 
 def options(args: Any) -> dict[str, str]:
-    """The options that must be the same on every node, as they are typed."""
+    """The options that must be the same on every node, as on the command line."""
     given = {key: value for key, value in vars(args).items() if key not in FREE}
     given |= {key: bool(given[key]) for key in PATHS & given.keys()}
     return {f"--{key.replace('_', '-')}": str(value) for key, value in given.items()}

@@ -1,12 +1,12 @@
-"""Pre-flight check: the nodes of a job meet before training starts. Standard library only.
+"""Pre-flight check: the nodes of a job connect before training starts. Standard library only.
 
 torch's own rendezvous is silent for many minutes when a node is missing, and ends in a stack trace
 of C++. Here every node prints which nodes are missing and since when, and a set-up that cannot work
 ends with the same one-line error on every node.
 
 Each node connects once to node 0 on the master port. Messages are JSON objects, one a line. A node
-greets with all facts that must be the same everywhere, then does what node 0 says: print a line,
-try the ports of the others, end.
+sends all facts that must be the same everywhere, then follows node 0's messages: print a line, try
+the ports of the others, end.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Names(NamedTuple):
 
 
 class Link:
-    """One end of a connection, and what the node at the other end has told."""
+    """One end of a connection, and the facts that the node at the other end has sent."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.reader, self.writer = reader, writer
@@ -140,7 +140,7 @@ class Preflight:
             await (self._host() if self.node == 0 else self._visit())
 
     async def _greet(self, connection: socket.socket) -> Link:
-        """Introduce this node to node 0. Raises: `UserError` if that refuses it, and as a link."""
+        """Send this node's facts to node 0. Raises: `UserError` if refused; what a link raises."""
         link = Link(*await asyncio.open_connection(sock=connection, limit=LARGEST))
         link.send(**self.me)
         answer = await link.receive()
@@ -160,7 +160,7 @@ class Preflight:
             with suppress(OSError):
                 door = _listen(port)
         if door is None:
-            with suppress(OSError, ValueError):  # a second node 0 ends the first one, too
+            with suppress(OSError, ValueError):  # a first node 0 then ends with an error as well
                 await self._greet(socket.create_connection(self.master, timeout=2.0))
             raise UserError(fault)
         server = await asyncio.start_server(self._receive, sock=door, limit=LARGEST)
@@ -194,7 +194,7 @@ class Preflight:
             print(f"node {link.facts['rank']} ({link.facts['host']}) has left", flush=True)
 
     def _let_in(self, hello: Message, link: Link) -> None:
-        """Make a peer of a node that has greeted; one that contradicts the others ends all."""
+        """Add a node that has sent its facts; if they contradict those of others, end all."""
         if hello["greeting"] != GREETING:
             raise ValueError("not a node")
         hello["address"] = link.writer.get_extra_info("peername")[0].removeprefix("::ffff:")
@@ -238,7 +238,7 @@ class Preflight:
             await self._pause()
 
     async def _pause(self) -> None:
-        """Let messages come. Raises: `UserError` if something has happened that ends the check."""
+        """Let messages arrive. Raises: `UserError` if one of them has ended the check."""
         await asyncio.sleep(0.05)
         if self.stop:
             raise UserError(self.stop)
@@ -276,8 +276,8 @@ class Preflight:
     # ---- all other nodes
 
     async def _visit(self) -> None:
-        """Find node 0 and do what it says. Raises: `UserError` with the error that it reports."""
-        connection = network.connect(*self.master, self.wait, self._say_that_it_waits())
+        """Connect to node 0 and follow it. Raises: `UserError` with the error that it reports."""
+        connection = network.connect(*self.master, self.wait, self._waiting_for_master())
         name, welcome = f"{self.me['host']} (node {self.node})", False
         try:
             link = await self._greet(connection)
@@ -306,7 +306,7 @@ class Preflight:
             await asyncio.sleep(0.05)
         link.send(**{PROCESSES: self.processes})
 
-    def _say_that_it_waits(self) -> Any:
+    def _waiting_for_master(self) -> Any:
         # The launcher over ssh has reached all nodes and started them together: a master that does
         # not even refuse is not late.
         all_up = os.environ.get(supervise.MARKER, "").startswith("guard")

@@ -1,4 +1,4 @@
-"""The job as a process sees it: process group, rank, device, and how processes share values.
+"""The process group of a job: rank, device, and how processes share values.
 
 Facts about ranks are computed once, into a `World`; nothing else asks torch.distributed for them.
 """
