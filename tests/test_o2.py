@@ -343,7 +343,9 @@ def train_replica(rank, size, options, weights):
     amp, model = Amp(World(CPU, rank, size)), plain_network()
     optimizer = sgd(model.parameters(), 0.05, 0.9, 1e-3)
     model, optimizer = amp.initialize(model, optimizer, "O2")
+    model.register_buffer("own", torch.zeros(1))
     replica, scales = DistributedDataParallel(model, **options), []
+    model.own.fill_(rank)
     for step in range(STEPS):
         source = torch.Generator().manual_seed(step)
         images = torch.randn(8, 3, 8, 8, generator=source).chunk(size)[rank]
@@ -354,6 +356,7 @@ def train_replica(rank, size, options, weights):
         optimizer.step()
         optimizer.zero_grad()
         scales.append(float(amp.scaler.value))
+    assert model.own == rank, "buffers stay each process's own, as in Apex"
     return [p.detach().tolist() for p in amp.master_params(optimizer)], scales
 
 

@@ -213,22 +213,22 @@ def test_muon_is_for_matrices_inside(arch, inside, outside):
 def test_a_step_that_overflows_leaves_no_trace():
     """Also the first one; and gradients that carry a scale are divided by it."""
 
-    def go(overflows):
+    def go(overflows, scale):
         model = network()
         groups = optim._groups(model, hidden_matrices(model), 0.05, None)
         built = Muon(groups, 1e-3, 0.95, (0.9, 0.999), fused=True)
         for step, bad in enumerate(overflows):
-            built.found_inf, built.grad_scale = torch.tensor(float(bad)), torch.tensor(2.0**10)
+            built.found_inf, built.grad_scale = torch.tensor(float(bad)), torch.tensor(scale)
             number = sum(not one for one in overflows[:step])  # of the steps that count
             images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(number))
-            loss = model(images).square().mean() * 2.0**10
+            loss = model(images).square().mean() * scale
             (loss * torch.inf if bad else loss).backward()
             built.step()
             built.zero_grad()
         state = [value for entry in built.state.values() for value in entry.values()]
         return [weight.detach() for weight in model.parameters()], state
 
-    (weights, state), (expected, others) = go([1, 0, 1, 1, 0]), go([0, 0])
+    (weights, state), (expected, others) = go([1, 0, 1, 1, 0], 2.0**10), go([0, 0], 1.0)
     assert same(weights, expected)
     assert same(state, others)
     assert not same(weights, network().parameters())
