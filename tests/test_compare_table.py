@@ -21,7 +21,7 @@ from event_files import (
 )
 from torch.utils.tensorboard import SummaryWriter
 
-from utils.run.figures import typical
+from utils.run.provenance import typical
 
 
 @pytest.mark.parametrize("how", ["folder", "folders", "files", "nested"])

@@ -1,5 +1,6 @@
 """The hardware monitor on a played GPU, and what it says about an idle one."""
 
+import math
 import threading
 import types
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_an_idle_gpu_is_named_once_with_the_cause(busy, monkeypatch, logged, min
         times, found, median = own
         times.steps, (times.data, times.compute, times.communication) = 1, parts
         other = found | {"GPU/utilisation": 97.0}
-        return [own, (times, other, None if median is None else 97.0)]
+        return [own, (times, other, 97.0 if median < math.inf else median)]
 
     monkeypatch.setattr(hardware, "gather", gather)
     busy(mine)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError
-from utils.run.figures import typical
+from utils.run.provenance import typical
 
 RATE, STEP_TIME = "Throughput/train", "Time/train"
 SPEEDS = (RATE, "Throughput/val", STEP_TIME, "Time/val")

@@ -19,7 +19,7 @@ from compare.runs import RATE, STEP_TIME, Run, ratio
 
 from utils.atomic import save_atomically
 from utils.errors import UserError
-from utils.run.figures import typical
+from utils.run.provenance import typical
 
 WIDTH = 110  # characters in a line of the text table; further columns come below
 NONE = "-"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from utils.launch.world import World, local
+from utils.launch.world import World, is_sharded, local, whole
 from utils.model.blocks import SEQUENCES, repeated
 
 SMALL = 100_000  # weights; a smaller block is not worth a collective of its own
@@ -119,17 +119,18 @@ def describe(model: nn.Module, reshard: str) -> str:
     )
 
 
+def sent_bytes(trained: list[Tensor], args: Any, world: World) -> float:
+    """Bytes that a process sends per step: weights as they compute, gradients in float32."""
+    among = world.local_size if args.reshard == "node" else world.size
+    weight = 2 if args.precision in ("fp16", "bf16") else 4
+    gathers = 1 if args.reshard == "none" else 2
+    values = sum(weights.numel() for weights in trained)
+    sent = (gathers * weight + 4) * values * (among - 1) / among
+    groups = world.size // among  # which hold the same part, and sum its gradients
+    return sent + 2 * (groups - 1) / groups * 4 * values / among
+
+
 # ---- tensors of which each process has a shard (torch's DTensor)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` has been called with the model."""
-    return hasattr(model, "set_requires_gradient_sync")
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, on its device. Collective: all processes that have a shard call it."""
-    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def shard_like(full: Tensor, like: Tensor) -> Tensor:

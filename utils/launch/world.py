@@ -255,11 +255,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor, on its device. Collective: all processes that have a shard call it."""
+    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP's `fully_shard` has been called with the model."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
 def reshard(model: nn.Module) -> None:
     """Free the weights that FSDP has gathered, which are out of date or no longer needed."""
-    for module in model.modules():
-        if hasattr(module, "set_requires_gradient_sync"):  # an FSDPModule
-            module.reshard()
+    for module in filter(is_sharded, model.modules()):
+        module.reshard()
 
 
 # ---- why a collective failed

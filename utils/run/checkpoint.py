@@ -12,9 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from utils.comm import fsdp
 from utils.errors import UserError
-from utils.launch.world import World, from_main, is_elastic
+from utils.launch.world import World, from_main, is_elastic, is_sharded
 from utils.model import weights
 from utils.model.schedules import TO_THE_END
 from utils.run.snapshots import read_latest
@@ -76,7 +75,15 @@ class TrainState:
     def sharded(self) -> bool:
         """Whether each process has a part of the model: all must take part in saving it, and in
         each of its forward passes."""
-        return fsdp.is_sharded(self.model)
+        return is_sharded(self.model)
+
+    def shards_of(self, full: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of a sharded model, this process's shards of whole tensors; else these."""
+        if not self.sharded:
+            return full
+        from utils.comm import fsdp
+
+        return fsdp.shards_like(full, like)
 
     def full_weights(self) -> dict[str, Tensor]:
         """The model's state dict in float32, under plain torchvision names; of a sharded one,
@@ -85,7 +92,7 @@ class TrainState:
 
     def load_weights(self, state: dict[str, Tensor], image_size: int | None = None) -> None:
         """Load whole weights. Raises `UserError` when they are of another model."""
-        state = fsdp.shards_like(state, self.model.state_dict()) if self.sharded else state
+        state = self.shards_of(state, self.model.state_dict())
         try:
             (self.weights or self.model).load_state_dict(state)
         except RuntimeError as fault:
@@ -199,7 +206,7 @@ def _restore(
     if state.ema is not None:
         averages = content.get("ema") if is_ours else None
         if averages is not None:
-            averages |= {"model": fsdp.shards_like(averages["model"], state.ema.weights())}
+            averages["model"] = state.shards_of(averages["model"], state.ema.weights())
         state.ema.restore(averages)
     begins_anew = args.start_epoch is not None and {*changed} & {*_OPTIMISER}
     if "optimizer" in content and not begins_anew:
@@ -255,6 +262,8 @@ def _optimizer_state(
     content: dict[str, Any], optimizer: torch.optim.Optimizer, path: Path | None
 ) -> dict[str, Any]:
     """The saved state, with the hyperparameters and the memory layout of ``optimizer``."""
+    from utils.comm import fsdp
+
     saved, groups = content["optimizer"], optimizer.state_dict()["param_groups"]
     trained = [(weight, group) for group in optimizer.param_groups for weight in group["params"]]
     fits = [len(g["params"]) for g in saved["param_groups"]] == [len(g["params"]) for g in groups]

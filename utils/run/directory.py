@@ -12,6 +12,7 @@ import math
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +68,18 @@ class Console(logging.Handler):
                 file.write(text + "\n")
 
     def start_bar(self, title: str, steps: int, done: int = 0) -> None:
-        """Show a progress bar for ``steps`` steps if rank 0 sits at a terminal."""
+        """Show a progress bar for ``steps`` steps if rank 0 writes to a terminal."""
         if self.world.is_main and sys.stderr.isatty():
             self.bar = tqdm(total=steps, initial=done, desc=title, leave=False, unit="step")
 
-    def move_bar(self, done: int, text: str | None = None) -> None:
+    def move_bar(self, done: int, text: str = "") -> None:
         """Let the bar, if there is one, show ``done`` steps, and ``text`` behind it."""
         if self.bar is not None:
-            if text is not None:
-                self.bar.set_postfix_str(text, refresh=False)
+            self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(done - self.bar.n)
 
     def stop_bar(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -90,12 +90,11 @@ def _name(args: Any, world: World, mode: str) -> str:
     is_continued = store.is_url(args.resume) and not args.evaluate
     if is_continued and (name := store.run_name(args.resume, SNAPSHOT, mark=OPTIONS)):
         return name
-    host = socket.gethostname().split(".")[0]
-    now = time.strftime("%b%d_%H-%M-%S")
+    now, host = time.strftime("%b%d_%H-%M-%S"), socket.gethostname().split(".")[0]
     sizes = f"gpux{world.size}_b{args.batch_size}_cpu{args.workers}"
     name = f"{now}_{host}_{args.arch}_{sizes}_{mode}"
     # Two runs may start in the same second.
-    names = (name + (f"-{number}" if number else "") for number in range(1000))
+    names = (name, *(f"{name}-{number}" for number in range(1, 1000)))
     return next(name for name in names if not Path(args.output_dir, name).exists())
 
 
@@ -175,13 +174,20 @@ class Run:
         self.fetched = from_main(self._open_store, world)
 
     def _make(self) -> None:
-        try:
+        with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / LOG).touch()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn what the disk refuses into a `UserError`."""
+        try:
+            yield
         except OSError as fault:
             raise UserError(
-                f"cannot write the run directory {self.folder}: {fault.strerror}"
-            ) from None
+                f"cannot write into the run directory {self.folder} ({fault.strerror}): existing "
+                "files are intact; free disk space, or choose another --output-dir"
+            ) from fault
 
     def _acquire(self) -> None:
         """Acquire the directory's lock. Raises `UserError` while another run holds it."""
@@ -195,22 +201,19 @@ class Run:
     def _check_shared(self) -> None:
         """Raise `UserError` unless all nodes see the directory: any may have rank 0 next time."""
         text = from_main(lambda: self.lock.text, self.world)
-        deadline = time.monotonic() + VISIBLE_SECONDS
-
-        def is_seen() -> bool:
+        deadline, seen = time.monotonic() + VISIBLE_SECONDS, False
+        while not seen and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
-                return (self.folder / LOCK).read_text() == text
-            return False
-
-        while not (seen := is_seen()) and time.monotonic() < deadline:
-            time.sleep(0.2)
+                seen = (self.folder / LOCK).read_text() == text
+            time.sleep(0.0 if seen else 0.2)
         found = gather((node_name(self.world), seen), self.world)
-        if blind := [name for name, sees in found if not sees]:
-            raise UserError(
-                f"{blind[0]} does not see what {found[0][0]} writes into {self.folder}: a "
-                "job that continues when nodes fail needs an --output-dir that they share",
-                alike=True,
-            )
+        for name, sees in found:
+            if not sees:
+                raise UserError(
+                    f"{name} does not see what {found[0][0]} writes into {self.folder}: a job that "
+                    "continues when nodes fail needs an --output-dir that they share",
+                    alike=True,
+                )
 
     def _open_store(self) -> Path | None:
         """Get from the store what it has to resume from. Returns the file that a URL has given."""
@@ -239,19 +242,15 @@ class Run:
         that a killed run left in the event files are cut off, so that curves never run backward.
         ``facts`` about a training (see `report.facts`) begin the run's `record`.
         """
-        from_main(lambda: self._begin(epoch, position, facts), self.world)
 
-    def _begin(self, epoch: int, position: float, facts: dict[str, Any] | None) -> None:
-        try:
-            remove_leftovers(self.folder)
-            self._open_files(epoch, position, facts)
-        except OSError as fault:
-            raise UserError(
-                f"cannot write into the run directory {self.folder} ({fault.strerror}): existing "
-                "files are intact; free disk space"
-            ) from fault
+        def open_files() -> None:
+            with self._writing():
+                self._open_files(epoch, position, facts)
+
+        from_main(open_files, self.world)
 
     def _open_files(self, epoch: int, position: float, facts: dict[str, Any] | None) -> None:
+        remove_leftovers(self.folder)
         _save_json(self.options, self.folder / OPTIONS)
         tensorboard.cut_off(self.folder, epoch, round(1000 * position))
         # What is here may be newer than what the store has: the last process died while sending.

@@ -42,8 +42,7 @@ class Lock:
         self.began = time.monotonic()
         self.seen: tuple[str, int] | None = None  # content and mtime of another process's file
         self.silent_since = 0.0  # by the monotonic clock
-        self.beats = 0  # touches seen
-        self.told = False
+        self.touched = False  # since this process watches it
         self.over = threading.Event()
         self.keeper = threading.Thread(target=self._keep, name="lock", daemon=True)
 
@@ -79,26 +78,24 @@ class Lock:
         if self._create():
             return True
         try:
-            text = self.path.read_text()
-            seen = text, self.path.stat().st_mtime_ns
+            seen = self.path.read_text(), self.path.stat().st_mtime_ns
         except FileNotFoundError:  # just released
             return False
-        if text == self.text:
+        if seen[0] == self.text:
             return True  # taken over in the last call
-        record = _parsed(text)
+        record, first_look = _parsed(seen[0]), self.seen is None
         alive = self._is_alive(record, seen)
-        if alive and time.monotonic() - self.began >= self.patience:
+        if alive is False:
+            # Of several that do this at once, the last one is found by the next look of each.
+            save_atomically(lambda file: file.write(self.text.encode()), self.path, durable=False)
+            self.note = f"note: {_name(record)} was killed and left {self.folder}; continuing there"
+        elif alive and time.monotonic() - self.began >= self.patience:
             raise UserError(
                 f"{self.folder} is in use by a run that is still active ({_name(record)}): wait "
                 "for its end, stop it, or choose another --name",
                 alike=True,
             )
-        if alive is False:
-            # Of several that do this at once, the last one is found by the next look of each.
-            save_atomically(lambda file: file.write(self.text.encode()), self.path, durable=False)
-            self.note = f"note: {_name(record)} was killed and left {self.folder}; continuing there"
-        elif not self.told:
-            self.told = True
+        elif first_look:
             print(
                 f"note: {self.folder} is in use by {_name(record)}: watching for up to "
                 f"{self.patience if alive else SILENT:.0f} s whether it is alive",
@@ -122,20 +119,20 @@ class Lock:
 
     def _is_alive(self, record: dict[str, Any], seen: tuple[str, int]) -> bool | None:
         """Whether the holder is alive; None: not known yet."""
+        before, self.seen = self.seen, seen
         if record.get("machine") == _machine():
             here = record.get("folder") == os.stat(self.folder).st_ino  # else it is a copy
             started = record.get("started")
             return here and started is not None and _started(record.get("pid")) == started
         now = time.monotonic()
-        if self.seen is None:
+        if before is None:
             age = time.time() - seen[1] / 1e9
             self.silent_since = now - min(max(age, 0.0), SILENT - WATCHED)
-        elif seen != self.seen:
-            self.silent_since, self.beats = now, self.beats + 1
-        self.seen = seen
+        elif seen != before:
+            self.silent_since, self.touched = now, True
         if now - self.silent_since >= SILENT:
             return False
-        return True if self.beats else None
+        return True if self.touched else None
 
     def _keep(self) -> None:
         """Touch the file until the end; exit if another process has taken the lock meanwhile."""
@@ -144,19 +141,17 @@ class Lock:
                 text = self.path.read_text()
                 if text == self.text:
                     os.utime(self.path)
-                    continue
+                elif record := _parsed(text):
+                    show(
+                        UserError(
+                            f"this process was suspended for so long that {_name(record)} has "
+                            f"taken over {self.folder}: it exits, so that only one writes there"
+                        )
+                    )
+                    os._exit(BAD_INPUT)
             except OSError:  # removed by hand, or the disk is in trouble: training goes on
                 with contextlib.suppress(OSError):
                     self._create()
-                continue
-            if record := _parsed(text):
-                show(
-                    UserError(
-                        f"this process was suspended for so long that {_name(record)} has taken "
-                        f"over {self.folder}: it exits, so that only one writes there"
-                    )
-                )
-                os._exit(BAD_INPUT)
 
 
 def _this_process(folder: Path) -> dict[str, Any]:
@@ -190,11 +185,9 @@ def _started(pid: Any) -> str | None:
 
 def _parsed(text: str) -> dict[str, Any]:
     """The record in a lock file; {} if it is being written, or was written by half."""
-    try:
-        record = json.loads(text)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
+    with contextlib.suppress(TypeError, ValueError):
+        return dict(json.loads(text))
+    return {}
 
 
 def _name(record: dict[str, Any]) -> str:

@@ -1,12 +1,15 @@
-"""What a run was made with: machine, versions, commit. What cannot be found is left out.
+"""What a run was made with (machine, versions, commit), and its figures as they are quoted.
 
-torch is imported only where it is described: scripts/doctor.py asks for the commit without it.
+torch is imported only where it is described: scripts ask for the commit and figures without it.
 """
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,22 +24,15 @@ def describe(device: torch.device) -> dict[str, str]:
     """Names and versions: cpu, gpu and driver where ``device`` is a GPU, torch, commit."""
     import torch
 
-    found = {"cpu": _cpu(), "torch": torch.__version__, "commit": commit()}
+    model = re.search(r"^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    found = {
+        "cpu": model[1].strip() if model else "",
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
     if device.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(device), "driver": gpus.loaded().driver}
     return {key: text for key, text in found.items() if text}
-
-
-def _first(path: str, pattern: str) -> str:
-    try:
-        match = re.search(pattern, Path(path).read_text(), re.MULTILINE)
-    except OSError:
-        return ""
-    return match[1].strip() if match else ""
-
-
-def _cpu() -> str:
-    return _first("/proc/cpuinfo", r"^model name\s*:(.*)$")
 
 
 def commit() -> str:
@@ -59,3 +55,19 @@ def commit() -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def typical(points: Mapping[float, float]) -> float | None:
+    """The median of ``points`` (epochs finished: value) over the epochs after the first.
+
+    Caches, processes and compilers warm up in the first epoch: it counts only if there is no other.
+    NaN (not measured) is left out. None if nothing remains.
+    """
+    measured = {x: value for x, value in points.items() if not math.isnan(value)}
+    values = [value for x, value in measured.items() if x > 1] or list(measured.values())
+    return statistics.median(values) if values else None
+
+
+def over_epochs(history: Sequence[Mapping[str, float]], tag: str) -> float | None:
+    """`typical` of ``tag`` over a run's epoch records (see `TrainState.history`)."""
+    return typical({record["epoch"]: record[tag] for record in history if tag in record})

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from utils.atomic import read_checkpoint, save_atomically
-from utils.comm.fsdp import whole
 from utils.errors import UserError
+from utils.launch.world import whole
 
 log = logging.getLogger(__name__)
 

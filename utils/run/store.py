@@ -72,10 +72,8 @@ def _reason(fault: Exception) -> str:
 
 
 def _find(url: str, default: str) -> tuple[Any, str, str, set[str]]:
-    """File system, folder and name of the file that ``url`` means; names in the folder.
-
-    ``default`` is the name when ``url`` is a folder. Raises: `UserError`.
-    """
+    """File system, folder and name of the file that ``url`` means (``default`` if it is a folder),
+    and all names in the folder. Raises: `UserError`."""
     try:
         system, path = _connect(url)
         folder, _, name = path.rpartition("/")
@@ -126,7 +124,8 @@ class Store:
         self.place = ""
         self.failures = 0  # since the last success
         self.closing = False
-        self.waiting: dict[str, Path] = {}  # files to send, by name
+        self.waiting: list[Path] = []  # files to send
+        self.sending: Path | None = None  # the one that is on its way
         self.changed = threading.Condition()
         self.thread: threading.Thread | None = None
 
@@ -176,8 +175,12 @@ class Store:
         """
         if self.thread is not None and path.is_file():
             with self.changed:
-                self.waiting[path.name] = path
+                self._queue(path)
                 self.changed.notify_all()
+
+    def _queue(self, path: Path) -> None:
+        if path not in self.waiting:
+            self.waiting.append(path)
 
     def close(self) -> None:
         """Wait for the uploads that are left, up to `END_WAIT`, and name those that failed."""
@@ -189,9 +192,10 @@ class Store:
         self.thread.join(END_WAIT)
         self.thread = None
         with self.changed:
-            lost = sorted(self.waiting)
+            lost = {path.name for path in (*self.waiting, self.sending) if path is not None}
         if lost:
-            log.info(f"note: {', '.join(lost)} did not get to {self.url}: see {self.folder}")
+            names = ", ".join(sorted(lost))
+            log.info(f"note: {names} did not get to {self.url}: see {self.folder}")
 
     def _work(self) -> None:
         tries = LAST_TRIES
@@ -200,24 +204,19 @@ class Store:
                 self.changed.wait_for(lambda: self.waiting or self.closing)
                 if not self.waiting:
                     return
-                name, path = next(iter(self.waiting.items()))
-                self.waiting[name] = Path()  # until it has arrived; `upload` puts a newer one there
+                self.sending = path = self.waiting.pop(0)
             try:
                 self._send(path)
             except Exception as fault:  # whatever it is: training goes on
                 self._count_failure(fault)
                 pause = min(2.0 ** (self.failures - 1), _LONGEST_PAUSE)
                 with self.changed:
-                    if self.waiting[name] == Path():
-                        self.waiting[name] = path
+                    self._queue(path)
                     tries -= self.closing
                     if self.closing and tries:
                         self.changed.wait(1.0)
                     self.changed.wait_for(lambda: self.closing, pause)
-                continue
-            with self.changed:
-                if self.waiting[name] == Path():
-                    del self.waiting[name]
+            self.sending = None
 
     def _send(self, path: Path) -> None:
         if self.system is None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from utils.comm import fsdp
 from utils.data.preprocessing import training_sizes
 from utils.errors import UserError
+from utils.launch.world import is_sharded
 from utils.train.session import TrainStep
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def compiled(module: nn.Module, args: argparse.Namespace) -> nn.Module:
         return module
     if isinstance(module, nn.DataParallel):
         raise UserError("--compile does not go through DataParallel: imagenet_ddp.py has it")
-    if fsdp.is_sharded(module):
+    if is_sharded(module):
         raise UserError("--compile is not for sharded models: imagenet_ddp.py has it", alike=True)
     mode = None if args.compile == "default" else args.compile
     sizes = len(set(training_sizes(args)))

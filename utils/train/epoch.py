@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from utils.comm import fsdp
 from utils.data import mixing
 from utils.launch.world import from_main, gather
 from utils.metrics import Sums, to_metrics
@@ -31,7 +30,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
     steps, first = batches.sampler.steps_per_epoch, state.step
     session.epoch_began = time.monotonic()
     batches.sampler.start_at(state.epoch, first)
-    sums, seeders = Sums(world.device, state.sums), _seeders(session)
+    sums, seed_dropout = Sums(world.device, state.sums), _dropout_seeder(session)
     batches.start_count()
     state.model.train()
     run.console.start_bar(f"Epoch {state.epoch + 1}/{args.epochs}", steps, first)
@@ -47,14 +46,16 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
     for micro, (images, targets) in enumerate(batches if first < steps else ()):
         watch.timer.begin()
         if micro % args.accum_steps == 0:
-            _set_learning_rate(session, state.epoch + state.step / steps)
+            lr = learning_rate_at(session, state.epoch + state.step / steps)
+            for group in state.optimizer.param_groups:
+                group["lr"] = lr
             if state.comm is not None:
                 _begin_exchange(session, steps)
         update = (micro + 1) % args.accum_steps == 0
-        place = (state.epoch, state.step, micro % args.accum_steps, world.rank)
-        _seed_dropout(seeders, args.seed, place)
+        place = (state.epoch, state.step, micro % args.accum_steps)
+        seed_dropout(*place, world.rank)
         weight = len(targets) * world.size / session.global_batch
-        shown, wanted, labels = mix(images, targets, place[:3])
+        shown, wanted, labels = mix(images, targets, place)
         loss, logits = train_step(shown, wanted, weight, update)
         sums.add(loss * len(labels), logits, labels)
         watch.end_step(update)
@@ -129,7 +130,7 @@ def loss_scale(state: TrainState) -> dict[str, float]:
 
 
 def why_diverged(session: Session) -> str:
-    """The sentence for a loss that is no longer a finite number, or a scale that keeps falling."""
+    """The error message for a loss that is not finite, or a loss scale that keeps falling."""
     state = session.state
     where = f"in epoch {state.epoch + 1}, step {state.step}"
     if getattr(state.scaler, "lost", False):
@@ -156,6 +157,8 @@ def save_snapshot(session: Session, is_best: bool = False) -> None:
         # First, so that no snapshot ever speaks of a best model that is not there.
         files = {BEST: checkpoint.best_of(state, session.args.arch, classes, weights), **files}
     if session.snapshots is None:
+        from utils.comm import fsdp
+
         fsdp.gather_for_main(files)
     else:
         session.snapshots.save(files)
@@ -169,12 +172,6 @@ def _busy(session: Session) -> bool:
     return session.snapshots is not None and session.snapshots.busy
 
 
-def _set_learning_rate(session: Session, position: float) -> None:
-    lr = learning_rate_at(session, position)
-    for group in session.state.optimizer.param_groups:
-        group["lr"] = lr
-
-
 def _begin_exchange(session: Session, steps: int) -> None:
     """Let the exchange of gradients know the step; if it has just chosen its method, say which."""
     state = session.state
@@ -184,26 +181,26 @@ def _begin_exchange(session: Session, steps: int) -> None:
         session.run.describe(report.facts(session))
 
 
-def _seeders(session: Session) -> list[Callable[[int], Any]]:
-    """What sets the random states of the devices that this process computes on.
+def _dropout_seeder(session: Session) -> Callable[..., None]:
+    """A function that seeds randomness inside the model by the position (integers): no random state
+    needs saving.
 
     torch.manual_seed asks every kind of device first: a tenth of a millisecond or more where one is
     not initialised.
     """
-    found: list[Callable[[int], Any]] = [torch.default_generator.manual_seed]
+    seeders: list[Callable[[int], Any]] = [torch.default_generator.manual_seed]
     if session.world.device.type == "cuda":
         all_gpus = session.run.mode == "dp"
-        found.append(torch.cuda.manual_seed_all if all_gpus else torch.cuda.manual_seed)
-    return found
+        seeders.append(torch.cuda.manual_seed_all if all_gpus else torch.cuda.manual_seed)
 
+    def seed(*position: int) -> None:
+        key = session.args.seed
+        for number in position:
+            key = (key * 1_000_003 + number) % 2**63
+        for seeder in seeders:
+            seeder(key)
 
-def _seed_dropout(seeders: list[Callable[[int], Any]], seed: int, place: tuple[int, ...]) -> None:
-    # Randomness inside the model as a function of the position: no random state needs saving.
-    key = seed
-    for number in place:
-        key = (key * 1_000_003 + number) % 2**63
-    for seeder in seeders:
-        seeder(key)
+    return seed
 
 
 def _input_rates(session: Session, seconds: float) -> dict[str, float]:

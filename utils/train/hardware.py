@@ -6,6 +6,7 @@ and CPU (by /proc) once a second. What is not available is left out.
 
 import contextlib
 import logging
+import math
 import os
 import statistics
 import threading
@@ -17,8 +18,7 @@ from torch import nn
 from torch.profiler import profile, schedule
 
 from utils.launch.world import World, gather
-from utils.run.figures import over_epochs
-from utils.train.step_time import PARTS, StepTimer, mean_times
+from utils.train.step_time import StepTimer, mean_times, shares
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ GPU = {
     "GPU/power_w": ("power_draw", 1 / 1000),
     "GPU/temperature_c": ("temperature", 1.0),
 }
-SKIPPED, WARM_UP, ACTIVE = 3, 1, 4  # steps of a trace
+BEFORE, TRACED = 4, 4  # steps before a trace, and in it
 TRACE = "rank0.pt.trace.json"  # TensorBoard's profiler plugin looks for this ending
 
 
@@ -51,19 +51,15 @@ class Cpu:
     """The cores that this process may use, and its own memory; by /proc."""
 
     def __init__(self) -> None:
-        self.cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         self.before = self._ticks()
 
     def _ticks(self) -> tuple[int, int]:
         """Clock ticks so far: idle ones, and all, of these cores."""
-        idle = total = 0
-        for line in Path("/proc/stat").read_text().splitlines():
-            name, *ticks = line.split()
-            if name in self.cores:
-                # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user.
-                idle += int(ticks[3]) + int(ticks[4])
-                total += sum(map(int, ticks[:8]))
-        return idle, total
+        lines = map(str.split, Path("/proc/stat").read_text().splitlines())
+        cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user.
+        found = [[int(text) for text in ticks[:8]] for name, *ticks in lines if name in cores]
+        return sum(ticks[3] + ticks[4] for ticks in found), sum(map(sum, found))
 
     def read(self) -> dict[str, float]:
         """Utilisation since the last reading in per cent of the cores, resident memory in GiB."""
@@ -118,9 +114,9 @@ class Monitor:
             for tag, values in samples.items()
         }
 
-    def median(self) -> float | None:
-        """Of the GPU's utilisation over all epochs; None before there are enough samples."""
-        return statistics.median(self.busy) if len(self.busy) >= ENOUGH else None
+    def median(self) -> float:
+        """Of the GPU's utilisation over all epochs; infinite before there are enough samples."""
+        return statistics.median(self.busy) if len(self.busy) >= ENOUGH else math.inf
 
     def close(self) -> None:
         """Stop sampling."""
@@ -128,35 +124,19 @@ class Monitor:
         self.thread.join()
 
 
-class Profiler:
-    """``--profile``: a trace of steps 5 to 8 of this process, in ``folder``."""
+def start_profiler(folder: Path) -> profile:
+    """``--profile``: begin a trace of steps 5 to 8 of this process, to be written to ``folder``."""
 
-    def __init__(self, folder: Path):
-        self.path, self.steps, self.done = folder / TRACE, 0, False
-        # The profiler's library calls a machine without a GPU an error, and its start news.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        self.profile = profile(
-            schedule=schedule(wait=SKIPPED, warmup=WARM_UP, active=ACTIVE, repeat=1),
-            on_trace_ready=self._write,
-        )
-        self.profile.start()
+    def write(done: profile) -> None:
+        done.export_chrome_trace(str(folder / TRACE))
+        log.info(f"trace of {done.step_num - BEFORE} steps: {folder / TRACE}")
 
-    def step(self) -> None:
-        """A step has ended."""
-        if not self.done:
-            self.steps += 1
-            self.profile.step()
-
-    def close(self) -> None:
-        """The run has ended; a trace that has begun is written."""
-        self.profile.stop()
-        if not self.done:
-            log.info(f"--profile: no trace, as it needs more than {SKIPPED + WARM_UP} steps")
-
-    def _write(self, done: profile) -> None:
-        done.export_chrome_trace(str(self.path))
-        self.done = True
-        log.info(f"trace of {self.steps - SKIPPED - WARM_UP} steps: {self.path}")
+    # The profiler's library calls a machine without a GPU an error, and its start news.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    steps = schedule(wait=BEFORE - 1, warmup=1, active=TRACED, repeat=1)
+    profiler = profile(schedule=steps, on_trace_ready=write)
+    profiler.start()
+    return profiler
 
 
 class Watch:
@@ -167,7 +147,7 @@ class Watch:
         self.timer = StepTimer(model, world.device, distributed=world.size > 1)
         self.monitor = Monitor(world.device)
         self.warned = False
-        self.profiler = Profiler(folder) if args.profile and world.is_main else None
+        self.profiler = start_profiler(folder) if args.profile and world.is_main else None
 
     def start_epoch(self) -> None:
         """Count from here."""
@@ -190,19 +170,14 @@ class Watch:
         values = mean_times(times)
         for rank, figures in enumerate(hardware):
             values |= {f"{tag}_rank{rank}": value for tag, value in sorted(figures.items())}
-        self._warn(values, medians)
+        idlest, rank = min((median, rank) for rank, median in enumerate(medians))
+        if idlest < BUSY and not self.warned:
+            self.warned = True
+            self._warn(rank, idlest, shares(values))
         return values
 
-    def _warn(self, values: dict[str, float], medians: tuple[float | None, ...]) -> None:
-        known = [(median, rank) for rank, median in enumerate(medians) if median is not None]
-        if self.warned or not known or min(known)[0] >= BUSY:
-            return
-        self.warned = True
-        median, rank = min(known)
-        step = sum(values.get(part, 0.0) for part in PARTS) or 1.0
-        data, communication = (
-            values.get(part, 0.0) / step for part in ("Time/data", "Time/communication")
-        )
+    def _warn(self, rank: int, median: float, parts: dict[str, float]) -> None:
+        data, communication = parts["Time/data"], parts["Time/communication"]
         if max(data, communication) < 0.05:
             cause = "kernels too short for the host that starts them: raise -b, try --amp"
         elif data >= communication:
@@ -218,14 +193,6 @@ class Watch:
         """Stop the instruments."""
         self.monitor.close()
         if self.profiler is not None:
-            self.profiler.close()
-
-
-def summary(history: list[dict[str, float]]) -> dict[str, Any]:
-    """The run's figures for summary.json: seconds per step, and the hardware's of each rank."""
-    found: dict[str, Any] = {
-        f"{part.removeprefix('Time/')}_s": over_epochs(history, part) for part in PARTS
-    }
-    tags = {tag for record in history for tag in record if tag.startswith(("GPU/", "CPU/"))}
-    found["hardware"] = {tag: over_epochs(history, tag) for tag in sorted(tags)}
-    return found
+            self.profiler.stop()
+            if self.profiler.step_num <= BEFORE:
+                log.info(f"--profile: no trace, as it needs more than {BEFORE} steps")

@@ -16,7 +16,6 @@ from logging import getLogger
 import torch
 from torch import Tensor
 
-from utils.comm import fsdp
 from utils.data import mixing
 from utils.data.preprocessing import largest_size
 from utils.errors import UserError
@@ -122,7 +121,10 @@ def _find(session: Session, train_step: TrainStep, image_size: int) -> tuple[int
             peak = math.inf
         for parameter in state.model.parameters():
             parameter.grad = None
-        fsdp.forget_gradients(state.model)
+        if state.sharded:
+            from utils.comm import fsdp
+
+            fsdp.forget_gradients(state.model)
         return max(gather(peak, world))
 
     state.model.train()

@@ -1,4 +1,4 @@
-"""The words before and after a run: what will be trained, what the result is, summary.json."""
+"""What a run prints before and after training, and what summary.json holds."""
 
 import logging
 import re
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from utils import samplers
-from utils.comm import fsdp, methods
 from utils.data import jpeg
 from utils.data.preprocessing import sizes_text
 from utils.launch import supervise
@@ -18,9 +17,9 @@ from utils.model import schedules
 from utils.option_types import recipe_file, recipe_words
 from utils.run import provenance
 from utils.run.checkpoint import TrainState
-from utils.run.figures import over_epochs
-from utils.train import hardware
+from utils.run.provenance import over_epochs
 from utils.train.session import Session
+from utils.train.step_time import PARTS, shares
 from utils.train.stopping import Reason
 
 log = logging.getLogger(__name__)
@@ -74,18 +73,14 @@ def start(session: Session) -> None:
         )
         if scaled > 1.5 * args.lr and not args.warmup_epochs:
             log.info("note: a scaled-up learning rate usually needs --warmup-epochs 5")
-    _recipe(args)
+    if args.recipe:
+        words = shlex.join(recipe_words(args.recipe))
+        log.info(f"recipe {args.recipe}: {words} (options on the command line take precedence)")
     for warning in batch_warnings(args, global_batch, scaled):
         log.warning(warning)
     if session.resumed:
         source = run.resume if run.fetched else run.snapshot
         log.info(f"resumed from {source}: epoch {state.epoch + 1}, step {state.step}")
-
-
-def _recipe(args: Any) -> None:
-    if args.recipe:
-        words = shlex.join(recipe_words(args.recipe))
-        log.info(f"recipe {args.recipe}: {words} (options on the command line take precedence)")
 
 
 def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
@@ -117,8 +112,10 @@ def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
 
 
 def sharding(session: Session) -> None:
-    """Of a sharded model, print what of it is sharded how."""
+    """Print what of a sharded model is sharded how."""
     if session.state.sharded:
+        from utils.comm import fsdp
+
         log.info(fsdp.describe(session.state.model, session.args.reshard))
 
 
@@ -148,37 +145,23 @@ def facts(session: Session) -> dict[str, Any]:
 
 
 def sent_mb(session: Session) -> float | None:
-    """MB that each process sends per step for gradients, computed; None while that is not settled.
+    """MB that each process sends per step, computed; None while ``--comm auto`` measures."""
+    state, world = session.state, session.world
+    if world.size == 1:
+        return 0.0
+    from utils.comm import fsdp, methods  # of several processes
 
-    Of a sharded model (FSDP): also for its parameters, which are gathered for the forward pass and,
-    unless they stay (``--reshard none``), again for the backward pass.
-    """
-    state, processes = session.state, session.world.size
-    trained = [p for p in state.model.parameters() if p.requires_grad]
+    trained = [weight for weight in state.model.parameters() if weight.requires_grad]
     if state.sharded:
-        return _sent_by_shards(session, sum(p.numel() for p in trained)) / 1e6
-    method = "fp32" if state.comm is None else state.comm.method
-    if method is None:
-        return None
-    sent = methods.sent_bytes(
-        methods.wire_bytes([p.shape for p in trained], methods.parse(method)), processes
-    )
+        return fsdp.sent_bytes(trained, session.args, world) / 1e6
     if state.comm is None:  # Apex sums gradients in the precision of their weights
-        sent *= sum(p.numel() * p.element_size() for p in trained) / (
-            4 * sum(p.numel() for p in trained)
-        )
-    return sent / 1e6
-
-
-def _sent_by_shards(session: Session, values: int) -> float:
-    """Bytes that a process sends per step: weights as they compute, gradients in float32."""
-    args, world = session.args, session.world
-    among = world.local_size if args.reshard == "node" else world.size
-    weight = 2 if args.precision in ("fp16", "bf16") else 4
-    gathers = 1 if args.reshard == "none" else 2
-    sent = (gathers * weight + 4) * values * (among - 1) / among
-    groups = world.size // among  # which hold the same part, and sum its gradients
-    return sent + 2 * (groups - 1) / groups * 4 * values / among
+        size = _bytes(trained)
+    elif state.comm.method is None:
+        return None
+    else:
+        method = methods.parse(state.comm.method)
+        size = methods.wire_bytes([weight.shape for weight in trained], method)
+    return methods.sent_bytes(size, world.size) / 1e6
 
 
 def tensor_peak(session: Session) -> float | None:
@@ -254,8 +237,7 @@ def input_path(session: Session, record: dict[str, float]) -> None:
 
 def communication(session: Session, record: dict[str, float]) -> None:
     """Say whether communication limited the first epoch, and what would help."""
-    seconds = [record.get(f"Time/{part}", 0.0) for part in ("data", "compute", "communication")]
-    share = seconds[2] / (sum(seconds) or 1.0)
+    share = shares(record)["Time/communication"]
     if share <= COMMUNICATION_LIMIT:
         return
     # What is sent halves, and what of it compute hides stays hidden: so does what is not hidden.
@@ -315,7 +297,12 @@ def end(session: Session, test: dict[str, float], val: dict[str, float] | None =
         "finished_because": reason,
         # The longest time for which training stood still for a snapshot.
         "snapshot_pause_seconds": max(pauses, default=None),
-        **hardware.summary(state.history),
+        **{f"{part.removeprefix('Time/')}_s": over_epochs(state.history, part) for part in PARTS},
+        "hardware": {
+            tag: over_epochs(state.history, tag)
+            for tag in sorted({tag for record in state.history for tag in record})
+            if tag.startswith(("GPU/", "CPU/"))
+        },
         "memory_mb": {
             tag.removeprefix("Memory/").replace("_mb_", "_"): value
             for tag, value in last.items()

@@ -18,42 +18,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from utils.comm import fsdp
+from utils.launch.world import is_sharded
 
 PARTS = ("Time/data", "Time/compute", "Time/communication")
 Mark = Any  # a torch.cuda.Event, or seconds of the clock
-PENDING = 4096  # marks of so many micro-batches are kept at most until the device has passed them
 
 
-class _HostClock:
-    """Marks on the CPU, where a call returns when its work is done."""
-
-    def mark(self) -> Mark:
-        return time.perf_counter()
-
-    def seconds(self, begin: Mark, end: Mark) -> float:
-        return end - begin
-
-    def passed(self, mark: Mark) -> bool:
-        return True
-
-
-class _DeviceClock:
-    """Marks in the stream of work of a GPU."""
+class Clock:
+    """Marks in the current stream of a GPU; on the CPU, where calls return when their work is done,
+    readings of the clock."""
 
     def __init__(self, device: torch.device):
-        self.device = device
+        self.device, self.cuda = device, device.type == "cuda"
 
     def mark(self) -> Mark:
+        if not self.cuda:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        return begin.elapsed_time(end) / 1000
+        return begin.elapsed_time(end) / 1000 if self.cuda else end - begin
 
     def passed(self, mark: Mark) -> bool:
-        return mark.query()
+        return not self.cuda or mark.query()
 
 
 @dataclass
@@ -89,9 +78,8 @@ class _Micro:
 
     asked: Mark  # from here on the device waits for data
     began: Mark
-    local: Mark | None = None  # backward has this process's gradients
-    reduced: Mark | None = None  # and the other processes'
-    waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # for those, of a sharded model
+    local: Mark | None = None  # DDP: backward has this process's gradients
+    waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # for other processes
     ended: Mark | None = None
     update: bool = True
 
@@ -104,15 +92,16 @@ class StepTimer:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, distributed: bool):
-        cuda = device.type == "cuda"
-        self.clock: _HostClock | _DeviceClock = _DeviceClock(device) if cuda else _HostClock()
+        self.clock = Clock(device)
         self.total = StepTimes()
         self.pending: deque[_Micro] = deque()
         self.now: _Micro | None = None
         self.last: Mark | None = None
         self.reported = StepTimes()
         self.queued = False
-        if distributed and fsdp.is_sharded(model):
+        if distributed and is_sharded(model):
+            from utils.comm import fsdp
+
             fsdp.time_waits(model, self.clock.mark, self._waited)
         elif distributed:
             # DDP waits for every parameter's gradient, so that those of the last layer, which
@@ -140,8 +129,6 @@ class StepTimer:
         self.last = self.now.ended
         self.pending.append(self.now)
         self.now = None
-        while len(self.pending) > PENDING:
-            self.pending.popleft()
         while self.pending and self.clock.passed(self.pending[0].ended):
             self._add(self.pending.popleft())
 
@@ -164,21 +151,17 @@ class StepTimer:
 
     def _add(self, micro: _Micro) -> None:
         between, total = self.clock.seconds, self.total
-        communication, own = 0.0, between(micro.began, micro.ended)
-        if micro.local is not None and micro.reduced is not None:
-            communication = between(micro.local, micro.reduced)
-            own = between(micro.began, micro.local)
-        if micro.waits:
-            communication = sum(between(*wait) for wait in micro.waits)
-            own -= communication
+        computing = between(micro.began, micro.ended)
+        communication = sum(between(*wait) for wait in micro.waits)
         total.data += between(micro.asked, micro.began)
         total.communication += communication
-        total.compute += between(micro.began, micro.ended) - communication
+        total.compute += computing - communication
+        own = between(micro.began, micro.local) if micro.local else computing - communication
         total.own += own
         total.steps += micro.update
 
     def _waited(self, began: Mark, ended: Mark) -> None:
-        """A part of a sharded model has waited for other processes, in forward or backward."""
+        """Forward or backward has waited for other processes."""
         if self.now is not None:
             self.now.waits.append((began, ended))
 
@@ -192,10 +175,7 @@ class StepTimer:
         """All local gradients are there. DDP's own callback, queued later, now waits for buckets;
         one that is queued here comes after it."""
         self.now.local = self.clock.mark()
-        _at_end_of_backward(self._all_gradients)
-
-    def _all_gradients(self) -> None:
-        self.now.reduced = self.clock.mark()
+        _at_end_of_backward(lambda: self._waited(self.now.local, self.clock.mark()))
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
@@ -206,3 +186,9 @@ def mean_times(times: Sequence[StepTimes]) -> dict[str, float]:
     """Means over processes, in seconds per step, under the epoch's tags."""
     each = [found.per_step("Time/") for found in times if found.steps]
     return {part: statistics.fmean(one[part] for one in each) for part in PARTS} if each else {}
+
+
+def shares(record: dict[str, float]) -> dict[str, float]:
+    """The shares that the parts of a step have in it; 0 where they were not measured."""
+    parts = {part: record.get(part, 0.0) for part in PARTS}
+    return {part: seconds / (sum(parts.values()) or 1.0) for part, seconds in parts.items()}
