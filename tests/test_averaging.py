@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from joined import in_processes
 from o2_cases import contents, prepare, train
 from test_checkpoint import ARGS, CLASSES, OPTIONS, WORLD, build, save_best, save_snapshot
 from torch import nn
@@ -124,20 +123,6 @@ def averaged(seed=0, number=3):
         state.ema.after_step()
     state.best = {"epoch": 1, "top1": 50.0, "top5": 90.0, "ema": 1}
     return state
-
-
-def test_averages_go_on_from_a_snapshot(tmp_path):
-    whole = averaged(number=3)
-    save_snapshot(whole, tmp_path, OPTIONS)
-    other = build(seed=5)
-    other.ema, other.global_batch = begun(other.model), 32
-    assert resume(other, ARGS, WORLD, tmp_path / "snapshot.pt")
-    for state in (whole, other):
-        for _ in steps(state.model, 2, seed=9):
-            state.ema.after_step()
-    assert other.ema.steps == 5
-    for one, two in zip(whole.ema.averages, other.ema.averages, strict=True):
-        assert torch.equal(one, two)
 
 
 def test_a_snapshot_without_averages_begins_them_from_its_weights(tmp_path):
@@ -314,10 +299,3 @@ def test_sharded_weights_are_averaged_shard_by_shard():
         dist.destroy_process_group()
     assert max(off) < 1e-5
     assert lost == back == 0
-
-
-@pytest.mark.long
-def test_sharded_weights_of_two_processes():
-    for *off, lost, back in in_processes(2, shards):
-        assert max(off) < 1e-5
-        assert lost == back == 0

@@ -2,23 +2,18 @@
 
 import contextlib
 import io
-import multiprocessing
 import os
 import pickle
-import random
-import signal
-import time
 from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 import torch
-import torchvision
 from running import no_longer_than
 from torch import nn
 
 from utils.amp.loss_scale import LossScaler
-from utils.atomic import read_checkpoint, save_atomically
+from utils.atomic import read_checkpoint
 from utils.errors import UserError
 from utils.launch.world import World
 from utils.model.optim import sgd
@@ -77,39 +72,6 @@ def take_up(tmp_path, content, state=None, args=ARGS):
     torch.save(content, path)
     state = state or replace(build(seed=1), global_batch=32)
     return state, resume(state, args, WORLD, path)
-
-
-def test_snapshot_brings_everything_back(tmp_path):
-    old = replace(trained(), preprocessing={"mean": [0.5, 0.5, 0.5]})
-    new = replace(build(seed=1), global_batch=32)
-    save_snapshot(old, tmp_path, OPTIONS)
-    assert resume(new, ARGS, WORLD, tmp_path / "snapshot.pt") is True
-    assert same_weights(old, new)
-    assert same_tensors(momentum(old), momentum(new))
-    assert new.scaler.state_dict() == {"scale": 1024.0, "clean_steps": 17, "skipped": 2}
-    for name in (
-        "epoch",
-        "step",
-        "global_batch",
-        "best",
-        "elapsed",
-        "history",
-        "sums",
-        "preprocessing",
-    ):
-        assert getattr(new, name) == getattr(old, name), name
-    content = read_checkpoint(tmp_path / "snapshot.pt")
-    assert content["options"] == OPTIONS
-    assert list(content["model"]) == list(old.model.state_dict())
-
-
-def test_sums_come_back_in_one_process_only(tmp_path):
-    """They are of all ranks: brought in by each, they would count several times."""
-    save_snapshot(trained(), tmp_path, OPTIONS)
-    state = replace(build(seed=1), global_batch=32)
-    resume(state, ARGS, replace(WORLD, rank=1), tmp_path / "snapshot.pt")
-    assert state.sums is None
-    assert state.step == 6
 
 
 @pytest.mark.parametrize(
@@ -218,21 +180,6 @@ def test_weights_alone_are_a_start(tmp_path, pack):
     assert not whole
     assert same_weights(state, trained())
     assert state.epoch == 0
-
-
-def test_best_model_loads_in_plain_torchvision(tmp_path):
-    make = torchvision.models.shufflenet_v2_x0_5
-    state = replace(build(model=make(num_classes=3)), preprocessing={"image_size": 64})
-    state.best = {"epoch": 2, "top1": 50.0, "top5": 90.0, "Loss/val": 1.0}
-    save_best(state, tmp_path, "shufflenet_v2_x0_5", ["a", "b", "c"])
-    content = torch.load(tmp_path / "best.pt", weights_only=True)
-    model = make(num_classes=3)
-    model.load_state_dict(content.pop("state_dict"))
-    assert same_tensors(model.state_dict().values(), state.model.state_dict().values())
-    assert content.pop("classes") == ["a", "b", "c"]
-    assert content.pop("preprocessing") == {"image_size": 64}
-    assert content.pop("weights") == "model"  # not averaged ones
-    assert content == {"arch": "shufflenet_v2_x0_5", "epoch": 2, "top1": 50.0, "top5": 90.0}
 
 
 # ---- files that do not fit, are damaged, or are malicious
@@ -372,68 +319,3 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path, write):
 
 
 # ---- atomic
-
-
-def test_failing_write_leaves_the_old_file_and_no_rubbish(tmp_path):
-    path = tmp_path / "snapshot.pt"
-    save_atomically(lambda file: file.write(b"old"), path)
-
-    def fail(file):
-        file.write(b"half of the new")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        save_atomically(fail, path)
-    assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["snapshot.pt"]
-    save_atomically(lambda file: file.write(b"new"), path)
-    assert path.read_bytes() == b"new"
-    assert os.listdir(tmp_path) == ["snapshot.pt"]
-
-
-def start(target, *arguments):
-    child = multiprocessing.get_context("fork").Process(target=target, args=arguments, daemon=True)
-    child.start()
-    return child
-
-
-def die_in_the_middle(path, written):
-    def write(file):
-        file.write(b"n" * written)
-        file.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    save_atomically(write, path)
-
-
-@pytest.mark.parametrize("written", [0, 1, 1_000_000])
-def test_kill_in_the_middle_of_writing_leaves_the_old_file(tmp_path, written):
-    path = tmp_path / "snapshot.pt"
-    path.write_bytes(b"old")
-    child = start(die_in_the_middle, path, written)
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
-    assert path.read_bytes() == b"old"
-
-
-def save_for_ever(folder):
-    state = build(model=nn.Linear(512, 512))
-    while True:
-        state.epoch += 1
-        state.model.weight.data.fill_(state.epoch)
-        save_snapshot(state, folder, OPTIONS)
-
-
-def test_kill_at_any_instant_leaves_a_whole_snapshot(tmp_path):
-    """Eight children that do nothing but save are killed, and each leaves one consistent file."""
-    path, source = tmp_path / "snapshot.pt", random.Random(0)
-    for _ in range(8):
-        path.unlink(missing_ok=True)
-        child = start(save_for_ever, tmp_path)
-        while not path.exists() and child.is_alive():
-            time.sleep(0.01)
-        time.sleep(0.05 * source.random())
-        child.kill()
-        child.join()
-        content = read_checkpoint(path)
-        assert (content["model"]["weight"] == content["progress"]["epoch"]).all()

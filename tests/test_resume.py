@@ -237,17 +237,6 @@ def test_an_unfit_global_batch_within_an_epoch_is_refused_once(one, stopped):
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
 
 
-@pytest.mark.long
-def test_a_fitting_global_batch_within_an_epoch_sees_the_remaining_images(one, stopped):
-    """Steps of 5 images in place of 10: twice the position, and each remaining image once."""
-    run = one.copy("SIGTERM", "finer")
-    steps = position(run)[1]
-    one.finish(ND, "finer", "-b", "5", "--epochs", "1")
-    x = [x for x, _ in scalars(run)["Step/loss"]]
-    assert x == sorted(set(x))
-    assert len(x) == steps + (300 - 10 * steps) // 5
-
-
 def test_time_limit_ends_in_a_snapshot_and_a_file_is_continued_in_place(one):
     arguments, env = one.line("limited", "--train-time", "0")
     result = train(ND, *arguments, **env)
@@ -337,19 +326,6 @@ def test_a_run_moves_between_numbers_of_processes(tmp_path, images):
     done, steps = position(place.root / "moved")
     assert done == 1
     assert 5 <= steps < place.steps
-    moved = place.finish(ND, "moved", "-b", "12")
-    assert_same_weights(moved, whole, tolerance=1e-5)
-    assert_same_curves(moved, whole, tolerance=1e-4)
-
-
-@pytest.mark.long
-def test_from_two_processes_to_three_and_to_one(tmp_path, images):
-    """The global batch is 12 in all: the same batches in the same order."""
-    place = Place(tmp_path, images, full=False, steps=300 // 12)
-    whole = place.finish(DDP, "whole", "-b", "6", "-g", "2")
-    assert place.stop(DDP, "moved", "-b", "6", "-g", "2", at=(1, 2)).code == INTERRUPTED
-    assert place.stop(DDP, "moved", "-b", "4", "-g", "3", at=(2, 2)).code == INTERRUPTED
-    assert position(place.root / "moved")[1] > 0
     moved = place.finish(ND, "moved", "-b", "12")
     assert_same_weights(moved, whole, tolerance=1e-5)
     assert_same_curves(moved, whole, tolerance=1e-4)

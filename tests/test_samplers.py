@@ -60,17 +60,6 @@ def test_steps_are_consecutive_slices_of_the_order(ranks, accum, first):
     assert [flat(step) for step in steps] == expected
 
 
-@pytest.mark.parametrize(("ranks", "accum"), [(2, 1), (3, 2), (4, 3), (8, 2), (8, 3)])
-def test_global_batch_is_the_same_on_any_number_of_ranks(ranks, accum):
-    one = global_batches(1000, 1, start=(3, 0))
-    many = global_batches(1000, ranks, accum, start=(3, 0))
-    assert len(one) == len(many) == 1000 // GLOBAL
-    assert [sorted(flat(step)) for step in many] == [sorted(flat(step)) for step in one]
-    assert {len(part) for step in many for micro in step for part in micro} == {
-        GLOBAL // (ranks * accum)
-    }
-
-
 def test_epoch_has_no_image_twice_and_leaves_out_another_rest_each_time():
     rests = []
     for epoch in range(3):
@@ -78,15 +67,6 @@ def test_epoch_has_no_image_twice_and_leaves_out_another_rest_each_time():
         assert len(set(seen)) == len(seen) == 960
         rests.append(frozenset(range(1000)) - set(seen))
     assert len(set(rests)) == 3
-
-
-@pytest.mark.parametrize("step", [0, 1, 13, 20])
-@pytest.mark.parametrize(("ranks", "accum"), [(2, 1), (2, 2), (3, 1), (8, 2)])
-def test_resumed_epoch_is_the_tail_of_the_whole_one(ranks, accum, step):
-    """Also when a run of two processes goes on with another number of them."""
-    whole = [sorted(flat(part)) for part in global_batches(1000, 2, start=(5, 0))]
-    tail = [sorted(flat(part)) for part in global_batches(1000, ranks, accum, start=(5, step))]
-    assert tail == whole[step:]
 
 
 def test_second_iteration_repeats_the_epoch_until_told_otherwise():

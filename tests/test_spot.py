@@ -125,19 +125,6 @@ def test_a_notice_for_one_node_stops_both(folder, tmp_path):
     assert steps[0] == steps[1]
 
 
-@pytest.mark.long
-def test_a_service_that_does_not_answer_changes_nothing(folder, tmp_path):
-    model, env = tiny()
-    url = f"http://127.0.0.1:{free_port()}"
-    options = (*model, "-b", "10", "--epochs", "2", "--image-size", "32", "-j", "1")
-    options += ("--output-dir", tmp_path, "--name", "run", "--spot-notice", url, folder)
-    result = python("imagenet_nd.py", *options, **env)
-    assert result.code == 0, result.err
-    assert result.out.count("warning") == 1
-    assert f"{url} did not answer" in result.out
-    assert summary(tmp_path / "run")["finished_because"] == "epochs"
-
-
 def test_a_url_that_is_none(folder):
     result = python("imagenet_nd.py", "--spot-notice", folder)
     assert result.code == 2

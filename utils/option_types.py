@@ -103,6 +103,10 @@ def http(text: str) -> str:
     return text
 
 
+def is_url(text: str | None) -> bool:
+    return text is not None and "://" in text
+
+
 def run_name(text: str) -> str:
     """The name of a run, which names its folder and its objects in a store."""
     if not text or text in (".", "..") or "/" in text or not text.isprintable():

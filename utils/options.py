@@ -20,6 +20,7 @@ from utils.option_types import (
     count,
     ema_decay,
     http,
+    is_url,
     number,
     positive,
     recipe_names,
@@ -29,7 +30,6 @@ from utils.option_types import (
     share,
     with_recipe,
 )
-from utils.run import store
 from utils.train import evaluation, largest_batch, stopping
 
 # Options that were removed, and their replacements. Other command lines have their own list.
@@ -392,7 +392,10 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
             f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",
             alike=True,
         )
-    store.check_options(args.store, args.resume)
+    if args.store or is_url(args.resume):
+        from utils.run import store
+
+        store.check_options(args.store, args.resume)
     if args.resume == "auto" and not args.name:
         raise UserError("--resume auto needs --name, the run to continue", alike=True)
     if args.dummy:

@@ -24,8 +24,7 @@ from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError
 from utils.launch import gpus
 from utils.launch.world import World, from_main, gather, is_elastic, node_name
-from utils.option_types import AUTO
-from utils.run import store
+from utils.option_types import AUTO, is_url
 from utils.run.lock import LOCK, Lock
 from utils.run.snapshots import BEST, PREVIOUS, SNAPSHOT, latest
 
@@ -87,9 +86,12 @@ class Console(logging.Handler):
 
 def _name(args: Any, world: World, mode: str) -> str:
     """The run's name where the user has given none."""
-    is_continued = store.is_url(args.resume) and not args.evaluate
-    if is_continued and (name := store.run_name(args.resume, SNAPSHOT, mark=OPTIONS)):
-        return name
+    is_continued = is_url(args.resume) and not args.evaluate
+    if is_continued:
+        from utils.run import store
+
+        if name := store.run_name(args.resume, SNAPSHOT, mark=OPTIONS):
+            return name
     now, host = time.strftime("%b%d_%H-%M-%S"), socket.gethostname().split(".")[0]
     sizes = f"gpux{world.size}_b{args.batch_size}_cpu{args.workers}"
     name = f"{now}_{host}_{args.arch}_{sizes}_{mode}"
@@ -100,7 +102,7 @@ def _name(args: Any, world: World, mode: str) -> str:
 
 def _directory(args: Any, world: World, mode: str) -> Path:
     """The run's directory, which may not exist yet; refused if another run is in it. For rank 0."""
-    is_file = args.resume and args.resume != "auto" and not store.is_url(args.resume)
+    is_file = args.resume and args.resume != "auto" and not is_url(args.resume)
     goes_on = args.resume and not args.evaluate
     if goes_on and is_file and not args.name and Path(args.resume).with_name(OPTIONS).is_file():
         folder = Path(args.resume).parent  # a run continues where it was
@@ -131,6 +133,7 @@ class Run:
         self.resume: str | None = args.resume
         self.folder: Path | None = None
         self.lock: Lock | None = None  # in rank 0
+        self.store: Any = None  # with --store, in rank 0, a `utils.run.store.Store`
         self.fetched: Path | None = None  # the file that a URL has given
         self.is_writing = not args.evaluate and not args.dummy  # a training
         plain = (int, float, str, type(None))
@@ -149,7 +152,7 @@ class Run:
                 "--resume auto, without --start-epoch",
                 alike=True,
             )
-        if args.batch_size != AUTO or args.name or store.is_url(self.resume):
+        if args.batch_size != AUTO or args.name or is_url(self.resume):
             self.open()
 
     def open(self) -> None:
@@ -170,7 +173,10 @@ class Run:
             if note:
                 log.info(note)
         self.stores = bool(args.store and self.is_writing)
-        self.store = store.Store(args.store if self.stores and world.is_main else None, self.folder)
+        if self.stores and world.is_main:
+            from utils.run.store import Store
+
+            self.store = Store(args.store, self.folder)
         self.fetched = from_main(self._open_store, world)
 
     def _make(self) -> None:
@@ -218,15 +224,24 @@ class Run:
     def _open_store(self) -> Path | None:
         """Get from the store what it has to resume from. Returns the file that a URL has given."""
         resume = self.resume
-        self.store.open(bool(resume), (BEST, SNAPSHOT) if resume == "auto" else ())
-        if not store.is_url(resume):
+        if self.store is not None:
+            self.store.open(bool(resume), (BEST, SNAPSHOT) if resume == "auto" else ())
+        if not is_url(resume):
             return None
+        from utils.run import store
+
         return store.fetch(resume, SNAPSHOT, self.folder, also=BEST)
+
+    def upload(self, path: Path) -> None:
+        """Begin to copy a file into ``--store``, if there is one."""
+        if self.store is not None:
+            self.store.upload(path)
 
     def close_store(self) -> None:
         """Wait for the last uploads. All ranks: a launcher ends the others when one has ended."""
         if self.stores:
-            from_main(self.store.close, self.world)
+            close = self.store.close if self.world.is_main else None
+            from_main(close, self.world)
 
     @property
     def snapshot(self) -> Path | None:
@@ -255,7 +270,7 @@ class Run:
         tensorboard.cut_off(self.folder, epoch, round(1000 * position))
         # What is here may be newer than what the store has: the last process died while sending.
         for name in (OPTIONS, BEST, SNAPSHOT):
-            self.store.upload(self.folder / name)
+            self.upload(self.folder / name)
         if facts is not None:  # without curves, an event file would make it a run to compare
             self.record |= facts
             self.writer = tensorboard.open_writer(self.folder)
@@ -332,7 +347,7 @@ class Run:
         self.record |= results
         if self.world.is_main:
             self._write_summary()
-            self.store.upload(self.folder / SUMMARY)
+            self.upload(self.folder / SUMMARY)
         self.close_store()
         if self.lock is not None:
             self.lock.release()

@@ -15,16 +15,13 @@ from fsspec.implementations.local import LocalFileSystem
 
 from utils.atomic import link_atomically, save_atomically
 from utils.errors import UserError
+from utils.option_types import is_url
 
 log = logging.getLogger(__name__)
 
 END_WAIT = 100.0  # seconds for the last uploads; a spot instance has 120 from its notice on
 LAST_TRIES = 3  # of a failing store, at the end of the run
 _LONGEST_PAUSE = 60.0  # seconds between two tries
-
-
-def is_url(text: str | None) -> bool:
-    return text is not None and "://" in text
 
 
 def check_options(store: str | None, resume: str | None) -> None:
@@ -112,14 +109,11 @@ def fetch(url: str, default: str, folder: Path, also: str) -> Path:
 
 
 class Store:
-    """``URL/NAME OF THE RUN/``, where copies of a run's files go. For rank 0.
+    """``URL/NAME OF THE RUN/``, where copies of a run's files go. For rank 0."""
 
-    Without ``url`` all methods do nothing.
-    """
-
-    def __init__(self, url: str | None, folder: Path):
+    def __init__(self, url: str, folder: Path):
         self.folder = folder
-        self.url = f"{url.rstrip('/')}/{folder.name}" if url else None
+        self.url = f"{url.rstrip('/')}/{folder.name}"
         self.system: Any = None
         self.place = ""
         self.failures = 0  # since the last success
@@ -137,8 +131,6 @@ class Store:
         A store that fails is reported. Raises: `UserError` when there is no such bucket, or when
         continuing could overwrite a run.
         """
-        if self.url is None:
-            return
         missing = bool(wanted) and not (self.folder / wanted[-1]).exists()
         names: set[str] = set()
         try:

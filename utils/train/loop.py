@@ -73,7 +73,7 @@ def begin(session: Session) -> None:
         session.stop.watch_spot(args.spot_notice)
     session.status = StatusFile(session)
     if world.is_main:
-        session.snapshots = SnapshotWriter(run.folder, run.store.upload)
+        session.snapshots = SnapshotWriter(run.folder, run.upload)
     state.tick()
 
 

@@ -191,19 +191,17 @@ def _ask_spot(url: str) -> tuple[str | None, str | None]:
     Raises: OSError when the service does not answer as it must.
     """
 
-    def ask(path: str, method: str, name: str, value: str) -> str:
+    def ask(path: str, method: str, name: str, value: str | None) -> str | None:
         headers = {f"X-aws-ec2-metadata-{name}": value}
         request = urllib.request.Request(url + path, method=method, headers=headers)
-        with _open(request, timeout=2.0) as answer:  # the service is on the same host
-            return answer.read().decode()
-
-    token, found = ask("/latest/api/token", "PUT", "token-ttl-seconds", "60"), []
-    for path in (_SPOT_NOTICE, _SPOT_ADVICE):
-        found.append(None)
         try:
-            found[-1] = ask(path, "GET", "token", token)
+            with _open(request, timeout=2.0) as answer:  # the service is on the same host
+                return answer.read().decode()
         except urllib.error.HTTPError as fault:
             with contextlib.closing(fault):
                 if fault.code != 404:
                     raise
-    return found[0], found[1]
+        return None
+
+    token = ask("/latest/api/token", "PUT", "token-ttl-seconds", "60")
+    return ask(_SPOT_NOTICE, "GET", "token", token), ask(_SPOT_ADVICE, "GET", "token", token)
