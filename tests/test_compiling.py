@@ -43,8 +43,8 @@ SHARDED.set_requires_gradient_sync = print
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.DataParallel(nn.Identity()), r"not go through DataParallel: imagenet_ddp\.py"),
-        (SHARDED, r"not for sharded models: imagenet_ddp\.py"),
+        (nn.DataParallel(nn.Identity()), r"not support DataParallel: use imagenet_ddp\.py"),
+        (SHARDED, r"not support sharded models: use imagenet_ddp\.py"),
     ],
 )
 def test_what_cannot_be_compiled(model, message):

@@ -199,7 +199,7 @@ OF_FILE = Preprocessing(HALVES, HALVES, "bicubic", 100, 110)
 def test_a_checkpoint_decides_but_for_typed_sizes(monkeypatch, folder, logged, line, expected):
     args = parse(monkeypatch, folder, "-a", "inception_v3", *line)
     assert settle(args, OF_FILE.as_dict()) == expected
-    assert logged == [f"images as in best.pt: {expected}"]
+    assert logged == [f"preprocessing as in best.pt: {expected}"]
 
 
 def test_a_checkpoint_that_says_nonsense_of_its_images_is_a_sentence(monkeypatch, folder):
@@ -215,7 +215,7 @@ def test_a_run_evaluates_its_model_with_the_images_that_it_was_trained_on(folder
     done = python("imagenet_nd.py", *line, "--pretrained", "--epochs", 1, "--name", "a", **env)
     assert done.code == 0, done.err
     told = "40 pixels (evaluation: the centre of 44), bicubic, mean 0.5 0.5 0.5, std 0.5 0.5 0.5"
-    assert f"images as the pretrained weights want them: {told}\n" in done.out
+    assert f"preprocessing as in the pretrained weights: {told}\n" in done.out
     run = tmp_path / "a"
     wanted = Preprocessing(HALVES, HALVES, "bicubic", 40, 44)
     for name in ("snapshot.pt", "best.pt"):
@@ -224,6 +224,6 @@ def test_a_run_evaluates_its_model_with_the_images_that_it_was_trained_on(folder
     best = ("-e", "--resume", run / "best.pt")
     done = python("imagenet_nd.py", *line, *best, "--name", "e", **env)
     assert done.code == 0, done.err
-    assert f"images as in {run / 'best.pt'}: {told}\n" in done.out
+    assert f"preprocessing as in {run / 'best.pt'}: {told}\n" in done.out
     assert "changed since" not in done.out
     assert summary(tmp_path / "e")["val_loss"] == summary(run)["val_loss"]

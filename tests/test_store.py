@@ -90,7 +90,7 @@ def test_a_failing_store_is_told_once_and_training_ends_well(folder, tmp_path):
     assert result.code == 0, result.err
     (warning,) = [text for text in result.out.splitlines() if text.startswith("warning")]
     assert f"the store {tmp_path}/file/run cannot be used (" in warning
-    assert "snapshot.pt, summary.json did not get to" in result.out
+    assert "snapshot.pt, summary.json could not be copied to" in result.out
     assert summary(tmp_path / "run")["finished_because"] == "epochs"
 
 
@@ -168,4 +168,4 @@ def test_the_end_does_not_wait_for_ever(copies, tmp_path, monkeypatch, logged):
     (tmp_path / "best.pt").write_text("best")
     one.upload(tmp_path / "best.pt")
     one.close()
-    assert "best.pt did not get to bucket://runs/" in logged[-1]
+    assert "best.pt could not be copied to bucket://runs/" in logged[-1]

@@ -1,4 +1,4 @@
-"""Loss and accuracy as sums and counts that stay on the device until somebody prints them."""
+"""Loss and accuracy as sums and counts that stay on the device until they are printed."""
 
 import math
 from typing import Any, NamedTuple
@@ -24,8 +24,7 @@ class Metrics(NamedTuple):
 class Total:
     """Sums over all ranks that may still be under way (see `Sums.begin_total`).
 
-    From a GPU they travel to the host behind the work that has been started, and nothing waits for
-    either before `read`.
+    From a GPU they are copied to the host asynchronously: nothing waits before `read`.
     """
 
     def __init__(self, values: Tensor, work: Any = None):
@@ -76,7 +75,7 @@ class Sums:
         return self.begin_total(world).read()
 
     def begin_total(self, world: World) -> Total:
-        """Begin to sum over all ranks, which must all call it; only who reads the result waits."""
+        """Begin to sum over all ranks, which must all call it; only reading the result waits."""
         values = self.values.clone()
         return Total(values, dist.all_reduce(values, async_op=True) if world.size > 1 else None)
 

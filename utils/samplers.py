@@ -15,8 +15,8 @@ import numpy as np
 class Batch(NamedTuple):
     """What a sampler asks a loader for: ``indices`` (int64) of the images, and their epoch.
 
-    ``size`` is the side that they shall have, pixels; 0: the data set's own. ``slot`` is the place
-    for them in a ring, see `utils.data.ring`.
+    ``size`` is the side of the images in pixels (0: the data set's own), ``slot`` their place in
+    the ring of `utils.data.ring`.
     """
 
     epoch: int
@@ -63,9 +63,9 @@ class TrainSampler:
     """Batches of one rank, epoch by epoch, from any step on; a ``batch_sampler`` for DataLoader.
 
     ``batch`` is the size of a micro-batch per process and ``accum`` the number of micro-batches per
-    step, so a global batch has batch x ranks x accum images. What is left at the end of an epoch
-    and fills no global batch is left out (another rest each epoch). A data set smaller than one
-    global batch makes one smaller step an epoch, shared out as evenly as possible. ``sizes`` are
+    step, so a global batch has batch x ranks x accum images. Images at the end of an epoch that
+    fill no global batch are left out (others in each epoch). A data set smaller than one global
+    batch makes one smaller step an epoch, divided as evenly as possible. ``sizes`` are
     the sides of the images in each epoch (see `utils.data.preprocessing`), () if all have the same.
     """
 
@@ -86,13 +86,13 @@ class TrainSampler:
         return self.sizes[min(self.epoch, len(self.sizes) - 1)] if self.sizes else 0
 
     def use_batch(self, batch: int) -> None:
-        """Let micro-batches have ``batch`` images per process. Before the first iteration."""
+        """Set the images per process and micro-batch. Before the first iteration."""
         self.global_batch = global_batch(batch, self.ranks, self.accum, self.images)
         self.steps_per_epoch = self.images // self.global_batch
         self.largest = -(-self.global_batch // (self.ranks * self.accum))  # images in a batch
 
     def start_at(self, epoch: int, step: int) -> None:
-        """Let the next iteration begin with ``step`` of ``epoch``."""
+        """Begin the next iteration with ``step`` of ``epoch``."""
         self.epoch, self.first_step = epoch, step
 
     def __len__(self) -> int:
@@ -125,7 +125,7 @@ class EvalSampler:
         self.use_batch(batch)
 
     def use_batch(self, batch: int) -> None:
-        """Let batches have ``batch`` images. Before the first iteration."""
+        """Set the images per batch. Before the first iteration."""
         self.batch = batch
         self.largest = max(1, min(batch, self.images))  # images in a batch
         # The ranks' highest number of batches.

@@ -1,4 +1,4 @@
-"""A run's TensorBoard files, as far as SummaryWriter does not care for them.
+"""Parts of a run's TensorBoard files that SummaryWriter does not handle.
 
 The HParams entry and a layout of charts stand in the run's own event file:
 SummaryWriter.add_hparams would make a second run, in a folder below, without the curves.
@@ -33,32 +33,33 @@ COLUMNS = {
     ),
 }
 METRICS = ("Top1/val", "Top5/val", "Loss/val", "Throughput/train", "Time/train", "IO/wait_share")
-# Tags are regular expressions to the custom scalars page; a chart shows all runs that are ticked.
-LAYOUT = {
+# The charts of the custom scalars page, each with its tags; it shows all runs that are ticked.
+_CHARTS = {
     "Accuracy": {
-        "top-1 of validation, %": ["Multiline", ["^Top1/val$", "^Top1/ema$"]],
-        "top-1 of training, %": ["Multiline", ["^Top1/train$"]],
-        "top-5 of validation, %": ["Multiline", ["^Top5/val$"]],
-        "top-5 of training, %": ["Multiline", ["^Top5/train$"]],
-        "loss of validation": ["Multiline", ["^Loss/val$"]],
-        "loss of training": ["Multiline", ["^Loss/train$"]],
-        "learning rate": ["Multiline", ["^Lr$"]],
+        "top-1 of validation, %": "Top1/val$ Top1/ema$",
+        "top-1 of training, %": "Top1/train$",
+        "top-5 of validation, %": "Top5/val$",
+        "top-5 of training, %": "Top5/train$",
+        "loss of validation": "Loss/val$",
+        "loss of training": "Loss/train$",
+        "learning rate": "Lr$",
     },
     "Speed": {
-        "images/s, all processes": ["Multiline", ["^Throughput/train$"]],
-        "time per step, s": [
-            "Multiline",
-            ["^Time/train$", "^Time/data$", "^Time/compute$", "^Time/communication$"],
-        ],
-        "share of the time waiting for data": ["Multiline", ["^IO/wait_share$"]],
-        "reading, MB/s": ["Multiline", ["^IO/read_mb_s$"]],
+        "images/s, all processes": "Throughput/train$",
+        "time per step, s": "Time/train$ Time/data$ Time/compute$ Time/communication$",
+        "share of the time waiting for data": "IO/wait_share$",
+        "reading, MB/s": "IO/read_mb_s$",
     },
     "Hardware": {
-        "GPU utilisation, %": ["Multiline", ["^GPU/utilisation"]],
-        "GPU memory, GiB": ["Multiline", ["^GPU/memory"]],
-        "CPU utilisation, %": ["Multiline", ["^CPU/utilisation"]],
-        "tensors, MiB": ["Multiline", ["^Memory/"]],
+        "GPU utilisation, %": "GPU/utilisation",
+        "GPU memory, GiB": "GPU/memory",
+        "CPU utilisation, %": "CPU/utilisation",
+        "tensors, MiB": "Memory/",
     },
+}
+LAYOUT = {
+    page: {title: ["Multiline", [f"^{tag}" for tag in tags.split()]] for title, tags in of.items()}
+    for page, of in _CHARTS.items()
 }
 _show_fault = threading.excepthook
 STEP_TAGS = "Step/"  # tags with x = 1000 x epoch; all others have x = epochs finished
@@ -68,8 +69,8 @@ TEST_TAGS = "/test"  # the ends of the tags that are written once, when a run en
 def open_writer(folder: Path) -> SummaryWriter:
     """A writer of an event file in ``folder``. Raises: OSError, as its methods do.
 
-    Its thread, which ends with the first fault of the disk, raises it in the next method's caller,
-    and lets it go: without this, a traceback would stand beside our error message.
+    Its thread ends with the first fault of the disk, which the next method raises again. That the
+    thread also prints a traceback is prevented here.
     """
     threading.excepthook = _show_other_faults
     return SummaryWriter(str(folder))
@@ -98,7 +99,7 @@ def closing(success: bool) -> Summary:
 
 
 def cut_off(folder: Path, epoch: int, step_x: int) -> None:
-    """Take the points after ``epoch`` (``Step/`` curves: after ``step_x``) out of event files,
+    """Remove the points after ``epoch`` (``Step/`` curves: after ``step_x``) from event files,
     and those of DATA/test at ``epoch``, too.
 
     A run that was killed after its last snapshot has written points that the resumed run writes

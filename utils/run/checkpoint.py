@@ -134,7 +134,7 @@ def best_of(
 ) -> dict[str, Any]:
     """The content of ``best.pt``, which torchvision can load without this code.
 
-    ``weights`` are the model's; the averaged ones take their places where those were better.
+    ``weights`` are the model's; the averaged ones replace them where those were better.
     """
     averaged = bool(state.best.get("ema"))
     return {
@@ -300,7 +300,7 @@ def _loss_scale(content: dict[str, Any], state: dict[str, Any]) -> dict[str, Any
 def _take_foreign_epoch(
     state: TrainState, content: dict[str, Any], path: Path | None, world: World
 ) -> None:
-    """Where a checkpoint of another program continues; weights alone are a start.
+    """Set the epoch at which a checkpoint of another program continues; weights alone: 0.
 
     pytorch/examples counts finished epochs. Torchvision's references, whose files have an
     "lr_scheduler", and timm, from ``version`` 2 of its files on, number the last one from 0.

@@ -122,7 +122,7 @@ def _directory(args: Any, world: World, mode: str) -> Path:
 
 
 class Run:
-    """Where this process reports to. ``mode`` is the script's short name (nd, dp, ddp, ...)."""
+    """A process's run directory, log and curves. ``mode``: nd, dp, ddp, ..."""
 
     def __init__(self, args: Any, world: World, mode: str):
         """Choose and make the run directory. Raises `UserError` when it is taken.
@@ -139,8 +139,7 @@ class Run:
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
         self.options |= {"mode": mode, "command": " ".join(sys.argv)}
-        # The one record of a run, facts at its start and results at its end, from which HParams,
-        # summary.json and the last lines of the log are written.
+        # Facts at the start of the run and results at its end, for HParams and summary.json.
         self.record: dict[str, Any] = {}
         self.writer: SummaryWriter | None = None
         self.has_gap = False  # the writer was lost to a full disk
@@ -222,7 +221,7 @@ class Run:
                 )
 
     def _open_store(self) -> Path | None:
-        """Get from the store what it has to resume from. Returns the file that a URL has given."""
+        """Fetch from the store what to resume from. Returns the file that a URL names."""
         resume = self.resume
         if self.store is not None:
             self.store.open(bool(resume), (BEST, SNAPSHOT) if resume == "auto" else ())
@@ -245,7 +244,7 @@ class Run:
 
     @property
     def snapshot(self) -> Path | None:
-        """What to resume from: the file given, or with "auto" the run's own, if it has one."""
+        """The file to resume from: the one given, or with "auto" the run's own, if it has one."""
         if self.fetched is not None:
             return self.fetched
         if self.resume != "auto":
@@ -314,7 +313,7 @@ class Run:
         except OSError as fault:  # of TensorBoard's thread, which ends with its first
             self.writer, self.has_gap = None, True
             log.warning(
-                f"cannot write the event file ({fault.strerror}): training goes on, and "
+                f"cannot write the event file ({fault.strerror}): training continues, and "
                 "its curves have a gap"
             )
 

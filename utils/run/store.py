@@ -1,4 +1,4 @@
-"""Copies of a run in a store: sent in the background, fetched where the disk is empty.
+"""Copies of a run in a store: uploaded in the background, fetched to an empty disk.
 
 A store is a folder or a URL (s3://, gs://, az://); fsspec, which torch depends on, transfers the
 files. No fault of the store stops or delays training.
@@ -124,7 +124,7 @@ class Store:
         self.thread: threading.Thread | None = None
 
     def open(self, goes_on: bool, wanted: tuple[str, ...]) -> None:
-        """Look whether the store can be used, and start the thread that uploads.
+        """Check that the store can be used, and start the thread that uploads.
 
         ``wanted`` names files, the last one being the snapshot, that are brought from the store
         when the run's folder has no snapshot. ``goes_on``: the run may have files there already.
@@ -187,7 +187,7 @@ class Store:
             lost = {path.name for path in (*self.waiting, self.sending) if path is not None}
         if lost:
             names = ", ".join(sorted(lost))
-            log.info(f"note: {names} did not get to {self.url}: see {self.folder}")
+            log.info(f"note: {names} could not be copied to {self.url}: see {self.folder}")
 
     def _work(self) -> None:
         tries = LAST_TRIES

@@ -1,4 +1,4 @@
-"""``--compile``: the forward and backward pass of training as kernels that torch.compile makes."""
+"""``--compile``: the forward and backward pass of training by torch.compile."""
 
 import argparse
 import functools
@@ -27,25 +27,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="default",
         choices=MODES,
-        help="compile the training step by torch.compile; without a mode, after DATA. "
-        "reduce-overhead: with CUDA graphs, for small batches. Evaluation is not compiled",
+        help="compile the training step by torch.compile (not evaluation); without a mode, the "
+        "option goes after DATA. reduce-overhead: with CUDA graphs, for small batches",
     )
 
 
 def compiled(module: nn.Module, args: argparse.Namespace) -> nn.Module:
-    """What the training step calls: ``module`` as ``--compile`` says, sharing its parameters.
+    """``module`` for the training step: compiled with ``--compile``, sharing its parameters.
 
     Training batches have one size, and evaluation, whose last batch is smaller, calls the module
-    itself: nothing is compiled twice. With ``--progressive``, once for each size of the images, as
-    its epochs come: kernels for any size would be slower in every step. Raises: `UserError` where
-    nothing can be compiled.
+    itself: nothing is compiled twice. ``--progressive`` compiles once for each image size: kernels
+    for any size would be slower in every step. Raises: `UserError` where compiling is impossible.
     """
     if not args.compile:
         return module
     if isinstance(module, nn.DataParallel):
-        raise UserError("--compile does not go through DataParallel: imagenet_ddp.py has it")
+        raise UserError("--compile does not support DataParallel: use imagenet_ddp.py")
     if is_sharded(module):
-        raise UserError("--compile is not for sharded models: imagenet_ddp.py has it", alike=True)
+        raise UserError(
+            "--compile does not support sharded models: use imagenet_ddp.py", alike=True
+        )
     mode = None if args.compile == "default" else args.compile
     sizes = len(set(training_sizes(args)))
     if sizes > torch._dynamo.config.recompile_limit:  # beyond it, steps are no longer compiled
@@ -54,9 +55,9 @@ def compiled(module: nn.Module, args: argparse.Namespace) -> nn.Module:
 
 
 def first_step_timed(train_step: TrainStep, args: Any, device: torch.device) -> TrainStep:
-    """``train_step``, but its first call, which compiles, says how long it takes.
+    """``train_step``, whose first call, which compiles, is timed.
 
-    Raises then: `UserError` for what torch.compile cannot do.
+    That call raises `UserError` where torch.compile fails.
     """
     from torch._dynamo.exc import TorchDynamoException  # seconds to import
 

@@ -1,4 +1,4 @@
-"""``--dummy``: the speed of the training step alone, on batches that live on the device."""
+"""``--dummy``: the speed of the training step alone, on random images on the device."""
 
 import logging
 import resource
@@ -93,7 +93,7 @@ def random_batch(
 def time_steps(
     step: Callable[[], Any], world: World, warm_up: int, steps: int, timer: StepTimer | None = None
 ) -> dict[str, Any]:
-    """Call ``step`` some times; say what it takes. ``timer`` is on in the timed ones. Collective.
+    """Call ``step`` and measure it. ``timer`` is on in the timed calls. Collective.
 
     Per step: ``ms_per_step``, CPU time ``cpu_ms_per_step`` of this process with all its threads,
     ``network_mb_per_step`` that left this machine, headers included. ``peak_memory_bytes`` of this

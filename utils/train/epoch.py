@@ -173,7 +173,7 @@ def _busy(session: Session) -> bool:
 
 
 def _begin_exchange(session: Session, steps: int) -> None:
-    """Let the exchange of gradients know the step; if it has just chosen its method, say which."""
+    """Tell the gradient exchange which step begins; log the method that --comm auto has chosen."""
     state = session.state
     why = state.comm.begin_step(state.epoch, state.step, steps, session.args.epochs)
     if why:
@@ -204,7 +204,7 @@ def _dropout_seeder(session: Session) -> Callable[..., None]:
 
 
 def _input_rates(session: Session, seconds: float) -> dict[str, float]:
-    """What the input path did in ``seconds`` of training: all ranks' reading, the worst waiting."""
+    """Rates over ``seconds`` of training: reading of all ranks, waiting of the slowest."""
     train = session.train
     mine = (train.waited, train.reading.bytes, train.reading.files)
     waited, size, files = zip(*gather(mine, session.world), strict=True)

@@ -1,4 +1,4 @@
-"""One evaluation for all scripts: exact at any world size."""
+"""Evaluation, for all scripts: exact at any world size."""
 
 import argparse
 import logging
@@ -29,13 +29,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--val-image-size",
         type=positive,
         metavar="PX",
-        help="side of the crop in evaluation, where it is not --image-size; somewhat larger ones "
-        "often score better (Touvron et al. 2019, arXiv:1906.06423)",
+        help="side of the crop in evaluation; default: --image-size. Somewhat larger crops often "
+        "score better (Touvron et al. 2019, arXiv:1906.06423)",
     )
     group.add_argument(
         "--val-flip",
         action="store_true",
-        help="evaluate by the mean of the logits of an image and its mirror image",
+        help="average the logits of each image and its mirror image in evaluation",
     )
 
 
@@ -127,7 +127,7 @@ def _of_both_views(predict: Predict) -> Predict:
 
 
 def why_useless(batches: Batches) -> UserError:
-    """What to raise in every rank for too many unreadable images, or when none is readable."""
+    """The error in every rank for too many unreadable images, or when none is readable."""
     bad = batches.bad
     if bad.too_many:
         return bad.error()

@@ -1,4 +1,4 @@
-"""What a run measures of itself: the parts of a step, how busy GPU and CPU are, a trace.
+"""Measurements of a run: the parts of a step, utilisation of GPU and CPU, a trace.
 
 A thread samples this process's GPU (by torch.cuda's functions for NVML, which need nvidia-ml-py)
 and CPU (by /proc) once a second. What is not available is left out.
@@ -41,7 +41,7 @@ def read_gpu(device: torch.device) -> dict[str, float]:
     """Utilisation in per cent, memory in GiB, power in watts, temperature in Celsius."""
     found = {}
     for tag, (name, factor) in GPU.items():
-        # Whatever a driver's library says: not every GPU has every sensor.
+        # Errors of many kinds: not every GPU has every sensor.
         with contextlib.suppress(Exception):
             found[tag] = factor * getattr(torch.cuda, name)(device)
     return found
@@ -98,7 +98,7 @@ class Monitor:
                 self.samples.setdefault(tag, []).append(value)
 
     def begin(self) -> None:
-        """Forget what was before."""
+        """Discard earlier samples."""
         self._sample()  # the CPU's is a difference: it starts here
         with self.lock:
             self.samples = {}
@@ -155,7 +155,7 @@ class Watch:
         self.timer.start()
 
     def end_step(self, update: bool) -> None:
-        """A micro-batch is on its way; with ``update`` it ended a step."""
+        """A micro-batch has been started; with ``update`` it ended a step."""
         self.timer.end(update)
         if update and self.profiler is not None:
             self.profiler.step()

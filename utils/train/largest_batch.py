@@ -1,8 +1,8 @@
 """``-b auto``: the largest batch that fits into a GPU's memory, found before training.
 
-The script's own training step computes forward and backward for 8, 16, 64 ... random images. What
-it takes grows nearly linearly, which says how many fit. No optimiser step is taken: weights stay as
-they are, and batch norm's buffers and the random states are put back. All processes try the same
+The script's own training step computes forward and backward for 8, 16, 64 ... random images. Its
+memory grows nearly linearly, which predicts how many fit. No optimiser step is taken: weights stay
+as they are, and batch norm's buffers and random states are restored. All processes try the same
 sizes, so that collectives within a step match (FSDP, SyncBatchNorm); the fullest GPU decides.
 """
 
@@ -28,7 +28,7 @@ STEP = 8  # images per device
 FASTEST = 4  # times the last size that fitted, at most
 MARGIN = 0.08  # of the memory: for fragments, workspaces and what communication takes later
 GIB = 2**30
-# cuDNN and cuBLAS say in their own ways that they find no memory.
+# How torch, cuDNN and cuBLAS report that they are out of memory.
 SHORTAGE = re.compile(
     "out of memory|ALLOC_FAILED|CUDNN_STATUS_(NOT_SUPPORTED|EXECUTION_FAILED|INTERNAL_ERROR)|"
     "[Uu]nable to find an engine|canUse32BitIndexMath"
@@ -56,16 +56,17 @@ def check(args: argparse.Namespace) -> None:
 
 
 def resolve(session: Session, train_step: TrainStep) -> None:
-    """With ``-b auto`` find the batch size, and let all that depends on it know.
+    """With ``-b auto`` find the batch size, and update everything that depends on it.
 
-    A run that continues keeps its own. Raises: `UserError` when not even the smallest fits.
+    A resumed run keeps its batch size. Raises: `UserError` when not even the smallest fits.
     """
     args, run = session.args, session.run
     if args.batch_size != AUTO:
         return
     size, image_size = from_main(lambda: _of_checkpoint(session), session.world)
-    how = f"as in {run.snapshot}"
-    if not size:
+    if size:
+        how = f"as in {run.snapshot}"
+    else:
         size, how = _find(session, train_step, image_size or largest_size(args))
     args.batch_size = run.options["batch_size"] = session.largest_batch = size
     session.loaders.use_batch(size)
@@ -97,8 +98,10 @@ def _find(session: Session, train_step: TrainStep, image_size: int) -> tuple[int
     args, state, world = session.args, session.state, session.world
     count = torch.cuda.device_count() if session.run.mode == "dp" else 1
     devices = range(count) if count > 1 else [torch.cuda.current_device()]
-    step, later = STEP * count, _later(session)
-    most = _most(session, step)
+    step, later, most = STEP * count, _later(session), 2**31
+    if session.loaders.train is not None:  # the data set has no more, but for less than a step
+        parts = world.size * args.accum_steps
+        most = step * math.ceil(session.loaders.train.sampler.images / parts / step)
     limit, node = min(gather((_room(args, devices) - later, node_name(world)), world))
     # An exception of one process would leave the others waiting within a collective.
     tied = state.sharded or getattr(args, "sync_bn", False)
@@ -106,7 +109,7 @@ def _find(session: Session, train_step: TrainStep, image_size: int) -> tuple[int
     seen: dict[int, float] = {}
 
     def take(size: int) -> float:
-        """Bytes that a step takes on the fullest GPU of all processes; infinite without success."""
+        """Bytes that a step takes on the fullest GPU of all; infinite if it runs out of memory."""
         torch.cuda.empty_cache()
         for device in devices:
             torch.cuda.reset_peak_memory_stats(device)
@@ -162,15 +165,6 @@ def _next(seen: dict[int, float], limit: float, low: int, high: float) -> int:
     (a, less), (b, more) = sorted(seen.items())[-2:]
     fitting = b + (limit - more) * (b - a) / max(more - less, 1.0)
     return int(min(fitting, FASTEST * low))
-
-
-def _most(session: Session, step: int) -> int:
-    """The batch beyond which there are no images: a multiple of ``step``, so perhaps a few more."""
-    train = session.loaders.train
-    if train is None:
-        return 2**31
-    parts = session.world.size * session.args.accum_steps
-    return step * math.ceil(train.sampler.images / parts / step)
 
 
 def _room(args: argparse.Namespace, devices: Sequence[int]) -> float:

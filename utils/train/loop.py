@@ -1,7 +1,4 @@
-"""Where a training begins, goes from epoch to epoch, and ends; the loop itself is in the scripts.
-
-Knows nothing of DDP, AMP or Apex: those are in the scripts, too.
-"""
+"""Start, advance and finish a run; the loop itself is in the scripts, like DDP, AMP and Apex."""
 
 import logging
 import time
@@ -25,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def resume(session: Session) -> None:
-    """Load what ``--resume`` names, if anything. Raises: `UserError`."""
+    """Load the checkpoint that ``--resume`` names, if any. Raises: `UserError`."""
     args, state, run = session.args, session.state, session.run
     state.global_batch = session.global_batch
     classes = session.loaders.classes
@@ -41,18 +38,18 @@ def resume(session: Session) -> None:
 
 
 def _resolve_preprocessing(session: Session) -> None:
-    """Let the images be as the checkpoint wants them, but for the sizes that were typed."""
+    """Preprocess images as the checkpoint says, but in the sizes of the command line."""
     args, state, run = session.args, session.state, session.run
     typed = {
         name: None if name in args.untyped else getattr(args, name)
         for name in ("image_size", "val_resize_size", "val_image_size")
     }
-    wanted, source = args.preprocessing, "the pretrained weights want them"
+    wanted, source = args.preprocessing, "the pretrained weights"
     if state.preprocessing is not None:
         wanted = Preprocessing.from_dict(state.preprocessing, run.snapshot).resized(**typed)
-        source = f"in {run.snapshot}"
+        source = run.snapshot
     if args.pretrained or wanted != args.preprocessing:
-        log.info(f"images as {source}: {wanted}")
+        log.info(f"preprocessing as in {source}: {wanted}")
     session.loaders.use(wanted)
     state.preprocessing = wanted.as_dict()
     args.preprocessing, args.image_size = wanted, wanted.image_size
@@ -60,7 +57,7 @@ def _resolve_preprocessing(session: Session) -> None:
 
 
 def begin(session: Session) -> None:
-    """Open the run's files, print what is about to be trained, listen to signals, start clocks."""
+    """Open the run's files, print its set-up, handle signals, start the clocks."""
     args, world, state, run = session.args, session.world, session.state, session.run
     position = state.epoch + state.step / session.train.sampler.steps_per_epoch
     # All ranks add up what a line shows, so one of them says when a line is due.
@@ -87,7 +84,7 @@ def goes_on(session: Session) -> bool:
 def close_epoch(
     session: Session, trained: dict[str, float] | None, evaluated: dict[str, float] | None
 ) -> None:
-    """Record an epoch: curves, the best model, a snapshot. None stands for a part cut short."""
+    """Record an epoch: curves, best model, snapshot. None: training or evaluation was cut short."""
     args, state = session.args, session.state
     state.tick()
     if trained is None or evaluated is None:
@@ -152,7 +149,7 @@ def _add_to_history(state: TrainState, record: dict[str, float]) -> bool:
 
 
 def _why_ended_badly(session: Session) -> UserError | None:
-    """The error with which a training ends; None if it ended as it should."""
+    """The error that ends the run; None after a normal end."""
     if session.ended_because is Reason.DIVERGED:
         return UserError(why_diverged(session), alike=True)
     for batches in (session.train, session.loaders.val):

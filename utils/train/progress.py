@@ -59,42 +59,38 @@ class Lines:
         """Print the line that is due, if there is one. Waits for its numbers."""
         if self.due is None:
             return
-        line, self.due = self.due, None
+        line, last = self.due, self.last
+        self.due, self.last = None, self.due
         if self.session.run.console.shows or self.session.world.is_main:
-            _report(self.session, line, self.last, self.clock)
-        self.last = line
+            self._show(line, last)
 
+    def _show(self, line: _Line, last: _Line) -> None:
+        """Print a line and draw the per-step curves, both of the steps since the ``last`` line.
 
-def _report(session: Session, line: _Line, last: _Line, clock: Any) -> None:
-    """Print a line and draw the per-step curves.
-
-    Both are of the steps since the ``last`` line. Loss and accuracy are those of all ranks (the
-    processes that print wait for the total, no other does), and after a resume they cover the steps
-    before it, too; speed and waiting are this process's own, since the resume. A loss that is not a
-    finite number ends the run.
-    """
-    state, sampler, run = session.state, session.train.sampler, session.run
-    sums = line.total.read()
-    if not math.isfinite(sums[0]):
-        session.stop.ask(Reason.DIVERGED)
-    before, state.printed = state.printed or [0.0] * len(sums), sums
-    metrics = to_metrics([b - a for a, b in zip(before, sums, strict=True)])
-    seconds, steps = clock.seconds(last.at, line.at), line.step - last.step
-    position = state.epoch + line.step / sampler.steps_per_epoch
-    rate = steps * session.global_batch / seconds
-    parts = line.times.per_step("Step/", "_s")
-    curves = {"Step/loss": metrics.loss, "Step/throughput": rate, **parts}
-    run.scalars(curves, round(1000 * position))
-    place = (
-        f"Epoch {state.epoch + 1}/{session.args.epochs}"
-        f" step {line.step:{len(str(sampler.steps_per_epoch))}}/{sampler.steps_per_epoch}"
-    )
-    values = {
-        "loss": metrics.loss,
-        "top-1": metrics.top1,
-        "top-5": metrics.top5,
-        "images/s": rate,
-        "s/step": seconds / steps,
-        "waiting %": 100 * (line.waited - last.waited) / seconds,
-    }
-    run.step(place, line.step, values)
+        Loss and accuracy are those of all ranks (only processes that print wait for the total), and
+        after a resume they include the steps before it; speed and waiting are this process's own,
+        since the resume. A loss that is not finite ends the run.
+        """
+        session, state = self.session, self.session.state
+        sums = line.total.read()
+        if not math.isfinite(sums[0]):
+            session.stop.ask(Reason.DIVERGED)
+        before, state.printed = state.printed or [0.0] * len(sums), sums
+        metrics = to_metrics([b - a for a, b in zip(before, sums, strict=True)])
+        seconds, steps = self.clock.seconds(last.at, line.at), line.step - last.step
+        of_epoch = session.train.sampler.steps_per_epoch
+        rate = steps * session.global_batch / seconds
+        curves = {"Step/loss": metrics.loss, "Step/throughput": rate}
+        curves |= line.times.per_step("Step/", "_s")
+        session.run.scalars(curves, round(1000 * (state.epoch + line.step / of_epoch)))
+        place = f"Epoch {state.epoch + 1}/{session.args.epochs}"
+        place += f" step {line.step:{len(str(of_epoch))}}/{of_epoch}"
+        values = {
+            "loss": metrics.loss,
+            "top-1": metrics.top1,
+            "top-5": metrics.top5,
+            "images/s": rate,
+            "s/step": seconds / steps,
+            "waiting %": 100 * (line.waited - last.waited) / seconds,
+        }
+        session.run.step(place, line.step, values)

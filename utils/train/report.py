@@ -84,7 +84,7 @@ def start(session: Session) -> None:
 
 
 def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
-    """What to say of a global batch that is not known to keep the recipe's, or SGD's, accuracy.
+    """Warnings about a global batch at which the recipe, or SGD, may lose accuracy.
 
     ``lr`` is the learning rate after warm-up, scaled.
     """
@@ -120,7 +120,7 @@ def sharding(session: Session) -> None:
 
 
 def facts(session: Session) -> dict[str, Any]:
-    """What the event file says about a training besides its options: sizes, data, machine, date.
+    """What the event file records besides the options: sizes, data, machine, date.
 
     ``gpus`` counts processes where there is no GPU.
     """
@@ -165,16 +165,16 @@ def sent_mb(session: Session) -> float | None:
 
 
 def tensor_peak(session: Session) -> float | None:
-    """The most bytes that this process's tensors have taken on its GPU."""
+    """Peak bytes of this process's tensors on its GPU."""
     device = session.world.device
     return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
 
 
 def memory_tags(session: Session) -> dict[str, float]:
-    """What each process's tensors take, in MiB, as tags. Collective.
+    """Memory of each process's tensors in MiB, as tags. Collective.
 
     ``optimizer`` is its state and, where it has them, the float32 masters of the parameters;
-    ``activations``, on a GPU, are what the peak has besides.
+    ``activations``, on a GPU, are the rest of the peak.
     """
     model, optimizer = session.state.model, session.state.optimizer
     weights = list(model.parameters())
@@ -202,7 +202,7 @@ def _bytes(tensors: list[torch.Tensor]) -> float:
 
 
 def input_path(session: Session, record: dict[str, float]) -> None:
-    """Say whether the input path limited the first epoch, and what would help."""
+    """Report an input path that limited the first epoch, and what would help."""
     share, train = record.get("IO/wait_share", 0.0), session.train
     if share < WAIT_LIMIT:
         return
@@ -236,7 +236,7 @@ def input_path(session: Session, record: dict[str, float]) -> None:
 
 
 def communication(session: Session, record: dict[str, float]) -> None:
-    """Say whether communication limited the first epoch, and what would help."""
+    """Report communication that limited the first epoch, and what would help."""
     share = shares(record)["Time/communication"]
     if share <= COMMUNICATION_LIMIT:
         return
@@ -260,7 +260,7 @@ def evaluation(session: Session, part: str, result: dict[str, float]) -> None:
 
 
 def setting(session: Session) -> dict[str, Any]:
-    """What a run is from its start to its end, in the event file and in summary.json."""
+    """Facts of the run in both the event file and summary.json."""
     state, world = session.state, session.world
     return {
         "arch": session.args.arch,
@@ -328,7 +328,7 @@ def end(session: Session, test: dict[str, float], val: dict[str, float] | None =
 
 
 def time_left(args: Any, state: TrainState) -> str:
-    """How long the training will go on as 1:02:03, as far as epochs and --train-time tell; or "".
+    """The remaining time as 1:02:03, by --epochs and --train-time; "" for none.
 
     An epoch lasts as long as it typically did, evaluation included.
     """

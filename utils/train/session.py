@@ -16,8 +16,7 @@ from utils.train.hardware import Watch
 from utils.train.status import StatusFile
 from utils.train.stopping import Reason, StopRequest
 
-# A script's train_step(images, targets, weight, update) -> (loss, logits); its docstring in each
-# script says what the arguments mean.
+# train_step(images, targets, weight, update) -> (loss, logits), documented in each script.
 TrainStep = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 Predict = Callable[[Tensor], Tensor]  # images to logits, with the mode's precision
 
@@ -26,7 +25,7 @@ Predict = Callable[[Tensor], Tensor]  # images to logits, with the mode's precis
 class Session:
     """A script's options and what it has built with them.
 
-    What comes after ``state`` is there only between `loop.begin` and `loop.end`.
+    The fields after ``largest_batch`` are set from `loop.begin` to `loop.end`.
     """
 
     args: Any

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: waiting for data, compute, communication that nothing hides.
+"""Where the time of a step goes: waiting for data, compute, exposed communication.
 
 No step waits for the device: on a GPU the marks are CUDA events, read when they have passed; on the
 CPU, readings of the clock. Two marks stand inside backward, set by callbacks of autograd: when all
@@ -49,7 +49,7 @@ class Clock:
 class StepTimes:
     """Sums in seconds over ``steps`` optimiser steps of one process.
 
-    ``own`` is the part of ``compute`` until its own gradients are there: it waits for nobody.
+    ``own`` is the part of ``compute`` until its own gradients are there: it waits for no process.
     """
 
     steps: int = 0
@@ -117,7 +117,7 @@ class StepTimer:
         self.now, self.last = None, self.clock.mark()
 
     def begin(self) -> None:
-        """The data of a micro-batch are there, and its computation begins."""
+        """The data of a micro-batch have arrived, and its computation begins."""
         if self.last is not None:
             self.now, self.queued = _Micro(self.last, self.clock.mark()), False
 
@@ -137,7 +137,7 @@ class StepTimer:
         self.last = self.clock.mark()
 
     def stop(self) -> StepTimes:
-        """The epoch has ended and the device is idle: all times there are."""
+        """The epoch has ended and the device is idle. Returns: all times."""
         while self.pending:
             self._add(self.pending.popleft())
         self.now = self.last = None

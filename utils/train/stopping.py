@@ -19,7 +19,7 @@ from utils.launch.world import World
 
 
 class Reason(str, enum.Enum):
-    """Why a training ended; the values stand in summary.json as ``finished_because``."""
+    """Why a run ended: ``finished_because`` in summary.json."""
 
     EPOCHS = "epochs"
     DESIRED_ACC = "desired_acc"
@@ -31,7 +31,7 @@ class Reason(str, enum.Enum):
     DUMMY = "dummy"  # --dummy
 
 
-# Those on which the ranks vote, by rising weight: the maximum counts.
+# The reasons on which ranks vote, by rising weight: the maximum decides.
 _VOTES = (None, Reason.TRAIN_TIME, Reason.INTERRUPTED, Reason.BAD_FILES, Reason.DIVERGED)
 PROMPT = 0.5  # seconds; the ranks ask each other at least so often, where a step is shorter
 FARTHEST = 8  # calls of `StopRequest.poll` from one vote to the next, at most
@@ -48,9 +48,9 @@ log = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """Tells all ranks, at the same step, that the run should end, and why.
+    """Stops all ranks at the same step.
 
-    SIGTERM, SIGUSR1 (sent by Slurm before its time limit) and the first Ctrl-C ask for the end; a
+    SIGTERM, SIGUSR1 (sent by Slurm before its time limit) and the first Ctrl-C request the end; a
     second Ctrl-C ends the process at once. ``hours`` is the limit on training time, of which
     ``elapsed`` seconds are used up already; rank 0's clock decides.
     """
@@ -64,7 +64,7 @@ class StopRequest:
         self.snapshot_due = False
         self.deadline = time.monotonic() + hours * 3600 - elapsed if hours is not None else None
         self.reason: Reason | None = None  # what the last poll said
-        self.code = 0  # this process's own wish
+        self.code = 0  # this process's own vote
         self.interrupts = 0
         self.pending: tuple[Any, torch.Tensor] | None = None
         self.every = 1  # calls of `poll` from one vote to the next, the same in all ranks
@@ -82,7 +82,7 @@ class StopRequest:
                 os._exit(128 + signum)
 
     def ask(self, reason: Reason) -> None:
-        """Wish for the end of the run, as far as this rank is concerned."""
+        """Vote, in this rank, for the end of the run."""
         self.code = max(self.code, _VOTES.index(reason))
 
     def begin_phase(self) -> None:
@@ -114,7 +114,7 @@ class StopRequest:
         return self.reason
 
     def _look_at_clock(self) -> bool:
-        """Whether a snapshot is due, by rank 0's clock; the end of the time asks for the end."""
+        """Whether a snapshot is due, by rank 0's clock; requests the end when the time is up."""
         now = time.monotonic()
         if self.deadline is not None and self.world.is_main and now >= self.deadline:
             self.ask(Reason.TRAIN_TIME)
@@ -143,7 +143,7 @@ class StopRequest:
         return code, bool(due)
 
     def end_training(self) -> None:
-        """Training has ended, for whatever reason: from now on only signals ask for the end.
+        """Training has ended: from now on only signals request the end.
 
         The handlers stay until the process exits, so that no signal interrupts what is written.
         """
@@ -153,12 +153,12 @@ class StopRequest:
         self.code = interrupted if self.code >= interrupted else 0
 
     def close(self) -> None:
-        """Finish the vote that is under way between the ranks, and watch no spot service."""
+        """Finish the vote that is under way, and stop watching the spot service."""
         self._finish_pending()
         self.closed.set()
 
     def watch_spot(self, url: str) -> None:
-        """From now on ask for the end when the service at ``url`` says that EC2 takes this node.
+        """In a thread, ask the metadata service at ``url`` and stop when EC2 reclaims this node.
 
         A service that does not answer is reported once, and polled on silently.
         """
@@ -176,7 +176,9 @@ class StopRequest:
                     return
                 if advice and not advised:
                     advised = True
-                    log.info("note: EC2 sees an elevated risk of a spot interruption of this node")
+                    log.info(
+                        "note: EC2 reports an elevated risk of a spot interruption of this node"
+                    )
             except Exception as fault:  # OSError, HTTPException, nonsense: none may end the thread
                 if not reported:
                     reported = True
