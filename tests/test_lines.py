@@ -50,7 +50,7 @@ def session(clock, printed, steps):
         run=SimpleNamespace(
             console=SimpleNamespace(shows=True), scalars=lambda *_: None, step=noted
         ),
-        status=SimpleNamespace(training=lambda *_: None),
+        status=SimpleNamespace(show=lambda *_, **__: None),
         stop=SimpleNamespace(ask=lambda _: None),
         args=SimpleNamespace(epochs=1),
         print_freq=2,

@@ -47,7 +47,11 @@ class Lines:
             self.flush()  # of an older line, if its numbers are that late
             times, now = session.watch.timer.recent(), time.perf_counter()
             rate = (step - self.shown[1]) * session.global_batch / (now - self.shown[0])
-            session.status.training(rate, times)
+            status = {"steps": steps, "images_per_s": rate}
+            if times.steps:  # in synchronous training, a process's own parts tell which is slow
+                status["data_seconds"] = times.data / times.steps
+                status["compute_seconds"] = times.own / times.steps
+            session.status.show("training", **status)
             self.shown = now, step
             at = self.clock.mark()  # before the sums: the device has passed it when they have come
             total = sums.begin_total(session.world)

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from utils.train.step_time import StepTimes
-
 FOLDER = Path("/dev/shm") / f"imagenet-suite-{os.getuid()}"
 
 
@@ -54,16 +52,6 @@ class StatusFile:
             new = self.path.with_suffix(".tmp")
             new.write_text(text)
             os.replace(new, self.path)
-
-    def training(self, rate: float, times: StepTimes) -> None:
-        """A line is due: write its images/s over all processes, and this process's times.
-
-        In synchronous training all show the images/s of the slowest: a process's own part tells.
-        """
-        parts = {"data_seconds": times.data, "compute_seconds": times.own} if times.steps else {}
-        per_step = {name: seconds / times.steps for name, seconds in parts.items()}
-        steps = self.session.train.sampler.steps_per_epoch
-        self.show("training", steps=steps, images_per_s=rate, **per_step)
 
     def close(self) -> None:
         """The run has ended."""
