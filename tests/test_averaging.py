@@ -199,52 +199,31 @@ class Few(list):
         self.bad = SimpleNamespace(share=lambda world: None, too_many=False)
 
 
-def evaluate(model, ema=None, flip=False, stop=None):
+def evaluate(model, flip=False):
     """What `evaluation.evaluate` finds with a model of [n, 3, 4, 4] on some fixed images."""
     source = torch.Generator().manual_seed(4)
-    batches = Few(
-        [(torch.randn(n, 3, 4, 4, generator=source), torch.arange(n) % 3) for n in (6, 3)]
-    )
+    parts = [(torch.randn(n, 3, 4, 4, generator=source), torch.arange(n) % 3) for n in (6, 3)]
     session = SimpleNamespace(
         args=SimpleNamespace(val_flip=flip),
         world=WORLD,
-        stop=stop,
+        stop=None,
         status=None,
-        state=SimpleNamespace(model=model, ema=ema),
+        state=SimpleNamespace(model=model, ema=None),
         run=SimpleNamespace(console=Console()),
     )
-    found = evaluation.evaluate(session, model, batches)
-    images, targets = (torch.cat(part) for part in zip(*batches, strict=True))
-    return found, images, targets
-
-
-def classifier(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
+    images, targets = (torch.cat(part) for part in zip(*parts, strict=True))
+    return evaluation.evaluate(session, model, Few(parts)), images, targets
 
 
 def test_flips_are_the_mean_of_two_views():
-    model = classifier()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
     found, images, targets = evaluate(model, flip=True)
     logits = (model(images) + model(images.flip(3))) / 2
     assert found["Loss/val"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)
-    assert found["Top1/val"] == pytest.approx(
-        100 * (logits.argmax(1) == targets).float().mean().item()
-    )
+    hits = (logits.argmax(1) == targets).float()
+    assert found["Top1/val"] == pytest.approx(100 * hits.mean().item())
     assert found["Loss/val"] != evaluate(model)[0]["Loss/val"]
-
-
-def test_averages_are_evaluated_beside_the_model():
-    model, other = classifier(0), classifier(1)
-    ema = begun(other)
-    ema.live = list(model.parameters())  # so that they are another model
-    stop = SimpleNamespace(reason=None, begin_phase=lambda: None, poll=lambda: None)
-    found, *_ = evaluate(model, ema, stop=stop)
-    plain, theirs = evaluate(model)[0], evaluate(other)[0]
-    for name in ("Loss", "Top1", "Top5"):
-        assert found[f"{name}/val"] == plain[f"{name}/val"]
-        assert found[f"{name}/ema"] == theirs[f"{name}/val"]
-    assert "Loss/ema" not in evaluate(model, ema)[0], "outside of a training there is one model"
 
 
 # ---- sharded weights
