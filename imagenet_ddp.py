@@ -34,7 +34,7 @@ from utils.launch.world import World
 from utils.model import models, optim
 from utils.run.checkpoint import TrainState
 from utils.run.directory import Run
-from utils.train import compiling, epoch, evaluation, largest_batch, loop
+from utils.train import compiling, epoch, evaluation, loop
 from utils.train.session import Session
 
 
@@ -124,11 +124,9 @@ def train(args: Namespace, world: World) -> int:
     run = Run(args, world, mode="ddp")
     state = TrainState(model, optimizer, scaler, comm=comm)
     session = Session(args, world, run, loaders, state)
-    largest_batch.resolve(session, train_step)  # with -b auto
+    loop.find_batch(session, train_step)  # with -b auto
     if args.dummy:
-        from utils.train import dummy
-
-        return dummy.time_step(session, train_step)
+        return loop.time_step(session, train_step)
     loop.resume(session)
     if args.evaluate:
         return evaluation.evaluate_only(session, predict)

@@ -11,6 +11,7 @@ from utils.errors import UserError
 from utils.launch import supervise
 from utils.model import models, optim, schedules
 from utils.option_types import (
+    AUTO,
     Formatter,
     Parser,
     accuracy,
@@ -30,7 +31,7 @@ from utils.option_types import (
     share,
     with_recipe,
 )
-from utils.train import evaluation, largest_batch, stopping
+from utils.train import evaluation, stopping
 
 # Options that were removed, and their replacements. Other command lines have their own list.
 GONE = {
@@ -55,7 +56,6 @@ def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser
     _add_model_options(parser)
     _add_training_options(parser)
     _add_run_options(parser)
-    largest_batch.add_options(parser)
     evaluation.add_options(parser)
     return parser
 
@@ -98,6 +98,13 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         default=128,
         metavar="N|auto",
         help=f"{batch}; auto: as many as fit into GPU memory, measured before training",
+    )
+    add(
+        "--memory-limit",
+        type=number(float, 0, exclusive=True),
+        metavar="GIB",
+        help="with -b auto, fill at most this much memory of each GPU, less 8 %%; default: what is "
+        "free",
     )
     add(
         "-j",
@@ -386,7 +393,10 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
             alike=True,
         )
     _resolve_preprocessing(args)
-    largest_batch.check(args)
+    if args.batch_size == AUTO or args.memory_limit is not None:
+        from utils.train import largest_batch
+
+        largest_batch.check(args)
     if args.warmup_epochs and args.warmup_epochs > args.epochs:
         raise UserError(
             f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",

@@ -20,7 +20,7 @@ from utils.data import mixing
 from utils.data.preprocessing import largest_size
 from utils.errors import UserError
 from utils.launch.world import from_main, gather, local, node_name
-from utils.option_types import AUTO, number
+from utils.option_types import AUTO
 from utils.run.snapshots import read_latest
 from utils.train.session import Session, TrainStep
 
@@ -36,17 +36,6 @@ SHORTAGE = re.compile(
 log = getLogger(__name__)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """What belongs to ``-b auto``."""
-    parser.add_argument_group("the largest batch (-b auto)").add_argument(
-        "--memory-limit",
-        type=number(float, 0, exclusive=True),
-        metavar="GIB",
-        help=f"fill at most this much memory of each GPU, less {MARGIN:.0%}%; default: what is "
-        "free",
-    )
-
-
 def check(args: argparse.Namespace) -> None:
     """Raise `UserError` for options that do not go together."""
     if args.memory_limit is not None and args.batch_size != AUTO:
@@ -56,13 +45,11 @@ def check(args: argparse.Namespace) -> None:
 
 
 def resolve(session: Session, train_step: TrainStep) -> None:
-    """With ``-b auto`` find the batch size, and update everything that depends on it.
+    """Find the batch size, and update everything that depends on it.
 
     A resumed run keeps its batch size. Raises: `UserError` when not even the smallest fits.
     """
     args, run = session.args, session.run
-    if args.batch_size != AUTO:
-        return
     size, image_size = from_main(lambda: _of_checkpoint(session), session.world)
     if size:
         how = f"as in {run.snapshot}"

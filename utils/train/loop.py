@@ -7,6 +7,7 @@ from utils.data.preprocessing import Preprocessing
 from utils.errors import INTERRUPTED, UserError
 from utils.launch.world import from_main
 from utils.model import ema
+from utils.option_types import AUTO
 from utils.run import checkpoint
 from utils.run.checkpoint import TrainState
 from utils.run.snapshots import SnapshotWriter
@@ -14,11 +15,26 @@ from utils.train import report
 from utils.train.epoch import save_snapshot, why_diverged
 from utils.train.evaluation import test_best, why_useless
 from utils.train.hardware import Watch
-from utils.train.session import Predict, Session
+from utils.train.session import Predict, Session, TrainStep
 from utils.train.status import StatusFile
 from utils.train.stopping import Reason, StopRequest
 
 log = logging.getLogger(__name__)
+
+
+def find_batch(session: Session, train_step: TrainStep) -> None:
+    """With ``-b auto`` find the largest batch that fits into memory. Raises: `UserError`."""
+    if session.args.batch_size == AUTO:
+        from utils.train import largest_batch
+
+        largest_batch.resolve(session, train_step)
+
+
+def time_step(session: Session, train_step: TrainStep) -> int:
+    """``--dummy``: time the training step alone. Returns: exit code 0."""
+    from utils.train import dummy
+
+    return dummy.time_step(session, train_step)
 
 
 def resume(session: Session) -> None:
