@@ -84,6 +84,7 @@ def test_each_precision_learns_about_the_same(folder, tmp_path, plain, script, o
         (ND, "--optimizer muon --lr 0.001 --clip-grad 1 --accum-steps 2"),
         (DDP, "--sync-bn --accum-steps 2 --random-erasing 0.5 --val-flip"),
         (FSDP, "--reshard full --ema 0.9 --clip-grad 1 --activation-checkpointing"),
+        (FSDP, "--optimizer muon --lr 0.001"),
         (APEX, "--opt-level O2 --optimizer nesterov --clip-grad 1 --accum-steps 2"),
     ],
 )
