@@ -44,21 +44,16 @@ from compare.runs import Run  # noqa: E402
 from utils import errors  # noqa: E402
 from utils.atomic import save_atomically  # noqa: E402
 from utils.errors import BAD_INPUT, INTERRUPTED, UserError  # noqa: E402
-from utils.launch import network  # noqa: E402
+from utils.launch import network, supervise  # noqa: E402
 from utils.model.schedules import REFERENCE_BATCH, USUAL_LR, scale_lr  # noqa: E402
 from utils.option_types import count, number, positive, with_recipe  # noqa: E402
 
 FINISHED = ("epochs", "desired_acc", "train_time")  # in summary.json: the run did all it was asked
 ONE_NODE = ("imagenet_nd.py", "imagenet_dp.py")
-OWN = {  # what the study itself decides, and where to say it instead
-    "--name": "give --name before the --",
-    "--resume": "leave it out: each arm resumes from its own snapshot",
-    "--train-time": "give --hours before the --",
-    "--lr-scaling": "give --lr-scaling before the --: --lr is that of the fewest nodes",
-    **dict.fromkeys(("-n", "--world-size"), "give --nodes before the --"),
-    **dict.fromkeys(("-nr", "--rank", "--dist-url"), "leave it out: the study sets it"),
-    **dict.fromkeys(("-e", "--evaluate", "--dummy"), "leave it out: a study trains"),
-}
+# What the study itself decides, and its own option for that, if there is one.
+OWN = {"--name": "--name", "--train-time": "--hours", "--lr-scaling": "--lr-scaling"}
+OWN |= dict.fromkeys(("-n", "--world-size"), "--nodes")
+OWN |= dict.fromkeys(("-nr", "--rank", "--dist-url", "--resume", "-e", "--evaluate", "--dummy"))
 PICTURES = ("overlay", "training_throughput", "scaling", "loss_val_hours", "top1_val_hours", "gpu")
 LEGEND = (
     "Learning rate: the highest that was reached. Epoch time: evaluation included, the first epoch "
@@ -67,11 +62,6 @@ LEGEND = (
     "best model on DATA/test."
 )
 EMPTY_SECONDS = 30  # a node ends what it runs 25 s after its launcher was killed
-# Becomes the command argv[2:], and dies with its parent argv[1], however that dies (prctl(2)).
-TIED = (
-    "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,9);"
-    "os.getppid()==int(sys.argv[1]) or os._exit(1);os.execvp(sys.argv[2],sys.argv[2:])"
-)
 
 
 @dataclass(frozen=True)
@@ -189,7 +179,8 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
     known = [name for name, _ in itertools.chain(*args.vary)]
     for word in (one.partition("=")[0] for one in rest):
         if word in OWN:
-            raise UserError(f"{word} among the script's options: {OWN[word]}")
+            how = f"give {OWN[word]} before the --" if OWN[word] else "leave it out"
+            raise UserError(f"{word} among the script's options: {how}")
         if word.lstrip("-") in known and word.startswith("-"):
             raise UserError(f"{word} is varied: leave it out of the script's options")
     if impossible := [n for n in known if f"--{n}" in OWN or n in ("seed", "output-dir")]:
@@ -216,13 +207,10 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
             more += ["--lr", f"{scale_lr(lr, batch, args.lr_scaling):.6g}"]
         more += ["--seed", str(seed)] if seed is not None else []
         more += ["--train-time", f"{args.hours:g}"] if args.hours else []
-        parts = [
-            args.name,
-            typed_nodes(nodes),
-            *(f"{n}-{v.removesuffix('.py')}" for n, v in variation),
-        ]
-        name = "_".join([*parts, *([f"seed{seed}"] if seed is not None else [])])
-        name = re.sub(r"[^\w.+-]", "-", name)
+        parts = [args.name, f"{nodes}node{'s' * (nodes > 1)}"]
+        parts += [f"{n}-{v.removesuffix('.py')}" for n, v in variation]
+        parts += [f"seed{seed}"] if seed is not None else []
+        name = re.sub(r"[^\w.+-]", "-", "_".join(parts))
         group = ", ".join(f"{option} {value}" for option, value in variation)
         # The study's own options stand behind the typed ones: the last of two wins.
         command = (own, *rest, *more, "--name", name, "--resume", "auto")
@@ -231,10 +219,6 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
             raise UserError(f"two arms would be called {name}: each --vary option once")
         arms.append(Arm(name, nodes, group, seed, command, run, typed.data))
     return arms
-
-
-def typed_nodes(nodes: int) -> str:
-    return f"{nodes}node{'s' * (nodes > 1)}"
 
 
 def share_of_batch(args: argparse.Namespace, script: str, typed: Any, nodes: int) -> int:
@@ -312,33 +296,34 @@ class Runner:
 
     def run(self, commands: list[list[str]], arm: Arm | None = None) -> int:
         """Run ``commands`` side by side. What they print is shown, and added to the arm's log."""
-        log = arm.run / "study.log" if arm else Path(os.devnull)
-        # tee outlives Ctrl-C, and a reader of ours that goes away (-p).
-        words = ["tee", "-p", "-a", str(log)]
-        tee = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "NODE_RANK")}
         env |= {"PYTHONUNBUFFERED": "1", **dict(self.args.env or ())}
-        begin = log.stat().st_size if log.is_file() else 0
+        parent, (reader, writer) = os.getpid(), os.pipe()
+        sys.stdout.flush()
         self.started = [
             subprocess.Popen(
-                [sys.executable, "-S", "-c", TIED, str(os.getpid()), *words],
+                words,
                 stdin=subprocess.DEVNULL,
-                stdout=tee.stdin,
+                stdout=writer,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT if self.args.slurm is not None else None,
                 env=env,
                 start_new_session=True,  # Ctrl-C is for this process, which passes it on
+                preexec_fn=lambda: supervise.die_with_parent(parent),  # noqa: PLW1509 (no threads)
             )
             for words in commands
         ]
-        tee.stdin.close()
+        os.close(writer)
+        file = arm.run / "study.log" if arm else os.devnull
         dump = arm and self.folder / f"{arm.name}.nvidia-smi.txt"
-        while any(process.poll() is None for process in self.started):
-            time.sleep(0.2)
-            if dump and not dump.exists() and b"Epoch" in log.read_bytes()[begin:]:
-                dump.write_text("\n".join(self.nvidia_smi(arm)))
-        tee.wait()
-        codes = [process.returncode for process in self.started]
+        with open(reader, "rb") as out, open(file, "ab") as log:
+            for line in out:
+                for target in (sys.stdout.buffer, log):
+                    target.write(line)
+                    target.flush()
+                if dump and not dump.exists() and b"Epoch" in line:
+                    dump.write_text("\n".join(self.nvidia_smi(arm)))
+        codes = [process.wait() for process in self.started]
         self.started = []
         return next((128 - code if code < 0 else code for code in codes if code), 0)
 

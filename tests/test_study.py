@@ -1,4 +1,4 @@
-"""scripts/scaling_study.sh: the plan, its table, and studies on simulated nodes."""
+"""scripts/scaling_study.sh: the plan, its table, and studies: simulated, over ssh, under Slurm."""
 
 import os
 import shlex
@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import scaling_study
 from compare.runs import Run
-from conftest import ROOT, shell, summary
-from running import TINY_LINE, Running, eventually, tiny
+from conftest import ROOT, TIMEOUT, shell, summary
+from nodes import Nodes, need
+from running import TINY_LINE, Running, eventually, everyone, tiny
 from scaling_study import Arm
+from test_slurm import Cluster
 
 from utils.errors import UserError
 
@@ -51,30 +53,24 @@ def test_strong_scaling_shares_the_batch_and_keeps_the_rate():
 
 def test_a_grid_with_seeds():
     """All of one seed first; the nodes from few to many."""
-    vary = ("--vary", "comm=fp32,powersgd:4", "--vary", "script=imagenet_ddp.py,imagenet_fsdp.py")
     arms = plan("--nodes", "1,2", "--vary", "recipe=tiny,fast16", "--seeds", "0,1")
     assert [arm.name for arm in arms][:3] == [
         *("s_1node_recipe-tiny_seed0", "s_1node_recipe-fast16_seed0", "s_2nodes_recipe-tiny_seed0")
     ]
     assert [arm.seed for arm in arms] == [0] * 4 + [1] * 4
-    arms = plan("--nodes", "1,2", *vary[:2], training=TRAINING)
+    arms = plan("--nodes", "1,2", "--vary", "comm=fp32,powersgd:4")
     assert [option(arm, "--comm") for arm in arms] == ["fp32", "powersgd:4"] * 2
-    scripts = plan("--nodes", "1", *vary[2:])
+    scripts = plan("--nodes", "1", "--vary", "script=imagenet_ddp.py,imagenet_fsdp.py")
     assert [arm.command[0] for arm in scripts] == ["imagenet_ddp.py", "imagenet_fsdp.py"]
 
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ("--val-flip", "DATA"),
-        ("--recipe", "fast16", "DATA"),
-        ("DATA", "-b", "32"),
-        ("DATA", "--compile"),
-        ("--pretrained", "--epochs=2", "DATA"),
-    ],
-)
+    ["--val-flip DATA", "--recipe fast16 DATA", "DATA -b 32", "DATA --compile",
+     "--pretrained --epochs=2 DATA"],
+)  # fmt: skip
 def test_data_is_found_wherever_it_stands(words):
-    (arm,) = plan("--nodes", "1", training=("imagenet_ddp.py", *words))
+    (arm,) = plan("--nodes", "1", training=("imagenet_ddp.py", *words.split()))
     assert arm.data == "DATA"
 
 
@@ -97,7 +93,7 @@ def test_data_is_found_wherever_it_stands(words):
     ],
 )
 def test_what_does_not_fit_together(own, training, words):
-    with pytest.raises(UserError, match=words.replace("(", r"\(")):
+    with pytest.raises(UserError, match=words):
         plan(*own, training=training)
 
 
@@ -117,11 +113,18 @@ def test_what_has_begun_stays_as_it_is(tmp_path):
 
 
 def test_a_dry_run_prints_what_can_be_typed_and_does_nothing(tmp_path):
-    hosts = tmp_path / "hosts"
+    """Also the study files."""
+    hosts, eight = tmp_path / "hosts", tmp_path / "eight"
     hosts.write_text("# two\nnode1 slots=1\nroot@node2 slots=1\n")
-    line = f"bash scripts/scaling_study.sh {hosts} --hours 2 --logbook {tmp_path}/book --dry-run "
-    line += "--env SECRET=xyz --ssh 'ssh -F file' -- imagenet_ddp.py -a vgg19 DATA"
-    (done,) = shell(line)
+    eight.write_text("".join(f"node{number}\n" for number in range(8)))
+    own = f"--logbook {tmp_path}/book --dry-run"
+    names = sorted(file.stem for file in (ROOT / "scripts/studies").glob("*.sh"))
+    assert names == ["resnet50_o2", "vgg19", "vit_cifar10"]
+    done, *studies = shell(
+        f"bash scripts/scaling_study.sh {hosts} --hours 2 {own} --env SECRET=xyz "
+        "--ssh 'ssh -F file' -- imagenet_ddp.py -a vgg19 DATA",
+        *(f"bash scripts/studies/{name}.sh {eight} DATA {own}" for name in names),
+    )
     assert done.code == 0, done.err
     typed = [text.strip() for text in done.out.splitlines() if text.strip().startswith("+ ")]
     assert len(typed) == 2
@@ -134,20 +137,10 @@ def test_a_dry_run_prints_what_can_be_typed_and_does_nothing(tmp_path):
     assert "at most 4 h of training (6 node-hours)" in done.out
     assert "xyz" not in done.out
     assert not (tmp_path / "book").exists()
-
-
-def test_the_study_files_are_commands_that_work(tmp_path):
-    hosts = tmp_path / "hosts"
-    hosts.write_text("".join(f"node{number}\n" for number in range(8)))
-    names = sorted(file.stem for file in (ROOT / "scripts/studies").glob("*.sh"))
-    assert names == ["resnet50_o2", "vgg19", "vit_cifar10"]
-    own = f"{hosts} DATA --logbook {tmp_path}/book --dry-run"
-    for name, done in zip(
-        names, shell(*(f"bash scripts/studies/{name}.sh {own}" for name in names)), strict=True
-    ):
-        assert done.code == 0, done.err
-        assert f"study {name}: " in done.out
-        assert " DATA --" in done.out
+    for name, one in zip(names, studies, strict=True):
+        assert one.code == 0, one.err
+        assert f"study {name}: " in one.out
+        assert " DATA --" in one.out
 
 
 # ---- the table
@@ -204,55 +197,69 @@ def test_repeats_have_a_mean_and_a_spread():
 # ---- studies that train
 
 
-def study(place: Path, *own: str, training: str, epochs: int = 2) -> list[str]:
-    """The words of a study in ``place`` with the tiny model."""
-    script, *options = training.split()
-    line = f"scripts/scaling_study.py --name s --logbook {place}/book {' '.join(own)} -- {script}"
-    return [*line.split(), *TINY_LINE.split(), "--output-dir", f"{place}/runs", "-p", "1",
-            "--epochs", str(epochs), *options]  # fmt: skip
+def study(place: Path, own: str, training: str, epochs: int = 2) -> str:
+    """The command of a study in ``place`` with the tiny model."""
+    script, _, options = training.partition(" ")
+    return (
+        f"scripts/scaling_study.sh {own} --name s --logbook {place}/book -- {script} {TINY_LINE} "
+        f"--output-dir {place}/runs -p 1 --epochs {epochs} {options}"
+    )
 
 
-def kill_when(words: list[str], pattern: str, env: dict[str, str]) -> None:
+def run(words: str, **env: str) -> Running:
+    """Start a study here."""
+    return Running(*words.replace(".sh", ".py", 1).split(), **env)
+
+
+def kill_when(words: str, pattern: str, **env: str) -> None:
     """Start a study, kill it when it prints ``pattern``, and see that nothing stays behind."""
-    with Running(*words, **env) as run:
-        run.until(pattern)
-        run.send(signal.SIGKILL)
-        run.process.wait()
-        folder = words[words.index("--output-dir") + 1]
-        assert eventually(lambda: folder not in commands()), commands()
+
+    def left() -> list:
+        here = [one for one in everyone() if one.lives() and "imagenet_" in one.command]
+        folder = words.partition("--output-dir ")[2].split()[0]
+        return [one for one in here if folder in one.command and "study" not in one.command]
+
+    with run(words, **env) as started:
+        started.until(pattern)
+        started.send(signal.SIGKILL)
+        started.process.wait()
+        assert eventually(lambda: not left()), left()
 
 
-def commands() -> str:
-    """The command lines of all processes but this one."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found.append(place.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:
-            continue
-    return "\n".join(line for line in found if "imagenet_" in line and "scaling_study" not in line)
+def lines_without_times(page: Path) -> list[str]:
+    """The lines of the first table and of the arms, less what differs from run to run."""
+    lines = page.read_text().splitlines()
+    wanted = ("| Learning", "| Global", "| Steps", "| Epoch Num", "| Best", "| Test", "| Top1")
+    figures = ("| best val top", "| best val loss", "| epochs finished", "| test", "| arch")
+    return [line for line in lines if line.startswith((*wanted, *figures))]
 
 
 def test_finished_arms_are_not_trained_again(folder, tmp_path):
-    """Killed between the end of an arm and its note, and run again when all is done."""
-    vary = ("--simulate", "1", "--vary", "lr=0.05,0.02")
-    words = study(tmp_path, *vary, training=f"imagenet_nd.py -j 0 {folder}", epochs=1)
+    """The first arm's end was not noted, as the study was killed; then once more when all is done.
+
+    A run has written its summary before it prints its time.
+    """
+    training = f"imagenet_nd.py -j 0 {folder}"
+    words = study(tmp_path, "--simulate 1 --vary lr=0.05,0.02", training, epochs=1)
     dump = tmp_path / "bin/nvidia-smi"
     dump.parent.mkdir()
     dump.write_text('#!/bin/sh\n[ "$1" != -L ] || exit 9\necho "| NVIDIA-SMI of a test |"\n')
     dump.chmod(0o755)
     env = ENV | {"PATH": f"{dump.parent}:{os.environ['PATH']}"}
-    kill_when(words, "Training time", env)  # its page is not written yet
-    first = tmp_path / "runs/s_1node_lr-0.05/summary.json"
-    before = first.read_bytes() if first.exists() else b""
-    with Running(*words, **env) as run:
-        done = run.result()
+    kill_when(words, "Training time", **env)
+    assert not (tmp_path / "book/s.md").exists()
+    summaries = [tmp_path / f"runs/s_1node_lr-{lr}/summary.json" for lr in ("0.05", "0.02")]
+    first = summaries[0].stat().st_mtime_ns
+    with run(words, **env) as second:
+        done = second.result()
     assert done.code == 0, done.out + done.err
-    if before:
-        assert "== arm s_1node_lr-0.05" not in done.out and first.read_bytes() == before
-    with Running(*words, **env) as run:
-        again = run.result()
+    assert "2 arms, 1 to be trained" in done.out
+    before = [one.stat().st_mtime_ns for one in summaries]
+    assert before[0] == first
+    with run(words, **env) as third:
+        again = third.result()
     assert again.code == 0 and "== arm" not in again.out and "2 arms, 0 to be trained" in again.out
+    assert [one.stat().st_mtime_ns for one in summaries] == before
     page = (tmp_path / "book/s.md").read_text()
     assert "2 of 2 arms finished" in page
     assert "**Simulated: the nodes are processes" in page
@@ -264,39 +271,99 @@ def test_finished_arms_are_not_trained_again(folder, tmp_path):
     assert "[s](s.md)" in (tmp_path / "book/README.md").read_text()
 
 
-def lines_without_times(page: Path) -> list[str]:
-    """The lines of the first table and of the arms, less what differs from run to run."""
-    lines = page.read_text().splitlines()
-    wanted = ("| Learning", "| Global", "| Steps", "| Epoch Num", "| Best", "| Test", "| Top1")
-    figures = ("| best val top", "| best val loss", "| epochs finished", "| test", "| arch")
-    return [line for line in lines if line.startswith((*wanted, *figures))]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("link", ["", "--link 300mbit"])
 def test_a_study_that_is_stopped_twice_ends_like_an_undisturbed_one(folder, tmp_path, link):
-    if link and os.geteuid():
-        pytest.skip("network namespaces need root")
+    if link:
+        need()
     tables = []
     for stops in (False, True):
         place = tmp_path / f"stops{stops}"
-        training = f"imagenet_ddp.py {folder}"
-        words = study(place, "--simulate 2", link, training=training, epochs=3)
+        words = study(place, f"--simulate 2 {link}", f"imagenet_ddp.py {folder}", epochs=3)
         if stops:
             slow = ENV | {"STEP_SECONDS": "0.2"}
-            kill_when(words, r"Epoch 2/3 step", slow)
-            with Running(*words, **slow) as run:
-                run.until("== arm s_2nodes")
-                run.until(r"Epoch 1/3 step")
-                run.send(signal.SIGINT, group=True)
-                done = run.result()
+            kill_when(words, r"Epoch 2/3 step", **slow)
+            with run(words, **slow) as second:
+                second.until("== arm s_2nodes")
+                second.until(r"Epoch 1/3 step")
+                second.send(signal.SIGINT, group=True)
+                done = second.result()
                 assert done.code == 75, done.out + done.err
                 assert "run the same command again" in done.out
             assert summary(place / "runs/s_1node")["finished_because"] == "epochs"
-        with Running(*words, **ENV) as run:
-            done = run.result()
+        with run(words, **ENV) as last:
+            done = last.result()
         assert done.code == 0, done.out + done.err
         tables.append(lines_without_times(place / "book/s.md"))
         assert "2 of 2 arms finished" in (place / "book/s.md").read_text()
     assert tables[0] == tables[1]
     assert len(tables[0]) >= 12
+
+
+@pytest.mark.long
+def test_over_ssh_launcher_and_node_are_killed(folder, tmp_path):
+    """1, 2 and 4 nodes; the table equals that of an undisturbed study but for times."""
+    need("rsync")
+    with Nodes(5) as nodes:
+        login = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **ENV}
+        for node in nodes[1:]:
+            node.start_sshd(**login)
+        hosts = tmp_path / "hosts"
+        hosts.write_text("".join(f"{node.name}  # one\n" for node in nodes[1:]))
+        tables = []
+        for kills in (False, True):
+            place = tmp_path / f"kills{kills}"
+            place.mkdir()
+            # The doctor looks after the nodes of the first study.
+            own = "--no-doctor --env STEP_SECONDS=0.3" if kills else ""
+            training = f"imagenet_ddp.py --comm fp32 {folder}"
+            words = "bash " + study(place, f"{hosts} --dir {ROOT} {own}", training, epochs=3)
+            if kills:
+                with nodes[0].type(words, **ENV) as first:
+                    first.allow(4 * TIMEOUT)
+                    first.until(r"\[node1\] Epoch 2/3 step")
+                    first.send(signal.SIGKILL, group=True)
+                    first.process.wait()
+                with nodes[0].type(words, **ENV) as second:
+                    second.allow(4 * TIMEOUT)
+                    second.until(r"== arm s_2nodes")
+                    second.until(r"\[node1\] Epoch 2/3 step")
+                    nodes[2].kill()
+                    second.until("lost the connection to node2")
+                    nodes[2].start_again()
+                    nodes[2].start_sshd(**login)
+                    done = second.result()
+            else:
+                done = nodes[0].run(words, env=ENV, timeout=4 * TIMEOUT)
+            assert done.code == 0, done.out + done.err  # at the second attempt, after a loss
+            page = (place / "book/s.md").read_text()
+            assert "worth it" in page
+            assert "3 of 3 arms finished" in page
+            tables.append(lines_without_times(place / "book/s.md"))
+            assert eventually(lambda: not any(node.processes() for node in nodes[1:]))
+        assert tables[0] == tables[1]
+        assert any("| 5 | 10 | 20 |" in row for row in tables[0]), tables[0]
+
+
+@pytest.mark.long
+def test_slurm_has_one_job_an_arm(folder, tmp_path):
+    """A launcher that was killed finds its job."""
+    need("slurmctld", "slurmd", "sbatch", "munged")
+    (tmp_path / "slurm").mkdir()
+    own = "--slurm='--time=10' --nodes 1,2"
+    words = "bash " + study(tmp_path, own, f"imagenet_ddp.py {folder}")
+    with Nodes(2) as nodes:
+        cluster = Cluster(nodes, tmp_path / "slurm")
+        # The first job lasts until the second launcher is there.
+        slow = ENV | {"STEP_SECONDS": "2", "SLURM_CONF": str(cluster.configuration)}
+        log = tmp_path / "runs/s_1node/study.log"
+        with nodes[0].type(words, **slow) as first:
+            assert eventually(lambda: log.is_file() and "Epoch 1/2 step" in log.read_text())
+            first.send(signal.SIGKILL, group=True)
+            first.process.wait()
+        done = cluster.type(words)  # its first job waits for the one that is still there
+        assert done.code == 0, done.out + done.err
+    page = tmp_path / "book/s.md"
+    assert "2 of 2 arms finished" in page.read_text()
+    assert any("| 5 | 10 |" in row for row in lines_without_times(page))
+    assert log.read_text().count("all epochs done") == 1

@@ -1,8 +1,13 @@
-"""scripts/train_on_nodes.sh: two and four nodes, each with its own sshd; nothing is left behind."""
+"""scripts/train_on_nodes.sh on nodes with an sshd each: nothing is left behind, whatever ends.
+
+The second part is about --elastic: nodes that are lost, node 0 too, come back, never come.
+"""
 
 import os
+import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,20 +16,25 @@ from nodes import Node, Nodes, Typed, need
 from running import TINY_LINE, Process, eventually, tiny
 
 INTERRUPTED, LOST_PEER = 75, 69
-_, ENV = tiny()
+ENV = tiny()[1] | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 SECRET = "kept+from/everybody="
 # A node that has lost its launcher is empty 25 s later, on a machine with time for it. The limit
 # is below that of `Typed`, which would end the launcher and so the processes.
 EMPTY_SECONDS = TIMEOUT / 2
 
 
-@pytest.fixture(scope="module")
-def nodes():
+def three_nodes() -> Iterator[list[Node]]:
     """node0 to type on, node1 and node2 to train on."""
     with Nodes(3) as all_nodes:
         for node in all_nodes[1:]:
-            node.start_sshd(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **ENV)
+            node.start_sshd(**ENV)
         yield all_nodes
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Shared by tests that leave them as they are."""
+    yield from three_nodes()
 
 
 @pytest.fixture
@@ -85,7 +95,7 @@ def test_two_nodes_sync_and_fetch(nodes, folder, tmp_path):
 def test_four_nodes_with_two_processes_each(folder, tmp_path):
     with Nodes(4) as four:
         for node in four:
-            node.start_sshd(OMP_NUM_THREADS="1", **ENV)
+            node.start_sshd(**ENV)
         hosts = tmp_path / "hosts"
         hosts.write_text("".join(f"{node.name} slots=2\n" for node in four))
         training = f"imagenet_ddp.py {TINY_LINE} -b 2 --epochs 1 --name run --output-dir {tmp_path}"
@@ -247,3 +257,131 @@ def test_colours_only_for_a_terminal(nodes, hosts, folder, tmp_path):
         assert done.code == 2, done.out
         assert ("\033[36m[node1]\033[0m error: " in done.out) == coloured, done.out
         assert ("[node1] error: " in done.out) != coloured
+
+
+# ---- --elastic
+
+
+@pytest.fixture
+def fresh():
+    """As `nodes`, for a test that changes some."""
+    yield from three_nodes()
+
+
+def typed(nodes: list[Node], runs, folder, listed: str, limits: str, epochs: int = 100000) -> Typed:
+    """The training, typed on node0; a line every step."""
+    hosts = runs / "hosts"
+    hosts.write_text(listed)
+    return nodes[0].type(
+        f"exec bash scripts/train_on_nodes.sh {hosts} --dir {ROOT} --elastic {limits} "
+        f"--env STEP_SECONDS=0.05 -- imagenet_ddp.py {TINY_LINE} -p 1 --epochs {epochs} "
+        f"--snapshot-minutes 0.02 --name run --output-dir {runs} {folder} 2>&1"
+    )
+
+
+def test_training_begins_without_a_node_that_cannot_be_reached(nodes, folder, tmp_path):
+    with typed(nodes, tmp_path, folder, "node0\nnode1\n", "1:2", epochs=1) as run:
+        result = run.result()
+    assert result.code == 0, result.out
+    assert "launcher: ssh to node0 failed: does `ssh node0 true` work here?; will" in result.out
+    assert "launcher: training begins on 1 of 2 nodes: node1" in result.out
+    found = summary(tmp_path / "run")
+    assert (found["nodes"], found["epochs_done"]) == (1, 1)
+    assert not ours(nodes)
+
+
+@pytest.mark.long
+def test_training_goes_on_without_node_0_and_with_it_again(fresh, folder, tmp_path):
+    """Then Ctrl-C ends it, with a snapshot."""
+    with typed(fresh, tmp_path, folder, "node1\nnode2\n", "1:2") as run:
+        run.until(r"\[node1\] Epoch 2/\d+ step")
+        fresh[1].kill()
+        run.until("lost the connection to node1; will keep trying")
+        run.until("training begins again on 1 of 2 nodes: node2")
+        run.until("resumed from .*snapshot")
+        run.until(r"\[node2\] Epoch \d+/\d+ step")
+        fresh[1].start_again()
+        fresh[1].start_sshd(**ENV)
+        run.until("launcher: node1 is back")
+        run.until("stopping with a snapshot, to go on with node1")
+        run.until("training begins again on 2 of 2 nodes: node1, node2")
+        run.until(r"\[node1\] Epoch \d+/\d+ step")
+        run.send(signal.SIGINT, group=True)
+        result = run.result()
+    assert result.code == INTERRUPTED, result.out
+    assert summary(tmp_path / "run")["finished_because"] == "interrupted"
+    assert "Traceback" not in result.out
+    assert not ours(fresh)
+
+
+@pytest.mark.long
+def test_too_few_nodes_are_waited_for(fresh, folder, tmp_path):
+    with typed(fresh, tmp_path, folder, "node1\nnode2\n", "2:2") as run:
+        run.until(r"\[node1\] Epoch 1/\d+ step")
+        fresh[2].kill()
+        run.until(r"waiting for node2: 1 of at least 2 nodes are here \(\d+ s, at most 600\)")
+        run.send(signal.SIGINT, group=True)
+        result = run.result()
+    assert result.code == INTERRUPTED, result.out
+    assert eventually(lambda: not ours(fresh[:2])), ours(fresh[:2])
+
+
+@pytest.mark.long
+def test_a_killed_process_is_started_again(fresh, folder, tmp_path):
+    """On both nodes: the other one notices, and does not call it bad input."""
+    with typed(fresh, tmp_path, folder, "node1\nnode2\n", "1:2") as run:
+        run.until(r"\[node1\] Epoch 1/\d+ step")
+        rank = min(one.pid for one in ours(fresh[2:]) if "spawn_main" in one.command)
+        os.kill(rank, signal.SIGKILL)  # the others are its loader workers
+        said = run.until(r"ended with exit code \d+; stopping the rest")
+        assert re.search(r"code (69|137);", said)
+        run.until("training begins again on 2 of 2 nodes")
+        run.until(r"\[node1\] Epoch \d+/\d+ step")
+        run.send(signal.SIGINT, group=True)
+        assert run.result().code == INTERRUPTED
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("mkdir {0}/run && mount -t tmpfs tmpfs {0}/run",
+         "node2 (node 1) does not see what node1 (node 0) writes into"),
+        ("mount -t tmpfs tmpfs {1}", "/data/train is missing"),
+    ],
+)  # fmt: skip
+def test_bad_input_ends_the_job(fresh, folder, tmp_path, broken, said):
+    fresh[2].run(broken.format(tmp_path, folder))
+    with typed(fresh, tmp_path, folder, "node1\nnode2\n", "1:2") as run:
+        result = run.result()
+    assert result.code == 2, result.out
+    assert said in result.out
+    assert "begins again" not in result.out
+    assert not ours(fresh)
+
+
+@pytest.mark.long
+def test_a_node_that_comes_back_broken_stays_out(fresh, folder, tmp_path):
+    with typed(fresh, tmp_path, folder, "node1\nnode2\n", "1:2") as run:
+        run.until(r"\[node1\] Epoch 1/\d+ step")
+        fresh[2].kill()
+        run.until(r"on 1 of 2 nodes: node1")
+        fresh[2].start_again()
+        fresh[2].run(f"mount -t tmpfs tmpfs {ROOT}")
+        fresh[2].start_sshd(**ENV)
+        run.until("going on without node2")
+        run.until("training begins again on 1 of 2 nodes: node1")
+        run.until(r"\[node1\] Epoch \d+/\d+ step")
+        run.send(signal.SIGINT, group=True)
+        result = run.result()
+    assert result.code == INTERRUPTED
+    assert "can't open file" in result.out  # Python says so
+
+
+def test_the_wait_for_nodes_is_that_of_dist_timeout(nodes, tmp_path):
+    with typed(nodes, tmp_path, "DATA --dist-timeout 4", "node0\nnode1\n", "2:2") as run:
+        run.until(r"waiting for node0: 1 of at least 2 nodes are here \(\d+ s, at most 4\)")
+        result = run.result()
+    assert result.code == 2
+    assert "error: the job needs 2 nodes and has waited 4 s for node0" in result.out
+    assert not ours(nodes)
