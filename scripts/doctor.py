@@ -556,9 +556,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     errors.go_on_without_reader()
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(errors.report(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    errors.end_with(main)

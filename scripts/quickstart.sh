@@ -3,8 +3,8 @@
 #
 # Installs what is missing, makes a small set of drawn images (unless DATA, a folder with
 # train/CLASS/ and val/CLASS/, is given), trains a ResNet-18 with 1 and with 2 processes at the same
-# global batch size, draws both runs into one picture, and makes a small scaling study of two nodes
-# that this machine plays (of the drawn images, without a GPU). Finished work is not repeated.
+# global batch size, draws both runs into one picture, and makes a small scaling study of two
+# simulated nodes (drawn images only, without a GPU). Finished work is not repeated.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_help "$@"
@@ -76,8 +76,8 @@ say "5/5 a scaling study"
 book=runs/$label/logbook
 study="The study's log book:        $book"
 if [ $# -gt 0 ] || [ "$gpus" != 0 ]; then
-    study="A study of several nodes:    README.md, \"A scaling study\""
-    echo "left out: see README.md, \"A scaling study\""
+    study="A study of several nodes:    README.md, \"Study and forecast\""
+    echo "left out: see README.md, \"Study and forecast\""
 else
     bash scripts/scaling_study.sh --simulate 2 --name "${label}_study" --logbook "$book" -- \
         imagenet_ddp.py -a resnet18 --image-size 64 -b 16 --epochs 2 --lr 0.01 "$data"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What this user's trainings are doing, here or on the hosts in a file, all ranks together:
+# Show what this user's runs are doing, here or on the hosts in a file, all ranks together:
 #
 #   bash scripts/status.sh [HOSTS_FILE] [--ssh COMMAND]          (watch -n 10 bash scripts/status.sh)
 #

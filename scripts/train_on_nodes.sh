@@ -6,13 +6,13 @@
 #   HOSTS_FILE  one ssh host per line, in the order of node ranks; see scripts/ssh/hosts.py
 #   SCRIPT      such as imagenet_ddp.py, with its options as typed on one node
 #
-# -H a:2,b:2 stands in for HOSTS_FILE, with the processes of each host: horovodrun's lines
-# (-np 4 -H a:2,b:2 python imagenet_ddp.py ...) can be typed as they are.
+# -H a:2,b:2 can be given instead of HOSTS_FILE, with the number of processes of each host:
+# horovodrun's commands (-np 4 -H a:2,b:2 python imagenet_ddp.py ...) work unchanged.
 #
-# --elastic MIN:MAX goes on when nodes fail, whichever, and takes those in that come back. The run
-# directory must then be on a file system that the nodes share.
+# With --elastic MIN:MAX training continues when a node fails, and takes it in again when it comes
+# back. The run directory must then be on a file system that all nodes share.
 #
-# Ctrl-C stops the training with a snapshot, a second one ends it at once. --help lists the options.
+# Ctrl-C stops the run with a snapshot, a second one ends it at once. --help lists the options.
 # Needs Python and ssh here, Python and sshd on the nodes; rsync for --sync and --fetch.
 set -euo pipefail
 export IMAGENET_SUITE=launcher # the mark by which scripts/cleanup.sh knows its own

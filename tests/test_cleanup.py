@@ -58,10 +58,8 @@ def test_a_training_typed_by_hand_gets_time_for_its_snapshot(nodes, folder, tmp_
         assert seen.code == 0, seen.err
         assert len(re.findall(r"^would end \d+", seen.out, re.MULTILINE)) >= least + 1, seen.out
         assert "(orphaned): python -c import signal" in seen.out
-        assert "bystander" not in seen.out
-        assert "sleep 1000" not in seen.out
+        assert not re.search("bystander|sleep 1000", seen.out)
         assert before <= node.processes()
-
         done = node.run("bash scripts/cleanup.sh --grace 10")
         assert done.code == 0, done.out + done.err
         # torchrun has no code of its own for an interruption.

@@ -179,38 +179,35 @@ def two_nodes(line: str, tmp_path: Path, **env: str) -> list[Result]:
     return results
 
 
-def test_two_nodes_by_dist_url(folder, tmp_path):
-    results = two_nodes(
+PLACE = "--master_addr=127.0.0.1 --master_port={port}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
         "python imagenet_ddp.py -a resnet50 --dist-url tcp://127.0.0.1:{port} --dist-backend nccl"
         # Each node's own idea of when a line is due, 01 and 11 steps: that of node 0 counts.
-        f" --world-size 2 --rank {{rank}} -p {{rank}}1 --desired-acc 0.75 {folder}",
-        tmp_path,
-    )
+        " --world-size 2 --rank {rank} -p {rank}1 --desired-acc 0.75",
+        *(
+            pytest.param(line, marks=pytest.mark.long)
+            for line in (
+                "MASTER_PORT={port} MASTER_ADDR=127.0.0.1 WORLD_SIZE=2 NODE_RANK={rank} python"
+                " imagenet_ddp.py",
+                "torchrun --nnodes=2 --node_rank={rank} --nproc_per_node=1 "
+                f"{PLACE} imagenet_ddp.py",
+                "python -m torch.distributed.launch --nproc_per_node=1 --nnodes=2"
+                f" --node_rank={{rank}} {PLACE} imagenet_ddp_apex.py --opt-level O0",
+            )
+        ),
+    ],
+    ids=["dist_url", "environment", "torchrun", "launch"],
+)
+def test_two_nodes(folder, tmp_path, line):
+    results = two_nodes(f"{line} {folder}", tmp_path)
     assert summary(only_run(tmp_path / "0"))["comm"] == "fp32", "what nobody asked for"
-    notes = [line for line in results[0].out.splitlines() if "gloo" in line]
-    assert len(notes) == 1
-    assert "nccl" in notes[0]
-
-
-@pytest.mark.long
-def test_two_nodes_by_environment(folder, tmp_path):
-    two_nodes(
-        "MASTER_PORT={port} MASTER_ADDR=127.0.0.1 WORLD_SIZE=2 NODE_RANK={rank}"
-        f" python imagenet_ddp.py {folder}",
-        tmp_path,
-    )
-
-
-# ---- launchers
-
-
-@pytest.mark.long  # the wrapper for several nodes types the same line
-def test_two_nodes_by_torchrun(folder, tmp_path):
-    two_nodes(
-        "torchrun --nnodes=2 --node_rank={rank} --nproc_per_node=1 --master_addr=127.0.0.1"
-        f" --master_port={{port}} imagenet_ddp.py {folder}",
-        tmp_path,
-    )
+    notes = [one for one in results[0].out.splitlines() if "gloo" in one]
+    assert len(notes) == ("nccl" in line)
+    assert all("nccl" in one for one in notes)
 
 
 def test_launch_module_with_o2(folder, tmp_path):
@@ -226,16 +223,6 @@ def test_launch_module_with_o2(folder, tmp_path):
     assert options["opt_level"] == "O2"
     weights = torch.load(run / "snapshot.pt", weights_only=True)["model"]
     assert weights["conv1.weight"].dtype == torch.float32
-
-
-@pytest.mark.long
-def test_two_nodes_by_launch_module(folder, tmp_path):
-    two_nodes(
-        "python -m torch.distributed.launch --nproc_per_node=1 --nnodes=2 --node_rank={rank}"
-        f" --master_addr=127.0.0.1 --master_port={{port}} imagenet_ddp_apex.py --opt-level O0"
-        f" {folder}",
-        tmp_path,
-    )
 
 
 # ---- wrappers for the shell

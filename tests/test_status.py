@@ -1,6 +1,7 @@
 """scripts/status.sh shows what every rank is doing, and which one the others wait for."""
 
 import os
+import re
 import signal
 
 import pytest
@@ -56,10 +57,7 @@ def test_all_ranks_and_a_straggler(nodes, folder, tmp_path):
         assert found[1].startswith("node1 ")
         assert found[1].endswith("<< straggler")
         assert "straggler" not in found[0]
-        for line in found.values():
-            words = line.split()
-            assert int(words[1].split("/")[0]) >= 2
-            assert words[1].endswith("/100000")
+        assert all(re.search(r"^node\d ([2-9]|\d\d+)/100000 ", line) for line in found.values())
         # The fast one computes for a fifth of the slow one's time, and waits for the rest.
         compute = [float(found[rank].split()[5]) for rank in (0, 1)]
         assert 0.05 <= compute[0] < 0.6 * compute[1]
@@ -71,7 +69,7 @@ def test_all_ranks_and_a_straggler(nodes, folder, tmp_path):
 
 @pytest.mark.long
 def test_only_what_lives_on_this_node(nodes, folder, tmp_path):
-    """Without a hosts file, only this node's ranks; and none that was killed."""
+    """Without a hosts file, only this node's ranks; none that was killed, or has finished."""
     hosts = tmp_path / "hosts"
     hosts.write_text("node0\nnode1\n")
     nodes[0].run(f"bash scripts/status.sh {hosts}")  # removes what other tests' killed runs left
@@ -82,18 +80,13 @@ def test_only_what_lives_on_this_node(nodes, folder, tmp_path):
         assert set(rows(here.out)) == {1}, here.out
         assert "not seen here: rank 0" in here.out
         assert [len(os.listdir(files_of(node))) for node in nodes] == [1, 1]
-        ranks = [p for p in nodes[1].processes() if "spawn_main" in p.command]
-        for process in ranks:
+        for process in [p for p in nodes[1].processes() if "spawn_main" in p.command]:
             os.kill(process.pid, signal.SIGKILL)
         other.result()
         one.result()
         assert eventually(lambda: not nodes[0].processes())
         assert rows(nodes[1].run(f"bash scripts/status.sh {hosts}").out) == {}
         assert [os.listdir(files_of(node)) for node in nodes] == [[], []]
-
-
-@pytest.mark.long
-def test_a_finished_run_leaves_no_file(nodes, folder, tmp_path):
     line = f"python imagenet_nd.py {LASTING} --epochs 1 --output-dir {tmp_path} {folder}"
     done = nodes[0].run(line, env=tiny()[1])
     assert done.code == 0, done.err
@@ -108,15 +101,12 @@ def test_gpus_and_an_unreachable_host(nodes, tmp_path):
     code = f"""
 import sys; sys.path.insert(0, "{ROOT}/scripts/ssh")
 import status
-print(status.gpus()["{GPU}"])
 rank = dict(rank=3, node="a", epoch=1, epochs=9, phase="starting", age=1)
-rank["gpu"] = status.gpus()["{GPU}"]
-print(status.row(rank))
+print(status.row(rank | dict(gpu=status.gpus()["{GPU}"])))
 """
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = nodes[0].run(["python3", "-c", code], env={"PATH": path})
-    assert done.out.splitlines()[0] == "['97', '11000', '15360']", done.err
-    assert done.out.splitlines()[1].split()[-5:] == ["-", "97", "11000/15360", "1", "s"]
+    assert done.out.split()[-5:] == ["-", "97", "11000/15360", "1", "s"], done.err
 
     hosts = tmp_path / "hosts"
     hosts.write_text("node0\nnode7\n")

@@ -115,5 +115,7 @@ def end_with(main: Callable[[], int]) -> NoReturn:
         code = main()
     except UserError as error:
         code = report(error)
+    except KeyboardInterrupt:
+        code = 130
     sys.stdout.flush()
     os._exit(code)

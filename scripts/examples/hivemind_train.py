@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train with peers that come and go, over the internet if it must be (Hivemind). Experimental.
+"""Train with peers that join and leave at any time, even over the internet. Experimental.
 
     python scripts/examples/hivemind_train.py -a resnet50 -b 32 --target-batch 2048 DATA
     python scripts/examples/hivemind_train.py -a resnet50 -b 32 --target-batch 2048 DATA \\
@@ -7,15 +7,15 @@
 
 `diff -u imagenet_nd.py scripts/examples/hivemind_train.py` shows what it takes. No process has a
 rank. Each peer adds up gradients of its own images, at its own speed, until all of them together
-have seen --target-batch images; then those that are there average their gradients and step. Who
-joins late takes weights and optimiser state from the others; who is lost is missed by nobody.
+have seen --target-batch images; then the present peers average their gradients and step. A peer
+that joins late takes weights and optimiser state from the others; a lost peer does not stop them.
 
 Two promises of the other scripts do not hold here. There is no one order of samples: each peer
 shuffles for itself, and which images make a step depends on who is fast. So no run can be repeated,
 and a resumed one is not the uninterrupted one. Evaluation is exact, by one of the peers.
 
-**Who reaches a peer's port can take part, and send what gradients he likes.** Needs `pip install
-hivemind`; all peers the same model, --target-batch, recipe and --seed.
+**Anyone who can reach a peer's port can take part and send arbitrary gradients.** Needs `pip
+install hivemind`; all peers need the same model, --target-batch, recipe and --seed.
 """
 
 import argparse
@@ -58,7 +58,7 @@ except ImportError:
 
 log = logging.getLogger("utils.beyond")  # its lines are shown and kept with those of utils
 
-AVERAGE_EVERY = 10  # steps after which weights are averaged: who missed a step has others
+AVERAGE_EVERY = 10  # steps after which weights are averaged: they differ after a missed step
 LEASE_SECONDS = 60.0  # or three epochs: then another peer evaluates, if the one that did has gone
 
 
@@ -182,7 +182,7 @@ def train(args: Namespace, world: World) -> int:
                 if position != swarm.local_epoch and swarm.local_epoch % args.print_freq == 0:
                     say_where(session, swarm, steps)
             if not session.stop.reason:
-                state.epoch = swarm.local_epoch // steps - 1  # who joins late begins in a later one
+                state.epoch = swarm.local_epoch // steps - 1  # a late peer begins in a later epoch
             state.step = swarm.local_epoch - state.epoch * steps
             if session.stop.reason:
                 loop.close_epoch(session, None, None)

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Train on the nodes of a Ray cluster that exists already; the training scripts stay as they are.
+"""Train on the nodes of a running Ray cluster; the training scripts stay as they are.
 
     python scripts/examples/ray_train.py --nodes 2 -- imagenet_ddp.py -a resnet50 --name my_run DATA
     python scripts/examples/ray_train.py --nodes 1:4 --gpus 1 -- imagenet_ddp.py --name my_run DATA
 
 Ray finds the nodes (its autoscaler may start them: ray_g4dn.yaml), notices when one is lost, and
-carries output and orders; nothing of it is in the training. The job is that of train_on_nodes.sh
---elastic (scripts/ssh/job.py): instead of an ssh, an actor on each node holds its GPUs, and below
-it scripts/ssh/guard.py. When a node is lost, or comes back, the job resumes from the latest
-snapshot on the nodes that are there. Ctrl-C ends it with a snapshot.
+transports output and orders; the training processes do not use it. The job is that of
+train_on_nodes.sh --elastic (scripts/ssh/job.py): instead of an ssh, an actor on each node holds its
+GPUs, and below it scripts/ssh/guard.py. When a node is lost, or comes back, the job resumes from
+the latest snapshot on the nodes that are there. Ctrl-C ends it with a snapshot.
 
 Needs `pip install ray` in one version on all nodes, this code and the data at one path, and an
 --output-dir that the nodes share. If the cluster's head node dies, the job ends.

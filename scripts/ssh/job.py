@@ -11,6 +11,7 @@ How a host is reached is up to a subclass of `Node`: ssh in launcher.py, Ray in 
 
 import argparse
 import json
+import math
 import os
 import queue
 import shlex
@@ -274,7 +275,7 @@ class Job:
         self.attempt, self.began = nodes, time.monotonic()
         self.ending = False  # the nodes have been told to end
         self.joining = False  # ... to add a node that is back
-        self.kill_at: float | None = None
+        self.kill_at = math.inf
         self.failed: Node | None = None  # the first one that failed
         self.number += 1
         port = str(options.port or first.hello["port"])
@@ -301,7 +302,7 @@ class Job:
     def _watch(self) -> None:
         """End an attempt that takes too long to end, or that a node which is back can join."""
         now = time.monotonic()
-        if self.kill_at is not None and now > self.kill_at:
+        if now > self.kill_at:
             self._say(b"KILL\n", self.attempt)
         waiting = [node for node in self.nodes if node.ready and not node.started]
         if self.ending or not waiting or len(self.attempt) >= self.most:
@@ -313,12 +314,12 @@ class Job:
             self.joining = True
             self._end()
 
-    def _end(self, kill_after: float | None = None) -> None:
+    def _end(self, kill_after: float = math.inf, ask: bool = True) -> None:
         """Ask the nodes of this attempt to end; their guards see to that, or KILL does."""
         self.ending = True
-        self._say(b"TERM\n", self.attempt)
-        if kill_after is not None:
-            self.kill_at = time.monotonic() + kill_after
+        self.kill_at = min(self.kill_at, time.monotonic() + kill_after)
+        if ask:
+            self._say(b"TERM\n", self.attempt)
 
     def _ended(self, node: Node) -> None:
         """A node of this attempt has ended."""
@@ -333,12 +334,12 @@ class Job:
             if not node.lost:
                 note(f"{name} ended with exit code {node.code}{killed}; stopping the rest")
             stopped = node.code == errors.INTERRUPTED  # the others will agree on a snapshot
-            self._end(None if stopped else LOST_SECONDS)
+            self._end(math.inf if stopped else LOST_SECONDS)
         elif self.failed and self.failed.code == errors.LOST_PEER and node.signal == "SIGKILL":
             # Its peer noticed the loss, and ended, before the launcher heard of the cause.
             note(f"{name} ended with exit code {node.code}{killed}")
         elif node is self.attempt[0] and node.code == 0:
-            self.ending, self.kill_at = True, time.monotonic() + END_SECONDS
+            self._end(END_SECONDS, ask=False)
         if all(one.code is not None for one in self.attempt):
             self._close()
 
