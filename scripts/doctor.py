@@ -533,7 +533,11 @@ def over_ssh(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="doctor.sh",
         usage="bash scripts/doctor.sh HOSTS_FILE [options] [OPTIONS of scripts/doctor.py]",
+        description="Check all nodes before training on them, from one machine, over ssh.\n\n"
+        "    bash scripts/doctor.sh HOSTS_FILE --data data/imagenet\n"
+        "    bash scripts/doctor.sh HOSTS_FILE --data data/imagenet -a resnet50 -b 64",
         epilog="python scripts/doctor.py --help lists the other options",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     hosts.add_options(parser)

@@ -170,6 +170,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     own, command = arguments[:cut], arguments[cut + 1 :]
     parser = argparse.ArgumentParser(
         usage="python scripts/examples/ray_train.py --nodes N [options] -- SCRIPT TRAINING OPTIONS",
+        description=__doc__,
         formatter_class=Formatter,
         allow_abbrev=False,
     )

@@ -28,6 +28,11 @@ _TYPED = re.compile(
 )
 _NAME = re.compile(r"^--name[=\n](.*)$", re.MULTILINE)
 DEFAULT_PORT = 8888
+HELP = """End this user's processes of this suite; they first get time for a snapshot.
+
+    bash scripts/cleanup.sh --dry-run                # list what runs on this machine
+    bash scripts/cleanup.sh HOSTS_FILE --name RUN    # end one run on all hosts of a file
+"""
 ARGUMENTS = globals().get("ARGUMENTS")  # given when this file was sent over ssh
 
 
@@ -191,7 +196,11 @@ def main():
 
     hosts.go_on_without_reader()
     parser = argparse.ArgumentParser(
-        "cleanup.sh", None, "End this user's processes of this suite.", allow_abbrev=False
+        "cleanup.sh",
+        None,
+        HELP,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host per line")

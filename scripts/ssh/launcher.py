@@ -22,6 +22,11 @@ from utils.errors import UserError
 from utils.option_types import Formatter, amount, port, positive, run_name
 
 WAIT_SECONDS = 600.0  # for as many nodes as --elastic needs at least, unless --dist-timeout says
+HELP = """Train on several nodes from one machine, over ssh.
+
+    bash scripts/train_on_nodes.sh HOSTS_FILE --sync --fetch -- imagenet_ddp.py --name my_run DATA
+    bash scripts/train_on_nodes.sh HOSTS_FILE --elastic 1:4 -- imagenet_ddp.py --name my_run DATA
+"""
 _NOT_COPIED = (".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache")
 
 
@@ -107,6 +112,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="train_on_nodes.sh",
         usage="bash scripts/train_on_nodes.sh HOSTS_FILE [options] -- SCRIPT TRAINING OPTIONS",
+        description=HELP,
         formatter_class=Formatter,
         allow_abbrev=False,
     )

@@ -17,6 +17,11 @@ import statistics
 import subprocess
 import time
 
+HELP = """Show what this user's runs are doing, all ranks together.
+
+    bash scripts/status.sh                # on this machine
+    bash scripts/status.sh HOSTS_FILE     # on all hosts of a file
+"""
 STRAGGLES = 1.25  # times the median of the ranks' own part of a step
 COLUMNS = "  {:>4}  {:10.10} {:>8}  {:>10}  {:>10}  {:>6}  {:>6}  {:>5}  {:>11}  {}"
 HEADINGS = ("rank", "node", "epoch", "step", "images/s", "data_s", "comp_s", "GPU_%", "MiB", "seen")
@@ -144,7 +149,13 @@ def main():
     import hosts  # only here, as this file is sent to nodes without it
 
     hosts.go_on_without_reader()
-    parser = argparse.ArgumentParser(prog="status.sh", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "status.sh",
+        None,
+        HELP,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host per line")
     parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options (ssh)")
     options = parser.parse_args()
