@@ -4,7 +4,6 @@ Each test makes sure on the node itself, by other means than the doctor's, that 
 """
 
 import argparse
-import glob
 import json
 import re
 import shutil
@@ -137,15 +136,10 @@ def test_faults_of_one_node_are_all_found(nodes, data, tmp_path):
     play(tmp_path, "470", T4)
     env = {"GLOO_SOCKET_IFNAME": "side0", "NCCL_SOCKET_IFNAME": "eth7"}
     env |= {"PATH": f"{tmp_path}:{activated()['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
-    (library, *_) = glob.glob("/usr/lib/*/faketime/libfaketime.so.1") or [None]
-    if library:
-        env |= {"LD_PRELOAD": library, "FAKETIME": "+30s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
-    else:
-        # Without the package libfaketime, Python's own clock is the lowest level left. (A node of
-        # these tests shares the machine's clock: Linux has no namespace for it.)
-        clock = "import time\nreal = time.time\ntime.time = lambda: real() + 30\n"
-        (tmp_path / "sitecustomize.py").write_text(clock)
-        env |= {"PYTHONPATH": str(tmp_path)}
+    # A node of these tests shares the machine's clock: Linux has no namespace for it.
+    clock = "import time\nreal = time.time\ntime.time = lambda: real() + 30\n"
+    (tmp_path / "sitecustomize.py").write_text(clock)
+    env |= {"PYTHONPATH": str(tmp_path)}
     lines = {1: f"ulimit -n 512; mount --bind {other} {data}"}
     results = ask_doctor(nodes, data, lines=lines, env1=env)
     nodes[1].run(f"umount {data}")

@@ -55,6 +55,20 @@ def ours(nodes: list[Node]) -> set[Process]:
     return set().union(*(node.processes() for node in nodes))
 
 
+def script_on(node: Node) -> int:
+    """The process id of the training script on a node, which starts the ranks."""
+    (script,) = [one.pid for one in node.processes() if "imagenet_ddp.py" in one.command]
+    return script
+
+
+def rank_on(node: Node) -> int:
+    """The process id of the rank on a node. Its loader workers have the same command line."""
+    script = script_on(node)
+    found = [one for one in node.processes() if one.parent == script]
+    (rank,) = [one.pid for one in found if "spawn_main" in one.command]
+    return rank
+
+
 def test_two_nodes_sync_and_fetch(nodes, folder, tmp_path):
     """The code goes there, the run comes back, and each line shows where it is from.
 
@@ -188,12 +202,7 @@ def test_a_process_that_is_killed_ends_the_job(nodes, hosts, folder, tmp_path, v
     """The launcher names the node and the signal. Ctrl-Z does not stop it."""
     with silent(nodes, hosts, folder, tmp_path, 0.05) as run:
         run.send(signal.SIGTSTP)
-        there = [one for one in ours(nodes[2:]) if "imagenet_ddp.py" in one.command]
-        if victim == "rank":
-            scripts = {one.pid for one in there}
-            there = [one for one in ours(nodes[2:]) if one.parent in scripts]
-            there = [one for one in there if "spawn_main" in one.command]
-        os.kill(min(one.pid for one in there), signal.SIGKILL)
+        os.kill(rank_on(nodes[2]) if victim == "rank" else script_on(nodes[2]), signal.SIGKILL)
         result = run.result()
     assert result.code == LOST_PEER
     assert "launcher: node2 ended with exit code 137: killed by SIGKILL" in result.err
@@ -331,8 +340,7 @@ def test_a_killed_process_is_started_again(fresh, folder, tmp_path):
     """On both nodes: the other one notices, and does not call it bad input."""
     with typed(fresh, tmp_path, folder, "node1\nnode2\n", "1:2") as run:
         run.until(r"\[node1\] Epoch 1/\d+ step")
-        rank = min(one.pid for one in ours(fresh[2:]) if "spawn_main" in one.command)
-        os.kill(rank, signal.SIGKILL)  # the others are its loader workers
+        os.kill(rank_on(fresh[2]), signal.SIGKILL)
         said = run.until(r"ended with exit code \d+; stopping the rest")
         assert re.search(r"code (69|137);", said)
         run.until("training begins again on 2 of 2 nodes")
