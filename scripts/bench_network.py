@@ -19,10 +19,8 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -33,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 import utils.launch.installed  # noqa: E402, F401 (a missing package becomes an error message)
 
-from bench import namespaces  # noqa: E402
+from bench import commands, namespaces  # noqa: E402
 from compare.table import markdown_table  # noqa: E402
 
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
@@ -136,26 +134,17 @@ def run(
     """The summary of the run; empty on ranks other than 0. Raises: `UserError`."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     with tempfile.TemporaryDirectory() as out:
-        started = []
+        each = []
         for rank, enter in enumerate(nodes, args.rank):
             words = [*enter, sys.executable, str(ROOT / "imagenet_ddp.py"), "--dummy"]
             words += ["--comm", method, "--world-size", str(count), "--rank", str(rank)]
             words += ["--dist-url", f"tcp://{master}:{args.port}", *args.options]
-            words += ["--output-dir", f"{out}/{rank}", "--name", "case"]
-            with open(f"{out}/{rank}.txt", "w") as log:
-                started.append(subprocess.Popen(words, stdout=log, stderr=log, env=env, cwd=ROOT))
-        end = time.monotonic() + args.limit
-        try:
-            for rank, process in enumerate(started, args.rank):
-                if process.wait(max(0.0, end - time.monotonic())):
-                    said = Path(f"{out}/{rank}.txt").read_text().strip().splitlines()[-1:]
-                    raise UserError(f"node {rank} failed: {''.join(said)}")
-        except subprocess.TimeoutExpired:
-            raise UserError(f"{method} on {count} nodes takes longer than --limit") from None
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
+            each.append([*words, "--output-dir", f"{out}/{rank}", "--name", "case"])
+        late = f"{method} on {count} nodes takes longer than --limit"
+        for rank, done in enumerate(commands.run(each, args.limit, late, env=env, cwd=ROOT)):
+            if done.returncode:
+                said = commands.last_lines(done)
+                raise UserError(f"node {rank + args.rank} failed: {said}")
         summary = Path(f"{out}/0/case/summary.json")
         return json.loads(summary.read_text()) if not args.rank else {}
 

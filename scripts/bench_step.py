@@ -25,7 +25,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 import utils.launch.installed  # noqa: E402, F401 (a missing package becomes an error message)
 
+from bench import commands  # noqa: E402
 from compare.table import markdown_table  # noqa: E402
 
 from utils.atomic import save_atomically  # noqa: E402
@@ -136,29 +136,14 @@ def command(case: str, args: argparse.Namespace, out: Path, data: Path | None = 
 def run(words: list[str], args: argparse.Namespace, folder: Path) -> tuple[str, float, float]:
     """What a command prints, its wall seconds and its CPU seconds. Raises: `UserError`."""
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "passive"}
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        began, cpu = time.perf_counter(), _children_cpu()
-        process = subprocess.Popen(
-            words, cwd=folder, env=env, stdout=out, stderr=errors, start_new_session=True
-        )
-        try:
-            process.wait(args.limit)
-        except subprocess.TimeoutExpired:
-            raise UserError(
-                f"takes longer than --limit {args.limit} seconds: a smaller -b, --image-size or "
-                "--arch, or a larger --limit"
-            ) from None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # processes of torchrun, too
-            process.wait()
-        seconds = time.perf_counter() - began
-        out.seek(0)
-        errors.seek(0)
-        if process.returncode:
-            last = [line for line in errors.read().splitlines() if line.strip()][-1:]
-            raise UserError(f"{shlex.join(words)} failed: {''.join(last) or process.returncode}")
-        return out.read(), seconds, _children_cpu() - cpu
+    late = f"takes longer than --limit {args.limit} seconds: a smaller -b, --image-size or "
+    late += "--arch, or a larger --limit"
+    began, cpu = time.perf_counter(), _children_cpu()
+    (done,) = commands.run([words], args.limit, late, cwd=folder, env=env)
+    if done.returncode:
+        said = commands.last_lines(done) or done.returncode
+        raise UserError(f"{shlex.join(words)} failed: {said}")
+    return done.stdout, time.perf_counter() - began, _children_cpu() - cpu
 
 
 def _children_cpu() -> float:

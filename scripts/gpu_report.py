@@ -4,7 +4,6 @@ import argparse
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 import utils.launch.installed  # noqa: E402, F401 (a missing package is a one-line error)
 
 import torch  # noqa: E402
-from bench import photographs  # noqa: E402
+from bench import commands, photographs  # noqa: E402
 
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 from utils.launch import gpus, supervise  # noqa: E402
@@ -71,22 +70,12 @@ def run(words: list[str], seconds: float, small: bool) -> str:
     """What a command of this Python prints. Raises: `UserError`."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if small else {}
     env = os.environ | {"OMP_WAIT_POLICY": "passive"} | hidden
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command = [sys.executable, *words]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=env, text=True, start_new_session=True, **pipes
-    ) as process:
-        try:
-            out, wrong = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            raise UserError(f"it did not end within {seconds:.0f} s") from None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        lines = [line for line in (wrong or out).splitlines() if line.strip()][-5:]
-        raise UserError(f"exit code {process.returncode}: {' / '.join(lines) or 'silent'}")
-    return out.strip()
+    late = f"it did not end within {seconds:.0f} s"
+    (done,) = commands.run([[sys.executable, *words]], seconds, late, cwd=ROOT, env=env)
+    if done.returncode:
+        said = commands.last_lines(done, 5) or "silent"
+        raise UserError(f"exit code {done.returncode}: {said}")
+    return done.stdout.strip()
 
 
 def section(part: Part, seconds: float, names: dict[str, str], small: bool) -> str:

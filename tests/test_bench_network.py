@@ -40,7 +40,7 @@ def test_rows_are_medians_beside_one_node_and_the_first_method():
 def test_two_simulated_nodes():
     """Bytes that the interfaces count are those of the ring, and headers."""
     line = ("--nodes", 2, "--rounds", 1, "--methods", "fp32,int8", "--gbit", 10, "--")
-    options = ("-a", "resnet18", "-b", 1, "--image-size", 32, "--classes", 10)
+    options = ("-a", "resnet18", "-b", 2, "--image-size", 32, "--classes", 10)
     done = python(BENCH, *line, *options, PYTHONPATH=STAND_IN)
     assert done.code == 0, done.err
     head, _, *rows = done.out.strip().splitlines()

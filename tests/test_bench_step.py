@@ -6,7 +6,7 @@ from pathlib import Path
 import bench_step
 import pytest
 from conftest import python
-from running import STAND_IN
+from running import STAND_IN, eventually
 
 from utils.errors import UserError
 
@@ -47,9 +47,19 @@ def test_a_bad_case_is_one_error_message(capsys, cases, said):
     assert len(captured.err.splitlines()) == 1
 
 
-def test_a_case_that_takes_too_long_says_so(tmp_path):
+def test_a_case_that_takes_too_long_is_ended_with_what_it_has_started(tmp_path):
+    words = ["sh", "-c", "sleep 60 & echo $! > child; wait"]
     with pytest.raises(UserError, match="longer than --limit 1 seconds: a smaller -b"):
-        bench_step.run(["sleep", "60"], options("--limit", "1"), tmp_path)
+        bench_step.run(words, options("--limit", "1"), tmp_path)
+    child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
+    assert eventually(lambda: not child.exists() or child.read_text().split()[2] == "Z", 30)
+
+
+def test_a_peer_that_fails_is_named(tmp_path):
+    with pytest.raises(UserError, match="sh -c 'echo why >&2; exit 3' failed: why"):
+        bench_step.run(["sh", "-c", "echo why >&2; exit 3"], options(), tmp_path)
+    with pytest.raises(UserError, match="cannot run no_such: No such file"):
+        bench_step.run(["no_such"], options(), tmp_path)
 
 
 def test_ratios_are_medians_over_the_rounds_to_the_first_case():
