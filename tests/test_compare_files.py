@@ -40,19 +40,37 @@ def hal(tmp_path_factory):
     return root, done.out
 
 
-def test_which_pictures_are_drawn(hal):
+def test_which_files_are_written(hal):
     root, said = hal
     names = {*CURVES, *(f"{name}_hours" for name in CURVES), *SPEED}
     files = {file.name for file in (root / "out").iterdir()}
     texts = {"compare.md", "compare.csv", "compare.html"}
     assert files == texts | {f"{name}.{kind}" for name in names for kind in ("png", "svg", "pdf")}
     assert len(re.findall("(IO|gpu) is not drawn: no .* in 2 GPUs, 4 GPUs", said)) == 2
-    for file in (root / "out").glob("*.png"):
+    with open(root / "out" / "compare.csv") as file:
+        lines = list(csv.DictReader(file))
+    shares = [float(line["scaling_efficiency"]) for line in lines]
+    assert shares == pytest.approx([r / HAL[2] * 2 / g for g, r in HAL.items()], rel=1e-6)
+    assert [line["nodes"] for line in lines] == [""] * 6
+    # Again, PNG alone: the same bytes.
+    python(SCRIPT, root / "runs", "--out", root / "again", "--prefix", "x_")
+    files = [file for file in (root / "again").iterdir() if file.suffix != ".html"]
+    assert len(files) == 17 + 2
+    for file in files:
+        expected = root / "out" / file.name.removeprefix("x_")
+        assert file.read_bytes() == expected.read_bytes(), file
+
+
+def test_pictures_have_all_runs_and_bars_as_long_as_the_medians(hal):
+    for file in (hal[0] / "out").glob("*.png"):
         with Image.open(file) as image:
             assert image.width >= 900
             assert not {"Software", "Creation Time", "date"} & set(image.info)
-        assert where(file, PALE).sum() > 100, file
-        assert where(file, DARK).sum() > 100, file
+        seen = [where(file, colour) for colour in (PALE, DARK)]
+        assert all(one.sum() > 100 for one in seen), file
+        if file.stem == "training_throughput":
+            pale, dark = (int(one.sum(axis=1).max()) for one in seen)
+            assert dark / pale == pytest.approx(HAL[64] / HAL[2], rel=0.08)
 
 
 def test_svg_has_names_and_units(hal):
@@ -60,18 +78,15 @@ def test_svg_has_names_and_units(hal):
         file.stem: " ".join(ElementTree.parse(file).getroot().itertext())
         for file in (hal[0] / "out").glob("*.svg")
     }
-    for name in CURVES:
-        assert "epochs finished" in texts[name]
-        assert "hours of training" in texts[f"{name}_hours"]
-        assert all(f"{gpus} GPUs" in texts[name] for gpus in HAL)
-    assert "top-1 accuracy (%)" in texts["top1_val"]
-    assert "images/s" in texts["training_throughput"]
-    assert "ms per step" in texts["training_time"]
-    assert "40 min  (4 epochs)" in texts["total_time"]
-    assert "minutes of training" in texts["total_time"]
-    for share in list(HAL_EFFICIENCY.values())[1:]:
-        assert f"{share} %" in texts["training_throughput"]
-        assert f"{share} %" in texts["scaling"]
+    expected = {name: ["epochs finished", *(f"{gpus} GPUs" for gpus in HAL)] for name in CURVES}
+    expected |= {f"{name}_hours": ["hours of training"] for name in CURVES}
+    expected["top1_val"] += ["top-1 accuracy (%)"]
+    shares = [f"{share} %" for share in list(HAL_EFFICIENCY.values())[1:]]
+    expected |= {"training_throughput": ["images/s", *shares], "scaling": shares}
+    expected |= {"training_time": ["ms per step"]}
+    expected |= {"total_time": ["40 min  (4 epochs)", "minutes of training"]}
+    missing = {name: [w for w in words if w not in texts[name]] for name, words in expected.items()}
+    assert not any(missing.values()), missing
 
 
 @pytest.mark.parametrize("name", ["top1_val", "top1_val_hours", "overlay"])
@@ -81,20 +96,6 @@ def test_one_legend_in_the_order_of_the_runs(hal, name):
     assert [int(gpus) for *_, gpus in found] == list(HAL)
     heights = [float(one or other) for one, other, _ in found]
     assert min(np.diff(heights)) >= 13  # points, the size of the letters; from the top down
-
-
-def test_bars_are_as_long_as_the_medians(hal):
-    picture = hal[0] / "out" / "training_throughput.png"
-    pale, dark = (int(where(picture, c).sum(axis=1).max()) for c in (PALE, DARK))
-    assert dark / pale == pytest.approx(HAL[64] / HAL[2], rel=0.08)
-
-
-def test_csv_has_full_precision(hal):
-    with open(hal[0] / "out" / "compare.csv") as file:
-        lines = list(csv.DictReader(file))
-    shares = [float(line["scaling_efficiency"]) for line in lines]
-    assert shares == pytest.approx([r / HAL[2] * 2 / g for g, r in HAL.items()], rel=1e-6)
-    assert [line["nodes"] for line in lines] == [""] * 6
 
 
 def test_section_in_a_markdown_file(hal):
@@ -111,16 +112,6 @@ def test_section_in_a_markdown_file(hal):
     links = re.findall(r"!\[.*?\]\((.*?)\)", section)
     assert len(links) == 2
     assert all((root / link).is_file() for link in links)
-
-
-def test_same_input_same_bytes(hal):
-    root, _ = hal
-    python(SCRIPT, root / "runs", "--out", root / "again", "--prefix", "x_")
-    files = [file for file in (root / "again").iterdir() if file.suffix != ".html"]
-    assert len(files) == 17 + 2, "PNG alone"
-    for file in files:
-        expected = root / "out" / file.name.removeprefix("x_")
-        assert file.read_bytes() == expected.read_bytes(), file
 
 
 def test_page_is_whole(hal):
@@ -144,13 +135,13 @@ def test_page_is_whole(hal):
 # ---- single pictures
 
 
-def draw(root, runs, pictures_of="top1_val"):
-    """The figure of a picture of ``runs``: (top-1 of each epoch, seconds an epoch) each."""
+def draw(root, *runs, name="top1_val"):
+    """The axes of a picture of ``runs``: (top-1 of each epoch, seconds an epoch) each."""
     for i, (top1, seconds) in enumerate(runs):
         epochs = {x: {"Top1/val": y} for x, y in enumerate(top1, 1)}
         write(root / f"run{i}", epochs, seconds=seconds)
-    _, _, both = table(root)
-    return pictures.plan(both)[0][pictures_of][1]()
+    (axes,) = pictures.plan(table(root)[2])[0][name][1]().axes
+    return axes
 
 
 RISING = [80 * x / (x + 3) for x in range(30)]
@@ -158,18 +149,19 @@ RISING = [80 * x / (x + 3) for x in range(30)]
 
 @pytest.mark.parametrize(("seconds", "scale"), [(600, "log"), (480, "linear")])
 def test_hours_that_differ_much_are_on_a_logarithmic_axis(tmp_path, seconds, scale):
-    figure = draw(tmp_path, [(RISING, seconds), (RISING, 100)], "top1_val_hours")
-    (axes,) = figure.axes
+    axes = draw(tmp_path, (RISING, seconds), (RISING, 100), name="top1_val_hours")
     assert axes.get_xscale() == scale
     assert ("(logarithmic)" in axes.get_xlabel()) == (scale == "log")
     low, high = axes.get_xlim()
     assert sum(low <= tick <= high for tick in axes.get_xticks()) >= 4
 
 
-def test_per_cent_end_at_100(tmp_path):
-    (axes,) = draw(tmp_path, [([0.0, 90.0, 100.0], 100)]).axes
+def test_per_cent_end_at_100_and_empty_panels_are_left_out(tmp_path):
+    runs = (([0.0, 90.0, 100.0], 100),)
+    axes = draw(tmp_path, *runs)
     assert axes.get_ylim() == (0, 100)
     assert not axes.lines[0].get_clip_on(), "the line at 100 would be half as wide"
+    assert draw(tmp_path, *runs, name="overlay").get_title() == "Top-1 accuracy, validation"
 
 
 @pytest.mark.parametrize(
@@ -182,17 +174,10 @@ def test_per_cent_end_at_100(tmp_path):
     ],
 )
 def test_a_plateau_where_curves_lie_on_each_other_is_drawn_larger(tmp_path, other, insets):
-    (axes,) = draw(tmp_path, [(RISING, 100), (other, 100)]).axes
-    assert len(axes.child_axes) == insets
-    if insets:
-        low, high = axes.child_axes[0].get_ylim()
-        assert low > 50
-        assert high - low < 20
-
-
-def test_empty_panels_are_left_out(tmp_path):
-    panels = draw(tmp_path, [(RISING, 100)], "overlay").axes
-    assert [axes.get_title() for axes in panels] == ["Top-1 accuracy, validation"]
+    found = draw(tmp_path, (RISING, 100), (other, 100)).child_axes
+    assert len(found) == insets
+    for low, high in (axes.get_ylim() for axes in found):
+        assert 50 < low < high < low + 20
 
 
 @pytest.mark.parametrize("count", [2, 8, 9, 12, 24])
@@ -264,19 +249,19 @@ def test_wrong_options_are_reported_before_a_large_library_is_loaded(tmp_path):
 # ---- the section: what is around it
 
 
-def update(root, title):
-    """Write the section on the runs in ``root``/runs into ``root``/R.md; whether it changed."""
-    _, _, both = table(root / "runs")
-    section = both.section(root / "R.md", title, "compare `it`", [root / "o" / "top1_val.png"])
-    return tables.put(root / "R.md", "compare_runs", title, section)
-
-
 @pytest.fixture
 def root(tmp_path):
     """A folder with two runs of 2020."""
     for gpus in (1, 2):
         write(tmp_path / "runs" / folder_name(gpus, 64), epochs_of(90 * gpus, 64 * gpus))
     return tmp_path
+
+
+def update(root, title):
+    """Write the section on the runs in ``root``/runs into ``root``/R.md; whether it changed."""
+    _, _, both = table(root / "runs")
+    section = both.section(root / "R.md", title, "compare `it`", [root / "o" / "top1_val.png"])
+    return tables.put(root / "R.md", "compare_runs", title, section)
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])

@@ -54,20 +54,23 @@ def test_times(tmp_path):
     write(tmp_path / "a", epochs_of(1000, 64, (10, 30, 50, 70)), seconds=3600)
     write(tmp_path / "b", epochs_of(2000, 128, (10, 50, 40, 50, 60)), seconds=1800)
     rows, notes, _ = table(tmp_path, "--within", 2, "--target-top1", 0.5, "--gpus", 1, 2)
-    assert rows["epoch_h"] == ["1 h", "30 min"]
-    assert rows["hours"] == ["4 h", "2.5 h"]
-    assert rows["epochs_within"] == ["2", "4"]
-    assert rows["target_h"] == ["3 h", "1 h"]
-    assert rows["target_epochs"] == ["3", "2"]
-    assert rows["best_top1_epoch"] == ["4 (4 h)", "5 (2.5 h)"]
+    expected = {"epoch_h": ["1 h", "30 min"], "hours": ["4 h", "2.5 h"]}
+    expected |= {"epochs_within": ["2", "4"], "target_h": ["3 h", "1 h"]}
+    expected |= {"target_epochs": ["3", "2"], "best_top1_epoch": ["4 (4 h)", "5 (2.5 h)"]}
+    assert {key: rows[key] for key in expected} == expected
     assert "--train-images" in note(notes, "not recorded by all runs: nodes")
     assert "(a: 4; b: 5)" in note(notes, "numbers of epochs differ")
     # By default what every run has reached.
-    rows, _, both = table(tmp_path)
+    _, _, both = table(tmp_path)
     assert (both.within, both.target) == (2.5, 60.0)
     rows, notes, both = table(tmp_path / "a", "--within", 4)
     assert rows["epochs_within"] == ["4"]
     assert not any("numbers of epochs" in one for one in notes)
+    # No epoch is lost to the rounding of hours.
+    write(tmp_path / "c", epochs_of(1000, 64, range(6)), seconds=57.7 / 6)
+    rows, _, both = table(tmp_path / "c")
+    assert rows["epochs_within"] == ["6"]
+    assert next(row.title for row in both.rows if row.key == "epochs_within") == "epochs in 57.7 s"
 
 
 def test_averaged_weights_count_for_the_time_to_an_accuracy(tmp_path):
@@ -83,23 +86,16 @@ def test_averaged_weights_count_for_the_time_to_an_accuracy(tmp_path):
     assert not any("averaged" in one for one in notes), "the other run was not asked for them"
 
 
-def test_no_epoch_is_lost_to_the_rounding_of_hours(tmp_path):
-    write(tmp_path / "a", epochs_of(1000, 64, range(6)), seconds=57.7 / 6)
-    rows, _, both = table(tmp_path)
-    assert rows["epochs_within"] == ["6"]
-    assert next(row.title for row in both.rows if row.key == "epochs_within") == "epochs in 57.7 s"
-
-
 def test_lowest_loss_and_figures_of_the_test_folder(tmp_path):
     epochs = epochs_of(100, 64, (10, 30, 50, 40))
     write(tmp_path / "a", epochs)
     epochs[3] |= {"Loss/test": 2.5, "Top1/test": 48.123, "Top5/test": 80.0}
     write(tmp_path / "b", epochs)
     rows, _, both = table(tmp_path)
-    assert rows["best_loss"] == ["2.6000"] * 2
-    assert rows["best_loss_epoch"] == ["3 (5 min)"] * 2
-    shown = [rows[f"test_{name}"] for name in ("top1", "top5", "loss")]
-    assert shown == [["-", "48.12"], ["-", "80.00"], ["-", "2.5000"]]
+    expected = {"best_loss": ["2.6000"] * 2, "best_loss_epoch": ["3 (5 min)"] * 2}
+    expected |= {"test_top1": ["-", "48.12"], "test_top5": ["-", "80.00"]}
+    expected |= {"test_loss": ["-", "2.5000"]}
+    assert {key: rows[key] for key in expected} == expected
     assert both.runs[0].hours == both.runs[1].hours
     assert "test_top1" not in table(tmp_path / "a")[0], "no row of nothing"
 
@@ -164,12 +160,11 @@ def test_accuracy_as_a_share_and_epochs_counted_from_0(tmp_path):
 
 
 def test_clocks_that_cannot_be_right(tmp_path):
-    # A file that was written anew, all points in a moment; and one by a later program.
+    """A file that was written anew, all points in a moment; and one whose first record is late."""
     write(tmp_path / "moment", epochs_of(100, 640), seconds=0.001)
     with SummaryWriter(str(tmp_path / "later")) as writer:
-        for x, values in epochs_of(100, 640, first=1).items():
-            for tag, value in values.items():
-                writer.add_scalar(tag, value, x, BEGAN + 3600 * x)
+        for x in (1, 2, 3, 4):
+            writer.add_scalar("Top1/val", 10.0 * x, x, BEGAN + 3600 * x)
     rows, notes, _ = table(tmp_path / "moment", tmp_path / "later")
     assert rows["hours"] == ["-", "4 h"]
     note(notes, "moment: .*no hours")
@@ -196,17 +191,10 @@ def test_resumed_run(tmp_path):
     assert both.runs[0].hours == {1: 1.0, 2: 3.0}
 
 
-def test_run_that_is_still_running(tmp_path):
-    file = write(tmp_path / "a", epochs_of(100, 64), began=time.time() - 420, seconds=100)
-    file.write_bytes(file.read_bytes()[:-7])  # its last record is being written
-    rows, notes, _ = table(tmp_path / "a")
-    assert rows["state"] == ["running"]
-    note(notes, "cut off or damaged")
-
-
 @pytest.mark.parametrize("harm", ["cut in a header", "cut in a record", "one bit", "zeros"])
 def test_damaged_file_is_read_up_to_the_damage(tmp_path, harm):
-    file = write(tmp_path / "a", {x: {"Top1/val": 10.0 * x} for x in (1, 2, 3)})
+    points = {x: {"Top1/val": 10.0 * x} for x in (1, 2, 3)}
+    file = write(tmp_path / "a", points, began=time.time() - 420)
     data = bytearray(file.read_bytes())
     start = end = 0
     while end < len(data):
@@ -221,6 +209,7 @@ def test_damaged_file_is_read_up_to_the_damage(tmp_path, harm):
     rows, notes, _ = table(tmp_path / "a")
     assert (rows["epochs"], rows["best_top1"]) == (["2"], ["20.00"])
     assert f"cut off or damaged at byte {start} of" in note(notes, file.name)
+    assert rows["state"] == ["running"], "its last record may be being written"
 
 
 def test_empty_files_and_runs_without_curves_are_left_out(tmp_path):
@@ -234,43 +223,29 @@ def test_empty_files_and_runs_without_curves_are_left_out(tmp_path):
     assert "other tags" in note(notes, "other is left out")
 
 
-def test_not_a_number(tmp_path):
+def test_first_epoch_is_set_aside_where_there_are_more_and_nan_is_no_value(tmp_path):
     nan, inf = math.nan, math.inf
-    top1, rates = (nan, 7.0, 5.0, inf), (9.0, nan, 10.0, inf)
-    points = {
-        x: {"Top1/val": a, "Throughput/train": r}
-        for x, (a, r) in enumerate(zip(top1, rates, strict=True), 1)
+    cases = {
+        (nan, nan): "-",
+        (50.0, nan): "50",
+        (50.0, 70.0): "70",
+        (None, 50.0, 70.0): "60",  # nothing was measured in the first epoch
+        (3.0, nan, 5.0, 6.0): "5.5",
+        (9.0, nan, 10.0, inf): "10",
     }
-    write(tmp_path / "a", points)
-    write(tmp_path / "b", {1: {"Top1/val": nan, "Throughput/train": nan}})
+    for i, rates in enumerate(cases):
+        points = {x: {"Top1/val": a} for x, a in enumerate((nan, 7.0, 5.0, inf), 1)}
+        for x, rate in enumerate(rates, 1):
+            points[x] |= {} if rate is None else {"Throughput/train": rate}
+        write(tmp_path / str(i), points)
+    write(tmp_path / "nan", {1: {"Top1/val": nan}})
     rows, _, _ = table(tmp_path)
-    assert (rows["best_top1"], rows["images_per_s"]) == (["7.00", "-"], ["10", "-"])
-
-
-@pytest.mark.parametrize(
-    ("points", "median"),
-    [
-        ({}, None),
-        ({1: math.nan, 2: math.nan}, None),
-        ({1: 50.0, 2: math.nan}, 50),
-        ({1: 50.0, 2: 70.0}, 70),
-        ({2: 50.0, 3: 70.0}, 60),  # nothing was measured in the first epoch
-        ({1: 3.0, 2: math.nan, 3: 5.0, 4: 6.0}, 5.5),
-    ],
-)
-def test_first_epoch_is_set_aside_where_there_are_more(points, median):
-    assert typical(points) == median
+    assert rows["images_per_s"] == [*cases.values(), "-"]
+    assert rows["best_top1"] == ["7.00"] * len(cases) + ["-"]
+    assert (typical({1: 50.0, 2: nan}), typical({1: nan})) == (50, None)  # as in summary.json
 
 
 # ---- names
-
-
-def test_single_files_of_one_folder_are_runs_of_their_own(tmp_path):
-    one = write(tmp_path / "a", epochs_of(100, 64, (10, 20)))
-    two = write(tmp_path / "a", epochs_of(150, 64, (10, 30)), began=BEGAN + 1000)
-    _, _, both = table(one, two)
-    assert [run.best("Top1/val")[0] for run in both.runs] == [20.0, 30.0]
-    assert [run.label for run in both.runs] == [f"a/{one.name}", f"a/{two.name}"]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +256,6 @@ def test_single_files_of_one_folder_are_runs_of_their_own(tmp_path):
             "Jan1_01-02-03_hal-login-2_wide_resnet50_2_gpux4_b32_cpu8_ddp",
             {"gpus": 4, "global_batch": 128, "arch": "wide_resnet50_2", "mode": "ddp"},
         ),
-        ("Aug09_12-33-45_hal_vit_b_32_gpux8_b64_cpu4_dp", {"gpus": 8, "global_batch": 64}),
         ("resnet18_gpux1_b64", {"nodes": 1, "batch_per_gpu": 64, "arch": "resnet18"}),
         ("vgg19-4_nodes", {"nodes": 4}),
         ("two_nodes", {}),
@@ -289,7 +263,7 @@ def test_single_files_of_one_folder_are_runs_of_their_own(tmp_path):
 )
 def test_names_of_folders(name, facts):
     found = runs.from_name(name)
-    assert {key: found.get(key) for key in facts} == facts
+    assert found.items() >= facts.items()
     assert bool(found) == bool(facts)
 
 
@@ -297,11 +271,16 @@ def test_labels_and_order(tmp_path):
     for name in ("run10", "run9", "16_gpus"):
         write(tmp_path / "runs" / name, epochs_of(100, 64))
     write(tmp_path / "older" / "run9", epochs_of(100, 64))
-    _, _, both = table(tmp_path / "runs", tmp_path / "older")
-    assert [run.label for run in both.runs] == ["16_gpus", "runs/run9", "run10", "older/run9"]
-    labels = ["a", "b", "c", "d"]
-    _, _, both = table(tmp_path / "runs", tmp_path / "older", "--labels", *labels)
-    assert [run.label for run in both.runs] == labels
+    both = tmp_path / "runs", tmp_path / "older"
+    labels = ["16_gpus", "runs/run9", "run10", "older/run9"]
+    assert [run.label for run in table(*both)[2].runs] == labels
+    assert [run.label for run in table(*both, "--labels", *"abcd")[2].runs] == list("abcd")
+    # Single files of one folder are runs of their own.
+    best = (20.0, 30.0)
+    files = [write(tmp_path / "a", epochs_of(9, 9, (10, top1)), BEGAN + top1) for top1 in best]
+    found = table(*files)[2].runs
+    assert [run.best("Top1/val")[0] for run in found] == [*best]
+    assert [run.label for run in found] == [f"a/{file.name}" for file in files]
 
 
 @pytest.mark.parametrize(
