@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from PIL import Image
-from preparing import fail, images, run, succeed, tree
+from preparing import fail, images, put, run, succeed, tree
 
 SAMPLE = ("--classes", "4", "--train", "30", "--val", "5")
 
@@ -69,29 +69,24 @@ def test_folders_of_something_else_are_left_alone(sample, tmp_path):
     assert "seed 5" in fail("sample", sample, *SAMPLE, "--seed", 5)
     assert "not cifar10" in fail("cifar10", sample, "--source", tmp_path)
     assert tree(sample) == before
-    (tmp_path / "foreign" / "train").mkdir(parents=True)
-    message = fail("sample", tmp_path / "foreign")
-    assert "has a train folder that this command did not make" in message
-    (tmp_path / "file").write_text("")
-    assert "is not a folder" in fail("sample", tmp_path / "file")
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / ".prepared.json").write_text("{")
-    assert "is damaged" in fail("sample", tmp_path / "bad")
+    put(tmp_path, {"foreign/train/a/x": b"", "file": b"", "bad/.prepared.json": b"{"})
+    for name, message in {
+        "foreign": "has a train folder that this command did not make",
+        "file": "is not a folder",
+        "bad": "is damaged",
+    }.items():
+        assert message in fail("sample", tmp_path / name)
     assert "has 10 classes" in fail("sample", tmp_path / "many", "--classes", 11)
-    assert not (tmp_path / "many").exists()
     wrong = run("sample", tmp_path / "many", "--train", 0)
     assert wrong.returncode == 2 and "0 is not at least 1" in wrong.stderr
-    (tmp_path / "busy").mkdir()
-    handle = os.open(tmp_path / "busy", os.O_RDONLY)
+    assert not (tmp_path / "many").exists()
+    handle = os.open(tmp_path / "bad", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    assert "another process" in fail("sample", tmp_path / "busy")
+    assert "another process" in fail("sample", tmp_path / "bad")
     os.close(handle)
-
-
-def test_additional_images_are_noticed(sample, tmp_path):
-    out = tmp_path / "out"
-    shutil.copytree(sample, out)
-    marker = json.loads((out / ".prepared.json").read_text())
-    (out / ".prepared.json").write_text(json.dumps({**marker, "counts": {}, "finished": False}))
-    (out / "val" / "dots" / "mine.png").write_bytes(b"x")
-    assert "has 21 images but the source 20" in fail("sample", out, *SAMPLE)
+    # Images that somebody has added to a folder of this command.
+    shutil.copytree(sample, tmp_path / "more")
+    marker = json.loads((sample / ".prepared.json").read_text()) | {"counts": {}, "finished": False}
+    (tmp_path / "more" / ".prepared.json").write_text(json.dumps(marker))
+    (tmp_path / "more" / "val" / "dots" / "mine.png").write_bytes(b"x")
+    assert "has 21 images but the source 20" in fail("sample", tmp_path / "more", *SAMPLE)

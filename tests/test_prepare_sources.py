@@ -29,19 +29,17 @@ ANIMALS_AND_VEHICLES = (
 )
 
 
-def call(prepare, *arguments):
-    """The error message of a command in this process, which must be one line; "" if it succeeds."""
-    main, capsys = prepare
-    code = main([*map(str, arguments), "--workers", "1"])
-    text = capsys.readouterr().err
-    assert (code, text) == (0, "") or (code == 2 and text.count("\n") == 1), text
-    return text
-
-
 @pytest.fixture
 def strict(capsys):
-    """prepare_data.py in this process."""
-    return prepare_data.main, capsys
+    """prepare_data.py in this process: gives the error message, one line; "" if it succeeds."""
+
+    def call(*arguments):
+        code = prepare_data.main([*map(str, arguments), "--workers", "1"])
+        text = capsys.readouterr().err
+        assert (code, text) == (0, "") or (code == 2 and text.count("\n") == 1), text
+        return text
+
+    return call
 
 
 @pytest.fixture
@@ -55,7 +53,7 @@ def prepare(monkeypatch, strict):
 # ---- Fashion-MNIST
 
 
-def write_idx(folder, suffix="", damage=None):
+def write_idx(folder, suffix=""):
     """Small idx files as Fashion-MNIST's; gives the arrays."""
     numbers, arrays = np.random.default_rng(0), {}
     for prefix, count in (("train", 20), ("t10k", 10)):
@@ -63,17 +61,14 @@ def write_idx(folder, suffix="", damage=None):
         labels = np.arange(count, dtype=np.uint8) % 10
         for name, magic, array in (("images-idx3", 0x803, pixels), ("labels-idx1", 0x801, labels)):
             data = struct.pack(f">{1 + array.ndim}I", magic, *array.shape) + array.tobytes()
-            if damage and (prefix, name) == damage[0]:
-                data = damage[1](data)
-            file = f"{prefix}-{name}-ubyte{suffix}"
-            put(folder, {file: gzip.compress(data) if suffix else data})
+            put(folder, {f"{prefix}-{name}-ubyte{suffix}": gzip.compress(data) if suffix else data})
     return arrays
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_fashion_mnist(prepare, tmp_path, suffix):
     arrays, out = write_idx(tmp_path / "idx", suffix), tmp_path / "out"
-    assert not call(prepare, "fashion-mnist", out, "--source", tmp_path / "idx")
+    assert not prepare("fashion-mnist", out, "--source", tmp_path / "idx")
     assert len(images(out)) == 30
     for split, prefix in (("train", "train"), ("val", "t10k")):
         folders = sorted(os.listdir(out / split))
@@ -91,25 +86,20 @@ def test_fashion_mnist(prepare, tmp_path, suffix):
         ("images-idx3", lambda data: data[:-1]),
         ("labels-idx1", lambda data: data[:-1] + b"\x0a"),
         ("labels-idx1", lambda data: struct.pack(">2I", 0x801, 1) + b"\x01"),
+        ("labels-idx1.gz", lambda data: data[:-9]),
     ],
 )
-def test_damaged_idx_files_are_refused(prepare, tmp_path, file, change):
-    write_idx(tmp_path / "idx", damage=(("t10k", file), change))
-    out = tmp_path / "out"
-    assert "cannot read" in call(prepare, "fashion-mnist", out, "--source", tmp_path / "idx")
-    assert not (out / "val").exists() or len(images(out)) < 30
-
-
-def test_cut_and_missing_idx_files_are_named(prepare, tmp_path):
-    write_idx(tmp_path / "idx", ".gz")
-    labels = tmp_path / "idx" / "t10k-labels-idx1-ubyte.gz"
-    labels.write_bytes(labels.read_bytes()[:-9])
+def test_damaged_and_missing_idx_files_are_named(prepare, tmp_path, file, change):
+    name, _, suffix = file.partition(".")
+    write_idx(tmp_path / "idx", suffix and ".gz")
+    damaged = tmp_path / "idx" / f"t10k-{name}-ubyte{suffix and '.gz'}"
+    damaged.write_bytes(change(damaged.read_bytes()))
     command = ("fashion-mnist", tmp_path / "out", "--source", tmp_path / "idx")
-    assert f"cannot read {labels}" in call(prepare, *command)
-    labels.unlink()
-    message = call(prepare, *command)
-    assert f"neither {labels.stem} nor {labels.name} is in {tmp_path / 'idx'}" in message
-    assert not (tmp_path / "out").exists()
+    assert f"cannot read {tmp_path}" in prepare(*command)
+    assert not (tmp_path / "out" / "val").exists() or len(images(tmp_path / "out")) < 30
+    damaged.unlink()
+    message = prepare(*command)
+    assert f"neither t10k-{name}-ubyte nor t10k-{name}-ubyte.gz is in {tmp_path / 'idx'}" in message
 
 
 # ---- CIFAR-10
@@ -134,7 +124,7 @@ def test_cifar10_archive_and_folder(prepare, cifar, tmp_path):
     archive, pixels = cifar
     sources = (archive, archive.parent, tmp_path / "extracted")
     for number, source in enumerate(sources):
-        assert not call(prepare, "cifar10", tmp_path / f"out{number}", "--source", source)
+        assert not prepare("cifar10", tmp_path / f"out{number}", "--source", source)
         assert images(tmp_path / f"out{number}") == images(tmp_path / "out0")
     for number, expected in enumerate(pixels):
         split, i = ("train", number) if number < 50 else ("val", number - 50)
@@ -142,7 +132,7 @@ def test_cifar10_archive_and_folder(prepare, cifar, tmp_path):
         with Image.open(tmp_path / "out0" / split / label / f"{i:05d}.png") as image:
             assert np.array_equal(np.asarray(image), expected.transpose(1, 2, 0))
     archive.unlink()  # finished is finished, though the source is gone
-    assert not call(prepare, "cifar10", tmp_path / "out0", "--source", archive)
+    assert not prepare("cifar10", tmp_path / "out0", "--source", archive)
 
 
 class Attack:
@@ -160,9 +150,9 @@ def test_what_is_not_the_published_cifar10_is_not_opened(strict, cifar, tmp_path
     trap, out = tmp_path / "trap", tmp_path / "out"
     folder = tmp_path / "extracted" / "cifar-10-batches-py"
     (folder / "data_batch_3").write_bytes(pickle.dumps(Attack(f"touch {trap}")))
-    message = call(strict, "cifar10", out, "--source", folder)
+    message = strict("cifar10", out, "--source", folder)
     assert "cannot read" in message and not trap.exists() and not out.exists()
-    message = call(strict, "cifar10", out, "--source", tmp_path)
+    message = strict("cifar10", out, "--source", tmp_path)
     assert "neither cifar-10-python.tar.gz nor" in message
 
 
@@ -222,14 +212,14 @@ def kaggle(tmp_path):
 @pytest.mark.parametrize("layout", ["archives", "kaggle"])
 def test_every_image_lands_in_its_class(prepare, request, tmp_path, layout):
     source, out = request.getfixturevalue(layout), tmp_path / "out"
-    assert not call(prepare, "imagenet", out, "--source", source)
+    assert not prepare("imagenet", out, "--source", source)
     assert images(out) == expected() and tree(out).keys() - images(out).keys() == {".prepared.json"}
     if layout == "kaggle":
         name = f"train/{TENCH}/{TENCH}_1.JPEG"
         assert (out / name).samefile(source / KAGGLE / name)
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     shutil.rmtree(source)
-    assert not call(prepare, "imagenet", out, "--source", source)
+    assert not prepare("imagenet", out, "--source", source)
     assert times == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
 
 
@@ -247,29 +237,29 @@ def test_the_devkit_gives_the_classes(prepare, archives, tmp_path):
     named = [(f"ILSVRC2012_devkit_t12/{name}", data) for name, data in members.items()]
     put(archives, {DEVKIT: tar_bytes(named, "w:gz")})
     (archives / CSV).unlink()
-    assert not call(prepare, "imagenet", tmp_path / "out", "--source", archives)
+    assert not prepare("imagenet", tmp_path / "out", "--source", archives)
     assert images(tmp_path / "out") == expected()
 
 
 def test_splits_may_come_one_after_the_other(prepare, archives, tmp_path):
     out = tmp_path / "out"
     (archives / VAL_TAR).rename(tmp_path / "later")
-    assert not call(prepare, "imagenet", out, "--source", archives)
+    assert not prepare("imagenet", out, "--source", archives)
     assert images(out) == {k: v for k, v in expected().items() if k.startswith("train")}
     (archives / TRAIN_TAR).unlink()
     (tmp_path / "later").rename(archives / VAL_TAR)
-    assert not call(prepare, "imagenet", out, "--source", archives)
+    assert not prepare("imagenet", out, "--source", archives)
     assert images(out) == expected()
 
 
 def test_a_cut_archive_is_named_and_a_whole_one_finishes_the_work(prepare, archives, tmp_path):
     out, whole = tmp_path / "out", (archives / TRAIN_TAR).read_bytes()
     (archives / TRAIN_TAR).write_bytes(whole[: len(whole) // 2])
-    message = call(prepare, "imagenet", out, "--source", archives)
+    message = prepare("imagenet", out, "--source", archives)
     assert TENCH in message and TRAIN_TAR in message
     assert images(out).items() <= expected().items()
     (archives / TRAIN_TAR).write_bytes(whole)
-    assert not call(prepare, "imagenet", out, "--source", archives)
+    assert not prepare("imagenet", out, "--source", archives)
     assert images(out) == expected()
 
 
@@ -285,17 +275,17 @@ def test_a_cut_archive_is_named_and_a_whole_one_finishes_the_work(prepare, archi
 def test_wrong_labels_are_refused(prepare, archives, tmp_path, labels, message):
     (archives / CSV).unlink()
     put(archives, {CSV: labels} if labels else {})
-    assert re.search(message, call(prepare, "imagenet", tmp_path / "out", "--source", archives))
+    assert re.search(message, prepare("imagenet", tmp_path / "out", "--source", archives))
 
 
 def test_missing_and_foreign_archives_are_named(strict, archives, tmp_path):
     """With the real MD5 sums."""
     out = tmp_path / "out"
-    message = call(strict, "imagenet", out, "--source", tmp_path / "missing")
+    message = strict("imagenet", out, "--source", tmp_path / "missing")
     assert f"neither {TRAIN_TAR} nor {VAL_TAR} nor the folder {KAGGLE} is in" in message
     assert not out.exists()
-    message = call(strict, "imagenet", out, "--source", archives)
+    message = strict("imagenet", out, "--source", archives)
     assert f"{TRAIN_TAR} is not the published file" in message
     assert not images(out)
     with pytest.raises(SystemExit):  # argparse: --source is required
-        call(strict, "imagenet", out)
+        strict("imagenet", out)
