@@ -1,5 +1,6 @@
 """What the tests share: a tiny image folder, and functions that run the scripts as people do."""
 
+import importlib
 import json
 import logging
 import os
@@ -8,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -185,6 +186,28 @@ def logged() -> Iterator[list[str]]:
     logger.addHandler(handler)
     yield found
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def parse(monkeypatch) -> Callable[..., dict]:
+    """A function that gives the options of a script with the words of a command line."""
+    from utils import options
+
+    class Parsed(Exception):
+        pass
+
+    def keep(parser):
+        raise Parsed(vars(real(parser)))
+
+    def parsed(script: str, *words: object) -> dict:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
+        with pytest.raises(Parsed) as caught:
+            importlib.import_module(script).main()
+        return caught.value.args[0]
+
+    real = options.parse
+    monkeypatch.setattr(options, "parse", keep)
+    return parsed
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,8 @@ import re
 
 import pytest
 from bench import photographs
-from conftest import draw_image, python
+from conftest import python
+from PIL import Image
 
 BENCH = "scripts/bench_input.py"
 
@@ -12,12 +13,8 @@ BENCH = "scripts/bench_input.py"
 @pytest.fixture(scope="module")
 def photograph(tmp_path_factory):
     """A folder with something that passes for a photograph."""
-    from PIL import Image
-
     folder = tmp_path_factory.mktemp("photographs")
-    draw_image(folder / "small.JPEG", 1, "x")
-    Image.open(folder / "small.JPEG").resize((1440, 1200)).save(folder / "large.jpg")
-    (folder / "small.JPEG").unlink()
+    Image.effect_noise((1440, 1200), 50).convert("RGB").save(folder / "large.jpg")
     return folder
 
 
@@ -40,17 +37,15 @@ def test_one_row_per_pipeline_and_kind_of_images(photograph, tmp_path):
 
 
 def test_made_images_are_the_same_and_not_made_twice(photograph, tmp_path):
-    found, contents = photographs.find(photograph), []
-    for name in ("one", "other"):
-        root = photographs.make(tmp_path / name, found, 12)
-        files = sorted(root.rglob("*.JPEG"))
-        contents.append([path.read_bytes() for path in files])
-    assert contents[0] == contents[1]
-    assert len(set(contents[0])) == 12
-    before = [path.stat().st_mtime_ns for path in files]
-    assert photographs.make(tmp_path / "other", found, 12) == root
-    assert [path.stat().st_mtime_ns for path in files] == before
-    assert photographs.make(tmp_path / "other", found, 5) != root
+    found = photographs.find(photograph)
+    one, other = (photographs.make(tmp_path / name, found, 12) for name in ("one", "other"))
+    files = [sorted(root.rglob("*.JPEG")) for root in (one, other)]
+    contents = [[path.read_bytes() for path in each] for each in files]
+    assert contents[0] == contents[1] and len(set(contents[0])) == 12
+    before = [path.stat().st_mtime_ns for path in files[1]]
+    assert photographs.make(tmp_path / "other", found, 12) == other
+    assert [path.stat().st_mtime_ns for path in files[1]] == before
+    assert photographs.make(tmp_path / "other", found, 5) != other
 
 
 def test_without_photographs_it_says_what_to_install(tmp_path):

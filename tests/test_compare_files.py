@@ -3,8 +3,6 @@
 import base64
 import csv
 import re
-import subprocess
-import sys
 from xml.etree import ElementTree
 
 import numpy as np
@@ -12,8 +10,8 @@ import pytest
 from compare import pictures
 from compare import table as tables
 from compare.pictures import style
-from conftest import ROOT, python
-from event_files import HAL, HAL_EFFICIENCY, SCRIPT, epochs_of, folder_name, table, write, write_hal
+from conftest import python
+from event_files import HAL, HAL_EFFICIENCY, SCRIPT, epochs_of, table, write, write_hal
 from PIL import Image
 
 from utils.errors import UserError
@@ -193,14 +191,11 @@ def test_many_runs_stay_distinct(count):
 def test_identical_curves_are_both_visible(tmp_path):
     for name in ("a", "b"):
         write(tmp_path / name, {x: {"Loss/train": 3.0 / x} for x in range(1, 12)})
-    _, _, both = table(tmp_path)
-    pictures.draw(both, tmp_path, only=("loss_train",))
-    picture = tmp_path / "loss_train.png"
-    width = np.asarray(Image.open(picture)).shape[1]
-    pale, dark = (where(picture, colour)[:, : 2 * width // 3] for colour in (PALE, DARK))
-    # Both over the whole length of the curve, not only where a mark is.
-    across = pale.any(axis=0) & dark.any(axis=0)
-    assert across.sum() > 0.5 * np.ptp(np.flatnonzero(pale.any(axis=0)))
+    pictures.draw(table(tmp_path)[2], tmp_path, only=("loss_train",))
+    both = [where(tmp_path / "loss_train.png", colour) for colour in (PALE, DARK)]
+    pale, dark = (seen[:, : 2 * seen.shape[1] // 3].any(axis=0) for seen in both)
+    # Over the whole length of the curve, not only where a mark is.
+    assert (pale & dark).sum() > 0.5 * np.ptp(np.flatnonzero(pale))
 
 
 def test_io_and_gpu_pictures_and_strange_labels(tmp_path):
@@ -236,59 +231,37 @@ def test_io_and_gpu_pictures_and_strange_labels(tmp_path):
 
 def test_wrong_options_are_reported_before_a_large_library_is_loaded(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise SystemExit('imported')")
-    done = subprocess.run(
-        [sys.executable, ROOT / SCRIPT, "nowhere"],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(tmp_path)},
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (2, "error: nowhere does not exist\n")
+    done = python(SCRIPT, "nowhere", PYTHONPATH=str(tmp_path))
+    assert (done.code, done.err) == (2, "error: nowhere does not exist\n")
 
 
 # ---- the section: what is around it
 
 
-@pytest.fixture
-def root(tmp_path):
-    """A folder with two runs of 2020."""
-    for gpus in (1, 2):
-        write(tmp_path / "runs" / folder_name(gpus, 64), epochs_of(90 * gpus, 64 * gpus))
-    return tmp_path
-
-
-def update(root, title):
-    """Write the section on the runs in ``root``/runs into ``root``/R.md; whether it changed."""
-    _, _, both = table(root / "runs")
-    section = both.section(root / "R.md", title, "compare `it`", [root / "o" / "top1_val.png"])
-    return tables.put(root / "R.md", "compare_runs", title, section)
-
-
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_nothing_else_is_touched(root, newline):
+def test_nothing_else_is_touched(tmp_path, newline):
     before = newline.join(["# Results", "", "By hand | <b>.  "])
     after = newline.join(["", "<!-- compare_runs begin x -->", "More by hand.  ", ""])
-    file = root / "R.md"
-
-    def text():
-        found = file.read_bytes().decode()
-        assert (found.startswith(before), found.endswith(after)) == (True, True)
-        assert "\n" not in found.replace(newline, ""), "lines end as they do in the file"
-        return found
-
+    file, found = tmp_path / "R.md", before
     file.write_bytes(before.encode())
-    assert update(root, "One")
-    file.write_bytes(file.read_bytes() + after.encode())
-    first = text()
-    # Again: nothing changes. With another run: only the section does. Another title: one more.
-    assert not update(root, "One")
-    assert text() == first
-    write(root / "runs" / folder_name(4, 64), epochs_of(300, 256))
-    assert update(root, "One")
-    second = text()
-    assert second.count("83 %") == 1 + first.count("83 %")
-    assert update(root, "Other")
-    assert file.read_bytes().decode().startswith(second)
+    for title, section, changed in (
+        ("One", "first\n", True),
+        ("One", "first\n", False),
+        ("One", "second\n\ntext", True),
+        ("Other", "third", True),
+    ):
+        old = found
+        assert tables.put(file, "compare_runs", title, section) == changed
+        found = file.read_bytes().decode()
+        assert (found != old) == changed
+        if old == before:
+            found += after
+            file.write_bytes(found.encode())
+        assert found.startswith(before) and after in found
+        assert "\n" not in found.replace(newline, ""), "lines end as they do in the file"
+    assert "first" not in found
+    assert f"second{newline}{newline}text" in found.partition(after)[0]
+    assert "third" in found.partition(after)[2]
 
 
 @pytest.mark.parametrize(
@@ -300,11 +273,11 @@ def test_nothing_else_is_touched(root, newline):
     ],
     ids=["end is gone", "twice", "wrong order"],
 )
-def test_broken_markers_are_left_alone(root, harm):
-    update(root, "x")
-    file = root / "R.md"
+def test_broken_markers_are_left_alone(tmp_path, harm):
+    file = tmp_path / "R.md"
+    tables.put(file, "compare_runs", "x", "text")
     text = harm(file.read_text(), "<!-- compare_runs end x -->")
     file.write_text(text)
     with pytest.raises(UserError, match="correct it by hand"):
-        update(root, "x")
+        tables.put(file, "compare_runs", "x", "other")
     assert file.read_text() == text

@@ -2,18 +2,16 @@
 
 import json
 import re
-import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 from compare import pictures
-from conftest import ROOT, environment, summary, train
+from conftest import summary, train
 from event_files import epochs_of, note, table
 from running import eventually
+from tensorboard import program
 from torch.utils.tensorboard import SummaryWriter
 
 from utils.tensorboard import LAYOUT, entry
@@ -108,56 +106,37 @@ def test_what_runs_cost(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def tensorboard(ours, tmp_path_factory):
+def tensorboard(ours):
     """A real TensorBoard on the runs: a function that queries it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = ("--logdir", ours, "--host", "127.0.0.1", "--port", port)
-    log = open(tmp_path_factory.mktemp("log") / "tensorboard", "w+")
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tensorboard.main", *map(str, options)],
-        cwd=ROOT,
-        env=environment(),
-        stdout=log,
-        stderr=log,
-    )
+    server = program.TensorBoard()
+    server.configure(logdir=str(ours), host="127.0.0.1", port=0)
+    url = server.launch()
 
     def ask(path: str, body: dict | None = None) -> dict:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/data/{path}",
-            data,
-            {"Content-Type": "application/json"} if data else {},
-        )
+        headers = {"Content-Type": "application/json"} if data else {}
+        request = urllib.request.Request(f"{url}data/{path}", data, headers)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
     def is_ready() -> bool:
-        assert server.poll() is None, Path(log.name).read_text()
         try:
             return "one" in ask("runs") and bool(ask("plugin/custom_scalars/layout"))
         except OSError:
             return False
 
-    try:
-        assert eventually(is_ready, 120)
-        yield ask
-    finally:
-        server.terminate()
-        server.wait()
-        log.close()
+    assert eventually(is_ready, 120)
+    return ask
 
 
 def test_tensorboard_shows_one_line_per_run(tensorboard):
     body = {"allowedStatuses": STATUSES, "colParams": [], "startIndex": 0, "sliceSize": 9}
     (group,) = tensorboard("plugin/hparams/session_groups", body)["sessionGroups"]
-    assert group["name"] == "one"
     (session,) = group["sessions"]
-    assert (session["name"], session["status"]) == ("one", "STATUS_SUCCESS")
+    found = group["name"], session["name"], session["status"], group["hparams"]["arch"]
+    assert found == ("one", "one", "STATUS_SUCCESS", "resnet18")
     metrics = {metric["name"]["tag"]: metric["trainingStep"] for metric in group["metricValues"]}
     assert metrics["Top1/val"] == metrics["Throughput/train"] == 2
-    assert group["hparams"]["arch"] == "resnet18"
     enabled = {name for name, p in tensorboard("plugins_listing").items() if p["enabled"]}
     assert {"hparams", "custom_scalars", "scalars"} <= enabled
 

@@ -154,16 +154,6 @@ def test_bytes_of_a_bucket_are_those_of_its_tensors():
     assert replace(one, how=methods.parse("powersgd:2")).wire_bytes == [4 * (1100 * 2 + 900)]
 
 
-def test_the_choice_is_the_mildest_that_is_nearly_best():
-    fast, slow = (Cluster(network_gbit=gbit) for gbit in (1000, 12))
-    assert model.choice(WORK, fast, 2)[1] == "fp32"
-    found, name = model.choice(WORK, slow, 8)
-    assert name == "fp16"
-    assert found.step_s < model.forecast(WORK, slow, 8).step_s
-    real = replace(WORK, buckets=buckets.trace("resnet50"))
-    assert model.choice(real, replace(slow, network_gbit=0.1), 8)[1] == "powersgd:32"
-
-
 def test_from_which_node_on():
     assert model.not_worth_it(WORK, replace(QUIET, network_gbit=1e9, latency_s=0), 64) is None
     node, gain = model.not_worth_it(WORK, Cluster(jitter=0.06), 256)

@@ -81,7 +81,7 @@ def test_folders_of_something_else_are_left_alone(sample, tmp_path):
     assert wrong.returncode == 2 and "0 is not at least 1" in wrong.stderr
     assert not (tmp_path / "many").exists()
     handle = os.open(tmp_path / "bad", os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
+    fcntl.flock(handle, fcntl.LOCK_SH)
     assert "another process" in fail("sample", tmp_path / "bad")
     os.close(handle)
     # Images that somebody has added to a folder of this command.

@@ -241,25 +241,20 @@ def test_the_devkit_gives_the_classes(prepare, archives, tmp_path):
     assert images(tmp_path / "out") == expected()
 
 
-def test_splits_may_come_one_after_the_other(prepare, archives, tmp_path):
-    out = tmp_path / "out"
-    (archives / VAL_TAR).rename(tmp_path / "later")
-    assert not prepare("imagenet", out, "--source", archives)
-    assert images(out) == {k: v for k, v in expected().items() if k.startswith("train")}
-    (archives / TRAIN_TAR).unlink()
-    (tmp_path / "later").rename(archives / VAL_TAR)
-    assert not prepare("imagenet", out, "--source", archives)
-    assert images(out) == expected()
-
-
-def test_a_cut_archive_is_named_and_a_whole_one_finishes_the_work(prepare, archives, tmp_path):
+def test_archives_may_come_one_after_the_other_and_a_cut_one_is_named(prepare, archives, tmp_path):
     out, whole = tmp_path / "out", (archives / TRAIN_TAR).read_bytes()
+    command = ("imagenet", out, "--source", archives)
+    (archives / VAL_TAR).rename(tmp_path / "later")
     (archives / TRAIN_TAR).write_bytes(whole[: len(whole) // 2])
-    message = prepare("imagenet", out, "--source", archives)
+    message = prepare(*command)
     assert TENCH in message and TRAIN_TAR in message
     assert images(out).items() <= expected().items()
     (archives / TRAIN_TAR).write_bytes(whole)
-    assert not prepare("imagenet", out, "--source", archives)
+    assert not prepare(*command)
+    assert images(out) == {k: v for k, v in expected().items() if k.startswith("train")}
+    (archives / TRAIN_TAR).unlink()
+    (tmp_path / "later").rename(archives / VAL_TAR)
+    assert not prepare(*command)
     assert images(out) == expected()
 
 
