@@ -34,7 +34,7 @@ def train_on(nodes: list[Node], line: str) -> list[str]:
     return [result.out for result in results]
 
 
-@pytest.mark.long  # test_commands.py types the same lines on one network
+@pytest.mark.long  # test_commands.py types these commands on one network
 @pytest.mark.parametrize(
     ("count", "line"),
     [

@@ -1,4 +1,4 @@
-"""--compile: once per training, and a sentence where it cannot be done."""
+"""--compile: once per run, and an error message where it cannot be done."""
 
 import argparse
 

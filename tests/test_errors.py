@@ -1,4 +1,4 @@
-"""Errors speak: one sentence that names the thing, a non-zero exit code, and nothing lost."""
+"""Bad input: a one-line error message that names the cause, a non-zero exit code, nothing lost."""
 
 import re
 import shutil

@@ -163,7 +163,7 @@ def test_an_owner_whose_place_was_taken_ends(tmp_path):
         held_up.until("mine")
         (touched := tmp_path / lock.LOCK).touch()
         last = touched.stat().st_mtime_ns
-        assert eventually(lambda: touched.stat().st_mtime_ns > last), "no sign of life"
+        assert eventually(lambda: touched.stat().st_mtime_ns > last), "no heartbeat"
         touched.unlink()
         assert eventually(touched.exists), "removed by hand"
         foreign(tmp_path)

@@ -1,4 +1,4 @@
-"""Programs whose environment or whose reader is missing: one sentence, or silence; no traceback."""
+"""A missing environment is a one-line error message, a closed stdout is no error at all."""
 
 import os
 import subprocess

@@ -56,9 +56,9 @@ def test_the_recipes_say_where_they_come_from_and_go_to_all_nodes():
     ("line", "message"),
     [
         ("--lr '0.1", r"mine\.txt cannot be read: No closing quotation"),
-        ("--optimizer lamb", "--optimizer lamb is gone: use adamw or muon"),
-        ("--comm=localsgd:8", "--comm localsgd is gone: .*--accum-steps"),
-        ("--ema-every 4", "--ema-every is gone: .* leave it out"),
+        ("--optimizer lamb", "--optimizer lamb was removed: use adamw or muon"),
+        ("--comm=localsgd:8", "--comm localsgd was removed: .*--accum-steps"),
+        ("--ema-every 4", "--ema-every was removed: .* leave it out"),
         (None, "no recipe fast: give a file, or one of classic90, fast16"),
     ],
 )

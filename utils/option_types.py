@@ -138,7 +138,7 @@ def refuse_gone(words: Sequence[str], gone: Mapping[str, str]) -> None:
         value = (value or " ".join(words[number + 1 : number + 2])).partition(":")[0]
         for wanted in (name, f"{name} {value}"):
             if wanted in gone:
-                raise UserError(f"{wanted} is gone: {gone[wanted]}", alike=True)
+                raise UserError(f"{wanted} was removed: {gone[wanted]}", alike=True)
 
 
 def recipe_names() -> list[str]:
