@@ -1,4 +1,4 @@
-"""A run that is stopped, by whatever means, and goes on ends where an undisturbed one does."""
+"""A run that is interrupted and resumed ends with the weights of one that was not."""
 
 import shutil
 import signal
