@@ -2,20 +2,15 @@
 
 import io
 import re
-import subprocess
-import sys
 import tarfile
-from pathlib import Path
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-SCRIPT = SCRIPTS / "prepare_data.py"
+from conftest import python
+
+SCRIPT = "scripts/prepare_data.py"
 
 
-def run(*arguments, **options):
-    command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=False, **options
-    )
+def run(*arguments):
+    return python(SCRIPT, *arguments)
 
 
 def said(text):
@@ -27,15 +22,15 @@ def said(text):
 def succeed(*arguments):
     """What a command prints that must succeed without a word on its error output."""
     done = run(*arguments)
-    assert (done.returncode, said(done.stderr)) == (0, []), done
-    return done.stdout
+    assert (done.code, said(done.err)) == (0, []), done
+    return done.out
 
 
 def fail(*arguments):
     """The error message of a command that must fail with exit code 2 and one line."""
     done = run(*arguments)
-    (line,) = said(done.stderr)
-    assert done.returncode == 2 and line.startswith("error: "), done
+    (line,) = said(done.err)
+    assert done.code == 2 and line.startswith("error: "), done
     return line
 
 

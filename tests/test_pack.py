@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from batches import batches_of
-from conftest import draw_folder, draw_image, python
+from conftest import ROOT, draw_folder, draw_image, python
 from PIL import Image
 from preparing import SCRIPT, fail, run, succeed
 from running import tiny
@@ -102,12 +102,12 @@ def test_evaluation_is_that_of_the_folder_bit_for_bit(source, packed):
 
 def test_names_classes_and_reports(source, packed):
     out, done = packed
-    assert done.returncode == 0
-    lines = done.stderr.splitlines()
+    assert done.code == 0
+    lines = done.err.splitlines()
     assert sum("stored as it is: " in line for line in lines) == 3
-    assert "49 images to pack: about" in done.stdout and "are free in" in done.stdout
-    assert f"done: {out}: 49 images in 2 files" in done.stdout
-    assert "3 images cannot be decoded" in done.stdout
+    assert "49 images to pack: about" in done.out and "are free in" in done.out
+    assert f"done: {out}: 49 images in 2 files" in done.out
+    assert "3 images cannot be decoded" in done.out
     assert class_folders(out / "train") == class_folders(source / "train")
     check_same_classes(out, "val", class_folders(out / "train"), subset=False)
     one, other = index_of(source), index_of(out)
@@ -133,7 +133,7 @@ def test_pixels_are_those_of_a_careful_reduction(tmp_path):
         (folder / "x.JPEG").unlink()
     for command in ("pack", "shrink"):
         done = run(command, tmp_path / "large", tmp_path / command, "--size", SIZE, *ONE)
-        assert done.returncode == 0, done.stderr
+        assert done.code == 0, done.err
     index, shrunk = index_of(tmp_path / "pack"), index_of(tmp_path / "shrink")
     for image in range(4):
         with Image.open(folder / f"{image}.JPEG") as picture:
@@ -206,7 +206,7 @@ def test_damaged_pixels_are_found_by_verify_and_made_again(source, copy, packed)
     assert f"1 of 2 files are damaged ({copy}/train/00000.pixels)" in fail("verify", copy, *ONE)
     (copy / "train" / "00000.pixels").unlink()
     (copy / "val" / "pack.npz").unlink()
-    assert run("pack", source, copy, "--size", SIZE, *ONE).returncode == 0
+    assert run("pack", source, copy, "--size", SIZE, *ONE).code == 0
     assert "2 files are as they were written" in succeed("verify", copy, *ONE)
     assert np.array_equal(*(index_of(one).pack.records["crc"] for one in (copy, packed[0])))
 
@@ -254,7 +254,7 @@ def test_killed_while_packing_it_keeps_what_is_whole_and_finishes(tmp_path, monk
     # Each worker makes a file; the second one is the smaller.
     first = out / "train" / pack.file_name(1)
     process = subprocess.Popen(
-        [sys.executable, SCRIPT, "pack", tmp_path / "many", out], stdout=subprocess.DEVNULL
+        [sys.executable, ROOT / SCRIPT, "pack", tmp_path / "many", out], stdout=subprocess.DEVNULL
     )
     try:
         while not first.exists():

@@ -78,7 +78,7 @@ def test_folders_of_something_else_are_left_alone(sample, tmp_path):
         assert message in fail("sample", tmp_path / name)
     assert "has 10 classes" in fail("sample", tmp_path / "many", "--classes", 11)
     wrong = run("sample", tmp_path / "many", "--train", 0)
-    assert wrong.returncode == 2 and "0 is not at least 1" in wrong.stderr
+    assert wrong.code == 2 and "0 is not at least 1" in wrong.err
     assert not (tmp_path / "many").exists()
     handle = os.open(tmp_path / "bad", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_SH)

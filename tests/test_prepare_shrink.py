@@ -2,7 +2,6 @@
 
 import io
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -12,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import prepare_data
 import pytest
+from conftest import ROOT, python
 from PIL import Image
-from preparing import SCRIPT, SCRIPTS, put, run, said, tree
-from running import descendants, wait_for_group
+from preparing import SCRIPT, put, run, said, tree
+from running import Running, descendants, wait_for_group
 
 from utils.data import images as decoding
 from utils.data.index import ImageIndex
@@ -27,7 +27,7 @@ ODD = ("cut.JPEG", "empty.jpg", "text.JPEG")  # what cannot be read
 def shrink(*arguments):
     """A command that must succeed; it may name images that cannot be decoded."""
     done = run("shrink", *arguments)
-    assert done.returncode == 0, done
+    assert done.code == 0, done
     return done
 
 
@@ -175,13 +175,13 @@ def test_the_training_reads_the_copy_in_the_same_order(source, shrunk):
 def test_what_was_done_is_said(source, shrunk):
     """Files that cannot be decoded are named and counted; the saved bytes are printed."""
     done = shrunk[1]
-    lines = [line for line in done.stderr.splitlines() if "copied as it is: " in line]
+    lines = [line for line in done.err.splitlines() if "copied as it is: " in line]
     named = sorted(name for name in ODD for line in lines if f"{source}/train/odd/{name}: " in line)
     assert named == sorted(ODD) and len(lines) == 3
-    assert "truncated" in done.stderr and "it is not an image" in done.stderr
-    assert "3 images cannot be decoded, and were copied as they are" in done.stdout
+    assert "truncated" in done.err and "it is not an image" in done.err
+    assert "3 images cannot be decoded, and were copied as they are" in done.out
     before, after = (sum(map(len, images(root).values())) for root in (source, shrunk[0]))
-    assert f"{100 * (1 - after / before):.1f} % saved" in done.stdout
+    assert f"{100 * (1 - after / before):.1f} % saved" in done.out
 
 
 def test_number_of_workers_does_not_change_bytes(source, shrunk, tmp_path):
@@ -231,27 +231,22 @@ def check_no_damaged_image(source, out):
 def interrupt(how, source, out):
     """Start a command, interrupt it after some images, and wait until all its processes end."""
     before = len(written(out))
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, "shrink", source, out, *map(str, OPTIONS)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while len(written(out)) < before + 12:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.003)
-    workers = [one.pid for one in descendants(process.pid) if "spawn_main" in one.command]
-    assert len(workers) == 2
-    if how == "kill":
-        process.kill()
-    elif how == "worker":  # as the system does when the memory is short
-        os.kill(workers[0], signal.SIGKILL)
-    else:  # a terminal sends Ctrl-C to all processes
-        os.killpg(process.pid, signal.SIGINT)
-    message = process.communicate(timeout=30)[1]
-    assert not wait_for_group(process.pid, 30), "processes outlive the one that started them"
-    return process.returncode, [line for line in said(message) if "copied as it is" not in line]
+    with Running(SCRIPT, "shrink", source, out, *OPTIONS) as command:
+        while len(written(out)) < before + 12:
+            assert command.process.poll() is None, command.result()
+            time.sleep(0.003)
+        pid = command.process.pid
+        workers = [one.pid for one in descendants(pid) if "spawn_main" in one.command]
+        assert len(workers) == 2
+        if how == "kill":
+            command.process.kill()
+        elif how == "worker":  # as the system does when the memory is short
+            os.kill(workers[0], signal.SIGKILL)
+        else:  # a terminal sends Ctrl-C to all processes
+            command.send(signal.SIGINT, group=True)
+        done = command.result()
+        assert not wait_for_group(pid, 30), "processes outlive the one that started them"
+    return done.code, [line for line in said(done.err) if "copied as it is" not in line]
 
 
 def test_interrupted_again_and_again_it_still_finishes(many, tmp_path):
@@ -269,20 +264,18 @@ def test_interrupted_again_and_again_it_still_finishes(many, tmp_path):
     left = dict.fromkeys(("train/b/sub/.7f.tmp", "val/a/.8f.tmp"), b"half")
     put(out, {**left, "train/b/sub/001.JPEG": b""})
     refused = run("shrink", source, out, "--size", 32)
-    assert refused.returncode == 2 and "not shrink" in refused.stderr
+    assert refused.code == 2 and "not shrink" in refused.err
     done = shrink(source, out, *OPTIONS)
     assert tree(out) == tree(finished)
     # The bytes are those of the whole copy, not of the last command.
-    saved = [line for line in done.stdout.splitlines() if "% saved" in line]
-    assert saved and saved[0] in uninterrupted.stdout
+    saved = [line for line in done.out.splitlines() if "% saved" in line]
+    assert saved and saved[0] in uninterrupted.out
 
 
 def test_full_disk_leaves_no_half_image(many, tmp_path):
-    def small_files_only():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-
-    source, _, _ = many
-    done = run("shrink", source, tmp_path / "out", *OPTIONS, preexec_fn=small_files_only)
+    words = ["prlimit", "--fsize=1000", sys.executable, ROOT / SCRIPT, "shrink", many[0]]
+    words += [tmp_path / "out", *OPTIONS]
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False)
     errors = [line for line in said(done.stderr) if "copied as it is" not in line]
     assert done.returncode == 2 and len(errors) == 1, done.stderr
     assert errors[0].startswith("error: cannot write ") and "same command" in errors[0]
@@ -292,8 +285,7 @@ def test_full_disk_leaves_no_half_image(many, tmp_path):
 def test_preparation_needs_no_torch():
     """Its import takes seconds, in each worker process of `shrink` again."""
     code = "import sys, prepare_data; sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS, timeout=240, check=False)
-    assert done.returncode == 0
+    assert python("-c", code, PYTHONPATH=str(ROOT / "scripts")).code == 0
 
 
 # ---------------------------------------------------------------------------- refusals
