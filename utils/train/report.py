@@ -228,10 +228,7 @@ def input_path(session: Session, record: dict[str, float]) -> None:
         ),
         "a machine with more cores for each GPU": not (large or few_workers or slow_disk),
     }
-    log.info(
-        f"note: {share:.0%} of the time was spent waiting for images: the input path, not the "
-        f"{'GPU' if session.world.device.type == 'cuda' else 'model'}, is the limit"
-    )
+    log.info(f"note: {share:.0%} of the time was spent waiting for images")
     log.info("what helps: " + "; ".join(text for text, helps in advice.items() if helps))
 
 
