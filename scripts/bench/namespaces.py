@@ -33,6 +33,7 @@ class Namespaces:
         # first program a whole process namespace.
         self.keeper = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *new, *_FIRST],
+            start_new_session=True,  # Ctrl-C must not end the network before the job
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
