@@ -189,9 +189,9 @@ def test_a_closed_master_port_and_another_torch(nodes, data, tmp_path):
     assert "✗ node 1 of 2 did not connect" in results[0].out
     assert f"{nodes[0].ip}:{PORT} cannot be reached" in bad(results[1])[0]
     nodes[0].unblock_ports()
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/version.py").write_text("__version__ = '2.13.1+cu128'\n")
-    (tmp_path / "torch/__init__.py").write_text("from torch.version import __version__\n")
+    metadata = tmp_path / "torch-2.13.1.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.1\n")
     results = ask_doctor(nodes, data, env1={"PYTHONPATH": str(tmp_path)})
     assert [result.code for result in results] == [2, 2], results
     for result in results:
