@@ -5,8 +5,8 @@ from pathlib import Path
 
 import bench_step
 import pytest
-from conftest import python
-from running import STAND_IN, eventually
+from conftest import ROOT, python
+from running import STAND_IN, Running, eventually
 
 from utils.errors import UserError
 
@@ -51,8 +51,23 @@ def test_a_case_that_takes_too_long_is_ended_with_what_it_has_started(tmp_path):
     words = ["sh", "-c", "sleep 60 & echo $! > child; wait"]
     with pytest.raises(UserError, match="longer than --limit 1 seconds: a smaller -b"):
         bench_step.run(words, options("--limit", "1"), tmp_path)
-    child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
-    assert eventually(lambda: not child.exists() or child.read_text().split()[2] == "Z", 30)
+    assert eventually(lambda: has_ended(tmp_path / "child"), 30)
+
+
+def test_a_case_ends_with_a_bench_that_is_killed(tmp_path):
+    line = f"cd {tmp_path}; echo $$ > new; mv new child; exec sleep 60"
+    words = ["sh", "-c", line]
+    code = f"from bench import commands; commands.run([{words}], 60, '')"
+    with Running("-c", code, PYTHONPATH=str(ROOT / "scripts")) as bench:
+        assert eventually((tmp_path / "child").exists)
+        bench.process.kill()
+        assert eventually(lambda: has_ended(tmp_path / "child"), 30)
+
+
+def has_ended(file):
+    """Whether the process whose id is in ``file`` has."""
+    stat = Path("/proc", file.read_text().strip(), "stat")
+    return not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
 def test_a_peer_that_fails_is_named(tmp_path):

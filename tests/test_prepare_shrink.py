@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, python
 from PIL import Image
 from preparing import SCRIPT, put, run, said, tree
-from running import Running, descendants, wait_for_group
+from running import Running, wait_for_group
 
 from utils.data import images as decoding
 from utils.data.index import ImageIndex
@@ -236,7 +236,7 @@ def interrupt(how, source, out):
             assert command.process.poll() is None, command.result()
             time.sleep(0.003)
         pid = command.process.pid
-        workers = [one.pid for one in descendants(pid) if "spawn_main" in one.command]
+        workers = [one.pid for one in command.meet_family() if "spawn_main" in one.command]
         assert len(workers) == 2
         if how == "kill":
             command.process.kill()
@@ -244,8 +244,9 @@ def interrupt(how, source, out):
             os.kill(workers[0], signal.SIGKILL)
         else:  # a terminal sends Ctrl-C to all processes
             command.send(signal.SIGINT, group=True)
-        done = command.result()
+        command.process.wait(30)
         assert not wait_for_group(pid, 30), "processes outlive the one that started them"
+        done = command.result()
     return done.code, [line for line in said(done.err) if "copied as it is" not in line]
 
 

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from utils.errors import UserError
+from utils.launch.supervise import die_with_parent
 
 
 def run(
@@ -20,12 +21,13 @@ def run(
     Raises: `UserError` with the message ``late`` if they take longer than ``seconds``, or if one
     cannot be started.
     """
-    started, end = [], time.monotonic() + seconds
+    started, end, parent = [], time.monotonic() + seconds, os.getpid()
     with contextlib.ExitStack() as stack:
         # Files: a process that the command has left behind would keep a pipe open.
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in 2 * commands]
         outs, errors = files[::2], files[1::2]
         options |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
+        options["preexec_fn"] = lambda: die_with_parent(parent)  # even if this process is killed
         try:
             for words, out, err in zip(commands, outs, errors, strict=True):
                 started.append(subprocess.Popen(words, stdout=out, stderr=err, **options))
