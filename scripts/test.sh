@@ -2,7 +2,10 @@
 # Set up the environment, then run lint, format check and tests:
 #
 #   bash scripts/test.sh [PYTEST OPTIONS]
-#   TORCH=oldest bash scripts/test.sh [PYTEST OPTIONS]  # in .venv-oldest, with the oldest torch
+#   bash scripts/test.sh -k resume -x     # a part of them, to the first failure
+#   bash scripts/test.sh -m long          # those that take minutes each, hours in all
+#   bash scripts/test.sh -m cuda          # those that need a GPU
+#   TORCH=oldest bash scripts/test.sh     # in .venv-oldest, with the oldest torch
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_help "$@"
