@@ -42,6 +42,7 @@ from utils.option_types import amount, count, number, positive  # noqa: E402
 
 OK, WARNING, FAULT = 0, 1, 2
 MARKS = "✓!✗"
+START = timedelta(minutes=2)  # for a node to import torch once all are there
 LONG = timedelta(minutes=30)  # listing ImageNet for the first time on a network disk takes minutes
 SSH_WAIT = 20  # seconds; the nodes are started at the same time
 BUCKET = 25 * 2**20  # bytes of gradients that DDP exchanges at once
@@ -215,8 +216,10 @@ def together(args: argparse.Namespace) -> tuple[list[Facts], Facts]:
     own = chosen_interface("GLOO_SOCKET_IFNAME"), chosen_interface("NCCL_SOCKET_IFNAME")
     if interface := network.interface_towards(args.master):  # the check itself must get through
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-    where = f"tcp://{args.master}:{args.port}"
-    dist.init_process_group("gloo", where, rank=args.rank, world_size=args.nodes, timeout=LONG)
+    store = dist.TCPStore(args.master, args.port, args.nodes, args.rank == 0, timeout=START)
+    dist.init_process_group(
+        "gloo", store=store, rank=args.rank, world_size=args.nodes, timeout=LONG
+    )
     dist.barrier()
     times = gather(time.time())
     door = socket.create_server(("", 0), backlog=1024)  # the kernel answers
