@@ -348,6 +348,8 @@ class Job:
         nodes, self.attempt = self.attempt, []
         codes = [node.outcome for node in nodes]
         failed = self.failed.outcome if self.failed else 0
+        if failed == errors.LOST_PEER and errors.BAD_INPUT in codes:
+            failed = errors.BAD_INPUT  # its peer ended first
         lost = any(node.lost for node in nodes)
         self.run_host = None if nodes[0].lost else nodes[0].host
         for node in nodes:
