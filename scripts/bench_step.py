@@ -281,9 +281,8 @@ def page(found: dict[str, list[Figures]], args: argparse.Namespace) -> str:
     for case, rounds in found.items():
         waits = {place for one in rounds for place in one.get("host_waits", ())}
         names = sorted("/".join(Path(place).parts[-2:]) for place in waits)
-        said += (
-            f" In a step of {case} the host waits for the GPU: {', '.join(names)}." if names else ""
-        )
+        if names:
+            said += f" In a step of {case} the host waits for the GPU: {', '.join(names)}."
     return f"{markdown_table(*table(found, cuda))}\n\n{said}"
 
 
