@@ -1,4 +1,4 @@
-"""Which amp is taken and why; and the calls that NVIDIA Apex gets, by a stand-in for it."""
+"""Which amp is taken and why, Apex or native; the calls that Apex gets, by a stand-in for it."""
 
 import argparse
 import importlib
@@ -14,13 +14,14 @@ from running import TORCHRUN, snapshot, tiny
 from torch import nn
 
 from utils.amp import apex as choice
-from utils.amp import o2
+from utils.amp import native, o2
 from utils.errors import UserError
+from utils.launch import world
 from utils.launch.network import free_port
-from utils.launch.world import World
 
 STAND_IN_APEX = str(ROOT / "tests" / "stand_in_apex")
 LINE = ("--epochs", 1, "-b", 10, "-p", 2)
+WORLD = world.World(torch.device("cpu"))
 
 # Runs imagenet_ddp_apex.py where Apex's amp is believed to be usable; the stand-in needs no GPU.
 RUNNER = """
@@ -37,7 +38,7 @@ def main():
     return code
 
 if __name__ == "__main__":
-    choice._gpu_is_there = lambda: True
+    choice._has_gpu = lambda: True
 {change}
     supervise.run_main(main)
 """
@@ -84,7 +85,7 @@ def test_apex_is_used_as_published_scripts_use_it(run_with_stand_in, tmp_path):
     first = [("scale_loss", False), ("masters",), ("skip",), ("zero_grad",)]
     assert seen[2 : 2 + 4] == first
     assert seen[6 : 6 + 15] == step * 5, "60 images in batches of 10"
-    assert "by NVIDIA Apex: it is installed" in result.out
+    assert "opt level O2 by NVIDIA Apex" in result.out
     curves = scalars(tmp_path / "one")
     assert curves["Amp/skipped"] == [(1, 1.0)]
     assert curves["Amp/scale"] == [(1, 32768.0)]
@@ -181,29 +182,25 @@ def test_with_apex_a_run_goes_on_exactly(run_with_stand_in, tmp_path):
 # ---- the choice
 
 
-def make_package(root, *folders, init=""):
-    for folder in ("apex", *(f"apex/{name}" for name in folders)):
-        (root / folder).mkdir(parents=True)
-        (root / folder / "__init__.py").write_text(init if folder == "apex" else "")
-    return str(root)
-
-
 @pytest.mark.parametrize(
     ("packages", "init", "reason"),
     [
-        (None, "", "Apex is not installed"),
-        (("amp", "parallel", "multi_tensor_apply"), "", "needs a CUDA GPU"),
-        (("contrib", "optimizers", "multi_tensor_apply"), "", "has no amp"),
-        (("lib", "scaffolds", "static"), "", "has no amp"),
+        ((), "", "no NVIDIA Apex .*No module named 'apex'"),
+        (("contrib", "optimizers"), "", "no NVIDIA Apex .*No module named 'apex.amp'"),
         (("amp", "parallel"), "raise OSError('undefined symbol')", r"imported \(OSError\('undef"),
+        (("amp", "parallel"), None, "needs a CUDA GPU"),
     ],
 )
 def test_why_apex_is_not_used(site, tmp_path, monkeypatch, capsys, packages, init, reason):
-    site(make_package(tmp_path, *packages, init=init) if packages else str(tmp_path))
-    monkeypatch.setattr(choice, "_gpu_is_there", lambda: bool(init))
-    amp, parallel = choice.amp_and_parallel(parsed(), World(torch.device("cpu")))
+    for name in packages:
+        (tmp_path / "apex" / name).mkdir(parents=True)
+        (tmp_path / "apex" / name / "__init__.py").touch()
+        (tmp_path / "apex" / "__init__.py").write_text(init or "")
+    site(str(tmp_path))
+    monkeypatch.setattr(choice, "_has_gpu", lambda: init is not None)
+    amp, parallel = choice.amp_and_parallel(parsed(), WORLD)
     assert isinstance(amp, o2.Amp) and parallel is o2
-    by = r"opt level O2 .* by plain PyTorch \(utils/amp/o2.py\)"
+    by = r"opt level O2 by plain PyTorch \(utils/amp/o2.py\)"
     assert re.search(f"{by}: .*{reason}", capsys.readouterr().out)
     with pytest.raises(UserError, match=f"{reason}.*25.04.*--amp-impl torch"):
         choice.check(parsed("--amp-impl", "apex"))
@@ -213,11 +210,53 @@ def test_an_apex_that_is_missing_is_told_before_processes_start(tmp_path, folder
     options = (*SMALL, "--amp-impl", "apex", "-g", 2, "--output-dir", tmp_path / "runs", folder)
     refused = python("imagenet_ddp_apex.py", *options)
     assert refused.code == 2
-    assert "not installed" in refused.sentence
+    assert "--amp-impl apex: " in refused.sentence
     assert not (tmp_path / "runs").exists()
 
 
-def test_torch_is_taken_when_asked_for_though_apex_is_there(run_with_stand_in):
-    result = run_with_stand_in("--amp-impl", "torch", "--opt-level", "O0")
-    assert calls(result) == []
-    assert "plain PyTorch (utils/amp/o2.py): as --amp-impl says" in result.out
+def test_torch_is_taken_when_asked_for_though_apex_is_there(site, monkeypatch, capsys):
+    site(STAND_IN_APEX)
+    monkeypatch.setattr(choice, "_has_gpu", lambda: True)
+    assert isinstance(choice.amp_and_parallel(parsed(), WORLD)[0], choice.Amp)
+    amp, _ = choice.amp_and_parallel(parsed("--amp-impl", "torch"), WORLD)
+    assert isinstance(amp, o2.Amp)
+    assert "plain PyTorch (utils/amp/o2.py): as --amp-impl says" in capsys.readouterr().out
+
+
+# ---- --amp auto: bf16 on CPUs with AMX and images that are large enough, and only there
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "expected"),
+    [
+        ("fpu amx_bf16 avx512f amx_tile amx_int8", None, True),
+        ("fpu amx_bf16 amx_tile", "AVX10_1_512_AMX", True),
+        ("fpu amx_bf16 amx_tile", "AVX512_CORE_BF16", False),
+        ("fpu avx512f avx512_bf16", None, False),
+        (None, None, False),
+    ],
+)
+def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch, flags, limit, expected):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit or "ALL")
+    info = tmp_path / "cpuinfo"
+    if flags is not None:
+        info.write_text(f"processor: 0\nflags\t\t: {flags}\nbugs: none\n")
+    assert world.has_amx(info) is expected
+
+
+@pytest.mark.parametrize(
+    ("amx", "sizes", "dtype"),
+    [
+        (True, {"image_size": 224}, torch.bfloat16),
+        (True, {"image_size": 64}, None),
+        (True, {"image_size": 64, "progressive": "128,224", "epochs": 2}, torch.bfloat16),
+        (False, {"image_size": 224}, None),
+    ],
+)
+def test_auto_takes_bf16_with_amx_and_says_so(monkeypatch, capsys, amx, sizes, dtype):
+    monkeypatch.setattr(native, "has_amx", lambda: amx)
+    args = argparse.Namespace(amp="auto", **{"progressive": None, **sizes})
+    assert native.autocast_dtype(args, WORLD) is dtype
+    assert args.precision == ("bf16" if dtype else "off")
+    assert ("AMX" in capsys.readouterr().out) is bool(dtype)
+    assert native.autocast_dtype(argparse.Namespace(amp="off"), WORLD) is None

@@ -110,7 +110,7 @@ def test_memory_that_another_stream_still_uses(train):
     [
         (DDP, "--comm int8", OrderedCollectives.submit, "self.stream.wait_stream", "id", Race),
         (APEX, "", LossScaler._watch, "not event.query()", "False", Race),
-        (APEX, "", LossScaler.prepare, '"_step_supports_amp_scaling"', '"not_there"', Wait),
+        (APEX, "", LossScaler.unscale, '"_step_supports_amp_scaling"', '"not_there"', Wait),
     ],
 )  # fmt: skip
 def test_faults_between_processes(train, script, options, function, old, new, found):

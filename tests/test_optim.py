@@ -320,8 +320,8 @@ def test_o2_gives_masters_to_any_optimiser(monkeypatch, name):
             copy.grad = place.pop(0)
         other.step()
     assert same(masters, copies)
-    weights = [master.half() for master in amp.weights.masters]
-    assert same(amp.weights.half, weights)
+    weights = [master.half() for master in amp.masters.values()]
+    assert same(amp.masters, weights)
     train(amp, model, optimizer, 3, weight=torch.inf)
     assert same(masters, copies)
 

@@ -5,10 +5,8 @@ Elsewhere utils/amp/o2.py computes the same; `amp_and_parallel` chooses.
 
 import argparse
 import importlib
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from utils.amp import o2
 from utils.amp.loss_scale import SMALLEST
 from utils.errors import UserError
 from utils.launch.world import World
+from utils.option_types import number
 
 HOW_TO_GET_APEX = (
     "install the last Apex that has it (git clone --branch 25.04 https://github.com/NVIDIA/apex, "
@@ -36,7 +35,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="batch norm in float32 though the weights are float16; default: the level's",
     )
     group.add_argument(
-        "--loss-scale", metavar="X|dynamic", help="a fixed number or dynamic; default: the level's"
+        "--loss-scale",
+        type=loss_scale,
+        metavar="X|dynamic",
+        help="a fixed number or dynamic; default: the level's",
     )
     group.add_argument(
         "--amp-impl",
@@ -59,10 +61,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def loss_scale(text: str) -> float | str:
+    """The type of ``--loss-scale``."""
+    return text if text == "dynamic" else number(float, 0, exclusive=True)(text)
+
+
 def check(args: argparse.Namespace) -> None:
     """Raise `UserError` for options that do not go together, or an Apex that cannot be used."""
     o2.from_args(args)
-    _choose(args)
+    _why_not(args)
 
 
 def amp_and_parallel(args: argparse.Namespace, world: World) -> tuple[Any, Any]:
@@ -70,69 +77,63 @@ def amp_and_parallel(args: argparse.Namespace, world: World) -> tuple[Any, Any]:
 
     ``--amp-impl`` decides; rank 0 prints which it is and why.
     """
-    use_apex, why = _choose(args)
+    reason = _why_not(args)
     if world.is_main:
-        by = "NVIDIA Apex" if use_apex else "plain PyTorch (utils/amp/o2.py)"
-        print(f"opt level {o2.from_args(args)} by {by}: {why}", flush=True)
-    return (Amp(), parallel()) if use_apex else (o2.Amp(world), o2)
+        by = f"plain PyTorch (utils/amp/o2.py): {reason}" if reason else "NVIDIA Apex"
+        print(f"opt level {args.opt_level} by {by}", flush=True)
+    return (o2.Amp(world), o2) if reason else (Amp(), parallel())
 
 
-def _choose(args: argparse.Namespace) -> tuple[bool, str]:
-    """Whether to use Apex, and why."""
+def _why_not(args: argparse.Namespace) -> str | None:
+    """Why Apex's amp is not used; None if it is."""
     if args.amp_impl == "torch":
-        return False, "as --amp-impl says"
-    reason = _why_unusable()
+        return "as --amp-impl says"
+    reason = None if _has_gpu() else "Apex's amp needs a CUDA GPU"
+    try:
+        if not reason:
+            importlib.import_module("apex.amp")
+            importlib.import_module("apex.parallel")
+    except ImportError as fault:
+        reason = f"no NVIDIA Apex with amp is installed ({fault!s:.200})"
+    except Exception as fault:  # whatever a module built for another torch raises
+        reason = f"Apex cannot be imported ({fault!r:.200})"
     if reason and args.amp_impl == "apex":
         raise UserError(f"--amp-impl apex: {reason}: {HOW_TO_GET_APEX}", alike=True)
-    return not reason, reason or "it is installed"
+    return reason
 
 
-def _why_unusable() -> str | None:
-    """Why Apex's amp cannot be used here; None if it can."""
-    try:
-        if importlib.util.find_spec("apex") is None:
-            return "Apex is not installed"
-        if importlib.util.find_spec("apex.amp") is None:
-            return (
-                "the installed apex has no amp (NVIDIA removed it in May 2025; PyPI's apex is "
-                "another package)"
-            )
-        if not _gpu_is_there():
-            return "Apex's amp needs a CUDA GPU"
-        importlib.import_module("apex.amp")
-        importlib.import_module("apex.parallel")
-    except Exception as fault:  # whatever a module built for another torch raises
-        return f"Apex cannot be imported ({fault!r:.200})"
-    return None
-
-
-def _gpu_is_there() -> bool:
+def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
 class Amp:
-    """The module ``apex.amp``, for one model and one optimiser; see `utils.amp.o2.Amp`."""
+    """The module ``apex.amp``, for one model and one optimiser; see `utils.amp.o2.Amp`.
+
+    It is its own ``scaler``, with the state of a `utils.amp.loss_scale.LossScaler`.
+    """
 
     def __init__(self) -> None:
-        self.amp = importlib.import_module("apex.amp")
+        self.amp, self.scaler, self.skipped = importlib.import_module("apex.amp"), self, 0
 
     def initialize(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        opt_level: str = "O1",
-        **overrides: Any,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, opt_level: str, **overrides: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """``amp.initialize``."""
-        level, usual = o2.choose(opt_level, **overrides), o2.LEVELS[opt_level]
-        changes: dict[str, Any] = {}  # Apex refuses some overrides that override nothing
-        if level.keep_batchnorm_fp32 != usual.keep_batchnorm_fp32:
-            changes["keep_batchnorm_fp32"] = level.keep_batchnorm_fp32
-        if level.loss_scale != usual.loss_scale:
-            changes["loss_scale"] = "dynamic" if level.loss_scale is None else level.loss_scale
+        level, usual = vars(o2.choose(opt_level, **overrides)), vars(o2.LEVELS[opt_level])
+        # Apex refuses some overrides that override nothing.
+        changes = {name: level[name] for name in overrides if level[name] != usual[name]}
         model, optimizer = self.amp.initialize(model, optimizer, opt_level=opt_level, **changes)
-        self.scaler = Scaler(self.amp)
-        self.weights = Weights(model, optimizer)
+        of_weight = {weight: name for name, weight in model.named_parameters()}
+        names = [of_weight[weight] for weight in o2.Amp.master_params(optimizer)]
+
+        def named_masters() -> dict[str, nn.Parameter]:
+            # Apex puts its masters into the optimiser with the first backward: after a resume.
+            if hasattr(optimizer, "_amp_lazy_init"):
+                optimizer._amp_lazy_init()
+            return dict(zip(names, o2.Amp.master_params(optimizer), strict=True))
+
+        # Apex's own checkpoints leave the masters out.
+        self.weights = o2.Weights(model, named_masters)
         return model, optimizer
 
     @contextmanager
@@ -140,21 +141,14 @@ class Amp:
         self, loss: Tensor, optimizer: torch.optim.Optimizer, delay_unscale: bool = False
     ) -> Iterator[Tensor]:
         """``amp.scale_loss``, which waits for the device in every step."""
-        before = self.scaler.value
+        before = self.value
         with self.amp.scale_loss(loss, optimizer, delay_unscale=delay_unscale) as scaled_loss:
             yield scaled_loss
-        self.scaler.skipped += self.scaler.value < before
+        self.skipped += self.value < before
 
     def master_params(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
         """``amp.master_params``."""
         return list(self.amp.master_params(optimizer))
-
-
-class Scaler:
-    """Apex's loss scaler, saved like a `utils.amp.loss_scale.LossScaler`."""
-
-    def __init__(self, amp: Any):
-        self.amp, self.skipped = amp, 0
 
     @property
     def value(self) -> float:
@@ -178,39 +172,18 @@ class Scaler:
         self.amp.load_state_dict({"loss_scaler0": saved})
 
 
-class Weights(o2.Weights):
-    """The model in float32 with Apex's masters, which Apex's own checkpoints leave out."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        super().__init__(model, {})
-        self.optimizer = optimizer
-        # Apex will replace the weights in the optimiser by its masters.
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        self.names = [names[parameter] for parameter in o2.Amp.master_params(optimizer)]
-
-    def named_masters(self) -> dict[str, nn.Parameter]:
-        """The parameters of the optimiser under the names of their weights."""
-        # Apex makes its masters with the first backward: after a snapshot is loaded.
-        if hasattr(self.optimizer, "_amp_lazy_init"):
-            self.optimizer._amp_lazy_init()
-        return dict(zip(self.names, o2.Amp.master_params(self.optimizer), strict=True))
+@contextmanager
+def _no_sync(replica: Any) -> Iterator[None]:
+    """In this context, backward accumulates gradients without an all-reduce, as in torch."""
+    replica.disable_allreduce()
+    try:
+        yield
+    finally:
+        replica.enable_allreduce()
 
 
 def parallel() -> Any:
     """The module ``apex.parallel``, its replicas with torch's ``no_sync()``."""
-    original = importlib.import_module("apex.parallel")
-
-    class DistributedDataParallel(original.DistributedDataParallel):
-        @contextmanager
-        def no_sync(self) -> Iterator[None]:
-            """In this context, backward accumulates gradients without an all-reduce."""
-            self.disable_allreduce()
-            try:
-                yield
-            finally:
-                self.enable_allreduce()
-
-    return SimpleNamespace(
-        DistributedDataParallel=DistributedDataParallel,
-        convert_syncbn_model=original.convert_syncbn_model,
-    )
+    found = importlib.import_module("apex.parallel")
+    found.DistributedDataParallel.no_sync = _no_sync
+    return found

@@ -24,43 +24,31 @@ class LossScaler:
     FIRST, LARGEST, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000
 
     def __init__(self, device: torch.device, fixed: float | None = None, reports: bool = True):
-        self.dynamic = fixed is None
+        self.dynamic, self.reports = fixed is None, reports
         self.value = torch.tensor(self.FIRST if fixed is None else fixed, device=device)
         self.clean_steps = torch.tensor(0, dtype=torch.int32, device=device)
         self.overflow = torch.tensor(0.0, device=device)
         self.skipped = torch.tensor(0.0, dtype=torch.float64, device=device)
-        self.reports = reports
-        self.lost = False
-        self._in_a_row = 0
-        self._on_the_way: deque[tuple[Tensor, Any]] = deque()
+        self.lost, self.in_a_row = False, 0
+        self.pending: deque[tuple[Tensor, Any]] = deque()
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss (float32 scalar) times the scale."""
-        return loss * self.value
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimiser's gradients by the scale, and move a dynamic scale.
 
-    def unscale(self, gradients: list[Tensor]) -> None:
-        """Divide ``gradients`` by the scale in place and note whether any is not finite."""
-        self.overflow.zero_()
-        for dtype in {gradient.dtype for gradient in gradients}:
-            alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-            torch._amp_foreach_non_finite_check_and_unscale_(
-                alike, self.overflow, self.value.reciprocal()
-            )
-
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let ``optimizer.step()`` do nothing after an overflow.
-
-        A fused optimiser reads the flag on the device; any other one costs a host-device sync.
+        If a gradient is not finite, the optimiser's next step does nothing.
         """
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        weights = [weight for weight in weights if weight.grad is not None]
+        self.overflow.zero_()
+        for dtype in {weight.dtype for weight in weights}:
+            gradients = [weight.grad for weight in weights if weight.dtype == dtype]
+            inverse = self.value.reciprocal()
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.overflow, inverse)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.grad_scale, optimizer.found_inf = None, self.overflow
-        elif bool(self.overflow):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-
-    def update(self) -> None:
-        """Count the step, and move a dynamic scale."""
+            optimizer.found_inf = self.overflow  # a fused optimiser reads it on the device
+        elif bool(self.overflow):  # any other one costs a host-device sync
+            for weight in weights:
+                weight.grad = None
         self.skipped += self.overflow
         if self.dynamic:
             torch._amp_update_scale_(
@@ -75,30 +63,24 @@ class LossScaler:
         if self.value.is_cuda:
             event = torch.cuda.Event()
             event.record()
-        self._on_the_way.append((seen, event))
-        while self._on_the_way:
-            seen, event = self._on_the_way[0]
+        self.pending.append((seen, event))
+        while self.pending:
+            seen, event = self.pending[0]
             if event is not None and not event.query():
                 return
-            self._on_the_way.popleft()
-            self._note(*seen.tolist())
-
-    def _note(self, overflow: float, scale: float) -> None:
-        self._in_a_row = self._in_a_row + 1 if overflow else 0
-        self.lost = scale < SMALLEST if self.dynamic else self._in_a_row >= ENDLESS
-        if overflow and self.reports:
-            change = (
-                f"reducing loss scale to {scale}" if self.dynamic else f"scale {scale} is fixed"
-            )
-            log.info(f"Gradient overflow.  Skipping step, loss scaler 0 {change}")
+            self.pending.popleft()
+            overflow, scale = seen.tolist()
+            self.in_a_row = self.in_a_row + 1 if overflow else 0
+            self.lost = scale < SMALLEST if self.dynamic else self.in_a_row >= ENDLESS
+            if overflow and self.reports:
+                change = f"reducing loss scale to {scale}" if self.dynamic else f"scale {scale}"
+                log.info(f"Gradient overflow.  Skipping step, loss scaler 0 {change}")
 
     def state_dict(self) -> dict[str, float]:
         """Scale, clean steps in a row, and skipped steps. Waits for the device."""
-        return {
-            "scale": float(self.value),
-            "clean_steps": int(self.clean_steps),
-            "skipped": int(self.skipped),
-        }
+        names = ("value", "clean_steps", "skipped")
+        scale, clean, skipped = (getattr(self, name).item() for name in names)
+        return {"scale": scale, "clean_steps": clean, "skipped": int(skipped)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore a `state_dict`; a fixed scale stays as it is."""

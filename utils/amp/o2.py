@@ -12,8 +12,7 @@ training scripts use; on the same gradients they compute the same weights, bit f
 """
 
 import argparse
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,37 +30,25 @@ from utils.launch.world import World
 
 @dataclass(frozen=True)
 class OptLevel:
-    """An opt level. ``loss_scale`` None means dynamic."""
+    """An opt level; ``loss_scale`` is a number or "dynamic"."""
 
-    name: str
-    precision: str
     half_weights: bool = False
     keep_batchnorm_fp32: bool = True
     master_weights: bool = False
     autocast: bool = False
-    loss_scale: float | None = None
+    loss_scale: float | str = "dynamic"
 
     @property
     def input_dtype(self) -> torch.dtype:
         """The dtype in which the first layer computes."""
         return torch.float16 if self.half_weights or self.autocast else torch.float32
 
-    @property
-    def checks_overflow(self) -> bool:
-        """Whether gradients are scaled and checked: not with a fixed scale of 1 and no masters."""
-        return self.master_weights or self.loss_scale != 1.0
-
-    def __str__(self) -> str:
-        norm = f", batch norm {'float32' if self.keep_batchnorm_fp32 else 'float16'}"
-        scale = "dynamic" if self.loss_scale is None else f"{self.loss_scale:g}"
-        return f"{self.name} ({self.precision}{norm * self.half_weights}, loss scale {scale})"
-
 
 LEVELS = {
-    "O0": OptLevel("O0", "float32", loss_scale=1.0),
-    "O1": OptLevel("O1", "autocast to float16", autocast=True),
-    "O2": OptLevel("O2", "float16 weights, float32 masters", True, master_weights=True),
-    "O3": OptLevel("O3", "float16", True, keep_batchnorm_fp32=False, loss_scale=1.0),
+    "O0": OptLevel(loss_scale=1.0),
+    "O1": OptLevel(autocast=True),
+    "O2": OptLevel(half_weights=True, master_weights=True),
+    "O3": OptLevel(half_weights=True, keep_batchnorm_fp32=False, loss_scale=1.0),
 }
 
 
@@ -72,26 +59,14 @@ def choose(
 ) -> OptLevel:
     """An opt level with Apex's overrides; None keeps the level's own value.
 
-    ``keep_batchnorm_fp32`` may be the text True or False, ``loss_scale`` a number, also as text, or
-    "dynamic". Raises: `UserError`.
+    ``keep_batchnorm_fp32`` may be the text True or False. Raises: `UserError`.
     """
     level = LEVELS[opt_level]
     if keep_batchnorm_fp32 is not None:
         if opt_level == "O1":
             raise UserError("--keep-batchnorm-fp32 has no meaning with O1", alike=True)
         level = replace(level, keep_batchnorm_fp32=str(keep_batchnorm_fp32) == "True")
-    if loss_scale == "dynamic":
-        return replace(level, loss_scale=None)
-    if loss_scale is not None:
-        try:
-            scale = float(loss_scale)
-        except ValueError:
-            scale = math.nan
-        if not 0 < scale < math.inf:
-            text = f"--loss-scale {loss_scale} is neither a positive number nor dynamic"
-            raise UserError(text, alike=True)
-        level = replace(level, loss_scale=scale)
-    return level
+    return level if loss_scale is None else replace(level, loss_scale=loss_scale)
 
 
 def from_args(args: argparse.Namespace) -> OptLevel:
@@ -102,40 +77,41 @@ def from_args(args: argparse.Namespace) -> OptLevel:
 class Amp:
     """In place of the module ``apex.amp``, for one model and one optimiser.
 
-    `initialize` sets ``level``, ``scaler`` (the loss scale) and ``weights`` (the model in float32);
-    snapshots save the last two.
+    `initialize` sets ``scaler`` (the loss scale) and ``weights`` (the model in float32), which
+    snapshots save.
     """
 
     def __init__(self, world: World):
         self.world = world
 
     def initialize(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        opt_level: str = "O1",
-        **overrides: Any,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, opt_level: str, **overrides: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Cast ``model`` and give ``optimizer`` (any number of groups) the masters, in place.
 
         The model then takes and returns float32; ``optimizer.step()`` does nothing after an
         overflow, and copies the masters into the model's weights. Overrides and errors: `choose`.
         """
-        world, level = self.world, choose(opt_level, **overrides)
-        self.level = level
-        self.scaler = LossScaler(world.device, level.loss_scale, reports=world.is_main)
+        level = self.level = choose(opt_level, **overrides)
+        fixed = None if level.loss_scale == "dynamic" else level.loss_scale
+        self.scaler = LossScaler(self.world.device, fixed, reports=self.world.is_main)
         if level.half_weights:
             _cast(model, level.keep_batchnorm_fp32)
-            model.register_forward_pre_hook(_inputs_to_half)
+            model.register_forward_pre_hook(lambda _, inputs: tuple(x.half() for x in inputs))
         if level.autocast:
-            model.forward = torch.autocast(world.device.type, torch.float16)(model.forward)
-        if level.half_weights or level.autocast:
-            model.register_forward_hook(_outputs_to_float)
-        masters = _make_masters(optimizer) if level.master_weights else {}
+            model.forward = torch.autocast(self.world.device.type, torch.float16)(model.forward)
+        model.register_forward_hook(lambda _, inputs, logits: logits.float())
+        self.masters = _make_masters(optimizer) if level.master_weights else {}
         # Momentum that exists already takes the dtype of its weights.
         optimizer.load_state_dict(optimizer.state_dict())
-        self.weights = Weights(model, masters)
-        optimizer.register_step_post_hook(lambda *_: self.weights.round_masters())
+
+        def named_masters() -> dict[str, nn.Parameter]:
+            # A parameter that two modules share has both names in a state dict.
+            named = model.named_parameters(remove_duplicate=False)
+            return {name: self.masters[p] for name, p in named if p in self.masters}
+
+        self.weights = Weights(model, named_masters)
+        optimizer.register_step_post_hook(lambda *_: self._round_masters())
         return model, optimizer
 
     @contextmanager
@@ -147,17 +123,29 @@ class Amp:
         Then unscale the gradients into the masters, check for an overflow and adjust the scale,
         unless more gradients will be added (``delay_unscale``). Nothing waits for the device.
         """
-        if not self.level.checks_overflow:
+        if self.level.loss_scale == 1.0 and not self.masters:
             yield loss.float()
             return
-        yield self.scaler.scale(loss.float())
-        if delay_unscale:
-            return
-        self.weights.gradients_to_masters()
-        parameters = self.master_params(optimizer)
-        self.scaler.unscale([p.grad for p in parameters if p.grad is not None])
-        self.scaler.prepare(optimizer)
-        self.scaler.update()
+        yield loss.float() * self.scaler.value
+        if not delay_unscale:
+            self._gradients_to_masters()
+            self.scaler.unscale(optimizer)
+
+    @torch.no_grad()
+    def _gradients_to_masters(self) -> None:
+        weights = [weight for weight in self.masters if weight.grad is not None]
+        masters = [self.masters[weight] for weight in weights]
+        for master in masters:
+            master.grad = torch.empty_like(master)
+        if masters:
+            torch._foreach_copy_([m.grad for m in masters], [weight.grad for weight in weights])
+        for weight in weights:
+            weight.grad = None
+
+    @torch.no_grad()
+    def _round_masters(self) -> None:
+        if self.masters:
+            torch._foreach_copy_(list(self.masters), list(self.masters.values()))
 
     @staticmethod
     def master_params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -196,93 +184,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 convert_syncbn_model = nn.SyncBatchNorm.convert_sync_batchnorm
 
 
-class Weights:
-    """The weights of a model and the float32 masters of those that are float16.
-
-    Its `state_dict` is the model in float32 under its plain names, with the masters in place of the
-    rounded weights: a snapshot loses nothing, and fits any other script.
-    """
-
-    def __init__(self, model: nn.Module, masters: dict[nn.Parameter, nn.Parameter]):
-        """``masters``: the master of each float16 parameter that is trained."""
-        self.model, self.half, self.masters = model, list(masters), list(masters.values())
-
-    @torch.no_grad()
-    def gradients_to_masters(self) -> None:
-        """Move the float16 gradients, still scaled, to the masters."""
-        both = zip(self.half, self.masters, strict=True)
-        pairs = [(weight, master) for weight, master in both if weight.grad is not None]
-        for _, master in pairs:
-            master.grad = torch.empty_like(master)
-        if pairs:
-            torch._foreach_copy_([m.grad for _, m in pairs], [w.grad for w, _ in pairs])
-        for weight, _ in pairs:
-            weight.grad = None
-
-    @torch.no_grad()
-    def round_masters(self) -> None:
-        """Copy the masters into the float16 weights."""
-        if self.half:
-            torch._foreach_copy_(self.half, self.masters)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The model's state dict in float32, taken from the masters where there are any."""
-        state = {
-            name: value.float() if value.is_floating_point() else value
-            for name, value in self.model.state_dict().items()
-        }
-        masters = self.named_masters().items()
-        return state | {name: master.detach().float() for name, master in masters}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load float32 (or float16) weights into the model and the masters."""
-        self.model.load_state_dict(state)
-        for name, master in self.named_masters().items():
-            master.copy_(state[name])
-
-    def named_masters(self) -> dict[str, nn.Parameter]:
-        """The masters under the names of their weights."""
-        masters = dict(zip(self.half, self.masters, strict=True))
-        # A parameter that two modules share has both names in a state dict.
-        weights = self.model.named_parameters(remove_duplicate=False)
-        return {name: masters[weight] for name, weight in weights if weight in masters}
-
-
-@torch.no_grad()
-def _make_masters(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, nn.Parameter]:
-    """Replace each trained float16 parameter of ``optimizer`` by a float32 copy of it."""
-    masters = {}
-    for group in optimizer.param_groups:
-        for i, weight in enumerate(group["params"]):
-            if weight.dtype != torch.float16 or not weight.requires_grad:
-                continue
-            # From the rounded weight, as Apex does.
-            master = masters[weight] = nn.Parameter(weight.detach().float())
-            group["params"][i] = master
-            if weight in optimizer.state:
-                optimizer.state[master] = optimizer.state.pop(weight)
-    return masters
-
-
-def _cast(model: nn.Module, keep_batchnorm_fp32: bool) -> None:
-    for module in model.modules():
-        # Apex's rule: batch norm without affine parameters becomes float16.
-        if isinstance(module, _BatchNorm) and module.affine and keep_batchnorm_fp32:
-            continue
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.half()
-
-
-def _inputs_to_half(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(x.half() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
-
-
-def _outputs_to_float(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-    return output.float() if isinstance(output, Tensor) else output
-
-
 def _sum_and_divide(
     how: tuple[float, bool], bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
@@ -295,3 +196,53 @@ def _sum_and_divide(
     future = dist.all_reduce(parts.mul_(1 / factor), async_op=True).get_future()
     rest = factor / dist.get_world_size()
     return future.then(lambda done: gradients.copy_(done.value()[0].mul_(rest)))
+
+
+class Weights:
+    """A model whose float16 weights have float32 masters.
+
+    Its `state_dict` is the model in float32 under its plain names, with the masters in place of the
+    rounded weights: a snapshot loses nothing, and fits any other script.
+    """
+
+    def __init__(self, model: nn.Module, named_masters: Callable[[], dict[str, nn.Parameter]]):
+        """``named_masters()``: the masters under the names of their weights."""
+        self.model, self.named_masters = model, named_masters
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's state dict in float32, taken from the masters where there are any."""
+        own, masters = self.model.state_dict(), self.named_masters()
+        state = {name: masters.get(name, value).detach() for name, value in own.items()}
+        return {n: x.float() if x.is_floating_point() else x for n, x in state.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load float32 (or float16) weights into the model and the masters."""
+        self.model.load_state_dict(state)
+        for name, master in self.named_masters().items():
+            master.copy_(state[name])
+
+
+@torch.no_grad()
+def _make_masters(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, nn.Parameter]:
+    """Replace each trained float16 parameter of ``optimizer`` by a float32 copy of it."""
+    masters = {}
+    for group in optimizer.param_groups:
+        for i, weight in enumerate(group["params"]):
+            if weight.dtype == torch.float16 and weight.requires_grad:
+                # From the rounded weight, as Apex does.
+                master = masters[weight] = nn.Parameter(weight.detach().float())
+                group["params"][i] = master
+                if weight in optimizer.state:
+                    optimizer.state[master] = optimizer.state.pop(weight)
+    return masters
+
+
+def _cast(model: nn.Module, keep_batchnorm_fp32: bool) -> None:
+    for module in model.modules():
+        # Apex's rule: batch norm without affine parameters becomes float16.
+        if keep_batchnorm_fp32 and isinstance(module, _BatchNorm) and module.affine:
+            continue
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.half()
