@@ -1,13 +1,15 @@
 """Printed lines wait for no step: they are printed when their numbers have come."""
 
+from collections import Counter
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from utils.launch.world import World
 from utils.metrics import Sums
-from utils.train.progress import Lines
-from utils.train.step_time import StepTimes
+from utils.train import epoch
+from utils.train.epoch import Lines
 
 CPU = torch.device("cpu")
 
@@ -40,17 +42,21 @@ class LateSums(Sums):
         return total
 
 
+@pytest.fixture(autouse=True)
+def no_status_file(monkeypatch):
+    monkeypatch.setattr(epoch, "show_status", lambda *_, **__: None)
+
+
 def session(clock, printed, steps):
     noted = lambda place, step, values: printed.append((step, values))  # noqa: E731
     return SimpleNamespace(
         world=World(CPU),
-        watch=SimpleNamespace(timer=SimpleNamespace(clock=clock, recent=StepTimes)),
+        watch=SimpleNamespace(timer=SimpleNamespace(clock=clock, recent=Counter)),
         state=SimpleNamespace(step=0, epoch=0, printed=None),
         train=SimpleNamespace(sampler=SimpleNamespace(steps_per_epoch=steps), waited=0.0),
         run=SimpleNamespace(
             console=SimpleNamespace(shows=True), scalars=lambda *_: None, step=noted
         ),
-        status=SimpleNamespace(show=lambda *_, **__: None),
         stop=SimpleNamespace(ask=lambda _: None),
         args=SimpleNamespace(epochs=1),
         print_freq=2,

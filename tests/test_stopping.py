@@ -1,7 +1,12 @@
-"""When all ranks stop: they ask each other often enough, and a signal ends a run at any time."""
+"""When all ranks stop: by votes, signals, spot notices and time limits."""
 
+import json
 import shutil
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import draw_folder, summary, train
+from conftest import draw_folder, python, summary, train
 from joined import in_processes
-from running import start, tiny
+from running import Running, eventually, snapshot, start, tiny
 
 from utils.errors import INTERRUPTED
+from utils.launch.network import free_port
 from utils.launch.world import World
 from utils.train import stopping
 from utils.train.stopping import FARTHEST, Reason, StopRequest
@@ -114,14 +120,139 @@ def test_a_signal_while_the_test_images_are_evaluated(finished, script, processe
 def test_used_up_time_counts_after_a_resume(finished):
     """The limit is on the whole run: one that has used it up makes one step, and stops."""
     run = shutil.copytree(finished / "done", finished / "slow")
-    content = torch.load(run / "snapshot.pt", weights_only=True)
+    content = snapshot(run)
     content["progress"]["elapsed"] = 3600.0
     torch.save(content, run / "snapshot.pt")
     model, env = tiny()
     line = (*model, "-b", "10", "--epochs", "3", "--output-dir", finished, "--name", "slow")
-    train(
-        "imagenet_nd.py", *line, "--resume", "auto", "--train-time", "1", finished / "data", **env
-    )
+    line += ("--resume", "auto", "--train-time", "1", finished / "data")
+    train("imagenet_nd.py", *line, **env)
     assert summary(run)["finished_because"] == "train_time"
     assert summary(run)["epochs_done"] == 1
-    assert torch.load(run / "snapshot.pt", weights_only=True)["progress"]["step"] == 1
+    assert snapshot(run)["progress"]["step"] == 1
+
+
+# ---- --spot-notice
+
+NOTICE = json.dumps({"action": "terminate", "time": "2026-11-21T08:22:00Z"})
+
+
+class Service(ThreadingHTTPServer):
+    """A server on loopback that plays EC2's instance metadata service, token and all."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.notice: str | None = None
+        self.tokens = 0  # given out; only the last one is good
+        self.asked = 0  # questions with a good token
+
+
+class Answer(BaseHTTPRequestHandler):
+    """One request to a `Service`."""
+
+    server: Service
+
+    def do_PUT(self) -> None:
+        seconds = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
+        if self.path != "/latest/api/token" or not 1 <= int(seconds or 0) <= 21600:
+            self._send(400)
+            return
+        self.server.tokens += 1
+        self._send(200, f"token{self.server.tokens}")
+
+    def do_GET(self) -> None:
+        if self.headers.get("X-aws-ec2-metadata-token") != f"token{self.server.tokens}":
+            self._send(401)
+            return
+        self.server.asked += 1
+        is_there = self.path == "/latest/meta-data/spot/instance-action" and self.server.notice
+        self._send(200 if is_there else 404, is_there or "")
+
+    def _send(self, code: int, text: str = "") -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def serve() -> Iterator[Service]:
+    with Service() as service:
+        threading.Thread(target=service.serve_forever, daemon=True).start()
+        yield service
+        service.shutdown()
+
+
+def endless(script: str, folder: Path, runs: Path, *options: object) -> Running:
+    model, env = tiny(step_seconds=0.05)
+    lasting = ("-b", "5", "--epochs", "10000", "-p", "1")
+    where = ("--output-dir", runs, "--name", "run", folder)
+    return start(script, *model, *lasting, *options, *where, **env)
+
+
+def test_a_spot_notice_stops_the_run_with_a_snapshot(folder, tmp_path):
+    with (
+        serve() as service,
+        endless("imagenet_nd.py", folder, tmp_path, "--spot-notice", service.url) as run,
+    ):
+        run.until(r"step +3/")
+        service.notice = NOTICE
+        run.until(r'spot notice: .*"terminate", "time": "2026-11-21T08:22:00Z"')
+        result = run.result()
+    assert result.code == INTERRUPTED, result.err
+    assert summary(tmp_path / "run")["finished_because"] == "interrupted"
+    assert snapshot(tmp_path / "run")["progress"]["epoch"] >= 0
+
+
+@pytest.mark.long
+def test_a_spot_notice_for_one_node_stops_both(folder, tmp_path):
+    """Node 1 alone is reclaimed; both nodes stop, after the same step."""
+    with serve() as quiet, serve() as reclaimed:
+        nodes = ("--dist-url", f"tcp://127.0.0.1:{free_port()}", "-n", "2", "-g", "1")
+        first, second = (
+            (*nodes, "-nr", str(rank), "--spot-notice", one.url)
+            for rank, one in enumerate((quiet, reclaimed))
+        )
+        with (
+            endless("imagenet_ddp.py", folder, tmp_path, *first) as main,
+            endless("imagenet_ddp.py", folder, tmp_path, *second) as other,
+        ):
+            main.until(r"step +3/")
+            reclaimed.notice = NOTICE
+            other.until(r"\[rank 1\] spot notice")
+            results = [main.result(), other.result()]
+    assert [result.code for result in results] == [INTERRUPTED] * 2, results
+    assert "spot notice" not in results[0].out
+    assert summary(tmp_path / "run")["finished_because"] == "interrupted"
+    assert quiet.asked >= 1
+    last = [[x for x in result.out.splitlines() if " step " in x][-1] for result in results]
+    steps = [text.removeprefix("[rank 1] ").split("  ")[0] for text in last]
+    assert steps[0] == steps[1]
+
+
+def test_a_url_that_is_none(folder):
+    result = python("imagenet_nd.py", "--spot-notice", folder)
+    assert result.code == 2
+    assert "the option goes after DATA" in result.err
+
+
+def test_a_spot_service_that_comes_late_is_heard(monkeypatch, logged):
+    """It has nothing to say at first; then comes a notice that cannot be read, but is one."""
+    monkeypatch.setattr(stopping, "SPOT_INTERVAL", 0.01)
+    monkeypatch.setattr(stopping, "_SIGNALS", ())
+    real, missing = stopping._spot_notice, f"http://127.0.0.1:{free_port()}"
+    stop = StopRequest(World(torch.device("cpu")), None, 0.0)
+    stop.watch_spot(missing)
+    assert eventually(lambda: logged)
+    with serve() as service:
+        monkeypatch.setattr(stopping, "_spot_notice", lambda _: real(service.url))
+        assert eventually(lambda: service.asked > 3)
+        assert stop.poll() is None
+        service.notice = "no JSON"
+        assert eventually(lambda: stop.poll() is Reason.INTERRUPTED)
+    stop.close()
+    assert len(logged) == 2

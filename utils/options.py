@@ -31,7 +31,7 @@ from utils.option_types import (
     share,
     with_recipe,
 )
-from utils.train import evaluation, stopping
+from utils.train import stopping
 
 # Options that were removed, and their replacements. Other command lines have their own list.
 GONE = {
@@ -56,7 +56,6 @@ def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser
     _add_model_options(parser)
     _add_training_options(parser)
     _add_run_options(parser)
-    evaluation.add_options(parser)
     return parser
 
 
@@ -338,6 +337,18 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     add("-e", "--evaluate", action="store_true", help="evaluate on DATA/val and exit")
     add(
+        "--val-image-size",
+        type=positive,
+        metavar="PX",
+        help="side of the crop in evaluation; default: --image-size. Somewhat larger crops often "
+        "score better (Touvron et al. 2019, arXiv:1906.06423)",
+    )
+    add(
+        "--val-flip",
+        action="store_true",
+        help="average the logits of each image and its mirror image in evaluation",
+    )
+    add(
         "--desired-acc",
         type=accuracy,
         metavar="A",
@@ -393,10 +404,10 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
             alike=True,
         )
     _resolve_preprocessing(args)
-    if args.batch_size == AUTO or args.memory_limit is not None:
-        from utils.train import largest_batch
-
-        largest_batch.check(args)
+    if args.memory_limit is not None and args.batch_size != AUTO:
+        raise UserError("--memory-limit is for -b auto, which finds the batch", alike=True)
+    if args.batch_size == AUTO and not torch.cuda.is_available():
+        raise UserError("-b auto measures the memory of GPUs: give -b a number here", alike=True)
     if args.warmup_epochs and args.warmup_epochs > args.epochs:
         raise UserError(
             f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",

@@ -1,7 +1,6 @@
 """``--compile``: the forward and backward pass of training by torch.compile."""
 
 import argparse
-import functools
 import logging
 import time
 from typing import Any
@@ -12,7 +11,6 @@ from torch import nn
 from utils.data.preprocessing import training_sizes
 from utils.errors import UserError
 from utils.launch.world import is_sharded
-from utils.train.session import TrainStep
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +19,7 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """``--compile``."""
-    group = parser.add_argument_group("compilation")
-    group.add_argument(
+    parser.add_argument_group("compilation").add_argument(
         "--compile",
         nargs="?",
         const="default",
@@ -41,34 +38,30 @@ def compiled(module: nn.Module, args: argparse.Namespace) -> nn.Module:
     """
     if not args.compile:
         return module
-    if isinstance(module, nn.DataParallel):
-        raise UserError("--compile does not support DataParallel: use imagenet_ddp.py")
-    if is_sharded(module):
-        raise UserError(
-            "--compile does not support sharded models: use imagenet_ddp.py", alike=True
-        )
+    if isinstance(module, nn.DataParallel) or is_sharded(module):
+        what = "sharded models" if is_sharded(module) else "DataParallel"
+        raise UserError(f"--compile does not support {what}: use imagenet_ddp.py", alike=True)
+    # Beyond this limit, steps would no longer be compiled.
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, len(set(training_sizes(args))))
     mode = None if args.compile == "default" else args.compile
-    sizes = len(set(training_sizes(args)))
-    if sizes > torch._dynamo.config.recompile_limit:  # beyond it, steps are no longer compiled
-        torch._dynamo.config.recompile_limit = sizes
     return torch.compile(module, mode=mode, dynamic=False)
 
 
-def first_step_timed(train_step: TrainStep, args: Any, device: torch.device) -> TrainStep:
+def first_step_timed(train_step: Any, args: Any, device: torch.device) -> Any:
     """``train_step``, whose first call, which compiles, is timed.
 
     That call raises `UserError` where torch.compile fails.
     """
     from torch._dynamo.exc import TorchDynamoException  # seconds to import
 
-    began: float | None = None
+    is_compiled = False
 
-    @functools.wraps(train_step)
     def step(*batch: Any) -> Any:
-        nonlocal began
-        if began is not None:
+        nonlocal is_compiled
+        if is_compiled:
             return train_step(*batch)
-        began = time.perf_counter()
+        is_compiled, began = True, time.perf_counter()
         try:
             result = train_step(*batch)
         except TorchDynamoException as fault:

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from utils.comm import auto
 from utils.data.preprocessing import largest_size
 from utils.launch.world import World
 from utils.train import compiling, report
 from utils.train.session import Session, TrainStep
-from utils.train.step_time import StepTimer
 from utils.train.stopping import Reason
+from utils.train.watch import StepTimer, per_step, shares
 
 WARMUP_STEPS, TIMED_STEPS = 5, 20
 CHOOSING_STEPS = auto.MOST_STEPS + 2  # to warm up, while ``--comm auto`` has to choose
@@ -59,35 +60,25 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     warm_up = CHOOSING_STEPS if comm is not None and comm.method is None else WARMUP_STEPS
     log.info(f"timing {TIMED_STEPS} steps of {global_batch} images, after {warm_up} to warm up ...")
     found = time_steps(step, world, warm_up, TIMED_STEPS, timer)
-    seconds = found["ms_per_step"] / 1000
+    rate = 1000 * global_batch / found["ms_per_step"]
+    communication = shares(per_step(timer.total, "Time/"))["Time/communication"]
     log.info(
         f"dummy data, {args.arch}, {world.size} x {device.type}, global batch {global_batch}: "
-        f"{global_batch / seconds:.1f} images/s, {1000 * seconds:.1f} ms per step "
-        f"({timer.total.communication / timer.total.seconds:.0%} communication), peak memory of "
-        f"rank 0 {found['peak_memory_bytes'] / 2**30:.2f} GiB"
+        f"{rate:.1f} images/s, {found['ms_per_step']:.1f} ms per step ({communication:.0%} "
+        f"communication), peak memory of rank 0 {found['peak_memory_bytes'] / 2**30:.2f} GiB"
     )
     for place in found.get("host_waits", ()):
         log.warning(f"the host waits for the GPU in each step: {place}")
-    run.finish(
-        report.setting(session)
-        | {
-            "images_per_s": global_batch / seconds,
-            **timer.total.per_step("", "_s"),
-            **found,
-            "finished_because": Reason.DUMMY,
-        }
-    )
+    found |= {"images_per_s": rate, "finished_because": Reason.DUMMY}
+    run.finish(report.setting(session) | per_step(timer.total, "", "_s") | found)
     return 0
 
 
-def random_batch(
-    size: int, side: int, world: World, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def random_batch(size: int, side: int, world: World, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Images float32 [size, 3, side, side] and targets int64 [size] from 0 to 999."""
     generator = torch.Generator(world.device).manual_seed(seed + world.rank)
-    shape = (size, 3, side, side)
-    images = torch.randn(shape, generator=generator, device=world.device)
-    return images, torch.randint(1000, (size,), generator=generator, device=world.device)
+    made = {"generator": generator, "device": world.device}
+    return torch.randn((size, 3, side, side), **made), torch.randint(1000, (size,), **made)
 
 
 def time_steps(
@@ -101,35 +92,38 @@ def time_steps(
     ``host_waits``, the files and lines where it waits for the GPU.
     """
     cuda = world.device.type == "cuda"
-    _wait_for_all(world)
-    began = time.perf_counter()
-    step()
-    _wait_for_all(world)
+
+    def run(count: int) -> float:
+        """Seconds that ``count`` steps take until the devices of all processes have done them."""
+        began = time.perf_counter()
+        for _ in range(count):
+            step()
+        if cuda:
+            torch.cuda.synchronize(world.device)
+        if world.size > 1:
+            dist.barrier(group=world.control)
+        return time.perf_counter() - began
+
+    run(0)
     # Not longer: the first step is the slowest, as it allocates, chooses kernels and compiles.
-    first = time.perf_counter() - began
+    first = run(1)
     log.info(
         f"the first step took {first:.1f} s: done in {first * (warm_up + steps):.0f} s at most"
     )
-    for _ in range(warm_up - 1):
-        step()
-    _wait_for_all(world)
+    run(warm_up - 1)
     if timer is not None:
         timer.start()
-    sent, began, cpu = _sent_bytes(), time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        step()
-    _wait_for_all(world)
+    sent, cpu = _sent_bytes(), time.process_time()
     found = {
-        "ms_per_step": 1000 * (time.perf_counter() - began) / steps,
+        "ms_per_step": 1000 * run(steps) / steps,
         "cpu_ms_per_step": 1000 * (time.process_time() - cpu) / steps,
         "network_mb_per_step": (_sent_bytes() - sent) / 1e6 / steps,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(world.device)
-        if cuda
-        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     if timer is not None:
         timer.stop()
     if cuda:
+        found["peak_memory_bytes"] = torch.cuda.max_memory_allocated(world.device)
         began = time.perf_counter()
         for _ in range(AHEAD):
             step()
@@ -152,16 +146,5 @@ def _host_waits(step: Callable[[], Any]) -> list[str]:
 
 def _sent_bytes() -> int:
     """Bytes that have left this machine, by all network interfaces but the loopback."""
-    try:
-        lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
-    except OSError:
-        return 0
-    rows = [line.split(":") for line in lines]
+    rows = [line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
     return sum(int(counts.split()[8]) for name, counts in rows if name.strip() != "lo")
-
-
-def _wait_for_all(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-    if world.size > 1:
-        dist.barrier(group=world.control)

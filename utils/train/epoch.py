@@ -1,24 +1,24 @@
-"""The steps of one epoch, around a script's own train_step."""
+"""The steps of one epoch, around a script's own train_step, and the lines printed meanwhile."""
 
 import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from utils.data import mixing
 from utils.launch.world import from_main, gather
-from utils.metrics import Sums, to_metrics
+from utils.metrics import Sums, Total, to_metrics
 from utils.model import schedules
 from utils.run import checkpoint
 from utils.run.checkpoint import TrainState
 from utils.run.snapshots import BEST, SNAPSHOT
 from utils.train import compiling, report
-from utils.train.progress import Lines
-from utils.train.session import Session, TrainStep
+from utils.train.session import Session, TrainStep, show_status
 from utils.train.stopping import Reason
+from utils.train.watch import Times, per_step
 
 log = logging.getLogger(__name__)
 
@@ -85,29 +85,29 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
         torch.cuda.synchronize(world.device)
     seconds, done = time.perf_counter() - began, state.step - first
     run.console.stop_bar()
-    total = sums.total(world)
+    # If evaluation is stopped, the epoch is not closed, and they are needed.
+    state.sums = sums.total(world)
     batches.bad.share(world)
-    state.sums = total  # if evaluation is stopped, the epoch is not closed, and they are needed
     if batches.bad.too_many:
         stop.reason = stop.reason or Reason.BAD_FILES
     if stop.reason:
         return None
     state.printed = None
-    metrics = to_metrics(total)
-    return {
+    metrics = to_metrics(state.sums)
+    record = {
         "Loss/train": metrics.loss,
         "Top1/train": metrics.top1,
         "Top5/train": metrics.top5,
         "Throughput/train": done * session.global_batch / seconds if done else math.nan,
         "Time/train": seconds / done if done else math.nan,
         "Lr": learning_rate_at(session, state.epoch + (steps - 1) / steps),
-        **({"Size/train": float(size)} if (size := batches.sampler.size) else {}),
-        **loss_scale(state),
         "IO/bad_files": float(len(batches.bad.seen)),
-        **(_input_rates(session, seconds) if done else {}),
-        **watch.end_epoch(),
-        **report.memory_tags(session),
     }
+    if batches.sampler.size:
+        record["Size/train"] = float(batches.sampler.size)
+    if done:
+        record |= _input_rates(session, seconds)
+    return record | loss_scale(state) | watch.end_epoch() | report.memory_tags(session)
 
 
 def learning_rate_at(session: Session, position: float) -> float:
@@ -125,20 +125,7 @@ def learning_rate_at(session: Session, position: float) -> float:
 def loss_scale(state: TrainState) -> dict[str, float]:
     """The loss scale and, where they are counted, the steps skipped since the run began."""
     scaler = state.scaler.state_dict()
-    names = {"scale": "Amp/scale", "skipped": "Amp/skipped"}
-    return {names[key]: float(value) for key, value in scaler.items() if key in names}
-
-
-def why_diverged(session: Session) -> str:
-    """The error message for a loss that is not finite, or a loss scale that keeps falling."""
-    state = session.state
-    where = f"in epoch {state.epoch + 1}, step {state.step}"
-    if getattr(state.scaler, "lost", False):
-        scale = loss_scale(state)["Amp/scale"]
-        fault = f"gradients overflow without end {where}, now at a loss scale of {scale:.3g}"
-    else:
-        fault = f"the loss is nan or infinite {where}"
-    return f"{fault}: lower --lr, add --warmup-epochs or --clip-grad; the last snapshot is intact"
+    return {f"Amp/{key}": float(scaler[key]) for key in ("scale", "skipped") if key in scaler}
 
 
 def save_snapshot(session: Session, is_best: bool = False) -> None:
@@ -214,3 +201,85 @@ def _input_rates(session: Session, seconds: float) -> dict[str, float]:
         "IO/read_mb_s": sum(size) / seconds / 1e6,
         "IO/files_s": sum(files) / seconds,
     }
+
+
+# ---- printed lines
+
+
+class _Line(NamedTuple):
+    """A line that is due: what is known when its step has been started.
+
+    ``at`` is a mark of the step timer's clock, ``step`` one of the epoch, ``waited`` the seconds
+    spent waiting for data. ``total`` is kept until the ranks have surely added it up.
+    """
+
+    at: Any
+    step: int
+    waited: float = 0.0
+    total: Total | None = None
+    times: Times | None = None  # of the steps since the last line
+
+
+class Lines:
+    """An epoch's printed lines; each shows what has come since the last one.
+
+    On a GPU a line is printed some steps later than it is due, when its numbers have come to the
+    host: no step waits for the device.
+    """
+
+    def __init__(self, session: Session):
+        self.session, self.clock = session, session.watch.timer.clock
+        self.last = _Line(self.clock.mark(), session.state.step)
+        self.due: _Line | None = None
+
+    def after_step(self, sums: Sums) -> None:
+        """To be called after every step, in all ranks: they add up what a line shows."""
+        session = self.session
+        step, steps = session.state.step, session.train.sampler.steps_per_epoch
+        if step % session.print_freq == 0 or step == steps:
+            self.flush()  # of an older line, if its numbers are that late
+            at = self.clock.mark()  # before the sums: the device has passed it when they have come
+            total, times = sums.begin_total(session.world), session.watch.timer.recent()
+            self.due = _Line(at, step, session.train.waited, total, times)
+        if self.due is not None and (step == steps or self.due.total.ready()):
+            self.flush()
+
+    def flush(self) -> None:
+        """Print the line that is due, if there is one, and draw its per-step curves. Waits for its
+        numbers.
+
+        Loss and accuracy are those of all ranks, and after a resume they include the steps before
+        it; speed and waiting are this process's own, since the resume. A loss that is not finite
+        ends the run.
+        """
+        if self.due is None:
+            return
+        line, last, session, state = self.due, self.last, self.session, self.session.state
+        self.due, self.last = None, self.due
+        sums = line.total.read()
+        if not math.isfinite(sums[0]):
+            session.stop.ask(Reason.DIVERGED)
+        before, state.printed = state.printed or [0.0] * len(sums), sums
+        metrics = to_metrics([b - a for a, b in zip(before, sums, strict=True)])
+        seconds, steps = self.clock.seconds(last.at, line.at), line.step - last.step
+        of_epoch, times = session.train.sampler.steps_per_epoch, line.times
+        rate = steps * session.global_batch / seconds
+        curves = {"Step/loss": metrics.loss, "Step/throughput": rate}
+        curves |= per_step(times, "Step/", "_s")
+        session.run.scalars(curves, round(1000 * (state.epoch + line.step / of_epoch)))
+        status = {"steps": of_epoch, "images_per_s": rate}
+        if times["steps"]:  # in synchronous training, a process's own parts tell which is slow
+            status["data_seconds"] = times["data"] / times["steps"]
+            status["compute_seconds"] = (times["own"] or times["compute"]) / times["steps"]
+        show_status(session, "training", **status)
+        place = f"Epoch {state.epoch + 1}/{session.args.epochs}"
+        place += f" step {line.step:{len(str(of_epoch))}}/{of_epoch}"
+        values = {
+            "loss": metrics.loss,
+            "top-1": metrics.top1,
+            "top-5": metrics.top5,
+            "images/s": rate,
+            "s/step": seconds / steps,
+            "waiting %": 100 * (line.waited - last.waited) / seconds,
+        }
+        session.run.step(place, line.step, values)

@@ -1,6 +1,5 @@
 """Evaluation, for all scripts: exact at any world size."""
 
-import argparse
 import logging
 import time
 from typing import Any
@@ -13,30 +12,12 @@ from utils.data.loaders import Batches
 from utils.errors import UserError
 from utils.launch.world import copy_from_main, from_main, reshard
 from utils.metrics import UNREADABLE, Sums, to_metrics
-from utils.option_types import positive
 from utils.run.snapshots import BEST
 from utils.train import report
-from utils.train.session import Predict, Session
+from utils.train.session import Predict, Session, show_status
 from utils.train.stopping import Reason
 
 log = logging.getLogger(__name__)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """``--val-image-size`` and ``--val-flip``."""
-    group = parser.add_argument_group("evaluation")
-    group.add_argument(
-        "--val-image-size",
-        type=positive,
-        metavar="PX",
-        help="side of the crop in evaluation; default: --image-size. Somewhat larger crops often "
-        "score better (Touvron et al. 2019, arXiv:1906.06423)",
-    )
-    group.add_argument(
-        "--val-flip",
-        action="store_true",
-        help="average the logits of each image and its mirror image in evaluation",
-    )
 
 
 def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
@@ -65,45 +46,42 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
     which stops.
     """
     world, sampler, stop = session.world, batches.sampler, session.stop
-    if stop is not None and stop.reason:  # the epoch was cut short
-        return None
+    console, model = session.run.console, session.state.model
     if stop is not None:
+        if stop.reason:  # the epoch was cut short
+            return None
         stop.begin_phase()
-    if session.status is not None:
-        session.status.show("evaluating")
+        show_status(session, "evaluating")
     # Each rank has seen other batches since DDP last shared the running statistics of batch norm.
-    copy_from_main(session.state.model, world, parameters=False)
-    session.state.model.eval()
-    predict = _of_both_views(predict) if session.args.val_flip else predict
-    session.run.console.start_bar("Evaluation", sampler.rounds)
-    sums = Sums(world.device)
-    began = time.perf_counter()
-    iterator = iter(batches)
+    copy_from_main(model, world, parameters=False)
+    model.eval()
+    console.start_bar("Evaluation", sampler.rounds)
+    sums, began, iterator = Sums(world.device), time.perf_counter(), iter(batches)
     for number in range(sampler.rounds):
         batch = next(iterator, None)  # the last round may not reach all ranks
         if batch is not None:
             images, targets = batch
             logits = predict(images).float()
+            if session.args.val_flip:  # the mean over each image and its mirror image
+                logits = (logits + predict(images.flip(3)).float()) / 2
             loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=UNREADABLE)
             sums.add(loss, logits, targets)
-        elif session.state.sharded:
-            predict(batches.blank())  # the other ranks gather their weights with this one
-        session.run.console.move_bar(number + 1)
+        elif session.state.sharded:  # the other ranks gather their weights with this one
+            for _ in range(1 + session.args.val_flip):
+                predict(batches.blank())
+        console.move_bar(number + 1)
         if stop is not None and stop.poll():
             break
-    reshard(session.state.model)
-    total = sums.total(world)
-    seconds = time.perf_counter() - began
-    session.run.console.stop_bar()
+    reshard(model)
+    metrics, seconds = to_metrics(sums.total(world)), time.perf_counter() - began
+    console.stop_bar()
     batches.bad.share(world)
-    stopped = stop is not None and stop.reason
-    if batches.bad.too_many or not (total[3] or stopped):
+    if batches.bad.too_many or not (metrics.images or (stop is not None and stop.reason)):
         if stop is None:
             raise why_useless(batches)
         stop.reason = stop.reason or Reason.BAD_FILES
     if stop is not None and stop.reason:
         return None
-    metrics = to_metrics(total)
     unreadable = sampler.images - metrics.images
     if unreadable:
         log.warning(
@@ -119,11 +97,6 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
         "images": float(metrics.images),
         "unreadable": float(unreadable),
     }
-
-
-def _of_both_views(predict: Predict) -> Predict:
-    """The mean of the logits of the images and of their mirror images."""
-    return lambda images: (predict(images).float() + predict(images.flip(3)).float()) / 2
 
 
 def why_useless(batches: Batches) -> UserError:
@@ -142,9 +115,9 @@ def evaluate_only(session: Session, predict: Predict) -> int:
     """``-e``: evaluate the model that was loaded, and write the summary. Returns exit code 0."""
     session.run.begin(session.state.epoch, session.state.epoch)
     val = evaluate(session, predict, session.loaders.val)
-    report.evaluation(session, "val", val)
+    report.evaluation("val", val)
     session.ended_because = Reason.EVALUATED
-    report.end(session, {}, val)
+    report.end(session, val=val)
     return 0
 
 
@@ -162,5 +135,5 @@ def test_best(session: Session, predict: Predict) -> dict[str, float] | None:
     if session.stop.reason is Reason.BAD_FILES:
         raise why_useless(session.loaders.test)
     if test is not None:
-        report.evaluation(session, "test", test)
+        report.evaluation("test", test)
     return test

@@ -6,21 +6,17 @@ as they are, and batch norm's buffers and random states are restored. All proces
 sizes, so that collectives within a step match (FSDP, SyncBatchNorm); the fullest GPU decides.
 """
 
-import argparse
 import math
 import re
-from collections.abc import Sequence
 from contextlib import nullcontext
 from logging import getLogger
 
 import torch
-from torch import Tensor
 
 from utils.data import mixing
 from utils.data.preprocessing import largest_size
 from utils.errors import UserError
 from utils.launch.world import from_main, gather, local, node_name
-from utils.option_types import AUTO
 from utils.run.snapshots import read_latest
 from utils.train.session import Session, TrainStep
 
@@ -36,14 +32,6 @@ SHORTAGE = re.compile(
 log = getLogger(__name__)
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raise `UserError` for options that do not go together."""
-    if args.memory_limit is not None and args.batch_size != AUTO:
-        raise UserError("--memory-limit is for -b auto, which finds the batch", alike=True)
-    if args.batch_size == AUTO and not torch.cuda.is_available():
-        raise UserError("-b auto measures the memory of GPUs: give -b a number here", alike=True)
-
-
 def resolve(session: Session, train_step: TrainStep) -> None:
     """Find the batch size, and update everything that depends on it.
 
@@ -51,19 +39,15 @@ def resolve(session: Session, train_step: TrainStep) -> None:
     """
     args, run = session.args, session.run
     size, image_size = from_main(lambda: _of_checkpoint(session), session.world)
-    if size:
-        how = f"as in {run.snapshot}"
-    else:
+    how = f"as in {run.snapshot}"
+    if not size:
         size, how = _find(session, train_step, image_size or largest_size(args))
     args.batch_size = run.options["batch_size"] = session.largest_batch = size
     session.loaders.use_batch(size)
-    train = session.loaders.train
-    if train is not None:
-        mixing.check(args, train.sampler)
+    if session.loaders.train is not None:
+        mixing.check(args, session.train.sampler)
     run.open()
     log.info(f"-b auto: {size} images per process; {how}")
-    if train is not None and train.sampler.steps_per_epoch == 1:
-        log.info("note: the whole data set is one step; say how many with -b")
     if args.lr_scaling == "none" and not (args.evaluate or args.dummy):
         log.info("note: with --lr-scaling linear (or sqrt) the learning rate follows the batch")
 
@@ -80,57 +64,38 @@ def _of_checkpoint(session: Session) -> tuple[int | None, int | None]:
     return None, wanted.get("image_size") if "image_size" in args.untyped else None
 
 
-def _find(session: Session, train_step: TrainStep, image_size: int) -> tuple[int, str]:
+def _find(session: Session, train_step: TrainStep, side: int) -> tuple[int, str]:
     """The largest batch, and a description of how full it makes which GPU."""
-    args, state, world = session.args, session.state, session.world
+    args, model, world = session.args, session.state.model, session.world
     count = torch.cuda.device_count() if session.run.mode == "dp" else 1
-    devices = range(count) if count > 1 else [torch.cuda.current_device()]
-    step, later, most = STEP * count, _later(session), 2**31
+    devices = list(range(count)) if count > 1 else [torch.cuda.current_device()]
+    free = [torch.cuda.mem_get_info(d)[0] + torch.cuda.memory_reserved(d) for d in devices]
+    room = min(math.inf if args.memory_limit is None else args.memory_limit * GIB, *free)
+    # The optimiser's state (two moments) and the averaged weights come after these steps.
+    trained = sum(local(w).numel() for w in model.parameters() if w.requires_grad)
+    later = 4.0 * trained * (2 + bool(args.ema))
+    limit, node = min(gather((room * (1 - MARGIN) - later, node_name(world)), world))
+    step, most = STEP * count, 2**31
     if session.loaders.train is not None:  # the data set has no more, but for less than a step
-        parts = world.size * args.accum_steps
-        most = step * math.ceil(session.loaders.train.sampler.images / parts / step)
-    limit, node = min(gather((_room(args, devices) - later, node_name(world)), world))
-    # An exception of one process would leave the others waiting within a collective.
-    tied = state.sharded or getattr(args, "sync_bn", False)
-    buffers = [buffer.clone() for buffer in state.model.buffers()]
-    seen: dict[int, float] = {}
-
-    def take(size: int) -> float:
-        """Bytes that a step takes on the fullest GPU of all; infinite if it runs out of memory."""
-        torch.cuda.empty_cache()
-        for device in devices:
-            torch.cuda.reset_peak_memory_stats(device)
-        try:
-            # The second micro-batch of a step finds the gradients of the first one.
-            for _ in range(min(args.accum_steps, 2)):
-                _compute(session, train_step, size, image_size)
-            peak = float(max(torch.cuda.max_memory_allocated(device) for device in devices))
-        except RuntimeError as fault:
-            if tied or not SHORTAGE.search(str(fault)):
-                raise
-            peak = math.inf
-        for parameter in state.model.parameters():
-            parameter.grad = None
-        if state.sharded:
-            from utils.comm import fsdp
-
-            fsdp.forget_gradients(state.model)
-        return max(gather(peak, world))
-
-    state.model.train()
+        share = session.loaders.train.sampler.images / world.size / args.accum_steps
+        most = step * math.ceil(share / step)
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    model.train()
     # Compiling for each size would take longer than all the rest.
     eager = torch.compiler.set_stance("force_eager") if args.compile else nullcontext()
-    # The largest that fits, the smallest that does not, the one to try.
+    # Bytes by size; the largest that fits, the smallest that does not, the one to try.
+    seen: dict[int, float] = {}
     low, high, size = 0, math.inf, step
-    with torch.random.fork_rng(list(devices)), eager:
+    with torch.random.fork_rng(devices), eager:
         while low < size < high:
-            if (peak := take(size)) <= limit:
+            peak = max(gather(_peak(session, train_step, (size, 3, side, side), devices), world))
+            if peak <= limit:
                 low, seen[size] = size, peak
             else:
                 high = size
             size = min(_next(seen, limit, low, high) // step * step, most)
     with torch.no_grad():
-        for buffer, copy in zip(state.model.buffers(), buffers, strict=True):
+        for buffer, copy in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(copy)
     torch.cuda.empty_cache()
     if not low:
@@ -154,25 +119,37 @@ def _next(seen: dict[int, float], limit: float, low: int, high: float) -> int:
     return int(min(fitting, FASTEST * low))
 
 
-def _room(args: argparse.Namespace, devices: Sequence[int]) -> float:
-    """Bytes that tensors may take on each device."""
-    free = [torch.cuda.mem_get_info(d)[0] + torch.cuda.memory_reserved(d) for d in devices]
-    given = math.inf if args.memory_limit is None else args.memory_limit * GIB
-    return min(given, *free) * (1 - MARGIN)
+def _peak(
+    session: Session, train_step: TrainStep, shape: tuple[int, ...], devices: list[int]
+) -> float:
+    """Bytes that forward and backward for random images take on the fullest of this process's
+    GPUs; infinite if they run out of memory."""
+    args, state, train = session.args, session.state, session.loaders.train
+    torch.cuda.empty_cache()
+    for device in devices:
+        torch.cuda.reset_peak_memory_stats(device)
+    on_device = {"device": session.world.device}
+    try:
+        # The second micro-batch of a step finds the gradients of the first one.
+        for _ in range(min(args.accum_steps, 2)):
+            images = torch.randn(shape, dtype=train.dtype if train else None, **on_device)
+            images = images.contiguous(memory_format=args.memory_format)
+            targets = torch.zeros(len(images), dtype=torch.int64, **on_device)
+            # In training, the next batch lies beside it, as bytes and as floats.
+            ahead = [torch.empty_like(images), torch.empty_like(images, dtype=torch.uint8)]
+            train_step(images, targets, 1.0, False)
+            del ahead, images
+        peak = float(max(torch.cuda.max_memory_allocated(device) for device in devices))
+    except RuntimeError as fault:
+        # An exception of one process would leave the others waiting within a collective.
+        tied = state.sharded or getattr(args, "sync_bn", False)
+        if tied or not SHORTAGE.search(str(fault)):
+            raise
+        peak = math.inf
+    for parameter in state.model.parameters():
+        parameter.grad = None
+    if state.sharded:
+        from utils.comm import fsdp
 
-
-def _later(session: Session) -> float:
-    """Bytes that come after these steps: the optimiser's state (two moments), averaged weights."""
-    weights = session.state.model.parameters()
-    mine = sum(local(weight).numel() for weight in weights if weight.requires_grad)
-    return 4.0 * mine * (2 + bool(session.args.ema))
-
-
-def _compute(session: Session, train_step: TrainStep, size: int, side: int) -> None:
-    """Forward and backward for a random batch; beside it lies the next one, as in training."""
-    train, device = session.loaders.train, session.world.device
-    images = torch.randn(size, 3, side, side, device=device, dtype=train.dtype if train else None)
-    images = images.contiguous(memory_format=session.args.memory_format)
-    ahead: list[Tensor] = [torch.empty_like(images), torch.empty_like(images, dtype=torch.uint8)]
-    train_step(images, torch.zeros(size, dtype=torch.int64, device=device), 1.0, False)
-    del ahead
+        fsdp.forget_gradients(state.model)
+    return peak

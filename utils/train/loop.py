@@ -12,12 +12,11 @@ from utils.run import checkpoint
 from utils.run.checkpoint import TrainState
 from utils.run.snapshots import SnapshotWriter
 from utils.train import report
-from utils.train.epoch import save_snapshot, why_diverged
+from utils.train.epoch import loss_scale, save_snapshot
 from utils.train.evaluation import test_best, why_useless
-from utils.train.hardware import Watch
-from utils.train.session import Predict, Session, TrainStep
-from utils.train.status import StatusFile
+from utils.train.session import Predict, Session, TrainStep, show_status, status_file
 from utils.train.stopping import Reason, StopRequest
+from utils.train.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +40,10 @@ def resume(session: Session) -> None:
     """Load the checkpoint that ``--resume`` names, if any. Raises: `UserError`."""
     args, state, run = session.args, session.state, session.run
     state.global_batch = session.global_batch
-    classes = session.loaders.classes
     state.ema = ema.build(args, state)
     if state.ema is not None:
         state.ema.restore(None)
+    classes = session.loaders.classes
     session.resumed = checkpoint.resume(state, args, session.world, run.snapshot, classes)
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums = args.start_epoch, 0, None
@@ -56,12 +55,10 @@ def resume(session: Session) -> None:
 def _resolve_preprocessing(session: Session) -> None:
     """Preprocess images as the checkpoint says, but in the sizes of the command line."""
     args, state, run = session.args, session.state, session.run
-    typed = {
-        name: None if name in args.untyped else getattr(args, name)
-        for name in ("image_size", "val_resize_size", "val_image_size")
-    }
     wanted, source = args.preprocessing, "the pretrained weights"
     if state.preprocessing is not None:
+        names = ("image_size", "val_resize_size", "val_image_size")
+        typed = {name: None if name in args.untyped else getattr(args, name) for name in names}
         wanted = Preprocessing.from_dict(state.preprocessing, run.snapshot).resized(**typed)
         source = run.snapshot
     if args.pretrained or wanted != args.preprocessing:
@@ -84,7 +81,7 @@ def begin(session: Session) -> None:
     session.stop = StopRequest(world, args.train_time, state.elapsed, args.snapshot_minutes)
     if args.spot_notice and world.local_rank == 0:  # any of the nodes may be reclaimed
         session.stop.watch_spot(args.spot_notice)
-    session.status = StatusFile(session)
+    show_status(session, "starting")
     if world.is_main:
         session.snapshots = SnapshotWriter(run.folder, run.upload)
     state.tick()
@@ -122,34 +119,6 @@ def close_epoch(
         session.ended_because = Reason.DESIRED_ACC
 
 
-def end(session: Session, predict: Predict) -> int:
-    """Wait for the last snapshot, evaluate DATA/test if there is one, write the summary.
-
-    Returns: the process's exit code. Raises: `UserError` when the loss is no longer a finite
-    number, when too many images are unreadable, or when the last snapshot could not be written.
-    After any exception the process ends at once instead: what is done here waits for other ranks.
-    """
-    run, stop = session.run, session.stop
-    failure = _finish_snapshots(session)
-    fault = _why_ended_badly(session)
-    if fault is not None:
-        session.status.close()
-        run.close_store()
-        raise fault
-    stop.end_training()
-    test = {}
-    if session.loaders.test and session.ended_because is not Reason.INTERRUPTED:
-        test = test_best(session, predict)
-        session.ended_because = stop.reason or session.ended_because
-    session.watch.close()
-    session.status.close()
-    report.end(session, test or {})
-    stop.close()
-    if failure:
-        raise UserError(f"{failure}; free disk space, then continue with --resume", alike=True)
-    return INTERRUPTED if session.ended_because is Reason.INTERRUPTED else 0
-
-
 def _add_to_history(state: TrainState, record: dict[str, float]) -> bool:
     """Add an epoch's record and move on to the next. Returns whether it is the best so far."""
     state.epoch, state.step, state.sums = state.epoch + 1, 0, None
@@ -164,23 +133,51 @@ def _add_to_history(state: TrainState, record: dict[str, float]) -> bool:
     return True
 
 
-def _why_ended_badly(session: Session) -> UserError | None:
-    """The error that ends the run; None after a normal end."""
-    if session.ended_because is Reason.DIVERGED:
-        return UserError(why_diverged(session), alike=True)
-    for batches in (session.train, session.loaders.val):
-        if batches.bad.too_many:
-            return batches.bad.error()
-    # Training has found replacements for its images, so it is those of validation.
-    useless = session.ended_because is Reason.BAD_FILES
-    return why_useless(session.loaders.val) if useless else None
+def end(session: Session, predict: Predict) -> int:
+    """Wait for the last snapshot, evaluate DATA/test if there is one, write the summary.
 
+    Returns: the process's exit code. Raises: `UserError` when the loss is no longer a finite
+    number, when too many images are unreadable, or when the last snapshot could not be written.
+    After any exception the process ends at once instead: what is done here waits for other ranks.
+    """
 
-def _finish_snapshots(session: Session) -> str | None:
-    """Wait until the last snapshot is on disk. Returns, in every process, why it is not."""
-
-    def finish() -> str | None:
+    def finish_snapshots() -> str | None:
         session.snapshots.wait()
         return str(session.snapshots.failure) if session.snapshots.failure else None
 
-    return from_main(finish, session.world)
+    run, stop = session.run, session.stop
+    failure = from_main(finish_snapshots, session.world)
+    fault = _why_ended_badly(session)
+    if fault is not None:
+        status_file().unlink(missing_ok=True)
+        run.close_store()
+        raise fault
+    stop.end_training()
+    test = None
+    if session.loaders.test and session.ended_because is not Reason.INTERRUPTED:
+        test = test_best(session, predict)
+        session.ended_because = stop.reason or session.ended_because
+    session.watch.close()
+    status_file().unlink(missing_ok=True)
+    report.end(session, test=test)
+    stop.close()
+    if failure:
+        raise UserError(f"{failure}; free disk space, then continue with --resume", alike=True)
+    return INTERRUPTED if session.ended_because is Reason.INTERRUPTED else 0
+
+
+def _why_ended_badly(session: Session) -> UserError | None:
+    """The error that ends the run; None after a normal end."""
+    state, reason = session.state, session.ended_because
+    if reason is Reason.DIVERGED:
+        where = f"in epoch {state.epoch + 1}, step {state.step}"
+        fault = f"the loss is nan or infinite {where}"
+        if getattr(state.scaler, "lost", False):
+            scale = loss_scale(state)["Amp/scale"]
+            fault = f"gradients overflow without end {where}, now at a loss scale of {scale:.3g}"
+        advice = "lower --lr, add --warmup-epochs or --clip-grad; the last snapshot is intact"
+        return UserError(f"{fault}: {advice}", alike=True)
+    if session.train.bad.too_many:
+        return session.train.bad.error()
+    # Training has found replacements for its images, so it is those of validation.
+    return why_useless(session.loaders.val) if reason is Reason.BAD_FILES else None

@@ -4,6 +4,7 @@ import logging
 import re
 import shlex
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from utils.run import provenance
 from utils.run.checkpoint import TrainState
 from utils.run.provenance import over_epochs
 from utils.train.session import Session
-from utils.train.step_time import PARTS, shares
 from utils.train.stopping import Reason
+from utils.train.watch import PARTS, shares
 
 log = logging.getLogger(__name__)
 
@@ -43,25 +44,23 @@ def start(session: Session) -> None:
     """Print what is about to be trained: processes, global batch, steps, learning rate."""
     args, world, state, run = session.args, session.world, session.state, session.run
     sampler, global_batch = session.train.sampler, session.global_batch
-    count = f"{world.size} process{'es' * (world.size > 1)}"
-    place = f"{world.nodes} node{'s' * (world.nodes > 1)}, {world.device.type}"
-    log.info(f"{args.arch} on {count} ({place}); run directory {run.folder}")
+    log.info(
+        f"{args.arch}; processes: {world.size}, nodes: {world.nodes}, device: {world.device.type}; "
+        f"run directory {run.folder}"
+    )
     factors = f"{args.batch_size} per process x {world.size}"
     if args.accum_steps > 1:
         factors += f" x {args.accum_steps} accumulation steps"
-    asked = samplers.global_batch(args.batch_size, world.size, args.accum_steps)
-    small = "; the whole data set is one step" if asked > global_batch else ""
+    if samplers.global_batch(args.batch_size, world.size, args.accum_steps) > global_batch:
+        factors += "; the whole data set is one step"
     log.info(
         f"{sampler.images} images in {len(session.loaders.classes)} classes: "
-        f"{sampler.steps_per_epoch} steps per epoch, global batch {global_batch} ({factors}"
-        f"{small}); "
+        f"{sampler.steps_per_epoch} steps per epoch, global batch {global_batch} ({factors}); "
         f"evaluation on {session.loaders.val.sampler.images}"
     )
     if sampler.sizes:
-        log.info(
-            f"training images of {sizes_text(sampler.sizes)}; evaluation at "
-            f"{args.preprocessing.crop}"
-        )
+        sizes = sizes_text(sampler.sizes)
+        log.info(f"training images of {sizes}; evaluation at {args.preprocessing.crop}")
     if world.device.type == "cuda":
         log.info(KERNELS)
     sharding(session)
@@ -92,13 +91,13 @@ def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
     found = args.recipe and RANGE.search(recipe_file(args.recipe).read_text(encoding="utf-8"))
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, global_batch)
     if not low <= global_batch <= high:
-        rate = args.lr * global_batch / (high if global_batch > high else low)
-        advice = f"; by the linear rule its rate would be --lr {rate:.3g}"
-        said.append(
-            f"the recipe {args.recipe} is meant for a global batch of "
-            f"{low if low == high else f'{low} to {high}'}, and this is {global_batch}"
-            f"{advice if args.lr_scaling == 'none' else ''}"
-        )
+        batches = f"{low} to {high}" if low < high else low
+        text = f"the recipe {args.recipe} is meant for a global batch of {batches}, and this is "
+        text += str(global_batch)
+        if args.lr_scaling == "none":
+            rate = args.lr * global_batch / (high if global_batch > high else low)
+            text += f"; by the linear rule its rate would be --lr {rate:.3g}"
+        said.append(text)
     if global_batch > SGD_HOLDS_TO and args.optimizer in ("sgd", "nesterov"):
         linear = REFERENCE_LR * global_batch / schedules.REFERENCE_BATCH
         said.append(
@@ -141,6 +140,23 @@ def facts(session: Session) -> dict[str, Any]:
         "data_id": session.train.bad.index.fingerprint(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         **provenance.describe(world.device),
+    }
+
+
+def setting(session: Session) -> dict[str, Any]:
+    """Facts of the run in both the event file and summary.json."""
+    state, world = session.state, session.world
+    return {
+        "arch": session.args.arch,
+        "mode": session.run.mode,
+        "world_size": world.size,
+        "nodes": world.nodes,
+        "global_batch": session.global_batch,
+        "largest_batch": session.largest_batch,
+        "comm": state.comm.method if state.comm is not None else None,
+        "sent_mb_per_step": sent_mb(session),
+        "device": world.device.type,
+        "tensor_peak_bytes": tensor_peak(session),
     }
 
 
@@ -208,28 +224,25 @@ def input_path(session: Session, record: dict[str, float]) -> None:
         return
     reading, index, cores = train.reading, train.bad.index, supervise.usable_cores()
     of_reading = reading.read_seconds / max(reading.seconds, 1e-9)
-    slow_disk, few_workers = of_reading > 0.5, session.args.workers < cores
     packed = index.pack is not None  # of which only the rows of the crops have been read
-    large = not packed and reading.bytes > LARGE_FILE * reading.files
-    jpegs = not packed and index.path(0).lower().endswith((".jpg", ".jpeg"))
-    mean = index.sample_sizes()[0] if packed else reading.bytes / max(reading.files, 1)
-    advice = {
-        f"the workers spent {of_reading:.0%} of their time reading files: a faster disk (local "
-        f"NVMe), or memory that holds the {len(index) * mean / 2**30:.3g} GiB of the data set": (
-            slow_disk
-        ),
-        f"more workers: -j {cores} on this node": few_workers,
-        "faster decoding, once on each node: python scripts/build_region_decode.py": (
-            jpegs and not slow_disk and not jpeg.has_library()
-        ),
-        "smaller files: scripts/prepare_data.py shrink DATA OUT, then train on OUT": large,
-        "no decoding: scripts/prepare_data.py pack DATA OUT, then train on OUT": (
-            not (large or few_workers or slow_disk or packed)
-        ),
-        "a machine with more cores for each GPU": not (large or few_workers or slow_disk),
-    }
+    is_jpeg = not packed and index.path(0).lower().endswith((".jpg", ".jpeg"))
+    advice = []
+    if slow_disk := of_reading > 0.5:
+        mean = index.sample_sizes()[0] if packed else reading.bytes / max(reading.files, 1)
+        advice.append(
+            f"the workers spent {of_reading:.0%} of their time reading files: a faster disk (local "
+            f"NVMe), or memory that holds the {len(index) * mean / 2**30:.3g} GiB of the data set"
+        )
+    elif is_jpeg and not jpeg.has_library():
+        advice.append("faster decoding, on each node: python scripts/build_region_decode.py")
+    if session.args.workers < cores:
+        advice.append(f"more workers: -j {cores} on this node")
+    if not packed and reading.bytes > LARGE_FILE * reading.files:
+        advice.append("smaller files: scripts/prepare_data.py shrink DATA OUT, then train on OUT")
+    elif not packed and not slow_disk:
+        advice.append("no decoding: scripts/prepare_data.py pack DATA OUT, then train on OUT")
     log.info(f"note: {share:.0%} of the time was spent waiting for images")
-    log.info("what helps: " + "; ".join(text for text, helps in advice.items() if helps))
+    log.info("what helps: " + "; ".join(advice or ["a machine with more cores for each GPU"]))
 
 
 def communication(session: Session, record: dict[str, float]) -> None:
@@ -248,7 +261,7 @@ def communication(session: Session, record: dict[str, float]) -> None:
     log.info(f"note: communication takes {share:.0%} of each step; {advice}")
 
 
-def evaluation(session: Session, part: str, result: dict[str, float]) -> None:
+def evaluation(part: str, result: dict[str, float]) -> None:
     """Print the metrics of an evaluation of DATA/``part``."""
     log.info(
         f"{part}: loss {result['Loss/val']:.4f}  top-1 {result['Top1/val']:.3f} %  "
@@ -256,28 +269,14 @@ def evaluation(session: Session, part: str, result: dict[str, float]) -> None:
     )
 
 
-def setting(session: Session) -> dict[str, Any]:
-    """Facts of the run in both the event file and summary.json."""
-    state, world = session.state, session.world
-    return {
-        "arch": session.args.arch,
-        "mode": session.run.mode,
-        "world_size": world.size,
-        "nodes": world.nodes,
-        "global_batch": session.global_batch,
-        "largest_batch": session.largest_batch,
-        "comm": state.comm.method if state.comm is not None else None,
-        "sent_mb_per_step": sent_mb(session),
-        "device": world.device.type,
-        "tensor_peak_bytes": tensor_peak(session),
-    }
-
-
-def end(session: Session, test: dict[str, float], val: dict[str, float] | None = None) -> None:
+def end(
+    session: Session, val: dict[str, float] | None = None, test: dict[str, float] | None = None
+) -> None:
     """Print the closing line and write summary.json. ``val`` defaults to the last epoch's."""
     state, run, reason = session.state, session.run, session.ended_because
     last: dict[str, float] = val or (state.history[-1] if state.history else {})
-    rate = over_epochs(state.history, "Throughput/train")
+    tags = sorted({tag for record in state.history for tag in record})
+    mean = {tag: over_epochs(state.history, tag) for tag in tags}
     pauses = session.snapshots.pauses if session.snapshots else []
     results = setting(session) | {
         "classes": len(session.loaders.classes),
@@ -285,8 +284,8 @@ def end(session: Session, test: dict[str, float], val: dict[str, float] | None =
         "best_top5": state.best.get("top5"),
         "best_epoch": state.best.get("epoch"),
         "epochs_done": state.epoch,
-        "images_per_s": rate,
-        "epoch_seconds": over_epochs(state.history, "Seconds"),
+        "images_per_s": mean.get("Throughput/train"),
+        "epoch_seconds": mean.get("Seconds"),
         "elapsed_seconds": state.elapsed,
         "val_images": int(last.get("images", 0)),
         "val_unreadable": int(last.get("unreadable", 0)),
@@ -294,17 +293,8 @@ def end(session: Session, test: dict[str, float], val: dict[str, float] | None =
         "finished_because": reason,
         # The longest time for which training stood still for a snapshot.
         "snapshot_pause_seconds": max(pauses, default=None),
-        **{f"{part.removeprefix('Time/')}_s": over_epochs(state.history, part) for part in PARTS},
-        "hardware": {
-            tag: over_epochs(state.history, tag)
-            for tag in sorted({tag for record in state.history for tag in record})
-            if tag.startswith(("GPU/", "CPU/"))
-        },
-        "memory_mb": {
-            tag.removeprefix("Memory/").replace("_mb_", "_"): value
-            for tag, value in last.items()
-            if tag.startswith("Memory/")
-        },
+        **{f"{part.removeprefix('Time/')}_s": mean.get(part) for part in PARTS},
+        "hardware": {tag: mean[tag] for tag in tags if tag.startswith(("GPU/", "CPU/"))},
     }
     if state.ema is not None:
         results["best_weights"] = "ema" if state.best.get("ema") else "model"
@@ -320,8 +310,9 @@ def end(session: Session, test: dict[str, float], val: dict[str, float] | None =
     if state.best:
         averaged = ", averaged weights" * bool(state.best.get("ema"))
         best = f"best top-1 {state.best['top1']:.2f} % (epoch {state.best['epoch']}{averaged})"
+    rate = mean.get("Throughput/train")
     speed = "" if rate is None else f", {rate:.1f} images/s"
-    log.info(f"Training time {hours_minutes(state.elapsed)}, {best}{speed}: {WHY[reason]}")
+    log.info(f"Training time {_duration(state.elapsed)}, {best}{speed}: {WHY[reason]}")
 
 
 def time_left(args: Any, state: TrainState) -> str:
@@ -333,10 +324,9 @@ def time_left(args: Any, state: TrainState) -> str:
     seconds = epoch * max(args.epochs - state.epoch, 0)
     if args.train_time is not None:
         seconds = min(seconds, 3600 * args.train_time - state.elapsed)
-    return hours_minutes(seconds) if seconds > 0 else ""
+    return _duration(seconds) if seconds > 0 else ""
 
 
-def hours_minutes(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     """Seconds as 1:02:03."""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+    return str(timedelta(seconds=round(seconds)))

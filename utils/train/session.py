@@ -1,9 +1,16 @@
 """One process's part in a run, from its start or resume to its end."""
 
+import contextlib
+import json
+import os
+import socket
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from utils import samplers
@@ -12,9 +19,8 @@ from utils.launch.world import World
 from utils.run.checkpoint import TrainState
 from utils.run.directory import Run
 from utils.run.snapshots import SnapshotWriter
-from utils.train.hardware import Watch
-from utils.train.status import StatusFile
 from utils.train.stopping import Reason, StopRequest
+from utils.train.watch import Watch
 
 # train_step(images, targets, weight, update) -> (loss, logits), documented in each script.
 TrainStep = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
@@ -37,7 +43,7 @@ class Session:
     largest_batch: int | None = None  # images per process, where -b auto has found it
     stop: StopRequest | None = None
     watch: Watch | None = None
-    status: StatusFile | None = None
+    figures: dict[str, float] = field(default_factory=dict)  # of `show_status`
     snapshots: SnapshotWriter | None = None  # in rank 0 alone
     print_freq: int = 0  # steps between printed lines, the same in all ranks
     epochs: int = 0  # finished in this session
@@ -57,3 +63,41 @@ class Session:
             return self.train.sampler.global_batch
         args = self.args
         return samplers.global_batch(args.batch_size, self.world.size, args.accum_steps)
+
+
+def status_file() -> Path:
+    """This process's file for scripts/ssh/status.py, in memory, as other nodes may have no run
+    directory."""
+    return Path(f"/dev/shm/imagenet-suite-{os.getuid()}/{socket.gethostname()}-{os.getpid()}.json")
+
+
+def show_status(session: Session, phase: str, **figures: Any) -> None:
+    """Write what this process is doing, in ``phase``; figures stay until new ones come.
+
+    A reader tells by process number and start time whether a killed process has left the file. What
+    cannot be written is left out.
+    """
+    world, state, device = session.world, session.state, session.world.device
+    session.figures |= figures
+    gpu = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else None
+    facts = {
+        "pid": os.getpid(),
+        "started": Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19],
+        "run": str(session.run.folder.resolve()),
+        "mode": session.run.mode,
+        "arch": session.args.arch,
+        "rank": world.rank,
+        "size": world.size,
+        "epochs": session.args.epochs,
+        "gpu": f"GPU-{gpu}" if gpu else None,
+        "phase": phase,
+        "epoch": state.epoch,
+        "step": state.step,
+        "at": time.time(),
+        **session.figures,
+    }
+    with contextlib.suppress(OSError):
+        path = status_file()
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.with_suffix(".tmp").write_text(json.dumps(facts))
+        path.with_suffix(".tmp").replace(path)

@@ -1,0 +1,329 @@
+"""The parts of a step, marked in the right order and read late; GPU and CPU; what limits a run."""
+
+import copy
+import json
+import re
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import scalars, summary, train
+from forecast import buckets
+from nodes import Nodes
+from running import eventually
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from utils.launch.world import World
+from utils.train import report, watch
+from utils.train.watch import StepTimer, Watch
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Counter:
+    """A clock that counts marks; only those up to ``device`` have passed."""
+
+    def __init__(self):
+        self.marks, self.device = 0, 10**6
+
+    def mark(self):
+        self.marks += 1
+        return self.marks
+
+    def seconds(self, begin, end):
+        assert self.passed(begin), "read before it passed"
+        assert self.passed(end), "read before it passed"
+        return end - begin
+
+    def passed(self, mark):
+        return mark <= self.device
+
+
+def counting(model=None, distributed=False):
+    timer = StepTimer(model or nn.Linear(1, 1), CPU, distributed)
+    timer.clock = Counter()
+    return timer
+
+
+def test_nothing_is_read_before_the_device_has_passed_it():
+    timer = counting()
+    timer.clock.device = 0
+    timer.start()  # mark 1
+    for _ in range(3):  # marks 2 3 4, 5 6 7, 8 9 10
+        timer.begin()
+        timer.end(update=True)
+        timer.wait()
+    assert timer.total["steps"] == 0
+    timer.clock.device = 6
+    timer.begin()  # 11
+    timer.end(update=True)  # 12
+    assert timer.recent()["steps"] == 2
+    timer.clock.device = 99
+    assert timer.stop()["steps"] == 4
+    assert timer.recent()["steps"] == 2
+    timer.begin()  # evaluation, say: nobody asked
+    timer.end(update=True)
+    assert timer.stop()["steps"] == 4
+    timer.start()
+    assert timer.stop()["steps"] == 0
+
+
+def test_parts_add_up_and_reports_are_no_part():
+    timer = counting()
+    timer.start()  # 1
+    timer.clock.marks = 10
+    timer.begin()  # 11: 10 s for data
+    timer.clock.marks = 20
+    timer.end(update=False)  # 21: 10 s of compute
+    timer.begin()  # 22: 1 s for data
+    timer.end(update=True)  # 23: 1 s of compute
+    timer.clock.marks = 1000  # a line is printed
+    timer.wait()  # 1001
+    timer.begin()  # 1002
+    timer.end(update=True)  # 1003
+    assert timer.stop() == {"steps": 2, "data": 12, "compute": 12}
+
+
+# ---- with DistributedDataParallel
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def test_the_marks_stand_around_the_wait_for_buckets_and_change_no_weight(group):
+    def reduce_late(state, bucket):
+        """An all-reduce that ends only after local backward: when its mark is there."""
+        future = torch.futures.Future()
+        now = timer.now
+
+        def finish():
+            seen.append(eventually(lambda: now[-1][0] == "own", 20))
+            future.set_result(bucket.buffer())
+
+        threading.Thread(target=finish).start()
+        return future
+
+    def steps(model, forward):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for images in torch.ones(3, 2, 8):
+            yield forward(images).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, seen = small(), []
+    plain = copy.deepcopy(model)
+    replica = DistributedDataParallel(model)
+    timer = StepTimer(model, CPU, distributed=True)
+    replica.register_comm_hook(None, reduce_late)
+    timer.start()
+    timer.begin()
+    for _ in steps(model, replica):
+        data, own, wait = timer.now
+        assert (data[0], own[0], wait[0]) == ("data", "own", "communication")
+        assert data[2] == own[1] <= own[2] == wait[1] <= wait[2]
+        timer.end(update=True)
+        timer.begin()
+    assert seen == [True] * 3
+    total = timer.stop()
+    assert (total["steps"], total["communication"] > 0) == (3, True)
+    list(steps(plain, DistributedDataParallel(plain)))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_accumulation_without_all_reduce_has_no_communication_to_speak_of(group):
+    model = small()
+    replica = DistributedDataParallel(model)
+    timer = counting(model, distributed=True)
+    timer.start()
+    for update in (False, True):
+        timer.begin()
+        with replica.no_sync():
+            loss = replica(torch.ones(2, 8)).sum()
+            timer.clock.marks += 100
+            loss.backward()
+        timer.end(update)
+    assert timer.stop()["communication"] == 2  # two marks in a row, twice
+
+
+# ---- in a run
+
+
+def test_curves_summary_and_trace_of_two_processes(folder, tmp_path):
+    """Two epochs of six steps, with --profile."""
+    options = ("-b", "5", "--epochs", "2", "--lr", "0.01", "-p", "2", "--profile")
+    place = ("--output-dir", tmp_path, "--name", "x")
+    done = train("imagenet_ddp.py", folder, *options, *place, processes=2)
+    assert "ERROR" not in done.err
+    points, found = scalars(tmp_path / "x"), summary(tmp_path / "x")
+    for part in ("data", "compute", "communication"):
+        assert len(points[f"Step/{part}_s"]) == 6
+        assert all(value > 0 for _, value in points[f"Step/{part}_s"])
+        assert [x for x, _ in points[f"Time/{part}"]] == [1, 2]
+        assert found[f"{part}_s"] > 0
+    assert [x for x, _ in points["CPU/utilisation_rank1"]] == [1, 2]
+    assert 0 < found["hardware"]["CPU/memory_gb_rank0"] < 8
+    assert 0 <= found["hardware"]["CPU/utilisation_rank1"] <= 100
+
+    (trace,) = (tmp_path / "x").glob("*.pt.trace.json")
+    names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
+    # Each epoch has six steps: the fifth and later of the run are in it, across the epochs' border.
+    assert {"ProfilerStep#4", "ProfilerStep#7"} <= names
+    assert "ProfilerStep#3" not in names
+    assert any("DistributedDataParallel.forward" in name for name in names)
+
+
+@pytest.mark.long
+def test_a_slow_link_shows_as_communication(folder, tmp_path):
+    values = sum(bucket.values for bucket in buckets.trace("resnet18", 3))
+    seconds = 2 / 2 * values * 4 / (150e6 / 8)  # of the all-reduce; 2 nodes
+    with Nodes(2, rate="150mbit") as nodes:
+        command = (
+            "python -m torch.distributed.run --nnodes=2 --node_rank={} --nproc_per_node=1"
+            f" --master_addr={nodes[0].ip} --master_port=8888 imagenet_ddp.py -a resnet18"
+            f" --image-size 32 -j 1 -b 5 --epochs 1 --lr 0.01 --output-dir {tmp_path} --name x"
+            f" {folder}"
+        )
+        for one in [node.type(command.format(rank)) for rank, node in enumerate(nodes)]:
+            with one:
+                result = one.result()
+                assert result.code == 0, result.out + result.err
+    found = summary(tmp_path / "x")
+    # At most, all of compute hides communication; and a link gives no more than it can (but for
+    # the first 256 kB, which its bucket holds).
+    assert found["communication_s"] > 0.95 * seconds - found["compute_s"]
+    assert found["communication_s"] > 0.3 * seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nodes", "comm", "told"),
+    [
+        (0.09, 2, "fp32", None),
+        (0.45, 2, "fp32", "45% of each step; try --comm auto.* or --comm fp16: .* 29% more"),
+        (0.45, 1, "fp32", "45% of each step; try --comm fp16"),
+        (0.45, 2, "int8", "45% of each step; a larger -b"),
+    ],
+)
+def test_a_run_that_waits_for_its_network_is_told(logged, seconds, nodes, comm, told):
+    session = SimpleNamespace(world=SimpleNamespace(nodes=nodes), args=SimpleNamespace(comm=comm))
+    record = {"Time/data": 0.1, "Time/compute": 0.9 - seconds, "Time/communication": seconds}
+    report.communication(session, record)
+    assert (len(logged) == 1 and re.search(told, logged[0])) if told else not logged
+
+
+# ---- GPU and CPU
+
+
+@pytest.fixture
+def instruments(monkeypatch):
+    """A `Watch` of a played GPU, and a function that sets the values of its next samples.
+
+    There are no samples but those that are asked for.
+    """
+    monkeypatch.setattr(watch, "SECONDS", 1000.0)
+    monkeypatch.setattr(torch.cuda, "temperature", lambda _: 71)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda _: 65_500)
+
+    def play(*values: float) -> None:
+        left = list(values)
+        monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _: left[0] * 2**30)
+        use = lambda _: left.pop(0) if len(left) > 1 else left[0]  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "utilization", use)
+
+    play(50.0)
+    one = Watch(SimpleNamespace(profile=False), World(CPU), Path("."), nn.Linear(1, 1))
+    one.device = GPU
+    yield one, play
+    one.close()
+    assert one.thread not in threading.enumerate()
+
+
+def test_a_gpu_is_read_but_for_the_sensors_that_it_has_not(instruments, monkeypatch):
+    found = {"GPU/utilisation": 50.0, "GPU/memory_gb": 50.0, "GPU/temperature_c": 71.0}
+    assert watch.read_gpu(GPU) == found | {"GPU/power_w": 65.5}
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda _: 1 / 0)
+    assert watch.read_gpu(GPU) == found
+
+
+def test_without_nvml_a_line_says_so(logged):
+    """As on this machine, where torch.cuda's functions raise errors of many kinds."""
+    world = World(GPU)
+    Watch(SimpleNamespace(profile=False), world, Path("."), nn.Linear(1, 1)).close()
+    assert logged == ["GPU utilisation is not recorded: pip install nvidia-ml-py"]
+
+
+def test_means_and_the_most_memory_since_an_epoch_began(instruments, monkeypatch):
+    one, play = instruments
+    ticks = iter([(100, 1000), (100, 1000), (150, 1200), (150, 1200)])  # idle, all
+    monkeypatch.setattr(watch, "cpu_ticks", lambda: next(ticks))
+    one.ticks = (100, 1000)
+    play(1.0, 50.0, 80.0, 20.0)
+    one.start_epoch()  # forgets the 1
+    for _ in range(2):
+        one.sample()
+    found = one.end_epoch()
+    assert (found["GPU/utilisation_rank0"], found["GPU/memory_gb_rank0"]) == (50.0, 80.0)
+    assert found["CPU/utilisation_rank0"] == 75.0, "of the only sample for which a tick had passed"
+    assert 0.01 < found["CPU/memory_gb_rank0"] < 64
+
+
+def test_it_samples_in_the_background(instruments, monkeypatch):
+    monkeypatch.setattr(watch, "SECONDS", 0.01)
+    with_its_own = Watch(SimpleNamespace(profile=False), World(CPU), Path("."), nn.Linear(1, 1))
+    assert eventually(lambda: len(with_its_own.samples["CPU/memory_gb"]) > 3)
+    with_its_own.close()
+
+
+@pytest.mark.parametrize(
+    ("mine", "parts", "cause"),
+    [
+        (60.0, (0.5, 0.5, 0.0), "the input: 50%"),
+        (60.0, (0.1, 0.5, 0.4), "the network: 40%"),
+        (60.0, (0.0, 1.0, 0.0), "kernels too short"),
+        (96.0, (0.5, 0.5, 0.0), None),
+    ],
+)
+def test_an_idle_gpu_is_named_once_with_the_cause(
+    instruments, monkeypatch, logged, mine, parts, cause
+):
+    """Of a rank 0 beside a rank 1 at 97 %, which waits as long; ``parts`` are those of a step."""
+
+    def gather(own, world):
+        mean = dict(zip(watch.PARTS, parts, strict=True))
+        less, more = ({part: k * value for part, value in mean.items()} for k in (0.5, 1.5))
+        return [(less, *own[1:]), (more, {"GPU/utilisation_rank1": 97.0}, min(own[2], 97.0))]
+
+    monkeypatch.setattr(watch, "gather", gather)
+    one, play = instruments
+    play(mine)
+
+    def epoch(samples: int) -> dict:
+        one.start_epoch()
+        for _ in range(samples):
+            one.sample()
+        return one.end_epoch()
+
+    values = epoch(10)
+    assert (values["GPU/utilisation_rank0"], values["GPU/utilisation_rank1"]) == (mine, 97.0)
+    assert [values[part] for part in watch.PARTS] == pytest.approx(parts)
+    assert logged == []  # ten samples are not enough
+    for _ in range(3):
+        epoch(40)
+    assert len(logged) == bool(cause)
+    if cause:
+        assert "rank 0 is 60 % busy" in logged[0]
+        assert cause in logged[0]
