@@ -1,4 +1,6 @@
-"""A small data set of noise and its batches, for the tests of the input path."""
+"""Images, a small data set of noise and its batches, for the tests of the input path."""
+
+import io
 
 import numpy as np
 import torch
@@ -26,6 +28,22 @@ def noise_index(root, images=24, suffix="png", height=20, width=30) -> ImageInde
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)
     return ImageIndex(root, ["class_0", "class_1", "class_2"])
+
+
+def picture(width=500, height=375, seed=0) -> Image.Image:
+    """Like a photograph: smooth shapes, some noise, all three channels different."""
+    source = np.random.default_rng(seed)
+    coarse = source.integers(0, 256, (max(2, height // 40), max(2, width // 40), 3), np.uint8)
+    smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+    noisy = np.asarray(smooth, np.int16) + source.integers(-12, 13, (height, width, 3))
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+
+
+def encode(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
+    """An image file."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
 
 
 def batches_of(index, sampler, workers=0, size=SIZE, place=PLACE, bad_files=0) -> Batches:

@@ -3,10 +3,8 @@
 import os
 import re
 import signal
-from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from batches import PLACE, SEED, SIZE, batches_of, noise_index
@@ -111,43 +109,21 @@ def test_views_of_an_image_are_other_crops_of_it(index):
     assert not reading.faults
 
 
-def test_persistent_workers_follow_the_sampler(index):
-    """One `Batches` serves all epochs; its workers must not go on with the first one's order."""
-    one = sampler()
-    batches = batches_of(index, one, workers=1)
-    for epoch in (0, 1):
-        one.start_at(epoch, 0)
-        got = torch.cat([images for images, _ in batches])
-        expected = epoch_pixels(index, epoch=epoch)
-        order = [i for asked in one for i in asked.indices]
-        assert torch.equal(got, torch.stack([expected[i][0] for i in order]))
-
-
-@contextmanager
-def alarm(seconds, handler):
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named(index):
-    """What comes first is the end of its socket; what tells more is SIGCHLD. An alarm plays it."""
+def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named(index, monkeypatch):
+    """What comes first is the end of its socket; SIGCHLD, which tells more, comes in the wait."""
 
     class Broken:
         def __iter__(self):
             yield from ()
             raise EOFError
 
-    def handler(signum, frame):
+    def sigchld(seconds):
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
 
     batches = batches_of(index, EvalSampler(IMAGES, 8, (0, 1)))
     batches.loader = Broken()
-    with alarm(0.3, handler), pytest.raises(RuntimeError, match="pid 7"):
+    monkeypatch.setattr("time.sleep", sigchld)
+    with pytest.raises(RuntimeError, match="pid 7"):
         list(batches)
 
 
@@ -170,7 +146,8 @@ def test_a_signal_that_meets_a_starting_worker_does_not_end_it(index, monkeypatc
 
 def test_unreadable_image_is_replaced_by_the_next_readable_one(index):
     intact = fetch(index, EVERY)[0]
-    spoil(index, 4, 5, 15, 23)
+    spoil(index, 4, 5, 15)
+    os.remove(index.path(23))
     images, targets, reading = fetch(index, EVERY)
     expected = list(EVERY)
     expected[4] = expected[5] = 6
@@ -183,37 +160,15 @@ def test_unreadable_image_is_replaced_by_the_next_readable_one(index):
     assert torch.equal(images[others], intact[others]), "no other sample moves"
 
 
-def test_a_pipe_a_device_or_nothing_in_place_of_an_image_is_an_unreadable_one(index):
-    def hangs(signum, frame):  # not an OSError, which means an unreadable file
-        pytest.fail("it hangs")
-
-    for image in (4, 7, 9, 11):
-        os.remove(index.path(image))
-    os.mkfifo(index.path(4))
-    os.mkfifo(index.path(7))
-    os.symlink("/dev/null", index.path(9))
-    held = os.open(index.path(7), os.O_RDWR)  # a writer who writes nothing
-    try:
-        with alarm(20, hangs):
-            images, _, reading = fetch(index, [3, 4, 7, 9, 11])
-    finally:
-        os.close(held)
-    assert numbers(images) == [3, 5, 8, 10, 12]
-    assert [i for i, _ in reading.faults] == [4, 7, 9, 11]
-    pipe = "it is a pipe or a device, not a file"
-    assert [reason for _, reason in reading.faults[:3]] == [pipe] * 3
-    assert "No such file" in reading.faults[3][1]
-
-
 def test_evaluation_marks_unreadable_images(index):
     intact = fetch(index, EVERY, train=False)[0]
-    spoil(index, 0, 9, 23)
+    bad = [0, 9, 23]
+    spoil(index, *bad)
     images, targets, reading = fetch(index, EVERY, train=False)
-    good = [i for i in EVERY if i not in (0, 9, 23)]
-    assert torch.equal(images[good], intact[good])
-    expected = np.where(np.isin(EVERY, good), index.targets, UNREADABLE)
-    assert targets.tolist() == expected.tolist()
-    assert [i for i, _ in reading.faults] == [0, 9, 23]
+    good = [i for i in EVERY if i not in bad]
+    assert torch.equal(images[good], intact[good]) and not images[bad].any()
+    assert (targets[good] == index.targets[good]).all() and (targets[bad] == UNREADABLE).all()
+    assert [i for i, _ in reading.faults] == bad
 
 
 @pytest.mark.parametrize("resize", [None, SIZE])
@@ -227,9 +182,12 @@ def test_evaluation_shows_centre_crops(index, resize):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_files_are_counted_and_bad_ones_named_once_and_limited(index, logged, workers):
-    spoil(index, 4, 5, 15)
     one = sampler()
     batches = batches_of(index, one, workers, bad_files=3)
+    list(batches)
+    assert batches.reading.files == IMAGES
+    assert batches.reading.bytes == sum(os.path.getsize(index.path(i)) for i in EVERY)
+    spoil(index, 4, 5, 15)
     bad = batches.bad
     for epoch in range(2):
         one.start_at(epoch, 0)
@@ -250,22 +208,9 @@ def test_files_are_counted_and_bad_ones_named_once_and_limited(index, logged, wo
     logged.clear()
     list(batches)
     assert len(bad.seen) == len(logged) == 3, "past the limit nothing more is named"
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_bytes_are_counted(index, workers):
-    batches = batches_of(index, sampler(), workers)
-    for _ in range(2):
-        batches.start_count()
-        list(batches)
-        assert batches.reading.files == IMAGES
-        assert batches.reading.bytes == sum(os.path.getsize(index.path(i)) for i in EVERY)
-
-
-def test_all_files_unreadable_ends_by_the_limit(index):
     spoil(index, *EVERY)
     with pytest.raises(UserError, match="--max-bad-files"):
-        list(batches_of(index, sampler(), bad_files=IMAGES - 1))
+        list(batches)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -2,7 +2,6 @@
 
 import os
 
-import numpy as np
 import pytest
 from conftest import python
 
@@ -27,17 +26,12 @@ def contents(images):
 
 
 def test_images_are_sorted_and_numbered_by_the_given_order_of_classes(tmp_path):
-    make(tmp_path, "b/2.JPEG", "b/10.jpg", "a/z.png", "a/a.webp", "c/1.jpeg")
-    images = ImageIndex(tmp_path, ["c", "a", "b"])
-    named = [("c/1.jpeg", 0), ("a/a.webp", 1), ("a/z.png", 1), ("b/10.jpg", 2), ("b/2.JPEG", 2)]
-    assert contents(images) == named
-
-
-def test_hidden_and_other_files_are_no_samples(tmp_path):
-    make(tmp_path, "a/1.JPEG", "a/.2.JPEG", "a/._1.JPEG", "a/Thumbs.db", "a/list.txt", "a/jpg")
-    make(tmp_path, "a/.cache/3.jpg", "a/more/4.JPG", "a/more/deep/5.Png")
-    found = [path for path, _ in contents(ImageIndex(tmp_path, ["a"]))]
-    assert found == ["a/1.JPEG", "a/more/4.JPG", "a/more/deep/5.Png"]
+    """Hidden and other files are left out, sub-folders are not."""
+    make(tmp_path, "b/2.JPEG", "b/10.jpg", "a/z.png", "a/a.webp", "c/more/deep/5.Png", "c/4.jpeg")
+    make(tmp_path, "a/.2.JPEG", "a/._1.JPEG", "a/Thumbs.db", "a/list.txt", "a/jpg", "a/.x/3.jpg")
+    named = [("c/4.jpeg", 0), ("c/more/deep/5.Png", 0), ("a/a.webp", 1), ("a/z.png", 1)]
+    named += [("b/10.jpg", 2), ("b/2.JPEG", 2)]
+    assert contents(ImageIndex(tmp_path, ["c", "a", "b"])) == named
 
 
 def test_names_of_any_bytes_and_lengths(tmp_path):
@@ -84,17 +78,12 @@ def test_class_folders(tmp_path):
 
 
 def test_a_link_that_leads_back_to_itself_is_named(tmp_path):
-    make(tmp_path, "part/a/1.jpg", "loop/b/1.jpg", "up/c/1.jpg", "far/d/1.jpg")
-    (tmp_path / "part/me").symlink_to("me")
+    make(tmp_path, "loop/b/1.jpg", "up/c/1.jpg", "far/d/1.jpg")
     (tmp_path / "loop/b/me").symlink_to("me")
     (tmp_path / "up/c/round").symlink_to("..")
-    with pytest.raises(UserError, match="part/me is a link that leads back to itself: remove it"):
-        class_folders(tmp_path / "part")
-    with pytest.raises(UserError, match="b/me is a link that leads back to itself"):
-        ImageIndex(tmp_path / "loop", ["b"])
-    with pytest.raises(UserError, match=r"up/c/round is a link .* itself") as error:
-        ImageIndex(tmp_path / "up", ["c"])
-    assert len(str(error.value)) < 200
+    for root, name in (("loop", "b"), ("up", "c")):
+        with pytest.raises(UserError, match=r"cannot read .*/(b|c/round).*: Too many levels"):
+            ImageIndex(tmp_path / root, [name])
     (tmp_path / "far/more").symlink_to("d")
     assert class_folders(tmp_path / "far") == ["d", "more"], "other links are folders"
 
@@ -122,17 +111,14 @@ def test_select_classes(tmp_path, choice, expected):
     assert select_classes(choice, FOLDERS) == expected
 
 
-@pytest.mark.parametrize("choice", ["0", "5", "cow", "ant,cow", ",", "-1"])
-def test_select_classes_refuses(choice):
-    with pytest.raises(UserError, match="--classes"):
+@pytest.mark.parametrize("choice", ["0", "5", "cow", "ant,cow", ",", "-1", b"a\0b", b"\xff\xd8"])
+def test_select_classes_refuses(tmp_path, choice):
+    if isinstance(choice, bytes):
+        (tmp_path / "binary").write_bytes(choice)
+        choice = str(tmp_path / "binary")
+    with pytest.raises(UserError, match=r"--classes .*(there are 4|not a class folder)") as error:
         select_classes(choice, FOLDERS)
-
-
-@pytest.mark.parametrize("content", [bytes(range(256)), b"dog\0ant", b"\xff\xd8\xff\xe0"])
-def test_a_binary_file_as_classes_is_refused(tmp_path, content):
-    (tmp_path / "binary").write_bytes(content)
-    with pytest.raises(UserError, match=r"--classes names .*, which is not a class folder"):
-        select_classes(str(tmp_path / "binary"), FOLDERS)
+    assert str(error.value).isprintable()
 
 
 def test_same_classes_in_both_parts(tmp_path):
@@ -190,12 +176,11 @@ def test_sizes_are_asked_of_a_sample(root, monkeypatch):
     assert ImageIndex(root, CLASSES).sample_sizes()[0] == 0, "the first file of each class"
 
 
-@pytest.mark.parametrize("place", ["b", "b/deep"])
 @pytest.mark.parametrize("change", ["add", "remove", "rename"])
-def test_change_lists_that_class_anew(root, scans, place, change):
+def test_change_lists_that_class_anew(root, scans, change):
     ImageIndex(root, CLASSES)
     scans.clear()
-    folder = root / place
+    folder = root / "b" / ("" if change == "rename" else "deep")
     if change == "add":
         (folder / "new.jpg").write_bytes(b"")
     else:
@@ -218,22 +203,18 @@ def test_subset_is_taken_from_the_whole_and_adds_to_it(root, scans):
     assert contents(images)[0] == ("b/0.jpg", 0)
 
 
-@pytest.mark.parametrize("damage", ["cut", "noise", "empty", "other arrays"])
+@pytest.mark.parametrize("damage", ["cut", "noise", "empty"])
 def test_damaged_cache_is_made_again(root, scans, damage):
     expected = contents(ImageIndex(root, CLASSES))
     cache = root / index.CACHE
     data = cache.read_bytes()
     half = len(data) // 2
     noise = data[:half] + b"\xff" * 64 + data[half + 64 :]
-    cache.write_bytes({"cut": data[:half], "noise": noise}.get(damage, b""))
-    if damage == "other arrays":
-        np.savez(cache, something=np.arange(3))
-    scans.clear()
-    assert contents(ImageIndex(root, CLASSES)) == expected
-    assert sorted(scans) == sorted(CLASSES)
-    scans.clear()
-    ImageIndex(root, CLASSES)
-    assert scans == []
+    cache.write_bytes({"cut": data[:half], "noise": noise, "empty": b""}[damage])
+    for classes in (CLASSES, []):
+        scans.clear()
+        assert contents(ImageIndex(root, CLASSES)) == expected
+        assert sorted(scans) == sorted(classes)
 
 
 def test_read_only_folder_is_told_and_used(root, capsys, monkeypatch):

@@ -26,11 +26,6 @@ def test_the_draw_is_the_one_of_earlier_runs():
     assert np.allclose(mixing.draw((3, 1, 2), 4, 32, BOTH), GOLDEN, atol=1e-6)
 
 
-def test_a_step_draws_its_own_numbers():
-    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
-    assert len({mixing.draw(key, 8, 32, BOTH).tobytes() for key in keys}) == len(keys)
-
-
 def test_shares_are_those_of_the_beta_distribution():
     """By its mean and variance; each of the two ways gets half of the pairs."""
     pairs, alpha = 20_000, 0.4
@@ -110,15 +105,11 @@ def test_the_same_images_are_mixed_in_any_slices(ranks, accum, size):
 
 
 @pytest.mark.parametrize(("ranks", "accum", "batch"), [(2, 1, 5), (1, 2, 3), (3, 1, 37)])
-def test_slices_that_cut_pairs_are_refused(ranks, accum, batch):
+def test_slices_that_cut_pairs_are_refused_where_images_are_mixed(ranks, accum, batch):
     sampler = TrainSampler(40, batch, (0, ranks), accum, seed=0)
-    mixing.check(SimpleNamespace(mixup=0.0, cutmix=0.0), sampler)
+    off = SimpleNamespace(mixup=0.0, cutmix=0.0)
+    mixing.check(off, sampler)
+    batch = *pixels(range(8)), (0, 0, 0)
+    assert mixing.build(off, sampler, CLASSES)(*batch) == (*batch[:2], batch[1])
     with pytest.raises(UserError, match="choose an even -b"):
         mixing.check(SimpleNamespace(mixup=0.0, cutmix=1.0), sampler)
-
-
-def test_without_the_options_nothing_is_touched():
-    args = SimpleNamespace(mixup=0.0, cutmix=0.0)
-    mix = mixing.build(args, TrainSampler(40, 8, (0, 1), 1, seed=0), CLASSES)
-    images, targets = pixels(range(8))
-    assert mix(images, targets, (0, 0, 0)) == (images, targets, targets)

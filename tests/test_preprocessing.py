@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from batches import batches_of
+from batches import batches_of, picture
 from conftest import python, summary
 from PIL import Image
 from running import snapshot, tiny
-from test_images import picture
 from torchvision.models import VisionTransformer, get_model_weights
 
 from utils import options

@@ -17,7 +17,7 @@ from utils.data.preprocessing import Preprocessing
 from utils.errors import UserError
 from utils.model import models
 from utils.run import checkpoint
-from utils.samplers import Batch, TrainSampler
+from utils.samplers import TrainSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -60,9 +60,8 @@ def test_what_is_no_plan_is_refused(text):
 
 
 def test_the_plan_in_words():
-    assert (
-        preprocessing.sizes_text((160, 160, 192)) == "160 pixels in epochs 1 to 2, 192 in epoch 3"
-    )
+    text = preprocessing.sizes_text((160, 160, 192, 192, 160))
+    assert text == "160 pixels from epoch 1, 192 from epoch 3, 160 from epoch 5"
     args = Namespace(progressive="24:40", epochs=10, image_size=48)
     assert preprocessing.largest_size(args) == 40
     assert preprocessing.largest_size(Namespace(progressive=None, epochs=10, image_size=48)) == 48
@@ -85,28 +84,18 @@ def test_an_epochs_batches_are_those_of_a_data_set_of_its_size(index, layout):
     batches = batches_of(index, sampler, 1, place=place)
     batches.use(Preprocessing(image_size=20, val_resize_size=20))
     seen = set()
-    for epoch, step in ((0, 0), (1, 2), (1, 0), (2, 0)):
+    for epoch, step in ((0, 0), (1, 2), (1, 0), (2, 0), (3, 1)):
         sampler.start_at(epoch, step)
         got = list(batches)
         seen.add(batches.loader.ring.images.data_ptr())
         plain = TrainSampler(len(index), 4, (0, 1), 1, SEED)
         plain.start_at(epoch, step)
-        alone = batches_of(index, plain, size=SIZES[epoch], place=place)
+        alone = batches_of(index, plain, size=(*SIZES, SIZES[-1])[epoch], place=place)
         for (images, targets), (others, labels) in zip(got, alone, strict=True):
             assert torch.equal(images, others) and torch.equal(targets, labels)
             assert images.is_contiguous(memory_format=layout)
     assert len(seen) == 1, "one ring for the whole run"
     assert batches.loader.ring.images.shape[2:4] == (24, 24)
-
-
-def test_the_size_goes_with_a_batch():
-    sampler = TrainSampler(12, 4, (0, 1), 1, 0)
-    assert [batch.size for batch in sampler] == [0] * 3
-    sampler.sizes = SIZES
-    for epoch, size in enumerate((*SIZES, SIZES[-1])):  # past the end, the last one stays
-        sampler.start_at(epoch, 1)
-        assert [batch.size for batch in sampler] == [size] * 2
-    assert Batch(0, np.arange(2)).size == 0
 
 
 def test_a_size_that_the_model_does_not_take_is_refused_at_the_start(monkeypatch, tmp_path):

@@ -12,15 +12,14 @@ import io
 import os
 import shutil
 import sys
-import zipfile
 import zlib
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
-from prepare.folder import AGAIN, SPLITS, locked, mark, progress, spread
-from prepare.shrink import bytes_text, check_places, opened, read, reduce, reduced_shape
+from prepare.folder import SPLITS, locked, mark, progress, spread
+from prepare.shrink import bytes_text, check_places, opened, reduce, reduced_size
 from tqdm import tqdm
 
 from utils.atomic import remove_leftovers, save_atomically
@@ -31,18 +30,7 @@ from utils.errors import UserError
 
 SAMPLE = 256  # images from whose size the size of the pack is estimated
 
-
-class File(NamedTuple):
-    """One file of a pack: its path, and its images in the order of the index of their split."""
-
-    path: Path
-    images: range
-    index: ImageIndex
-
-    def is_whole(self) -> bool:
-        """Whether it exists, with all its images."""
-        found = read_end(self.path)
-        return found is not None and found["image"].tolist() == list(self.images)
+File = tuple[Path, range, ImageIndex]  # of a pack: its path, and its images in this index
 
 
 def end_of_file(records: np.ndarray) -> bytes:
@@ -56,33 +44,20 @@ def read_end(path: Path) -> np.ndarray | None:
     """The index at the end of a file, `pack.RECORD` [n]; None if the file is not complete."""
     try:
         with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(size - 8 - len(pack.MAGIC))
+            file.seek(-8 - len(pack.MAGIC), os.SEEK_END)
             length, magic = int.from_bytes(file.read(8), "little"), file.read()
-            start = size - 8 - len(pack.MAGIC) - length
-            if magic != pack.MAGIC or start < 0:
-                return None
-            file.seek(start)
+            start = file.seek(-8 - len(pack.MAGIC) - length, os.SEEK_END)
             with np.load(io.BytesIO(file.read(length))) as content:
                 records = content["records"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except Exception:  # it is missing, or zipfile and numpy find it damaged in many ways
         return None
-    whole = records.dtype == pack.RECORD and int(records["bytes"].sum()) == start
+    whole = magic == pack.MAGIC and int(records["bytes"].sum()) == start
     return records if whole else None
-
-
-def _files(out: Path, index: ImageIndex) -> list[File]:
-    step = pack.IMAGES_PER_FILE
-    starts = range(0, len(index), step)
-    return [
-        File(out / pack.file_name(number), range(i, min(i + step, len(index))), index)
-        for number, i in enumerate(starts)
-    ]
 
 
 def _content(path: str, size: int) -> tuple[bytes, tuple[int, int], str | None]:
     """The content to store for an image, its height and width, and why it cannot be decoded."""
-    data = read(path)
+    data = Path(path).read_bytes()
     try:
         with opened(data) as picture:
             small = reduce(picture, size)
@@ -108,25 +83,24 @@ def _make(size: int, job: tuple[Path, int, list[str]]) -> list[str]:
             notes.extend([f"stored as it is: {path}: {reason}"] if reason else [])
         file.write(end_of_file(np.array(records, pack.RECORD)))
 
-    try:
-        save_atomically(write, place)
-    except OSError as error:
-        raise UserError(f"cannot write {place} ({error.strerror}); then {AGAIN}") from error
+    save_atomically(write, place)
     return notes
 
 
 def _check_space(files: list[File], out: Path, size: int) -> None:
     """Print the estimated size of the files. Raises: `UserError` if the disk has less space."""
-    paths = [file.index.path(image) for file in files for image in file.images]
-    found = []
-    for path in paths[:: -(-len(paths) // SAMPLE)]:
-        data = read(path)
+    paths = [index.path(image) for _, images, index in files for image in images]
+    sampled = paths[:: -(-len(paths) // SAMPLE)]
+    total = 0
+    for path in sampled:
+        data = Path(path).read_bytes()
         try:
             with opened(data) as picture:
-                found.append(3 * np.prod(reduced_shape(*picture.size, size)))
+                width, height = reduced_size(*picture.size, size)
+                total += 3 * width * height
         except ValueError:
-            found.append(len(data))
-    mean, free = float(np.mean(found)), shutil.disk_usage(out).free
+            total += len(data)
+    mean, free = total / len(sampled), shutil.disk_usage(out).free
     wanted = mean * len(paths)
     print(
         f"{len(paths)} images to pack: about {bytes_text(wanted)} in {len(files)} files, "
@@ -141,119 +115,98 @@ def _check_space(files: list[File], out: Path, size: int) -> None:
 
 
 def _write(files: list[File], size: int, workers: int) -> None:
-    folders = {file.path.parent for file in files}
-    for folder in folders:
+    for folder in {path.parent for path, *_ in files}:
         folder.mkdir(exist_ok=True)
         remove_leftovers(folder)
-    jobs = ((f.path, f.images.start, [f.index.path(i) for i in f.images]) for f in files)
-    try:
-        with progress(len(files), " files") as bar:
-            # A small data set is one file: more workers would be idle.
-            for notes in spread(partial(_make, size), jobs, min(workers, len(files))):
-                bar.update()
-                for note in notes:
-                    tqdm.write(note, file=sys.stderr)
-    finally:
-        for folder in folders:
-            remove_leftovers(folder)
+    jobs = ((path, images.start, [index.path(i) for i in images]) for path, images, index in files)
+    with progress(len(files), " files") as bar:
+        # A small data set is one file: more workers would be idle.
+        for notes in spread(partial(_make, size), jobs, min(workers, len(files))):
+            bar.update()
+            for note in notes:
+                tqdm.write(note, file=sys.stderr)
 
 
-def _join(files: list[File], size: int) -> pack.Contents:
-    """Write the index of a split whose files are all complete."""
-    index = files[0].index
-    contents = pack.Contents(
-        size,
-        index.classes,
-        np.bincount(index.targets, minlength=len(index.classes)),
-        index.blob,
-        np.concatenate([read_end(file.path) for file in files]),
-        np.array([file.path.stat().st_size for file in files], np.int64),
-    )
-    arrays = vars(contents) | {
-        "classes": np.frombuffer(b"\0".join(map(os.fsencode, contents.classes)), np.uint8),
-        "paths": np.frombuffer(contents.paths, np.uint8),
+def _join(folder: Path, files: list[Path], index: ImageIndex, size: int) -> np.ndarray:
+    """Write the index of a split whose ``files`` are all complete. Returns its records."""
+    records = np.concatenate([read_end(path) for path in files])
+    arrays = {
+        "version": pack.VERSION,
+        "size": size,
+        "classes": np.frombuffer(b"\0".join(map(os.fsencode, index.classes)), np.uint8),
+        "counts": np.bincount(index.targets, minlength=len(index.classes)),
+        "paths": np.frombuffer(index.blob, np.uint8),
+        "records": records,
+        "file_bytes": np.array([path.stat().st_size for path in files], np.int64),
     }
-    save_atomically(
-        lambda file: np.savez(file, version=pack.VERSION, **arrays),
-        files[0].path.parent / pack.INDEX,
-    )
-    return contents
+    save_atomically(lambda file: np.savez(file, **arrays), folder / pack.INDEX)
+    return records
 
 
 def pack_folder(source: Path, out: Path, size: int, workers: int) -> None:
     """Write the packed copy of an image folder, its short sides at most ``size`` pixels.
 
-    Raises: `UserError` if a file cannot be opened, the disk is too small, or ``out`` holds
-    something else or is being written; and what `check_places` raises.
+    Raises: OSError if a file cannot be opened; `UserError` if the disk is too small, or ``out``
+    holds something else or is being written; and what `check_places` raises.
     """
     source, out, splits = check_places(source, out)
-    print(f"listing the images in {source}", flush=True)
     indices = {s: ImageIndex(source / s, class_folders(source / s), shows=True) for s in splits}
-    files = {split: _files(out / split, index) for split, index in indices.items()}
     # The fingerprints change when files are added, removed or renamed.
     images = ", ".join(f"{split} {index.fingerprint()}" for split, index in indices.items())
     what = f"pack (source {source}, size {size}, {images})"
-    counts = {split: len(index) for split, index in indices.items()}
-    with locked(out, what) as marker:
-        missing = [one for some in files.values() for one in some if not one.is_whole()]
-        if (
-            not missing
-            and marker.get("finished")
-            and all(map(_is_whole, map(out.joinpath, splits)))
-        ):
-            print(f"nothing to do: {out} already holds this pack")
-            return
-        if missing:
+    step = pack.IMAGES_PER_FILE
+    files: list[File] = [
+        (out / split / pack.file_name(start // step), every[start : start + step], index)
+        for split, index in indices.items()
+        for every in [range(len(index))]
+        for start in every[::step]
+    ]
+    with locked(out, what):
+        if missing := [one for one in files if read_end(one[0]) is None]:
             _check_space(missing, out, size)
             mark(out, what, False, {})
             _write(missing, size, workers)
-        found = [_join(some, size) for some in files.values()]
+        faults = 0
+        for split, index in indices.items():
+            own = [path for path, _, other in files if other is index]
+            faults += int((_join(out / split, own, index, size)["height"] == 0).sum())
+        counts = {split: len(index) for split, index in indices.items()}
         mark(out, what, True, counts)
-    sizes = [count for contents in found for count in contents.file_bytes.tolist()]
-    number = sum(counts.values())
-    print(f"done: {out}: {number} images in {len(sizes)} files, {bytes_text(sum(sizes))}")
-    if faults := sum(int((contents.records["height"] == 0).sum()) for contents in found):
+    total = sum(path.stat().st_size for path, *_ in files)
+    print(
+        f"{'done' if missing else 'nothing to do'}: {out}: {sum(counts.values())} images in "
+        f"{len(files)} files, {bytes_text(total)}"
+    )
+    if faults:
         print(f"{faults} images cannot be decoded, and are stored as they are")
 
 
-def _is_whole(folder: Path) -> bool:
-    try:
-        pack.load(folder)
-    except UserError:
-        return False
-    return True
-
-
-def _damaged(path: Path) -> Path | None:
+def _damaged(path: Path) -> str | None:
     """In a worker: ``path`` if this file of a pack has changed since it was written."""
     records = read_end(path)
     if records is None:
-        return path
+        return str(path)
     with path.open("rb") as file:
-        for record in np.sort(records, order="place"):
-            if zlib.crc32(file.read(int(record["bytes"]))) != record["crc"]:
-                return path
-    return None
+        whole = all(zlib.crc32(file.read(one["bytes"])) == one["crc"] for one in records)
+    return None if whole else str(path)
 
 
 def verify(out: Path, workers: int) -> None:
     """Read a whole pack and compare checksums. Raises: `UserError`, naming damaged files."""
-    paths = [
-        out / split / pack.file_name(number)
-        for split in SPLITS
-        if pack.is_pack(out / split)
-        for number in range(len(pack.load(out / split).file_bytes))
-    ]
+    paths = []
+    for folder in filter(pack.is_pack, (out / split for split in SPLITS)):
+        pack.load(folder)
+        paths += sorted(folder.glob(f"*{pack.SUFFIX}"))
     if not paths:
         raise UserError(f"{out} holds no packed pixels")
-    damaged = []
     with progress(len(paths), " files") as bar:
+        damaged = []
         for path in spread(_damaged, paths, min(workers, len(paths))):
             bar.update()
-            damaged += [str(path)] if path else []
+            damaged += [path] if path else []
     if damaged:
         raise UserError(
-            f"{len(damaged)} of {len(paths)} files are damaged ({', '.join(sorted(damaged)[:3])}): "
+            f"{len(damaged)} of {len(paths)} files are damaged ({', '.join(damaged[:3])}): "
             "remove them, and run the command that made the pack again"
         )
     print(f"{out}: {len(paths)} files are as they were written")

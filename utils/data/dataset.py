@@ -1,8 +1,6 @@
 """The work of a loader worker: read, decode and crop a batch of images."""
 
-import os
 import random
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -137,7 +135,11 @@ class ImageBatches(Dataset):
             box = (0, left, height, width)
             return torch.from_numpy(rows).permute(2, 0, 1), cut._replace(box=box)
         began = time.perf_counter()
-        data = pack.file(image) if pack is not None else _read_file(self.index.path(image))
+        if pack is not None:
+            data = pack.file(image)
+        else:
+            with open(self.index.path(image), "rb", buffering=0) as file:
+                data = file.read()
         reading.count(len(data), began)
         if self.partly and (frame := jpeg.frame_of(data)) is not None:
             cut = self._cut((frame.height, frame.width), key, size)
@@ -151,15 +153,3 @@ class ImageBatches(Dataset):
         if not self.train:
             return im.eval_cut(shape, size, self.resize)
         return im.train_cut(shape, size, random.Random(key), self.crop_scale)
-
-
-def _read_file(path: str) -> bytes:
-    with open(path, "rb", buffering=0, opener=_open) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("it is a pipe or a device, not a file")
-        return file.read()
-
-
-def _open(path: str, flags: int) -> int:
-    # Opening a pipe without a writer would block forever; the flag does not affect files.
-    return os.open(path, flags | os.O_NONBLOCK)

@@ -10,11 +10,10 @@ import json
 import os
 import sys
 import time
-import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -57,7 +56,8 @@ class ImageIndex:
         self.root, self.classes = str(root), classes
         self.pack: pack.Pack | None = None  # the source of the pixels, if not files
         if pack.is_pack(root):
-            self.pack, self.blob, counts = pack.select(self.root, classes)
+            self.pack = pack.load(root).of_classes(classes)
+            self.blob, counts = self.pack.paths, self.pack.counts.tolist()
         else:
             found = listings(root, classes, shows)
             self.blob = b"".join(listing.paths for listing in found)
@@ -144,7 +144,7 @@ def select_classes(choice: str | None, folders: list[str]) -> list[str]:
     wanted = sorted({name.strip() for name in wanted} - {""})
     unknown = [name for name in wanted if name not in folders]
     if unknown or not wanted:
-        named = ", ".join(ascii(name)[1:60].rstrip("'") for name in unknown[:3]) or "nothing"
+        named = ", ".join(ascii(name[:60]) for name in unknown[:3]) or "nothing"
         raise UserError(f"--classes names {named}, which is not a class folder", alike=True)
     return wanted
 
@@ -154,9 +154,12 @@ def check_same_classes(root: Path, part: str, classes: list[str], subset: bool) 
     found = set(class_folders(root / part))
     missing = [name for name in classes if name not in found]
     extra = [] if subset else sorted(found - set(classes))
-    if missing or extra:
-        only = [f"only train has {', '.join(missing[:3])}"] * bool(missing)
-        only += [f"only {part} has {', '.join(extra[:3])}"] * bool(extra)
+    only = [
+        f"only {where} has {', '.join(names[:3])}"
+        for where, names in (("train", missing), (part, extra))
+        if names
+    ]
+    if only:
         text = f"{root}/train and {root}/{part} have different classes: {'; '.join(only)}"
         raise UserError(text, alike=True)
 
@@ -172,14 +175,14 @@ def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listin
     if missing:
         with ThreadPoolExecutor(THREADS) as pool:
             bar = tqdm(
-                zip(missing, pool.map(lambda name: list_class(root, name), missing), strict=True),
-                total=len(missing),
-                desc=f"Indexing {root}",
-                unit="class",
+                pool.map(lambda name: list_class(root, name), missing),
+                f"Indexing {root}",
+                len(missing),
                 leave=False,
+                unit="class",
                 disable=not (shows and sys.stderr.isatty()),
             )
-            known |= dict(bar)
+            known |= zip(missing, bar, strict=True)
         _write_cache(root, known, shows)
     return [known[name] for name in classes]
 
@@ -193,10 +196,8 @@ def list_class(root: Path, name: str) -> Listing:
 
 def class_names(root: Path) -> list[str]:
     """Sorted names of the class folders in ``root``; none where that is no folder."""
-    if not root.is_dir():
-        return []
-    with os.scandir(root) as entries:
-        return sorted(e.name for e in entries if not e.name.startswith(".") and _is_folder(e, root))
+    names = os.listdir(root) if root.is_dir() else []
+    return sorted(n for n in names if n[0] != "." and os.path.isdir(root / n))
 
 
 def image_files(root: Path, name: str, folders: dict[str, int]) -> list[bytes]:
@@ -216,31 +217,17 @@ def image_files(root: Path, name: str, folders: dict[str, int]) -> list[bytes]:
             folders[os.fsdecode(folder)] = 0 if racy else changed
             with os.scandir(place) as entries:
                 for entry in entries:
-                    file = entry.name
                     # Hidden files are not samples: editors, copy programs and macOS leave them.
-                    if file.startswith(b"."):
+                    if entry.name.startswith(b"."):
                         continue
-                    if file.lower().endswith(_SUFFIXES):
-                        found.append(b"%s/%s" % (folder, file))
-                    elif _is_folder(entry, root):
-                        waiting.append(b"%s/%s" % (folder, file))
+                    if entry.name.lower().endswith(_SUFFIXES):
+                        found.append(b"%s/%s" % (folder, entry.name))
+                    elif entry.is_dir():  # fails for a link that leads back to itself
+                        waiting.append(b"%s/%s" % (folder, entry.name))
         except OSError as fault:
-            raise UserError(
-                f"cannot read the class folder {os.fsdecode(place)}: {fault.strerror}", alike=True
-            ) from None
+            text = f"cannot read the class folder {os.fsdecode(place):.200}: {fault.strerror}"
+            raise UserError(text, alike=True) from None
     return found
-
-
-def _is_folder(entry: os.DirEntry[Any], top: Path) -> bool:
-    """Whether an ``entry`` below ``top`` is a folder. Raises: `UserError` for a loop of links."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        # A link such as a/up -> .. is found as a/up/a/up/a/up...: name its first occurrence.
-        names = Path(os.fsdecode(entry.path)).relative_to(top).parts
-        first = top.joinpath(*names[: names.index(names[-1]) + 1])
-        text = f"{first} is a link that leads back to itself: remove it"
-        raise UserError(text, alike=True) from None
 
 
 def _fresh(root: Path, listing: Listing) -> bool:
@@ -259,7 +246,7 @@ def _read_cache(root: Path) -> dict[str, Listing]:
         with np.load(root / CACHE) as file:
             classes = json.loads(file["classes"].tobytes())
             paths = io.BytesIO(file["paths"].tobytes())
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except Exception:  # zipfile and numpy find a damaged file in many ways
         return {}
     return {name: Listing(paths.read(size), seen) for name, (size, seen) in classes.items()}
 
@@ -275,8 +262,5 @@ def _write_cache(root: Path, known: dict[str, Listing], shows: bool) -> None:
         save_atomically(lambda file: np.savez(file, **content), root / CACHE)
     except OSError as fault:
         if shows:
-            print(
-                f"note: cannot keep the list of files in {root} ({fault.strerror}): each run "
-                "lists the folder again",
-                flush=True,
-            )
+            text = f"note: cannot keep the list of files in {root} ({fault.strerror})"
+            print(f"{text}: each run lists the folder again", flush=True)

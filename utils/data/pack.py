@@ -9,10 +9,10 @@ Only the rows that a crop shows are read, by pread: if a file is truncated or th
 is an `OSError`, an unreadable image, where a memory-mapped file would kill the worker.
 """
 
+import functools
 import io
 import os
-import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,11 +35,7 @@ RECORD = np.dtype(
 
 def is_pack(root: Path | str) -> bool:
     """Whether ``root`` (DATA/train, say) holds packed pixels, whole or not."""
-    try:
-        with os.scandir(root) as entries:
-            return any(e.name == INDEX or e.name.endswith(SUFFIX) for e in entries)
-    except OSError:
-        return False
+    return os.path.exists(os.path.join(root, INDEX)) or any(Path(root).glob(f"*{SUFFIX}"))
 
 
 def file_name(number: int) -> str:
@@ -54,62 +50,30 @@ def path_starts(paths: bytes) -> np.ndarray:
 
 
 @dataclass
-class Contents:
-    """The arrays in pack.npz; images are ordered by class, and by path within a class."""
+class Pack:
+    """The images of a packed part, by class, and by path in a class. Not for several threads."""
 
+    root: str
     size: int  # largest short side, pixels
     classes: list[str]
     counts: np.ndarray  # int64 [classes]: images of each
     paths: bytes  # relative to the part, each followed by a zero byte
     records: np.ndarray  # `RECORD` [n]
-    file_bytes: np.ndarray  # int64 [files]
-
-
-def load(root: Path | str) -> Contents:
-    """The index of the pack ``root``, whose files are all there and as long as they should be.
-
-    Raises: `UserError` for an incomplete or damaged pack.
-    """
-    place = os.path.join(root, INDEX)
-    try:
-        with np.load(place) as file:
-            arrays = {key: file[key] for key in file.files}
-        if (version := int(arrays.pop("version"))) != VERSION:
-            raise _broken(f"{place} is of version {version}, not {VERSION}")
-        contents = Contents(**arrays)
-    except FileNotFoundError:
-        raise _broken(
-            f"{place} is missing: packing was not finished, or the copy is incomplete"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as fault:
-        raise _broken(f"{place} is damaged ({fault})") from None
-    contents.size, contents.paths = int(contents.size), contents.paths.tobytes()
-    contents.classes = [os.fsdecode(name) for name in contents.classes.tobytes().split(b"\0")]
-    for number, wanted in enumerate(contents.file_bytes.tolist()):
-        path = os.path.join(root, file_name(number))
-        try:
-            found = os.stat(path).st_size
-        except OSError as fault:
-            raise _broken(f"cannot open {path} ({fault.strerror})") from None
-        if found != wanted:
-            raise _broken(f"{path} has {found:,} bytes instead of {wanted:,}")
-    return contents
-
-
-def _broken(what: str) -> UserError:
-    return UserError(f"{what}; copy the pack again, or run prepare_data.py pack again", alike=True)
-
-
-@dataclass
-class Pack:
-    """The packed images of an index, open for reading. Not for several threads at once."""
-
-    root: str
-    size: int  # largest short side, pixels
-    records: np.ndarray  # `RECORD` [n], in the order of the index
-    files: np.ndarray  # int32 [n]: the file that each image is in
-    _open: dict[int, io.FileIO] = field(default_factory=dict)
     _buffer: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
+
+    def of_classes(self, classes: list[str]) -> "Pack":
+        """The images of ``classes``, in this order. Raises: `UserError`."""
+        if unknown := [name for name in classes if name not in self.classes]:
+            raise UserError(f"the pack has no class {unknown[0]}", alike=True)
+        numbers = [self.classes.index(name) for name in classes]
+        ends = np.cumsum(self.counts)
+        rows = [np.arange(ends[n] - self.counts[n], ends[n]) for n in numbers]
+        starts = path_starts(self.paths)
+        paths = b"".join(self.paths[starts[row[0]] : starts[row[-1] + 1]] for row in rows)
+        records = self.records[np.concatenate(rows)]
+        return replace(
+            self, classes=classes, counts=self.counts[numbers], paths=paths, records=records
+        )
 
     def shape(self, image: int) -> tuple[int, int] | None:
         """Height and width of ``image``; None if the bytes of its file are stored."""
@@ -122,8 +86,7 @@ class Pack:
         Raises: OSError.
         """
         width = int(self.records[image]["width"])
-        data = self._read(image, 3 * width * top, 3 * width * height)
-        return data.reshape(height, width, 3)
+        return self._read(image, 3 * width * top, 3 * width * height).reshape(height, width, 3)
 
     def file(self, image: int) -> bytes:
         """All stored bytes of an image, pixels or a file. Raises: OSError."""
@@ -132,49 +95,55 @@ class Pack:
     def stored(self, image: int) -> tuple[str, int, int]:
         """The file that ``image`` is in, its place there and its number of bytes."""
         record = self.records[image]
-        path = os.path.join(self.root, file_name(int(self.files[image])))
+        path = os.path.join(self.root, file_name(int(record["image"]) // IMAGES_PER_FILE))
         return path, int(record["place"]), int(record["bytes"])
 
     def _read(self, image: int, start: int, count: int) -> np.ndarray:
-        number, place = int(self.files[image]), int(self.records[image]["place"]) + start
+        path, place, _ = self.stored(image)
         # A reused buffer stays in the processor's cache.
         if len(self._buffer) < count:
             self._buffer = np.empty(count, np.uint8)
-        file = self._open.get(number)
-        if file is None:
-            if len(self._open) >= OPEN_FILES:
-                del self._open[next(iter(self._open))]  # the one opened first; this closes it
-            file = self._open[number] = open(
-                os.path.join(self.root, file_name(number)), "rb", buffering=0
-            )
-            # Images are read in random order: do not read ahead.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        wanted, done = self._buffer[:count], 0
+        file, wanted, done = _open(path).fileno(), self._buffer[:count], 0
         while done < count:
-            got = os.preadv(file.fileno(), [wanted[done:]], place + done)
+            got = os.preadv(file, [wanted[done:]], place + start + done)
             if not got:
-                raise OSError(f"{file_name(number)} ends before the image does")
+                raise OSError(f"{os.path.basename(path)} ends before the image does")
             done += got
         return wanted
 
 
-def select(root: str, classes: list[str]) -> tuple[Pack, bytes, list[int]]:
-    """Open the images of ``classes`` in the pack ``root``, in this order.
+@functools.lru_cache(OPEN_FILES)
+def _open(path: str) -> io.FileIO:
+    file = open(path, "rb", buffering=0)
+    # Images are read in random order: do not read ahead.
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+    return file
 
-    Returns: the images, their paths (each followed by a zero byte), and the number of images of
-    each class. Raises: `UserError`.
+
+def load(root: Path | str) -> Pack:
+    """The pack ``root``, whose files are all there and as long as they should be.
+
+    Raises: `UserError` for an incomplete or damaged pack.
     """
-    contents = load(root)
-    if unknown := [name for name in classes if name not in contents.classes]:
-        raise UserError(f"the pack has no class {unknown[0]}", alike=True)
-    starts, ends = path_starts(contents.paths), np.cumsum(contents.counts)
-    rows, paths, counts = [], [], []
-    for number in map(contents.classes.index, classes):
-        count, end = int(contents.counts[number]), int(ends[number])
-        rows.append(np.arange(end - count, end))
-        paths.append(contents.paths[starts[end - count] : starts[end]])
-        counts.append(count)
-    images = np.concatenate(rows)
-    files = (images // IMAGES_PER_FILE).astype(np.int32)
-    opened = Pack(root, contents.size, contents.records[images], files)
-    return opened, b"".join(paths), counts
+    place = os.path.join(root, INDEX)
+    if not os.path.exists(place):
+        raise _broken(f"{place} is missing: packing was not finished, or the copy is incomplete")
+    try:
+        with np.load(place) as file:
+            version, file_bytes = int(file["version"]), file["file_bytes"].tolist()
+            classes = [os.fsdecode(name) for name in file["classes"].tobytes().split(b"\0")]
+            paths, records = file["paths"].tobytes(), file["records"]
+            found = Pack(str(root), int(file["size"]), classes, file["counts"], paths, records)
+    except Exception as fault:  # zipfile and numpy report damage by half a dozen types
+        raise _broken(f"{place} is damaged ({fault})") from None
+    if version != VERSION:
+        raise _broken(f"{place} is of version {version}, not {VERSION}")
+    for number, wanted in enumerate(file_bytes):
+        path = os.path.join(root, file_name(number))
+        if not os.path.exists(path) or os.path.getsize(path) != wanted:
+            raise _broken(f"{path} is missing or has not {wanted:,} bytes")
+    return found
+
+
+def _broken(what: str) -> UserError:
+    return UserError(f"{what}; copy the pack again, or run prepare_data.py pack again", alike=True)

@@ -7,8 +7,8 @@ sees the same images.
 """
 
 import argparse
-import itertools
 import math
+import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -96,16 +96,13 @@ IMAGENET = Preprocessing()
 
 def progressive(text: str) -> str:
     """The type of ``--progressive``: the text, checked."""
-    try:
+    if re.fullmatch(r"0*[1-9]\d*(:\d+|(,0*[1-9]\d*)*)", text):
         sizes = _numbers(text)
-    except ValueError:
-        sizes = []
-    grows = ":" in text
-    if not sizes or min(sizes) < 1 or (grows and (len(sizes) != 2 or sizes[0] >= sizes[1])):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither FROM:TO (160:192) nor a list of sizes (128,160,192)"
-        )
-    return text
+        if ":" not in text or sizes[0] < sizes[1]:
+            return text
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither FROM:TO (160:192) nor a list of sizes (128,160,192)"
+    )
 
 
 def _numbers(text: str) -> list[int]:
@@ -138,11 +135,7 @@ def largest_size(args: Any) -> int:
 
 
 def sizes_text(found: tuple[int, ...]) -> str:
-    """Which size comes when: "160 pixels in epochs 1 to 12, 192 in 13 to 16"."""
-    parts, first = [], 1
-    for size, epochs in itertools.groupby(found):
-        last = first + len(list(epochs)) - 1
-        when = f"epochs {first} to {last}" if last > first else f"epoch {first}"
-        parts.append(f"{size}{'' if parts else ' pixels'} in {when}")
-        first = last + 1
-    return ", ".join(parts)
+    """Which size comes when: "160 pixels from epoch 1, 192 from epoch 13"."""
+    grown = [(size, n) for n, size in enumerate(found) if n == 0 or size != found[n - 1]]
+    text = ", ".join(f"{size} from epoch {n + 1}" for size, n in grown)
+    return text.replace(" from", " pixels from", 1)

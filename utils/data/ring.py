@@ -79,7 +79,6 @@ class Ring:
         self.targets = whole[pixels:].view(torch.int64).view(slots, batch)
         self._whole = whole
         self._free: deque[tuple[int, torch.cuda.Event | None]] = deque()
-        self._locked = False
 
     def room(self, slot: int, number: int, size: int = 0) -> Tensor:
         """The place of ``number`` images in a slot: uint8 [number, size, size, 3], contiguous.
@@ -113,19 +112,13 @@ class Ring:
     def lock_pages(self) -> None:
         """Page-lock the ring, so that the GPU copies from it while it computes.
 
-        Call it after the workers were forked. If it fails, uploads are only slower.
+        Call it once, after the workers were forked. If it fails, uploads are only slower.
         """
-        if self._locked:
-            return
-        self._locked = True
         place, size = self._whole.data_ptr(), self._whole.nbytes
         runtime = torch.cuda.cudart()
-        fault = runtime.cudaHostRegister(place, size, PORTABLE)
-        if int(fault):
-            log.warning(
-                f"{size / 1e9:.1f} GB of batches could not be page-locked (CUDA error "
-                f"{int(fault)}): uploads are slower; ulimit -l may be too low"
-            )
+        if fault := int(runtime.cudaHostRegister(place, size, PORTABLE)):
+            text = f"{size / 1e9:.1f} GB of batches could not be page-locked (CUDA error {fault})"
+            log.warning(f"{text}: uploads are slower; ulimit -l may be too low")
             return
         # Not at the interpreter's exit, after CUDA's.
         weakref.finalize(self, runtime.cudaHostUnregister, place).atexit = False
@@ -171,6 +164,7 @@ class RingLoader:
         filled = iter(self._loader)
         if self.page_locked:
             self.ring.lock_pages()
+            self.page_locked = False
         yield from filled
 
 
