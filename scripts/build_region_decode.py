@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         boxes = build(jpeg.LIBRARY)
-    except UserError as error:
+    except (UserError, OSError) as fault:
+        error = fault if isinstance(fault, UserError) else UserError(f"cannot build it: {fault}")
         if not args.if_missing:
             return report(error)
         print(f"note: JPEG files are decoded whole, which is slower: {error}")
@@ -65,21 +66,19 @@ def build(library: Path) -> int:
     Libraries of other sources are removed. Returns: the number of crops compared. Raises:
     `UserError`.
     """
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    try:
-        with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build_") as folder:
-            made = Path(folder) / library.name
-            run([*compiler, *FLAGS, str(jpeg.SOURCE), "-o", str(made), "-ljpeg"])
-            number = compare(made)
-            for old in library.parent.glob("libregion_decode*.so"):
-                old.unlink(missing_ok=True)
-            made.replace(library)
-    except OSError as fault:
-        raise UserError(f"cannot write into {library.parent}: {fault.strerror}") from None
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build_") as folder:
+        made = Path(folder) / library.name
+        compile_source(str(jpeg.SOURCE), "-o", str(made), "-ljpeg")
+        number = compare(made)
+        for old in library.parent.glob("libregion_decode*.so"):
+            old.unlink(missing_ok=True)
+        made.replace(library)
     return number
 
 
-def run(command: list[str]) -> None:
+def compile_source(*words: str) -> None:
+    """Run the compiler. Raises: `UserError`."""
+    command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS, *words]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False
@@ -125,12 +124,10 @@ def noise(sampling: str, size: tuple[int, int]) -> bytes:
     import numpy as np
     from PIL import Image
 
-    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
-    image, file = Image.fromarray(pixels), io.BytesIO()
-    if sampling == "grey":
-        image.convert("L").save(file, "JPEG")
-    else:
-        image.save(file, "JPEG", subsampling=sampling)
+    shape = (size[1], size[0]) if sampling == "grey" else (size[1], size[0], 3)
+    pixels, file = np.random.default_rng(0).integers(0, 256, shape, np.uint8), io.BytesIO()
+    options = {} if sampling == "grey" else {"subsampling": sampling}
+    Image.fromarray(pixels).save(file, "JPEG", **options)
     return file.getvalue()
 
 

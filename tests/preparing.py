@@ -1,16 +1,25 @@
-"""scripts/prepare_data.py run in real processes, and what it has written."""
+"""scripts/prepare_data.py, called in this process, and what it has written."""
 
+import contextlib
 import io
 import re
 import tarfile
 
-from conftest import python
+import prepare_data
+from conftest import Result
 
 SCRIPT = "scripts/prepare_data.py"
 
 
 def run(*arguments):
-    return python(SCRIPT, *arguments)
+    """The result of a command, as `conftest.python` gives it."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = prepare_data.main([str(argument) for argument in arguments])
+        except SystemExit as stopped:
+            code = stopped.code
+    return Result(code, out.getvalue(), err.getvalue())
 
 
 def said(text):
@@ -50,17 +59,21 @@ def tree(folder):
 
 
 def images(folder):
-    """The same without the preparation's own files."""
-    return {name: data for name, data in tree(folder).items() if not name.startswith(".")}
+    """The same, images alone."""
+    return {name: data for name, data in tree(folder).items() if not re.search(r"^\.|/\.", name)}
+
+
+def times(folder):
+    """When each file and folder below a folder changed."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def tar_bytes(members, mode="w"):
-    """A tar of (name, bytes) pairs; bytes of None make a symbolic link."""
+    """A tar of (name, bytes) pairs."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode=mode) as tar:
         for name, data in members:
             member = tarfile.TarInfo(name)
-            member.type = tarfile.SYMTYPE if data is None else tarfile.REGTYPE
-            member.size = len(data or b"")
-            tar.addfile(member, io.BytesIO(data or b""))
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
     return file.getvalue()

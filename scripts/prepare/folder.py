@@ -10,8 +10,9 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -37,15 +38,13 @@ AGAIN = "run the same command again to finish the work"
 class Item(NamedTuple):
     """One image: its place ``SPLIT/CLASS/NAME`` and its content.
 
-    The content is a file to link or copy, or a function that returns the bytes. The function runs
-    in a worker, or ``in_turn`` in this process (for a tar). If it raises ValueError, ``source`` is
-    copied.
+    The content is bytes, a file to link or copy, or a function that a worker calls for the bytes.
+    If that raises ValueError, the file ``source`` is copied.
     """
 
     place: str
-    content: Any
+    content: bytes | Path | Callable[[], bytes]
     source: Path | None = None
-    in_turn: bool = False
 
 
 # The number of images that a complete split has, and the images of the source.
@@ -61,31 +60,26 @@ def progress(total: int, unit: str = " images") -> tqdm:
 def spread(
     function: Callable[[Job], Answer], jobs: Iterable[Job], workers: int
 ) -> Iterator[Answer]:
-    """Yield ``function(job)`` of each job, computed by ``workers`` processes, in any order.
+    """Yield ``function(job)`` of each job in turn, computed by ``workers`` processes.
 
-    Jobs are taken as processes become free. The processes end with this one, even if it is killed,
-    and at once when this iterator is closed. Raises: what ``function`` raises; `UserError` if a
-    process dies.
+    The processes end with this one, even if it is killed, and at once when this iterator is closed.
+    Raises: what ``function`` raises; `UserError` if a process dies.
     """
     context = multiprocessing.get_context("spawn")  # numpy has started threads already
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     pool = ProcessPoolExecutor(workers, context, die_with_parent, (os.getpid(),))
-    waiting: set[Any] = set()
+    waiting: deque[Any] = deque()
     try:
         # A terminal sends Ctrl-C to all processes; workers inherit that they ignore it.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            list(pool.map(abs, range(workers)))  # starts them all
-        finally:
-            signal.signal(signal.SIGINT, before)
+        list(pool.map(abs, range(workers)))  # starts them all
+        signal.signal(signal.SIGINT, before)
         for job in jobs:
-            waiting.add(pool.submit(function, job))
-            if len(waiting) >= 2 * workers:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                yield from (one.result() for one in done)
+            waiting.append(pool.submit(function, job))
+            if len(waiting) >= 4 * workers:
+                yield waiting.popleft().result()
         while waiting:
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            yield from (one.result() for one in done)
+            yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise UserError(
             f"a worker process died, perhaps for lack of memory; {AGAIN}, with fewer --workers"
@@ -98,24 +92,10 @@ def spread(
 
 
 def images_by_class(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Each class in ``folder``, and the sorted paths of its images relative to ``folder``, as
-    training finds them; nothing if ``folder`` does not exist. Raises: `UserError`."""
+    """Each class in ``folder`` (none if it does not exist), and the sorted paths of its images
+    relative to ``folder``, as training finds them. Raises: `UserError`."""
     for label in class_names(folder):
         yield label, sorted(map(os.fsdecode, image_files(folder, label, {})))
-
-
-def write_whole(path: Path, content: bytes | Path) -> None:
-    """Write bytes, or link or copy a file; ``path`` is complete or absent. Raises: `UserError`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, Path):
-            link_atomically(content, path)
-        else:
-            # Not flushed, which would take longer than the rest. A file that a crash of the system
-            # leaves empty is written again.
-            save_atomically(lambda file: file.write(content), path, durable=False)
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}); then {AGAIN}") from error
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
@@ -132,58 +112,58 @@ def read_marker(folder: Path) -> dict[str, Any]:
 def mark(folder: Path, what: str, finished: bool, counts: dict[str, int]) -> None:
     """Write the marker file: ``what`` the folder holds, and the images of each finished split."""
     content = {"what": what, "finished": finished, "counts": counts}
-    write_whole(folder / MARKER, json.dumps(content, indent=2).encode())
+    data = json.dumps(content, indent=2).encode()
+    save_atomically(lambda file: file.write(data), folder / MARKER)
 
 
 @contextmanager
 def locked(out: Path, what: str) -> Iterator[dict[str, Any]]:
     """Make the folder ``out`` if necessary and lock it; yield the content of its marker.
 
-    ``what``: the command and all that determines the content. A new folder that stays empty is
-    removed. Raises: `UserError` if ``out`` holds something else or is in use.
+    ``what``: the command and all that determines the content. Raises: `UserError` if ``out`` holds
+    something else or is in use.
     """
-    is_new = not out.exists()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise UserError(f"{out} is not a folder") from error
+    out.mkdir(parents=True, exist_ok=True)
     handle = os.open(out, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"another process is preparing {out} right now") from error
-        except OSError:
-            pass  # some network file systems have no locks
+        with suppress(OSError):  # some network file systems have no locks
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(f"another process is preparing {out} right now") from error
         marker = read_marker(out)
         if marker.get("what", what) != what:
             advice = "choose another folder or remove that one"
             raise UserError(f"{out} holds {marker['what']}, not {what}; {advice}")
-        foreign = next((split for split in SPLITS if (out / split).exists()), None)
+        foreign = [split for split in SPLITS if (out / split).exists()]
         if foreign and not marker:
-            raise UserError(
-                f"{out} has a {foreign} folder that this command did not make; "
-                "choose another folder"
-            )
+            text = f"{out} has a {foreign[0]} folder that this command did not make"
+            raise UserError(f"{text}; choose another folder")
         yield marker
     finally:
         os.close(handle)
-        if is_new:
-            with suppress(OSError):
-                out.rmdir()  # fails unless it is empty
+        with suppress(OSError):
+            out.rmdir()  # fails unless it is empty
 
 
-def _write(out: Path, items: list[Item]) -> tuple[int, list[tuple[Item, str]]]:
-    """In a worker: write images. Returns their number, and the undecodable ones with the reason."""
-    faults = []
-    for item in items:
+def _write(out: Path, items: list[Item]) -> tuple[int, list[str]]:
+    """In a worker: write images. Returns their number, and a message for each undecodable one."""
+    notes = []
+    for place, content, source in items:
+        path = out / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            link_atomically(content, path)
+            continue
         try:
-            content = item.content if isinstance(item.content, Path) else item.content()
+            data = content if isinstance(content, bytes) else content()
         except ValueError as error:
-            faults.append((item, str(error)))
-            content = item.source.read_bytes()
-        write_whole(out / item.place, content)
-    return len(items), faults
+            notes.append(f"copied as it is: {source}: {error}")
+            data = source.read_bytes()
+        # Not flushed, which would take longer than the rest. A file that a crash of the system
+        # leaves empty is written again.
+        save_atomically(lambda file, data=data: file.write(data), path, durable=False)
+    return len(items), notes
 
 
 def fill(
@@ -205,8 +185,11 @@ def fill(
         todo: dict[str, Split] = open_source(missing) if missing else {}
         for name, (total, items) in todo.items():
             mark(out, what, False, counts)
-            faults += _fill_split(out, name, total, items, workers)
-            counts[name] = sum(len(names) for _, names in images_by_class(out / name))
+            remove_leftovers(out / name, recursive=True)
+            counts[name], number = _fill_split(out, total, items, workers)
+            faults += number
+            if counts[name] != total:
+                print(f"note: the complete {name} set has {total} images, not {counts[name]}")
         if todo or not marker["finished"]:
             mark(out, what, True, counts)
     found = {split: len(class_names(out / split)) for split in counts}
@@ -215,8 +198,8 @@ def fill(
     return faults if todo else None
 
 
-def _fill_split(out: Path, name: str, total: int, items: Iterable[Item], workers: int) -> int:
-    """Write the missing images of a split. Returns the number that could not be decoded."""
+def _fill_split(out: Path, total: int, items: Iterable[Item], workers: int) -> tuple[int, int]:
+    """Write the missing ones of ``items``. Returns: their number, that of undecodable ones."""
     seen = faults = 0
 
     def missing() -> Iterator[Item]:
@@ -226,32 +209,18 @@ def _fill_split(out: Path, name: str, total: int, items: Iterable[Item], workers
             path = out / item.place
             if path.exists() and path.stat().st_size:
                 bar.update()
-            elif item.in_turn:
-                yield item._replace(content=partial(bytes, item.content()))
             else:
                 yield item
 
     each = missing()
     batches = iter(lambda: list(islice(each, BATCH)), [])
-    remove_leftovers(out / name, recursive=True)
-    try:
-        with (
-            progress(total) as bar,
-            closing(spread(partial(_write, out), batches, workers)) as written,
-        ):
-            for number, failed in written:
-                bar.update(number)
-                faults += len(failed)
-                for item, reason in failed:
-                    tqdm.write(f"copied as it is: {item.source}: {reason}", file=sys.stderr)
-    finally:
-        remove_leftovers(out / name, recursive=True)
-    found = sum(len(names) for _, names in images_by_class(out / name))
-    if found != seen:
-        raise UserError(
-            f"{out / name} has {found} images but the source {seen}: "
-            "remove the files that do not belong there"
-        )
-    if seen != total:
-        print(f"note: the complete {name} set has {total} images, not {seen}")
-    return faults
+    with (
+        progress(total) as bar,
+        closing(spread(partial(_write, out), batches, workers)) as written,
+    ):
+        for number, notes in written:
+            bar.update(number)
+            faults += len(notes)
+            for note in notes:
+                tqdm.write(note, file=sys.stderr)
+    return seen, faults

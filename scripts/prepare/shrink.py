@@ -13,7 +13,7 @@ for bad files then applies to it as in the original folder.
 
 import io
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,7 @@ from PIL import Image, UnidentifiedImageError
 from prepare.folder import SPLITS, Item, Split, fill, images_by_class, read_marker
 from tqdm import tqdm
 
-from utils.data.index import class_names
 from utils.data.jpeg import to_rgb
-from utils.data.pack import is_pack
 from utils.errors import UserError
 
 # After the evaluation's resize to 256 and crop, bicubic images are closer to the originals than
@@ -35,14 +33,10 @@ FILTER = Image.Resampling.BICUBIC
 DRAFT_MARGIN = 2
 
 
-def _reduced_size(width: float, height: float, size: int) -> tuple[int, int]:
-    factor = size / min(width, height)
+def reduced_size(width: float, height: float, size: int) -> tuple[int, int]:
+    """Width and height of an image whose short side is to have at most ``size`` pixels."""
+    factor = min(1.0, size / min(width, height))
     return round(width * factor), round(height * factor)
-
-
-def reduced_shape(width: int, height: int, size: int) -> tuple[int, int]:
-    """Width and height of an image after `reduce`, off by a pixel at most."""
-    return (width, height) if min(width, height) <= size else _reduced_size(width, height, size)
 
 
 def reduce(image: Image.Image, size: int) -> Image.Image | None:
@@ -50,12 +44,12 @@ def reduce(image: Image.Image, size: int) -> Image.Image | None:
     None if it is small enough already."""
     if min(image.size) <= size:
         return None
-    rough = _reduced_size(*image.size, size)
+    rough = reduced_size(*image.size, size)
     drafted = image.draft(None, (DRAFT_MARGIN * rough[0], DRAFT_MARGIN * rough[1]))
     rgb = to_rgb(image)
     # A drafted image's last row and column may cover only a fraction of a pixel.
     box = drafted[1] if drafted else (0, 0, *rgb.size)
-    return rgb.resize(_reduced_size(*box[2:], size), FILTER, box)
+    return rgb.resize(reduced_size(*box[2:], size), FILTER, box)
 
 
 @contextmanager
@@ -79,22 +73,13 @@ def opened(data: bytes) -> Iterator[Image.Image]:
         raise ValueError(reason or type(error).__name__) from error
 
 
-def read(path: Path | str) -> bytes:
-    """All bytes of a file. Raises: `UserError` if it cannot be read."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror})") from error
-
-
 def shrink(path: Path, size: int, quality: int) -> bytes:
     """The bytes of an image file if its short side has at most ``size`` pixels; else a reduced JPEG
     file of ``quality`` (1 to 100).
 
-    Raises: ValueError if it cannot be decoded, or is too long for a JPEG file; `UserError` if it
-    cannot be read.
+    Raises: ValueError if it cannot be decoded, or is too long for a JPEG file.
     """
-    data = read(path)
+    data = path.read_bytes()
     with opened(data) as image:
         small = reduce(image, size)
         if small is None:
@@ -106,29 +91,21 @@ def shrink(path: Path, size: int, quality: int) -> bytes:
         return file.getvalue()
 
 
-def check_places(source: Path, out: Path) -> tuple[Path, Path, tuple[str, ...]]:
+def check_places(source: Path, out: Path) -> tuple[Path, Path, list[str]]:
     """The folders in full, and the splits of ``source`` that have images.
 
-    Raises: `UserError` if ``source`` has no images, holds packed pixels, or is not finished, or one
-    folder is inside the other.
+    Raises: `UserError` if ``source`` has no images or is not finished, or one folder is the other
+    or inside it.
     """
     source, out = source.expanduser().resolve(), out.expanduser().resolve()
-    if source == out:
-        raise UserError(f"{source} and the copy are the same folder; choose another for the copy")
-    for one, other in ((source, out), (out, source)):
-        if one in other.parents:
-            raise UserError(f"{other} is inside {one}; choose another folder for the copy")
+    if source in (out, *out.parents) or out in source.parents:
+        raise UserError(f"{source} and {out} overlap; choose another folder for the copy")
     if not read_marker(source).get("finished", True):
         raise UserError(f"{source} is not finished; first run the command that makes it again")
-    if not source.is_dir():
-        raise UserError(f"there is no folder {source}")
-    if any(is_pack(source / split) for split in SPLITS):
-        raise UserError(
-            f"{source} holds packed pixels; give the folder of images that it was made from"
-        )
-    splits = tuple(s for s in SPLITS if any(names for _, names in images_by_class(source / s)))
+    splits = [s for s in SPLITS if any(names for _, names in images_by_class(source / s))]
     if not splits:
         raise UserError(f"{source} has no images in train/CLASS/ or val/CLASS/")
+    print(f"listing the images in {source}", flush=True)
     return source, out, splits
 
 
@@ -137,20 +114,16 @@ def bytes_text(number: float) -> str:
     return tqdm.format_sizeof(number, "B")
 
 
-def _bytes(root: Path, places: Iterable[str]) -> int:
-    return sum((root / place).stat().st_size for place in places)
-
-
 def shrink_folder(source: Path, out: Path, size: int, quality: int, workers: int) -> None:
     """Write the shrunk copy of an image folder (train/CLASS/, val/CLASS/, test/CLASS/).
 
-    Raises: `UserError` if a file cannot be opened, and what `check_places` and `fill` raise.
+    Raises: OSError if a file cannot be opened, and what `check_places` and `fill` raise.
     """
     source, out, splits = check_places(source, out)
-    print(f"listing the images in {source}", flush=True)
+    listed = {split: dict(images_by_class(source / split)) for split in splits}
     places = {
-        split: [f"{split}/{name}" for _, names in images_by_class(source / split) for name in names]
-        for split in splits
+        split: [f"{split}/{name}" for names in classes.values() for name in names]
+        for split, classes in listed.items()
     }
 
     def item(place: str) -> Item:
@@ -159,19 +132,17 @@ def shrink_folder(source: Path, out: Path, size: int, quality: int, workers: int
 
     def todo(missing: list[str]) -> dict[str, Split]:
         for split in missing:
-            # Also classes without images, as the class numbers must not change.
-            for label in class_names(source / split):
+            for label in listed[split]:  # without images, too, as class numbers must not change
                 (out / split / label).mkdir(parents=True, exist_ok=True)
         return {split: (len(places[split]), map(item, places[split])) for split in missing}
 
     what = f"shrink (source {source}, size {size}, quality {quality})"
-    faults = fill(out, what, splits, todo, workers)
-    if faults is not None:
-        every = [place for some in places.values() for place in some]
-        old, new = _bytes(source, every), _bytes(out, every)
-        print(
-            f"{bytes_text(old)} before, {bytes_text(new)} after, "
-            f"{100 * (1 - new / max(1, old)):.1f} % saved"
-        )
+    faults = fill(out, what, tuple(splits), todo, workers)
+    if faults is None:
+        return
+    every = [place for some in places.values() for place in some]
+    old, new = (sum((root / place).stat().st_size for place in every) for root in (source, out))
+    saved = 100 * (1 - new / max(1, old))
+    print(f"{bytes_text(old)} before, {bytes_text(new)} after, {saved:.1f} % saved")
     if faults:
         print(f"{faults} images cannot be decoded, and were copied as they are")

@@ -7,11 +7,9 @@ unfinished splits.
 import csv
 import io
 import math
-import pickle
 import random
 import tarfile
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,34 +29,22 @@ FASHION_CLASSES = (
 FASHION_FILES = tuple(
     f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
 )
-CIFAR_CLASSES = (
-    *("airplane", "automobile", "bird", "cat", "deer"),
-    *("dog", "frog", "horse", "ship", "truck"),
-)
 DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")
 CIFAR_ARCHIVE, CIFAR_FOLDER = "cifar-10-python.tar.gz", "cifar-10-batches-py"
 ARCHIVES = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
 KAGGLE_CSV, KAGGLE_IMAGES = "LOC_val_solution.csv", "ILSVRC/Data/CLS-LOC"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-SIZES = {
-    "FashionMNIST": {"train": 60_000, "val": 10_000},
-    "CIFAR10": {"train": 50_000, "val": 10_000},
-    "ImageNet": {"train": 1_281_167, "val": 50_000},
-}
-_DAMAGE = (
-    *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AssertionError),
-    *(zlib.error, tarfile.TarError, csv.Error, pickle.UnpicklingError),
-)
+IMAGENET = {"train": 1_281_167, "val": 50_000}  # images
 
 
 @contextmanager
 def _reading(what: object, advice: str = "") -> Iterator[None]:
-    """Turn the errors of reading damaged data into a `UserError` that names it."""
+    """Name what cannot be read: the readers of damaged archives raise nearly anything."""
     try:
         yield
     except UserError:
         raise
-    except _DAMAGE as error:
+    except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"cannot read {what} ({reason}){advice}") from error
 
@@ -148,13 +134,12 @@ def _png(pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def _small(
-    kind: str, classes: tuple[str, ...], folder: str, source: Path | None, missing: list[str]
-) -> dict[str, Split]:
+def _small(kind: str, folder: str, source: Path | None, missing: list[str]) -> dict[str, Split]:
     """Splits of a data set of torchvision: from ``folder``, or a download without a source."""
     from torchvision import datasets
 
     def items(split: str, part: Any) -> Iterator[Item]:
+        classes = FASHION_CLASSES if kind == "FashionMNIST" else part.classes
         with _reading(source):
             for i, (image, label) in enumerate(zip(part.data, part.targets, strict=True)):
                 pixels = np.ascontiguousarray(image)
@@ -164,7 +149,7 @@ def _small(
     for split in missing:
         with _reading(source or f"{kind} from the internet", "" if source else "; give --source"):
             part = getattr(datasets, kind)(folder, split == "train", download=source is None)
-        splits[split] = SIZES[kind][split], items(split, part)
+        splits[split] = len(part), items(split, part)
     return splits
 
 
@@ -178,15 +163,15 @@ def fashion_mnist(source: Path | None, missing: list[str]) -> dict[str, Split]:
         raw = Path(folder, "FashionMNIST", "raw")  # where torchvision looks for them
         raw.mkdir(parents=True)
         for name in FASHION_FILES if source else ():
-            path = next((p for p in (source / name, source / f"{name}.gz") if p.is_file()), None)
-            if path is None:
+            packed = source / f"{name}.gz"
+            if (source / name).is_file():
+                (raw / name).symlink_to(source / name)
+            elif not packed.is_file():
                 raise UserError(f"neither {name} nor {name}.gz is in {source}")
-            if path.suffix:
-                with _reading(path):
-                    extract_archive(str(path), str(raw))
             else:
-                (raw / name).symlink_to(path)
-        return _small("FashionMNIST", FASHION_CLASSES, folder, source, missing)
+                with _reading(packed):
+                    extract_archive(str(packed), str(raw))
+        return _small("FashionMNIST", folder, source, missing)
 
 
 def cifar10(source: Path | None, missing: list[str]) -> dict[str, Split]:
@@ -207,7 +192,7 @@ def cifar10(source: Path | None, missing: list[str]) -> dict[str, Split]:
                 _check_md5(path, CIFAR10.tgz_md5)
                 with _reading(path):
                     extract_archive(str(path), folder)
-        return _small("CIFAR10", CIFAR_CLASSES, folder, source, missing)
+        return _small("CIFAR10", folder, source, missing)
 
 
 def imagenet(source: Path, missing: list[str]) -> dict[str, Split]:
@@ -219,18 +204,15 @@ def imagenet(source: Path, missing: list[str]) -> dict[str, Split]:
     splits = {}
     for split in missing:
         archive, folder = source / ARCHIVES[split], source / KAGGLE_IMAGES / split
-        path = next((path for path in (archive, folder) if path.exists()), None)
-        if path is None:
+        path = archive if archive.exists() else folder
+        if path.exists():
+            items = _train(path) if split == "train" else _val(path, _val_labels(source))
+            splits[split] = IMAGENET[split], items
+        else:
             print(f"not prepared: {split}, as neither {archive} nor {folder} exists")
-            continue
-        print(f"reading {path}", flush=True)
-        items = _train(path) if split == "train" else _val(path, _val_labels(source))
-        splits[split] = SIZES["ImageNet"][split], items
     if not splits and len(missing) == len(ARCHIVES):
-        raise UserError(
-            f"neither {' nor '.join(ARCHIVES.values())} nor the folder {KAGGLE_IMAGES} "
-            f"is in {source}"
-        )
+        names = " nor ".join(ARCHIVES.values())
+        raise UserError(f"neither {names} nor the folder {KAGGLE_IMAGES} is in {source}")
     return splits
 
 
@@ -242,91 +224,64 @@ def _check_md5(path: Path, wanted: str) -> None:
         raise UserError(f"{path} is not the published file (its MD5 sum differs); get it again")
 
 
-def _members(file: Any, what: object, suffix: str) -> Iterator[tuple[str, Any]]:
-    """Last part of the name, and open file, of each file in an uncompressed tar."""
-    with _reading(what), tarfile.open(fileobj=file, mode="r:") as tar:
+def _members(path: Path, suffix: str, file: Any = None) -> Iterator[tuple[str, Any]]:
+    """Last part of the name, and open file, of each file in the tar ``path``, or ``file`` in it."""
+    with tarfile.open(path, "r:", fileobj=file) as tar:
         for member in tar:
             name = PurePosixPath(member.name).name
             if member.isfile() and name.endswith(suffix):
                 yield name, tar.extractfile(member)
 
 
-def _archive(split: str, path: Path, suffix: str) -> Iterator[tuple[str, Any]]:
-    """The members of a published archive, whose MD5 sum is checked first."""
-    from torchvision.datasets.imagenet import ARCHIVE_META
-
-    _check_md5(path, ARCHIVE_META[split][1])
-    with path.open("rb") as file:
-        yield from _members(file, path, suffix)
-
-
-def _read(file: Any, what: object) -> bytes:
-    with _reading(what):
-        return file.read()
-
-
 def _train(path: Path) -> Iterator[Item]:
     """The training images in a tar of one tar per class, or in one folder per class."""
+    from torchvision.datasets.imagenet import ARCHIVE_META
+
     if path.is_dir():
         for image in sorted(path.glob("*/*.JPEG")):
             yield Item(f"train/{image.parent.name}/{image.name}", image)
         return
-    for inner, content in _archive("train", path, ".tar"):
-        what = f"{inner} in {path}"
-        for name, image in _members(content, what, ".JPEG"):
-            place = f"train/{inner.removesuffix('.tar')}/{name}"
-            yield Item(place, partial(_read, image, what), in_turn=True)
+    _check_md5(path, ARCHIVE_META["train"][1])
+    with _reading(path):
+        for name, of_class in _members(path, ".tar"):
+            for image, file in _members(path, ".JPEG", of_class):
+                yield Item(f"train/{name.removesuffix('.tar')}/{image}", file.read())
 
 
 def _val(path: Path, labels: dict[str, str]) -> Iterator[Item]:
     """The validation images in a tar or folder, each in the folder of its class."""
-    left = dict(labels)
-
-    def place(name: str) -> str:
-        if name not in left:
-            raise UserError(f"{path} holds {name}, whose class is not known")
-        return f"val/{left.pop(name)}/{name}"
+    from torchvision.datasets.imagenet import ARCHIVE_META
 
     if path.is_dir():
-        for image in sorted(path.glob("*.JPEG")):
-            yield Item(place(image.name), image)
+        images = ((image.name, image) for image in sorted(path.glob("*.JPEG")))
     else:
-        for name, image in _archive("val", path, ".JPEG"):
-            yield Item(place(name), partial(_read, image, path), in_turn=True)
+        _check_md5(path, ARCHIVE_META["val"][1])
+        images = ((name, file.read()) for name, file in _members(path, ".JPEG"))
+    left = dict(labels)
+    with _reading(path):
+        for name, content in images:
+            if name not in left:
+                raise UserError(f"{path} holds {name}, whose class is not known")
+            yield Item(f"val/{left.pop(name)}/{name}", content)
     if left:
         raise UserError(f"{path} lacks {len(left)} of the images, such as {min(left)}")
 
 
 def _val_labels(source: Path) -> dict[str, str]:
     """The class (WordNet id) of each validation image, by file name."""
-    if (source / KAGGLE_CSV).is_file():
-        path = source / KAGGLE_CSV
-        with _reading(path), path.open(newline="") as file:
-            rows = csv.DictReader(file)
-            labels = {f"{r['ImageId']}.JPEG": r["PredictionString"].split()[0] for r in rows}
-    elif (source / DEVKIT).is_file():
-        path = source / DEVKIT
-        labels = _devkit_labels(path)
-    else:
-        raise UserError(
-            f"the classes of the validation images are not known: neither {KAGGLE_CSV} "
-            f"nor {DEVKIT} is in {source}"
-        )
-    print(f"the classes of the validation images are from {path.name}")
-    return labels
-
-
-def _devkit_labels(path: Path) -> dict[str, str]:
     from torchvision.datasets import imagenet as archives
 
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, DEVKIT).symlink_to(path.resolve())
-        try:
-            with _reading(path):
-                archives.parse_devkit_archive(folder)
-                wnids = archives.load_meta_file(folder)[1]
-        except ImportError as error:
-            raise UserError(
-                f"reading {DEVKIT} needs scipy: pip install scipy, or put {KAGGLE_CSV} beside it"
-            ) from error
+    table, devkit = source / KAGGLE_CSV, source / DEVKIT
+    if table.is_file():
+        with _reading(table), table.open(newline="") as file:
+            rows = csv.DictReader(file)
+            return {f"{r['ImageId']}.JPEG": r["PredictionString"].split()[0] for r in rows}
+    if not devkit.is_file():
+        text = "the classes of the validation images are not known"
+        raise UserError(f"{text}: neither {KAGGLE_CSV} nor {DEVKIT} is in {source}")
+    advice = f"; it needs scipy: pip install scipy, or put {KAGGLE_CSV} beside it"
+    with tempfile.TemporaryDirectory() as folder, _reading(devkit, advice):
+        Path(folder, DEVKIT).symlink_to(devkit.resolve())
+        archives.parse_devkit_archive(folder)
+        wnids = archives.load_meta_file(folder)[1]
     return {f"ILSVRC2012_val_{i:08d}.JPEG": wnid for i, wnid in enumerate(wnids, start=1)}
