@@ -132,7 +132,6 @@ def test_an_nvidia_smi_that_fails_or_hangs_is_an_error(
         ((9, 0), ["sm_80", "compute_80"], True),  # PTX
         ((9, 0), ["sm_80", "compute_100"], False),
         ((9, 0), ["sm_90a"], True),
-        ((12, 1), ["sm_120a", "compute_120a"], False),
     ],
 )
 def test_kernels_run_on_later_minor_versions_and_ptx_on_all_later_ones(
@@ -179,7 +178,7 @@ def test_a_torch_that_can_use_the_gpus_is_taken(monkeypatch):
 UNUSABLE = [  # what torch sees, its CUDA, what it says, the machine, words of the error
     ((), "13.0", "", machine(550, T4), ("driver 550", "driver 580 or newer", "cuda12.txt")),
     ((), "12.8", "", machine(470, T4), ("driver 525 or newer", "install a newer driver")),
-    ((), None, "", machine(580, H100), ("without CUDA", "quickstart.sh")),
+    ((), None, "", machine(580, H100), ("(CUDA None)", "quickstart.sh")),
     ((), "13.0", "CUDA initialization: Error 802", machine(580, H100), ("Error 802",)),
     ((), "13.0", "", machine(580, T4), ("--gpus all",)),
     ((V100,), "13.0", "", machine(580, V100), ("no kernels", "(sm_70)", "cuda12.txt")),
@@ -212,7 +211,7 @@ def test_every_script_ends_with_the_error(monkeypatch, folder, script):
     for seen, there in (((), machine(550, T4)), ((V100, V100), machine(580, V100, V100))):
         played_torch(monkeypatch, *seen, machine=there)
         monkeypatch.setattr(sys, "argv", [f"{script}.py", "-a", "resnet18", str(folder)])
-        with pytest.raises(UserError, match=r"torch.*(cannot use|has no kernels)") as caught:
+        with pytest.raises(UserError, match=r"torch.*cannot use the GPUs") as caught:
             main()
         assert caught.value.code == 2
 

@@ -5,8 +5,6 @@ python -m utils.launch.gpus check   # whether this Python's torch can use the GP
                                     # many processes a node has by default
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -14,14 +12,12 @@ import re
 import subprocess
 import sys
 import warnings
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from utils.errors import UserError, report
 
 NEWEST, CUDA12 = "constraints.txt", "constraints-cuda12.txt"  # in scripts/
-NEEDED_DRIVER = {11: 450, 12: 525, 13: 580}  # by CUDA version
 # Of old GPUs by name, where the driver does not tell; others are new enough for every torch.
 OLD = {"V100": 70, "GV100": 70, "TITAN V": 70, "P100": 60, "P40": 61, "P4": 61, "M60": 52}
 PROC = Path("/proc/driver/nvidia")
@@ -29,13 +25,9 @@ LIMIT = 20.0  # seconds; nvidia-smi takes less than 5 with 8 GPUs and no persist
 HIDE = 'CUDA_VISIBLE_DEVICES="" trains on the CPU'
 
 
-class Silent(Exception):
-    """nvidia-smi has failed; the text says how."""
-
-
 @dataclass(frozen=True)
 class Machine:
-    """What the driver reports: names of the GPUs, capabilities as 75 for 7.5 (0: unknown)."""
+    """What the driver reports: names of the GPUs, and their capabilities, as 75 for 7.5."""
 
     gpus: tuple[str, ...] = ()
     capabilities: tuple[int, ...] = ()
@@ -47,64 +39,58 @@ class Machine:
         """The driver's version as 535; 0 if unknown."""
         return int(self.driver.partition(".")[0] or 0)
 
+    @property
+    def has_gpus(self) -> bool:
+        """Whether there are GPUs, as far as is known."""
+        return bool(self.gpus or self.trouble)
+
     def __str__(self) -> str:
-        found = Counter(self.gpus)
-        names = [name if count == 1 else f"{count} x {name}" for name, count in found.items()]
-        return f"{' and '.join(names) or 'NVIDIA GPUs'} (driver {self.driver or 'unknown'})"
-
-
-def nvidia_smi(*arguments: str, limit: float = LIMIT) -> str:
-    """What nvidia-smi prints; "" without one. Raises: `Silent`."""
-    try:
-        process = subprocess.Popen(
-            ["nvidia-smi", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-    except OSError:
-        return ""
-    try:
-        out, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        process.kill()  # and do not wait: a process that hangs in the driver cannot be killed
-        raise Silent(f"nvidia-smi did not answer within {limit:g} s") from None
-    if process.returncode:
-        said = " ".join(out.split()) or f"exit code {process.returncode}"
-        raise Silent(f"nvidia-smi failed: {said.rstrip('.')}")
-    return out
+        names = " and ".join(dict.fromkeys(self.gpus)) or "NVIDIA GPUs"
+        return f"{names} (driver {self.driver or 'unknown'})"
 
 
 def look(proc: Path = PROC, limit: float = LIMIT) -> Machine:
     """The GPUs of this machine by nvidia-smi, or, where it is missing or fails, by ``proc``."""
-    found, query = loaded(proc), "--query-gpu=name,driver_version,"
-    try:
-        try:
-            out = nvidia_smi(f"{query}compute_cap", "--format=csv,noheader", limit=limit)
-        except Silent as fault:
-            if "not a valid field" not in str(fault):
-                raise
-            out = nvidia_smi(f"{query}name", "--format=csv,noheader", limit=limit)  # before 510
-    except Silent as fault:
-        if "No devices" in str(fault) and not found.gpus:
-            return found
+    found = loaded(proc)
+    out, fault = _nvidia_smi("compute_cap", limit)
+    if "not a valid field" in out:  # before driver 510
+        out, fault = _nvidia_smi("name", limit)
+    if "No devices" in out and not found.gpus:
+        return found
+    if fault:
         remedy = "see whether `nvidia-smi` works in a shell; a reboot often helps"
-        if "version mismatch" in str(fault):
+        if "version mismatch" in out:
             remedy = "the driver was updated while it was loaded; reboot"
-        return replace(found, trouble=f"{fault}: {remedy}")
-    rows = [[cell.strip() for cell in line.split(",")] for line in out.splitlines() if "," in line]
+        return replace(found, trouble=f"nvidia-smi {fault}: {remedy}")
+    rows = [re.split(", *", line) for line in out.splitlines()]
     if not rows:
         return found
     names, drivers, capabilities = zip(*rows, strict=True)
     return Machine(names, tuple(map(_capability, names, capabilities)), drivers[0])
 
 
+def _nvidia_smi(field: str, limit: float) -> tuple[str, str]:
+    """Lines of name, driver and ``field``, and what went wrong; both "" without nvidia-smi."""
+    command = ["nvidia-smi", f"--query-gpu=name,driver_version,{field}", "--format=csv,noheader"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        process = subprocess.Popen(command, text=True, errors="replace", **pipes)
+    except OSError:
+        return "", ""
+    try:
+        out, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.kill()  # and do not wait: a process that hangs in the driver cannot be killed
+        return "", f"did not answer within {limit:g} s"
+    said = " ".join(out.split()).rstrip(".") or f"exit code {process.returncode}"
+    return out, f"failed: {said}" if process.returncode else ""
+
+
 def _capability(name: str, said: str = "") -> int:
+    """The capability that nvidia-smi ``said``, else that of GPUs with this ``name``."""
     if re.fullmatch(r"\d+\.\d", said):
         return int(said.replace(".", ""))
-    return next((old for word, old in OLD.items() if re.search(rf"\b{word}\b", name)), 0)
+    return next((old for word, old in OLD.items() if re.search(rf"\b{word}\b", name)), 75)
 
 
 def loaded(proc: Path = PROC) -> Machine:
@@ -135,42 +121,36 @@ def choose(found: Machine) -> tuple[str, str]:
 
     GPUs that no torch of this suite can use do not count as long as others are there.
     """
-    if not found.gpus and not found.trouble:
+    if not found.has_gpus:
         return NEWEST, "no NVIDIA GPU here"
-    usable = [one or 75 for one in found.capabilities if one >= 70 or not one]
-    if not found.trouble and usable:
-        if found.major >= 580 and min(usable) >= 75:
-            return NEWEST, str(found)
-        if found.major >= 525:
-            needs = "driver 580 or newer" if found.major < 580 else "GPUs from sm_75 on"
-            return CUDA12, f"{found}; newer versions of torch need {needs}"
+    usable = [one for one in found.capabilities if one >= 70]
+    if found.trouble:
+        fault = found.trouble
+    elif found.major < 525:
+        fault = f"{found}: torch needs driver 525 or newer, its newest versions driver 580: install"
+        fault += " a newer driver"
+    elif not usable:
+        fault = f"{found}: torch has kernels for sm_70 (V100) and newer GPUs, not for these"
+    elif found.major < 580:
+        return CUDA12, f"{found}; newer versions of torch need driver 580 or newer"
+    elif min(usable) < 75:
+        return CUDA12, f"{found}; newer versions of torch need GPUs from sm_75 on"
+    else:
+        return NEWEST, str(found)
     if hidden():
         return NEWEST, "CUDA_VISIBLE_DEVICES asks for the CPU"
-    if found.trouble:
-        raise UserError(f"{found.trouble}; {HIDE}", alike=True)
-    if found.major < 525:
-        raise UserError(
-            f"{found}: torch needs driver 525 or newer, its newest versions driver 580: install a "
-            f"newer driver; {HIDE}",
-            alike=True,
-        )
-    raise UserError(
-        f"{found}: torch has kernels for sm_70 (V100) and newer GPUs, not for these; {HIDE}",
-        alike=True,
-    )
+    raise UserError(f"{fault}; {HIDE}", alike=True)
 
 
 def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
     """Whether a torch built for (sm_80, compute_90, ...) computes on a GPU of ``capability``.
 
-    sm_XY runs on X.Y and later minor versions of X; compute_XY (PTX) on X.Y and all later ones;
-    with a letter behind it (sm_90a), on X.Y alone.
+    sm_XY runs on X.Y and later minor versions of X; compute_XY (PTX) on X.Y and all later ones.
     """
     for name in built_for:
-        kind, x, y, letter = re.fullmatch(r"(sm|compute)_(\d+)(\d)(\D*)", name).groups()
+        kind, x, y = re.match(r"(sm|compute)_(\d+)(\d)", name).groups()
         code = int(x), int(y)
-        same = kind == "compute" or code[0] == capability[0]
-        if code == capability or (not letter and same and code < capability):
+        if code <= capability and (kind == "compute" or code[0] == capability[0]):
             return True
     return False
 
@@ -183,65 +163,47 @@ def check() -> None:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if available:
-        why = _missing_kernels()
-    elif hidden() or not (machine().gpus or machine().trouble):
-        why = ""
+        fault = _missing_kernels()
+    elif hidden() or not machine().has_gpus:
+        fault = ""
     else:
-        why = _why_unusable([str(one.message) for one in said])
-    if why:
-        raise UserError(f"torch {torch.__version__} (CUDA {torch.version.cuda}) {why}", alike=True)
-
-
-def _missing_kernels() -> str:
-    """Which GPUs torch sees, but has no kernels for, and what to do; "" when there are none."""
-    import torch
-
-    if not torch.version.cuda:  # ROCm
-        return ""
-    kernels = torch.cuda.get_arch_list()
-    found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    lacks = [index for index, one in enumerate(found) if not has_kernels(one, kernels)]
-    if not lacks:
-        return ""
-    names = (f"{torch.cuda.get_device_name(i)} (sm_{found[i][0]}{found[i][1]})" for i in lacks)
-    rest = ",".join(str(index) for index in range(len(found)) if index not in lacks)
-    others = ""
-    if rest and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        others = f"CUDA_VISIBLE_DEVICES={rest} uses the others; "
-    return (
-        f"has no kernels for {', '.join(dict.fromkeys(names))}, driver {machine().driver}; it has "
-        f"those for {', '.join(kernels)}: {others}{_remedy()}"
+        told = [" ".join(str(one.message).split()) for one in said if "CUDA" in str(one.message)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        told += [f"CUDA_VISIBLE_DEVICES={visible} names none of them"] if visible else []
+        told += ["a container needs `--gpus all`, a Slurm job `--gpus-per-node`"]
+        fault = told[0]
+    if not fault:
+        return
+    try:
+        file, why = choose(machine())
+        remedy = f"`bash scripts/quickstart.sh` fills .venv with a torch for {why} (scripts/{file})"
+        remedy += f"; then run .venv/bin/python; {HIDE}"
+    except UserError as error:
+        remedy = str(error)
+    raise UserError(
+        f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs of this "
+        f"machine: {fault}: {remedy}",
+        alike=True,
     )
 
 
-def _why_unusable(said: list[str]) -> str:
-    """Why torch sees none of the GPUs that the driver shows, and what to do."""
-    import torch
+def _missing_kernels() -> str:
+    """The GPUs that torch sees, but has no kernels for; "" when there are none."""
+    from torch import cuda, version
 
-    found, text = machine(), f"cannot use the GPUs of this machine, {machine()}"
-    if found.trouble:
-        return f"{text}: {found.trouble}; {HIDE}"
-    if not torch.version.cuda:
-        return f"{text}: it is built without CUDA: {_remedy()}"
-    needed = NEEDED_DRIVER.get(int(torch.version.cuda.partition(".")[0]), 0)
-    if found.major < needed:
-        return f"{text}: it needs driver {needed} or newer: {_remedy()}"
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return f"{text}: CUDA_VISIBLE_DEVICES={visible} names none of them; {HIDE}"
-    told = [" ".join(one.split()) for one in said if "CUDA" in one]
-    told = told or ["a container needs `--gpus all`, a Slurm job `--gpus-per-node`"]
-    return f"{text}: {told[0]}; {HIDE}"
-
-
-def _remedy() -> str:
-    """What to do about a torch that does not fit the GPUs."""
-    try:
-        file, _ = choose(machine())
-    except UserError as error:
-        return str(error)
+    found = [cuda.get_device_capability(index) for index in range(cuda.device_count())]
+    kernels = cuda.get_arch_list()
+    lacks = [index for index, one in enumerate(found) if not has_kernels(one, kernels)]
+    if not lacks or not version.cuda:  # ROCm
+        return ""
+    names = (f"{cuda.get_device_name(i)} (sm_{found[i][0]}{found[i][1]})" for i in lacks)
+    rest = ",".join(str(index) for index in range(len(found)) if index not in lacks)
+    others = ""
+    if rest and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        others = f"; CUDA_VISIBLE_DEVICES={rest} uses the others"
     return (
-        f"`bash scripts/quickstart.sh` fills .venv with a torch that can (scripts/{file}); then "
-        f"run .venv/bin/python; {HIDE}"
+        f"it has no kernels for {', '.join(dict.fromkeys(names))}, but for {', '.join(kernels)}"
+        f"{others}"
     )
 
 
@@ -257,7 +219,7 @@ def main() -> int:
         if sys.argv[1:] == ["choose"]:
             print(*choose(machine()), sep="\n")
             return 0
-        if hidden() or not (machine().gpus or machine().trouble or Path("/dev/kfd").exists()):
+        if hidden() or not (machine().has_gpus or Path("/dev/kfd").exists()):
             print(1)  # without torch, whose import takes seconds
             return 0
         check()
