@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, Result, python, shell
 from nodes import Nodes, need
 from running import TINY_LINE, Running, eventually, tiny
-from test_errors import LINE, assert_one_sentence
+from test_errors import TINY
 
 from utils.launch.network import free_port
 
@@ -180,13 +180,14 @@ def test_nodes_with_other_code_or_another_torch(folder, tmp_path, what):
         shutil.copy(ROOT / "imagenet_ddp.py", tmp_path)
         with open(tmp_path / "utils" / "samplers.py", "a") as file:
             file.write("# a change that git does not know of\n")
-    rest = f"-n 2 --dist-url tcp://127.0.0.1:{free_port()} {LINE} --output-dir {tmp_path}/output"
+    rest = f"-n 2 --dist-url tcp://127.0.0.1:{free_port()} {' '.join(TINY)}"
+    rest += f" --output-dir {tmp_path}/output"
     results = shell(
         f"python imagenet_ddp.py -nr 0 {rest} {folder}",
         f"PYTHONPATH={tmp_path} python {other}/imagenet_ddp.py -nr 1 {rest} {folder}",
     )
     for result in results:
-        assert_one_sentence(result, "(node 1)", *words)
+        result.fails_with("(node 1)", *words)
     assert not (tmp_path / "output").exists()
 
 

@@ -2,12 +2,12 @@
 
 import contextlib
 import fcntl
-import re
 import socket
 import struct
 import sys
 import time
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from utils.errors import UserError
 
@@ -17,10 +17,11 @@ _SIOCGIFADDR = 0x8915  # ioctl(2): the IPv4 address of an interface
 
 def parse_tcp_url(url: str) -> tuple[str, int]:
     """Return host and port of ``tcp://HOST:PORT``. Raises `UserError` for any other text."""
-    match = re.fullmatch(r"tcp://\[?([^/]+?)\]?:(\d{1,5})/?", url)
-    if not match or not 0 < int(match[2]) < 65536:
-        raise UserError(f"--dist-url {url} is not of the form tcp://HOST:PORT")
-    return match[1], int(match[2])
+    with contextlib.suppress(ValueError):  # of .port, for what is not a port
+        parts = urlsplit(url)
+        if parts.scheme == "tcp" and parts.hostname and parts.port and parts.path in ("", "/"):
+            return parts.hostname, parts.port
+    raise UserError(f"--dist-url {url} is not of the form tcp://HOST:PORT")
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -118,7 +119,7 @@ def reason(fault: OSError) -> str:
 
 
 class Clock:
-    """When to print what is waited for: after 1 s, then every 5 s, after a minute every 15 s."""
+    """The time spent waiting, to be printed after 1 s, then every 5 s, after a minute every 15."""
 
     def __init__(self, limit: float):
         self.limit, self.began, self.next = limit, time.monotonic(), 1.0
@@ -128,17 +129,13 @@ class Clock:
         """Since the waiting began."""
         return time.monotonic() - self.began
 
-    @property
-    def due(self) -> bool:
-        """Whether a line is due; true once for each."""
-        if self.seconds < self.next:
-            return False
-        self.next = self.seconds + (5 if self.seconds < 60 else 15)
-        return True
-
-    def line(self, text: str) -> str:
-        """``text`` with the seconds so far and their limit."""
-        return f"{text} ({self.seconds:.0f} s, at most {self.limit:g})"
+    def line(self, text: str) -> str | None:
+        """``text`` with the seconds so far and their limit, if a line is due."""
+        now = self.seconds
+        if now < self.next:
+            return None
+        self.next = now + (5 if now < 60 else 15)
+        return f"{text} ({now:.0f} s, at most {self.limit:g})"
 
 
 def rendezvous(master: str) -> str:
@@ -163,8 +160,8 @@ def rendezvous(master: str) -> str:
         return f"{address} true"
 
     def say(why: str) -> None:
-        if clock.due:
-            print(clock.line(f"waiting for {master}: {why}"), file=sys.stderr, flush=True)
+        if line := clock.line(f"waiting for {master}: {why}"):
+            print(line, file=sys.stderr, flush=True)
 
     connect(host, int(number), clock.limit, say).close()
     return f"{address} false"

@@ -4,9 +4,9 @@ torch's own rendezvous is silent for many minutes when a node is missing, and en
 of C++. Here every node prints which nodes are missing and since when, and a set-up that cannot work
 ends with the same one-line error on every node.
 
-Each node connects once to node 0 on the master port. Messages are JSON objects, one a line. A node
-sends all facts that must be the same everywhere, then follows node 0's messages: print a line, try
-the ports of the others, end.
+Each node, node 0 too, connects once to the master port of node 0. Messages are JSON objects, one a
+line. A node sends all facts that must be the same everywhere, then follows node 0's messages: print
+a line, connect to the ports of the others, end.
 """
 
 import asyncio
@@ -17,16 +17,14 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from utils.errors import UserError, report
-from utils.launch import agreement, network, supervise
+from utils.launch import agreement, network
 
 PATIENCE = 10.0  # seconds for an answer
 LOST = 90.0  # seconds without a message from node 0, which sends one every 15 s while it waits
-SILENT = 12.0  # seconds without any answer from a master that is known to be up
-CLOCK_LIMIT = 60.0  # seconds between two nodes' clocks from which a note says so
 PORTS = 2  # tried on each node: a firewall may let one through by chance
 LARGEST = 1 << 20  # bytes of a message
 GREETING = "imagenet preflight check"
@@ -68,9 +66,6 @@ class Link:
         except (ValueError, TypeError):
             raise ValueError("it sends other messages") from None
 
-    def __str__(self) -> str:
-        return f"{self.facts['host']} (node {self.facts['rank']})"
-
 
 class Preflight:
     """The check of one node: of rank ``node`` of ``nodes``; ``master`` is node 0's host and port.
@@ -79,12 +74,11 @@ class Preflight:
     """
 
     def __init__(self, node: int, nodes: int, master: tuple[str, int], wait: float, names: Names):
-        self.node, self.nodes, self.master, self.wait, self.names = node, nodes, master, wait, names
+        self.node, self.nodes, self.master, self.names = node, nodes, master, names
         self.there = f"{master[0]}:{master[1]}"
         self.clock = network.Clock(wait)
         self.processes: int | None = None
-        self.peers: dict[int, Link] = {}  # in node 0: the other nodes, by rank
-        self.closed: list[str] = []  # in node 0: the closed ports between nodes
+        self.peers: dict[int, Link] = {}  # in node 0: all nodes, by rank
         self.stop: str | None = None  # in node 0: the error that ends the waiting
         self.fault: str | None = None
         self.done = threading.Event()
@@ -125,62 +119,61 @@ class Preflight:
         self.done.set()
 
     async def _check(self) -> None:
-        with ExitStack() as stack:
-            doors = [stack.enter_context(_listen(0)) for _ in range(PORTS)]  # the kernel answers
-            self.me = {
-                "greeting": GREETING,
-                "rank": self.node,
-                "nodes": self.nodes,
-                "host": socket.gethostname(),
-                "ports": [door.getsockname()[1] for door in doors],
-                "time": time.time(),
-                "this code": agreement.code(),
-                "torch": agreement.installed_torch(),
-            }
-            await (self._host() if self.node == 0 else self._visit())
-
-    async def _greet(self, connection: socket.socket) -> Link:
-        """Send this node's facts to node 0. Raises: `UserError` if refused; what a link raises."""
-        link = Link(*await asyncio.open_connection(sock=connection, limit=LARGEST))
-        link.send(**self.me)
-        answer = await link.receive()
-        if "end" in answer:
-            raise UserError(str(answer["end"]))
-        return link
+        doors = [_listen(0) for _ in range(PORTS)]  # the kernel answers
+        me = {
+            "greeting": GREETING,
+            "rank": self.node,
+            "nodes": self.nodes,
+            "host": socket.gethostname(),
+            "ports": [door.getsockname()[1] for door in doors],
+            "this code": agreement.code(),
+            "torch": agreement.installed_torch(),
+        }
+        fault = await self._open(me["host"]) if self.node == 0 else None
+        try:
+            await self._follow(me, fault)
+        finally:
+            for door in doors:
+                door.close()
 
     # ---- node 0
 
-    async def _host(self) -> None:
+    async def _open(self, me: str) -> str | None:
+        """Listen at the master port. Returns: why that is impossible."""
         host, port = self.master
-        door, fault = None, f"{host} is not an address of this machine, {self.me['host']}: the "
-        fault += "master's address must be that of node 0"
-        if network.is_own(host):
-            fault = f"port {port} of {host} is taken by another program: choose another "
-            fault += f"{self.names.port} on every node"
-            with suppress(OSError):
-                door = _listen(port)
-        if door is None:
-            with suppress(OSError, ValueError):  # a first node 0 then ends with an error as well
-                await self._greet(socket.create_connection(self.master, timeout=2.0))
-            raise UserError(fault)
-        server = await asyncio.start_server(self._receive, sock=door, limit=LARGEST)
-        told: str | None = "node 0 has failed"
+        if not network.is_own(host):
+            return (
+                f"{host} is not an address of this machine, {me}: the master's address must be "
+                "that of node 0"
+            )
+        try:
+            server = await asyncio.start_server(self._serve, sock=_listen(port), limit=LARGEST)
+        except OSError:
+            return (
+                f"port {port} of {host} is taken by another program: choose another "
+                f"{self.names.port} on every node"
+            )
+        self.leading = asyncio.create_task(self._lead(server))
+        return None
+
+    async def _lead(self, server: asyncio.Server) -> None:
+        """Lead all nodes through the check, and tell them how it ends."""
+        end: str | None = "node 0 has failed"
         try:
             await self._gather()
-            hosts = await self._compare()
-            told = None
+            await self._compare()
+            end = None
         except UserError as error:
-            told = str(error)
-            raise
+            end = str(error)
         finally:
             server.close()
-            while self.peers:
-                _, peer = self.peers.popitem()
-                peer.send(end=told)
-                peer.writer.close()
-        print(f"all {self.nodes} nodes are here: {', '.join(hosts)}", flush=True)
+            self._tell_all(end=end)
 
-    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _tell_all(self, **message: Any) -> None:
+        for peer in self.peers.values():
+            peer.send(**message)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection to node 0 until it is closed."""
         link = Link(reader, writer)
         # Another program, a node that has left again, or the end of this check.
@@ -191,50 +184,49 @@ class Preflight:
         writer.close()
         if link in self.peers.values():
             del self.peers[link.facts["rank"]]
-            print(f"node {link.facts['rank']} ({link.facts['host']}) has left", flush=True)
+            if not self.leading.done():
+                print(f"node {link.facts['rank']} ({link.facts['host']}) has left", flush=True)
 
     def _let_in(self, hello: Message, link: Link) -> None:
         """Add a node that has sent its facts; if they contradict those of others, end all."""
         if hello["greeting"] != GREETING:
             raise ValueError("not a node")
-        hello["address"] = link.writer.get_extra_info("peername")[0].removeprefix("::ffff:")
-        hello["ahead"] = hello["time"] - time.time()
-        rank, nodes, here = hello["rank"], hello["nodes"], self.me["host"]
-        who, fault = f"{hello['host']} ({hello['address']})", ""
+        rank, nodes, host = hello["rank"], hello["nodes"], hello["host"]
+        address = link.writer.get_extra_info("peername")[0].removeprefix("::ffff:")
+        # Node 0 may know itself by an address at which nobody else reaches it.
+        link.facts = hello | {"address": address if rank else self.master[0]}
         if nodes != self.nodes:
-            fault = f"{self.names.nodes} is {self.nodes} on {here} (node 0), but {nodes} on {who}: "
-            fault += "give every node the same"
-        elif rank == 0 or rank in self.peers:
-            first = self.peers[rank] if rank else here
-            fault = f"two nodes have {self.names.rank} {rank}, {first} and {who}: give each its own"
-        if fault:
-            link.send(end=fault)
-            self.stop = fault
+            here = socket.gethostname()
+            self.stop = f"{self.names.nodes} is {self.nodes} on {here} (node 0), but {nodes} on "
+            self.stop += f"{host} ({address}): give every node the same"
+        elif other := self.peers.get(rank):
+            self.stop = f"two nodes have {self.names.rank} {rank}, {other.facts['host']} and {host}"
+            self.stop += f" ({address}): give each its own"
+        if self.stop:
+            link.send(end=self.stop)
             return
-        link.facts, self.peers[rank] = hello, link
+        self.peers[rank] = link
         link.send(welcome=True)
-        print(f"node {rank} ({hello['host']}, {hello['address']}) is here", flush=True)
+        if rank:
+            print(f"node {rank} ({host}, {address}) is here", flush=True)
 
     async def _gather(self) -> None:
         """Wait until all nodes are here and know their number of processes."""
         while True:
-            missing = [rank for rank in range(1, self.nodes) if rank not in self.peers]
+            missing = [rank for rank in range(self.nodes) if rank not in self.peers]
             late = missing or [r for r, p in self.peers.items() if PROCESSES not in p.facts]
-            if not late and self.processes is not None:
+            if not late:
                 return
-            late = late or [0]
             names = f"node{'s' * (len(late) > 1)} {', '.join(map(str, late))} of {self.nodes}"
-            if self.clock.seconds >= self.wait:
+            if self.clock.seconds >= self.clock.limit:
                 raise UserError(
-                    f"{names} did not connect to {self.there} within {self.wait:g} s: is training "
-                    "started there, with this address, and does the firewall let the port through?"
+                    f"{names} did not connect to {self.there} within {self.clock.limit:g} s: is "
+                    "training started there, with this address, and does the firewall let the "
+                    "port through?"
                 )
-            if self.clock.due:
-                what = f"at {self.there} for {names}" if missing else f"until {names} has started"
-                text = self.clock.line(f"waiting {what}")
-                print(text, flush=True)
-                for peer in self.peers.values():
-                    peer.send(print=text)
+            what = f"at {self.there} for {names}" if missing else f"until {names} has started"
+            if line := self.clock.line(f"waiting {what}"):
+                self._tell_all(print=line)
             await self._pause()
 
     async def _pause(self) -> None:
@@ -243,88 +235,74 @@ class Preflight:
         if self.stop:
             raise UserError(self.stop)
 
-    async def _compare(self) -> list[str]:
-        """The nodes' names. Raises: `UserError` with what keeps them from training together."""
-        me = self.me | {"address": self.master[0], PROCESSES: self.processes}
-        peers = [self.peers[rank] for rank in sorted(self.peers)]
-        everyone = {f"{me['host']} (node 0)": me} | {str(peer): peer.facts for peer in peers}
-        found = [(name, {key: one.get(key) for key in ALIKE}) for name, one in everyone.items()]
-        if different := agreement.unlike(found):
+    async def _compare(self) -> None:
+        """Raises: `UserError` with what keeps the nodes from training together."""
+        peers = [self.peers[rank] for rank in range(self.nodes)]
+        names = [f"{peer.facts['host']} (node {rank})" for rank, peer in enumerate(peers)]
+        facts = [{key: peer.facts[key] for key in ALIKE} for peer in peers]
+        if different := agreement.unlike(list(zip(names, facts, strict=True))):
             raise UserError(different)
-        for peer in peers:
-            if abs(ahead := peer.facts["ahead"]) > CLOCK_LIMIT:
-                print(f"note: the clock of {peer} is {ahead:+.0f} s off node 0's", flush=True)
-        targets = [(name, facts["address"], facts["ports"]) for name, facts in everyone.items()]
-        for peer in peers:
-            peer.send(**{"try": targets})
-        self.closed = await asyncio.to_thread(try_ports, targets, next(iter(everyone)))
+        ways = [(p.facts["address"], p.facts["ports"]) for p in peers]
+        self._tell_all(connect=[(name, *way) for name, way in zip(names, ways, strict=True)])
         deadline = time.monotonic() + 60
-        while waiting := [peer for peer in peers if "closed" not in peer.facts]:
-            for peer in waiting:
-                if peer not in self.peers.values() or time.monotonic() > deadline:
-                    raise UserError(f"{peer} was lost in the pre-flight check")
+        while waiting := [rank for rank, peer in enumerate(peers) if "closed" not in peer.facts]:
+            if waiting[0] not in self.peers or time.monotonic() > deadline:
+                raise UserError(f"{names[waiting[0]]} was lost in the pre-flight check")
             await self._pause()
-        self.closed += [way for peer in peers for way in peer.facts["closed"]]
-        if self.closed:
-            more = f" (and {len(self.closed) - 4} more)" if len(self.closed) > 4 else ""
+        if closed := [way for peer in peers for way in peer.facts["closed"]]:
+            more = f" (and {len(closed) - 4} more)" if len(closed) > 4 else ""
             raise UserError(
-                f"{'; '.join(self.closed[:4])}{more}: gradients travel over ports that the kernel "
+                f"{'; '.join(closed[:4])}{more}: gradients travel over ports that the kernel "
                 "chooses, so open all TCP ports between the nodes, in both directions"
             )
-        return [facts["host"] for facts in everyone.values()]
+        hosts = ", ".join(peer.facts["host"] for peer in peers)
+        self._tell_all(print=f"all {self.nodes} nodes are here: {hosts}")
 
-    # ---- all other nodes
+    # ---- all nodes
 
-    async def _visit(self) -> None:
-        """Connect to node 0 and follow it. Raises: `UserError` with the error that it reports."""
-        connection = network.connect(*self.master, self.wait, self._waiting_for_master())
-        name, welcome = f"{self.me['host']} (node {self.node})", False
+    async def _follow(self, me: Message, fault: str | None) -> None:
+        """Connect to node 0 and follow it. Raises: `UserError` with the error that it reports.
+
+        A node with a ``fault`` cannot be node 0; it connects so that another node 0 ends as well.
+        """
+        welcome, wait = False, 1.0 if fault else self.clock.limit
+
+        def say(reason: str) -> None:
+            if line := self.clock.line(f"waiting for node 0 at {self.there}: {reason}"):
+                print(line, flush=True)
+
         try:
-            link = await self._greet(connection)
-            welcome, told = True, asyncio.create_task(self._tell_processes(link))
-            while "end" not in (message := await link.receive(LOST)):
+            connection = network.connect(*self.master, wait, say)
+            link = Link(*await asyncio.open_connection(sock=connection, limit=LARGEST))
+            link.send(**me)
+            told = asyncio.create_task(self._tell_processes(link))
+            while "end" not in (message := await link.receive(LOST if welcome else PATIENCE)):
+                welcome = welcome or "welcome" in message
                 if "print" in message:
                     print(message["print"], flush=True)
-                if "try" in message:
+                if "connect" in message:
                     await told
-                    link.send(closed=await asyncio.to_thread(try_ports, message["try"], name))
-            if message["end"]:
-                raise UserError(message["end"])
-        except (OSError, ValueError) as fault:
+                    name = f"{me['host']} (node {self.node})"
+                    link.send(closed=await asyncio.to_thread(try_ports, message["connect"], name))
+        except (OSError, ValueError, UserError) as problem:
+            if fault or isinstance(problem, UserError):
+                raise UserError(fault or str(problem)) from None
             if welcome:
                 raise UserError(
-                    f"lost touch with node 0 at {self.there} in the pre-flight check ({fault}): "
+                    f"lost touch with node 0 at {self.there} in the pre-flight check ({problem}): "
                     "look at what it has printed"
                 ) from None
             raise UserError(
-                f"what answers at {self.there} is not node 0 of this job ({fault}): does another "
+                f"what answers at {self.there} is not node 0 of this job ({problem}): does another "
                 f"program use this port? If so, choose another {self.names.port} on every node"
             ) from None
+        if message["end"]:
+            raise UserError(message["end"])
 
     async def _tell_processes(self, link: Link) -> None:
         while self.processes is None:  # until `finish`
             await asyncio.sleep(0.05)
         link.send(**{PROCESSES: self.processes})
-
-    def _waiting_for_master(self) -> Any:
-        # The launcher over ssh has reached all nodes and started them together: a master that does
-        # not even refuse is not late.
-        all_up = os.environ.get(supervise.MARKER, "").startswith("guard")
-        answered = 0.0
-
-        def say(reason: str) -> None:
-            nonlocal answered
-            if "refused" in reason:
-                answered = self.clock.seconds
-            elif all_up and self.clock.seconds - answered > SILENT:
-                raise UserError(
-                    f"node 0 is up, but {self.there} does not answer this node ({reason}): open "
-                    "all TCP ports between the nodes, in both directions"
-                )
-            if self.clock.due:
-                print(self.clock.line(f"waiting for node 0 at {self.there}: {reason}"), flush=True)
-
-        return say
 
 
 def _listen(port: int) -> socket.socket:
