@@ -235,7 +235,7 @@ def test_the_end_of_a_process_is_seen_though_its_child_lives_on(tmp_path):
     """The child has inherited the pipe by which multiprocessing tells the end of its parent."""
     file = tmp_path / "child"
     before = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
-    code = supervise.supervise([(leave_a_child, (str(file),), {})])
+    code = supervise.supervise(leave_a_child, str(file), [{}])
     child = Process(int(file.read_text()))
     try:
         assert code == 3

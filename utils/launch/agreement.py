@@ -72,15 +72,13 @@ def unlike(found: list[tuple[str, Mapping[str, Any]]]) -> str | None:
 
 def first_difference(found: list[tuple[str, Mapping[str, Any]]]) -> str:
     """The first name whose value differs: "NAME: VALUE on NODES, VALUE on NODES (and 2 more)"."""
-    columns = {
-        name: [(node, values.get(name, "missing")) for node, values in found]
-        for name in sorted({name for _, values in found for name in values})
-    }
-    differing = [name for name, column in columns.items() if len({v for _, v in column}) > 1]
-    if not differing:
-        return ""
+    differing = []
+    for name in sorted({name for _, values in found for name in values}):
+        column = [(node, values.get(name, "missing")) for node, values in found]
+        if len({value for _, value in column}) > 1:
+            differing.append(f"{name}: {_who_has(column)}")
     more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-    return f"{differing[0]}: {_who_has(columns[differing[0]])}{more}"
+    return differing[0] + more if differing else ""
 
 
 def _who_has(values: list[tuple[str, Any]]) -> str:

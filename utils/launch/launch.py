@@ -7,10 +7,10 @@ MASTER_ADDR and MASTER_PORT. `utils.launch.world` joins them.
 import argparse
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from utils.errors import UserError
-from utils.launch import network, supervise
+from utils.launch import supervise
 from utils.option_types import Parser, count, from_environment, port, positive, seconds
 
 _begun: list[Any] = []  # the pre-flight check that has begun already
@@ -34,14 +34,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--dist-timeout", type=seconds, default=300.0, metavar="SECONDS", help=text)
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     add("--sync-bn", action="store_true", help="batch norm over the batches of all GPUs")
-
-
-class Node(NamedTuple):
-    """This node's place in a job that is started by hand; ``master`` is node 0's host and port."""
-
-    rank: int
-    nodes: int
-    master: tuple[str, int]
 
 
 def single_process() -> Any:
@@ -73,27 +65,21 @@ def run(worker: Callable[[Any], int], args: Any) -> int:
         return worker(args)
     import torch
 
-    node = _node(args)
+    rank, nodes, (host, number) = _node(args)
     visible = torch.cuda.device_count()
     processes = args.gpus or max(visible, 1)
     if visible and processes > visible:
         raise UserError(f"-g {processes} asks for more GPUs than the {visible} of this node")
-    if node.nodes > 1:
+    if nodes > 1:
         if not _begun:
-            _begin_preflight(args, node, ends_process=False)
+            _begin_preflight(args, ends_process=False)
         _begun.pop().finish(processes)
-    environments = [
-        {
-            "RANK": str(node.rank * processes + local),
-            "WORLD_SIZE": str(node.nodes * processes),
-            "LOCAL_RANK": str(local),
-            "LOCAL_WORLD_SIZE": str(processes),
-            "MASTER_ADDR": node.master[0],
-            "MASTER_PORT": str(node.master[1]),
-        }
-        for local in range(processes)
+    job = {"WORLD_SIZE": nodes * processes, "LOCAL_WORLD_SIZE": processes}
+    job |= {"MASTER_ADDR": host, "MASTER_PORT": number}
+    ranks = [
+        job | {"RANK": rank * processes + local, "LOCAL_RANK": local} for local in range(processes)
     ]
-    return supervise.supervise([(worker, (args,), environment) for environment in environments])
+    return supervise.supervise(worker, args, ranks)
 
 
 def begin_preflight() -> None:
@@ -104,11 +90,14 @@ def begin_preflight() -> None:
     parser = Parser(add_help=False, allow_abbrev=False)
     add_options(parser)
     args, rest = parser.parse_known_args()
-    if not {"-h", "--help"} & set(rest) and (node := _node(args)).nodes > 1:
-        _begin_preflight(args, node, ends_process=True)
+    if not {"-h", "--help"} & set(rest):
+        _begin_preflight(args, ends_process=True)
 
 
-def _begin_preflight(args: Any, node: Node, ends_process: bool) -> None:
+def _begin_preflight(args: Any, ends_process: bool) -> None:
+    rank, nodes, master = _node(args)
+    if nodes == 1:
+        return
     from utils.launch import preflight
 
     names = preflight.Names(
@@ -118,12 +107,15 @@ def _begin_preflight(args: Any, node: Node, ends_process: bool) -> None:
     )
     if os.environ.get(supervise.MARKER, "").startswith("launcher"):  # multi_node_train.sh
         names = preflight.Names("NODES", "NODE_RANK", "MASTER_PORT")
-    check = preflight.Preflight(node.rank, node.nodes, node.master, args.dist_timeout, names)
+    check = preflight.Preflight(rank, nodes, master, args.dist_timeout, names)
     check.begin(ends_process)
     _begun.append(check)
 
 
-def _node(args: Any) -> Node:
+def _node(args: Any) -> tuple[int, int, tuple[str, int]]:
+    """This node's rank, the number of nodes, and node 0's host and port. Raises: `UserError`."""
+    from utils.launch import network
+
     nodes, rank = args.world_size, args.rank
     if nodes is None:
         nodes = from_environment("WORLD_SIZE", positive, 1)
@@ -132,41 +124,30 @@ def _node(args: Any) -> Node:
     if rank >= nodes:
         raise UserError(f"--rank {rank} is not one of the node ranks 0 to {nodes - 1}")
     if args.dist_url:
-        return Node(rank, nodes, network.parse_tcp_url(args.dist_url))
+        return rank, nodes, network.parse_tcp_url(args.dist_url)
     if "MASTER_ADDR" in os.environ:
         number = from_environment("MASTER_PORT", port, 29500)
-        return Node(rank, nodes, (os.environ["MASTER_ADDR"], number))
+        return rank, nodes, (os.environ["MASTER_ADDR"], number)
     if nodes > 1:
         raise UserError(
             f"{nodes} nodes need the address of node 0: --dist-url tcp://IP:PORT, "
             "or MASTER_ADDR and MASTER_PORT in the environment"
         )
-    return Node(rank, nodes, ("127.0.0.1", network.free_port()))
+    return rank, nodes, ("127.0.0.1", network.free_port())
 
 
 def _check_environment() -> None:
     """Raise `UserError` unless the environment tells this process its place."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise UserError(
-                f"LOCAL_RANK is set but {name} is not: start with torchrun, or unset LOCAL_RANK",
-                alike=True,
-            )
-    rank, size = from_environment("RANK", count), from_environment("WORLD_SIZE", positive)
-    local = from_environment("LOCAL_RANK", count)
-    local_size = from_environment("LOCAL_WORLD_SIZE", positive, 1)
-    from_environment("MASTER_PORT", port)
-    if rank >= size or local >= local_size or local_size > size:
-        raise UserError(
-            f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={local} and LOCAL_WORLD_SIZE={local_size} "
-            "in the environment contradict each other: start with torchrun, or unset LOCAL_RANK"
-        )
-    restarts = from_environment("TORCHELASTIC_MAX_RESTARTS", count, 0)
-    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and rank == 0:
-        # torch 2.14 no longer tells attempts apart in the store that it shares with torchrun.
-        print(
-            "note: a restarted process may find addresses of processes that have ended: set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun --max-restarts, as "
-            "scripts/elastic_train.sh does",
-            flush=True,
-        )
+    os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    found = {name: os.environ.get(name, "") for name in names}
+    *numbers, address = found.values()
+    if address and all(number.isdecimal() for number in numbers):
+        rank, size, local, local_size, number = map(int, numbers)
+        if local <= rank < size and local < local_size <= size and 0 < number < 65536:
+            return
+    raise UserError(
+        f"{' '.join(f'{name}={value}' for name, value in found.items())} in the environment is not "
+        "the place of a process in a job: start with torchrun, or unset LOCAL_RANK",
+        alike=True,
+    )

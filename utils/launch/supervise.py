@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
@@ -70,13 +70,7 @@ def run_main(main: Callable[[], int | None]) -> None:
     """Call ``main`` and end the process with its exit code, or with a `UserError`'s message."""
     os.environ.setdefault(MARKER, "training")
     _make_folder_for_sockets()
-    with _errors_reported(by_torchrun=True):
-        try:
-            code = main()
-        except KeyboardInterrupt:
-            print("interrupted before training began; nothing was lost", file=sys.stderr)
-            code = 130
-    sys.exit(code)
+    _exit_with(main, spawned=False)
 
 
 def _make_folder_for_sockets() -> None:
@@ -91,27 +85,34 @@ def _make_folder_for_sockets() -> None:
         multiprocessing.util.get_temp_dir()
 
 
-@contextlib.contextmanager
-def _errors_reported(by_torchrun: bool) -> Iterator[None]:
-    """End this process with a one-line message where the error has one; leave no child behind.
+def _exit_with(main: Callable[[], int | None], spawned: bool) -> NoReturn:
+    """Call ``main`` and exit; with a one-line message where its error has one, and no child left.
 
     Unlike `supervise`, torchrun does not wait for the process that reports the error.
     """
     errors.go_on_without_reader()
     try:
-        yield
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted before training began; nothing was lost", file=sys.stderr)
+        sys.exit(130)
     except (UserError, RuntimeError) as fault:
         error = errors.of_shortage(fault) if isinstance(fault, RuntimeError) else fault
         if error is None:
             raise
-        if by_torchrun and errors.is_reported_by_another(error):
+        if not spawned and errors.is_reported_by_another(error):
             _wait_for_the_end(error)
         code = errors.report(error)
-        if by_torchrun and error.alike:
+        if error.alike:
             _end_torchrun()
-        _leave(code)
-    except SystemExit as end:  # argparse's
-        if by_torchrun and end.code == errors.BAD_INPUT:
+        _kill_children()
+        multiprocessing.util._exit_function()  # frees semaphores, as at the end of any child
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The process group still has threads: a normal exit can abort in C++, with another code.
+        os._exit(code)
+    except SystemExit as end:
+        if end.code == errors.BAD_INPUT:  # argparse's
             _end_torchrun()
         raise
     finally:
@@ -142,19 +143,6 @@ def _end_torchrun() -> None:
         os.kill(os.getppid(), signal.SIGKILL)  # at any other signal it prints a stack trace
 
 
-def _leave(code: int) -> NoReturn:
-    """Exit at once, after an error.
-
-    The process group still has threads: a normal exit of Python can abort in C++ (SIGABRT), with
-    another exit code than ``code``.
-    """
-    _kill_children()
-    multiprocessing.util._exit_function()  # frees semaphores, as at the end of any child process
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def _kill_children() -> None:
     """Kill the loader workers that an exception has left behind; they ignore SIGTERM."""
     # DataLoader's handler of SIGCHLD would report their end as an error.
@@ -163,8 +151,8 @@ def _kill_children() -> None:
         child.kill()
 
 
-def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...], dict[str, str]]]) -> int:
-    """Run each ``(function, arguments, environment)`` in its own process; return the exit code.
+def supervise(worker: Callable[[Any], int], args: Any, environments: list[dict[str, Any]]) -> int:
+    """Run ``worker(args)`` in a process for each of ``environments``; return the exit code.
 
     SIGTERM and the first SIGINT are passed on, so that training can write a snapshot; a second
     SIGINT kills. When one process fails, the others get `GRACE_SECONDS` to exit (they often wait
@@ -174,8 +162,7 @@ def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...], dict[str, s
     # steps took twice as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     context = multiprocessing.get_context("spawn")
-    me = os.getpid()
-    children = [context.Process(target=_child, args=(me, run, *args)) for run, args, _ in calls]
+    children = [context.Process(target=_child, args=(worker, args)) for _ in environments]
     interrupts = 0
 
     def pass_on(signum: int, frame: Any) -> None:
@@ -187,25 +174,24 @@ def supervise(calls: list[tuple[Callable[..., int], tuple[Any, ...], dict[str, s
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL if interrupts > 1 else signal.SIGTERM)
 
-    handled = [signal.SIGINT, signal.SIGTERM]
-    # scripts/train.sbatch starts this with SIGUSR1 ignored, as Slurm sends it to every process: the
-    # children inherit that, and so survive it before they have a handler of their own.
-    if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
-        handled.append(signal.SIGUSR1)
-    for signum in handled:  # for good: once the children have ended, a signal changes nothing
-        signal.signal(signum, pass_on)
-    environment = dict(os.environ)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        # scripts/train.sbatch starts this with SIGUSR1 ignored, as Slurm sends it to every process:
+        # the children inherit that, and so survive it before they have a handler of their own.
+        if signum != signal.SIGUSR1 or signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, pass_on)  # for good: later, a signal changes nothing
+    before = dict(os.environ)
     try:
-        for child, (_, _, variables) in zip(children, calls, strict=True):
-            os.environ.update({LAUNCHER: str(me)} | variables)  # which the child inherits
-            child.start()
+        for child, variables in zip(children, environments, strict=True):
+            os.environ[LAUNCHER] = str(os.getpid())
+            os.environ.update({name: str(value) for name, value in variables.items()})
+            child.start()  # it inherits the environment
         return _wait_for(children)
     finally:
         for child in children:
             if child.pid and child.is_alive():
                 child.kill()
         os.environ.clear()
-        os.environ.update(environment)
+        os.environ.update(before)
 
 
 def _wait_for(children: list[Any]) -> int:
@@ -231,10 +217,7 @@ def _wait_for(children: list[Any]) -> int:
     return first_code
 
 
-def _child(parent: int, function: Callable[..., int], *arguments: Any) -> None:
-    die_with_parent(parent)
+def _child(worker: Callable[[Any], int], args: Any) -> None:
     # Only the parent decides about Ctrl-C until training has put its own handlers in place.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with _errors_reported(by_torchrun=False):
-        code = function(*arguments)
-    sys.exit(code)
+    _exit_with(lambda: worker(args), spawned=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from utils.errors import LOST_PEER, UserError
-from utils.launch import agreement, gpus, network, supervise
+from utils.launch import gpus, supervise
 
 KERNELS = (
     "cudnn.benchmark is on; float32 matrix products and convolutions use TF32 where the GPU has it "
@@ -65,11 +65,21 @@ def process_group(args: Any) -> Iterator[World]:
     Gives this process's `World`. Raises: `UserError` when processes are missing, when nodes differ
     in code, versions or options, and when the communication fails inside the context.
     """
+    from utils.launch import agreement, network
+
     world = _join(args)
     peers: list[Peer] = []
     try:
         me = Peer(node_name(world), network.address_towards(os.environ["MASTER_ADDR"]))
-        found = gather((me, _facts(args, world)), world)
+        nccl = torch.cuda.nccl.version() if world.device.type == "cuda" else ()
+        facts = {
+            "this code": agreement.code(Path(sys.argv[0])),
+            "torch": agreement.release(torch.__version__),
+            "NCCL": ".".join(map(str, nccl)),
+            "number of processes per node": world.local_size,
+            "the command line": agreement.options(args),
+        }
+        found = gather((me, facts), world)
         peers = [peer for peer, _ in found]
         if fault := agreement.unlike([(peer.node, facts) for peer, facts in found]):
             raise UserError(fault, alike=True)
@@ -83,26 +93,17 @@ def process_group(args: Any) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def _facts(args: Any, world: World) -> dict[str, Any]:
-    """What must be the same in all processes before they build anything."""
-    nccl = torch.cuda.nccl.version() if world.device.type == "cuda" else ()
-    return {
-        "this code": agreement.code(Path(sys.argv[0])),
-        "torch": agreement.release(torch.__version__),
-        "NCCL": ".".join(map(str, nccl)),
-        "number of processes per node": world.local_size,
-        "the command line": agreement.options(args),
-    }
-
-
 def _join(args: Any) -> World:
     """Choose this process's device and network interface, and join the process group."""
+    from utils.launch import network
+
     gpus.check()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     rank, size, local_rank = (int(os.environ[name]) for name in names)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    nodes, device = max(1, size // local_size), torch.device("cpu")
+    nodes, seconds = max(1, size // local_size), args.dist_timeout
+    backend, device = args.dist_backend, torch.device("cpu")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise UserError(
@@ -112,17 +113,17 @@ def _join(args: Any) -> World:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         choose_kernels(device)
-    elif "OMP_NUM_THREADS" not in os.environ:  # by default each process would use all cores
-        torch.set_num_threads(max(1, supervise.usable_cores() // local_size))
-    if args.sync_bn and device.type == "cpu":
-        raise UserError("--sync-bn needs GPUs: torch has no SyncBatchNorm for the CPU", alike=True)
-    backend = args.dist_backend or ("nccl" if device.type == "cuda" else "gloo")
-    if backend == "nccl" and device.type == "cpu":
+    else:
+        if args.sync_bn:
+            text = "--sync-bn needs GPUs: torch has no SyncBatchNorm for the CPU"
+            raise UserError(text, alike=True)
+        if "OMP_NUM_THREADS" not in os.environ:  # by default each process would use all cores
+            torch.set_num_threads(max(1, supervise.usable_cores() // local_size))
         # Not an error: the documented multi-GPU command lines, which name nccl, can then be tried
         # on any machine before GPUs are paid for.
-        backend = "gloo"
-        if rank == 0:
+        if backend == "nccl" and rank == 0:
             print("note: no GPU here, so gloo is used in place of nccl", flush=True)
+        backend = "gloo"
 
     # gloo looks up this host's own name, which often gives 127.0.1.1 or nothing; NCCL may take
     # Docker's bridge. The interface that leads to the master is right ("=": not a prefix).
@@ -132,23 +133,23 @@ def _join(args: Any) -> World:
         if nodes > 1:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
-    timeout = timedelta(seconds=args.dist_timeout)
     if rank != 0:
-        network.connect(master, port, args.dist_timeout).close()
+        network.connect(master, port, seconds).close()
     try:
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+        timeout = timedelta(seconds=seconds)
+        dist.init_process_group(backend or "nccl", rank=rank, world_size=size, timeout=timeout)
         control = dist.new_group(backend="gloo", timeout=timeout)
-    except (dist.DistError, RuntimeError, ValueError, OSError) as fault:
+    except (RuntimeError, ValueError, OSError) as fault:
         text = str(fault) or type(fault).__name__
         if "EADDRINUSE" in text or "address already in use" in text.lower():
-            raise UserError(
-                f"port {port} of {master} is taken by another program: choose another"
-            ) from fault
-        raise UserError(
-            f"rank {rank} could not join the {size} processes of the job at {master}:{port} within "
-            f"{args.dist_timeout:g} s: are all nodes started, with different node ranks, and is "
-            f"every port between them open, not only the master's? ({text.splitlines()[0]})"
-        ) from fault
+            text = f"port {port} of {master} is taken by another program: choose another"
+        else:
+            text = (
+                f"rank {rank} could not join the {size} processes of the job at {master}:{port} "
+                f"within {seconds:g} s: are all nodes started, with different node ranks, and is "
+                f"every port between them open, not only the master's? ({text.splitlines()[0]})"
+            )
+        raise UserError(text) from fault
     return World(device, rank, size, local_rank, local_size, nodes, control)
 
 
@@ -230,9 +231,13 @@ def check_alike(what: str, value: Any, world: World, parts: Callable[[], dict[st
     ``parts()``, called only when it is not, lets the message name the first part that differs.
     """
     me = node_name(world)
-    if fault := agreement.unlike(gather((me, {what: value}), world)):
+    found = gather((me, {what: value}), world)
+    if any(other != found[0][1] for _, other in found):
+        from utils.launch import agreement
+
         first = agreement.first_difference(gather((me, parts()), world))
-        raise UserError(fault + (f" ({first})" if first else ""), alike=True)
+        fault = agreement.unlike(found)
+        raise UserError(f"{fault} ({first})" if first else str(fault), alike=True)
 
 
 def node_name(world: World) -> str:
@@ -281,19 +286,15 @@ class Peer(NamedTuple):
     address: str | None
 
 
-# What gloo, NCCL and the store write when another process is gone or stuck.
-_FAILURE = re.compile(
-    r"gloo|nccl|connection (reset|closed|refused)|broken pipe|timed out", re.IGNORECASE
-)
-_ADDRESS = re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+")  # as gloo writes it
-# In this order: NCCL's text on a remote error names the network as well.
+# What gloo, NCCL and the store write when another process is gone or stuck. In this order: NCCL's
+# text on a remote error names the network as well.
 _CAUSES = {
-    r"timed out|timeout": "no answer within {seconds:g} s (--dist-timeout): that process hangs, or "
+    "timed out|timeout": "no answer within {seconds:g} s (--dist-timeout): that process hangs, or "
     "its machine or the link to it is down",
-    r"cuda error|out of memory": "CUDA failed in this process, or its memory is full",
-    r"connection (was )?(likely )?(reset|closed|refused)|broken pipe|remote|abort": "that process "
+    "cuda error|out of memory": "CUDA failed in this process, or its memory is full",
+    "connection (was )?(likely )?(reset|closed|refused)|broken pipe|remote|abort": "that process "
     "has ended or was killed, or its machine was",
-    r"no route|unreachable|network is down|system error|network error": "the link between the "
+    "no route|unreachable|network is down|system error|network error": "the link between the "
     "nodes is down, or a firewall closed it",
     "": "the communication failed",
 }
@@ -308,29 +309,26 @@ def explain_collective(
     ``--dist-timeout``.
     """
     text = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(fault).split()))  # gloo: a line of its source
+    words = text.lower()
     # An errno means a file or a socket of Python's own, not a collective.
     is_timeout = isinstance(fault, TimeoutError) and fault.errno is None
-    if not (is_timeout or isinstance(fault, dist.DistError) or _FAILURE.search(text)):
+    telling = r"gloo|nccl|connection (reset|closed|refused)|broken pipe|timed out"
+    if not (is_timeout or isinstance(fault, dist.DistError) or re.search(telling, words)):
         return None
-    found = (words for cause, words in _CAUSES.items() if re.search(cause, text, re.IGNORECASE))
+    why = next(why for cause, why in _CAUSES.items() if re.search(cause, words))
+    others = {other: peer for other, peer in enumerate(peers) if other != rank}
+    address = (
+        found[1] if (found := re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", text)) else None
+    )  # gloo's
+    likely = {other: peer for other, peer in others.items() if peer.address == address} or others
+    nodes = ", ".join(dict.fromkeys(peer.node for peer in likely.values()))
+    who = f"one of the ranks {', '.join(map(str, likely))} on {nodes}"
+    if len(likely) == 1:
+        who = f"rank {next(iter(likely))} on {nodes}, {next(iter(likely.values())).address}"
+    elif not likely or len(likely) > 8:
+        who = "another process of the job"
     me = f"rank {rank}" + (f" of {len(peers)} on {peers[rank].node}" if peers else "")
     return (
-        f"{me} lost touch with {_who(text, rank, peers)}: {next(found).format(seconds=seconds)}; "
-        "look for the first error of the other ranks, then continue with --resume "
-        f"({text[:200]})"
+        f"{me} lost touch with {who}: {why.format(seconds=seconds)}; look for the first error of "
+        f"the other ranks, then continue with --resume ({text[:200]})"
     )
-
-
-def _who(text: str, rank: int, peers: list[Peer]) -> str:
-    """The peer that an error's text is about; a list where its address has several processes."""
-    others = {other: peer for other, peer in enumerate(peers) if other != rank}
-    address = found[1] if (found := _ADDRESS.search(text)) else None
-    likely = {o: peer for o, peer in others.items() if address and peer.address == address}
-    likely = likely or others
-    if not likely or len(likely) > 8:
-        return "another process of the job"
-    nodes = ", ".join(dict.fromkeys(peer.node for peer in likely.values()))
-    if len(likely) > 1:
-        return f"one of the ranks {', '.join(map(str, likely))} on {nodes}"
-    ((one, peer),) = likely.items()
-    return f"rank {one} on {nodes}" + (f", {peer.address}" if peer.address else "")

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from utils.launch import gpus
-from utils.launch.agreement import ROOT
 
 if TYPE_CHECKING:
     import torch
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe(device: torch.device) -> dict[str, str]:
