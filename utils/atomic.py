@@ -31,10 +31,14 @@ def save_atomically(
                 file.flush()
                 os.fsync(file.fileno())
         if previous is not None and path.exists():
-            _keep(path, previous)
+            link_atomically(path, previous)
         os.replace(temporary, path)
-        if durable:
-            _flush_names(path.parent)
+        if durable:  # the names in the folder survive a power cut as well
+            handle = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
 
 
 def link_atomically(source: Path, path: Path) -> None:
@@ -49,6 +53,7 @@ def link_atomically(source: Path, path: Path) -> None:
         except OSError:
             shutil.copyfile(source, temporary)
         os.replace(temporary, path)
+        temporary.unlink(missing_ok=True)  # replace() leaves it where both were the same file
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -59,6 +64,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     import torch  # here, as most programs of this suite write files without it
 
+    content = None
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for its writer
             raise UserError(
@@ -77,7 +83,6 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except Exception as fault:  # torch and zipfile report damage by half a dozen types
         if isinstance(fault, OSError) and fault.strerror:
             raise UserError(f"{path} cannot be read ({fault.strerror})") from fault
-        content = None
     if not isinstance(content, dict):
         raise UserError(
             f"{path} is not a checkpoint: it is damaged, was not written by torch.save, or holds "
@@ -91,12 +96,8 @@ def remove_leftovers(folder: Path, recursive: bool = False) -> None:
 
     ``recursive``: in all folders below it, too. Raises: OSError.
     """
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            if name.startswith(".") and name.endswith(".tmp"):
-                Path(parent, name).unlink(missing_ok=True)
-        if not recursive:
-            break
+    for path in folder.glob("**/.*.tmp" if recursive else ".*.tmp"):
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -111,23 +112,3 @@ def _temporary(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             temporary.unlink()
         raise
-
-
-def _flush_names(folder: Path) -> None:
-    """Make the names in ``folder`` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _keep(path: Path, name: Path) -> None:
-    """Give the file ``path`` a second ``name``."""
-    try:
-        with _temporary(name) as link:
-            os.link(path, link)
-            os.replace(link, name)
-            link.unlink(missing_ok=True)  # replace() leaves it where both were the same file
-    except OSError:  # a file system without hard links: for an instant only ``name`` exists
-        os.replace(path, name)

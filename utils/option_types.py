@@ -42,14 +42,15 @@ def number(
     With ``exclusive``, ``low`` itself is refused.
     """
 
+    limits = f"{'more than' if exclusive else 'at least'} {low}"
+    limits += f" and at most {high}" if high < math.inf else ""
+
     def parse(text: str) -> Any:
         value = kind(text)
-        if not (low <= value <= high and value < math.inf) or (exclusive and value == low):
-            limits = f"more than {low}" if exclusive else f"at least {low}"
-            if high < math.inf:
-                limits = f"{limits} and at most {high}" if exclusive else f"from {low} to {high}"
-            finite = "a finite number " if value == math.inf else ""
-            raise argparse.ArgumentTypeError(f"{text} is not {finite}{limits}")
+        if value == math.inf:
+            raise ValueError
+        if not low <= value <= high or (exclusive and value == low):
+            raise argparse.ArgumentTypeError(f"{text} is not {limits}")
         return value
 
     parse.__name__ = "number" if kind is float else "whole number"

@@ -61,49 +61,35 @@ def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser
 
 def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
     add = parser.add_argument_group("data").add_argument
+    text = "folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG; $IMAGENET_DIR if set, else /data"
     add(
         "data",
         nargs="?",
         metavar="DATA",
         default=os.environ.get("IMAGENET_DIR", "/data"),
-        help="folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG; $IMAGENET_DIR if set, else "
-        "/data",
+        help=text,
     )
-    add(
-        "--classes",
-        metavar="N|FILE|A,B,C",
-        help="train on some of the class folders: the first N, those listed in FILE, or a list",
+    text = "train on some of the class folders: the first N, those listed in FILE, or a list"
+    add("--classes", metavar="N|FILE|A,B,C", help=text)
+    text = (
+        "side of the crop in pixels; default: that of the --resume checkpoint, else what "
+        "--pretrained weights expect, else 224"
     )
-    add(
-        "--image-size",
-        type=positive,
-        metavar="PX",
-        help="side of the crop in pixels; default: that of the --resume checkpoint, else what "
-        "--pretrained weights expect, else 224",
+    add("--image-size", type=positive, metavar="PX", help=text)
+    text = (
+        "short side of a validation image before the centre crop; default: image size x 256/224, "
+        "or as the checkpoint or weights expect. Set it to the image size to keep the borders"
     )
-    add(
-        "--val-resize-size",
-        type=positive,
-        metavar="PX",
-        help="short side of a validation image before the centre crop; default: image size x "
-        "256/224, or as the checkpoint or weights expect. Set it to the image size to keep the "
-        "borders",
+    add("--val-resize-size", type=positive, metavar="PX", help=text)
+    text = f"{batch}; auto: as many as fit into GPU memory, measured before training"
+    add("-b", "--batch-size", "--b", type=batch_size, default=128, metavar="N|auto", help=text)
+    text = (
+        "with -b auto, fill at most this much memory of each GPU, less 8 %%; default: what is free"
     )
-    add(
-        "-b",
-        "--batch-size",
-        "--b",
-        type=batch_size,
-        default=128,
-        metavar="N|auto",
-        help=f"{batch}; auto: as many as fit into GPU memory, measured before training",
-    )
-    add(
-        "--memory-limit",
-        type=number(float, 0, exclusive=True),
-        metavar="GIB",
-        help="with -b auto, fill at most this much memory of each GPU, less 8 %%; default: what is "
-        "free",
+    add("--memory-limit", type=number(float, 0, exclusive=True), metavar="GIB", help=text)
+    text = (
+        f"data loading workers per node, shared by its processes; at most {MOST_WORKERS} here (8 "
+        "per core, or 64)"
     )
     add(
         "-j",
@@ -111,207 +97,119 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         type=number(int, 0, MOST_WORKERS),
         default=supervise.usable_cores(),
         metavar="N",
-        help="data loading workers per node, shared by its processes; at most "
-        f"{MOST_WORKERS} here (8 per core, or 64)",
+        help=text,
     )
-    add(
-        "--max-bad-files",
-        type=count,
-        default=100,
-        metavar="N",
-        help="stop when more than N image files cannot be read",
-    )
-    add(
-        "--dummy",
-        action="store_true",
-        help="time the training step alone, on synthetic batches that stay on the device",
-    )
+    text = "stop when more than N image files cannot be read"
+    add("--max-bad-files", type=count, default=100, metavar="N", help=text)
+    text = "time the training step alone, on synthetic batches that stay on the device"
+    add("--dummy", action="store_true", help=text)
 
 
 def _add_augmentation_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("augmentation").add_argument
-    add(
-        "--crop-scale",
-        type=share,
-        default=preprocessing.CROP_SCALE,
-        metavar="S",
-        help="smallest share of the image's area that a training crop covers; 0.25 to 0.5 suits "
-        "short trainings and small images",
+    text = (
+        "smallest share of the image's area that a training crop covers; 0.25 to 0.5 suits short "
+        "trainings and small images"
     )
-    add(
-        "--auto-augment",
-        choices=preprocessing.POLICIES,
-        help="RandAugment, TrivialAugment, AutoAugment or AugMix on training crops",
+    add("--crop-scale", type=share, default=preprocessing.CROP_SCALE, metavar="S", help=text)
+    text = "RandAugment, TrivialAugment, AutoAugment or AugMix on training crops"
+    add("--auto-augment", choices=preprocessing.POLICIES, help=text)
+    text = "probability of a grey box in a training crop"
+    add("--random-erasing", type=share, default=0.0, metavar="P", help=text)
+    text = "blend pairs of images with shares from Beta(A, A); 0.2 is common"
+    add("--mixup", type=amount, default=0.0, metavar="A", help=text)
+    text = (
+        "paste a box of one image into another, with shares from Beta(A, A); 1 is common. With "
+        "--mixup: one of the two, with probability 0.5 each"
     )
-    add(
-        "--random-erasing",
-        type=share,
-        default=0.0,
-        metavar="P",
-        help="probability of a grey box in a training crop",
+    add("--cutmix", type=amount, default=0.0, metavar="A", help=text)
+    text = (
+        "repeated augmentation: N crops of each image in a global batch, of N times fewer images;"
+        " 3 is common for vision transformers"
     )
-    add(
-        "--mixup",
-        type=amount,
-        default=0.0,
-        metavar="A",
-        help="blend pairs of images with shares from Beta(A, A); 0.2 is common",
-    )
-    add(
-        "--cutmix",
-        type=amount,
-        default=0.0,
-        metavar="A",
-        help="paste a box of one image into another, with shares from Beta(A, A); 1 is common. "
-        "With --mixup: one of the two, with probability 0.5 each",
-    )
-    add(
-        "--repeated-aug",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="repeated augmentation: N crops of each image in a global batch, of N times fewer "
-        "images; 3 is common for vision transformers",
-    )
-    add(
-        "--progressive",
-        type=preprocessing.progressive,
-        metavar="SIZES",
-        help="side of the training crops by epoch, pixels. 160:192: 160 for the first 70 %% of the "
+    add("--repeated-aug", type=positive, default=1, metavar="N", help=text)
+    text = (
+        "side of the training crops by epoch, pixels. 160:192: 160 for the first 70 %% of the "
         "epochs, 192 from 85 %% on, multiples of 32 between (of less, if these sizes are not). "
-        "96,128,160: equal parts of the epochs. Evaluation is at --image-size",
+        "96,128,160: equal parts of the epochs. Evaluation is at --image-size"
     )
+    add("--progressive", type=preprocessing.progressive, metavar="SIZES", help=text)
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
-    add(
-        "-a",
-        "--arch",
-        default="resnet18",
-        help="any classification model of torchvision, or of timm if it is installed",
+    text = "any classification model of torchvision, or of timm if it is installed"
+    add("-a", "--arch", default="resnet18", help=text)
+    text = (
+        "start from published weights, with images resized and normalised as they expect, or from"
+        " FILE: a checkpoint of this suite, torchvision or timm, or .safetensors. The classifier "
+        "is new if the classes differ. Without FILE, give it after DATA"
     )
-    add(
-        "--pretrained",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="FILE",
-        help="start from published weights, with images resized and normalised as they expect, or "
-        "from FILE: a checkpoint of this suite, torchvision or timm, or .safetensors. The "
-        "classifier is new if the classes differ. Without FILE, give it after DATA",
+    add("--pretrained", nargs="?", const=True, default=False, metavar="FILE", help=text)
+    text = "train only the classifier; also freeze batch-norm statistics"
+    add("--freeze", action="store_true", help=text)
+    text = (
+        "stochastic depth: drop rate of the last block; earlier blocks scale down linearly; "
+        "default: the model's own"
     )
-    add(
-        "--freeze",
-        action="store_true",
-        help="train only the classifier; also freeze batch-norm statistics",
+    add("--drop-path", type=share, metavar="P", help=text)
+    text = (
+        "start the residual blocks of a ResNet as the identity: zero the weight of their last "
+        "batch norm"
     )
-    add(
-        "--drop-path",
-        type=share,
-        metavar="P",
-        help="stochastic depth: drop rate of the last block; earlier blocks scale down linearly; "
-        "default: the model's own",
+    add("--zero-init-gamma", action="store_true", help=text)
+    text = (
+        "recompute the activations of each block in backward: less memory, the same weights, and "
+        "the time of a second forward pass"
     )
-    add(
-        "--zero-init-gamma",
-        action="store_true",
-        help="start the residual blocks of a ResNet as the identity: zero the weight of their last "
-        "batch norm",
+    add("--activation-checkpointing", action="store_true", help=text)
+    text = "memory layout NHWC, which is faster for convolutions"
+    add("--channels-last", action=argparse.BooleanOptionalAction, default=True, help=text)
+    text = (
+        "keep an exponential moving average of the weights, over about 1/(1-DECAY) steps, and "
+        "evaluate it beside the model; best.pt is the better of the two. 0.9999 suits long "
+        "trainings, 0.998 or less short ones"
     )
-    add(
-        "--activation-checkpointing",
-        action="store_true",
-        help="recompute the activations of each block in backward: less memory, the same weights, "
-        "and the time of a second forward pass",
-    )
-    add(
-        "--channels-last",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="memory layout NHWC, which is faster for convolutions",
-    )
-    add(
-        "--ema",
-        type=ema_decay,
-        metavar="DECAY",
-        help="keep an exponential moving average of the weights, over about 1/(1-DECAY) steps, "
-        "and evaluate it beside the model; best.pt is the better of the two. 0.9999 suits long "
-        "trainings, 0.998 or less short ones",
-    )
+    add("--ema", type=ema_decay, metavar="DECAY", help=text)
 
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
-    add(
-        "--recipe",
-        metavar="NAME|FILE",
-        help="take options from a file, or from one in scripts/recipes: "
-        f"{', '.join(recipe_names())}; options on the command line take precedence",
+    text = (
+        f"take options from a file, or from one in scripts/recipes: {', '.join(recipe_names())}; "
+        "options on the command line take precedence"
     )
+    add("--recipe", metavar="NAME|FILE", help=text)
     add("--epochs", type=count, default=90, metavar="N", help="total number of epochs")
     add("--start-epoch", type=count, metavar="N", help="start from this epoch")
-    add(
-        "--optimizer",
-        choices=optim.NAMES,
-        default="sgd",
-        help="muon: Muon for the matrices and convolutions inside the model, AdamW for the rest, "
-        "with one --lr and --wd for both",
+    text = (
+        "muon: Muon for the matrices and convolutions inside the model, AdamW for the rest, with "
+        "one --lr and --wd for both"
     )
-    add(
-        "--lr",
-        "--learning-rate",
-        type=amount,
-        help="learning rate after warm-up (default: 0.1); with adamw and muon 0.001",
+    add("--optimizer", choices=optim.NAMES, default="sgd", help=text)
+    text = "learning rate after warm-up (default: 0.1); with adamw and muon 0.001"
+    add("--lr", "--learning-rate", type=amount, help=text)
+    add("--momentum", type=share, help="momentum of sgd and nesterov (default: 0.9); of muon 0.95")
+    text = "betas of adamw, and of the AdamW part of muon"
+    add("--betas", type=betas, default="0.9,0.999", metavar="B1,B2", help=text)
+    text = (
+        "weight decay: an L2 penalty in sgd and nesterov (default: 0.0001), decoupled in adamw "
+        "and muon (default: 0.05)"
     )
-    add(
-        "--momentum",
-        type=share,
-        help="momentum of sgd and nesterov (default: 0.9); of muon 0.95",
+    add("--wd", "--weight-decay", dest="weight_decay", type=amount, help=text)
+    text = "weight decay of norms, biases and position embeddings; 0 is common; default: --wd"
+    add("--wd-norm", type=amount, metavar="D", help=text)
+    text = (
+        "step: x0.1 every 30 epochs and once more at 80; cosine, linear: to 0 at the last epoch; "
+        "onecycle: up in 30 %% of the epochs, or in --warmup-epochs, then to 0"
     )
-    add(
-        "--betas",
-        type=betas,
-        default="0.9,0.999",
-        metavar="B1,B2",
-        help="betas of adamw, and of the AdamW part of muon",
-    )
-    add(
-        "--wd",
-        "--weight-decay",
-        dest="weight_decay",
-        type=amount,
-        help="weight decay: an L2 penalty in sgd and nesterov (default: 0.0001), decoupled in "
-        "adamw and muon (default: 0.05)",
-    )
-    add(
-        "--wd-norm",
-        type=amount,
-        metavar="D",
-        help="weight decay of norms, biases and position embeddings; 0 is common; default: --wd",
-    )
-    add(
-        "--lr-schedule",
-        choices=("step", *schedules.TO_THE_END),
-        default="step",
-        help="step: x0.1 every 30 epochs and once more at 80; cosine, linear: to 0 at the last "
-        "epoch; onecycle: up in 30 %% of the epochs, or in --warmup-epochs, then to 0",
-    )
+    add("--lr-schedule", choices=("step", *schedules.TO_THE_END), default="step", help=text)
     add("--warmup-epochs", type=amount, default=0.0, metavar="N", help="linear warm-up from 0")
-    add(
-        "--lr-scaling",
-        choices=("none", "linear", "sqrt"),
-        default="none",
-        help="scale --lr with the global batch: linear, lr x batch/256; sqrt, lr x (batch/256)^0.5",
-    )
+    text = "scale --lr with the global batch: linear, lr x batch/256; sqrt, lr x (batch/256)^0.5"
+    add("--lr-scaling", choices=("none", "linear", "sqrt"), default="none", help=text)
     add("--label-smoothing", type=share, default=0.0, metavar="E", help="0.1 is common")
-    add(
-        "--accum-steps",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="batches accumulated for one step; the global batch grows by this factor",
-    )
+    text = "batches accumulated for one step; the global batch grows by this factor"
+    add("--accum-steps", type=positive, default=1, metavar="N", help=text)
     add("--clip-grad", type=amount, default=0.0, metavar="NORM", help="gradient norm limit; 0: off")
     add("--seed", type=seed, default=0, help="seed of weights, order and augmentation")
 
@@ -320,73 +218,40 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("run").add_argument
     add("--name", type=run_name, help="name of the run directory; default: date, host, arch, sizes")
     add("--output-dir", default="runs", metavar="DIR", help="parent of run directories")
-    add(
-        "--resume",
-        nargs="?",
-        const="auto",
-        metavar="FILE|URL|auto",
-        help="continue from this snapshot, a file or URL; auto (or no value, after DATA): from the "
-        "snapshot of --name, here or in --store, if there is one",
+    text = (
+        "continue from this snapshot, a file or URL; auto (or no value, after DATA): from the "
+        "snapshot of --name, here or in --store, if there is one"
     )
-    add(
-        "--snapshot-minutes",
-        type=amount,
-        default=10.0,
-        metavar="MIN",
-        help="minutes between snapshots within an epoch; one is also taken after each epoch",
-    )
+    add("--resume", nargs="?", const="auto", metavar="FILE|URL|auto", help=text)
+    text = "minutes between snapshots within an epoch; one is also taken after each epoch"
+    add("--snapshot-minutes", type=amount, default=10.0, metavar="MIN", help=text)
     add("-e", "--evaluate", action="store_true", help="evaluate on DATA/val and exit")
-    add(
-        "--val-image-size",
-        type=positive,
-        metavar="PX",
-        help="side of the crop in evaluation; default: --image-size. Somewhat larger crops often "
-        "score better (Touvron et al. 2019, arXiv:1906.06423)",
+    text = (
+        "side of the crop in evaluation; default: --image-size. Somewhat larger crops often score"
+        " better (Touvron et al. 2019, arXiv:1906.06423)"
+    )
+    add("--val-image-size", type=positive, metavar="PX", help=text)
+    text = "average the logits of each image and its mirror image in evaluation"
+    add("--val-flip", action="store_true", help=text)
+    text = "stop when this validation top-1 is reached; 0.75 and 75 mean the same"
+    add("--desired-acc", type=accuracy, metavar="A", help=text)
+    text = "stop after this many hours, with a snapshot"
+    add("--train-time", type=amount, metavar="HOURS", help=text)
+    text = "steps between printed lines"
+    add("-p", "--print-freq", type=positive, default=10, metavar="N", help=text)
+    text = "write a trace of steps 5 to 8 into the run directory (Chrome, Perfetto, TensorBoard)"
+    add("--profile", action="store_true", help=text)
+    text = (
+        "copy the best model and the last snapshot to URL/NAME/ in the background; s3://, gs://, "
+        "az:// (with s3fs, gcsfs or adlfs installed) or a folder"
+    )
+    add("--store", metavar="URL|DIR", help=text)
+    text = (
+        "stop with a snapshot when EC2 reclaims a node; URL of the metadata service, if not "
+        f"{stopping.SPOT_SERVICE}; without a URL, after DATA"
     )
     add(
-        "--val-flip",
-        action="store_true",
-        help="average the logits of each image and its mirror image in evaluation",
-    )
-    add(
-        "--desired-acc",
-        type=accuracy,
-        metavar="A",
-        help="stop when this validation top-1 is reached; 0.75 and 75 mean the same",
-    )
-    add(
-        "--train-time",
-        type=amount,
-        metavar="HOURS",
-        help="stop after this many hours, with a snapshot",
-    )
-    add(
-        "-p",
-        "--print-freq",
-        type=positive,
-        default=10,
-        metavar="N",
-        help="steps between printed lines",
-    )
-    add(
-        "--profile",
-        action="store_true",
-        help="write a trace of steps 5 to 8 into the run directory (Chrome, Perfetto, TensorBoard)",
-    )
-    add(
-        "--store",
-        metavar="URL|DIR",
-        help="copy the best model and the last snapshot to URL/NAME/ in the background; s3://, "
-        "gs://, az:// (with s3fs, gcsfs or adlfs installed) or a folder",
-    )
-    add(
-        "--spot-notice",
-        nargs="?",
-        const=stopping.SPOT_SERVICE,
-        type=http,
-        metavar="URL",
-        help="stop with a snapshot when EC2 reclaims a node; URL of the metadata service, if not "
-        f"{stopping.SPOT_SERVICE}; without a URL, after DATA",
+        "--spot-notice", nargs="?", const=stopping.SPOT_SERVICE, type=http, metavar="URL", help=text
     )
 
 
