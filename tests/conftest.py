@@ -48,6 +48,13 @@ class Result:
         assert len(errors) == 1, self.err
         return errors[0]
 
+    def fails_with(self, *words: object) -> None:
+        """Check that the command failed, and wrote one line to stderr, with ``words`` in it."""
+        assert self.code != 0, self.out
+        assert self.err.strip().splitlines() == [self.sentence], self.err
+        for word in words:
+            assert str(word) in self.sentence, self.sentence
+
 
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a command: one thread, no variables of a launcher, plus ``changes``."""

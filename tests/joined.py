@@ -1,15 +1,17 @@
-"""Training scripts as functions, in a few processes that run one after the other of them.
+"""Training scripts as functions, in processes that are forked with torch loaded.
 
 A start of a script imports torch for seconds. Here a server imports it once, and forks.
 """
 
 import contextlib
 import functools
+import importlib
 import logging
 import multiprocessing
 import os
 import queue
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -19,11 +21,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from conftest import ROOT, environment
+from conftest import ROOT, TIMEOUT, Result, environment
+from running import STAND_IN
 
 from utils.launch.network import free_port
 
-SCRIPTS = ("imagenet_ddp", "imagenet_fsdp")
+SCRIPTS = ("imagenet_nd", "imagenet_ddp", "imagenet_fsdp")
 LIMIT = 600  # seconds; against hangs
 
 
@@ -39,6 +42,43 @@ class Job:
     processes: int = 2
     nodes: int = 1
     stop_after: int | None = None
+
+
+def command(script: str, *words: object, **env: str) -> Result:
+    """Run a script of one process, as `conftest.python` does, but in a fork of the server."""
+    with tempfile.TemporaryDirectory() as folder:
+        line = (script, list(map(str, words)), environment(**env), folder)
+        process = _server().Process(target=_as_command, args=line)
+        process.start()
+        process.join(TIMEOUT)
+        process.kill()
+        process.join()
+        out, err = (Path(folder, name).read_text() for name in ("out", "err"))
+        return Result(process.exitcode, out, err)
+
+
+def _as_command(script: str, words: list[str], env: dict[str, str], folder: str) -> None:
+    import torch
+    from fake_runs import stand_in
+
+    from utils.launch import supervise
+    from utils.model import models
+
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY), number)
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    sys.argv = [f"{script}.py", *words]
+    models.timm = stand_in("timm") if STAND_IN in env.get("PYTHONPATH", "") else None
+    supervise.run_main(importlib.import_module(script).main)
+
+
+def _server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["joined", "tensorboard", *SCRIPTS])
+    return context
 
 
 def run_jobs(jobs: Iterable[Job], folder: Path) -> list[list[dict[str, Any]]]:
@@ -60,8 +100,7 @@ def in_processes(
 
     With ``join`` they have a gloo process group. Fails, with its traceback, as soon as one fails.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["joined", "tensorboard", *SCRIPTS])
+    context = _server()
     results, port = context.Queue(), free_port() if join else None
     more = (size, port, work, results)
     started = [context.Process(target=_child, args=(r, *more), daemon=True) for r in range(size)]
@@ -115,8 +154,6 @@ def _run_all(jobs: list[Job], folder: str, rank: int, size: int) -> list[dict[st
 
 def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
     """One job in one of its processes: exit code, bytes of state in the last step, at the end."""
-    import importlib
-
     import torch
     import torch.distributed as dist
     from fake_runs import stand_in
