@@ -26,7 +26,7 @@ from running import STAND_IN
 
 from utils.launch.network import free_port
 
-SCRIPTS = ("imagenet_nd", "imagenet_ddp", "imagenet_fsdp")
+SCRIPTS = ("imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_fsdp")
 LIMIT = 600  # seconds; against hangs
 
 
