@@ -76,7 +76,9 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
     done = train("imagenet_nd.py", *line, **env)
     assert f"recipe {path}: --epochs 3 --lr 0.05 --progressive 16,24 -p 2" in done.out
     assert "meant for a global batch of 64, and this is 10; by the linear rule" in done.out
-    assert "training images of 16 pixels from epoch 1, 24 from epoch 2; evaluation at 48" in done.out
+    assert (
+        "training images of 16 pixels from epoch 1, 24 from epoch 2; evaluation at 48" in done.out
+    )
     assert scalars(tmp_path / "run")["Size/train"] == [(1, 16), (2, 24)]
     kept = json.loads((tmp_path / "run/options.json").read_text())
     assert (kept["recipe"], kept["lr"], kept["epochs"]) == (path, 0.05, 2)
