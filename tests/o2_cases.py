@@ -52,11 +52,15 @@ def level(name="O2", **changes):
     return {"opt_level": name, **changes}
 
 
-def prepare(chosen=None, device=CPU):
+def usual(groups):
+    """The optimiser of the script."""
+    return sgd(groups, RECIPE["lr"], RECIPE["momentum"], 0.0)
+
+
+def prepare(chosen=None, device=CPU, build=usual):
     """A plain `Amp`, its model and its optimiser."""
     amp, model = Amp(World(device)), network(device)
-    optimizer = sgd(groups(model), RECIPE["lr"], RECIPE["momentum"], 0.0)
-    return amp, *amp.initialize(model, optimizer, **chosen or level())
+    return amp, *amp.initialize(model, build(groups(model)), **chosen or level())
 
 
 def train(amp, model, optimizer, step, weight=1.0):

@@ -30,7 +30,9 @@ OPTIONS = {"arch": "tiny", "lr": 0.1}
 def build(seed=0, classes=3, lr=0.1, model=None) -> TrainState:
     torch.manual_seed(seed)
     model = model or nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, classes))
-    return TrainState(model, sgd(model.parameters(), lr, 0.9, 1e-4), LossScaler(CPU))
+    return TrainState(
+        model, sgd([{"params": [*model.parameters()]}], lr, 0.9, 1e-4), LossScaler(CPU)
+    )
 
 
 def save_snapshot(state, folder, options):
@@ -193,7 +195,10 @@ def test_weights_alone_are_a_start(tmp_path, pack):
         ({"state_dict": {}}, "does not fit this model"),
         ({"state_dict": [1, 2]}, "checkpoint"),
         ({"state_dict": {0: "cat", 1: "dog"}}, "checkpoint"),
-        ({"optimizer": sgd(nn.Linear(2, 2).parameters(), 1, 0, 0).state_dict()}, "optimiser state"),
+        (
+            {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), 1).state_dict()},
+            "optimiser state",
+        ),
     ],
     ids=["arch", "classes", "empty", "list", "class names", "optimizer"],
 )

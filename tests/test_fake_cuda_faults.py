@@ -90,7 +90,7 @@ def test_a_precision_that_is_not_there(train):
          "images = images.to(self.device)", Wait),
         (Batches._upload, "current.wait_stream(self.stream)", "pass", Race),
         (utils.metrics.Sums.add, "hits = ", "hits = loss_sum.item(); hits = ", Wait),
-        (optim.sgd, "fused = first.is_cuda", "fused = False", Wait),
+        (optim.sgd, "fused = weights[0].is_cuda", "fused = False", Wait),
         (evaluation.measure, "sums.add(", "loss.item(); sums.add(", Wait),
         (snapshots.SnapshotWriter.save, "torch.cuda.synchronize()", "pass", Race),
     ],

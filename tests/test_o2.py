@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from joined import in_processes
-from o2_cases import CPU, DECAY, RECIPE, batch, contents, groups, level, network, prepare, train
+from o2_cases import CPU, RECIPE, batch, contents, groups, level, network, prepare, train, usual
 from torch import nn
 
 from utils.amp import o2
@@ -17,6 +17,7 @@ from utils.amp.loss_scale import ENDLESS, SMALLEST, LossScaler
 from utils.amp.o2 import LEVELS, Amp, DistributedDataParallel
 from utils.errors import UserError
 from utils.launch.world import World
+from utils.model.muon import Muon
 from utils.model.optim import sgd
 
 HALF, FULL = torch.float16, torch.float32
@@ -42,7 +43,7 @@ def test_what_is_half_precision(name, conv, norm, plain_norm, masters):
     assert all(parameter == own for parameter, own in momentum.items())
 
 
-def reference(weights, fixed):
+def reference(weights, fixed, build):
     """O2 as Apex's tag 25.04 computes it, spelled out. Yields loss, scale, masters, weights."""
     model = network()
     for i in (0, 3, 4, 6, 7):
@@ -54,8 +55,7 @@ def reference(weights, fixed):
             if weight.requires_grad:
                 group["params"][i] = nn.Parameter(weight.detach().float().clone())
                 pairs.append((weight, group["params"][i]))
-    optimizer = torch.optim.SGD(masters, **RECIPE, foreach=False)
-    assert optimizer.param_groups[1]["weight_decay"] == DECAY
+    optimizer = build(masters)
     scale, clean = fixed or 65536.0, 0
     for step, loss_weight in enumerate(weights):
         images, targets = batch(step)
@@ -72,27 +72,42 @@ def reference(weights, fixed):
             clean += 1
         elif not fixed:
             scale, clean = scale / 2, 0
-        if clean == 2000:
-            scale, clean = min(scale * 2, 2.0**24), 0
-        yield loss.detach(), scale, [master for _, master in pairs], list(model.parameters())
+        yield loss.detach(), scale, trained(optimizer), list(model.parameters())
 
 
-@pytest.mark.parametrize("fixed", [None, 1024.0])
-def test_o2_equals_the_recipe_bit_for_bit(fixed):
+def trained(optimizer):
+    return [p for p in Amp.master_params(optimizer) if p.requires_grad]
+
+
+def muon(groups):
+    """Muon for what has two dimensions."""
+    plain, matrices = groups
+    return Muon([{**matrices, "muon": True}, plain], 0.01, 0.9, (0.9, 0.999))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "build", "original"),
+    [
+        (None, usual, lambda groups: torch.optim.SGD(groups, **RECIPE, foreach=False)),
+        (1024.0, usual, usual),
+        (None, torch.optim.AdamW, torch.optim.AdamW),
+        (None, muon, muon),
+    ],
+    ids=["sgd", "fixed", "adamw", "muon"],
+)
+def test_o2_equals_the_recipe_bit_for_bit(fixed, build, original):
     """Twelve steps; the loss of some is made so large that the float16 gradients overflow."""
     weights = [1e8, 1, 1, 1e8, 1e8, 1, 1, 1, 1, 1e8, 1, 1]
-    amp, model, optimizer = prepare(level(loss_scale=fixed))
-    start = contents(amp, model, optimizer)
-    for step, (loss, scale, *tensors) in enumerate(reference(weights, fixed)):
+    amp, model, optimizer = prepare(level(loss_scale=fixed), build=build)
+    start = [weight.detach().clone() for weight in trained(optimizer)]
+    for step, (loss, scale, *tensors) in enumerate(reference(weights, fixed, original)):
         assert torch.equal(train(amp, model, optimizer, step, weights[step]), loss), step
         assert float(amp.scaler.value) == scale, step
-        masters = [p for p in amp.master_params(optimizer) if p.requires_grad]
-        for ours, theirs in zip((masters, list(model.parameters())), tensors, strict=True):
+        for ours, theirs in zip((trained(optimizer), model.parameters()), tensors, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), step
     assert scale == (fixed or 2.0**12), "the overflows did happen"
     assert int(amp.scaler.skipped) == 4
-    end = contents(amp, model, optimizer)
-    assert not any(torch.equal(a, b) for a, b in zip(start, end, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(start, trained(optimizer), strict=True))
 
 
 def test_gradients_of_micro_batches_add_up():
@@ -293,7 +308,7 @@ def replicas(rank, size, cases):
 
 def train_replica(rank, size, options, weights):
     amp, model = Amp(World(CPU, rank, size)), plain_network()
-    optimizer = sgd(model.parameters(), 0.05, 0.9, 1e-3)
+    optimizer = sgd([{"params": [*model.parameters()]}], 0.05, 0.9, 1e-3)
     model, optimizer = amp.initialize(model, optimizer, "O2")
     model.register_buffer("own", torch.zeros(1))
     replica, scales = DistributedDataParallel(model, **options), []

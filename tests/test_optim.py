@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from o2_cases import prepare, train
 from torch import nn
 from torchvision.models import get_model
 
@@ -137,7 +136,8 @@ def test_muon_of_a_matrix_is_that_of_torch_bit_for_bit():
     assert hidden_matrices(model) == inside
     args = asked("--optimizer", "muon", "--wd-norm", "0.01")
     groups = optim._groups(model, inside, args.weight_decay, args.wd_norm)
-    ours = Muon(groups, args.lr, args.momentum, (0.9, 0.999), dtype=torch.bfloat16)
+    ours = Muon(groups, args.lr, args.momentum, (0.9, 0.999))
+    ours.dtype = torch.bfloat16
     matrices = [plain[2].weight, plain[3].weight]
     theirs = torch.optim.Muon(
         matrices, 1e-3, 0.05, 0.95, nesterov=True, adjust_lr_fn="match_rms_adamw"
@@ -266,13 +266,6 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, line):
         assert all(t.ndim == 0 or t.stride() == weight.stride() for t in entry.values())
 
 
-def saved_by(tmp_path, old: TrainState, **options):
-    steps(old.model, old.optimizer)
-    path, options = tmp_path / "snapshot.pt", {"arch": "tiny", **options}
-    write(snapshot_of(old, options, ["a"], old.full_weights()), path)
-    return path
-
-
 @pytest.mark.parametrize(
     ("saved", "now", "sentence"),
     [
@@ -284,58 +277,20 @@ def saved_by(tmp_path, old: TrainState, **options):
 )
 def test_the_state_of_another_optimiser_is_refused(tmp_path, saved, now, sentence):
     """Also where the snapshot does not say its options, or is another program's."""
-    path = saved_by(tmp_path, state_of(*saved))
+    old, new, path = state_of(*saved), state_of(*now), tmp_path / "snapshot.pt"
+    steps(old.model, old.optimizer)
+    write(snapshot_of(old, {"arch": "tiny"}, ["a"], old.full_weights()), path)
     with pytest.raises(UserError, match=sentence + ".*--pretrained"):
-        resume(state_of(*now), ARGS, WORLD, path)
-
-
-def test_a_snapshot_that_names_its_optimiser(tmp_path):
-    old, new = state_of(), state_of("--optimizer", "adamw")
-    path = saved_by(tmp_path, old, optimizer="sgd")
-    args = Namespace(**{**vars(ARGS), "optimizer": "adamw"})
-    with pytest.raises(UserError, match="was made with --optimizer sgd"):
-        resume(new, args, WORLD, path)
-    args.start_epoch = 0  # from its weights alone
-    assert resume(new, args, WORLD, path)
-    assert same(new.model.state_dict().values(), old.model.state_dict().values())
-    assert not new.optimizer.state
-
-
-# ---- O2
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_o2_gives_masters_to_any_optimiser(monkeypatch, name):
-    """Masters move as the optimiser moves float32 weights; an overflow moves nothing."""
-    monkeypatch.setattr("o2_cases.sgd", lambda groups, *_: _of(name, groups))
-    amp, model, optimizer = prepare()
-    masters = amp.master_params(optimizer)
-    assert {master.dtype for master in masters} == {torch.float32}
-    copies = [nn.Parameter(master.detach().clone()) for master in masters]
-    other, place = _of(name, optimizer.param_groups, dict(zip(masters, copies, strict=True))), []
-    optimizer.register_step_pre_hook(lambda *_: place.extend(m.grad for m in masters))
-    for step in range(2):
-        train(amp, model, optimizer, step)
-        for copy in copies:
-            copy.grad = place.pop(0)
-        other.step()
-    assert same(masters, copies)
-    weights = [master.half() for master in amp.masters.values()]
-    assert same(amp.masters, weights)
-    train(amp, model, optimizer, 3, weight=torch.inf)
-    assert same(masters, copies)
-
-
-def _of(name, groups, renamed=None):
-    """AdamW, or Muon for what has two dimensions, of groups like those of o2_cases."""
-    made = []
-    for group in groups:
-        trained = [p for p in group["params"] if p.requires_grad]
-        params = [renamed[p] if renamed else p for p in trained]
-        muon = name == "muon" and params[0].ndim > 1
-        made.append({"params": params, "weight_decay": group["weight_decay"], "muon": muon})
-    made.sort(key=lambda group: not group["muon"])
-    return Muon(made, 0.01, 0.9, (0.9, 0.999)) if name == "muon" else torch.optim.AdamW(made, 0.01)
+        resume(new, ARGS, WORLD, path)
+    if not saved:
+        write(snapshot_of(old, {"optimizer": "sgd"}, ["a"], old.full_weights()), path)
+        args = Namespace(**{**vars(ARGS), "optimizer": "adamw"})
+        with pytest.raises(UserError, match="was made with --optimizer sgd"):
+            resume(new, args, WORLD, path)
+        args.start_epoch = 0  # from its weights alone
+        assert resume(new, args, WORLD, path)
+        assert same(new.model.state_dict().values(), old.model.state_dict().values())
+        assert not new.optimizer.state
 
 
 # ---- options

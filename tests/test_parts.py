@@ -21,7 +21,7 @@ from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
 from utils.data.preprocessing import IMAGENET, Preprocessing
 from utils.errors import UserError
-from utils.model import blocks, models, weights
+from utils.model import blocks, models
 from utils.samplers import Batch
 
 
@@ -73,7 +73,7 @@ def saved(tmp_path, content, name="weights.pth"):
 )
 def test_weights_of_many_formats(tmp_path, around):
     file, model = saved(tmp_path, around(small_resnet(seed=1).state_dict())), small_resnet()
-    (said,) = weights.load(model, file, "resnet18", "fc")
+    (said,) = models.load_weights(model, file, "resnet18", "fc")
     assert same(model.state_dict(), small_resnet(seed=1).state_dict())
     assert said == f"weights from {file}: 74 of 74 tensors"
 
@@ -82,15 +82,12 @@ def test_safetensors_where_the_package_is(tmp_path, monkeypatch):
     file = str(tmp_path / "model.safetensors")
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(UserError, match="pip install safetensors"):
-        weights.load(small_resnet(), file, "resnet18", "fc")
+        models.load_weights(small_resnet(), file, "resnet18", "fc")
     stand_in = SimpleNamespace(load_file=lambda path: small_resnet(seed=1).state_dict())
     monkeypatch.setitem(sys.modules, "safetensors", SimpleNamespace(torch=stand_in))
     monkeypatch.setitem(sys.modules, "safetensors.torch", stand_in)
-    with pytest.raises(UserError, match="there is no file"):
-        weights.load(small_resnet(), file, "resnet18", "fc")
-    (tmp_path / "model.safetensors").touch()
     model = small_resnet()
-    weights.load(model, file, "resnet18", "fc")
+    models.load_weights(model, file, "resnet18", "fc")
     assert same(model.state_dict(), small_resnet(seed=1).state_dict())
 
 
@@ -99,7 +96,7 @@ def test_a_head_for_other_classes_stays_new(tmp_path):
     state["aux.fc.weight"] = torch.zeros(2)
     del state["bn1.num_batches_tracked"], state["bn1.bias"]
     file, model = saved(tmp_path, state), small_resnet()
-    (said,) = weights.load(model, file, "resnet18", "fc")
+    (said,) = models.load_weights(model, file, "resnet18", "fc")
     new = small_resnet().state_dict()
     for name, value in model.state_dict().items():
         kept = name.startswith("fc.") or name not in state
@@ -113,7 +110,7 @@ def test_a_head_for_other_classes_stays_new(tmp_path):
 def test_position_embeddings_are_resized_to_the_images(tmp_path):
     state = small_vit(size=16, seed=1).state_dict()
     file, model = saved(tmp_path, state), small_vit(size=24)
-    (said,) = weights.load(model, file, "vit", "heads.head")
+    (said,) = models.load_weights(model, file, "vit", "heads.head")
     expected = interpolate_embeddings(24, 4, dict(state))
     assert same(model.state_dict(), expected)
     assert "encoder.pos_embedding resized from 1 x 17 x 8 to 1 x 37 x 8" in said
@@ -132,8 +129,8 @@ def test_position_embeddings_are_resized_to_the_images(tmp_path):
 def test_a_file_that_does_not_fit_is_a_sentence(tmp_path, content, sentence):
     file = saved(tmp_path, content)
     with pytest.raises(UserError, match=sentence):
-        weights.preprocessing(file)
-        weights.load(small_resnet(), file, "resnet18", "fc")
+        models.saved_preprocessing(file)
+        models.load_weights(small_resnet(), file, "resnet18", "fc")
 
 
 def test_what_follows_the_option_may_be_the_data(monkeypatch, folder, tmp_path):

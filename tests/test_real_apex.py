@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from o2_cases import CPU, RECIPE, contents, groups, level, network, prepare, train
+from o2_cases import CPU, contents, groups, level, network, prepare, train, usual
 
 from utils.amp import apex
-from utils.model.optim import sgd
 
 
 def real_apex_is_there() -> bool:
@@ -57,8 +56,7 @@ def device(request, monkeypatch):
 
 def original(device, chosen=None):
     amp, model = apex.Amp(), network(device)
-    optimizer = sgd(groups(model), RECIPE["lr"], RECIPE["momentum"], 0.0)
-    return amp, *amp.initialize(model, optimizer, **chosen or level())
+    return amp, *amp.initialize(model, usual(groups(model)), **chosen or level())
 
 
 def assert_alike(ours, theirs, where):

@@ -159,7 +159,7 @@ def test_what_else_there_is(data, tmp_path):
     assert halves[:2] == halves[2:]
     assert halves[0] + halves[1] == found["four"][0]["optimizer"]
     assert "2 x 2 processes" in (runs / "node" / "train.log").read_text()
-    assert "batch norms in float32" in (runs / "norms" / "train.log").read_text()
+    assert "x BatchNorm2d" in (runs / "norms" / "train.log").read_text()
     assert summary(runs / f"{FSDP}_fp16")["finished_because"] == "epochs"
     # The first steps overflow at the scale that they begin with, in all processes.
     scale = [snapshot(runs / f"{script}_fp16")["scaler"] for script in (FSDP, DDP)]

@@ -27,16 +27,15 @@ class Search:
 
     def __init__(self, candidates: list[str], optimizer: torch.optim.Optimizer, world: World):
         """``candidates``: names of methods, the most exact first, which is plain float32."""
-        self.left, self.world, self.cuda = list(candidates), world, world.device.type == "cuda"
+        self.left, self.world, self.reason = list(candidates), world, ""
         self.seconds: dict[str, float] = {}  # per step, by method
-        self.reason = ""
-        self.hook = optimizer.register_step_pre_hook(self._means_are_there)
+        self.hook = optimizer.register_step_pre_hook(lambda *_: self.ends.append(self._mark()))
         self._try_next(FIRST_WARM_UP)
 
     def _try_next(self, warm_up: int) -> None:
-        self.method = self.left.pop(0)
-        self.marks: list[tuple[Any, Any]] = []
-        self.steps_left = warm_up + STEPS
+        self.method, self.steps_left = self.left.pop(0), warm_up + STEPS
+        self.begins: list[Any] = []
+        self.ends: list[Any] = []
 
     def begin_step(self) -> None:
         """Begin a step. Collective; all processes see the same times and so choose the same."""
@@ -47,13 +46,10 @@ class Search:
                 return
             self._try_next(WARM_UP)
         self.steps_left -= 1
-        self.began = self._mark()
-
-    def _means_are_there(self, *_: Any) -> None:
-        self.marks.append((self.began, self._mark()))
+        self.begins[len(self.ends) :] = [self._mark()]  # not of a step that was skipped
 
     def _mark(self) -> Any:
-        if not self.cuda:
+        if self.world.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.world.device))
@@ -61,10 +57,11 @@ class Search:
 
     def _slowest(self) -> float:
         """Seconds of a step: the median, of the slowest process."""
-        if self.cuda:
+        cuda = self.world.device.type == "cuda"
+        if cuda:
             torch.cuda.synchronize(self.world.device)
-        last = self.marks[-STEPS:]
-        times = [a.elapsed_time(b) / 1000 if self.cuda else b - a for a, b in last]
+        pairs = [*zip(self.begins, self.ends, strict=False)][-STEPS:]
+        times = [a.elapsed_time(b) / 1000 if cuda else b - a for a, b in pairs]
         # None: a loss scaler has skipped all steps.
         found = torch.tensor(median(times) if times else math.inf)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.world.control)
@@ -72,8 +69,7 @@ class Search:
 
     def _choose(self) -> None:
         self.hook.remove()
-        plain = next(iter(self.seconds))
-        self.method = mildest(self.seconds)
+        plain, self.method = next(iter(self.seconds)), mildest(self.seconds)
         steps = ", ".join(f"{1000 * took:.0f} ms with {n}" for n, took in self.seconds.items())
         self.reason = f"communication: {self.method}; steps took {steps}"
         if self.method != plain:

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from utils.comm import auto, methods
 from utils.comm.methods import PowerSGD, Quantised, Step
 from utils.comm.ordered import OrderedCollectives, Peers
-from utils.errors import UserError
 from utils.launch.world import World
 from utils.option_types import amount
 
@@ -41,12 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _method(text: str) -> str:
-    if text == "auto":
-        return text
-    try:
-        return methods.parse(text).name
-    except UserError as fault:
-        raise argparse.ArgumentTypeError(f"{fault}, or auto") from None
+    return text if text == "auto" else methods.parse(text).name
 
 
 class Exchange:
@@ -68,36 +62,30 @@ class Exchange:
         The gradients are scaled by the loss scale of ``scaler``, if it is enabled.
         """
         self.world, self.seed = world, args.seed
-        self.auto = args.comm == "auto" and world.nodes > 1
-        self.method: str | None = None if self.auto else args.comm
-        if world.size == 1 or self.method == "auto":
-            self.method = "fp32"
         self.step, self.progress = Step(args.seed), 0.0
-        self.search: auto.Search | None = None
+        self.scale = scaler.scale if scaler is not None and scaler.is_enabled() else None
         trained = (p for p in replica.module.parameters() if p.requires_grad)
         self.number = {parameter: i for i, parameter in enumerate(trained)}
-        self.scale = scaler.scale if scaler is not None and scaler.is_enabled() else None
-        self.ready = False  # until buckets are formed, by gradients that mean nothing
+        form_buckets(replica, world, args)
+        self.auto = args.comm == "auto" and world.nodes > 1
+        self.search: auto.Search | None = None
+        self.method: str | None = args.comm
+        if self.auto:
+            candidates = list(auto.METHODS)
+            if self.scale is None:  # without a loss scale fp16 has no range
+                candidates[candidates.index("fp16")] = "bf16"
+            self.method, self.search = None, auto.Search(candidates, optimizer, world)
+        elif world.size == 1 or args.comm == "auto":
+            self.method = "fp32"
         if self.method != "fp32":  # else DistributedDataParallel's own exchange
             self._make_groups()
             replica.register_comm_hook(None, self._hook)
-        form_buckets(replica, world, args)
-        self.ready = True
-        if self.method:
-            self._use(self.method)
-            return
-        candidates = list(auto.METHODS)
-        if self.scale is None:  # without a loss scale fp16 has no range
-            candidates[candidates.index("fp16")] = "bf16"
-        self.search = auto.Search(candidates, optimizer, world)
-        self._use(self.search.method)
+            self._use(self.method or self.search.method)
 
     def _make_groups(self) -> None:
         """Make the process groups. On a node, the first process compresses for all."""
         world = self.world
-        self.inside = None
-        ranks = list(range(world.size))
-        self.leads = True
+        self.inside, self.leads, ranks = None, True, list(range(world.size))
         if 1 < world.nodes < world.size:
             firsts = ranks[:: world.local_size]
             for first in firsts:  # all processes make all groups
@@ -116,13 +104,11 @@ class Exchange:
         self.how = methods.parse(method)
         self.codec: Quantised | PowerSGD | None = None
         self.early: Quantised | None = None  # before powersgd begins, where auto has chosen that
-        if method in ("fp32", "fp16", "bf16") or not self.leads:
-            return
-        if self.how.rank:
+        if self.leads and self.how.bits:
+            self.codec = Quantised(self.how.bits, self.peers)
+        elif self.leads and self.how.rank:
             self.codec = PowerSGD(self.how.rank, self.peers, self.seed, self.scale)
             self.early = Quantised(4, self.peers)
-        else:
-            self.codec = Quantised(int(method.removeprefix("int")), self.peers)
 
     # ---- in training
 
@@ -136,21 +122,16 @@ class Exchange:
         search = self.search
         if search is None:
             return None
-        before = search.method
         search.begin_step()
         if search.reason:
             self.method, self.search = search.method, None
-        if search.reason or search.method != before:
+        if search.reason or search.method != self.how.name:
             self._use(search.method)
         return search.reason or None
 
     def _hook(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
         """Called by DistributedDataParallel for each bucket of gradients that is ready."""
-        buffer, how = bucket.buffer(), self.how if self.ready else None
-        if how is None:
-            future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
-            future.set_result(buffer)
-            return future
+        how, step, buffer = self.how, self.step, bucket.buffer()
         if how.name in ("fp16", "bf16"):
             half = getattr(default_hooks, f"{how.name}_compress_hook")
             return half(dist.group.WORLD, bucket)
@@ -160,25 +141,19 @@ class Exchange:
         codec = self.early if early else self.codec
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         gradients = [(self.number[parameter], gradient) for parameter, gradient in pairs]
-        step = self.step
-        return self.ordered.submit(lambda: self._mean(codec, buffer, gradients, step), buffer)
 
-    def _mean(
-        self,
-        codec: Quantised | PowerSGD | None,
-        buffer: Tensor,
-        gradients: list[tuple[int, Tensor]],
-        step: Step,
-    ) -> None:
-        """Average in full precision within a node, compressed between the nodes."""
-        if self.inside is not None:
-            dist.reduce(buffer, self.first, group=self.inside)
-        if codec is not None:  # in the first process of each node
+        def mean() -> None:
+            """Average in full precision within a node, compressed between the nodes."""
             if self.inside is not None:
-                buffer.div_(self.world.local_size)
-            codec.mean(gradients, step)
-        if self.inside is not None:
-            dist.broadcast(buffer, self.first, group=self.inside)
+                dist.reduce(buffer, self.first, group=self.inside)
+            if codec is not None:  # in the first process of each node
+                if self.inside is not None:
+                    buffer.div_(self.world.local_size)
+                codec.mean(gradients, step)
+            if self.inside is not None:
+                dist.broadcast(buffer, self.first, group=self.inside)
+
+        return self.ordered.submit(mean, buffer)
 
     # ---- in snapshots
 
@@ -186,7 +161,7 @@ class Exchange:
         """The state of all processes for a snapshot. Collective; only rank 0's result counts."""
         found: dict[str, Any] = {"method": self.method, "nodes": self.world.nodes}
         if self.has_states:
-            mine = self.codec.state_dict() if isinstance(self.codec, PowerSGD) else {}
+            mine = self.codec.state_dict() if self.codec is not None else {}
             states: list[Any] | None = [None] * self.world.size if self.world.is_main else None
             dist.gather_object(mine, states, group=self.world.control)
             found["states"] = states or []
@@ -198,27 +173,20 @@ class Exchange:
         return self.world.size > 1 and bool(methods.parse(self.method or "fp32").rank)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Continue from a snapshot, in every process. Raises: `UserError`.
+        """Continue from a snapshot, in every process.
 
         auto keeps its choice if the number of nodes is the same. On another number of processes
         each gets the mean of all states, so that their sum stays the same.
         """
-        alike = saved["nodes"] == self.world.nodes and saved["method"] is not None
-        if self.search is not None and alike:
+        if self.search is not None and saved["nodes"] == self.world.nodes and saved["method"]:
             self.search.hook.remove()
             self.method, self.search = saved["method"], None
             self._use(self.method)
         states = saved.get("states")
-        codec = self.codec
-        if not states or saved["method"] != self.method or not isinstance(codec, PowerSGD):
-            return
-        state = states[self.world.rank] if len(states) == self.world.size else None
-        try:
-            codec.load_state_dict(state or methods.mean_of([state for state in states if state]))
-        except (RuntimeError, KeyError, TypeError, AttributeError) as fault:
-            raise UserError(
-                f"the snapshot's state of --comm {self.method} does not fit this model", alike=True
-            ) from fault
+        if states and saved["method"] == self.method and self.codec is not None:
+            state = states[self.world.rank] if len(states) == self.world.size else None
+            state = state or methods.mean_of([state for state in states if state])
+            self.codec.load_state_dict(state)
 
 
 def form_buckets(replica: nn.Module, world: World, args: Any) -> None:

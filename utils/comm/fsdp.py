@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from utils.launch.world import World, is_sharded, local, whole
 from utils.model.blocks import SEQUENCES, repeated
@@ -105,17 +106,13 @@ def describe(model: nn.Module, reshard: str) -> str:
     """A line for the log: which blocks are sharded by themselves, over how many processes, and how
     many weights this process keeps."""
     found = [module for module in model.modules() if is_sharded(module) and module is not model]
-    norms = any(isinstance(unit, _BatchNorm) for unit in found)
-    found = [unit for unit in found if not isinstance(unit, _BatchNorm)]
     kinds = Counter(type(unit).__name__.removeprefix("FSDP") for unit in found)
     names = ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "no block"
-    total, first = size(model), next(model.parameters())
-    rest, mine = total - sum(map(size, found)), sum(local(w).numel() for w in model.parameters())
-    shape = " x ".join(map(str, first.device_mesh.shape))
+    shape = " x ".join(map(str, next(model.parameters()).device_mesh.shape))
+    mine = sum(local(weight).numel() for weight in model.parameters())
     return (
-        f"--reshard {reshard}, {shape} process{'es' * (shape != '1')}: {names} each by itself, the "
-        f"rest ({rest / 1e6:.3g} of {total / 1e6:.4g} M weights) together"
-        f"{'; batch norms in float32' * norms}; rank 0 keeps {mine / 1e6:.3g} M"
+        f"--reshard {reshard}, {shape} processes: {names} each by itself, the rest together; rank "
+        f"0 keeps {mine / 1e6:.3g} of {size(model) / 1e6:.4g} M weights"
     )
 
 
@@ -136,11 +133,13 @@ def sent_bytes(trained: list[Tensor], args: Any, world: World) -> float:
 def shard_like(full: Tensor, like: Tensor) -> Tensor:
     """The shard of ``full``, which every process has, that ``like`` is of its own whole tensor.
 
-    On the device of ``like``. No communication. Plain if ``like`` is plain, or of another shape:
-    loading it then says so.
+    If ``like`` is plain, ``full`` in its memory layout, which fused optimisers want; if it is of
+    another shape, ``full`` itself: loading it then says so. No communication.
     """
-    if not hasattr(like, "placements") or full.shape != like.shape:
+    if full.shape != like.shape:
         return full
+    if not hasattr(like, "placements"):
+        return torch.empty_like(like, dtype=full.dtype, device=full.device).copy_(full)
     from torch.distributed.tensor import distribute_tensor
 
     full = full.detach().contiguous()
@@ -153,31 +152,18 @@ def shards_like(full: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, T
     return {name: shard_like(value, like.get(name, value)) for name, value in full.items()}
 
 
-def laid_out_like(value: Tensor, weight: Tensor) -> Tensor:
-    """``value``, of the shape of ``weight``, in its memory layout, which fused optimisers want; of
-    a sharded weight, this process's shard."""
-    if hasattr(weight, "placements"):
-        return shard_like(value, weight)
-    return torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def gather_for_main(tree: Any, done: set[int] | None = None) -> None:
+def gather_for_main(tree: Any) -> None:
     """Take part in rank 0's `whole` of each tensor in ``tree``, which it copies for a snapshot.
 
     ``tree``, of dictionaries, lists and tensors, has the same structure in all processes; a tensor
     that is in it twice is gathered once.
     """
-    done = set() if done is None else done
-    if isinstance(tree, Tensor):
-        if id(tree) not in done:
-            done.add(id(tree))
-            whole(tree)
-    elif isinstance(tree, (dict, list, tuple)):
-        for entry in tree.values() if isinstance(tree, dict) else tree:
-            gather_for_main(entry, done)
+    tensors = {id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+    for tensor in tensors.values():
+        whole(tensor)
 
 
-# ---- timing
+# ---- what torch has no public way for: without its private names, these two do nothing
 
 
 def time_waits(
@@ -187,7 +173,6 @@ def time_waits(
     model has waited for other processes, in forward and backward.
 
     On a GPU the marks stand in the stream that computes, where it waits for those that communicate.
-    torch has no public hook there: what it calls is wrapped, and nothing is timed if it has gone.
     """
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,10 +187,8 @@ def time_waits(
 
     for group in _groups(model):
         for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
-            call = getattr(group, name, None)
-            # A list of modules shares a group: it must not be timed twice.
-            if call is not None and name not in vars(group):
-                setattr(group, name, timed(call))
+            if hasattr(group, name):
+                setattr(group, name, timed(getattr(group, name)))
 
 
 def forget_gradients(model: nn.Module) -> None:
@@ -218,10 +201,12 @@ def forget_gradients(model: nn.Module) -> None:
 
 
 def _groups(model: nn.Module) -> list[Any]:
-    """What of a sharded model travels together, as torch keeps it: nothing where that has gone."""
-    found: list[Any] = []
+    """What of a sharded model travels together, as torch keeps it."""
+    found: dict[int, Any] = {}  # a list of modules shares a group
     for module in filter(is_sharded, model.modules()):
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         groups = getattr(state, "_fsdp_param_groups", None)
-        found += [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
-    return found
+        if groups is None:  # torch before 2.12
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        found |= {id(group): group for group in groups}
+    return list(found.values())

@@ -27,10 +27,11 @@ TILE = 2**17  # values that are rounded at once on the CPU, where they stay in i
 @dataclass(frozen=True)
 class Method:
     """A way to exchange gradients. ``bytes_per_value``: sent for a value of a gradient, scales
-    included; ``rank`` is PowerSGD's (0: another method)."""
+    included; ``bits`` of a quantised value; ``rank`` is PowerSGD's."""
 
     name: str
     bytes_per_value: float
+    bits: int = 0
     rank: int = 0
 
 
@@ -39,8 +40,8 @@ METHODS = {
     "fp32": Method("fp32", 4),
     "fp16": Method("fp16", 2),
     "bf16": Method("bf16", 2),
-    "int8": Method("int8", 1 + _SCALE / BLOCKS[8]),
-    "int4": Method("int4", 0.5 + _SCALE / BLOCKS[4]),
+    "int8": Method("int8", 1 + _SCALE / BLOCKS[8], bits=8),
+    "int4": Method("int4", 0.5 + _SCALE / BLOCKS[4], bits=4),
     "powersgd": Method("powersgd:4", 4, rank=4),
 }
 NAMES = (*list(METHODS)[:-1], "powersgd[:RANK]")
@@ -60,27 +61,22 @@ def parse(name: str) -> Method:
 
 def wire_bytes(shapes: Iterable[Sequence[int]], how: Method) -> float:
     """Bytes that enter the collectives for gradients of these shapes."""
-    values = sum(
-        how.rank * _sides(shape) if how.rank and is_product(shape, how.rank) else math.prod(shape)
-        for shape in shapes
-    )
-    return values * how.bytes_per_value
+    return how.bytes_per_value * sum(factors(s, how.rank) or math.prod(s) for s in shapes)
+
+
+def factors(shape: Sequence[int], rank: int) -> int:
+    """How many values PowerSGD sends of a gradient as a product of two matrices.
+
+    0 for one that it sends as it is, as that would not halve it.
+    """
+    values = rank * (shape[0] + math.prod(shape[1:])) if len(shape) > 1 else 0
+    return values if 2 * values <= math.prod(shape) else 0
 
 
 def sent_bytes(size: float, processes: int) -> float:
     """Bytes that each of ``processes`` sends in a ring all-reduce of ``size`` bytes: all but its
     own part, once for the sums and once to distribute them."""
     return 2 * (processes - 1) / processes * size
-
-
-def is_product(shape: Sequence[int], rank: int) -> bool:
-    """Whether PowerSGD sends such a gradient as a product: when that halves it at least."""
-    return len(shape) > 1 and 2 * rank * _sides(shape) <= math.prod(shape)
-
-
-def _sides(shape: Sequence[int]) -> int:
-    """Rows and columns of a gradient as a matrix."""
-    return shape[0] + math.prod(shape[1:])
 
 
 @dataclass(frozen=True)
@@ -115,15 +111,14 @@ class Quantised:
         self.block, self.levels = BLOCKS[bits], 2 ** (bits - 1) - 1
         self.width = self.block * bits // 8
         self.tile = TILE // self.block
-        # By the numbers of the gradients: buffer, and their places in it.
-        self.layouts: dict[tuple[int, ...], tuple[Tensor, list[slice]]] = {}
+        self.buffers: dict[tuple[int, ...], Tensor] = {}  # by the numbers of the gradients in it
         self.noise: tuple[Step, Tensor] | None = None
 
     def mean(self, gradients: Gradients, step: Step) -> None:
         """Replace ``gradients`` (any float dtype and shape) by their means over the processes."""
-        peers = self.peers
+        peers, tensors = self.peers, [gradient for _, gradient in gradients]
         blocks = self._buffer(gradients)
-        self._copy(gradients, blocks, into=True)
+        torch._foreach_copy_(self._views(tensors, blocks), tensors)
         to_parts, to_sums = self._random(step, blocks.device)
         received = peers.exchange(self.encode(blocks, to_parts))
         parts = received.view(peers.size, -1, received.shape[1])
@@ -132,7 +127,7 @@ class Quantised:
             self.decode(part, total)
         whole = peers.gather(self.encode(total.div_(peers.size), to_sums))
         # Not through the buffer: what is between the gradients there has to stay zero.
-        self._copy(gradients, self.decode(whole), into=False)
+        torch._foreach_copy_(tensors, self._views(tensors, self.decode(whole)))
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Tensor:
         """``blocks`` float32 [n, block], ``noise`` in [0, 1) [tile, block], which serves one tile
@@ -178,28 +173,23 @@ class Quantised:
             yield one[first : first + self.tile], two[first : first + self.tile]
 
     def _buffer(self, gradients: Gradients) -> Tensor:
-        """A zeroed buffer [n, block] for the gradients, n a multiple of the processes.
-
-        A block belongs to one parameter: gradients of layers differ by orders of magnitude.
-        """
+        """A buffer [n, block], zero between the gradients; n is a multiple of the processes."""
         key = tuple(number for number, _ in gradients)
-        if key not in self.layouts:
-            counts = [-(-gradient.numel() // self.block) for _, gradient in gradients]
-            rows = -(-sum(counts) // self.peers.size) * self.peers.size
-            places, first = [], 0
-            for (_, gradient), n in zip(gradients, counts, strict=True):
-                places.append(slice(first * self.block, first * self.block + gradient.numel()))
-                first += n
-            self.layouts[key] = torch.zeros(rows, self.block, device=gradients[0][1].device), places
-        return self.layouts[key][0]
+        if key not in self.buffers:
+            rows = sum(self._rows(gradient) for _, gradient in gradients)
+            rows = -(-rows // self.peers.size) * self.peers.size
+            self.buffers[key] = torch.zeros(rows, self.block, device=gradients[0][1].device)
+        return self.buffers[key]
 
-    def _copy(self, gradients: Gradients, blocks: Tensor, into: bool) -> None:
-        _, places = self.layouts[tuple(number for number, _ in gradients)]
-        flat = blocks.view(-1)
-        inside = [flat[place] for place in places]
-        outside = [gradient for _, gradient in gradients]
-        inside = [part.view(g.shape) for part, g in zip(inside, outside, strict=True)]
-        torch._foreach_copy_(*(inside, outside) if into else (outside, inside))
+    def _rows(self, gradient: Tensor) -> int:
+        """A block belongs to one parameter: gradients of layers differ by orders of magnitude."""
+        return -(-gradient.numel() // self.block)
+
+    def _views(self, gradients: list[Tensor], blocks: Tensor) -> list[Tensor]:
+        """The places of ``gradients`` in ``blocks``, in their shapes."""
+        parts = blocks[: sum(map(self._rows, gradients))].split([*map(self._rows, gradients)])
+        pairs = zip(gradients, parts, strict=True)
+        return [part.view(-1)[: gradient.numel()].view(gradient.shape) for gradient, part in pairs]
 
     def _random(self, step: Step, device: torch.device) -> Tensor:
         """This process's noise of a step, in [0, 1): [2, tile, block], for the parts and the sums.
@@ -236,24 +226,23 @@ class PowerSGD:
 
     def mean(self, gradients: Gradients, step: Step) -> None:
         """Replace ``gradients`` (any float dtype and shape) by about their means."""
-        thin = [(i, g) for i, g in gradients if is_product(g.shape, self.rank)]
-        small = [g for _, g in gradients if not is_product(g.shape, self.rank)]
+        thin = [(number, g) for number, g in gradients if factors(g.shape, self.rank)]
+        small = [g for _, g in gradients if not factors(g.shape, self.rank)]
         scale = self.scale(torch.ones((), device=gradients[0][1].device))
         matrices = []
         for number, gradient in thin:
             matrix = gradient.float().flatten(1)
             self._prepare(number, matrix)
             matrices.append(torch.addcmul(matrix, self.errors[number], scale))
-        starts = [self.starts[number] for number, _ in thin]
-        left = [matrix @ start for matrix, start in zip(matrices, starts, strict=True)]
+        left = [m @ self.starts[number] for m, (number, _) in zip(matrices, thin, strict=True)]
         left = self._sum([*left, *(g.float() for g in small)])
         for gradient, total in zip(small, left[len(thin) :], strict=True):
             gradient.copy_(total / self.peers.size)
         # In float32, as float16 has too few digits for it.
         left = [torch.linalg.qr(factor).Q for factor in left[: len(thin)]]
         right = self._sum([m.T @ factor for m, factor in zip(matrices, left, strict=True)])
-        right = [factor / self.peers.size for factor in right]
-        for (number, gradient), matrix, one, other in zip(thin, matrices, left, right, strict=True):
+        for (number, gradient), matrix, one, total in zip(thin, matrices, left, right, strict=True):
+            other = total / self.peers.size
             product = one @ other.T
             gradient.copy_(product.view(gradient.shape))
             # After an overflow the step is skipped; its infinities must not come back for ever.

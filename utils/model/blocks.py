@@ -20,19 +20,17 @@ SEQUENCES = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 def head_of(model: nn.Module, classes: int) -> str:
     """The name of the last layer, with ``classes`` logits. Raises: `UserError`."""
-    layers = {name: module for name, module in model.named_modules() if name}
-    if hasattr(model, "get_classifier"):  # timm's
-        own = model.get_classifier()
-        if found := [name for name, layer in layers.items() if layer is own]:
-            return found[0]
-    widths = {
-        name: getattr(layer, "out_features", getattr(layer, "out_channels", None))
-        for name, layer in layers.items()
-        if isinstance(layer, (nn.Linear, nn.Conv2d))
-    }
-    if found := [name for name, width in widths.items() if width == classes]:
-        return found[-1]
-    raise UserError(f"this model has no last layer of {classes} classes", alike=True)
+    own = model.get_classifier() if hasattr(model, "get_classifier") else None  # timm's
+    found = ""
+    for name, layer in model.named_modules():
+        if layer is own:
+            return name
+        width = getattr(layer, "out_features", getattr(layer, "out_channels", None))
+        if isinstance(layer, (nn.Linear, nn.Conv2d)) and width == classes:
+            found = name
+    if not found:
+        raise UserError(f"this model has no last layer of {classes} classes", alike=True)
+    return found
 
 
 def freeze(model: nn.Module, head: str) -> None:
@@ -58,18 +56,13 @@ def zero_init_gamma(model: nn.Module) -> None:
 
     As torchvision's ``zero_init_residual`` does. Raises: `UserError` for other models.
     """
-    done = 0
-    for block in model.modules():
-        if isinstance(block, resnet.Bottleneck):
-            block.bn3.weight.zero_()
-        elif isinstance(block, resnet.BasicBlock):
-            block.bn2.weight.zero_()
-        elif hasattr(block, "zero_init_last"):  # timm's
-            block.zero_init_last()
-        else:
-            continue
-        done += 1
-    if not done:
+    found = [block for block in model.modules() if hasattr(block, "zero_init_last")]  # timm's
+    for block in found:
+        block.zero_init_last()
+    own = [m for m in model.modules() if isinstance(m, (resnet.Bottleneck, resnet.BasicBlock))]
+    for block in own:
+        (block.bn3 if isinstance(block, resnet.Bottleneck) else block.bn2).weight.zero_()
+    if not found + own:
         raise UserError("--zero-init-gamma is for ResNets: leave it out", alike=True)
 
 

@@ -21,35 +21,21 @@ from utils.launch.world import local, reshard
 Named = dict[str, Tensor]
 
 
-def build(args: Any, state: Any) -> "Average | None":
-    """The average that ``--ema`` asks for, of the model in a `utils.run.checkpoint.TrainState`."""
-    if not args.ema or args.evaluate or args.dummy:
-        return None
-    masters = getattr(state.weights, "named_masters", dict)()
-    return Average(state.model, args.ema, masters)
-
-
 class Average:
     """The averages of a model's weights and running statistics, float32, on the model's device.
 
-    A tensor that is sharded over the processes (a DTensor) is averaged shard by shard. `restore`
-    has to be called before the first step.
+    A tensor that is sharded over the processes (a DTensor) is averaged shard by shard.
     """
 
     def __init__(self, model: nn.Module, decay: float, masters: Named | None = None):
         """``masters``: the float32 originals of the model's float16 weights, by name."""
-        self.model, self.decay, masters = model, decay, masters or {}
-        self.steps = 0  # since the average began
-        kept = set(model.state_dict())
-        named = dict(model.named_parameters(remove_duplicate=False))
-        named |= dict(model.named_buffers(remove_duplicate=False))
-        named = {n: t for n, t in named.items() if n in kept and t.is_floating_point()}
-        first = {id(t): name for name, t in reversed(named.items())}  # a tensor may have two names
-        self.names = {name: first[id(tensor)] for name, tensor in named.items()}
-        own = dict.fromkeys(self.names.values())
-        self.live = [named[name] for name in own]
-        self.sources = [masters.get(name, named[name]) for name in own]
-        self.averages = [torch.empty_like(s.detach(), dtype=torch.float32) for s in self.sources]
+        self.model, self.decay = model, decay
+        # Not detached: FSDP may move the memory of a shard.
+        state = model.state_dict(keep_vars=True)
+        self.live = {name: x for name, x in state.items() if x.is_floating_point()}
+        self.sources = [*(self.live | (masters or {})).values()]
+        self.averages = {n: torch.empty_like(x, dtype=torch.float32) for n, x in self.live.items()}
+        self.restore(None)
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -57,13 +43,12 @@ class Average:
         self.steps += 1
         # Not much of the first weights: as TensorFlow's ExponentialMovingAverage with num_updates.
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
-        sources = [s if s.dtype == torch.float32 else s.float() for s in _local(self.sources)]
-        torch._foreach_lerp_(_local(self.averages), sources, 1 - decay)
+        sources = [source.float() for source in map(local, self.sources)]
+        torch._foreach_lerp_([*map(local, self.averages.values())], sources, 1 - decay)
 
     def weights(self) -> Named:
         """The averages under the names of the model's state dict."""
-        averages = dict(zip(dict.fromkeys(self.names.values()), self.averages, strict=True))
-        return {name: averages[first] for name, first in self.names.items()}
+        return self.averages
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
@@ -71,22 +56,21 @@ class Average:
 
         Meanwhile a copy of its own weights takes as much memory as they do.
         """
-        live = _local([tensor.detach() for tensor in self.live])
-        own = [tensor.clone() for tensor in live]
-        self._put(_local(self.averages), live)
+        own = [local(tensor).detach().clone() for tensor in self.live.values()]
+        self._put([*map(local, self.averages.values())])
         try:
             yield
         finally:
-            self._put(own, live)
+            self._put(own)
 
     @torch.no_grad()
-    def _put(self, values: list[Tensor], live: list[Tensor]) -> None:
-        torch._foreach_copy_(live, values)
+    def _put(self, values: list[Tensor]) -> None:
+        torch._foreach_copy_([*map(local, self.live.values())], values)
         reshard(self.model)  # FSDP may still have whole weights of before
 
     def state_dict(self) -> dict[str, Any]:
         """The averages and their number of steps, for a snapshot."""
-        return {"model": self.weights(), "steps": self.steps}
+        return {"model": self.averages, "steps": self.steps}
 
     @torch.no_grad()
     def restore(self, saved: dict[str, Any] | None) -> None:
@@ -95,11 +79,11 @@ class Average:
         Raises: `UserError` when it is of another model.
         """
         if saved is None:
-            torch._foreach_copy_(_local(self.averages), _local(self.sources))
-            self.steps = 0
+            torch._foreach_copy_([*map(local, self.averages.values())], [*map(local, self.sources)])
+            self.steps = 0  # since the average began
             return
         self.steps = saved["steps"]
-        for name, average in self.weights().items():
+        for name, average in self.averages.items():
             found = saved["model"].get(name)
             if found is None or found.shape != average.shape:
                 raise UserError(
@@ -107,13 +91,3 @@ class Average:
                     alike=True,
                 )
             average.copy_(found)
-
-
-def better(record: dict[str, float]) -> str:
-    """Which has the higher top-1 in an epoch's record: "val", the model, or "ema"."""
-    return "ema" if record.get("Top1/ema", -1.0) > record["Top1/val"] else "val"
-
-
-def _local(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors, or this process's shards of them (the same memory)."""
-    return [local(tensor) for tensor in tensors]

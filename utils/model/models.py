@@ -1,21 +1,22 @@
-"""Classification models by name: torchvision's, and timm's when it is installed."""
+"""Classification models by name, torchvision's and timm's, and their weights from files."""
 
 import argparse
 import difflib
 import os
-import re
+from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models import get_model, get_model_weights, list_models
 from torchvision.models.vision_transformer import interpolate_embeddings
 
+from utils.atomic import read_checkpoint
 from utils.data.preprocessing import IMAGENET, INTERPOLATIONS, Preprocessing, training_sizes
 from utils.errors import UserError
-from utils.model import blocks, weights
+from utils.model import blocks
 
 try:
     import timm
@@ -35,18 +36,11 @@ def resolve(args: argparse.Namespace, default_data: str) -> None:
         args.data, args.pretrained = args.pretrained, True  # as typed: --pretrained DATA
     if args.pretrained and args.zero_init_gamma:
         raise UserError("--zero-init-gamma is for new weights: not with --pretrained", alike=True)
-    args.preprocessing = IMAGENET
-    if args.pretrained is True:
-        args.preprocessing = preprocessing(args.arch)
-    elif args.pretrained:
-        args.preprocessing = weights.preprocessing(args.pretrained) or _usual(args.arch)
-
-
-def _usual(arch: str) -> Preprocessing:
-    try:
-        return preprocessing(arch)
-    except UserError:  # no published weights
-        return IMAGENET
+    published = preprocessing(args.arch) if args.pretrained else None
+    if args.pretrained is True and published is None:
+        raise UserError(f"timm has no pretrained weights of {args.arch}: leave --pretrained out")
+    own = saved_preprocessing(args.pretrained) if isinstance(args.pretrained, str) else None
+    args.preprocessing = own or published or IMAGENET
 
 
 def names() -> list[str]:
@@ -65,21 +59,21 @@ def check_name(arch: str) -> None:
         raise UserError(f"unknown arch {arch!r}{hint}{more}", alike=True)
 
 
-def preprocessing(arch: str) -> Preprocessing:
-    """The preprocessing that the pretrained weights of ``arch`` expect; downloads nothing.
+def preprocessing(arch: str) -> Preprocessing | None:
+    """The preprocessing that the published weights of ``arch`` expect, if there are any.
 
-    Raises: `UserError` when there are no such weights.
+    Downloads nothing.
     """
     if arch in list_models(module=torchvision.models):
         wanted = get_model_weights(arch).DEFAULT.transforms()
         (size,), (short,) = wanted.crop_size, wanted.resize_size
         interpolation = wanted.interpolation.value
-    else:
-        if not timm.is_model_pretrained(arch):
-            raise UserError(f"timm has no pretrained weights of {arch}: leave --pretrained out")
+    elif timm.is_model_pretrained(arch):
         wanted = timm.get_pretrained_cfg(arch)
         size = wanted.input_size[-1]
         short, interpolation = int(size / wanted.crop_pct), wanted.interpolation
+    else:
+        return None
     if interpolation not in INTERPOLATIONS:
         interpolation = "bicubic"  # the nearest to Lanczos', which a few models of timm name
     return Preprocessing(tuple(wanted.mean), tuple(wanted.std), interpolation, size, short)
@@ -87,11 +81,10 @@ def preprocessing(arch: str) -> Preprocessing:
 
 def build(args: Any, classes: int) -> nn.Module:
     """The model that the options ask for, see `create`; notes for the log in `args.model_notes`."""
-    file = args.pretrained if isinstance(args.pretrained, str) else None
     model = create(args.arch, classes, args.image_size, args.pretrained is True, args.drop_path)
     notes = args.model_notes = []
-    if file:
-        notes += weights.load(model, file, args.arch, blocks.head_of(model, classes))
+    if isinstance(args.pretrained, str):
+        notes += load_weights(model, args.pretrained, args.arch, blocks.head_of(model, classes))
     if args.zero_init_gamma:
         blocks.zero_init_gamma(model)
     if args.freeze:
@@ -100,10 +93,10 @@ def build(args: Any, classes: int) -> nn.Module:
         notes.append(f"--freeze: only {head} is trained")
     if args.activation_checkpointing:
         notes.append(f"--activation-checkpointing: {blocks.checkpoint_blocks(model)}")
-    if args.preprocessing.crop != args.image_size:
-        _check_image_size(model, args.arch, args.preprocessing.crop, "--val-image-size")
-    for size in {*training_sizes(args)} - {args.image_size}:
-        _check_image_size(model, args.arch, size, "--image-size or --progressive")
+    options = dict.fromkeys(training_sizes(args), "--image-size or --progressive")
+    options.setdefault(args.preprocessing.crop, "--val-image-size")
+    for size in options.keys() - {args.image_size}:
+        _check_image_size(model, args.arch, size, options[size])
     return model
 
 
@@ -180,20 +173,15 @@ def _torchvision_model(arch: str, classes: int, image_size: int, pretrained: boo
         model.aux_logits = False
         setattr(model, head, None)
     if classes != 1000:
-        _replace_head(model, classes)
+        name = blocks.head_of(model, 1000)
+        old = model.get_submodule(name)
+        if isinstance(old, nn.Linear):
+            new: nn.Module = nn.Linear(old.in_features, classes, bias=old.bias is not None)
+        else:
+            new = nn.Conv2d(old.in_channels, classes, old.kernel_size)
+        model.set_submodule(name, new)
+        model.num_classes = classes  # squeezenet and a few others keep a copy
     return model
-
-
-def _replace_head(model: nn.Module, classes: int) -> None:
-    name = blocks.head_of(model, 1000)
-    old = model.get_submodule(name)
-    if isinstance(old, nn.Linear):
-        new: nn.Module = nn.Linear(old.in_features, classes, bias=old.bias is not None)
-    else:
-        new = nn.Conv2d(old.in_channels, classes, old.kernel_size)
-    model.set_submodule(name, new)
-    if hasattr(model, "num_classes"):  # squeezenet and a few others keep a copy
-        model.num_classes = classes
 
 
 def _check_image_size(
@@ -216,8 +204,132 @@ def _check_image_size(
 
 
 def _unfit(arch: str, image_size: int, fault: Exception, option: str = "--image-size") -> UserError:
-    reason = re.sub(r"\s+", " ", str(fault)).strip()[:160]
+    reason = " ".join(str(fault).split())[:160]
     return UserError(
         f"{arch} does not take images of {image_size} pixels: choose another {option} ({reason})",
         alike=True,
     )
+
+
+# ---- --pretrained FILE
+
+_EMA = ("state_dict_ema", "model_ema")  # timm's name, and that of torchvision's references
+MOST_MISSING = 0.1  # share of the model's tensors; a file that lacks more is of another model
+_SHOWN = 4  # names in a message
+
+
+def read_weights(file: str) -> dict[str, Any]:
+    """The content of any program's checkpoint, or of a .safetensors file, on the CPU.
+
+    No code in it is run. Raises: `UserError`.
+    """
+    path = Path(file)
+    if path.suffix != ".safetensors":
+        return read_checkpoint(path)
+    try:
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    except ImportError:
+        raise UserError(f"{path} needs a package: pip install safetensors", alike=True) from None
+    except Exception as fault:  # the package's own kind, among others
+        raise UserError(f"{path} cannot be read as weights ({str(fault)[:200]})") from fault
+
+
+def saved_preprocessing(file: str) -> Preprocessing | None:
+    """The preprocessing in a file of this suite; None for other files. Raises: `UserError`."""
+    saved = read_weights(file).get("preprocessing")
+    return None if saved is None else Preprocessing.from_dict(saved, file)
+
+
+def plain_weights(
+    content: dict[str, Any], path: Path | None
+) -> tuple[dict[str, Tensor], str | None]:
+    """The model's weights in any program's checkpoint, under torchvision's names, and a note.
+
+    Averaged weights (EMA) are taken only if there are no others, as the optimiser continues from
+    the plain ones. Raises: `UserError`.
+    """
+    ema = next((name for name in _EMA if name in content), None)
+    found, note = content.get("model", content.get("state_dict")), None
+    if ema is not None:
+        which = "the plain weights in it are used" if found else "there are no others in it"
+        note = f"note: {path} holds averaged (EMA) weights, {ema}: {which}"
+    if found is None:
+        found = content.get(ema, content)
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise UserError(f"{path} holds no model weights", alike=True)
+    # Without the prefixes of DistributedDataParallel and torch.compile.
+    named = {n.replace("_orig_mod.", "").removeprefix("module."): x for n, x in found.items()}
+    if ema is not None:
+        named.pop("n_averaged", None)  # the counter of torch.optim.swa_utils.AveragedModel
+    return named, note
+
+
+def load_weights(model: nn.Module, file: str, arch: str, head: str) -> list[str]:
+    """Load the weights in ``file`` into ``model``, whose last layer is called ``head``.
+
+    The last layer keeps its new weights if the file's has other classes; position embeddings are
+    resized to the model's image size. Returns: notes for the log. Raises: `UserError` for a file of
+    another model.
+    """
+    path, content = Path(file), read_weights(file)
+    if isinstance(saved := content.get("arch"), str) and saved != arch:
+        raise UserError(f"{path} is a {saved}: use -a {saved} to load it", alike=True)
+    found, note = plain_weights(content, path)
+    own, fitted, notes = model.state_dict(), {}, []
+    for name, wanted in own.items():
+        value = found.get(name)
+        if not isinstance(value, Tensor):
+            continue
+        if value.shape != wanted.shape and name.endswith(("pos_embedding", "pos_embed")):
+            before, value = _size(value), resized(value, wanted, model)
+            notes.append(f"{name} resized from {before} to {_size(value)}")
+        if value.shape == wanted.shape:
+            fitted[name] = value
+        elif not name.startswith(f"{head}."):
+            why = f"{name} is {_size(value)}, not {_size(wanted)}"
+            raise UserError(f"{path} does not fit {arch}: {why}", alike=True)
+    # Old files lack the counters of batch norm.
+    lacking = [n for n in own if n not in fitted and not n.endswith("num_batches_tracked")]
+    new_head = [name for name in lacking if name.startswith(f"{head}.")]
+    missing = [name for name in lacking if name not in new_head]
+    if len(missing) > MOST_MISSING * len(own):
+        why = f"{len(missing)} of {len(own)} weights are not in it: {_list(missing)}"
+        raise UserError(f"{path} does not fit {arch}: {why}", alike=True)
+    model.load_state_dict(own | fitted)
+    notes = [f"weights from {path}: {len(fitted)} of {len(own)} tensors", *notes]
+    left = [name for name in found if name not in own]
+    kinds = {"new": new_head, "not in the file, so new": missing}
+    kinds["not in the model, so left out"] = left
+    notes += [f"{kind}: {_list(names)}" for kind, names in kinds.items() if names]
+    return [*([note] if note else []), "; ".join(notes)]
+
+
+def resized(positions: Tensor, wanted: Tensor, model: nn.Module) -> Tensor:
+    """Position embeddings [1, places, width] of a vision transformer for another image size.
+
+    By torchvision or timm for their own models; returned as they are if that is impossible.
+    """
+    if positions.ndim != 3 or positions.shape[2:] != wanted.shape[2:]:
+        return positions
+    if hasattr(model, "num_prefix_tokens"):
+        from timm.layers import resample_abs_pos_embed
+
+        size, tokens = list(model.patch_embed.grid_size), model.num_prefix_tokens
+        return resample_abs_pos_embed(positions, new_size=size, num_prefix_tokens=tokens)
+    name = "encoder.pos_embedding"
+    side = round((wanted.shape[1] - 1) ** 0.5)
+    try:  # as if patches had one pixel
+        return interpolate_embeddings(side, 1, {name: positions})[name]
+    except ValueError:
+        return positions
+
+
+def _size(value: Tensor) -> str:
+    return " x ".join(map(str, value.shape)) or "a number"
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

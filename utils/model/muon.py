@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.launch.world import has_amx, local
+from utils.launch.world import has_amx, local, whole
 
 ITERATIONS, EPSILON = 5, 1e-7
 WIDE = 2  # columns : rows, from which on Gram matrices are faster
@@ -33,19 +33,16 @@ class Muon(torch.optim.Optimizer):
         momentum: float,
         betas: tuple[float, ...],
         fused: bool = False,
-        dtype: torch.dtype | None = None,
     ):
         """``groups`` have their own weight decay. ``fused``: let a loss scaler skip steps on the
-        device, as AdamW's fused kernel does. ``dtype`` of the orthogonalisation: by default
-        bfloat16
-        where that is fast, else float32."""
+        device, as AdamW's fused kernel does."""
         rest = [group for group in groups if not group.get("muon")]
         self.adamw = torch.optim.AdamW(rest, lr, betas=betas, fused=fused)
         groups = [group for group in groups if group.get("muon")] + self.adamw.param_groups
         super().__init__(groups, {"lr": lr})
         self.momentum = momentum
         self._step_supports_amp_scaling = fused  # asks scalers for grad_scale and found_inf
-        self.dtype = dtype or _fast_dtype(groups[0]["params"][0].device)
+        self.dtype = _fast_dtype(groups[0]["params"][0].device)  # of the orthogonalisation
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -56,13 +53,11 @@ class Muon(torch.optim.Optimizer):
         found = getattr(self, "found_inf", None)
         self.adamw.grad_scale, self.adamw.found_inf = getattr(self, "grad_scale", None), found
         self.adamw.step()
-        if found is not None:
-            found = (found.full_tensor() if hasattr(found, "full_tensor") else found) > 0
+        skip = None if found is None else whole(found) > 0
         for group in self.param_groups:
-            if group.get("muon"):
-                for weight in group["params"]:
-                    if weight.grad is not None:
-                        self._update(weight, group["lr"], group["weight_decay"], found)
+            for weight in group["params"] if group.get("muon") else ():
+                if weight.grad is not None:
+                    self._update(weight, group["lr"], group["weight_decay"], skip)
 
     def _update(self, weight: nn.Parameter, lr: float, decay: float, skip: Tensor | None) -> None:
         """``skip``: a bool on the device that leaves weight and momentum as they are."""
@@ -80,7 +75,13 @@ class Muon(torch.optim.Optimizer):
         rows, columns = len(weight), weight.numel() // len(weight)
         weight.mul_(1 - lr * decay)
         scale = 0.2 * math.sqrt(max(rows, columns))  # AdamW's updates have a mean square of 0.2^2
-        weight.add_(_orthogonal(update, self.dtype), alpha=-lr * scale)
+        found = orthogonal(whole(update).reshape(rows, columns), self.dtype).reshape(weight.shape)
+        if hasattr(update, "placements"):
+            from torch.distributed.tensor import distribute_tensor  # half a second to import
+
+            mesh, placements = update.device_mesh, update.placements
+            found = distribute_tensor(found, mesh, placements, src_data_rank=None)
+        weight.add_(found, alpha=-lr * scale)
         if skip is not None:
             own.copy_(torch.where(skip, before, own))
 
@@ -114,18 +115,6 @@ def _factor(gram: Tensor, iterations: int) -> Tensor:
     return factor
 
 
-def _orthogonal(update: Tensor, dtype: torch.dtype) -> Tensor:
-    """`orthogonal` of a weight's update of any shape; a sharded one is gathered for it."""
-    sharded = hasattr(update, "full_tensor")
-    whole = update.full_tensor() if sharded else update
-    found = orthogonal(whole.reshape(len(whole), -1), dtype).reshape(whole.shape)
-    if not sharded:
-        return found
-    from torch.distributed.tensor import distribute_tensor  # half a second to import
-
-    return distribute_tensor(found, update.device_mesh, update.placements, src_data_rank=None)
-
-
 def _fast_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -141,11 +130,8 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     classes; nor of grouped convolutions, whose filters see different channels.
     """
     layers = (nn.Linear, nn.Conv2d, nn.MultiheadAttention)
-    found = [module for module in model.modules() if isinstance(module, layers)]
-    weights = []
-    for module in found[1:-1]:
-        if isinstance(module, nn.MultiheadAttention):
-            weights += [module.in_proj_weight] if module.in_proj_weight is not None else []
-        elif getattr(module, "groups", 1) == 1:
-            weights.append(module.weight)
-    return [weight for weight in weights if weight.requires_grad]
+    inside = [module for module in model.modules() if isinstance(module, layers)][1:-1]
+    inside = [layer for layer in inside if getattr(layer, "groups", 1) == 1]
+    attention = nn.MultiheadAttention
+    found = [x.in_proj_weight if isinstance(x, attention) else x.weight for x in inside]
+    return [weight for weight in found if weight is not None and weight.requires_grad]

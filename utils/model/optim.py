@@ -1,11 +1,10 @@
 """The optimiser of all modes, by name, and its parameter groups."""
 
 import argparse
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from utils.errors import UserError
@@ -47,46 +46,34 @@ def build(args: Any, model: nn.Module) -> torch.optim.Optimizer:
 
         groups = _groups(model, hidden_matrices(model), decay, args.wd_norm)
         return Muon(groups, lr, momentum, betas, fused)
-    groups = _groups(model, None, decay, args.wd_norm)
+    groups = _groups(model, [], decay, args.wd_norm)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr, betas=betas, weight_decay=decay, fused=fused)
     return sgd(groups, lr, momentum, decay, nesterov=name == "nesterov")
 
 
 def _groups(
-    model: nn.Module,
-    matrices: list[nn.Parameter] | None,
-    decay: float,
-    decay_of_norms: float | None,
-) -> list[Any]:
-    """The trained parameters of ``model``, or groups of them where their options differ.
+    model: nn.Module, matrices: list[nn.Parameter], decay: float, decay_of_norms: float | None
+) -> list[dict[str, Any]]:
+    """The trained parameters of ``model``, in groups where their options differ.
 
-    ``matrices``: the parameters for Muon; None for other optimisers.
+    ``matrices``: the parameters for Muon. ``decay_of_norms`` is for norms, biases, layer scales and
+    class tokens, which are vectors of whatever shape, and position embeddings.
     """
-    trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    if matrices is None and decay_of_norms is None:
-        return list(trained)
-    inside = set(matrices or ())
-    kinds: dict[str, dict[str, Any]] = {
-        "matrices": {"params": [], "weight_decay": decay, "muon": True},
-        "others": {"params": [], "weight_decay": decay},
-        "small": {"params": [], "weight_decay": decay_of_norms},
-    }
-    for p, name in trained.items():
-        small = decay_of_norms is not None and _is_small(name, p)
-        kind = "matrices" if p in inside else "small" if small else "others"
-        kinds[kind]["params"].append(p)
-    return [group for group in kinds.values() if group["params"]]
-
-
-def _is_small(name: str, parameter: Tensor) -> bool:
-    """Whether ``--wd-norm`` applies: norms, biases, layer scales and class tokens, which are
-    vectors of whatever shape, and position embeddings."""
-    return sum(n > 1 for n in parameter.shape) <= 1 or name.endswith(_TABLES)
+    inside = set(matrices)
+    muon: dict[str, Any] = {"params": [], "weight_decay": decay, "muon": True}
+    others: dict[str, Any] = {"params": [], "weight_decay": decay}
+    small: dict[str, Any] = {"params": [], "weight_decay": decay_of_norms}
+    for name, p in model.named_parameters():
+        is_small = sum(n > 1 for n in p.shape) <= 1 or name.endswith(_TABLES)
+        group = small if is_small and decay_of_norms is not None else others
+        if p.requires_grad:
+            (muon if p in inside else group)["params"].append(p)
+    return [group for group in (muon, others, small) if group["params"]]
 
 
 def sgd(
-    parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+    groups: list[dict[str, Any]],
     lr: float,
     momentum: float,
     weight_decay: float,
@@ -98,18 +85,15 @@ def sgd(
     needs none, and there the plain loop gives the same bits for all tensors: the fused kernel
     rounds the last elements of some differently.
     """
-    parameters = list(parameters)
-    first = parameters[0]["params"][0] if isinstance(parameters[0], dict) else parameters[0]
-    fused = first.is_cuda and (not hasattr(first, "to_local") or _fused_takes_shards())
+    weights = [weight for group in groups for weight in group["params"]]
+    fused = weights[0].is_cuda and (not hasattr(weights[0], "to_local") or _fused_takes_shards())
     optimizer = torch.optim.SGD(
-        parameters, lr, momentum, weight_decay=weight_decay, nesterov=nesterov, fused=fused
+        groups, lr, momentum, weight_decay=weight_decay, nesterov=nesterov, fused=fused
     )
-    if momentum:
-        # The fused kernel leaves momentum uninitialised when the very first step overflows, as
-        # often with a new loss scale. Starting from zeros gives the same first step.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    # The fused kernel leaves momentum uninitialised when the very first step overflows, as often
+    # with a new loss scale. Starting from zeros gives the same first step.
+    for weight in weights if momentum else ():
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from utils.errors import UserError
 from utils.launch.world import World, from_main, is_elastic, is_sharded
-from utils.model import weights
+from utils.model.models import plain_weights
 from utils.model.schedules import TO_THE_END
 from utils.run.snapshots import read_latest
 
@@ -197,7 +197,7 @@ def _restore(
     if is_ours and not args.evaluate and args.start_epoch is None:
         check_options(changed, saved, path)
     state.preprocessing = content.get("preprocessing")
-    named, note = weights.plain(content, path)
+    named, note = plain_weights(content, path)
     if note and world.is_main:
         log.info(note)
     state.load_weights(named, getattr(args, "image_size", None))
@@ -276,7 +276,7 @@ def _optimizer_state(
         fits = fits and buffers.keys() in (wanted, set())
         fits = fits and all(buffer.shape == weight.shape for buffer in buffers.values())
         if fits:
-            laid_out = {name: fsdp.laid_out_like(x, weight) for name, x in buffers.items()}
+            laid_out = {name: fsdp.shard_like(x, weight) for name, x in buffers.items()}
             state[number] = {**entry, **laid_out}
     if not fits:
         raise UserError(

@@ -6,7 +6,6 @@ import time
 from utils.data.preprocessing import Preprocessing
 from utils.errors import INTERRUPTED, UserError
 from utils.launch.world import from_main
-from utils.model import ema
 from utils.option_types import AUTO
 from utils.run import checkpoint
 from utils.run.checkpoint import TrainState
@@ -40,10 +39,12 @@ def resume(session: Session) -> None:
     """Load the checkpoint that ``--resume`` names, if any. Raises: `UserError`."""
     args, state, run = session.args, session.state, session.run
     state.global_batch = session.global_batch
-    state.ema = ema.build(args, state)
-    if state.ema is not None:
-        state.ema.restore(None)
     classes = session.loaders.classes
+    if args.ema and not args.evaluate:
+        from utils.model.ema import Average
+
+        masters = getattr(state.weights, "named_masters", dict)()
+        state.ema = Average(state.model, args.ema, masters)
     session.resumed = checkpoint.resume(state, args, session.world, run.snapshot, classes)
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums = args.start_epoch, 0, None
@@ -114,7 +115,7 @@ def close_epoch(
         report.input_path(session, trained)
         report.communication(session, trained)
     save_snapshot(session, is_best)
-    top1 = evaluated[f"Top1/{ema.better(evaluated)}"]
+    top1 = evaluated[f"Top1/{better(evaluated)}"]
     if args.desired_acc is not None and top1 >= args.desired_acc:
         session.ended_because = Reason.DESIRED_ACC
 
@@ -123,7 +124,7 @@ def _add_to_history(state: TrainState, record: dict[str, float]) -> bool:
     """Add an epoch's record and move on to the next. Returns whether it is the best so far."""
     state.epoch, state.step, state.sums = state.epoch + 1, 0, None
     state.history.append({"epoch": state.epoch, **record})
-    which = ema.better(record)
+    which = better(record)
     top1, top5 = record[f"Top1/{which}"], record[f"Top5/{which}"]
     if top1 <= state.best.get("top1", -1.0):
         return False
@@ -131,6 +132,11 @@ def _add_to_history(state: TrainState, record: dict[str, float]) -> bool:
     if state.ema is not None:
         state.best["ema"] = int(which == "ema")
     return True
+
+
+def better(record: dict[str, float]) -> str:
+    """Which has the higher top-1 in an epoch's record: "val", the model, or "ema"."""
+    return "ema" if record.get("Top1/ema", -1.0) > record["Top1/val"] else "val"
 
 
 def end(session: Session, predict: Predict) -> int:
