@@ -5,7 +5,6 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from torch import nn
 from torchvision.models import WeightsEnum, get_model
 
 from utils.errors import UserError
@@ -29,10 +28,6 @@ FAMILIES = [
 ]
 AUXILIARY = ("googlenet", "inception_v3")
 META = pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
-
-
-def size_of(arch):
-    return 299 if arch == "inception_v3" else 224
 
 
 def logits(model, size):
@@ -75,18 +70,23 @@ def test_new_model_has_the_asked_number_of_logits_at_any_fitting_size(arch, size
 
 @META
 @pytest.mark.parametrize(
-    ("arch", "classes"), [*((arch, 7) for arch in FAMILIES), ("resnet18", 1000)]
+    ("arch", "classes", "size"),
+    [(arch, 7, 299 if arch == "inception_v3" else 224) for arch in FAMILIES]
+    + [("resnet18", 1000, 224), ("vit_b_32", 7, 96)],
 )
-def test_pretrained_model_gets_a_head_of_its_own(arch, classes, downloaded):
+def test_pretrained_model_gets_a_head_of_its_own(arch, classes, size, downloaded):
+    """And position embeddings of another size, if the images have one."""
     with torch.device("meta"):
-        model = models.create(arch, classes, size_of(arch), pretrained=True)
-    assert logits(model, size_of(arch)).shape == (2, classes)
+        model = models.create(arch, classes, size, pretrained=True)
+    assert logits(model, size).shape == (2, classes)
     ours = model.state_dict()
     assert list(ours) == [name for name in downloaded if "aux" not in name.lower()]
     changed = {name for name in ours if ours[name].shape != downloaded[name].shape}
-    layers = {name.rpartition(".")[0] for name in changed}
+    positions = {"encoder.pos_embedding"} if size == 96 else set()
+    assert positions <= changed
+    layers = {name.rpartition(".")[0] for name in changed - positions}
     assert len(layers) == (classes != 1000), "the last layer alone"
-    assert all(ours[name].shape[0] == classes for name in changed)
+    assert all(ours[name].shape[0] == classes for name in changed - positions)
 
 
 @pytest.mark.parametrize("classes", [7, 1000])
@@ -120,9 +120,7 @@ def test_new_models_are_those_of_the_library_and_depend_on_the_seed_alone():
         ("ResNet50", "resnet50"),
         ("vgg-16", "vgg16"),
         ("mobilenetv2", "mobilenet_v2"),
-        ("efficientnet-b0", "efficientnet_b0"),
         ("vit_b32", "vit_b_32"),
-        ("densenet_121", "densenet121"),
     ],
 )
 def test_unknown_name_is_answered_by_the_nearest_ones(name, nearest):
@@ -131,9 +129,8 @@ def test_unknown_name_is_answered_by_the_nearest_ones(name, nearest):
 
 
 def test_models_for_other_tasks_are_not_offered():
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"^(?!.*nearest)unknown arch"):
         models.check_name("qqqqqqqq")
-    assert "nearest" not in str(error.value)
     known = models.names()
     assert len(known) == len(set(known)) >= 80
     assert "resnet50" in known
@@ -144,13 +141,8 @@ def test_names_of_timm_are_known_when_it_is_there(monkeypatch):
     monkeypatch.setattr(models, "timm", None)
     with pytest.raises(UserError, match="pip install timm"):
         models.check_name("tinynet_e")
-    made = SimpleNamespace(
-        list_models=lambda: ["resnet18", "tinynet_e"],
-        create_model=lambda arch, pretrained, num_classes: nn.Sequential(
-            nn.Flatten(), nn.LazyLinear(num_classes)
-        ),
-    )
-    monkeypatch.setattr(models, "timm", made)
+    stand_in = SimpleNamespace(list_models=lambda: ["resnet18", "tinynet_e"])
+    monkeypatch.setattr(models, "timm", stand_in)
     assert models.names().count("resnet18") == 1
     models.check_name("tinynet_e")
     with pytest.raises(UserError, match="nearest names: tinynet_e"):
@@ -170,14 +162,6 @@ def test_unfit_image_size_is_an_error_message(arch, size, pretrained, downloaded
         pytest.raises(UserError, match=f"{arch} does not take images of {size} pixels"),
     ):
         models.create(arch, 10, size, pretrained)
-
-
-@META
-def test_published_weights_of_a_vit_take_other_image_sizes(downloaded):
-    with torch.device("meta"):
-        model = models.create("vit_b_32", 7, 96, pretrained=True)
-    assert model.state_dict()["encoder.pos_embedding"].shape == (1, 1 + 3 * 3, 768)
-    assert logits(model, 96).shape == (2, 7)
 
 
 @pytest.mark.parametrize("fault", [URLError("no route"), OSError("disk full")])

@@ -106,7 +106,7 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-class Amp:
+class Amp(o2.Amp):
     """The module ``apex.amp``, for one model and one optimiser; see `utils.amp.o2.Amp`.
 
     It is its own ``scaler``, with the state of a `utils.amp.loss_scale.LossScaler`.
@@ -124,13 +124,13 @@ class Amp:
         changes = {name: level[name] for name in overrides if level[name] != usual[name]}
         model, optimizer = self.amp.initialize(model, optimizer, opt_level=opt_level, **changes)
         of_weight = {weight: name for name, weight in model.named_parameters()}
-        names = [of_weight[weight] for weight in o2.Amp.master_params(optimizer)]
+        names = [of_weight[weight] for weight in self.master_params(optimizer)]
 
         def named_masters() -> dict[str, nn.Parameter]:
             # Apex puts its masters into the optimiser with the first backward: after a resume.
             if hasattr(optimizer, "_amp_lazy_init"):
                 optimizer._amp_lazy_init()
-            return dict(zip(names, o2.Amp.master_params(optimizer), strict=True))
+            return dict(zip(names, self.master_params(optimizer), strict=True))
 
         # Apex's own checkpoints leave the masters out.
         self.weights = o2.Weights(model, named_masters)
@@ -145,10 +145,6 @@ class Amp:
         with self.amp.scale_loss(loss, optimizer, delay_unscale=delay_unscale) as scaled_loss:
             yield scaled_loss
         self.skipped += self.value < before
-
-    def master_params(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-        """``amp.master_params``."""
-        return list(self.amp.master_params(optimizer))
 
     @property
     def value(self) -> float:

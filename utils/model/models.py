@@ -23,8 +23,8 @@ try:
 except ImportError:
     timm = None
 
-# Heads in the middle of the model, which would change the output in training.
-_AUXILIARY_HEADS = {"googlenet": ("aux1", "aux2"), "inception_v3": ("AuxLogits",)}
+# They have heads in the middle of the model, which would change the output in training.
+_WITH_AUXILIARY = ("googlenet", "inception_v3")
 
 
 def resolve(args: argparse.Namespace, default_data: str) -> None:
@@ -157,7 +157,7 @@ def _torchvision_model(arch: str, classes: int, image_size: int, pretrained: boo
     if arch.startswith("maxvit"):
         options["input_size"] = (image_size, image_size)
     if not pretrained:
-        if arch in _AUXILIARY_HEADS:
+        if arch in _WITH_AUXILIARY:
             options |= {"aux_logits": False, "init_weights": True}
         elif arch.startswith("vit_"):
             options["image_size"] = image_size
@@ -169,9 +169,8 @@ def _torchvision_model(arch: str, classes: int, image_size: int, pretrained: boo
         model.load_state_dict(interpolate_embeddings(image_size, model.patch_size, state))
     else:
         model = get_model(arch, weights=published, **options)
-    for head in _AUXILIARY_HEADS.get(arch, ()):
-        model.aux_logits = False
-        setattr(model, head, None)
+    if arch == "inception_v3":  # googlenet loses them by itself
+        model.aux_logits, model.AuxLogits = False, None
     if classes != 1000:
         name = blocks.head_of(model, 1000)
         old = model.get_submodule(name)
