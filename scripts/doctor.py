@@ -33,18 +33,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/ssh")]
 
 from utils import errors  # noqa: E402
 from utils.errors import UserError  # noqa: E402
 from utils.launch import agreement, gpus, network, preflight, supervise  # noqa: E402
-from utils.option_types import amount, count, number, positive  # noqa: E402
+from utils.option_types import amount, count, port, positive  # noqa: E402
 
 OK, WARNING, FAULT = 0, 1, 2
 MARKS = "✓!✗"
 START = timedelta(minutes=2)  # for a node to import torch once all are there
 LONG = timedelta(minutes=30)  # listing ImageNet for the first time on a network disk takes minutes
-SSH_WAIT = 20  # seconds; the nodes are started at the same time
 BUCKET = 25 * 2**20  # bytes of gradients that DDP exchanges at once
 SECONDS = 0.5  # for each measurement of a disk, a core
 CLOCK_LIMIT = 2.0  # seconds
@@ -81,16 +80,17 @@ def facts(args: argparse.Namespace) -> Facts:
     """Everything that is compared; without the others."""
     import torch
 
+    trouble, devices, own_name = "", [], []
+    place = Path(args.output_dir).absolute()
     try:
         gpus.check()
-        trouble = ""
+        devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     except UserError as error:
         trouble = str(error)
-    seen = range(0 if trouble else torch.cuda.device_count())
-    place = Path(args.output_dir).absolute()
+    with contextlib.suppress(OSError):
+        own_name = sorted({one[4][0] for one in socket.getaddrinfo(socket.gethostname(), None)})
     while not place.exists():
         place = place.parent
-    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     nccl = torch.distributed.is_nccl_available() and torch.cuda.nccl.version()
     interface = network.interface_towards(args.master)
     mtu = Path(f"/sys/class/net/{interface}/mtu")
@@ -99,27 +99,20 @@ def facts(args: argparse.Namespace) -> Facts:
         "address": network.address_towards(args.master),
         "interface": interface,
         "mtu": mtu.read_text().strip() if mtu.exists() else None,
-        "own_name": own_name(),
-        "gpus": [torch.cuda.get_device_name(i) for i in seen],
+        "own_name": own_name,
+        "gpus": devices,
         "driver": gpus.machine().driver,
         "gpu_trouble": trouble,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "nccl": ".".join(map(str, nccl or ())) or None,
-        "shm": shm.f_bavail * shm.f_frsize if shm else 0,
+        "shm": shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
         "disk": shutil.disk_usage(place).free,
         "disk_place": str(place),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "cores": supervise.usable_cores(),
         "data": data_set(args),
     }
-
-
-def own_name() -> list[str]:
-    """The addresses to which this node resolves its own host name."""
-    with contextlib.suppress(OSError):
-        return sorted({one[4][0] for one in socket.getaddrinfo(socket.gethostname(), None)})
-    return []
 
 
 def data_set(args: argparse.Namespace) -> Facts:
@@ -183,12 +176,12 @@ def decode_speed(index: Any, args: argparse.Namespace) -> float:
     return images / max(time.process_time() - used, 1e-6)
 
 
-def chosen_interface(variable: str) -> tuple[str, str | None] | None:
-    """The interface that a variable of gloo or NCCL names, and its IPv4 address; None: not set."""
-    value, own = os.environ.get(variable), network.interfaces()
+def chosen_interface(library: str) -> tuple[str, str | None] | None:
+    """The interface that gloo's or NCCL's variable names, and its IPv4 address; None: not set."""
+    value, own = os.environ.get(f"{library.upper()}_SOCKET_IFNAME"), network.interfaces()
     if not value:
         return None
-    if variable.startswith("GLOO"):  # the first of the names, exactly as written
+    if library == "gloo":  # the first of the names, exactly as written
         name = value.split(",")[0]
         return name, own.get(name)
     # Prefixes, "=" before exact names, "^" for all others.
@@ -205,51 +198,48 @@ def chosen_interface(variable: str) -> tuple[str, str | None] | None:
 
 def together(args: argparse.Namespace) -> tuple[list[Facts], Facts]:
     """The facts of all nodes, and of the network between them. Collective."""
-    import torch
     import torch.distributed as dist
 
-    def gather(value: Any) -> list[Any]:
-        found: list[Any] = [None] * args.nodes
-        dist.all_gather_object(found, value)
-        return found
-
-    own = chosen_interface("GLOO_SOCKET_IFNAME"), chosen_interface("NCCL_SOCKET_IFNAME")
+    own = {library: chosen_interface(library) for library in ("gloo", "NCCL")}
     if interface := network.interface_towards(args.master):  # the check itself must get through
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     store = dist.TCPStore(args.master, args.port, args.nodes, args.rank == 0, timeout=START)
-    dist.init_process_group(
-        "gloo", store=store, rank=args.rank, world_size=args.nodes, timeout=LONG
-    )
+    place = {"store": store, "rank": args.rank, "world_size": args.nodes}
+    dist.init_process_group("gloo", **place, timeout=LONG)
     dist.barrier()
     times = gather(time.time())
-    door = socket.create_server(("", 0), backlog=1024)  # the kernel answers
-    ways = gather((own, door.getsockname()[1]))
-    targets = [
-        (f"{library} of node {rank}", one[1], [port])
-        for rank, (pair, port) in enumerate(ways)
-        for library, one in zip(("gloo", "NCCL"), pair, strict=True)
-        if one and one[1] and rank != args.rank
-    ]
-    closed = [one for some in gather(preflight.try_ports(targets, node_of(args))) for one in some]
+    with socket.create_server(("", 0), backlog=1024) as door:  # the kernel answers
+        chosen = gather(own | {"port": door.getsockname()[1]})
+        targets = [
+            (f"{library} of node {rank}", one[library][1], [one["port"]])
+            for rank, one in enumerate(chosen)
+            for library in own
+            if one[library] and one[library][1] and rank != args.rank
+        ]
+        me = f"node {args.rank} ({socket.gethostname()})"
+        closed = [one for some in gather(preflight.try_ports(targets, me)) for one in some]
     everyone = gather(facts(args))
-    between = {"clocks": [one - times[0] for one in times], "ways": [one for one, _ in ways]}
-    between["closed"] = closed
+    between = {"clocks": [one - times[0] for one in times], "chosen": chosen, "closed": closed}
     if args.nodes > 1:
-        speed, latency = all_reduce(torch, dist)
-        between |= {"bytes_per_s": speed, "latency_s": latency}
+        between |= all_reduce()
     dist.barrier()
-    door.close()
     dist.destroy_process_group()
     return everyone, between
 
 
-def node_of(args: argparse.Namespace) -> str:
-    """This node, as messages name it."""
-    return f"node {args.rank} ({socket.gethostname()})"
+def gather(value: Any) -> list[Any]:
+    """The ``value`` of every node. Collective."""
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
-def all_reduce(torch: Any, dist: Any) -> tuple[float, float]:
+def all_reduce() -> Facts:
     """Bytes/s and latency of a link, as a ring all-reduce over the nodes sees it. Collective."""
+    import torch
+    import torch.distributed as dist
 
     def seconds(tensor: Any, times: int) -> float:
         spent = []
@@ -257,15 +247,14 @@ def all_reduce(torch: Any, dist: Any) -> tuple[float, float]:
             began = time.perf_counter()
             dist.all_reduce(tensor)
             spent.append(time.perf_counter() - began)
-        slowest = torch.tensor([statistics.median(spent)], dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return float(slowest)
+        return max(gather(statistics.median(spent)))  # the same on every node
 
     nodes, small, large = dist.get_world_size(), torch.zeros(1), torch.zeros(BUCKET // 4)
     seconds(small, 2)
-    times = max(1, min(8, int(SECONDS / seconds(large, 1))))  # the same number on every node
+    times = max(1, min(8, int(SECONDS / seconds(large, 1))))
     rounds = 2 * (nodes - 1)
-    return rounds / nodes * BUCKET / seconds(large, times), seconds(small, 30) / rounds
+    speed = rounds / nodes * BUCKET / seconds(large, times)
+    return {"bytes_per_s": speed, "latency_s": seconds(small, 30) / rounds}
 
 
 # ---- judgement
@@ -280,7 +269,7 @@ def judge(everyone: list[Facts], between: Facts, args: argparse.Namespace) -> It
     yield from of_data(names, [one["data"] for one in everyone])
     if args.nodes > 1:
         yield from of_network(names, everyone, between)
-        yield from of_speed(names, everyone, between, args)
+        yield from of_speed(everyone, between, args)
 
 
 def of_versions(names: list[str], everyone: list[Facts]) -> Iterator[Finding]:
@@ -304,9 +293,9 @@ def of_versions(names: list[str], everyone: list[Facts]) -> Iterator[Finding]:
 
 def of_node(rank: int, name: str, one: Facts, args: argparse.Namespace) -> Iterator[Finding]:
     """What is wrong on one node, whatever the others have."""
-    far = args.nodes > 1
-    loop = bool(one["own_name"]) and all(ip.startswith("127.") for ip in one["own_name"])
-    tight = one["disk"] < (5e9 if rank == 0 else 5e8)
+    far, own, free = args.nodes > 1, one["own_name"], one["disk"]
+    unresolved = "plain torchrun with c10d and gloo without GLOO_SOCKET_IFNAME fail; this suite "
+    unresolved += "does not"
     for bad, level, what, why, remedy in (
         (one["gpu_trouble"], FAULT, one["gpu_trouble"], "training would end with this error",
          "see there"),
@@ -315,15 +304,14 @@ def of_node(rank: int, name: str, one: Facts, args: argparse.Namespace) -> Itera
          "NCCL and the loaders pass data through it", "docker run --ipc=host"),
         (one["files"] < 1024, WARNING, f"a process may open only {one['files']} files",
          "workers, sockets and batches need a file descriptor each", "ulimit -n 4096"),
-        (tight, FAULT if rank == 0 and one["disk"] < 5e8 else WARNING,
-         f"only {one['disk'] / 1e9:.1f} GB of disk are free at {one['disk_place']}",
+        (free < (5e9 if rank == 0 else 5e8), FAULT if rank == 0 and free < 5e8 else WARNING,
+         f"only {free / 1e9:.1f} GB of disk are free at {one['disk_place']}",
          "node 0 writes two snapshots, several times as large as the model, and the best model",
          "free disk space, or choose another --output-dir"),
-        (far and not one["own_name"], WARNING, "its own name cannot be resolved",
-         "plain torchrun with c10d and gloo without GLOO_SOCKET_IFNAME fail; this suite does not",
+        (far and not own, WARNING, "its own name cannot be resolved", unresolved,
          f"add '{one['address']} {one['host']}' to /etc/hosts there"),
-        (far and loop, WARNING, f"its own name resolves to {', '.join(one['own_name'])}",
-         "plain torchrun with c10d and gloo without GLOO_SOCKET_IFNAME fail; this suite does not",
+        (far and own and all(ip.startswith("127.") for ip in own), WARNING,
+         f"its own name resolves to {', '.join(own)}", unresolved,
          f"in /etc/hosts there, give {one['host']} the address {one['address']}"),
     ):  # fmt: skip
         if bad:
@@ -359,48 +347,51 @@ def need_of(one: Facts, args: argparse.Namespace) -> tuple[float | None, str]:
 
 
 def of_data(names: list[str], found: list[Facts]) -> Iterator[Finding]:
+    usable = {}
     for rank, (name, data) in enumerate(zip(names, found, strict=True)):
         if "error" in data:
             why, remedy = "a run could not start there", "put the whole data set there (--data)"
             yield Finding(FAULT, f"{name}: {data['error']}", why, remedy, rank)
-    usable = [(name, data) for name, data in zip(names, found, strict=True) if "error" not in data]
+        else:
+            usable[name] = data
     for part in ("train", "val"):
-        prints = [(name, data[part]["fingerprint"]) for name, data in usable]
-        if len({fingerprint for _, fingerprint in prints}) > 1:
-            first = [(name, data[part]["of_classes"]) for name, data in usable]
-            each = "; ".join(f"{name} has {fingerprint}" for name, fingerprint in prints)
+        prints = {name: data[part]["fingerprint"] for name, data in usable.items()}
+        if len(set(prints.values())) > 1:
+            first = [(name, data[part]["of_classes"]) for name, data in usable.items()]
+            each = "; ".join(f"{name} has {fingerprint}" for name, fingerprint in prints.items())
             yield Finding(
                 FAULT,
                 f"the {part} images differ: {each}; {agreement.first_difference(first)}",
                 "each node takes its share by the numbers in its own list: training does not start",
                 "copy the data set to the wrong node again (rsync -a --delete DATA/ NODE:DATA/)",
             )
-        elif len({data[part]["sizes"] for _, data in usable}) > 1:
-            why = "one copy is damaged, or was made in another way (shrunk, for example)"
-            remedy = "compare them: rsync -an --checksum --itemize-changes DATA/ NODE:DATA/"
-            text = f"the {part} images have the same names but different sizes"
-            yield Finding(WARNING, text, why, remedy)
+        elif len({data[part]["sizes"] for data in usable.values()}) > 1:
+            yield Finding(
+                WARNING,
+                f"the {part} images have the same names but different sizes",
+                "one copy is damaged, or was made in another way (shrunk, for example)",
+                "compare them: rsync -an --checksum --itemize-changes DATA/ NODE:DATA/",
+            )
         elif usable:
             alike = ", the same on all nodes" if len(usable) == len(names) > 1 else ""
-            yield Finding(OK, f"data: {part} {prints[0][1]}{alike}")
+            yield Finding(OK, f"data: {part} {next(iter(prints.values()))}{alike}")
 
 
 def of_network(names: list[str], everyone: list[Facts], between: Facts) -> Iterator[Finding]:
-    for rank, pair in enumerate(between["ways"]):
-        for library, one in zip(("gloo", "NCCL"), pair, strict=True):
-            blocked = [
-                text for text in between["closed"] if f" {library} of node {rank} at" in text
-            ]
-            if not one or (one[1] and not blocked):
+    for rank, (name, chosen) in enumerate(zip(names, between["chosen"], strict=True)):
+        for library in ("gloo", "NCCL"):
+            place = f" {library} of node {rank} at"
+            blocked = [text for text in between["closed"] if place in text]
+            interface, address = chosen[library] or ("", "")
+            if not interface or (address and not blocked):
                 continue
-            variable = f"{library.upper()}_SOCKET_IFNAME"
             problem = "is no interface with an IPv4 address"
-            if one[1]:
-                problem = f"has the address {one[1]}, which others cannot reach: {blocked[0]}"
-            harmless = library == "NCCL" and not everyone[rank]["gpus"]
+            if address:
+                problem = f"has the address {address}, which others cannot reach: {blocked[0]}"
+            variable = f"{library.upper()}_SOCKET_IFNAME"
             yield Finding(
-                WARNING if harmless else FAULT,
-                f"{names[rank]}: {variable} chooses {one[0]}, which {problem}",
+                FAULT if library == "gloo" or everyone[rank]["gpus"] else WARNING,
+                f"{name}: {variable} chooses {interface}, which {problem}",
                 "training would hang there",
                 f"unset {variable}, or set it to {everyone[rank]['interface']}",
                 rank,
@@ -418,9 +409,7 @@ def of_network(names: list[str], everyone: list[Facts], between: Facts) -> Itera
             )
 
 
-def of_speed(
-    names: list[str], everyone: list[Facts], between: Facts, args: argparse.Namespace
-) -> Iterator[Finding]:
+def of_speed(everyone: list[Facts], between: Facts, args: argparse.Namespace) -> Iterator[Finding]:
     from forecast import buckets, model
 
     gbit, latency = 8e-9 * between["bytes_per_s"], between["latency_s"]
@@ -432,8 +421,8 @@ def of_speed(
     cluster = model.Cluster(each, network_gbit=gbit, protocol=1.0, latency_s=latency)
     packed = buckets.trace(args.arch, image_size=args.image_size)
     work = model.Workload(args.batch_size, min(needs), packed)
-    found = model.forecast(work, cluster, each * len(names))
-    best, name = model.choice(work, cluster, each * len(names))
+    found = model.forecast(work, cluster, each * len(everyone))
+    best, name = model.choice(work, cluster, each * len(everyone))
     text = (
         f"forecast for {args.arch}, {args.batch_size} images per process: "
         f"{1000 * found.step_s:.0f} ms per step, scaling efficiency {found.efficiency:.0%}; with "
@@ -450,16 +439,13 @@ def of_speed(
 
 
 def parse() -> argparse.Namespace:
-    env = os.environ
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    env, form = os.environ, argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     add = parser.add_argument
     add("--rank", type=count, default=env.get("NODE_RANK", "0"), metavar="R", help="of this node")
     nodes = env.get("WORLD_SIZE", "1")
     add("--nodes", type=positive, default=nodes, metavar="N", help="how many take part (1)")
     add("--master", default=env.get("MASTER_ADDR"), metavar="IP", help="address of node 0")
-    port = number(int, 1, 65535)
     add("--port", type=port, default=env.get("MASTER_PORT", "8888"), help="of node 0 (8888)")
     add("--data", default=env.get("IMAGENET_DIR", "/data"), metavar="DIR", help="(/data)")
     add("-a", "--arch", default="resnet50", help="model for the forecast (%(default)s)")
@@ -483,8 +469,7 @@ def examine(args: argparse.Namespace) -> int:
     """Check this node and, with the others, what is between them. Returns: the exit code."""
     check = None
     if args.nodes > 1:
-        typed = preflight.Names("--nodes", "--rank", "--port")
-        master = (args.master, args.port)
+        typed, master = preflight.Names("--nodes", "--rank", "--port"), (args.master, args.port)
         check = preflight.Preflight(args.rank, args.nodes, master, args.wait, typed)
         check.begin()
     else:
@@ -498,19 +483,17 @@ def examine(args: argparse.Namespace) -> int:
         everyone, between = together(args)
         found = sorted(judge(everyone, between, args), key=lambda one: one.level)
     except (UserError, RuntimeError) as fault:
-        why = "training would not start on these nodes"
+        why, ports = "training would not start on these nodes", check.closed if check else []
         remedy = "open all TCP ports between the nodes, in both directions"
-        closed = check.closed if check else []
-        found = [Finding(FAULT, text, why, remedy) for text in closed]
+        found = [Finding(FAULT, text, why, remedy) for text in ports]
         found = found or [Finding(FAULT, str(fault).partition("\n")[0], why, "see the message")]
     for one in found:
         if args.rank == 0 or not everyone or (one.level and one.node == args.rank):
             print(one)
-    code = max(one.level for one in found)
-    faults, warnings = (sum(one.level == level for one in found) for level in (FAULT, WARNING))
-    total = (
-        f"{faults} faults, {warnings} warnings" if code else f"all is well ({len(found)} checks)"
-    )
+    levels = [one.level for one in found]
+    code, total = max(levels), f"all is well ({len(found)} checks)"
+    if code:
+        total = f"{levels.count(FAULT)} faults, {levels.count(WARNING)} warnings"
     print(f"node {args.rank}: {total}" + " (see node 0)" * (args.rank > 0), flush=True)
     if args.json and args.rank == 0:
         content = {"exit_code": code, "findings": [asdict(one) for one in found]}
@@ -522,17 +505,11 @@ def examine(args: argparse.Namespace) -> int:
     return code
 
 
-# ---- over ssh
-
-
 def over_ssh(arguments: list[str]) -> int:
-    """Run this program on every host of a file, as a job. Returns its exit code."""
-    sys.path.insert(0, str(ROOT / "scripts/ssh"))
+    """For scripts/doctor.sh: run this program on every host of a file. Returns its exit code."""
     import hosts
-    from job import Job
-    from launcher import Ssh
+    from launcher import SshJob
 
-    hosts.hide_values()
     parser = argparse.ArgumentParser(
         prog="doctor.sh",
         usage="bash scripts/doctor.sh HOSTS_FILE [options] [OPTIONS of scripts/doctor.py]",
@@ -544,16 +521,16 @@ def over_ssh(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     hosts.add_options(parser)
-    parser.set_defaults(grace=5.0, port=None, sync=False)
+    parser.set_defaults(elastic=None, grace=5.0, port=None, sync=False)
     options, rest = parser.parse_known_args(arguments)
     machines = [replace(host, slots=None) for host in hosts.read(options.hosts)]
-    command = ["scripts/doctor.py", "--wait", str(SSH_WAIT), *rest]
-    everyone = (len(machines), len(machines))
-    return Job(options, command, Ssh(options, machines, "doctor"), everyone, again=False).run()
+    # All are started at the same time: no node has to wait long.
+    command = ["scripts/doctor.py", "--wait", "20", *rest]
+    return SshJob(options, command, machines, "doctor").run()
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["over-ssh"]:  # scripts/doctor.sh
+    if sys.argv[1:2] == ["over-ssh"]:
         return over_ssh(sys.argv[2:])
     # The job over ssh ends all nodes once the first has: this one may still have to print.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(4))

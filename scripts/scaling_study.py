@@ -497,7 +497,6 @@ def held(folder: Path, arms: list[Arm]) -> Iterator[float]:
 
 def main() -> int:
     hosts.go_on_without_reader()
-    hosts.hide_values()
     args, training = parse(sys.argv[1:])
     command = shlex.join(["bash", "scripts/scaling_study.sh", *sys.argv[1:]])
     arms, folder = plan(args, training), args.logbook / args.name

@@ -1,5 +1,7 @@
-"""Other people's ways to train on several machines: what of them needs no package of theirs."""
+"""Launchers as far as they go before a node is reached, and the examples without their packages."""
 
+import importlib
+import re
 import sys
 
 import pytest
@@ -12,73 +14,85 @@ import hivemind_train
 import launcher
 import ray_train
 
-
-def chosen(typed: str) -> tuple[list[tuple[str, int | None]], list[str]]:
-    """The hosts with their processes, and the training, that a line of the launcher means."""
-    options, command = launcher.parse(typed.split())
-    return [(host.address, host.slots) for host in launcher.machines_of(options)], command
+DDP = ["imagenet_ddp.py", "-a", "resnet50", "DATA"]
 
 
-def test_lists_of_hosts_as_horovod_takes_them(tmp_path):
-    training = ["imagenet_ddp.py", "-a", "resnet50", "DATA"]
-    two = [("u@a", 2), ("b", 2)]
-    typed = "python imagenet_ddp.py -a resnet50 DATA"
-    assert chosen(f"-np 4 -H u@a:2,b:2 {typed}") == (two, training)
-    assert chosen(f"--python python -H u@a:2,b:2 -- {typed}") == (two, training)
-    assert chosen(f"-np 2 -H u@a:2,b:2 {typed}") == (two[:1], training)
-    assert chosen("-H a,b -- imagenet_ddp.py") == ([("a", 1), ("b", 1)], training[:1])
-    (file := tmp_path / "hosts").write_text("u@a slots=2\nb slots=2\n")
-    assert chosen(f"{file} -np 4 {typed}") == (two, training)
-    file.write_text("u@a\nb\n")
-    for wrong, named in {
-        "-H a:2,b:1": "same number of slots",
-        "-H a:2,u@a:2": "twice",
-        "-H a:,b:2": "HOST:PROCESSES",
-        "-H a:0": "HOST:PROCESSES",
-        "-H a:2,b:2 -np 3": "-np 3",
-        "-H a:2,b:2 -np 6": "-np 6",
-        f"{file} -np 2": "unknown",
-        f"{file} -H a:2": "either",
-        "-np 2": "either",
-    }.items():
-        with pytest.raises(UserError, match=named):
-            chosen(f"{wrong} {typed}")
-
-
-TRAINING = ["--", "imagenet_ddp.py", "--name", "a", "DATA"]
+@pytest.mark.parametrize(
+    ("typed", "hosts"),
+    [
+        (f"-np 4 -H u@a:2,b:2 python {' '.join(DDP)}", [("u@a", 2), ("b", 2)]),
+        (f"--python python -H u@a:2,b:2 -- python {' '.join(DDP)}", [("u@a", 2), ("b", 2)]),
+        (f"-np 2 -H u@a:2,b:2 python {' '.join(DDP)}", [("u@a", 2)]),
+        (f"-H a,b -- {' '.join(DDP)}", [("a", 1), ("b", 1)]),
+        (f"HOSTS -np 4 -- {' '.join(DDP)}", [("u@a", 2), ("b", 2)]),
+    ],
+)
+def test_hosts_of_a_file_and_as_horovod_lists_them(tmp_path, typed, hosts):
+    (tmp_path / "hosts").write_text("# two\nu@a slots=2 # one\n\nb ip=10.0.0.2  slots=2\n")
+    options, command = launcher.parse(typed.replace("HOSTS", f"{tmp_path}/hosts").split())
+    assert [(host.address, host.slots) for host in launcher.machines_of(options)] == hosts
+    assert command == DDP
 
 
 def test_what_ray_is_asked_to_train():
-    options, command = ray_train.parse(["--nodes", "1:4", "--gpus", "2", *TRAINING])
-    assert (options.nodes, options.gpus, options.cpus) == ((1, 4), 2, 1)
+    training = ["imagenet_ddp.py", "--name", "a", "DATA"]
+    options, command = ray_train.parse(["--nodes", "1:4", "--gpus", "2", "--", *training])
+    assert (options.elastic, options.gpus, options.cpus) == ((1, 4), 2, 1)
     assert command == ["imagenet_ddp.py", "--resume", "auto", "--name", "a", "DATA"]
-    options, command = ray_train.parse(["--nodes", "2", *TRAINING, "--resume", "x.pt"])
-    assert options.nodes == (2, 2)
-    assert command == [*TRAINING[1:], "--resume", "x.pt"]
+    options, command = ray_train.parse(["--nodes", "2", "--", *training, "--resume", "x.pt"])
+    assert options.elastic == (2, 2)
+    assert command == [*training, "--resume", "x.pt"]
+
+
+ELASTIC = "-- imagenet_ddp.py --name a"
 
 
 @pytest.mark.parametrize(
-    ("typed", "named"),
+    ("program", "typed", "hosts", "named"),
     [
-        ("--nodes 2", "what to train"),
-        ("--nodes 2 -- imagenet_ddp.py DATA", "--name"),
-        ("--nodes 2 -- imagenet_nd.py --name a DATA", "one process"),
-        ("--nodes 2 -- train.py --name a DATA", "train.py is not"),
-        ("--nodes 2 -- imagenet_ddp.py --name a DATA", "pip install ray"),
+        ("launcher", "FILE -- imagenet_ddp.py", "a\nb slot=2", "line 2"),
+        ("launcher", "FILE -- imagenet_ddp.py", "a\nroot@a", "twice"),
+        ("launcher", "FILE -- imagenet_ddp.py", "# none", "no host"),
+        ("launcher", "FILE -- imagenet_nd.py", "a\nb", "one node"),
+        ("launcher", "FILE -- train.py", "a", "train.py"),
+        ("launcher", "FILE --fetch -- imagenet_nd.py", "a", "--name"),
+        ("launcher", "FILE imagenet_nd.py", "a", "unrecognized"),
+        ("launcher", f"FILE --elastic 2 {ELASTIC}", "a", "MIN:MAX"),
+        ("launcher", f"FILE --elastic 2:1 {ELASTIC}", "a", "MIN:MAX"),
+        ("launcher", f"FILE --elastic 2:2 {ELASTIC}", "a", "names 1"),
+        ("launcher", "FILE --elastic 1:1 -- imagenet_ddp.py", "a", "--name"),
+        ("launcher", "FILE --elastic 1:1 -- imagenet_nd.py --name a", "a", "imagenet_nd.py"),
+        ("launcher", "FILE -- imagenet_ddp.py", "a slots=2\nb slots=1", "slots"),
+        ("launcher", "FILE -np 2 -- imagenet_ddp.py", "a\nb", "unknown"),
+        ("launcher", "FILE -H a:2 -- imagenet_ddp.py", "a\nb", "either"),
+        ("launcher", "-np 2 -- imagenet_ddp.py", "", "either"),
+        ("launcher", "-H a:2,b:1 -- imagenet_ddp.py", "", "same number of slots"),
+        ("launcher", "-H a:2,u@a:2 -- imagenet_ddp.py", "", "twice"),
+        ("launcher", "-H a:,b:2 -- imagenet_ddp.py", "", "'a:'.*HOST:PROCESSES"),
+        ("launcher", "-H a:0 -- imagenet_ddp.py", "", "HOST:PROCESSES"),
+        ("launcher", "-H a:2,b:2 -np 3 -- imagenet_ddp.py", "", "-np 3"),
+        ("launcher", "-H a:2,b:2 -np 6 -- imagenet_ddp.py", "", "-np 6"),
+        ("launcher", "FILE --env NOT_SET -- imagenet_ddp.py", "a", "NOT_SET has no value"),
+        ("ray_train", "--nodes 2", "", "what to train"),
+        ("ray_train", "--nodes 2 -- imagenet_ddp.py DATA", "", "--name"),
+        ("ray_train", "--nodes 2 -- imagenet_nd.py --name a DATA", "", "one process"),
+        ("ray_train", "--nodes 2 -- train.py --name a DATA", "", "train.py is not"),
+        ("ray_train", "--nodes 2 -- imagenet_ddp.py --name a DATA", "", "pip install ray"),
+        ("hivemind_train", "-b 5 --target-batch 12 FILE", "", "multiple"),
+        ("hivemind_train", "FILE", "", "pip install hivemind"),
     ],
 )
-def test_ray_is_refused_in_a_sentence(monkeypatch, typed, named):
+def test_errors_before_a_node_is_reached(
+    monkeypatch, capsys, tmp_path, program, typed, hosts, named
+):
+    (tmp_path / "hosts").write_text(hosts)
     monkeypatch.setattr(ray_train, "ray", None)
-    monkeypatch.setattr(sys, "argv", ["ray_train.py", *typed.split()])
-    with pytest.raises(UserError, match=named):
-        ray_train.main()
-
-
-@pytest.mark.parametrize(
-    ("typed", "named"), [("-b 5 --target-batch 12", "multiple"), ("", "pip install hivemind")]
-)
-def test_hivemind_is_refused_in_a_sentence(monkeypatch, folder, typed, named):
     monkeypatch.setattr(hivemind_train, "hivemind", None)
-    monkeypatch.setattr(sys, "argv", ["hivemind_train.py", *typed.split(), str(folder)])
-    with pytest.raises(UserError, match=named):
-        hivemind_train.main()
+    place = tmp_path if program == "hivemind_train" else tmp_path / "hosts"
+    monkeypatch.setattr(sys, "argv", [program, *typed.replace("FILE", str(place)).split()])
+    with pytest.raises((UserError, SystemExit)) as ended:
+        importlib.import_module(program).main()
+    said = capsys.readouterr().err if ended.type is SystemExit else str(ended.value)
+    assert getattr(ended.value, "code", 2) == 2
+    assert said.strip().count("\n") <= 1, said  # argparse shows how to call it first
+    assert re.search(named, said)

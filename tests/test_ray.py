@@ -20,30 +20,26 @@ pytestmark = pytest.mark.long
 
 INTERRUPTED = 75
 PYTHON = os.environ.get("RAY_PYTHON", sys.executable)
-PORT = 6379
+HEAD = "10.77.0.1:6379"
 # Without the last, Ray makes its workers, and so the training, give way to everything else.
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 _, ENV = tiny(step_seconds=0.05)
 
 
-@pytest.fixture(scope="module")
-def has_ray() -> None:
+@pytest.fixture
+def nodes():
+    """node0, Ray's head, to type on; node1 and node2, which train."""
     if subprocess.run([PYTHON, "-c", "import ray"], capture_output=True, check=False).returncode:
         pytest.skip(f"Ray is not installed for {PYTHON}: pip install ray, or set RAY_PYTHON")
-
-
-@pytest.fixture
-def nodes(has_ray):
-    """node0, Ray's head, to type on; node1 and node2, which train."""
     # The path of a socket is short, and so is this.
     with Nodes(3) as all_nodes, tempfile.TemporaryDirectory(prefix="ray") as folder:
-        head = f"--head --port {PORT} --num-cpus 0 --include-dashboard false --temp-dir {folder}"
-        with ray(all_nodes[0], head), join(all_nodes[1]), join(all_nodes[2]):
+        head = f"--head --port 6379 --num-cpus 0 --include-dashboard false --temp-dir {folder}"
+        with ray(all_nodes[0], head), ray(all_nodes[1]), ray(all_nodes[2]):
             yield all_nodes
 
 
-def ray(node: Node, options: str) -> Typed:
-    """A node of the cluster, which stays as long as the command does."""
+def ray(node: Node, options: str = f"--address {HEAD} --num-cpus 1 --num-gpus 1") -> Typed:
+    """A node of the cluster, as long as the command runs; Ray believes what it is told of GPUs."""
     options += f" --node-ip-address {node.ip} --object-store-memory 80000000"
     line = f"exec {PYTHON} -m ray.scripts.scripts start {options} --disable-usage-stats --block"
     started = node.type(f"unset CUDA_VISIBLE_DEVICES; {line} 2>&1", **QUIET)
@@ -52,17 +48,13 @@ def ray(node: Node, options: str) -> Typed:
     return started
 
 
-def join(node: Node) -> Typed:
-    """A node that trains; Ray believes what it is told of its GPU."""
-    return ray(node, f"--address 10.77.0.1:{PORT} --num-cpus 1 --num-gpus 1")
-
-
 def typed(nodes: list[Node], runs, folder, limits: str, epochs: int = 100000) -> Typed:
     """The training, typed on node0; a line every step."""
-    given = " ".join(f"--env {name}={value}" for name, value in ENV.items())
-    given += " --env CUDA_VISIBLE_DEVICES="
+    given = " ".join(
+        f"--env {pair}" for pair in (*map("=".join, ENV.items()), "CUDA_VISIBLE_DEVICES=")
+    )
     run = nodes[0].type(
-        f"exec {PYTHON} scripts/examples/ray_train.py --address 10.77.0.1:{PORT} --nodes {limits} "
+        f"exec {PYTHON} scripts/examples/ray_train.py --address {HEAD} --nodes {limits} "
         f"--python {sys.executable} --dir {ROOT} {given} -- imagenet_ddp.py {TINY_LINE} -p 1 "
         f"--epochs {epochs} --snapshot-minutes 0.02 --name run --output-dir {runs} {folder} 2>&1",
         **QUIET,
@@ -77,6 +69,14 @@ def trainings(nodes: list[Node]) -> set[Process]:
     return {one for one in found if re.search("imagenet_ddp|ARGUMENTS|spawn_main", one.command)}
 
 
+def interrupt(run: Typed) -> str:
+    """Ctrl-C, and what was printed until the end."""
+    run.send(signal.SIGINT, group=True)
+    result = run.result()
+    assert result.code == INTERRUPTED, result.out
+    return result.out
+
+
 def test_training_goes_on_without_a_node_and_with_it_again(nodes, folder, tmp_path):
     """Then Ctrl-C ends it, with a snapshot."""
     with typed(nodes, tmp_path, folder, "1:2") as run:
@@ -89,18 +89,15 @@ def test_training_goes_on_without_a_node_and_with_it_again(nodes, folder, tmp_pa
         run.until(r"resumed from \S+: epoch \d+, step \d+")
         run.until(r"\[node1\] Epoch \d+/\d+ step")
         assert eventually(lambda: not trainings(nodes[2:])), trainings(nodes[2:])
-        with join(nodes[2]):
+        with ray(nodes[2]):
             run.until("stopping with a snapshot, to go on with node2")
             run.until(r"training begins again on 2 of \d nodes: node\d, node\d")
             run.until(r"resumed from \S+: epoch \d+, step \d+")
             run.until(r"\[node2\] (\[rank 1\] )?Epoch \d+/\d+ step")
-            run.send(signal.SIGINT, group=True)
-            result = run.result()
-            assert result.code == INTERRUPTED, result.out
-            assert "asking all nodes to stop with a snapshot" in result.out
+            assert "asking all nodes to stop with a snapshot" in interrupt(run)
             found = summary(tmp_path / "run")
             assert (found["finished_because"], found["nodes"]) == ("interrupted", 2)
-            assert not trainings(nodes)
+            assert eventually(lambda: not trainings(nodes))
 
 
 @pytest.mark.parametrize("way", ["SIGKILL", "machine"])
@@ -120,20 +117,17 @@ def test_nothing_is_left(nodes, folder, tmp_path, way):
             nodes[2].kill()
             run.until("lost the connection to node2; will keep trying")
             run.until("waiting for .*: 1 of at least 2 nodes are here")
-            run.send(signal.SIGINT, group=True)
-            assert run.result().code == INTERRUPTED
+            interrupt(run)
         assert eventually(lambda: not trainings(nodes[:2])), trainings(nodes[:2])
 
 
-def test_a_training_ends_and_its_faults_are_sentences(nodes, folder, tmp_path):
-    with typed(nodes, tmp_path, folder, "2", epochs=1) as run:
-        result = run.result()
-    assert result.code == 0, result.out
-    found = summary(tmp_path / "run")
-    assert (found["nodes"], found["world_size"], found["epochs_done"]) == (2, 2, 1)
-    with typed(nodes, tmp_path, "/nowhere", "2") as run:
-        result = run.result()
-    assert result.code == 2, result.out
+def test_a_training_ends_and_its_faults_are_one_line(nodes, folder, tmp_path):
+    for data, code in ((folder, 0), ("/nowhere", 2)):
+        with typed(nodes, tmp_path, data, "2", epochs=1) as run:
+            result = run.result()
+        assert result.code == code, result.out
     assert "error: data folder /nowhere is missing" in result.out
     assert "Traceback" not in result.out
-    assert not trainings(nodes)
+    found = summary(tmp_path / "run")
+    assert (found["nodes"], found["world_size"], found["epochs_done"]) == (2, 2, 1)
+    assert eventually(lambda: not trainings(nodes))

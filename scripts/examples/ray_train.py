@@ -17,7 +17,6 @@ Needs `pip install ray` in one version on all nodes, this code and the data at o
 import argparse
 import contextlib
 import os
-import queue
 import subprocess
 import sys
 import threading
@@ -42,33 +41,21 @@ try:
 except ImportError:  # `main` says so, once the options are understood
     ray = None
 
-WAIT_SECONDS = 1800.0  # for as many nodes as the job needs at least; new machines take minutes
-
 
 class Holder:
     """An actor, which holds a node's resources and the guard on it. Ray sends it there by value, so
     that it needs nothing of this repository; when it dies, its guard ends the job."""
 
-    def start(self, words: list[str], program: bytes, mark: dict[str, str]) -> None:
+    def start(self, bootstrap: str, program: bytes, mark: dict[str, str]) -> None:
         """Run the guard, ``program``, by this Python."""
         self.guard = subprocess.Popen(
-            [sys.executable, *words],
+            [sys.executable, "-u", "-c", bootstrap],
             env=dict(os.environ, **mark),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self.lines: queue.SimpleQueue = queue.SimpleQueue()
-
-        def read(number: int, stream: Any) -> None:
-            for line in stream:
-                self.lines.put((number, line))
-
-        streams = ((1, self.guard.stdout), (2, self.guard.stderr))
-        self.readers = [threading.Thread(target=read, args=one, daemon=True) for one in streams]
-        for reader in self.readers:
-            reader.start()
         self.say(program)
 
     def say(self, order: bytes) -> None:
@@ -77,26 +64,16 @@ class Holder:
             self.guard.stdin.write(order)
             self.guard.stdin.flush()
 
-    def follow(self) -> tuple[list[tuple[int, bytes]], int | None]:
-        """What was printed since the last call, within a second; at the end the exit code."""
-        over = not any(reader.is_alive() for reader in self.readers)
-        found = []
-        with contextlib.suppress(queue.Empty):
-            found.append(self.lines.get(timeout=0 if over else 1))
-            while len(found) < 1000:
-                found.append(self.lines.get_nowait())
-        return found, self.guard.wait() if over and not found else None
+    def listen(self) -> bytes | int:
+        """Wait for the next line that the guard prints, or, at the end, for its exit code."""
+        return self.guard.stdout.readline() or self.guard.wait()
 
 
 class RayNode(Node):
     """A node whose guard is below an actor."""
 
-    def __init__(self, host: Host, job: Job, cluster: "Cluster"):
-        super().__init__(host, job)
-        self.cluster = cluster
-
     def connect(self) -> None:
-        self.holder = self.cluster.hold(self.host)
+        self.holder = self.job.hold(self.host)
         threading.Thread(target=self._follow, args=(self.holder,), daemon=True).start()
 
     def say(self, order: bytes) -> None:
@@ -107,33 +84,30 @@ class RayNode(Node):
         ray.kill(self.holder)
 
     def _follow(self, holder: Any) -> None:
-        program, code = hosts.program(Path(guard.__file__), {}), None
-        mark = {MARKER: self.cluster.mark}
+        program = hosts.program(Path(guard.__file__), {})
         try:
-            ray.get(holder.start.remote(hosts.bootstrap(), program, mark))
-            while code is None:
-                lines, code = ray.get(holder.follow.remote())
-                for stream, line in lines:
-                    self.take(line, sys.stdout if stream == 1 else sys.stderr)
+            ray.get(holder.start.remote(hosts.BOOTSTRAP, program, {MARKER: self.job.mark}))
+            while isinstance(found := ray.get(holder.listen.remote()), bytes):
+                self.take(found, sys.stdout)
         except ray.exceptions.RayError:
-            code = SSH_FAILED  # as when an ssh is lost
+            found = SSH_FAILED  # as when an ssh is lost
         with contextlib.suppress(Exception):
             ray.kill(holder)  # it holds the node's resources
-        self.job.events.put((self, "ended", code))
+        self.job.events.put((self, "ended", found))
 
 
-class Cluster:
-    """The nodes of a Ray cluster that have what the job needs on each."""
+class RayJob(Job):
+    """A job on the nodes of a Ray cluster that have what it needs on each."""
 
-    wait_seconds = WAIT_SECONDS
+    node = RayNode
+    wait_seconds = 1800.0  # new machines take minutes
 
-    def __init__(self, options: argparse.Namespace, mark: str):
+    def __init__(self, options: argparse.Namespace, command: list[str], mark: str):
         from ray.autoscaler.sdk import request_resources
 
+        super().__init__(options, command, [], mark)
         self.bundle = {kind: n for kind, n in (("CPU", options.cpus), ("GPU", options.gpus)) if n}
-        self.most, self.mark = options.nodes[1], mark
         request_resources(bundles=[self.bundle] * self.most)  # without an autoscaler, nothing
-        self.taken: list[Host] = []
 
     def hosts(self) -> list[Host]:
         """At most MAX nodes: those of before that are alive, and others."""
@@ -143,12 +117,9 @@ class Cluster:
             if all(has.get(kind, 0) >= n for kind, n in self.bundle.items()):
                 address = f"{node['NodeID']}@{node['NodeManagerHostname']}"
                 alive.append(Host(address, ip=node["NodeManagerAddress"]))
-        kept = [host for host in self.taken if host in alive]
-        self.taken = (kept + [host for host in alive if host not in kept])[: self.most]
-        return self.taken
-
-    def node(self, host: Host, job: Job) -> RayNode:
-        return RayNode(host, job, self)
+        kept = [host for host in self.machines if host in alive]
+        self.machines = (kept + [host for host in alive if host not in kept])[: self.most]
+        return self.machines
 
     def hold(self, host: Host) -> Any:
         """An actor on a host that has what the job needs there."""
@@ -156,18 +127,17 @@ class Cluster:
 
         place = NodeAffinitySchedulingStrategy(host.address.partition("@")[0], soft=False)
         holder = ray.remote(Holder).options(
-            num_cpus=self.bundle.get("CPU", 0),
-            num_gpus=self.bundle.get("GPU", 0),
+            num_cpus=self.options.cpus,
+            num_gpus=self.options.gpus,
             max_concurrency=8,
             scheduling_strategy=place,
         )
         return holder.remote()
 
 
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The launcher's own options, and SCRIPT with its options. Raises: `UserError`."""
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    own, command = arguments[:cut], arguments[cut + 1 :]
+    own, command = launcher.split(words)
     parser = argparse.ArgumentParser(
         usage="python scripts/examples/ray_train.py --nodes N [options] -- SCRIPT TRAINING OPTIONS",
         description=__doc__,
@@ -176,7 +146,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     add = parser.add_argument
     add("--address", default="auto", help="of Ray's head; default: $RAY_ADDRESS, else this machine")
-    add("--nodes", type=_nodes, required=True, metavar="N|MIN:MAX", help="how many to train on")
+    text = "how many to train on"
+    add("--nodes", dest="elastic", type=_nodes, required=True, metavar="N|MIN:MAX", help=text)
     add("--gpus", type=count, help="per node, with a process each; default: all that a node has")
     add("--cpus", type=count, default=1, help="per node, that Ray sets aside for the training")
     hosts.add_node_options(parser)
@@ -195,7 +166,6 @@ def _nodes(text: str) -> tuple[int, int]:
 
 def main() -> int:
     hosts.go_on_without_reader()
-    hosts.hide_values()
     options, command = parse(sys.argv[1:])
     if ray is None:
         raise UserError(f"Ray is not installed for {sys.executable}: pip install ray")
@@ -216,10 +186,10 @@ def main() -> int:
         options.env = [("CUDA_VISIBLE_DEVICES", ""), *(options.env or ())]
     if not (ROOT / ".venv").exists():
         options.python = options.python or sys.executable
-    cluster = Cluster(options, f"guard:{options.script.name}")
-    cluster.wait_seconds = options.script.dist_timeout or WAIT_SECONDS
+    job = RayJob(options, command, f"guard:{options.script.name}")
+    job.wait_seconds = options.script.dist_timeout or job.wait_seconds
     try:
-        return Job(options, command, cluster, options.nodes, again=True).run()
+        return job.run()
     finally:
         ray.shutdown()
 

@@ -10,8 +10,8 @@ With a file of hosts, this file is sent to each of them; it needs nothing but Py
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import io
 import os
 import re
 import signal
@@ -27,7 +27,6 @@ _TYPED = re.compile(
     r"(?P<script>(?:.*/)?imagenet_\w+\.py)\n"
 )
 _NAME = re.compile(r"^--name[=\n](.*)$", re.MULTILINE)
-DEFAULT_PORT = 8888
 HELP = """End this user's processes of this suite; they first get time for a snapshot.
 
     bash scripts/cleanup.sh --dry-run                # list what runs on this machine
@@ -40,19 +39,20 @@ class Process:
     """A process of this user as /proc shows it. Raises: OSError if it is gone or another user's."""
 
     def __init__(self, pid):
-        self.pid = pid
         folder = f"/proc/{pid}"
         if os.stat(folder).st_uid != os.getuid():
             raise PermissionError
-        with open(folder + "/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        self.state, self.parent, self.started = fields[0], int(fields[1]), fields[19]
-        with open(folder + "/cmdline", "rb") as file:
-            self.words = file.read().decode(errors="replace").rstrip("\0").split("\0")
-        with open(folder + "/environ", "rb") as file:
-            variables = file.read().decode(errors="replace").split("\0")
-        environment = dict(one.partition("=")[::2] for one in variables)
-        lines = "".join(word.replace("\n", " ") + "\n" for word in self.words)
+
+        def content(name):
+            with open(f"{folder}/{name}", "rb") as file:
+                return file.read().decode(errors="replace")
+
+        fields = content("stat").rpartition(")")[2].split()
+        self.pid, self.state, self.parent, self.started = pid, fields[0], int(fields[1]), fields[19]
+        words = content("cmdline").rstrip("\0").split("\0")
+        environment = dict(one.partition("=")[::2] for one in content("environ").split("\0"))
+        lines = "".join(word.replace("\n", " ") + "\n" for word in words)
+        self.text = f"{pid}{' (orphaned)' * (self.parent == 1)}: {' '.join(lines.split())[:120]}"
         self.python = os.path.basename(os.readlink(folder + "/exe")).startswith("python")
         typed = _TYPED.match(lines) if self.python else None
         # torchrun itself; its workers have a rank.
@@ -62,8 +62,8 @@ class Process:
         if typed and not self.ours:
             script = os.path.join(os.readlink(folder + "/cwd"), typed["script"])
             self.ours = os.path.exists(os.path.dirname(script) + "/utils/options.py")
-        names = [(mark or "").partition(":")[2], *_NAME.findall(lines)]
-        self.run = names[-1]  # the name of its run, where the mark or the command line has it
+        # The name of its run, where the mark or the command line has it.
+        self.run = [(mark or "").partition(":")[2], *_NAME.findall(lines)][-1]
 
     def lives(self):
         with contextlib.suppress(OSError):
@@ -75,11 +75,6 @@ class Process:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(self.pid, signum)
 
-    def __str__(self):
-        orphan = " (orphaned)" if self.parent == 1 else ""
-        line = " ".join(" ".join(self.words).split())
-        return f"{self.pid}{orphan}: {line[:120]}{'...' if len(line) > 120 else ''}"
-
 
 def find(run):
     """All living processes of this suite and user, apart from this one and those above it.
@@ -87,10 +82,9 @@ def find(run):
     With the name of a ``run``, only those of that run, and what they have started.
     """
     everyone = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError, IndexError):
-                everyone[int(entry)] = Process(int(entry))
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, IndexError):
+            everyone[int(entry)] = Process(int(entry))
     pid = os.getpid()
     while pid in everyone:
         pid = everyone.pop(pid).parent
@@ -104,43 +98,13 @@ def find(run):
     return [one for one in found if not run or belongs(one)]
 
 
-def listening(processes):
-    """TCP ports on which these processes listen."""
-    sockets, ports = set(), set()
-    for one in processes:
-        with contextlib.suppress(OSError):
-            for fd in os.listdir(f"/proc/{one.pid}/fd"):
-                with contextlib.suppress(OSError):
-                    sockets.add(os.readlink(f"/proc/{one.pid}/fd/{fd}"))
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError), open(f"/proc/net/{table}") as file:
-            for line in file.readlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                    ports.add(int(fields[1].rpartition(":")[2], 16))
-    return ports
-
-
-def is_free(port):
-    """Whether a server could listen on ``port`` now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen()
-        except OSError:
-            return False
-    return True
-
-
 def wait(processes, seconds):
     """Wait at most ``seconds`` for the processes to end. Returns those that still live."""
     deadline = time.monotonic() + seconds
-    while True:
-        left = [one for one in processes if one.lives()]
-        if not left or time.monotonic() > deadline:
-            return left
+    while processes and time.monotonic() < deadline:
         time.sleep(0.2)
+        processes = [one for one in processes if one.lives()]
+    return processes
 
 
 def ask(processes):
@@ -157,37 +121,38 @@ def ask(processes):
         one.send(signal.SIGCONT)
 
 
-def clean(grace, dry_run, run, say=print):
+def clean(grace, dry_run, run):
     """Find, list and end. Returns the exit code: 1 if something could not be ended."""
     found = find(run)
-    ports = listening(found)
     if not found:
-        say(f"nothing of {run or 'this suite'} is running")
+        print(f"nothing of {run or 'this suite'} is running")
     for one in found:
-        say(f"{'would end' if dry_run else 'ending'} {one}")
+        print(f"{'would end' if dry_run else 'ending'} {one.text}")
     if dry_run:
         return 0
     ask(found)
-    stubborn = wait(found, grace)
+    ended = len(found) - len(wait(found, grace))
     if found:
-        say(f"{len(found) - len(stubborn)} of {len(found)} ended after SIGTERM")
-    left = find(run)  # including what they have started since
+        print(f"{ended} of {len(found)} ended after SIGTERM")
     killed = set()
-    deadline = time.monotonic() + 10
-    while left and time.monotonic() < deadline:
+    for _ in range(5):  # what ends may have started others since
+        left = find(run)
         for one in left:
             one.send(signal.SIGKILL)
             killed.add(one.pid)
         wait(left, 2)
-        left = find(run)
+    left = find(run)
     if killed:
-        say(f"{len(killed) - len(left)} more ended after SIGKILL")
+        print(f"{len(killed) - len(left)} more ended after SIGKILL")
     for one in left:
-        say(f"error: could not end {one}")
+        print(f"error: could not end {one.text}")
     if not run:
-        ports.add(int(os.environ.get("MASTER_PORT") or DEFAULT_PORT))
-    for port in sorted(ports):
-        say(f"port {port} is {'free' if is_free(port) else 'in use by another program'}")
+        port, state = int(os.environ.get("MASTER_PORT") or 8888), "in use by another program"
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+            state = "free"
+        print(f"port {port} is {state}")
     return 1 if left else 0
 
 
@@ -195,40 +160,32 @@ def main():
     import hosts  # only here, as this file is sent to nodes without it
 
     hosts.go_on_without_reader()
-    parser = argparse.ArgumentParser(
-        "cleanup.sh",
-        None,
-        HELP,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = hosts.asking_parser("cleanup.sh", HELP)
     add = parser.add_argument
-    add("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host per line")
     add("--name", default="", metavar="RUN", help="end only this run (started with --name RUN)")
     add("--dry-run", action="store_true", help="only list what would be ended")
     add("--yes", action="store_true", help="do not ask, on a terminal")
     text = "between SIGTERM and SIGKILL (30)"
     add("--grace", type=float, default=30.0, metavar="SECONDS", help=text)
-    add("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options (ssh)")
     options = parser.parse_args()
 
-    def act(dry_run, say=print):
+    def act(dry_run):
         """Returns the exit code."""
         arguments = {"grace": options.grace, "dry_run": dry_run, "run": options.name}
         if not options.hosts:
-            return clean(say=say, **arguments)
+            return clean(**arguments)
         worst = 0
         for host, code, out in hosts.ask_all(options.hosts, options.ssh, __file__, arguments):
             for line in out.splitlines():
-                say(f"[{host.name}] {line}")
+                print(f"[{host.name}] {line}")
             worst = max(worst, 2 if code == hosts.SSH_FAILED else code)
         return worst
 
     if sys.stdin.isatty() and sys.stdout.isatty() and not (options.yes or options.dry_run):
-        listed = []
-        code = act(True, listed.append)
-        print("\n".join(listed))
-        if not any("would end" in line for line in listed):
+        with contextlib.redirect_stdout(io.StringIO()) as listed:
+            code = act(True)
+        print(listed.getvalue(), end="")
+        if "would end" not in listed.getvalue():
             return code
         if input("End these processes? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing was ended")

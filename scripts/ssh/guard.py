@@ -32,12 +32,11 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 def kill_all_below(root):
     """SIGKILL every living process below ``root``. Returns whether there was one."""
     children = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError, IndexError), open(f"/proc/{entry}/stat") as file:
-                state, parent = file.read().rpartition(")")[2].split()[:2]
-                if state not in "ZX":
-                    children.setdefault(int(parent), []).append(int(entry))
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{entry}/stat") as file:
+            state, parent = file.read().rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                children.setdefault(int(parent), []).append(int(entry))
     found, new = [], [root]
     while new:
         new = [child for parent in new for child in children.get(parent, [])]
@@ -48,6 +47,17 @@ def kill_all_below(root):
     return bool(found)
 
 
+def collect(pid):
+    """Collect what has ended, orphans too. Returns the exit code of ``pid`` if it is among them."""
+    with contextlib.suppress(ChildProcessError):
+        ended = True
+        while ended:
+            ended, status = os.waitpid(-1, os.WNOHANG)
+            if ended == pid:
+                return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + (status & 127)
+    return None
+
+
 def listen(events):
     """Turn the launcher's lines into events, and the end of the input into "lost"."""
     with contextlib.suppress(OSError):
@@ -56,22 +66,8 @@ def listen(events):
     events.put("lost")
 
 
-def relay(source, target):
-    """Pass output on; once nobody reads it any more, drop it, so that the writer lives on."""
-    broken = False
-    while True:
-        data = os.read(source, 65536)
-        if not data:
-            return
-        while data and not broken:
-            try:
-                data = data[os.write(target, data) :]
-            except OSError:
-                broken = True
-
-
 def start(job):
-    """Start the job's command in its own session; its output goes through this process."""
+    """Start the job's command in its own session, with this process's output. Returns its id."""
     libc, guard = ctypes.CDLL(None), os.getpid()
 
     def die_with_guard():
@@ -79,39 +75,23 @@ def start(job):
         if os.getppid() != guard:  # it died before the call
             os._exit(1)
 
-    child = subprocess.Popen(
+    return subprocess.Popen(
         job["command"],
         cwd=job["folder"],
         env=dict(os.environ, **job["environment"]),
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         start_new_session=True,
         preexec_fn=die_with_guard,  # noqa: PLW1509 (it calls nothing that may hold a lock)
-    )
-    threads = []
-    for pipe, target in ((child.stdout, 1), (child.stderr, 2)):
-        threads.append(threading.Thread(target=relay, args=(pipe.fileno(), target), daemon=True))
-        threads[-1].start()
-    return child.pid, threads
+    ).pid
 
 
 def wait_for(pid, events, grace):
     """Wait until ``pid`` ends, and end it if there is a reason to. Returns its exit code."""
-    heard = time.monotonic()
-    deadline = None
-    while True:
-        with contextlib.suppress(ChildProcessError):
-            while True:  # orphans too
-                ended, status = os.waitpid(-1, os.WNOHANG)
-                if ended == pid:
-                    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + (status & 127)
-                if not ended:
-                    break
-        try:
+    heard, deadline, code = time.monotonic(), None, None
+    while code is None:
+        event = None
+        with contextlib.suppress(queue.Empty):
             event = events.get(timeout=0.2)
-        except queue.Empty:
-            event = None
         now = time.monotonic()
         if event is not None:
             heard = now
@@ -123,16 +103,16 @@ def wait_for(pid, events, grace):
             deadline = now + (GRACE_WHEN_LOST if event == "silence" else grace)
         if event == "KILL" or (deadline is not None and now > deadline):
             kill_all_below(os.getpid())
+        code = collect(pid)
+    return code
 
 
 def receive(events):
     """The job; None if the launcher has given up or is gone."""
     event = ""
-    while not event:
-        try:
+    with contextlib.suppress(queue.Empty):
+        while not event:
             event = events.get(timeout=SILENCE_SECONDS)
-        except queue.Empty:
-            return None
     return json.loads(event) if event.startswith("{") else None
 
 
@@ -162,22 +142,17 @@ def main():
     python = job["python"] or (own if os.path.exists(own) else "python3")
     job["command"].insert(0, python)
     try:
-        child, threads = start(job)
+        child = start(job)
     except OSError as fault:
         text = "error: cannot start {} in {}: {}; is the code there (see --sync, --dir, --python)?"
         print(text.format(python, folder, fault.strerror), file=sys.stderr)
         return 2
     try:
-        code = wait_for(child, events, job["grace"])
+        return wait_for(child, events, job["grace"])
     finally:
         while kill_all_below(os.getpid()):
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+            collect(child)
             time.sleep(0.05)
-    for thread in threads:
-        thread.join(2)
-    return code
 
 
 if __name__ == "__main__":

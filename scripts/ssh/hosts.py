@@ -10,6 +10,7 @@ of that node are.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import re
@@ -27,20 +28,18 @@ from utils.errors import UserError, end_with, go_on_without_reader  # noqa: E402
 from utils.launch.supervise import MARKER  # noqa: E402
 
 # Reads the program; what follows on the same standard input is the program's own.
-_BOOTSTRAP = (
+BOOTSTRAP = (
     "import sys,json;p=json.loads(sys.stdin.buffer.readline());"
     "exec(compile(p['source'],p['name'],'exec'),{'__name__':'__main__','ARGUMENTS':p['arguments']})"
 )
 # A dead connection is noticed within 15 s; BatchMode: never ask for a password.
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3")
 SSH_FAILED = 255  # exit code of ssh itself
+_FORM = "[USER@]HOST [slots=N] [ip=ADDRESS] [runs=PATH]"
 _LINE = re.compile(
     r"(?P<address>[^-=/ ][^=/ ]*)"
     r"( slots=(?P<slots>[1-9]\d*)| ip=(?P<ip>\S+)| runs=(?P<runs>\S+))*"
 )
-_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
-_HANDED_OVER = "IMAGENET_SUITE_VALUES"  # see `hide_values`
-_values: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -64,13 +63,11 @@ def read(path: Path) -> list[Host]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as fault:
         raise UserError(f"cannot read the hosts file {path}: {fault}") from None
-    form, hosts = "[USER@]HOST [slots=N] [ip=ADDRESS] [runs=PATH]", []
-    for number, line in enumerate(lines, 1):
-        if words := line.split("#")[0].split():
-            _add(hosts, f"{path}, line {number}", _LINE.fullmatch(" ".join(words)), line, form)
-    if not hosts:
+    texts = [" ".join(line.split("#")[0].split()) for line in lines]
+    named = [(f"{path}, line {n}", text, text) for n, text in enumerate(texts, 1) if text]
+    if not named:
         raise UserError(f"{path} names no host: write one ssh host per line")
-    return hosts
+    return _parse(named, _FORM)
 
 
 def from_list(text: str) -> list[Host]:
@@ -78,20 +75,23 @@ def from_list(text: str) -> list[Host]:
 
     Raises: `UserError`.
     """
-    hosts: list[Host] = []
-    for word in text.split(","):
-        slots = word.replace(":", " slots=", 1) if ":" in word else f"{word} slots=1"
-        _add(hosts, f"-H {text}", _LINE.fullmatch(slots), word, "HOST or HOST:PROCESSES")
-    return hosts
+    pairs = [(word, word if ":" in word else f"{word}:1") for word in text.split(",")]
+    named = [(f"-H {text}", word, full.replace(":", " slots=", 1)) for word, full in pairs]
+    return _parse(named, "HOST or HOST:PROCESSES")
 
 
-def _add(hosts: list[Host], where: str, found: re.Match | None, text: str, form: str) -> None:
-    if not found:
-        raise UserError(f"{where}: {text.strip()!r} is not of the form {form}")
-    host = Host(**found.groupdict() | {"slots": found["slots"] and int(found["slots"])})
-    if host.name in [other.name for other in hosts]:
-        raise UserError(f"{where}: {host.name} is listed twice")
-    hosts.append(host)
+def _parse(named: list[tuple[str, str, str]], form: str) -> list[Host]:
+    """The hosts in (place, text as typed, text as in a file)."""
+    hosts: dict[str, Host] = {}
+    for place, typed, text in named:
+        found = _LINE.fullmatch(text)
+        if not found:
+            raise UserError(f"{place}: {typed!r} is not of the form {form}")
+        host = Host(**found.groupdict() | {"slots": found["slots"] and int(found["slots"])})
+        if host.name in hosts:
+            raise UserError(f"{place}: {host.name} is listed twice")
+        hosts[host.name] = host
+    return list(hosts.values())
 
 
 def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:
@@ -100,19 +100,23 @@ def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:
     ``mark`` is the value of the environment variable by which clean-up recognises what is ours.
     """
     marked = f"env {shlex.quote(f'{MARKER}={mark}')} " if mark else ""
-    line = f"{marked}python3 {shlex.join(bootstrap())}"
+    line = f"{marked}python3 -u -c {shlex.quote(BOOTSTRAP)}"
     return [*shlex.split(ssh), *_SSH_OPTIONS, host.address, line]
 
 
-def bootstrap() -> list[str]:
-    """The arguments with which Python reads a `program` and runs it."""
-    return ["-u", "-c", _BOOTSTRAP]
-
-
 def program(path: Path, arguments: dict) -> bytes:
-    """A Python file and its arguments, as the first line of input for `remote_python`."""
+    """A Python file and its arguments, as the first line of input for `BOOTSTRAP`."""
     whole = {"source": path.read_text(), "name": path.name, "arguments": arguments}
     return json.dumps(whole).encode() + b"\n"
+
+
+def asking_parser(prog: str, text: str) -> argparse.ArgumentParser:
+    """The command line of a program that uses `ask_all` where a hosts file is given."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog, None, text, allow_abbrev=False, formatter_class=form)
+    parser.add_argument("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host per line")
+    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options (ssh)")
+    return parser
 
 
 def ask_all(file: str, ssh: str, source: str, arguments: dict) -> list[tuple[Host, int, str]]:
@@ -135,6 +139,11 @@ def ask_all(file: str, ssh: str, source: str, arguments: dict) -> list[tuple[Hos
     listed = read(Path(file))
     with ThreadPoolExecutor(len(listed)) as pool:
         return list(pool.map(one, listed))
+
+
+def ssh_failed(ssh: str, host: Host) -> str:
+    """The error message for a host that ssh cannot reach."""
+    return f"ssh to {host.name} failed: does `{ssh} {host.address} true` work here?"
 
 
 def default_directory() -> str:
@@ -161,41 +170,32 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     add("--env", type=_variable, action="append", metavar="NAME[=VALUE]", help=text)
 
 
-def hide_values() -> None:
-    """Take the values of --env off this program's command line, which `ps` shows to everybody.
-
-    That needs a new start; they come along in the environment, which only this user can read.
-    """
-    values, shown = {}, []
-    for word in sys.argv[1:]:
-        given = word.startswith("--env=") or shown[-1:] == ["--env"]
-        name, equals, value = word.removeprefix("--env=").partition("=")
-        if given and equals and _NAME.fullmatch(name) and "--" not in shown:
-            values[name] = value
-            shown.append(word[: -len(value) - 1])
-        else:
-            shown.append(word)
-    if values:
-        program = [sys.executable, *sys.orig_argv[1 : -len(shown)], *shown]
-        sys.stdout.flush()
-        os.execve(sys.executable, program, os.environ | {_HANDED_OVER: json.dumps(values)})
-    _values.update(json.loads(os.environ.pop(_HANDED_OVER, "{}")))
-
-
 def _variable(text: str) -> tuple[str, str]:
+    """Name and value of a variable. A value may be a secret: no message or command line has it."""
     name, equals, value = text.partition("=")
-    if not _NAME.fullmatch(name):  # the message must not show what may be a secret
+    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
         raise argparse.ArgumentTypeError(f"{name} is not the name of a variable")
-    if not equals:
-        value = _values.get(name, os.environ.get(name))
-    if value is None:
+    if equals:
+        _hide(name, text)
+        return name, value
+    if name not in os.environ:
         raise argparse.ArgumentTypeError(f"{name} has no value here: write {name}=VALUE")
-    return name, value
+    return name, os.environ[name]
 
 
-def ssh_failed(ssh: str, host: Host) -> str:
-    """The error message for a host that ssh cannot reach."""
-    return f"ssh to {host.name} failed: does `{ssh} {host.address} true` work here?"
+def _hide(name: str, text: str) -> None:
+    """Reduce the word ``text`` to ``name`` in sys.argv and in the memory that `ps` reads."""
+    for number, word in enumerate(sys.argv):
+        sys.argv[number] = {text: name, f"--env={text}": f"--env={name}"}.get(word, word)
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    first, last = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
+    typed, end = os.fsencode(text), first
+    secret = len(typed) - len(name) - 1
+    for word in ctypes.string_at(first, last - first).split(b"\0"):
+        end += len(word)
+        if word in (typed, b"--env=" + typed):
+            ctypes.memset(end - secret, ord("*"), secret)
+        end += 1
 
 
 def note(text: str) -> None:

@@ -1,12 +1,13 @@
 """A job on several nodes: attempt after attempt, from the first connection to the exit code.
 
 This process decides which nodes take part, so no node has to hold a rendezvous. An attempt starts
-the script on the nodes that answer. With ``again`` (--elastic), when a node is lost, the others
+the script on the nodes that answer. With --elastic (``again``), when a node is lost, the others
 are stopped, and the next attempt resumes from the run's latest snapshot. When a node answers again,
-the attempt ends with a snapshot, and the next one includes that node. Without ``again`` all nodes
+the attempt ends with a snapshot, and the next one includes that node. Without --elastic all nodes
 have to answer, and there is one attempt.
 
-How a host is reached is up to a subclass of `Node`: ssh in launcher.py, Ray in scripts/examples.
+How a host is reached is up to subclasses of `Job` and `Node`: ssh in launcher.py, Ray in
+scripts/examples.
 """
 
 import argparse
@@ -26,17 +27,18 @@ import guard
 from hosts import SSH_FAILED, Host, note
 
 from utils import errors
-from utils.errors import UserError
+from utils.errors import BAD_INPUT, INTERRUPTED, LOST_PEER, UserError
+from utils.launch.network import Clock
 
 CALL_SECONDS = 30.0  # for a node to answer
 LOST_SECONDS = 6.0  # for the others to end once a node has failed: they cannot agree on a snapshot
 END_SECONDS = 30.0  # for the other nodes once the first has finished
-DISMISS_SECONDS = 3.0  # for guards without a job
 JOIN_SECONDS = 5.0  # other nodes may come back at the same time
 SETTLE_SECONDS = 30.0  # an attempt that has just begun is not interrupted for a node
 QUICK_SECONDS, QUICK_FAILURES = 120.0, 5  # after so many short attempts in a row the job fails
 FIRST_PAUSE, LONGEST_PAUSE = 15.0, 60.0  # between attempts to reach a lost node
 _HELLO = guard.HELLO.encode()
+AWAY, CALLED, READY, BUSY = range(4)  # READY: the guard waits for a job, BUSY: it has one
 
 
 class Node:
@@ -54,28 +56,28 @@ class Node:
         self.next_call = 0.0
         self.trusted = False  # it was in an attempt that began well, and has not been lost since
         self.barred = False
-        self.reset()
+        self.enter(AWAY)
 
-    def reset(self) -> None:
-        """Not connected."""
-        self.connected = self.ready = self.started = False  # ready: the guard waits for a job
-        self.since = time.monotonic()  # when it was called, or became ready
-        self.hello: dict | None = None
-        self.code: int | None = None
+    def enter(self, state: int) -> None:
+        """Note a new state, and since when."""
+        self.state, self.since = state, time.monotonic()
+        if state in (AWAY, CALLED):
+            self.hello: dict | None = None
+            self.code: int | None = None
 
     def leave(self, failed: bool) -> None:
         """The connection has ended: call again, at once or, after a failure, later."""
-        self.reset()
+        self.enter(AWAY)
         self.failures = self.failures + 1 if failed else 0
         pause = min(FIRST_PAUSE * 2 ** (self.failures - 1), LONGEST_PAUSE) if failed else 0.0
-        self.next_call = time.monotonic() + pause
+        self.next_call = self.since + pause
 
     def prepare(self) -> None:
         """What has to be done on the node before an attempt. Raises: `UserError`."""
 
     def missing(self) -> str:
         """Why there is no guard, or no longer one, although no job was started."""
-        return f"{self.host.name} does not answer"
+        return f"no answer from {self.host.name}"
 
     def take(self, line: bytes, stream: Any) -> None:
         """Handle a line of output: the guard's first one, or one to show."""
@@ -83,10 +85,9 @@ class Node:
             self.hello = json.loads(line[len(_HELLO) :])
             try:
                 self.prepare()
-            except UserError as fault:
-                self.job.events.put((self, "unready", str(fault)))
-            else:
                 self.job.events.put((self, "ready", None))
+            except UserError as fault:
+                self.job.events.put((self, "unready", fault))
         elif self.hello or not self.failures:  # the reason of a failure is shown once
             self.job.show(self, line, stream)
 
@@ -96,62 +97,61 @@ class Node:
         return self.code == SSH_FAILED or (self.code or 0) < 0
 
     @property
-    def signal(self) -> str | None:
+    def signal(self) -> str:
         """The signal that ended the processes there; as shells and as Python's exit report it."""
         with suppress(ValueError, TypeError):
             return signal.Signals(self.code - 128 if self.code < 192 else 256 - self.code).name
-        return None
-
-    @property
-    def outcome(self) -> int:
-        """Its exit code, as the job reports it."""
-        return errors.LOST_PEER if self.lost or self.signal else self.code
+        return ""
 
 
 class Job:
-    """Runs ``command`` on from MIN to MAX (``limits``) nodes; see the top of this file.
+    """Runs ``command`` on ``machines``, if there is no --elastic on all of them.
 
-    ``transport`` has ``hosts()``, all that there are now, ``node(host, job)``, and ``wait_seconds``
-    for as many nodes as the job needs at least.
+    A subclass defines `node`, the class of its nodes, and may have other `hosts` at each call.
     """
+
+    node = Node
+    wait_seconds = 600.0  # for as many nodes as the job needs at least
 
     def __init__(
         self,
-        options: argparse.Namespace,  # dir, env, grace, port, python
+        options: argparse.Namespace,  # dir, elastic, env, grace, port, python
         command: list[str],
-        transport: Any,
-        limits: tuple[int, int],
-        again: bool,
+        machines: list[Host],
+        mark: str,  # of the processes on the nodes, for cleanup.sh
     ):
-        self.options, self.command, self.transport = options, command, transport
-        (self.least, self.most), self.again = limits, again
+        self.options, self.command, self.machines, self.mark = options, command, machines, mark
+        self.again = options.elastic is not None
+        self.least, self.most = options.elastic or (len(machines), len(machines))
         self.events: queue.SimpleQueue = queue.SimpleQueue()
         self.screen = threading.Lock()
         self.nodes: list[Node] = []
-        self.attempt: list[Node] = []  # nodes of the present attempt, by rank; none between two
         self.number = 0  # of attempts so far
-        self.interrupts = 0
         self.quick = 0  # attempts in a row that failed soon
+        self.pause = 0.0  # seconds before the next attempt
+        self.signals: list[int] = []  # that have asked for the end
         self.run_host: Host | None = None  # it has the run directory, unless it was lost
-        self.code: int | None = None  # of the job, once it is over
-        self._wait()
+
+    def hosts(self) -> list[Host]:
+        """All that there are now."""
+        return self.machines
 
     def run(self) -> int:
         """Train until the end. Returns the job's exit code."""
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, lambda number, _: self.events.put((None, "signal", number)))
+            signal.signal(signum, lambda number, _: self.signals.append(number))
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # nodes end when this process is silent
         threading.Thread(target=self._beat, daemon=True).start()
-        while self.code is None:
-            self._call()
-            with suppress(queue.Empty):
-                self._take(*self.events.get(timeout=0.5))
-            if self.attempt:
-                self._watch()
-            elif self.code is None:
-                self._gather()
-        self._dismiss([node for node in self.nodes if node.connected])
-        return self.code
+        code = None
+        try:
+            while code is None:
+                code = self._attempt(self._gather())
+        except UserError as error:
+            code = errors.report(error)
+        for node in self.nodes:
+            if node.state != AWAY:  # its guard has no job, and ends
+                node.close()
+        return code
 
     def show(self, node: Node, text: bytes, stream: Any = None) -> None:
         """Print a line of a node; it is dropped if nobody reads our output any more."""
@@ -163,22 +163,6 @@ class Job:
             stream.buffer.write(label.encode() + b" " + text.rstrip(b"\r\n") + b"\n")
             stream.flush()
 
-    def _dismiss(self, nodes: list[Node]) -> None:
-        """End guards that have no job, and wait a moment until they have ended."""
-        for node in nodes:
-            if node.hello:
-                node.say(b"KILL\n")
-            else:
-                node.close()
-        deadline = time.monotonic() + DISMISS_SECONDS
-        while nodes and time.monotonic() < deadline:
-            with suppress(queue.Empty):
-                node, what, _ = self.events.get(timeout=0.1)
-                if what == "ended" and node in nodes:
-                    nodes.remove(node)
-        for node in nodes:
-            node.close()
-
     def _beat(self) -> None:
         """Send heartbeats, for ever."""
         while True:
@@ -187,96 +171,86 @@ class Job:
 
     def _say(self, order: bytes, nodes: list[Node]) -> None:
         for node in nodes:
-            if node.connected and node.code is None:
+            if node.state != AWAY and node.code is None:
                 node.say(order)
 
-    def _wait(self, pause: float = 0.0) -> None:
-        """From now on, wait for nodes; begin no sooner than in ``pause`` seconds."""
-        self.since = time.monotonic()
-        self.not_before, self.next_line = self.since + pause, 2.0
-
-    def _call(self) -> None:
-        """Connect to each host that is not connected, if it is time to; give up those in vain."""
-        if self.interrupts:
-            return
-        now, hosts = time.monotonic(), self.transport.hosts()
-        self.nodes = [node for node in self.nodes if node.connected or node.host in hosts]
-        known = [node.host for node in self.nodes]
-        for host in hosts:
-            if host not in known:
-                self.nodes.append(self.transport.node(host, self))
-        for node in self.nodes:
-            if not node.connected and not node.barred and now >= node.next_call:
-                node.reset()
-                node.connected = True
-                node.connect()
-            elif node.connected and not node.hello and now - node.since > CALL_SECONDS:
-                node.close()
-
-    def _take(self, node: Node | None, what: str, more: Any) -> None:
-        """Handle an event."""
-        if what == "signal":
-            self._interrupt(more)
+    def _step(self) -> Node | None:
+        """Connect, and wait for an event, half a second at most; a node whose job has ended."""
+        if not self.signals:
+            self._call()
+        try:
+            node, what, more = self.events.get(timeout=0.5)
+        except queue.Empty:
+            return None
+        if what == "ended":
+            node.code = more
+            if node.state == BUSY:
+                return node
+            if not self.again:
+                raise UserError(node.missing())
+            if not node.failures and not self.signals:
+                note(f"{node.missing()}; will keep trying")
+            node.leave(failed=True)
         elif what == "ready":
             if node.failures:
                 note(f"{node.host.name} is back")
-            node.ready, node.failures, node.since = True, 0, time.monotonic()
-        elif what == "unready" and self.again:
-            errors.show(UserError(more))
+            node.failures = 0
+            node.enter(READY)
+        elif self.again:
+            errors.show(more)
             node.close()
-        elif what == "unready":
-            self._finish(errors.BAD_INPUT, more)
-        elif node.started:
-            node.code = more
-            self._ended(node)
         else:
-            node.code = more
-            if not self.again:
-                self._finish(errors.BAD_INPUT, node.missing())
-            elif not node.failures and not self.interrupts:
-                note(f"{node.missing()}; will keep trying")
-            node.leave(failed=True)
+            raise more
+        return None
 
-    def _gather(self) -> None:
-        """Begin an attempt when all nodes that can be expected are here, or say which are not."""
-        now, limit = time.monotonic(), self.transport.wait_seconds
-        ready = [node for node in self.nodes if node.ready]
-        expected = [node for node in self.nodes if not node.failures and not node.barred]
-        here = len(ready) >= self.most or len(ready) == len(expected)
-        if now >= self.not_before and here and len(ready) >= self.least:
-            self._begin(ready[: self.most])
-            return
-        waited = now - self.since
-        missing = [node.host.name for node in self.nodes if not node.ready and not node.barred]
-        names = ", ".join(missing) or "more nodes than there are"
-        if waited > limit and len(ready) < self.least:
-            code = errors.LOST_PEER if self.number else errors.BAD_INPUT
-            why = f"the job needs {self.least} nodes and has waited {limit:g} s for {names}"
-            self._finish(code, why)
-        elif waited > self.next_line and len(ready) < self.most:
-            self.next_line = waited + (5 if waited < 60 else 15)
-            note(
-                f"waiting for {names}: {len(ready)} of at least {self.least} nodes are here "
-                f"({waited:.0f} s, at most {limit:g})"
-            )
+    def _call(self) -> None:
+        """Connect to each host that is not connected, if it is time to; give up those in vain."""
+        now, hosts = time.monotonic(), self.hosts()
+        self.nodes = [node for node in self.nodes if node.state != AWAY or node.host in hosts]
+        known = [node.host for node in self.nodes]
+        self.nodes += [self.node(host, self) for host in hosts if host not in known]
+        for node in self.nodes:
+            if node.state == AWAY and not node.barred and now >= node.next_call:
+                node.enter(CALLED)
+                node.connect()
+            elif node.state == CALLED and not node.hello and now - node.since > CALL_SECONDS:
+                node.close()
 
-    def _begin(self, nodes: list[Node]) -> None:
-        """Start the script on ``nodes``, and show each command."""
+    def _gather(self) -> list[Node]:
+        """The nodes of the next attempt, when all that can be expected are here.
+
+        Raises: `UserError` if there are too few.
+        """
+        clock = Clock(self.wait_seconds)
+        while True:
+            self._step()
+            if self.signals:
+                code = INTERRUPTED if self.number else 128 + self.signals[-1]
+                raise UserError("interrupted while waiting for nodes", code=code)
+            ready = [node for node in self.nodes if node.state == READY]
+            expected = [node for node in self.nodes if not node.failures and not node.barred]
+            complete = len(ready) >= self.most or len(ready) == len(expected)
+            if complete and len(ready) >= self.least and clock.seconds >= self.pause:
+                return ready[: self.most]
+            away = [n.host.name for n in self.nodes if n.state != READY and not n.barred]
+            names = ", ".join(away) or "more nodes than there are"
+            if clock.seconds > clock.limit and len(ready) < self.least:
+                why = f"the job needs {self.least} nodes and has waited {clock.limit:g} s for "
+                raise UserError(why + names, code=LOST_PEER if self.number else BAD_INPUT)
+            if len(ready) < self.most and clock.due:
+                here = f"{len(ready)} of at least {self.least} nodes are here"
+                note(clock.line(f"waiting for {names}: {here}"))
+
+    def _start(self, nodes: list[Node]) -> None:
+        """Start the script on ``nodes``, and show each command. Raises: `UserError`."""
         first, options = nodes[0], self.options
         address = first.host.ip
         address = address or (first.hello["address"] if len(nodes) > 1 else "127.0.0.1")
         if address is None or (len(nodes) > 1 and address.startswith("127.")):
-            self._finish(
-                errors.BAD_INPUT,
+            raise UserError(
                 f"{first.host.name} was reached at {address}, where the other nodes cannot reach "
-                "it: write ip=ADDRESS behind it in the hosts file",
+                "it: write ip=ADDRESS behind it in the hosts file"
             )
-            return
-        self.attempt, self.began = nodes, time.monotonic()
-        self.ending = False  # the nodes have been told to end
-        self.joining = False  # ... to add a node that is back
-        self.kill_at = math.inf
-        self.failed: Node | None = None  # the first one that failed
         self.number += 1
         port = str(options.port or first.hello["port"])
         place = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(len(nodes))}
@@ -297,112 +271,101 @@ class Job:
             job = {"command": command, "folder": options.dir, "python": options.python}
             job |= {"environment": environment | given, "grace": options.grace}
             node.say(json.dumps(job).encode() + b"\n")
-            node.started = True
+            node.enter(BUSY)
 
-    def _watch(self) -> None:
-        """End an attempt that takes too long to end, or that a node which is back can join."""
-        now = time.monotonic()
-        if now > self.kill_at:
-            self._say(b"KILL\n", self.attempt)
-        waiting = [node for node in self.nodes if node.ready and not node.started]
-        if self.ending or not waiting or len(self.attempt) >= self.most:
-            return
-        came = max(node.since for node in waiting)
-        if now - self.began > SETTLE_SECONDS and now - came > JOIN_SECONDS:
-            names = ", ".join(node.host.name for node in waiting)
-            note(f"stopping with a snapshot, to go on with {names}")
-            self.joining = True
-            self._end()
+    def _attempt(self, nodes: list[Node]) -> int | None:
+        """Train on ``nodes`` until all have ended. Returns the job's exit code, if it is over."""
+        self._start(nodes)
+        began, kill_at = time.monotonic(), math.inf
+        ending = ""  # why the nodes have been told to end
+        failed: Node | None = None  # the first one that did so by itself
+        handled = 0  # signals
+        while any(node.code is None for node in nodes):
+            node, now = self._step(), time.monotonic()
+            if node:
+                # Its peer may have noticed the loss of a killed process, and ended, before it.
+                killed = node.signal == "SIGKILL" and now < kill_at
+                more = "" if ending else "; stopping the rest"
+                self._report(node, bool(ending) and not killed, more)
+            if node and node.code and not ending:
+                failed, ending = node, "failed"
+                self._say(b"TERM\n", nodes)
+                if node.code != INTERRUPTED:  # otherwise the others will agree on a snapshot
+                    kill_at = now + LOST_SECONDS
+            elif node is nodes[0] and node.code == 0:
+                ending, kill_at = ending or "done", min(kill_at, now + END_SECONDS)
+            if len(self.signals) > handled:
+                handled, ending = handled + 1, "interrupted"
+                if handled > 1 and self.signals[-1] == signal.SIGINT:
+                    note("ending all nodes at once")
+                    kill_at = now
+                else:
+                    grace = self.options.grace
+                    note(f"asking all nodes to stop with a snapshot within {grace:g} s")
+                    self._say(b"TERM\n", nodes)
+            if not ending and (joining := self._joining(nodes, began)):
+                note(f"stopping with a snapshot, to go on with {joining}")
+                ending = "joining"
+                self._say(b"TERM\n", nodes)
+            if now >= kill_at:
+                self._say(b"KILL\n", nodes)
+        return self._decide(nodes, failed, ending == "joining", time.monotonic() - began)
 
-    def _end(self, kill_after: float = math.inf, ask: bool = True) -> None:
-        """Ask the nodes of this attempt to end; their guards see to that, or KILL does."""
-        self.ending = True
-        self.kill_at = min(self.kill_at, time.monotonic() + kill_after)
-        if ask:
-            self._say(b"TERM\n", self.attempt)
-
-    def _ended(self, node: Node) -> None:
-        """A node of this attempt has ended."""
-        name = node.host.name
-        killed = f": killed by {node.signal}" if node.signal else ""
+    def _report(self, node: Node, told: bool, more: str) -> None:
+        """Say how a node of an attempt has ended, unless it was ``told`` to."""
+        lost = f"lost the connection to {node.host.name}"
         if node.lost and self.again:
-            note(f"lost the connection to {name}; will keep trying")
+            note(f"{lost}; will keep trying")
         elif node.lost:
-            errors.show(UserError(f"lost the connection to {name}; its guard ends what runs there"))
-        if node.code and not self.ending:
-            self.failed = node
-            if not node.lost:
-                note(f"{name} ended with exit code {node.code}{killed}; stopping the rest")
-            stopped = node.code == errors.INTERRUPTED  # the others will agree on a snapshot
-            self._end(math.inf if stopped else LOST_SECONDS)
-        elif self.failed and self.failed.code == errors.LOST_PEER and node.signal == "SIGKILL":
-            # Its peer noticed the loss, and ended, before the launcher heard of the cause.
-            note(f"{name} ended with exit code {node.code}{killed}")
-        elif node is self.attempt[0] and node.code == 0:
-            self._end(END_SECONDS, ask=False)
-        if all(one.code is not None for one in self.attempt):
-            self._close()
+            errors.show(UserError(f"{lost}; its guard ends what runs there"))
+        elif node.code and not told:
+            killed = f": killed by {node.signal}" if node.signal else ""
+            note(f"{node.host.name} ended with exit code {node.code}{killed}{more}")
 
-    def _close(self) -> None:
-        """Decide how to go on after an attempt."""
-        nodes, self.attempt = self.attempt, []
-        codes = [node.outcome for node in nodes]
-        failed = self.failed.outcome if self.failed else 0
-        if failed == errors.LOST_PEER and errors.BAD_INPUT in codes:
-            failed = errors.BAD_INPUT  # its peer ended first
+    def _joining(self, nodes: list[Node], began: float) -> str:
+        """Names of nodes for which the attempt is to be interrupted now."""
+        now, waiting = time.monotonic(), [node for node in self.nodes if node.state == READY]
+        if not waiting or len(nodes) >= self.most or now - began <= SETTLE_SECONDS:
+            return ""
+        settled = now - max(node.since for node in waiting) > JOIN_SECONDS
+        return ", ".join(node.host.name for node in waiting) if settled else ""
+
+    def _decide(
+        self, nodes: list[Node], failed: Node | None, joining: bool, seconds: float
+    ) -> int | None:
+        """After an attempt: the job's exit code, or None if another one follows."""
+        codes = [LOST_PEER if node.lost or node.signal else node.code for node in nodes]
+        code = codes[nodes.index(failed)] if failed else 0
+        if code == LOST_PEER and BAD_INPUT in codes:
+            code = BAD_INPUT  # its peer ended first
         lost = any(node.lost for node in nodes)
         self.run_host = None if nodes[0].lost else nodes[0].host
         for node in nodes:
             node.leave(failed=node.lost)
-        self._wait()
-        if self.interrupts:
-            rest = [code for code in codes if code]
-            self._finish(errors.INTERRUPTED if errors.INTERRUPTED in rest else (rest or [0])[0])
-        elif not self.again or codes[0] == 0:
-            self._finish(0 if self.again else failed or codes[0])
-        elif failed == errors.BAD_INPUT and not lost:
-            self._leave_out(nodes)
-        elif lost or self.joining:
+        self.pause = 0.0
+        if self.signals:
+            rest = [one for one in codes if one]
+            return INTERRUPTED if INTERRUPTED in rest else (rest or [0])[0]
+        if not self.again or codes[0] == 0:
+            return 0 if self.again else code or codes[0]
+        if code == BAD_INPUT and not lost:
+            # It ends the job, unless it came with a node that the attempt before had not.
+            new = [node for node in nodes if not node.trusted]
+            if not new or len(new) == len(nodes):
+                return BAD_INPUT
+            for node in new:
+                node.barred = True
+            names = ", ".join(node.host.name for node in new)
+            note(f"going on without {names} (the reason is above)")
+        elif lost or joining:
             for node in nodes:
                 node.trusted = not node.failures  # a lost node may come back as another machine
             self.quick = 0
-        else:
-            self._retry(failed)
-
-    def _leave_out(self, nodes: list[Node]) -> None:
-        """Bad input ends the job, unless it came with a node that the attempt before had not."""
-        new = [node for node in nodes if not node.trusted]
-        if not new or len(new) == len(nodes):
-            self._finish(errors.BAD_INPUT)
-            return
-        for node in new:
-            node.barred = True
-        note(f"going on without {', '.join(node.host.name for node in new)} (the reason is above)")
-
-    def _retry(self, code: int) -> None:
-        """A process has failed, or was stopped on its node: try again, but not for ever."""
-        soon = time.monotonic() - self.began < QUICK_SECONDS
-        self.quick = self.quick + 1 if soon else 1
-        if self.quick >= QUICK_FAILURES:
-            self._finish(code, f"training has failed {self.quick} times in a row soon after start")
-            return
-        pause = 5.0 * 2 ** (self.quick - 1)
-        note(f"going on in {pause:g} s")
-        self._wait(pause)
-
-    def _finish(self, code: int, why: str = "") -> None:
-        if why and self.code is None:
-            errors.show(UserError(why))
-        self.code = code
-
-    def _interrupt(self, signum: int) -> None:
-        self.interrupts += 1
-        if not self.attempt:
-            code = errors.INTERRUPTED if self.number else 128 + signum
-            self._finish(code, "interrupted while waiting for nodes")
-        elif self.interrupts > 1 and signum == signal.SIGINT:
-            note("ending all nodes at once")
-            self._say(b"KILL\n", self.attempt)
-        else:
-            note(f"asking all nodes to stop with a snapshot within {self.options.grace:g} s")
-            self._end()
+        else:  # a process has failed, or was stopped on its node: try again, but not for ever
+            self.quick = self.quick + 1 if seconds < QUICK_SECONDS else 1
+            if self.quick >= QUICK_FAILURES:
+                why = f"training has failed {self.quick} times in a row soon after start"
+                raise UserError(why, code=code)
+            self.pause = 5.0 * 2 ** (self.quick - 1)
+            note(f"going on in {self.pause:g} s")
+        return None

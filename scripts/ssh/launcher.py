@@ -15,13 +15,12 @@ from typing import Any, BinaryIO
 import guard
 import hosts
 from hosts import ROOT, SSH_FAILED, Host, note
-from job import CALL_SECONDS, Job, Node
+from job import Job, Node
 
 from utils import errors
 from utils.errors import UserError
 from utils.option_types import Formatter, amount, port, positive, run_name
 
-WAIT_SECONDS = 600.0  # for as many nodes as --elastic needs at least, unless --dist-timeout says
 HELP = """Train on several nodes from one machine, over ssh.
 
     bash scripts/train_on_nodes.sh HOSTS_FILE --sync --fetch -- imagenet_ddp.py --name my_run DATA
@@ -33,14 +32,11 @@ _NOT_COPIED = (".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache")
 class SshNode(Node):
     """A node whose guard is at the other end of an ssh."""
 
-    def __init__(self, host: Host, job: Job, options: argparse.Namespace, mark: str):
-        super().__init__(host, job)
-        self.options, self.mark, self.lock = options, mark, threading.Lock()
-
     def connect(self) -> None:
+        self.lock = threading.Lock()
         # In a session of its own: Ctrl-C at the terminal is for this process, not for ssh.
         self.ssh = subprocess.Popen(
-            hosts.remote_python(self.options.ssh, self.host, self.mark),
+            hosts.remote_python(self.job.options.ssh, self.host, self.job.mark),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -61,19 +57,16 @@ class SshNode(Node):
         self.ssh.terminate()
 
     def prepare(self) -> None:
-        if self.options.sync:
-            sync(self.options, self.host)
+        if self.job.options.sync:
+            sync(self.job.options, self.host)
 
     def missing(self) -> str:
-        name = self.host.name
-        check = f"`{self.options.ssh} {self.host.address} python3 -V`"
+        ssh = self.job.options.ssh
         if self.hello:
-            return f"lost the connection to {name}"
+            return f"lost the connection to {self.host.name}"
         if self.code == SSH_FAILED:
-            return hosts.ssh_failed(self.options.ssh, self.host)
-        if self.lost:
-            return f"no answer from {name} within {CALL_SECONDS:g} s: does {check} work?"
-        return f"{name} has no working python3 (exit code {self.code}): try {check}"
+            return hosts.ssh_failed(ssh, self.host)
+        return f"{super().missing()}: does `{ssh} {self.host.address} python3 -V` work here?"
 
     def _follow(self, ssh: subprocess.Popen) -> None:
         other = threading.Thread(target=self._show, args=(ssh.stderr, sys.stderr), daemon=True)
@@ -87,26 +80,16 @@ class SshNode(Node):
             self.take(line, stream)
 
 
-class Ssh:
-    """The hosts of a file, reached by ssh: a transport of `Job`."""
+class SshJob(Job):
+    """A job on hosts reached by ssh."""
 
-    wait_seconds = WAIT_SECONDS
-
-    def __init__(self, options: argparse.Namespace, machines: list[Host], mark: str):
-        self.options, self.machines, self.mark = options, machines, mark
-
-    def hosts(self) -> list[Host]:
-        return self.machines
-
-    def node(self, host: Host, job: Job) -> SshNode:
-        return SshNode(host, job, self.options, self.mark)
+    node = SshNode
 
 
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The launcher's own options, and SCRIPT with its options. Raises: `UserError`."""
-    end = "--" if "--" in arguments else "python"  # horovodrun's commands have the second alone
-    cut = arguments.index(end) if end in arguments else len(arguments)
-    own, command = arguments[:cut], arguments[cut + 1 :]
+    # horovodrun's commands have the second alone
+    own, command = split(words, "--" if "--" in words else "python")
     if command[:1] == ["python"]:
         del command[0]
     parser = argparse.ArgumentParser(
@@ -137,11 +120,25 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, command
 
 
+def split(words: list[str], end: str = "--") -> tuple[list[str], list[str]]:
+    """The words in front of ``end`` and those behind it."""
+    cut = words.index(end) if end in words else len(words)
+    return words[:cut], words[cut + 1 :]
+
+
 def add_grace(parser: argparse.ArgumentParser) -> None:
     """--grace."""
     text = "time for a snapshot before a script that was asked to stop is killed"
     names = ("--grace", "--grace-seconds")
     parser.add_argument(*names, type=amount, default=20.0, metavar="SECONDS", help=text)
+
+
+def limits(text: str) -> tuple[int, int]:
+    """MIN and MAX of --elastic."""
+    least, _, most = text.partition(":")
+    if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
+        raise argparse.ArgumentTypeError(f"{text} is not of the form MIN:MAX, such as 1:4")
+    return int(least), int(most)
 
 
 def machines_of(options: argparse.Namespace) -> list[Host]:
@@ -161,14 +158,6 @@ def machines_of(options: argparse.Namespace) -> list[Host]:
     if options.elastic and options.elastic[0] > len(found):
         raise UserError(f"--elastic needs {options.elastic[0]} nodes; {source} names {len(found)}")
     return found
-
-
-def limits(text: str) -> tuple[int, int]:
-    """MIN and MAX of --elastic."""
-    least, colon, most = text.partition(":")
-    if not (colon and least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
-        raise argparse.ArgumentTypeError(f"{text} is not of the form MIN:MAX, such as 1:4")
-    return int(least), int(most)
 
 
 def check(command: list[str], several: bool, again: bool) -> argparse.Namespace:
@@ -208,10 +197,8 @@ def sync(options: argparse.Namespace, host: Host) -> None:
     """Copy this code to a host; extra files there stay. Raises: `UserError`."""
     without = [f"--exclude={pattern}" for pattern in _NOT_COPIED]
     # rsync creates only one level of folders.
-    make = [*shlex.split(options.ssh), "-o", "BatchMode=yes", host.address]
-    make.append(f"mkdir -p {shlex.quote(options.dir)}")
-    made = subprocess.run(make, stdin=subprocess.DEVNULL, check=False).returncode == 0
-    if not made or not rsync(options, *without, f"{ROOT}/", f"{host.address}:{options.dir}/"):
+    make = ["--rsync-path", f"mkdir -p {shlex.quote(options.dir)} && rsync"]
+    if not rsync(options, *make, *without, f"{ROOT}/", f"{host.address}:{options.dir}/"):
         raise UserError(f"could not copy the code to {host.name} (the reason is above)")
     note(f"copied the code to {host.name}:{options.dir}")
 
@@ -220,7 +207,7 @@ def fetch(options: argparse.Namespace, host: Host, script: argparse.Namespace) -
     """Bring the run directory from a host to the same place here. Raises: `UserError`."""
     target = Path(script.output_dir) / script.name
     target.mkdir(parents=True, exist_ok=True)
-    source = target if target.is_absolute() else f"{options.dir}/{target}"
+    source = Path(options.dir) / target  # an absolute target is the same there
     if not rsync(options, f"{host.address}:{source}/", f"{target}/"):
         raise UserError(f"could not bring {host.name}:{source} back (rsync's message is above)")
     note(f"the run is in {target}")
@@ -228,17 +215,13 @@ def fetch(options: argparse.Namespace, host: Host, script: argparse.Namespace) -
 
 def main() -> int:
     hosts.go_on_without_reader()
-    hosts.hide_values()
     options, command = parse(sys.argv[1:])
     machines = machines_of(options)
-    again, everyone = options.elastic is not None, len(machines)
-    script = check(command, everyone > 1 or bool(machines[0].slots), again)
+    script = check(command, len(machines) > 1 or bool(machines[0].slots), bool(options.elastic))
     if options.fetch and not script.name:
         raise UserError("--fetch needs --name, the run to bring back, among the training options")
-    transport = Ssh(options, machines, f"guard:{script.name or ''}")
-    transport.wait_seconds = script.dist_timeout or WAIT_SECONDS
-    least, most = options.elastic or (everyone, everyone)
-    job = Job(options, command, transport, (least, min(most, everyone)), again)
+    job = SshJob(options, command, machines, f"guard:{script.name or ''}")
+    job.wait_seconds = script.dist_timeout or job.wait_seconds
     code = job.run()
     if options.fetch and job.run_host:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

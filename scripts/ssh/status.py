@@ -7,8 +7,8 @@ not utils/launch/gpus.py either.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -29,14 +29,39 @@ FOLDER = f"/dev/shm/imagenet-suite-{os.getuid()}"
 ARGUMENTS = globals().get("ARGUMENTS")  # given when this file was sent over ssh
 
 
-def started(pid):
-    """Start time of a process as /proc has it; None if there is no such process."""
+def node():
+    """This node: its name, and what its living ranks report, each with its disk and its GPU."""
+    ranks, devices = [], None
+    for path in sorted(glob.glob(FOLDER + "/*.json")):
+        try:
+            with open(path) as file:
+                rank = json.load(file)
+        except (OSError, ValueError):
+            continue  # it has just ended
+        if not lives(rank):
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # it was killed
+            continue
+        if rank["gpu"]:
+            devices = gpus() if devices is None else devices
+            rank["gpu"] = devices.get(rank["gpu"])
+        rank["age"] = time.time() - rank["at"]  # by this node's clock
+        with contextlib.suppress(OSError):
+            rank["disk"] = free_space(rank["run"])
+            rank["snapshot_age"] = time.time() - os.stat(rank["run"] + "/snapshot.pt").st_mtime
+        ranks.append(rank)
+    home = free_space(os.path.expanduser("~"))
+    return {"host": socket.gethostname(), "home": home, "ranks": ranks}
+
+
+def lives(rank):
+    """Whether the process of this number is the one that started then, and still runs."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{rank['pid']}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
     except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
+        return False
+    return fields[0] not in "ZX" and fields[19] == rank["started"]
 
 
 def gpus():
@@ -51,45 +76,9 @@ def gpus():
     return {row[0]: row[1:] for row in rows if len(row) == 4}
 
 
-def node(folder):
-    """This node: its name, and what its living ranks report, each with its disk and its GPU."""
-    ranks, devices = [], None
-    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
-        path = os.path.join(folder, name)
-        if not name.endswith(".json"):
-            continue
-        try:
-            with open(path) as file:
-                rank = json.load(file)
-        except (OSError, ValueError):
-            continue  # it has just ended
-        if started(rank["pid"]) != rank["started"]:
-            with contextlib.suppress(OSError):
-                os.unlink(path)  # it was killed
-            continue
-        if rank["gpu"]:
-            devices = gpus() if devices is None else devices
-            rank["gpu"] = devices.get(rank["gpu"])
-        rank["age"] = time.time() - rank.pop("at")  # by this node's clock
-        with contextlib.suppress(OSError):
-            rank["disk"] = free_space(rank["run"])
-            rank["snapshot_age"] = time.time() - os.stat(rank["run"] + "/snapshot.pt").st_mtime
-        ranks.append(rank)
-    home = free_space(os.path.expanduser("~"))
-    return {"host": socket.gethostname(), "home": home, "ranks": ranks}
-
-
 def free_space(folder):
     disk = shutil.disk_usage(folder)
     return f"{disk.free / 2**30:.1f} of {disk.total / 2**30:.0f} GiB free"
-
-
-def stragglers(ranks):
-    """Numbers of the ranks of one run that the others wait for."""
-    measured = [one for one in ranks if one.get("compute_seconds") is not None]
-    own = {one["rank"]: one["compute_seconds"] + one["data_seconds"] for one in measured}
-    usual = statistics.median_low(own.values()) if own else 0.0  # of two, the faster
-    return {number for number, seconds in own.items() if seconds > STRAGGLES * usual}
 
 
 def ago(seconds):
@@ -106,59 +95,47 @@ def describe(answers):
         if answer is None:
             yield f"{name}: no answer"
             continue
-        count = len(answer["ranks"])
-        yield f"{name}: {count} rank{'s' * (count != 1)}, home {answer['home']}"
+        yield f"{name}: {len(answer['ranks'])} rank(s), home {answer['home']}"
         for rank in answer["ranks"]:
-            runs.setdefault((rank["run"], rank["size"]), []).append(dict(rank, node=name))
+            runs.setdefault((rank["run"], rank["size"]), {})[rank["rank"]] = dict(rank, node=name)
     for (folder, size), ranks in sorted(runs.items()):
-        ranks.sort(key=lambda rank: rank["rank"])
-        first = ranks[0]
-        yield ""
-        yield f"{folder} ({first['arch']}, {first['mode']})"
-        if first["rank"] == 0:
-            snapshot = first.get("snapshot_age")
-            saved = "no snapshot yet" if snapshot is None else f"snapshot {ago(snapshot)} ago"
-            yield f"  {saved}; disk {first['disk']}" if "disk" in first else f"  {saved}"
+        first = ranks[min(ranks)]
+        yield f"\n{folder} ({first['arch']}, {first['mode']})"
+        if 0 in ranks and "disk" in first:
+            age = first.get("snapshot_age")
+            saved = "no snapshot yet" if age is None else f"snapshot {ago(age)} ago"
+            yield f"  {saved}; disk {first['disk']}"
         yield COLUMNS.format(*HEADINGS)
-        slow = stragglers(ranks)
-        for rank in ranks:
-            yield row(rank) + ("  << straggler" if rank["rank"] in slow else "")
-        if len(ranks) < size:
-            seen = {rank["rank"] for rank in ranks}
-            missing = ", ".join(str(number) for number in range(size) if number not in seen)
-            yield f"  not seen here: rank {missing}"
+        measured = [one for one in ranks.values() if one.get("compute_seconds") is not None]
+        own = {one["rank"]: one["compute_seconds"] + one["data_seconds"] for one in measured}
+        usual = statistics.median_low(own.values()) if own else 0.0  # of two, the faster
+        for number in sorted(ranks):
+            straggler = own.get(number, 0.0) > STRAGGLES * usual
+            yield row(ranks[number]) + ("  << straggler" if straggler else "")
+        missing = [str(number) for number in range(size) if number not in ranks]
+        if missing:
+            yield f"  not seen here: rank {', '.join(missing)}"
 
 
 def row(rank):
     """The line of one rank."""
 
     def number(key, digits):
-        value = rank.get(key)
-        return "-" if value is None else f"{value:.{digits}f}"
+        return f"{rank[key]:.{digits}f}" if rank.get(key) is not None else "-"
 
     epoch = f"{min(rank['epoch'] + 1, rank['epochs'])}/{rank['epochs']}"
     step = f"{rank['step']}/{rank['steps']}" if rank["phase"] == "training" else rank["phase"]
-    use, used, total = rank["gpu"] or ("-", "-", "")
-    memory = f"{used}/{total}" if total else used
+    use, *memory = rank["gpu"] or ("-", "-")
     figures = number("images_per_s", 1), number("data_seconds", 3), number("compute_seconds", 3)
-    seen = ago(rank["age"])
-    return COLUMNS.format(rank["rank"], rank["node"], epoch, step, *figures, use, memory, seen)
+    place = rank["rank"], rank["node"], epoch, step
+    return COLUMNS.format(*place, *figures, use, "/".join(memory), ago(rank["age"]))
 
 
 def main():
     import hosts  # only here, as this file is sent to nodes without it
 
     hosts.go_on_without_reader()
-    parser = argparse.ArgumentParser(
-        "status.sh",
-        None,
-        HELP,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host per line")
-    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options (ssh)")
-    options = parser.parse_args()
+    options = hosts.asking_parser("status.sh", HELP).parse_args()
     found, code = [], 0
     if options.hosts:
         for host, failed, out in hosts.ask_all(options.hosts, options.ssh, __file__, {}):
@@ -166,8 +143,7 @@ def main():
             found.append((host.name, None if failed else json.loads(last)))
             code = 2 if failed else code
     else:
-        here = node(FOLDER)
-        found.append((here["host"], here))
+        found.append((socket.gethostname(), node()))
     for line in describe(found):
         print(line)
     return code
@@ -175,7 +151,7 @@ def main():
 
 if __name__ == "__main__":
     if ARGUMENTS is not None:
-        print(json.dumps(node(FOLDER)))
+        print(json.dumps(node()))
     else:
         import hosts
 
