@@ -19,6 +19,8 @@ from test_gpus import T4, play
 
 PORT = 8888
 OPTIONS = ("--batch-size", "16", "--image-size", "32", "--wait", str(TIMEOUT))
+NAMES = ["node 0 (a)", "node 1 (b)"]
+CLOSED = "node{0} (node {0}) cannot connect to node{1} (node {1})"
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +49,23 @@ def nodes(pair) -> Iterator[list[Node]]:
 
 
 def ask_doctor(
-    nodes: list[Node], data: Path, *options: str, lines: dict[int, str] | None = None, **how
+    nodes: list[Node], data: Path, *options: object, code: int, line: str = "", env=None
 ) -> list[Result]:
-    """Type the doctor's command on all nodes; by node, shell ``lines`` before it, and variables."""
+    """Type the doctor's command on all nodes; on node 1 after a ``line`` and with variables.
+
+    All must end with ``code``.
+    """
     started = []
     for rank, node in enumerate(nodes):
         words = [*OPTIONS, "--rank", rank, "--nodes", len(nodes), "--master", nodes[0].ip]
-        words += ["--data", data, *options]
-        line = f"exec python {ROOT}/scripts/doctor.py {' '.join(map(str, words))}"
-        line = (lines or {}).get(rank, "") + "\n" + line
+        command = f"exec python {ROOT}/scripts/doctor.py --data {data} "
+        command += " ".join(map(str, [*words, *options]))
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(node.popen(line, how.get(f"env{rank}"), **pipes))
-    results = []
-    for one in started:
-        out, err = one.communicate(timeout=TIMEOUT)
-        assert "Traceback" not in err + out, err + out
-        results.append(Result(one.returncode, out, err))
+        more = (f"{line}\n{command}", env) if rank else (command, None)
+        started.append(node.popen(*more, **pipes))
+    results = [Result(None, *one.communicate(timeout=TIMEOUT)) for one in started]
+    assert [one.returncode for one in started] == [code] * len(nodes), results
+    assert not [one for one in results if "Traceback" in one.err + one.out]
     return results
 
 
@@ -82,11 +85,10 @@ def reaches(source: Node, target: Node, port: int) -> bool:
     return done.code == 0
 
 
-def test_healthy_nodes_over_ssh_from_one_machine(nodes, data):
+def test_over_ssh_from_one_machine(nodes, data):
     for node in nodes:
         node.start_sshd()
     hosts, found = nodes[0].folder / "hosts", nodes[0].folder / "doctor.json"
-    hosts.write_text("# two nodes\nroot@node0 slots=1\n\nnode1  # the second\n")
     # On each node bash finds what --env gives, and the values are on no command line here or there.
     note = nodes[0].folder / "python"
     note.write_text(
@@ -95,14 +97,19 @@ def test_healthy_nodes_over_ssh_from_one_machine(nodes, data):
     )
     note.chmod(0o755)
     line = ["bash", str(ROOT / "scripts/doctor.sh"), str(hosts), *OPTIONS, "--data", str(data)]
-    given = ["--env", "SECRET=kept", "--env", f"PATH={activated()['PATH']}", "--python", str(note)]
-    given += ["--env", "CUDA_VISIBLE_DEVICES=", "--need", "50", "--json", str(found)]
-    done = nodes[0].run([*line, *given])
-    assert done.code == 0, done
+    line += ["--env", "SECRET=kept", "--env", f"PATH={activated()['PATH']}", "--python", str(note)]
+    line += ["--env", "CUDA_VISIBLE_DEVICES=", "--need", "50", "--json", str(found)]
+
+    def ask(listed: str, code: int) -> Result:
+        hosts.write_text(listed)
+        done = nodes[0].run(line)
+        assert done.code == code, done
+        return done
+
+    done = ask("# two nodes\nroot@node0 slots=1\n\nnode1  # the second\n", code=0)
     assert not bad(done)
-    assert "all 2 nodes are here" in done.out
-    assert "the same on all nodes" in done.out
-    assert "forecast for resnet50" in done.out
+    for text in ("all 2 nodes are here", "the same on all nodes", "forecast for resnet50"):
+        assert text in done.out
     assert "[node0] node 0: all is well" in done.out
     content = json.loads(found.read_text())
     assert content["exit_code"] == 0
@@ -113,17 +120,12 @@ def test_healthy_nodes_over_ssh_from_one_machine(nodes, data):
         assert "scripts/doctor.py" in seen
         assert not [word for word in seen if word.endswith("=kept")]
     # A node that ssh cannot reach decides the exit code.
-    hosts.write_text("node0\nnode9\n")
-    done = nodes[0].run([*line, *given])
-    assert done.code == 2, done
-    assert "error: ssh to node9 failed" in done.err
+    assert "error: ssh to node9 failed" in ask("node0\nnode9\n", code=2).err
     # So does a fault, which both nodes report.
-    hosts.write_text("node0\nnode1\n")
     nodes[1].block_ports(f"1024-2199, 2300-{PORT - 1}, {PORT + 1}-65535")  # between: sshd
-    done = nodes[0].run([*line, *given])
-    assert done.code == 2, done
-    assert "[node0] ✗ node0 (node 0) cannot connect to node1 (node 1)" in done.out
-    assert "[node1] ✗ node0 (node 0) cannot connect to node1 (node 1)" in done.out
+    done = ask("node0\nnode1\n", code=2)
+    for node in nodes:
+        assert f"[{node.name}] ✗ {CLOSED.format(0, 1)}" in done.out
 
 
 def test_faults_of_one_node_are_all_found(nodes, data, tmp_path):
@@ -140,10 +142,9 @@ def test_faults_of_one_node_are_all_found(nodes, data, tmp_path):
     clock = "import time\nreal = time.time\ntime.time = lambda: real() + 30\n"
     (tmp_path / "sitecustomize.py").write_text(clock)
     env |= {"PYTHONPATH": str(tmp_path)}
-    lines = {1: f"ulimit -n 512; mount --bind {other} {data}"}
-    results = ask_doctor(nodes, data, lines=lines, env1=env)
+    line = f"ulimit -n 512; mount --bind {other} {data}"
+    first, second = ask_doctor(nodes, data, line=line, env=env, code=2)
     nodes[1].run(f"umount {data}")
-    assert [result.code for result in results] == [2, 2], results
     words = {
         "! node 1 (node1): NCCL_SOCKET_IFNAME chooses eth7, which is no interface": True,
         "✗ node 1 (node1): GLOO_SOCKET_IFNAME chooses side0, which has the address 10.99.0.2": True,
@@ -154,14 +155,14 @@ def test_faults_of_one_node_are_all_found(nodes, data, tmp_path):
         "! driver differs": False,
         "✗ the train images differ": False,
     }
-    said = bad(results[0])
+    said = bad(first)
     for start, own in words.items():
         assert [one for one in said if one.startswith(start)], (start, said)
-        assert bool([one for one in bad(results[1]) if one.startswith(start)]) == own
+        assert bool([one for one in bad(second) if one.startswith(start)]) == own
     assert len(said) == len(words)
     for text in ("40 images", "39 images", "class_7: 4 images", "driver 470", "why it matters"):
-        assert text in results[0].out
-    assert results[0].out.count("what to do: ") == len(words)
+        assert text in first.out
+    assert first.out.count("what to do: ") == len(words)
 
 
 def test_all_closed_ways_are_listed(nodes, data):
@@ -170,31 +171,26 @@ def test_all_closed_ways_are_listed(nodes, data):
     # Not a port from which connections are made: one of before might still hold it.
     assert not reaches(nodes[1], nodes[0], 20000)
     assert reaches(nodes[1], nodes[0], PORT)
-    results = ask_doctor(nodes, data)
-    assert [result.code for result in results] == [2, 2], results
-    said = bad(results[0])
+    first, second = ask_doctor(nodes, data, code=2)
+    said = bad(first)
     assert len(said) == 4  # two ports in both directions
-    for source, target in ((0, 1), (1, 0)):
-        words = f"node{source} (node {source}) cannot connect to node{target} (node {target})"
-        assert [words in one for one in said].count(True) == 2
-    assert "open all TCP ports" in results[0].out
-    assert "cannot connect" in bad(results[1])[0]
+    for ways in ((0, 1), (1, 0)):
+        assert [CLOSED.format(*ways) in one for one in said].count(True) == 2
+    assert "open all TCP ports" in first.out
+    assert "cannot connect" in bad(second)[0]
 
 
 def test_a_closed_master_port_and_another_torch(nodes, data, tmp_path):
     nodes[0].block_ports(str(PORT))
     assert not reaches(nodes[1], nodes[0], PORT)
-    results = ask_doctor(nodes, data, "--wait", "2")
-    assert [result.code for result in results] == [2, 2], results
-    assert "✗ node 1 of 2 did not connect" in results[0].out
-    assert f"{nodes[0].ip}:{PORT} cannot be reached" in bad(results[1])[0]
+    first, second = ask_doctor(nodes, data, "--wait", "2", code=2)
+    assert "✗ node 1 of 2 did not connect" in first.out
+    assert f"{nodes[0].ip}:{PORT} cannot be reached" in bad(second)[0]
     nodes[0].unblock_ports()
     metadata = tmp_path / "torch-2.13.1.dist-info/METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.1\n")
-    results = ask_doctor(nodes, data, env1={"PYTHONPATH": str(tmp_path)})
-    assert [result.code for result in results] == [2, 2], results
-    for result in results:
+    for result in ask_doctor(nodes, data, env={"PYTHONPATH": str(tmp_path)}, code=2):
         assert "2.13 on node1 (node 1)" in bad(result)[0]
 
 
@@ -202,8 +198,7 @@ def test_the_speed_of_a_link_and_the_forecast_from_it(nodes, data):
     limit = "tc qdisc add dev eth0 root tbf rate 200mbit burst 64kb latency 20ms"
     assert all(node.run(limit).code == 0 for node in nodes)
     path = nodes[0].folder / "slow.json"
-    results = ask_doctor(nodes, data, "--need", "50", "--json", str(path))
-    assert [result.code for result in results] == [1, 1], results
+    results = ask_doctor(nodes, data, "--need", "50", "--json", path, code=1)
     (line,) = bad(results[0])
     assert line.startswith("! forecast for resnet50, 16 images per process")
     found = json.loads(path.read_text())
@@ -224,37 +219,29 @@ def test_one_node_alone(data):
 
 # ---- judgement
 
-
-def options(data: Path) -> argparse.Namespace:
-    """The doctor's, of two nodes."""
-    plain = {"rank": 0, "nodes": 2, "image_size": 32, "arch": "resnet50", "batch_size": 16}
-    return argparse.Namespace(data=str(data), need=None, **plain)
+ARGS = argparse.Namespace(rank=0, nodes=2, image_size=32, arch="resnet50", batch_size=16, need=None)
 
 
-def test_data_sets_that_differ(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("true", []),
+        ("rm -r train/class_4 val/class_4",
+         ["✗ the train images differ", "✗ the val images differ", "class_4: 4 images",
+          "missing on two"]),
+        ("echo damaged > val/class_1/000.JPEG",
+         ["! the val images have the same names but different sizes"]),
+        ("rm -r val/class_1", ["has class_1"]),
+    ],
+)  # fmt: skip
+def test_data_sets_that_differ(data, tmp_path, monkeypatch, change, words):
     monkeypatch.setattr(doctor, "SECONDS", 0.01)
-    whole = doctor.data_set(options(data))
-
-    def judge(change) -> str:
-        shutil.rmtree(tmp_path / "other", ignore_errors=True)
-        ignore = shutil.ignore_patterns(".index*")
-        other = shutil.copytree(data, tmp_path / "other", ignore=ignore)
-        change(other)
-        found = [whole, doctor.data_set(options(other))]
-        return "\n".join(str(one) for one in doctor.of_data(["one", "two"], found) if one.level)
-
-    def nine_classes(root):
-        for part in ("train", "val"):
-            shutil.rmtree(root / part / "class_4")
-
-    assert judge(lambda root: None) == ""
-    text = judge(nine_classes)
-    assert text.count("✗") == 2
-    assert "class_4: 4 images" in text
-    assert "missing on two" in text
-    text = judge(lambda root: (root / "val/class_1/000.JPEG").write_bytes(b"damaged"))
-    assert text.startswith("! the val images have the same names but different sizes")
-    assert "has class_1" in judge(lambda root: shutil.rmtree(root / "val/class_1"))
+    other = shutil.copytree(data, tmp_path / "o", ignore=shutil.ignore_patterns(".index*"))
+    subprocess.run(change, shell=True, cwd=other, check=True)
+    both = [doctor.data_set(argparse.Namespace(data=one, **vars(ARGS))) for one in (data, other)]
+    said = "\n".join(str(one) for one in doctor.of_data(["one", "two"], both) if one.level)
+    assert bool(said) == bool(words)
+    assert all(word in said for word in words), said
 
 
 @pytest.mark.parametrize(
@@ -272,16 +259,15 @@ def test_data_sets_that_differ(data, tmp_path, monkeypatch):
         ({}, 0, ""),
     ],
 )
-def test_facts_are_judged(data, change, level, words):
+def test_facts_are_judged(change, level, words):
     speeds = {"files_per_s": 1e6, "core": 100.0, "error": "not asked for"}
     one = {"host": "a", "address": "10.0.0.1", "interface": "eth0", "mtu": "1500", "nccl": "2.28"}
     one |= {"own_name": ["10.0.0.1"], "gpus": [], "driver": "", "gpu_trouble": "", "torch": "2.14"}
     one |= {"python": "3.11.7", "shm": 1e9, "disk": 1e12, "disk_place": "/", "files": 4096}
     one |= {"cores": 8, "data": speeds}
     other = one | {"host": "b"} | change
-    names, args = ["node 0 (a)", "node 1 (b)"], options(data)
-    found = [*doctor.of_versions(names, [one, other])]
-    found += doctor.of_node(1, names[1], other, args)
+    found = [*doctor.of_versions(NAMES, [one, other])]
+    found += doctor.of_node(1, NAMES[1], other, ARGS)
     wrong = [finding for finding in found if finding.level]
     assert max((finding.level for finding in wrong), default=0) == level
     assert any(words in finding.what for finding in wrong) or not words

@@ -1,6 +1,5 @@
 """The scripts in tests/trials: they start; parts of a training fail; runs are killed."""
 
-import argparse
 import subprocess
 import sys
 
@@ -25,9 +24,7 @@ def test_each_starts_from_any_folder(name, tmp_path):
 @pytest.mark.parametrize("name", faults.FAULTS)
 def test_training_continues_after_a_fault(name, tmp_path):
     need("ip")
-    args = argparse.Namespace(output_dir=tmp_path / "runs", dist_timeout=20)
-    faults.prepare(args, tmp_path)
-    outcomes = faults.try_fault(name, args)
+    outcomes = faults.try_fault(name, tmp_path / "runs", dist_timeout=20)
     wanted = {"node_killed": [1, 2], "master_killed": [1], "rank0_killed": [3, 2, 1, 4]}
     assert [one.nodes for one in outcomes] == wanted.get(name, [2])
     for one in outcomes:

@@ -84,12 +84,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--swarm", default="imagenet", metavar="NAME", help="peers of one name train together")
     add("--peers", metavar="A,B,...", help="addresses of some that are there; none: the first one")
-    add(
-        "--listen",
-        default="/ip4/0.0.0.0/tcp/0",
-        metavar="ADDRESS",
-        help="where other peers reach this one; /ip4/0.0.0.0/tcp/4001 for a fixed port",
-    )
+    text = "where other peers reach this one; /ip4/0.0.0.0/tcp/4001 for a fixed port"
+    add("--listen", default="/ip4/0.0.0.0/tcp/0", metavar="ADDRESS", help=text)
     add("--target-batch", type=positive, metavar="N", help="images per step of all; default: -b")
     text = "to find each other before a step: 1 to 5 on one network, else 10 to 15"
     add("--matchmaking", type=amount, default=10.0, metavar="SECONDS", help=text)
@@ -165,11 +161,15 @@ def train(args: Namespace, world: World) -> int:
 
     # ---- train, epoch by epoch of what all peers together have seen
     loop.begin(session)
-    say_how_to_join(dht, args)
+    log.info("experimental; no order of samples, no exact resume here: see the top of this script")
+    for address in dht.get_visible_maddrs():
+        log.info(f"others join with --peers {address}")
+    if not args.peers:
+        log.info("the first peer of this swarm; with --peers it would join one")
     batches, own = endless(loaders.train), 0
     try:
         while loop.goes_on(session):
-            began, sums, seen = time.monotonic(), Sums(device), swarm.local_epoch
+            began, sums, first = time.monotonic(), Sums(device), swarm.local_epoch
             session.epoch_began = began
             model.train()
             while (position := swarm.local_epoch) < (state.epoch + 1) * steps:
@@ -180,18 +180,23 @@ def train(args: Namespace, world: World) -> int:
                 if session.stop.poll():
                     break
                 if position != swarm.local_epoch and swarm.local_epoch % args.print_freq == 0:
-                    say_where(session, swarm, steps)
+                    now, step = divmod(swarm.local_epoch - 1, steps)
+                    log.info(
+                        f"Epoch {now + 1}/{args.epochs} step {step + 1}/{steps}  peers "
+                        f"{peers_of(swarm)}  images of all {swarm.local_epoch * args.target_batch}"
+                    )
             if not session.stop.reason:
                 state.epoch = swarm.local_epoch // steps - 1  # a late peer begins in a later epoch
             state.step = swarm.local_epoch - state.epoch * steps
             if session.stop.reason:
                 loop.close_epoch(session, None, None)
                 break
-            done = (swarm.local_epoch - seen) * args.target_batch
+            done = (swarm.local_epoch - first) * args.target_batch
             trained = record(session, sums, done / (time.monotonic() - began))
-            run.scalars(
-                {**swarm_facts(swarm), "Swarm/own_samples": own}, state.epoch + 1, flush=True
-            )
+            # Hivemind begins a step when it expects the target to be reached: some have fewer.
+            seen = {"Swarm/samples": float(swarm.local_epoch * args.target_batch)}
+            seen |= {"Swarm/peers": float(peers_of(swarm)), "Swarm/own_samples": own}
+            run.scalars(seen, state.epoch + 1, flush=True)
             if evaluates(dht, args.swarm, 3 * (time.monotonic() - began)):
                 evaluated = evaluation.evaluate(session, predict, loaders.val)
                 loop.close_epoch(session, trained, evaluated)
@@ -232,9 +237,8 @@ def evaluates(dht: "hivemind.DHT", swarm: str, seconds: float) -> bool:
     found = dht.get(key, latest=True)
     if found is not None and found.value != mine:
         return False
-    dht.store(
-        key, mine, expiration_time=hivemind.utils.get_dht_time() + max(seconds, LEASE_SECONDS)
-    )
+    end = hivemind.utils.get_dht_time() + max(seconds, LEASE_SECONDS)
+    dht.store(key, mine, expiration_time=end)
     return True
 
 
@@ -251,33 +255,9 @@ def record(session: Session, sums: Sums, rate: float) -> dict[str, float]:
     }
 
 
-def swarm_facts(swarm: "hivemind.Optimizer") -> dict[str, float]:
-    """Peers that train now, and the steps of all since the beginning, in images; Hivemind begins a
-    step when it expects the target to be reached, so that some have fewer."""
-    return {
-        "Swarm/peers": float(max(1, swarm.tracker.global_progress.num_peers)),
-        "Swarm/samples": float(swarm.local_epoch * swarm.target_batch_size),
-    }
-
-
-def say_how_to_join(dht: "hivemind.DHT", args: Namespace) -> None:
-    """Print the addresses, and what does not hold here."""
-    log.info("experimental; no order of samples, no exact resume here: see the top of this script")
-    for address in dht.get_visible_maddrs():
-        log.info(f"others join with --peers {address}")
-    if not args.peers:
-        log.info("the first peer of this swarm; with --peers it would join one")
-
-
-def say_where(session: Session, swarm: "hivemind.Optimizer", steps: int) -> None:
-    """Print a line about the step that the peers have just made."""
-    facts = swarm_facts(swarm)
-    number, step = divmod(swarm.local_epoch - 1, steps)
-    log.info(
-        f"Epoch {number + 1}/{session.args.epochs} step "
-        f"{step + 1}/{steps}  peers {facts['Swarm/peers']:.0f}  images of all "
-        f"{facts['Swarm/samples']:.0f}"
-    )
+def peers_of(swarm: "hivemind.Optimizer") -> int:
+    """Peers that train now."""
+    return max(1, swarm.tracker.global_progress.num_peers)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ of each trial is kept in --output-dir.
 """
 
 import argparse
+import itertools
 import os
 import re
 import signal
@@ -20,7 +21,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
 from typing import NamedTuple
@@ -28,16 +28,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from utils.errors import UserError, report  # noqa: E402
+from utils.errors import UserError, end_with  # noqa: E402
 
 IMAGES, CLASSES, BATCH = 600, 3, 5  # images per epoch; classes; images per step and process
 LIMIT = 300  # seconds after which a trial that does not continue is given up
 STEADY = 15  # seconds for which training has to continue, as one restart may follow another
 LINK_DOWN, AWAY = 20, 10  # seconds
-ATTEMPT = re.compile(r"\S+ on \d+ process\w* \((\d+) node")
-BATCHES = re.compile(r"steps per epoch, global batch (\d+)")
-RESUMED = re.compile(r"resumed from .*: epoch (\d+), step (\d+)")
 STEP = re.compile(r"Epoch (\d+)/\d+ step +(\d+)/")
+RESUMED = re.compile(r"resumed from .*: epoch (\d+), step (\d+)")
 KILLS = 3  # of rank 0's node, in rank0_killed
 ENV = {"PYTHONPATH": str(ROOT / "tests" / "stand_in"), "STEP_SECONDS": "0.1"}
 ENV |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -51,38 +49,39 @@ class Line(NamedTuple):
     text: str
 
 
-@dataclass
-class Attempt:
-    """One start of the training, as rank 0 reports it; positions in images."""
+class Attempt(NamedTuple):
+    """One start of the training, as rank 0 reports it: (time, images seen) at first and by step."""
 
     nodes: int
-    batch: int = 0  # global
-    start: int = 0
-    times: list[float] = field(default_factory=list)  # of the steps
-    end: int = 0
+    seen: list[tuple[float, int]]
 
 
-def attempts_of(lines: list[Line], until: float = float("inf")) -> list[Attempt]:
-    """What rank 0 had printed by the instant ``until``, attempt by attempt."""
+def attempts_of(lines: list[Line]) -> list[Attempt]:
+    """What rank 0 has printed, attempt by attempt."""
     found: list[Attempt] = []
-
-    def images(match: re.Match) -> int:
-        return (int(match[1]) - 1) * IMAGES + int(match[2]) * found[-1].batch
-
+    batch = 0  # global
     for line in lines:
-        if line.time > until:
-            break
-        if match := ATTEMPT.match(line.text):
-            found.append(Attempt(int(match[1])))
-        elif match := BATCHES.search(line.text):
-            if not line.text.startswith("["):  # of another rank
-                found[-1].batch = int(match[1])
-        elif match := RESUMED.match(line.text):
-            found[-1].start = found[-1].end = images(match)
-        elif match := STEP.match(line.text):
-            found[-1].times.append(line.time)
-            found[-1].end = images(match)
+        if match := re.match(r"\S+ on \d+ process\w* \((\d+) node", line.text):
+            found.append(Attempt(int(match[1]), [(line.time, 0)]))
+        elif match := re.match(r"[^\[].*steps per epoch, global batch (\d+)", line.text):
+            batch = int(match[1])
+        elif match := STEP.match(line.text) or RESUMED.match(line.text):
+            images = (int(match[1]) - 1) * IMAGES + int(match[2]) * batch
+            if match.re is RESUMED:
+                found[-1].seen.clear()
+            found[-1].seen.append((line.time, images))
     return found
+
+
+class Outcome(NamedTuple):
+    """A row of the table: ``seconds`` from the fault to the first step after it on ``nodes``."""
+
+    fault: str
+    what: str
+    nodes: int
+    seconds: float
+    repeated: int  # images
+    restarts: int
 
 
 class Trial:
@@ -113,9 +112,9 @@ class Trial:
         hosts.write_text("".join(f"{node.name}\n" for node in self.nodes[1:]))
         for node in self.nodes[1:]:
             node.start_sshd(**ENV)
-        launcher = f"bash scripts/train_on_nodes.sh {hosts} --dir {ROOT} --elastic 1:{KILLS + 1}"
+        launcher = f"bash scripts/train_on_nodes.sh {hosts} --dir {ROOT} --python {sys.executable}"
         script = f"imagenet_ddp.py -a tiny_plain -b {BATCH} --name {self.name} {self.options}"
-        self.type(0, f"{launcher} -- {script} {self.args.data}", {})
+        self.type(0, f"{launcher} --elastic 1:{KILLS + 1} -- {script} {self.args.data}", {})
 
     def type(self, number: int, command: str, env: dict[str, str]) -> None:
         """Type a command on a node."""
@@ -127,10 +126,9 @@ class Trial:
     def _read(self, number: int, typed: subprocess.Popen) -> None:
         for text in typed.stdout:
             # The launcher over ssh puts the node's name in front.
-            found = re.match(r"\[(node\d+)\] (.*)", text)
-            node, line = found.groups() if found else (f"node{number}", text.rstrip())
-            self.lines.append(Line(time.monotonic(), node, line))
-            self.say(f"{node}: {line}")
+            found = re.match(r"(?:\[(node\d+)\] )?(.*)", text)
+            self.lines.append(Line(time.monotonic(), found[1] or f"node{number}", found[2]))
+            self.say(f"{self.lines[-1].node}: {found[2]}")
         typed.wait()
 
     def say(self, text: str) -> None:
@@ -146,13 +144,21 @@ class Trial:
                 raise UserError(f"{self.name}: waited {LIMIT} s for {what}; see {self.path}")
             time.sleep(0.1)
 
-    def goes_on(self, nodes: int, since: float) -> bool:
-        """Whether training has been under way for a while, after ``since``, on so many nodes."""
-        attempts = attempts_of(list(self.lines))
-        if not attempts or attempts[-1].nodes != nodes:
-            return False
-        times = [one for one in attempts[-1].times if one > since]
-        return bool(times) and times[-1] - times[0] > STEADY
+    def wait_for_steps(self, nodes: int, since: float = 0.0) -> float:
+        """Wait until training has been under way for a while, after ``since``, on so many nodes.
+
+        Returns: when the first of these steps was done.
+        """
+        times: list[float] = []
+
+        def steady() -> bool:
+            last = (attempts_of(list(self.lines)) or [Attempt(0, [])])[-1]
+            steps = last.seen[1:] if last.nodes == nodes else ()
+            times[:] = [when for when, _ in steps if when > since]
+            return bool(times) and times[-1] - times[0] > STEADY
+
+        self.wait(steady, f"steps on {nodes} nodes")
+        return times[0]
 
     def worker(self, number: int) -> int:
         """The process id of a node's training process."""
@@ -163,55 +169,32 @@ class Trial:
             raise UserError(f"{self.name}: node{number} is not training; see {self.path}")
         return found[0]
 
-    def outcome(self, fault: str, what: str, nodes: int, began: float, since: float) -> "Outcome":
+    def outcome(
+        self, fault: str, what: str, nodes: int, began: float, since: float | None = None
+    ) -> Outcome:
         """Wait until training continues after ``since``; the fault was at ``began``."""
-        self.wait(lambda: self.goes_on(nodes, since), f"steps on {nodes} nodes")
-        lines = list(self.lines)
-        before, after = attempts_of(lines, began), attempts_of(lines)
-        first = next(one for one in after[-1].times if one > since)
-        ends = [one.end for one in after[len(before) - 1 : -1]]
-        starts = [one.start for one in after[len(before) :]]
-        repeated = sum(end - start for end, start in zip(ends, starts, strict=True))
-        return Outcome(fault, what, nodes, first - began, repeated, len(starts))
-
-
-class Outcome(NamedTuple):
-    """A row of the table: ``seconds`` from the fault to the first step after it on ``nodes``."""
-
-    fault: str
-    what: str
-    nodes: int
-    seconds: float
-    repeated: int  # images
-    restarts: int
-
-    def row(self) -> str:
-        """As Markdown."""
-        return (
-            f"| {self.fault} | {self.what} | {self.nodes} | {self.seconds:.1f} | {self.restarts} "
-            f"| {self.repeated} | {self.repeated / (2 * BATCH):g} |"
-        )
+        first = self.wait_for_steps(nodes, since or began)
+        before = attempts_of([line for line in self.lines if line.time <= began])
+        attempts = attempts_of(list(self.lines))[len(before) - 1 :]
+        pairs = list(itertools.pairwise(attempts))
+        repeated = sum(old.seen[-1][1] - new.seen[0][1] for old, new in pairs)
+        return Outcome(fault, what, nodes, first - began, repeated, len(pairs))
 
 
 def worker_killed(trial: Trial) -> list[Outcome]:
     os.kill(trial.worker(1), signal.SIGKILL)
     now = time.monotonic()
-    return [trial.outcome("worker killed (-9)", "both nodes start it again", 2, now, now)]
+    return [trial.outcome("worker killed (-9)", "both nodes start it again", 2, now)]
 
 
 def node_killed(trial: Trial) -> list[Outcome]:
     trial.nodes[1].kill()
-    now = time.monotonic()
-    return [trial.outcome("node killed", "the other continues alone", 1, now, now)]
-
-
-def node_back(trial: Trial) -> list[Outcome]:
-    found = node_killed(trial)
+    found = trial.outcome("node killed", "the other continues alone", 1, time.monotonic())
     trial.nodes[1].start_again()
     now = time.monotonic()
     trial.start(1)
     what = "it joins; time from typing its command again"
-    return [*found, trial.outcome("... and started again", what, 2, now, now)]
+    return [found, trial.outcome("... and started again", what, 2, now)]
 
 
 def node_back_soon(trial: Trial) -> list[Outcome]:
@@ -220,8 +203,8 @@ def node_back_soon(trial: Trial) -> list[Outcome]:
     time.sleep(AWAY)
     trial.nodes[1].start_again()
     trial.start(1)
-    what = "both nodes start it again"
-    return [trial.outcome(f"node killed, started again after {AWAY} s", what, 2, now, now)]
+    what = f"node killed, started again after {AWAY} s"
+    return [trial.outcome(what, "both nodes start it again", 2, now)]
 
 
 def link_down(trial: Trial) -> list[Outcome]:
@@ -229,8 +212,7 @@ def link_down(trial: Trial) -> list[Outcome]:
     trial.nodes[1].link(False)
     time.sleep(LINK_DOWN)
     trial.nodes[1].link(True)
-    up = time.monotonic()
-    return [trial.outcome(f"link down {LINK_DOWN} s", "both continue", 2, now, up)]
+    return [trial.outcome(f"link down {LINK_DOWN} s", "both continue", 2, now, time.monotonic())]
 
 
 def master_killed(trial: Trial) -> list[Outcome]:
@@ -241,8 +223,7 @@ def master_killed(trial: Trial) -> list[Outcome]:
     # torchrun itself waits for its rendezvous for many minutes.
     trial.nodes[1].run(f"bash scripts/cleanup.sh --name {trial.name} --grace 5")
     trial.typed[1].wait()
-    trial.master = 1
-    ended = time.monotonic()
+    trial.master, ended = 1, time.monotonic()
     trial.start(1)
     what = (
         f"the other reports it after {noticed - now:.1f} s; cleanup.sh --name, then the same "
@@ -258,75 +239,60 @@ def rank0_killed(trial: Trial) -> list[Outcome]:
         name = next(line.node for line in reversed(trial.lines) if STEP.match(line.text))
         next(node for node in trial.nodes if node.name == name).kill()
         now, what = time.monotonic(), "over ssh, the other nodes continue"
-        found.append(trial.outcome(f"{name} killed, which had rank 0", what, left, now, now))
+        found.append(trial.outcome(f"{name} killed, which had rank 0", what, left, now))
     for node in trial.nodes[1 : KILLS + 1]:
         node.start_again()
         node.start_sshd(**ENV)
-    now = time.monotonic()
-    what = "all nodes switched on again"
-    return [*found, trial.outcome(what, "over ssh, they join", KILLS + 1, now, now)]
+    now, what = time.monotonic(), "all nodes switched on again"
+    return [*found, trial.outcome(what, "over ssh, they join", KILLS + 1, now)]
 
 
-FAULTS = {
-    "worker_killed": worker_killed,
-    "node_killed": node_back,
-    "node_back_soon": node_back_soon,
-    "link_down": link_down,
-    "master_killed": master_killed,
-    "rank0_killed": rank0_killed,
-}
+ALL = (worker_killed, node_killed, node_back_soon, link_down, master_killed, rank0_killed)
+FAULTS = {fault.__name__: fault for fault in ALL}
 
 
-def try_fault(name: str, args: argparse.Namespace) -> list[Outcome]:
+def try_fault(name: str, output_dir: Path, dist_timeout: float) -> list[Outcome]:
     """Train on several nodes, cause the fault, and see what comes of it."""
+    from conftest import draw_folder
     from nodes import Nodes
 
-    over_ssh = name == "rank0_killed"
-    with Nodes(KILLS + 2 if over_ssh else 2) as nodes:
+    output_dir.mkdir(parents=True, exist_ok=True)
+    args = argparse.Namespace(output_dir=output_dir.resolve(), dist_timeout=dist_timeout)
+    count = KILLS + 1 if name == "rank0_killed" else 2
+    with tempfile.TemporaryDirectory() as folder, Nodes(count + (count > 2)) as nodes:
+        args.data = draw_folder(Path(folder) / "data", train=IMAGES // CLASSES, classes=CLASSES)
         trial = Trial(nodes, f"faults_{name}_{os.getpid()}", args)
-        if over_ssh:
+        if count > 2:
             trial.start_over_ssh()
         else:
             trial.start(0)
             trial.start(1)
-        trial.wait(lambda: trial.goes_on(KILLS + 1 if over_ssh else 2, 0), "the first steps")
+        trial.wait_for_steps(count)
         trial.say(f"fault: {name}")
         return FAULTS[name](trial)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--only", default=",".join(FAULTS), metavar="LIST", help="(%(default)s)")
     parser.add_argument("--dist-timeout", type=float, default=30, metavar="S", help="(%(default)s)")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "runs", metavar="DIR")
     args = parser.parse_args()
-    try:
-        if os.geteuid() != 0:
-            raise UserError("network namespaces need root: sudo python tests/trials/faults.py")
-        if unknown := set(args.only.split(",")) - set(FAULTS):
-            raise UserError(f"--only {unknown.pop()} is not one of {', '.join(FAULTS)}")
-        with tempfile.TemporaryDirectory(prefix="faults") as folder:
-            prepare(args, Path(folder))
-            print("| fault | what happens | then nodes | s to the next step | restarts |", end="")
-            print(" images repeated | steps |\n|---|---|---|---|---|---|---|", flush=True)
-            for name in args.only.split(","):
-                for outcome in try_fault(name, args):
-                    print(outcome.row(), flush=True)
-    except UserError as error:
-        return report(error)
+    if os.geteuid() != 0:
+        raise UserError("network namespaces need root: sudo python tests/trials/faults.py")
+    if unknown := set(args.only.split(",")) - set(FAULTS):
+        raise UserError(f"--only {unknown.pop()} is not one of {', '.join(FAULTS)}")
+    print("| fault | what happens | then nodes | s to the next step | restarts |", end="")
+    print(" images repeated | steps |\n|---|---|---|---|---|---|---|", flush=True)
+    for name in args.only.split(","):
+        for outcome in try_fault(name, args.output_dir, args.dist_timeout):
+            fault, what, nodes, seconds, repeated, restarts = outcome
+            cells = fault, what, nodes, f"{seconds:.1f}", restarts, repeated
+            cells += (f"{repeated / (2 * BATCH):g}",)
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
     return 0
 
 
-def prepare(args: argparse.Namespace, folder: Path) -> None:
-    """Draw the images."""
-    from conftest import draw_folder
-
-    args.output_dir = args.output_dir.resolve()
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    args.data = draw_folder(folder / "data", train=IMAGES // CLASSES, classes=CLASSES)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)
