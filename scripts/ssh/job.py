@@ -237,9 +237,10 @@ class Job:
             if clock.seconds > clock.limit and len(ready) < self.least:
                 why = f"the job needs {self.least} nodes and has waited {clock.limit:g} s for "
                 raise UserError(why + names, code=LOST_PEER if self.number else BAD_INPUT)
-            if len(ready) < self.most and clock.due:
-                here = f"{len(ready)} of at least {self.least} nodes are here"
-                note(clock.line(f"waiting for {names}: {here}"))
+            here = f"{len(ready)} of at least {self.least} nodes are here"
+            line = clock.line(f"waiting for {names}: {here}") if len(ready) < self.most else None
+            if line:
+                note(line)
 
     def _start(self, nodes: list[Node]) -> None:
         """Start the script on ``nodes``, and show each command. Raises: `UserError`."""

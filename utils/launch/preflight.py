@@ -79,6 +79,7 @@ class Preflight:
         self.clock = network.Clock(wait)
         self.processes: int | None = None
         self.peers: dict[int, Link] = {}  # in node 0: all nodes, by rank
+        self.closed: list[str] = []  # in node 0: the closed ports between nodes
         self.stop: str | None = None  # in node 0: the error that ends the waiting
         self.fault: str | None = None
         self.done = threading.Event()
@@ -249,10 +250,11 @@ class Preflight:
             if waiting[0] not in self.peers or time.monotonic() > deadline:
                 raise UserError(f"{names[waiting[0]]} was lost in the pre-flight check")
             await self._pause()
-        if closed := [way for peer in peers for way in peer.facts["closed"]]:
-            more = f" (and {len(closed) - 4} more)" if len(closed) > 4 else ""
+        self.closed = [way for peer in peers for way in peer.facts["closed"]]
+        if self.closed:
+            more = f" (and {len(self.closed) - 4} more)" if len(self.closed) > 4 else ""
             raise UserError(
-                f"{'; '.join(closed[:4])}{more}: gradients travel over ports that the kernel "
+                f"{'; '.join(self.closed[:4])}{more}: gradients travel over ports that the kernel "
                 "chooses, so open all TCP ports between the nodes, in both directions"
             )
         hosts = ", ".join(peer.facts["host"] for peer in peers)
