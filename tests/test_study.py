@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -315,9 +316,10 @@ def test_over_ssh_launcher_and_node_are_killed(folder, tmp_path):
             place = tmp_path / f"kills{kills}"
             place.mkdir()
             # The doctor looks after the nodes of the first study.
-            own = "--no-doctor --env STEP_SECONDS=0.3" if kills else ""
+            own = f"{hosts} --dir {ROOT} --python {sys.executable} "
+            own += "--no-doctor --env STEP_SECONDS=0.3" if kills else ""
             training = f"imagenet_ddp.py --comm fp32 {folder}"
-            words = "bash " + study(place, f"{hosts} --dir {ROOT} {own}", training, epochs=3)
+            words = "bash " + study(place, own, training, epochs=3)
             if kills:
                 with nodes[0].type(words, **ENV) as first:
                     first.allow(4 * TIMEOUT)
