@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,12 +47,9 @@ class SshNode(Node):
         threading.Thread(target=self._follow, args=(self.ssh,), daemon=True).start()
 
     def say(self, order: bytes) -> None:
-        try:
-            with self.lock:
-                self.ssh.stdin.write(order)
-                self.ssh.stdin.flush()
-        except OSError:
-            pass
+        with suppress(OSError, AttributeError), self.lock:  # it has ended, or not begun
+            self.ssh.stdin.write(order)
+            self.ssh.stdin.flush()
 
     def close(self) -> None:
         self.ssh.terminate()
