@@ -1,7 +1,4 @@
-"""The doctor on two nodes: green when they are well; and it finds each fault that was put in.
-
-Each test makes sure on the node itself, by other means than the doctor's, that its fault exists.
-"""
+"""The doctor on two nodes: green when they are well; and it finds each fault that was put in."""
 
 import argparse
 import json
@@ -75,17 +72,6 @@ def bad(result: Result) -> list[str]:
     return [line for line in result.out.splitlines() if re.match("(.node[01]. )?[!✗] ", line)]
 
 
-def reaches(source: Node, target: Node, port: int) -> bool:
-    """Whether a plain connection from ``source`` gets to ``port`` of ``target``."""
-    listen = f"import socket; s = socket.create_server(('', {port})); print(flush=True); s.accept()"
-    connect = f"import socket; socket.create_connection(('{target.ip}', {port}), 1.5)"
-    with target.popen(["python", "-c", listen], stdout=subprocess.PIPE) as server:
-        server.stdout.readline()
-        done = source.run(["python", "-c", connect])
-        target.run(["python", "-c", connect.replace(target.ip, "127.0.0.1")])  # ends the server
-    return done.code == 0
-
-
 def test_over_ssh_from_one_machine(nodes, data):
     for node in nodes:
         node.start_sshd()
@@ -122,7 +108,6 @@ def test_faults_of_one_node_are_all_found(nodes, data, tmp_path):
     other = shutil.copytree(data, tmp_path / "data", ignore=shutil.ignore_patterns(".index*"))
     (other / "train/class_7/002.JPEG").unlink()
     nodes[1].replace("/etc/hosts", f"127.0.0.1 localhost\n127.0.1.1 node1\n{nodes[0].ip} node0\n")
-    assert nodes[1].run("getent ahostsv4 node1").out.startswith("127.0.1.1")
     add = "ip link add side0 type veth peer name side1 && ip address add 10.99.0.2/24 dev side0"
     assert nodes[1].run(f"{add} && ip link set side0 up && ip link set side1 up").code == 0
     play(tmp_path, "470", T4)
@@ -158,9 +143,6 @@ def test_faults_of_one_node_are_all_found(nodes, data, tmp_path):
 def test_all_closed_ways_are_listed(nodes, data):
     for node in nodes:
         node.block_ports(f"1024-{PORT - 1}, {PORT + 1}-65535")
-    # Not a port from which connections are made: one of before might still hold it.
-    assert not reaches(nodes[1], nodes[0], 20000)
-    assert reaches(nodes[1], nodes[0], PORT)
     first, second = ask_doctor(nodes, data, code=2)
     said = bad(first)
     assert len(said) == 4  # two ports in both directions
@@ -172,7 +154,6 @@ def test_all_closed_ways_are_listed(nodes, data):
 
 def test_a_closed_master_port_and_another_torch(nodes, data, tmp_path):
     nodes[0].block_ports(str(PORT))
-    assert not reaches(nodes[1], nodes[0], PORT)
     first, second = ask_doctor(nodes, data, "--wait", "2", code=2)
     assert "✗ node 1 of 2 did not connect" in first.out
     assert f"{nodes[0].ip}:{PORT} cannot be reached" in bad(second)[0]

@@ -73,7 +73,12 @@ class RayNode(Node):
     """A node whose guard is below an actor."""
 
     def connect(self) -> None:
-        self.holder = self.job.hold(self.host)
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        place = NodeAffinitySchedulingStrategy(self.host.address.partition("@")[0], soft=False)
+        needs = {"num_cpus": self.job.options.cpus, "num_gpus": self.job.options.gpus}
+        holder = ray.remote(Holder).options(**needs, max_concurrency=8, scheduling_strategy=place)
+        self.holder = holder.remote()
         threading.Thread(target=self._follow, args=(self.holder,), daemon=True).start()
 
     def say(self, order: bytes) -> None:
@@ -120,19 +125,6 @@ class RayJob(Job):
         kept = [host for host in self.machines if host in alive]
         self.machines = (kept + [host for host in alive if host not in kept])[: self.most]
         return self.machines
-
-    def hold(self, host: Host) -> Any:
-        """An actor on a host that has what the job needs there."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        place = NodeAffinitySchedulingStrategy(host.address.partition("@")[0], soft=False)
-        holder = ray.remote(Holder).options(
-            num_cpus=self.options.cpus,
-            num_gpus=self.options.gpus,
-            max_concurrency=8,
-            scheduling_strategy=place,
-        )
-        return holder.remote()
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
