@@ -173,6 +173,7 @@ def test_nothing_is_left(nodes, folder, tmp_path, fault, seconds, code):
         ("node1", "--python /usr/bin/python3", "not installed"),
         ("node1\nnode0", "", "ssh to node0 failed"),
         ("node1", "--dir /nowhere", "/nowhere"),
+        ("node1", "--ssh nosuch", "no program 'nosuch' here"),
     ],
 )
 def test_errors_on_nodes_are_one_line(nodes, tmp_path, hosts, launcher, named):

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -98,10 +99,14 @@ def remote_python(ssh: str, host: Host, mark: str = "") -> list[str]:
     """The command that runs a `program` on ``host``; ``ssh`` is ssh with the user's options.
 
     ``mark`` is the value of the environment variable by which clean-up recognises what is ours.
+    Raises: `UserError` without an ssh here.
     """
+    words = shlex.split(ssh)
+    if not words or not shutil.which(words[0]):
+        raise UserError(f"there is no program {ssh!r} here: install openssh-client, or see --ssh")
     marked = f"env {shlex.quote(f'{MARKER}={mark}')} " if mark else ""
     line = f"{marked}python3 -u -c {shlex.quote(BOOTSTRAP)}"
-    return [*shlex.split(ssh), *_SSH_OPTIONS, host.address, line]
+    return [*words, *_SSH_OPTIONS, host.address, line]
 
 
 def program(path: Path, arguments: dict) -> bytes:

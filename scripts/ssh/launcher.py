@@ -52,7 +52,8 @@ class SshNode(Node):
             self.ssh.stdin.flush()
 
     def close(self) -> None:
-        self.ssh.terminate()
+        with suppress(AttributeError):
+            self.ssh.terminate()
 
     def prepare(self) -> None:
         if self.job.options.sync:
