@@ -61,7 +61,7 @@ def attempts_of(lines: list[Line]) -> list[Attempt]:
     found: list[Attempt] = []
     batch = 0  # global
     for line in lines:
-        if match := re.match(r"\S+ on \d+ process\w* \((\d+) node", line.text):
+        if match := re.match(r"\S+; processes: \d+, nodes: (\d+)", line.text):
             found.append(Attempt(int(match[1]), [(line.time, 0)]))
         elif match := re.match(r"[^\[].*steps per epoch, global batch (\d+)", line.text):
             batch = int(match[1])
