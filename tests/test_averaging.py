@@ -65,8 +65,8 @@ def test_the_average_is_the_formula(most):
         decay = min(most, (1 + number) / (10 + number))
         for name in floats:
             expected[name] = decay * expected[name] + (1 - decay) * state[name].double()
-        assert ema.weights().keys() == set(floats)
-        for name, value in ema.weights().items():
+        assert ema.averages.keys() == set(floats)
+        for name, value in ema.averages.items():
             torch.testing.assert_close(value.double(), expected[name], rtol=1e-5, atol=1e-6)
     assert ema.steps == 7
 
@@ -82,7 +82,7 @@ def test_the_model_gets_its_own_bits_back():
         inside = {name: value.clone() for name, value in model.state_dict().items()}
     for name, value in model.state_dict().items():
         assert torch.equal(value, own[name])
-        assert torch.equal(inside[name], ema.weights().get(name, value)), name
+        assert torch.equal(inside[name], ema.averages.get(name, value)), name
 
 
 def test_a_float16_model_is_averaged_by_its_masters():
@@ -96,12 +96,12 @@ def test_a_float16_model_is_averaged_by_its_masters():
         decay = (1 + number) / (10 + number)
         for name, value in amp.weights.state_dict().items():
             expected[name] = decay * expected[name] + (1 - decay) * value.double()
-    for name, value in ema.weights().items():
+    for name, value in ema.averages.items():
         assert value.dtype == torch.float32
         torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=1e-7, msg=name)
     before = contents(amp, model, optimizer)
     with ema.in_model():
-        assert torch.equal(model[0].weight, ema.weights()["0.weight"].half())
+        assert torch.equal(model[0].weight, ema.averages["0.weight"].half())
     assert all(
         torch.equal(a, b) for a, b in zip(before, contents(amp, model, optimizer), strict=True)
     )
@@ -125,7 +125,7 @@ def test_a_snapshot_without_averages_begins_them_from_its_weights(tmp_path):
     state = averaged(seed=2)
     resume(state, ARGS, WORLD, tmp_path / "snapshot.pt")
     assert state.ema.steps == 0
-    for name, value in state.ema.weights().items():
+    for name, value in state.ema.averages.items():
         assert torch.equal(value, state.model.state_dict()[name])
 
 
@@ -152,7 +152,7 @@ def test_best_pt_has_the_averages_where_they_are_better(tmp_path):
     assert best["weights"] == "ema"
     assert best["state_dict"].keys() == state.model.state_dict().keys()
     for name, value in state.model.state_dict().items():
-        assert torch.equal(best["state_dict"][name], state.ema.weights().get(name, value))
+        assert torch.equal(best["state_dict"][name], state.ema.averages.get(name, value))
     state.best["ema"] = 0
     save_best(state, tmp_path, "tiny", CLASSES)
     best = read_checkpoint(tmp_path / "best.pt")
@@ -233,12 +233,12 @@ def test_sharded_weights_are_averaged_shard_by_shard(process_group):
             descend(one, 0.1)
         expected.after_step()
         found.after_step()
-    gathered = {name: whole(value) for name, value in found.weights().items()}
+    gathered = {name: whole(value) for name, value in found.averages.items()}
     again = Average(model, DECAY)
-    again.restore({"model": fsdp.shards_like(gathered, again.weights()), "steps": 3})
-    for name, value in expected.weights().items():
+    again.restore({"model": fsdp.shards_like(gathered, again.averages), "steps": 3})
+    for name, value in expected.averages.items():
         torch.testing.assert_close(gathered[name], value, rtol=0, atol=1e-5)
-        assert torch.equal(local(again.weights()[name]), local(found.weights()[name]))
+        assert torch.equal(local(again.averages[name]), local(found.averages[name]))
     own, images = local(model.one.weight).clone(), torch.ones(8, 4).cumsum(0)
     with torch.no_grad():
         model(images)

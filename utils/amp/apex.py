@@ -27,38 +27,25 @@ HOW_TO_GET_APEX = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Apex's options, with Apex's names."""
-    group = parser.add_argument_group("Apex mixed precision")
-    group.add_argument("--opt-level", choices=tuple(o2.LEVELS), default="O2", help="Apex opt level")
-    group.add_argument(
-        "--keep-batchnorm-fp32",
-        choices=("True", "False"),
-        help="batch norm in float32 though the weights are float16; default: the level's",
+    add = parser.add_argument_group("Apex mixed precision").add_argument
+    add("--opt-level", choices=tuple(o2.LEVELS), default="O2", help="Apex opt level")
+    text = "batch norm in float32 though the weights are float16; default: the level's"
+    add("--keep-batchnorm-fp32", choices=("True", "False"), help=text)
+    text = "a fixed number or dynamic; default: the level's"
+    add("--loss-scale", type=loss_scale, metavar="X|dynamic", help=text)
+    text = (
+        "apex: NVIDIA's package, which had amp until 25.04; torch: the same recipe in plain "
+        "PyTorch; auto: apex where it can be used"
     )
-    group.add_argument(
-        "--loss-scale",
-        type=loss_scale,
-        metavar="X|dynamic",
-        help="a fixed number or dynamic; default: the level's",
+    add("--amp-impl", choices=("auto", "apex", "torch"), default="auto", help=text)
+    text = "all-reduce gradients after backward, not while it computes"
+    add("--delay-allreduce", action="store_true", help=text)
+    text = (
+        "sum float16 gradients over the ranks, then divide, as Apex does; or divide first, as "
+        "torch does; or sum them in float32"
     )
-    group.add_argument(
-        "--amp-impl",
-        choices=("auto", "apex", "torch"),
-        default="auto",
-        help="apex: NVIDIA's package, which had amp until 25.04; torch: the same recipe in plain "
-        "PyTorch; auto: apex where it can be used",
-    )
-    group.add_argument(
-        "--delay-allreduce",
-        action="store_true",
-        help="all-reduce gradients after backward, not while it computes",
-    )
-    group.add_argument(
-        "--allreduce",
-        choices=("sum-divide", "divide-sum", "fp32"),
-        default="sum-divide",
-        help="sum float16 gradients over the ranks, then divide, as Apex does; or divide first, as "
-        "torch does; or sum them in float32",
-    )
+    orders = ("sum-divide", "divide-sum", "fp32")
+    add("--allreduce", choices=orders, default="sum-divide", help=text)
 
 
 def loss_scale(text: str) -> float | str:

@@ -15,14 +15,12 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """``--amp``, for the scripts that use torch.amp."""
-    group = parser.add_argument_group("mixed precision")
-    group.add_argument(
-        "--amp",
-        choices=("auto", *DTYPES),
-        default="auto",
-        help="autocast to fp16 with loss scaling, to bf16, or off (float32); auto: fp16 on a GPU, "
-        "bf16 on a CPU with AMX for images of at least 224 pixels, else off",
+    text = (
+        "autocast to fp16 with loss scaling, to bf16, or off (float32); auto: fp16 on a GPU, "
+        "bf16 on a CPU with AMX for images of at least 224 pixels, else off"
     )
+    add = parser.add_argument_group("mixed precision").add_argument
+    add("--amp", choices=("auto", *DTYPES), default="auto", help=text)
 
 
 def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None:

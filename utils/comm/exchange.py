@@ -21,22 +21,15 @@ LATE = 0.25  # share of the steps before which powersgd does not begin
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """How gradients are exchanged between the processes."""
-    group = parser.add_argument_group("communication")
-    group.add_argument(
-        "--comm",
-        type=_method,
-        default="fp32",
-        metavar="METHOD",
-        help="what gradients travel as: fp32, fp16, bf16, int8, int4 or powersgd[:RANK] (4); auto: "
+    add = parser.add_argument_group("communication").add_argument
+    text = (
+        "what gradients travel as: fp32, fp16, bf16, int8, int4 or powersgd[:RANK] (4); auto: "
         "fp32 on one node; on several, try each in a few steps and keep the mildest that is about "
-        "as fast as the fastest",
+        "as fast as the fastest"
     )
-    group.add_argument(
-        "--bucket-mb",
-        type=amount,
-        metavar="MIB",
-        help="gradients are exchanged in buckets of this size; default: torch's, first 1, then 25",
-    )
+    add("--comm", type=_method, default="fp32", metavar="METHOD", help=text)
+    text = "gradients are exchanged in buckets of this size; default: torch's, first 1, then 25"
+    add("--bucket-mb", type=amount, metavar="MIB", help=text)
 
 
 def _method(text: str) -> str:

@@ -26,15 +26,13 @@ LARGE = 1_000_000  # weights; a single layer outside of all blocks that is
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """``--reshard``."""
-    group = parser.add_argument_group("sharding")
-    group.add_argument(
-        "--reshard",
-        choices=("none", "full", "node"),
-        default="full",
-        help="how long gathered weights stay. full (ZeRO-3): until a block has computed; none "
+    text = (
+        "how long gathered weights stay. full (ZeRO-3): until a block has computed; none "
         "(ZeRO-2): until its backward pass, which gathers half as often and takes the memory of a "
-        "whole model; node: as full, but each node has all shards, so that only gradients leave it",
+        "whole model; node: as full, but each node has all shards, so that only gradients leave it"
     )
+    add = parser.add_argument_group("sharding").add_argument
+    add("--reshard", choices=("none", "full", "node"), default="full", help=text)
 
 
 # ---- what `fully_shard` is called with

@@ -18,16 +18,15 @@ from torch import Tensor, nn
 from utils.errors import UserError
 from utils.launch.world import local, reshard
 
-Named = dict[str, Tensor]
-
 
 class Average:
     """The averages of a model's weights and running statistics, float32, on the model's device.
 
-    A tensor that is sharded over the processes (a DTensor) is averaged shard by shard.
+    ``averages`` are by name of the model's state dict. A tensor that is sharded over the processes
+    (a DTensor) is averaged shard by shard.
     """
 
-    def __init__(self, model: nn.Module, decay: float, masters: Named | None = None):
+    def __init__(self, model: nn.Module, decay: float, masters: dict[str, Tensor] | None = None):
         """``masters``: the float32 originals of the model's float16 weights, by name."""
         self.model, self.decay = model, decay
         # Not detached: FSDP may move the memory of a shard.
@@ -45,10 +44,6 @@ class Average:
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
         sources = [source.float() for source in map(local, self.sources)]
         torch._foreach_lerp_([*map(local, self.averages.values())], sources, 1 - decay)
-
-    def weights(self) -> Named:
-        """The averages under the names of the model's state dict."""
-        return self.averages
 
     @contextmanager
     def in_model(self) -> Iterator[None]:

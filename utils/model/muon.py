@@ -116,10 +116,8 @@ def _factor(gram: Tensor, iterations: int) -> Tensor:
 
 
 def _fast_dtype(device: torch.device) -> torch.dtype:
-    if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast = device.type == "cpu" and has_amx()
+    on_gpu = device.type == "cuda"
+    fast = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else has_amx()
     return torch.bfloat16 if fast else torch.float32
 
 

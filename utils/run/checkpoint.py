@@ -138,7 +138,7 @@ def best_of(
     """
     averaged = bool(state.best.get("ema"))
     return {
-        "state_dict": {**weights, **state.ema.weights()} if averaged else weights,
+        "state_dict": {**weights, **state.ema.averages} if averaged else weights,
         "weights": "ema" if averaged else "model",
         "arch": arch,
         "classes": classes,
@@ -206,7 +206,7 @@ def _restore(
     if state.ema is not None:
         averages = content.get("ema") if is_ours else None
         if averages is not None:
-            averages["model"] = state.shards_of(averages["model"], state.ema.weights())
+            averages["model"] = state.shards_of(averages["model"], state.ema.averages)
         state.ema.restore(averages)
     begins_anew = args.start_epoch is not None and {*changed} & {*_OPTIMISER}
     if "optimizer" in content and not begins_anew:
