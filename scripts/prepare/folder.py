@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from tqdm import tqdm
 
 from utils.atomic import link_atomically, remove_leftovers, save_atomically
-from utils.data.index import class_names, image_files
+from utils.data.index import class_names, list_class
 from utils.errors import UserError
 from utils.launch.supervise import die_with_parent
 
@@ -95,7 +95,7 @@ def images_by_class(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Each class in ``folder`` (none if it does not exist), and the sorted paths of its images
     relative to ``folder``, as training finds them. Raises: `UserError`."""
     for label in class_names(folder):
-        yield label, sorted(map(os.fsdecode, image_files(folder, label, {})))
+        yield label, os.fsdecode(list_class(folder, label).paths).split("\0")[:-1]
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
@@ -171,10 +171,8 @@ def fill(
 ) -> int | None:
     """Write all images that are missing.
 
-    Args:
-        what: the command and all that determines the content.
-        wanted: the splits that ``out`` is to have.
-        open_source: returns a `Split` for each unfinished split, or for some of them.
+    ``what`` is the command and all that determines the content, ``wanted`` the splits that ``out``
+    is to have. ``open_source`` returns a `Split` for each unfinished split, or for some of them.
 
     Returns: the number of images that could not be decoded; None if there was nothing to do.
     Raises: `UserError`; the same command then continues.
@@ -186,8 +184,8 @@ def fill(
         for name, (total, items) in todo.items():
             mark(out, what, False, counts)
             remove_leftovers(out / name, recursive=True)
-            counts[name], number = _fill_split(out, total, items, workers)
-            faults += number
+            faults += _fill_split(out, total, items, workers)
+            counts[name] = sum(len(names) for _, names in images_by_class(out / name))
             if counts[name] != total:
                 print(f"note: the complete {name} set has {total} images, not {counts[name]}")
         if todo or not marker["finished"]:
@@ -198,21 +196,18 @@ def fill(
     return faults if todo else None
 
 
-def _fill_split(out: Path, total: int, items: Iterable[Item], workers: int) -> tuple[int, int]:
-    """Write the missing ones of ``items``. Returns: their number, that of undecodable ones."""
-    seen = faults = 0
+def _fill_split(out: Path, total: int, items: Iterable[Item], workers: int) -> int:
+    """Write those of ``items`` that are missing. Returns: the number that cannot be decoded."""
 
     def missing() -> Iterator[Item]:
-        nonlocal seen
         for item in items:
-            seen += 1
             path = out / item.place
             if path.exists() and path.stat().st_size:
                 bar.update()
             else:
                 yield item
 
-    each = missing()
+    each, faults = missing(), 0
     batches = iter(lambda: list(islice(each, BATCH)), [])
     with (
         progress(total) as bar,
@@ -223,4 +218,4 @@ def _fill_split(out: Path, total: int, items: Iterable[Item], workers: int) -> t
             faults += len(notes)
             for note in notes:
                 tqdm.write(note, file=sys.stderr)
-    return seen, faults
+    return faults

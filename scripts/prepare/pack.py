@@ -154,13 +154,11 @@ def pack_folder(source: Path, out: Path, size: int, workers: int) -> None:
     # The fingerprints change when files are added, removed or renamed.
     images = ", ".join(f"{split} {index.fingerprint()}" for split, index in indices.items())
     what = f"pack (source {source}, size {size}, {images})"
-    step = pack.IMAGES_PER_FILE
-    files: list[File] = [
-        (out / split / pack.file_name(start // step), every[start : start + step], index)
-        for split, index in indices.items()
-        for every in [range(len(index))]
-        for start in every[::step]
-    ]
+    files: list[File] = []
+    for split, index in indices.items():
+        for number, start in enumerate(range(0, len(index), pack.IMAGES_PER_FILE)):
+            part = range(start, min(start + pack.IMAGES_PER_FILE, len(index)))
+            files.append((out / split / pack.file_name(number), part, index))
     with locked(out, what):
         if missing := [one for one in files if read_end(one[0]) is None]:
             _check_space(missing, out, size)

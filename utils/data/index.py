@@ -188,25 +188,12 @@ def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listin
 
 
 def list_class(root: Path, name: str) -> Listing:
-    """List the images of class folder ``name``, sub-folders included. Raises: `UserError`."""
-    folders: dict[str, int] = {}
-    paths = sorted(image_files(root, name, folders))
-    return Listing(b"".join(path + b"\0" for path in paths), folders)
+    """List the images of class folder ``name``, sub-folders included. Raises: `UserError`.
 
-
-def class_names(root: Path) -> list[str]:
-    """Sorted names of the class folders in ``root``; none where that is no folder."""
-    names = os.listdir(root) if root.is_dir() else []
-    return sorted(n for n in names if n[0] != "." and os.path.isdir(root / n))
-
-
-def image_files(root: Path, name: str, folders: dict[str, int]) -> list[bytes]:
-    """Paths relative to ``root`` of the images in ``root/name`` and its sub-folders, unsorted.
-
-    Adds the folders to ``folders`` (see `Listing`). No file is looked at: for 1.28 million that
-    would double the time. Raises: `UserError` for a folder that cannot be read.
+    No file is looked at: for 1.28 million that would double the time.
     """
     found: list[bytes] = []
+    folders: dict[str, int] = {}
     waiting = [os.fsencode(name)]
     while waiting:
         folder = waiting.pop()
@@ -227,7 +214,13 @@ def image_files(root: Path, name: str, folders: dict[str, int]) -> list[bytes]:
         except OSError as fault:
             text = f"cannot read the class folder {os.fsdecode(place):.200}: {fault.strerror}"
             raise UserError(text, alike=True) from None
-    return found
+    return Listing(b"".join(path + b"\0" for path in sorted(found)), folders)
+
+
+def class_names(root: Path) -> list[str]:
+    """Sorted names of the class folders in ``root``; none where that is no folder."""
+    names = os.listdir(root) if root.is_dir() else []
+    return sorted(n for n in names if n[0] != "." and os.path.isdir(root / n))
 
 
 def _fresh(root: Path, listing: Listing) -> bool:

@@ -22,14 +22,9 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-
-def library_of(source: Path) -> Path:
-    """The library made of ``source``, beside it; its name changes with the source's content."""
-    return source.with_name(f"libregion_decode_{zlib.crc32(source.read_bytes()):08x}.so")
-
-
 SOURCE = Path(__file__).with_name("region_decode.c")
-LIBRARY = library_of(SOURCE)
+# The name changes with the source's content.
+LIBRARY = SOURCE.with_name(f"libregion_decode_{zlib.crc32(SOURCE.read_bytes()):08x}.so")
 # Columns beside the wanted ones: a margin of 2 on each side, and up to the edge of a block, which
 # is 32 wide where colour has a quarter of the columns.
 BESIDE = 2 + 2 + 31
