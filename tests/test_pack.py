@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from batches import batches_of, fetch
+from batches import batches_of, fetch, picture
 from conftest import ROOT, draw_folder, draw_image, python
 from PIL import Image
 from preparing import SCRIPT, fail, run, succeed, times
@@ -61,44 +61,18 @@ def index_of(root, part="train"):
     return ImageIndex(root / part, class_folders(root / part))
 
 
-def epoch(root, ranks=1, workers=0, size=24):
-    """Image -> (pixels, target) of a training epoch on all ranks, and what could not be read."""
-    index, seen, bad = index_of(root), {}, {}
-    for rank in range(ranks):
-        sampler = TrainSampler(len(index), 12 // ranks, (rank, ranks), 1, seed=5)
-        batches = batches_of(index, sampler, workers, size, bad_files=100)
-        for asked, (images, targets) in zip(sampler, batches, strict=True):
-            for image, pixels, target in zip(asked.indices, images, targets, strict=True):
-                seen[int(image)] = pixels.clone(), int(target)
-        bad |= batches.bad.seen
-    return seen, bad
-
-
-@pytest.fixture(scope="module")
-def of_folder(source):
-    return epoch(source)
-
-
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 1), (6, 0)])
-def test_an_epoch_is_that_of_the_folder_bit_for_bit(packed, of_folder, ranks, workers):
-    """Where nothing is reduced; the order of samples and what stands in for bad files, too."""
-    expected, faults = of_folder
-    got, bad = epoch(packed[0], ranks, workers)
-    assert got.keys() == expected.keys() and len(got) == 36
-    assert all(torch.equal(got[i][0], expected[i][0]) for i in got)
-    assert all(got[i][1] == expected[i][1] for i in got)
-    assert bad == faults and len(bad) == 3, "the same files, for the same reasons"
-
-
-def test_evaluation_is_that_of_the_folder_bit_for_bit(source, packed):
-    for part in ("train", "val"):
-        seen = []
-        for root in (source, packed[0]):
-            index = index_of(root, part)
-            sampler = EvalSampler(len(index), 10, (0, 1))
-            batches = batches_of(index, sampler, size=24, bad_files=9)
-            seen.append([torch.cat(values) for values in zip(*batches, strict=True)])
-        assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
+@pytest.mark.parametrize("train", [True, False])
+def test_batches_are_those_of_the_folder_bit_for_bit(source, packed, train):
+    """Where nothing is reduced; the order of samples and what replaces bad files, too."""
+    seen, bad = [], []
+    for root in (source, packed[0]):
+        index = index_of(root)
+        sampler = TrainSampler(37, 12, (0, 1), 1, 5) if train else EvalSampler(37, 10, (0, 1))
+        batches = batches_of(index, sampler, 2, 24, bad_files=9)
+        seen.append([torch.cat(values) for values in zip(*batches, strict=True)])
+        bad.append(batches.bad.seen)
+    assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
+    assert bad[0] == bad[1] and len(bad[0]) == 3, "the same files, for the same reasons"
 
 
 def test_names_classes_and_reports(source, packed):
@@ -125,28 +99,23 @@ def test_names_classes_and_reports(source, packed):
 
 def test_pixels_are_those_of_a_careful_reduction(tmp_path):
     """Also that the boxes of crops are those in the shrunk copy: the shapes are the same."""
+    folder = tmp_path / "large" / "train" / "a"
+    folder.mkdir(parents=True)
     for number, shape in enumerate([(150, 97), (70, 200), (64, 90), (30, 300)]):
-        folder = tmp_path / "large" / "train" / "a"
-        folder.mkdir(parents=True, exist_ok=True)
-        draw_image(folder / "x.JPEG", number, "x")
-        Image.open(folder / "x.JPEG").resize(shape).save(folder / f"{number}.JPEG", quality=95)
-        (folder / "x.JPEG").unlink()
+        picture(*shape).save(folder / f"{number}.JPEG", quality=95)
     for command in ("pack", "shrink"):
         succeed(command, tmp_path / "large", tmp_path / command, "--size", SIZE, *ONE)
     index, shrunk = index_of(tmp_path / "pack"), index_of(tmp_path / "shrink")
     for image in range(4):
-        with Image.open(folder / f"{image}.JPEG") as picture:
-            rgb = picture.convert("RGB")
+        rgb = Image.open(folder / f"{image}.JPEG").convert("RGB")
         factor = min(1, SIZE / min(rgb.size))
-        wanted = [round(side * factor) for side in rgb.size]
         if factor < 1:
+            wanted = [round(side * factor) for side in rgb.size]
             rgb = rgb.resize(wanted, Image.Resampling.BICUBIC)
-        assert (
-            index.pack.shape(image) == rgb.size[::-1] == Image.open(shrunk.path(image)).size[::-1]
-        )
+        shape = Image.open(shrunk.path(image)).size[::-1]
+        assert index.pack.shape(image) == rgb.size[::-1] == shape
         assert index.pack.file(image) == rgb.tobytes()
-        rows = index.pack.rows(image, 7, 11)
-        assert np.array_equal(rows, np.asarray(rgb)[7:18])
+        assert np.array_equal(index.pack.rows(image, 7, 11), np.asarray(rgb)[7:18])
 
 
 # ---------------------------------------------------------------------------- damages
@@ -185,18 +154,13 @@ def test_a_pack_that_is_not_whole_is_a_sentence(copy, kind, sentence):
 def test_a_file_cut_while_it_is_in_use_has_unreadable_images(copy):
     index = index_of(copy)
     dataset = ImageBatches(index, 24, seed=0, train=True)
-    records = index.pack.records  # stored in the order in which two workers finished them
-    whole = [int(i) for i in np.argsort(records["place"]) if records["height"][i]]
-    lost, asked = set(whole[-2:]), np.array(whole[-7:])
-    intact = fetch(dataset, asked)[0]
-    os.truncate(copy / "train" / "00000.pixels", int(records["place"][whole[-2]]) + 9)
-    images, targets, reading = fetch(dataset, asked)
-    reasons = {image: reason for image, reason in reading.faults if image in whole}
-    assert reasons == dict.fromkeys(lost, "00000.pixels ends before the image does")
-    assert torch.equal(images[:5], intact[:5])
-    readable = sorted(set(whole) - lost)
-    substitutes = [min(readable, key=lambda other: (other - one) % len(index)) for one in asked]
-    assert targets.tolist() == index.targets[substitutes].tolist()
+    place = index.pack.records["place"]
+    intact = fetch(dataset, [30, 34])[0]
+    os.truncate(copy / "train" / "00000.pixels", int(place[35]) + 9)
+    images, targets, reading = fetch(dataset, [30, 34, 35])
+    lost = dict.fromkeys((35, 36), "00000.pixels ends before the image does")
+    assert dict(reading.faults) == lost and targets.tolist() == index.targets[[30, 34, 0]].tolist()
+    assert torch.equal(images[:2], intact)
 
 
 def test_damaged_pixels_are_found_by_verify_and_made_again(source, copy, packed):
