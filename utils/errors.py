@@ -78,14 +78,8 @@ def go_on_without_reader() -> None:
             continue
         if not terminal:
             stream.flush()
-            raw = _Droppable(stream.fileno(), "w", closefd=False)
-            new = io.TextIOWrapper(
-                raw if stream.write_through else io.BufferedWriter(raw),
-                stream.encoding,
-                stream.errors,
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
-            )
+            raw = io.BufferedWriter(_Droppable(stream.fileno(), "w", closefd=False))
+            new = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
             setattr(sys, name, new)
 
 
