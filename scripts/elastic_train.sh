@@ -11,10 +11,8 @@
 #
 # This is torchrun's c10d rendezvous, at the IP address MASTER_ADDR and its port MASTER_PORT (8888);
 # each machine allows MAX_RESTARTS (100) failures. A run that exists already is resumed. If the
-# master fails, torchrun waits for many minutes on the others: end it there by scripts/cleanup.sh
-# --name SAVE_NAME, and run the command again with the address of another machine. With
-# scripts/train_on_nodes.sh --elastic any machine may fail. DATA=... ARCH=... SCRIPT=... NPROC=...:
-# see scripts/launch.sh.
+# master fails, see scripts/README.md; with train_on_nodes.sh --elastic any machine may fail.
+# DATA=... ARCH=... SCRIPT=... NPROC=...: see scripts/launch.sh.
 set -euo pipefail
 source "$(dirname "$0")/launch.sh"
 show_help "$@"

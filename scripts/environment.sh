@@ -23,12 +23,10 @@ use_environment() {
     "$PYTHON" "$root/scripts/build_region_decode.py" --if-missing
 }
 
-# choose_python [REQUIREMENTS_FILE ...]: choose $PYTHON, installing what is missing.
-#
-# Takes the active virtual or conda environment if it has everything and its torch can use the GPUs;
-# otherwise .venv in the repository, with the tested versions whose torch fits the GPUs' driver. It
-# is filled on first use, and again when these versions or the driver have changed, by PYTHON=...
-# (python3). TORCH=oldest: .venv-oldest, with the oldest torch.
+# choose_python [REQUIREMENTS_FILE ...]: choose $PYTHON, installing what is missing. Takes the
+# active environment if it has everything and its torch can use the GPUs; otherwise .venv, with the
+# tested versions whose torch fits the GPUs' driver, filled by PYTHON=... (python3) on first use and
+# when versions or driver have changed. TORCH=oldest: .venv-oldest, with the oldest torch.
 choose_python() {
     local files=("$root/requirements.txt" "$@") venv=$root/.venv base=${PYTHON:-python3} why
     if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ "${TORCH:-}" != oldest ] &&

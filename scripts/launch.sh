@@ -46,7 +46,7 @@ log_to() {
 # the script itself, with those in `nodes`. The output is also written to `log` in the run directory.
 torchrun=() nodes=() log=node0.log
 launch() {
-    local hours=$1 name=$2 batch=$3 script=${SCRIPT:-imagenet_ddp.py} runs=runs number
+    local hours=$1 name=$2 batch=$3 script=${SCRIPT:-imagenet_ddp.py} runs=runs number processes
     shift 3
     [ $# -eq 0 ] || [ "$1" = -- ] || fail "$1: put options of the training script after --"
     [ $# -eq 0 ] || shift
@@ -59,7 +59,6 @@ launch() {
 
     local command=("$PYTHON")
     if [ ${#torchrun[@]} -gt 0 ]; then
-        local processes
         processes=$(gpus_of "$PYTHON" check) || exit
         command+=(-m torch.distributed.run "${torchrun[@]}" "--nproc_per_node=${NPROC:-$processes}")
     elif [ -n "${NPROC:-}" ] && [[ $script != imagenet_@(nd|dp).py ]]; then
