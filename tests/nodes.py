@@ -203,6 +203,18 @@ class Typed(Running):
             (os.killpg if group else os.kill)(self.pid, signum)
 
 
+def type_on_each(nodes: list[Node], line: str, **env: str) -> list[Result]:
+    """Type the line on every node, with {rank}, {n} and {ip} of node 0 filled in; how they end."""
+    typed: list[Typed] = []
+    try:
+        for rank, node in enumerate(nodes):
+            typed.append(node.type(line.format(rank=rank, n=len(nodes), ip=nodes[0].ip), **env))
+        return [one.result() for one in typed]
+    finally:
+        for one in typed:
+            one.__exit__()
+
+
 class Nodes:
     """``count`` nodes named node0, node1, ... that reach each other; a list of `Node` in ``with``.
 

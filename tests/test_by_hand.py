@@ -9,29 +9,12 @@ from unittest import mock
 import pytest
 from conftest import summary
 from joined import in_processes
-from nodes import Node, Nodes, Typed
+from nodes import Nodes, type_on_each
 from running import TINY_LINE, tiny
 
 from utils.errors import UserError
 
-OPTIONS = f"{TINY_LINE} --epochs 1"
 WRAPPER = "MASTER_ADDR={ip} NPROC=1 bash scripts/multi_node_train.sh 1 {rank} {n} run 5 --"
-
-
-def train_on(nodes: list[Node], line: str) -> list[str]:
-    """Type the line on every node, each with its rank; what they print, when all have succeeded."""
-    typed: list[Typed] = []
-    try:
-        for rank, node in enumerate(nodes):
-            text = line.format(rank=rank, n=len(nodes), ip=nodes[0].ip)
-            typed.append(node.type(text, **tiny()[1]))
-        results = [one.result() for one in typed]
-    finally:
-        for one in typed:
-            one.__exit__()
-    for result in results:
-        assert result.code == 0, result.out + result.err
-    return [result.out for result in results]
 
 
 @pytest.mark.long  # test_commands.py types these commands on one network
@@ -39,15 +22,9 @@ def train_on(nodes: list[Node], line: str) -> list[str]:
     ("count", "line"),
     [
         (2, WRAPPER),
-        pytest.param(
-            4,
-            f"SCRIPT=imagenet_ddp_apex.py {WRAPPER} --opt-level O0",
-        ),
-        pytest.param(
-            2,
-            "python imagenet_ddp.py --dist-url tcp://{ip}:8888 -n {n} -nr {rank} --name run",
-        ),
-        pytest.param(
+        (4, f"SCRIPT=imagenet_ddp_apex.py {WRAPPER} --opt-level O0"),
+        (2, "python imagenet_ddp.py --dist-url tcp://{ip}:8888 -n {n} -nr {rank} --name run"),
+        (
             4,
             "MASTER_ADDR={ip} MASTER_PORT=8888 WORLD_SIZE={n} NODE_RANK={rank}"
             " python imagenet_ddp.py -g 2 --name run",
@@ -59,9 +36,10 @@ def test_nodes_train_together(folder, tmp_path, count, line):
     with Nodes(count, rate="1gbit") as nodes:
         for node in nodes:
             node.replace("/etc/hosts", f"127.0.0.1 localhost\n127.0.1.1 {node.name}\n")
-        outputs = train_on(nodes, f"{line} {OPTIONS} --output-dir {tmp_path} {folder}")
-        for out in outputs:
-            assert "Epoch 1/1" in out
+        line = f"{line} {TINY_LINE} --epochs 1 --output-dir {tmp_path} {folder}"
+        for result in type_on_each(nodes, line, **tiny()[1]):
+            assert result.code == 0, result.out + result.err
+            assert "Epoch 1/1" in result.out
         found = summary(tmp_path / "run")
         assert (found["nodes"], found["epochs_done"]) == (count, 1)
         assert found["world_size"] == count * (2 if "-g 2" in line else 1)

@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import joined
 import pytest
 import torch
 from compare import runs
@@ -15,6 +16,7 @@ from utils.launch.network import free_port
 
 # The last of several equal options counts, so these shrink a line without changing its form.
 TINY = "-a resnet18 --image-size 32 -b 5 --workers 0 --epochs 1 --lr 0.01"
+LONG = pytest.mark.long
 
 
 def ends_well(*lines: str, **env: str) -> list[Result]:
@@ -45,69 +47,75 @@ def assert_trained(run: Path, **wanted: object) -> None:
     assert (run / "best.pt").is_file()
 
 
-# ---- one process
+# ---- one line
 
 
-@pytest.fixture(scope="module")
-def trained(folder, tmp_path_factory) -> Path:
-    """Run directory of: python imagenet_nd.py -a resnet50 DATA."""
-    output = tmp_path_factory.mktemp("nd")
-    ends_well(f"python imagenet_nd.py -a resnet50 {folder} {TINY} --output-dir {output}")
-    return only_run(output)
-
-
-def test_nd(trained):
-    assert_trained(trained, world_size=1, nodes=1, global_batch=5, mode="nd")
-    assert trained.name.endswith("_resnet18_gpux1_b5_cpu0_nd")
-
-
-@pytest.mark.long
-def test_nd_alexnet(folder, tmp_path):
-    small = TINY.replace("-a resnet18 --image-size 32", "--image-size 64 --classes 2")
-    ends_well(
-        f"python imagenet_nd.py -a alexnet --lr 0.01 {folder} {small} --output-dir {tmp_path}"
-    )
-    assert_trained(only_run(tmp_path), arch="alexnet", val_images=14)
+@pytest.mark.parametrize(
+    ("line", "name", "wanted"),
+    [
+        (
+            "imagenet_dp.py -a resnet50",
+            "gpux1_b5_cpu0_dp",
+            {"world_size": 1, "global_batch": 5, "mode": "dp"},
+        ),
+        (
+            "imagenet_ddp.py -n 1 -g 2 -nr 0",
+            "gpux2_b5_cpu0_ddp",
+            {"world_size": 2, "nodes": 1, "global_batch": 10},
+        ),
+        # An accuracy of 0.01 is 1 %, and reached; one of 0.99 is 99 %, and not.
+        (
+            "imagenet_nd.py --epochs 3 --desired-acc 0.01",
+            "gpux1_b5_cpu0_nd",
+            {"finished_because": "desired_acc"},
+        ),
+        pytest.param(
+            "imagenet_nd.py --epochs 3 --desired-acc 1.5",
+            "_nd",
+            {"finished_because": "desired_acc"},
+            marks=LONG,
+        ),
+        ("imagenet_nd.py --epochs 2 --desired-acc 0.99", "_nd", {"epochs_done": 2}),
+        pytest.param(
+            # AlexNet needs larger images.
+            "imagenet_nd.py -a alexnet --lr 0.01 --image-size 64 --classes 2",
+            "_nd",
+            {"arch": "alexnet", "val_images": 14},
+            marks=LONG,
+        ),
+    ],
+    ids=lambda value: value.partition(" ")[0] if isinstance(value, str) else "",
+)
+def test_one_line(folder, tmp_path, line, name, wanted):
+    """DATA comes from $IMAGENET_DIR; in other tests it is typed."""
+    script, _, options = line.partition(" ")
+    line = f"python {script} {TINY} {options} --output-dir {tmp_path}"
+    ends_well(line, IMAGENET_DIR=str(folder))
+    run = only_run(tmp_path)
+    assert run.name.endswith(name)
+    assert_trained(run, **wanted)
+    weights = torch.load(run / "snapshot.pt", weights_only=True)["model"]
+    assert not any(name.startswith("module.") for name in weights)
+    if wanted.get("epochs_done") == 2:
+        assert 0.99 < max(summary(run)["best_top1"], summary(run)["val_top1"]) < 99
     shutil.rmtree(tmp_path)  # AlexNet's snapshot takes 0.7 GB
 
 
-def test_dp(folder, tmp_path):
-    ends_well(f"python imagenet_dp.py -a resnet50 {folder} {TINY} --output-dir {tmp_path}")
-    assert_trained(only_run(tmp_path), world_size=1, global_batch=5, mode="dp")
-    names = torch.load(only_run(tmp_path) / "snapshot.pt", weights_only=True)["model"]
-    assert not any(name.startswith("module.") for name in names)
-
-
-def test_evaluate_a_best_model(trained, folder, tmp_path):
+def test_train_then_evaluate_the_best_model(folder, tmp_path):
+    more = f"{folder} {TINY} --output-dir {tmp_path}"
+    ends_well(f"python imagenet_nd.py -a resnet50 {more}/first")
+    trained = only_run(tmp_path / "first")
+    assert_trained(trained, world_size=1, nodes=1, global_batch=5, mode="nd")
     (done,) = ends_well(
-        f"python imagenet_nd.py -a resnet18 --resume {trained}/best.pt --evaluate {folder}"
-        f" --image-size 32 -b 5 -j 0 --output-dir {tmp_path}"
+        f"python imagenet_nd.py -a resnet50 --resume {trained}/best.pt --evaluate {more}/second"
     )
-    before, found = summary(trained), summary(only_run(tmp_path))
+    before, found = summary(trained), summary(only_run(tmp_path / "second"))
     with pytest.raises(UserError, match="no event file"):  # nothing that compare_runs.py lists
-        runs.find(tmp_path)
+        runs.find(tmp_path / "second")
     assert found["finished_because"] == "evaluated"
     for key in ("val_images", "val_top1", "val_top5", "val_loss"):
         assert found[key] == before[key], key
     assert f"top-1 {before['best_top1']:.3f} %" in done.out
-
-
-@pytest.mark.parametrize("target", ["0.01", pytest.param("1.5", marks=pytest.mark.long)])
-def test_desired_accuracy_ends_a_run_early(folder, tmp_path, target):
-    line = f"python imagenet_nd.py --desired-acc {target} {folder} {TINY} --epochs 3"
-    ends_well(f"{line} --output-dir {tmp_path}")
-    found = summary(only_run(tmp_path))
-    assert 1 <= found["best_top1"] < 100
-    assert (found["finished_because"], found["epochs_done"]) == ("desired_acc", 1)
-
-
-def test_data_from_the_environment_and_a_share_is_no_per_cent(folder, tmp_path):
-    """An accuracy of 0.99 is 99 %, and not reached; DATA comes from $IMAGENET_DIR."""
-    line = f"python imagenet_nd.py {TINY} --desired-acc 0.99 --epochs 2 --output-dir {tmp_path}"
-    ends_well(line, IMAGENET_DIR=str(folder))
-    run = only_run(tmp_path)
-    assert 0.99 < max(summary(run)["best_top1"], summary(run)["val_top1"]) < 99
-    assert_trained(run, epochs_done=2)
 
 
 def test_time_limit_ends_with_a_snapshot_in_runs(folder, tmp_path):
@@ -136,12 +144,10 @@ def test_dummy_needs_no_data(tmp_path):
     assert re.search(told + rf"{found['images_per_s']:.1f} images/s", done.out)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    ["nd", "ddp_apex", *(pytest.param(m, marks=pytest.mark.long) for m in ("dp", "ddp", "fsdp"))],
-)
+@pytest.mark.parametrize("mode", ["nd", "dp", "ddp", "ddp_apex", "fsdp"])
 def test_help_has_groups_and_defaults(mode):
-    (done,) = ends_well(f"python imagenet_{mode}.py --help", COLUMNS="200")
+    done = joined.command(f"imagenet_{mode}", "--help", COLUMNS="200")
+    assert (done.code, done.err) == (0, "")
     groups = {line for line in done.out.splitlines() if line.endswith(":") and line[0] != " "}
     wanted = {"data:", "model:", "training:", "run:"}
     wanted |= {"processes and nodes:"} if mode not in ("nd", "dp") else set()
@@ -152,34 +158,13 @@ def test_help_has_groups_and_defaults(mode):
     assert f"imagenet_{mode}.py" in done.out.partition("data:")[0].partition("\n\n")[2]  # examples
 
 
-# ---- several processes, started by hand
-
-
-def test_spawn_on_one_node(folder, tmp_path):
-    line = f"python imagenet_ddp.py -n 1 -g 2 -nr 0 --epochs 2 {folder}"
-    ends_well(f"{line} {TINY} --output-dir {tmp_path}")
-    run = only_run(tmp_path)
-    assert run.name.endswith("_resnet18_gpux2_b5_cpu0_ddp")
-    assert_trained(run, world_size=2, nodes=1, global_batch=10)
-
-
-def two_nodes(line: str, tmp_path: Path, **env: str) -> list[Result]:
-    """Type ``line`` on two "nodes", with {rank} and {port} filled in; node 0 alone writes."""
-    port = free_port()
-    lines = [
-        line.format(rank=rank, port=port) + f" {TINY} --output-dir {tmp_path}/{rank}"
-        for rank in (0, 1)
-    ]
-    results = ends_well(*lines, **env)
-    others = [path for path in (tmp_path / "1").rglob("*") if path.is_file()]
-    assert [path.name for path in others] == (["node1.log"] if "multi_node_train" in line else [])
-    assert_trained(only_run(tmp_path / "0"), world_size=2, nodes=2, global_batch=10)
-    for result in results:  # nobody sits before a silent terminal
-        assert "Epoch 1/1" in result.out
-    return results
-
+# ---- a line on each of two nodes
 
 PLACE = "--master_addr=127.0.0.1 --master_port={port}"
+WRAPPER = (
+    "ARCH=resnet50 NPROC=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+    " bash scripts/multi_node_train.sh 1.5 {rank} 2 mine 8 --"
+)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +173,9 @@ PLACE = "--master_addr=127.0.0.1 --master_port={port}"
         "python imagenet_ddp.py -a resnet50 --dist-url tcp://127.0.0.1:{port} --dist-backend nccl"
         # Each node's own idea of when a line is due, 01 and 11 steps: that of node 0 counts.
         " --world-size 2 --rank {rank} -p {rank}1 --desired-acc 0.75",
+        WRAPPER,
         *(
-            pytest.param(line, marks=pytest.mark.long)
+            pytest.param(line, marks=LONG)
             for line in (
                 "MASTER_PORT={port} MASTER_ADDR=127.0.0.1 WORLD_SIZE=2 NODE_RANK={rank} python"
                 " imagenet_ddp.py",
@@ -200,14 +186,31 @@ PLACE = "--master_addr=127.0.0.1 --master_port={port}"
             )
         ),
     ],
-    ids=["dist_url", "environment", "torchrun", "launch"],
+    ids=["dist_url", "wrapper", "environment", "torchrun", "launch"],
 )
 def test_two_nodes(folder, tmp_path, line):
-    results = two_nodes(f"{line} {folder}", tmp_path)
-    assert summary(only_run(tmp_path / "0"))["comm"] == "fp32", "what nobody asked for"
+    """Node 0 alone writes, but for the log of its wrapper."""
+    port = free_port()
+    results = ends_well(
+        *(
+            line.format(rank=rank, port=port) + f" {folder} {TINY} --output-dir {tmp_path}/{rank}"
+            for rank in (0, 1)
+        )
+    )
+    others = [path for path in (tmp_path / "1").rglob("*") if path.is_file()]
+    assert [path.name for path in others] == (["node1.log"] if line == WRAPPER else [])
+    run = only_run(tmp_path / "0")
+    assert_trained(run, world_size=2, nodes=2, global_batch=10, comm="fp32")
+    for result in results:  # nobody sits before a silent terminal
+        assert "Epoch 1/1" in result.out
     notes = [one for one in results[0].out.splitlines() if "gloo" in one]
     assert len(notes) == ("nccl" in line)
     assert all("nccl" in one for one in notes)
+    if line == WRAPPER:
+        assert run.name == "mine"
+        for rank, log in enumerate((run / "node0.log", *others)):
+            assert "Epoch 1/1" in log.read_text()
+            assert f"imagenet_ddp.py -n 2 -nr {rank} -g 1 -b 8" in log.read_text()
 
 
 def test_launch_module_with_o2(folder, tmp_path):
@@ -239,19 +242,6 @@ def test_one_node_wrapper_stops_in_time_and_goes_on(folder, tmp_path):
     assert_trained(run, world_size=1, global_batch=5, arch="resnet18", mode="ddp")
 
 
-def test_multi_node_wrapper(folder, tmp_path):
-    two_nodes(
-        f"DATA={folder} ARCH=resnet50 NPROC=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={{port}}"
-        " bash scripts/multi_node_train.sh 1.5 {rank} 2 mine 8 --",
-        tmp_path,
-    )
-    for rank in "01":
-        log = (only_run(tmp_path / rank) / f"node{rank}.log").read_text()
-        assert only_run(tmp_path / rank).name == "mine"
-        assert "Epoch 1/1" in log
-        assert f"imagenet_ddp.py -n 2 -nr {rank} -g 1 -b 8" in log
-
-
 @pytest.mark.parametrize(
     ("line", "named"),
     [
@@ -271,5 +261,4 @@ def test_multi_node_wrapper(folder, tmp_path):
 def test_wrappers_name_a_wrong_argument(line, named):
     (done,) = shell(f"bash scripts/{line}")
     assert done.code == 2
-    assert named in done.sentence
-    assert len(done.err.splitlines()) == 1
+    done.fails_with(named)

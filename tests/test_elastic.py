@@ -43,7 +43,11 @@ def test_a_process_that_lost_a_peer_has_an_exit_code_of_its_own(monkeypatch):
         (RuntimeError(CLOSED), PEERS, ("rank 0 of 4 on a", "ranks 2, 3 on b", "was killed")),
         (RuntimeError(CLOSED), PEERS[:1] + PEERS[2:3], ("rank 1 on b (node 1), 10.0.0.2",)),
         (RuntimeError("gloo: Timed out waiting 5000ms"), PEERS[1:3], ("rank 1", "within 9 s")),
-        (RuntimeError("gloo: No route to host"), PEERS, ("the link between", "ranks 1, 2, 3")),
+        (
+            RuntimeError("gloo: No route to host"),
+            PEERS,
+            ("the link to it", "ranks 1, 2, 3"),
+        ),
         (dist.DistBackendError(REMOTE), PEERS, ("has ended",)),
         (dist.DistBackendError("unhandled cuda error"), PEERS, ("CUDA failed",)),
         (dist.DistStoreError("wait timeout after 9000ms"), [], ("rank 0 lost", "within 9 s")),

@@ -177,18 +177,31 @@ def test_a_frozen_model_trains_its_head_alone():
 
 
 @pytest.mark.parametrize(
-    ("arch", "head"),
+    ("arch", "head", "repeated"),
     [
-        ("squeezenet1_1", "classifier.1"),
-        ("vit_b_32", "heads.head"),
-        ("swin_t", "head"),
-        ("densenet121", "classifier"),
-        ("convnext_tiny", "classifier.2"),
+        ("resnet50", "fc", 16),
+        ("squeezenet1_1", "classifier.1", None),
+        ("vit_b_32", "heads.head", None),
+        ("swin_t", "head", None),
+        ("densenet121", "classifier", 58),
+        ("convnext_tiny", "classifier.2", None),
+        ("efficientnet_b0", None, 16),
+        ("mobilenet_v3_small", None, 11),
+        ("maxvit_t", None, 11),
+        ("googlenet", None, 12),
+        ("vgg16", None, 0),
     ],
 )
-def test_the_last_layer_is_found(arch, head):
+def test_the_last_layer_and_repeated_blocks_are_found_by_structure(arch, head, repeated):
     with torch.device("meta"):
-        assert blocks.head_of(get_model(arch, num_classes=17), 17) == head
+        model = models.create(arch, 17, 224)
+    if head is not None:
+        assert blocks.head_of(model, 17) == head
+    if repeated is not None:
+        assert len(blocks.repeated(model)) == repeated
+    if repeated == 0:
+        with pytest.raises(UserError, match="no repeated blocks"):
+            blocks.checkpoint_blocks(model)
 
 
 def test_the_last_layer_of_timms_models_is_what_they_say():
@@ -258,28 +271,6 @@ def test_compiled_activations_are_computed_twice(build, size, monkeypatch):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=name)
-
-
-@pytest.mark.parametrize(
-    ("arch", "number"),
-    [
-        ("resnet50", 16),
-        ("densenet121", 58),
-        ("efficientnet_b0", 16),
-        ("mobilenet_v3_small", 11),
-        ("maxvit_t", 11),
-        ("googlenet", 12),
-        ("vgg16", 0),
-    ],
-)
-def test_blocks_are_found_by_structure(arch, number):
-    with torch.device("meta"):
-        model = models.create(arch, 10, 224)
-    found = blocks.repeated(model)
-    assert len(found) == number, [type(block).__name__ for block in found]
-    if not found:
-        with pytest.raises(UserError, match="no repeated blocks"):
-            blocks.checkpoint_blocks(model)
 
 
 # ---- --zero-init-gamma, --drop-path

@@ -7,10 +7,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Result, python, shell
-from nodes import Nodes, need
+from conftest import ROOT, Result, shell
+from nodes import Nodes, need, type_on_each
 from running import TINY_LINE, Running, eventually, tiny
-from test_errors import TINY
 
 from utils.launch.network import free_port
 
@@ -28,30 +27,26 @@ supervise.run_main(main)
 """
 
 
-@pytest.fixture(scope="module")
-def check(tmp_path_factory) -> Path:
-    """A script for the check alone, as it is called before torch is imported."""
-    path = tmp_path_factory.mktemp("check") / "check.py"
-    path.write_text(CHECK)
-    return path
-
-
 class Line:
-    """Words of the check on node ``rank``."""
+    """The check alone, as it is called before torch is imported, at a port of its own."""
 
-    def __init__(self, script: Path):
-        self.script, self.port = script, free_port()
+    def __init__(self, folder: Path):
+        self.script, self.port = folder / "check.py", free_port()
+        self.script.write_text(CHECK)
 
-    def words(self, rank: int, nodes: int = 2, processes: int = 1, wait: int = 60) -> list[str]:
-        return [str(self.script), HERE, *map(str, (rank, nodes, self.port, processes, wait))]
+    def words(
+        self, rank: int, nodes: int = 2, processes: int = 1, wait: int = 60, master: str = HERE
+    ) -> list[str]:
+        """The words of node ``rank``."""
+        return [str(self.script), master, *map(str, (rank, nodes, self.port, processes, wait))]
 
-    def __call__(self, rank: int, **more: int) -> str:
+    def __call__(self, rank: int, **more: int | str) -> str:
         return " ".join(["python", *self.words(rank, **more)])
 
 
 @pytest.fixture
-def line(check) -> Line:
-    return Line(check)
+def line(tmp_path) -> Line:
+    return Line(tmp_path)
 
 
 def errors(results: list[Result]) -> list[str]:
@@ -85,38 +80,29 @@ def test_node_0_that_is_missing_is_counted(line):
     assert f"{HERE}:{line.port} cannot be reached after 4 s (connection refused)" in error
 
 
+NOWHERE = "nowhere.invalid cannot be resolved"
+
+
 @pytest.mark.parametrize(
-    ("others", "words"),
+    ("nodes", "words"),
     [
-        ([(1, {"nodes": 3})], ("-n is 2 on", "but 3 on", "same")),
-        ([(1, {"processes": 2})], ("processes per node differs", "1 on", "2 on")),
-        ([(1, {}), (1, {})], ("two nodes have -nr 1", "its own")),
-        ([(0, {})], ("two nodes have -nr 0", "its own")),
+        ([(0, {}), (1, {"nodes": 3})], ("-n is 2 on", "but 3 on", "same")),
+        ([(0, {}), (1, {"processes": 2})], ("processes per node differs", "1 on", "2 on")),
+        ([(r, {"nodes": 3}) for r in (0, 1, 1)], ("two nodes have -nr 1", "its own")),
+        ([(0, {}), (0, {})], ("two nodes have -nr 0", "its own")),
+        ([(rank, {"master": "nowhere.invalid"}) for rank in (0, 1)], (NOWHERE,)),
+        ([(0, {"master": "192.0.2.1"})], ("192.0.2.1 is not an address of this machine",)),
     ],
-    ids=["nodes", "processes", "rank 1 twice", "rank 0 twice"],
+    ids=["nodes", "processes", "rank 1 twice", "rank 0 twice", "no name", "foreign address"],
 )
-def test_numbers_that_contradict_each_other_end_all(line, others, words):
-    nodes = 2 if len(others) == 1 else 3
-    started = [line(0, nodes=nodes), *(line(r, **({"nodes": nodes} | more)) for r, more in others)]
-    for error in errors(shell(*started)):
+def test_a_set_up_that_cannot_work_ends_all(line, nodes, words):
+    for error in errors(shell(*(line(rank, **more) for rank, more in nodes))):
         for word in words:
             assert word in error
 
 
-@pytest.mark.parametrize(
-    ("master", "rank", "words"),
-    [
-        ("nowhere.invalid", 0, "nowhere.invalid cannot be resolved"),
-        ("nowhere.invalid", 1, "nowhere.invalid cannot be resolved"),
-        ("192.0.2.1", 0, "192.0.2.1 is not an address of this machine"),
-    ],
-)
-def test_a_master_that_cannot_be_is_refused_at_once(check, master, rank, words):
-    assert words in errors([python(check, master, rank, 2, 8888, 1, 60)])[0]
-
-
 def test_a_port_in_use_is_refused_on_every_node(line):
-    """The other program accepts and says nothing, or closes."""
+    """The other program accepts and says nothing."""
     with socket.create_server((HERE, line.port)):
         first, other = errors(shell(line(0), line(1)))
     assert f"port {line.port} of {HERE} is taken by another program" in first
@@ -142,54 +128,42 @@ def test_strangers_at_the_port_are_ignored(line):
         assert (other.code, first.result().code) == (0, 0)
 
 
-def test_ctrl_c_ends_every_node(line):
-    with Running(*line.words(0, nodes=3)) as first, Running(*line.words(2, nodes=3)) as other:
-        first.until("is here")
+def test_a_node_that_leaves_is_waited_for_and_ctrl_c_at_node_0_ends_all(line):
+    with Running(*line.words(0, nodes=4)) as first, Running(*line.words(2, nodes=4)) as stays:
+        first.until("node 2 .* is here")
+        with Running(*line.words(1, nodes=4)) as leaves:
+            first.until("node 1 .* is here")
+            leaves.send(signal.SIGINT)
+            assert leaves.result().code == 130
+        first.until("node 1 .* has left")
+        first.until("for nodes 1, 3 of 4")
         first.send(signal.SIGINT)
         assert first.result().code == 130
-        done = other.result()
+        done = stays.result()
         assert done.code == 2
         assert "node 0 was interrupted" in done.sentence
 
 
-def test_a_node_that_leaves_is_waited_for_again(line):
-    with Running(*line.words(0, nodes=3)) as first:
-        with Running(*line.words(1, nodes=3)) as other:
-            first.until("node 1 .* is here")
-            other.send(signal.SIGINT)
-            assert other.result().code == 130
-        first.until("node 1 .* has left")
-        assert "nodes 1, 2 of 3" in first.until("for nodes 1, 2")
+@pytest.mark.parametrize("what", ["code", "torch"])
+def test_nodes_with_other_code_or_another_torch(line, tmp_path, what):
+    """On the second node a file has changed, or the installed torch is of another release."""
+    code, words = ROOT, ("torch differs", "1.99 on", "install the same")
+    other = tmp_path / "other"
+    if what == "torch":
+        (other / "torch-1.99.0.dist-info").mkdir(parents=True)
+        metadata = "Metadata-Version: 2.1\nName: torch\nVersion: 1.99.0\n"
+        (other / "torch-1.99.0.dist-info/METADATA").write_text(metadata)
+    else:
+        code, words = other, ("this code differs", "utils/samplers.py", "copy it")
+        for part in ("utils", "scripts/recipes"):
+            shutil.copytree(ROOT / part, other / part)
+        with open(other / "utils" / "samplers.py", "a") as file:
+            file.write("# a change that git does not know of\n")
+    for result in shell(line(0), f"cd {code} && PYTHONPATH={other} {line(1)}"):
+        result.fails_with("(node 1)", *words)
 
 
 # ---- as typed
-
-
-@pytest.mark.parametrize("what", ["code", "torch"])
-def test_nodes_with_other_code_or_another_torch(folder, tmp_path, what):
-    """On the second node a file has changed, or the installed torch is of another release."""
-    other, words = ROOT, ("torch differs", "1.99 on", "install the same")
-    if what == "torch":
-        (tmp_path / "torch-1.99.0.dist-info").mkdir()
-        metadata = "Metadata-Version: 2.1\nName: torch\nVersion: 1.99.0\n"
-        (tmp_path / "torch-1.99.0.dist-info/METADATA").write_text(metadata)
-    else:
-        other, words = tmp_path, ("this code differs", "utils/samplers.py", "copy it")
-        for part in ("utils", "scripts/recipes"):
-            shutil.copytree(ROOT / part, tmp_path / part)
-        shutil.copy(ROOT / "imagenet_ddp.py", tmp_path)
-        with open(tmp_path / "utils" / "samplers.py", "a") as file:
-            file.write("# a change that git does not know of\n")
-    rest = f"-n 2 --dist-url tcp://127.0.0.1:{free_port()} {' '.join(TINY)}"
-    rest += f" --output-dir {tmp_path}/output"
-    results = shell(
-        f"python imagenet_ddp.py -nr 0 {rest} {folder}",
-        f"PYTHONPATH={tmp_path} python {other}/imagenet_ddp.py -nr 1 {rest} {folder}",
-    )
-    for result in results:
-        result.fails_with("(node 1)", *words)
-    assert not (tmp_path / "output").exists()
-
 
 WRAPPER = "MASTER_ADDR={ip} NPROC=1 bash scripts/multi_node_train.sh 1 {rank} 2 run 5 --"
 SPAWN = "python imagenet_ddp.py --dist-url tcp://{ip}:8888 -n 2 -nr {rank} -g 1 --name run"
@@ -200,19 +174,8 @@ def test_closed_data_ports_are_one_error_on_both_nodes(folder, tmp_path, style):
     need("nft")
     with Nodes(2) as nodes:
         nodes[1].block_ports("1024-8887, 8889-65535")
-        typed = [
-            node.type(
-                style.format(ip=nodes[0].ip, rank=rank)
-                + f" {TINY_LINE} --output-dir {tmp_path} {folder}",
-                **tiny()[1],
-            )
-            for rank, node in enumerate(nodes)
-        ]
-        try:
-            results = [one.result() for one in typed]
-        finally:
-            for one in typed:
-                one.__exit__()
+        line = f"{style} {TINY_LINE} --output-dir {tmp_path} {folder}"
+        results = type_on_each(nodes, line, **tiny()[1])
         for result in results:
             assert result.code == 2
             said = result.out + result.err

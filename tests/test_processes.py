@@ -110,24 +110,29 @@ def test_nothing_outlives_a_launcher_killed_during_start_up(folder, tmp_path, wa
                 os.kill(one.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_killed_rank_ends_the_other_with_a_sentence(folder, tmp_path, victim):
-    with endless("spawn", folder, tmp_path) as run:
+@pytest.mark.parametrize(
+    ("way", "victim"),
+    [pytest.param("spawn", 0, marks=pytest.mark.long), ("spawn", 1), ("torchrun", 1)],
+)
+def test_a_killed_rank_ends_the_other_with_a_sentence(folder, tmp_path, way, victim):
+    """torchrun may end the other one before it has said so."""
+    with endless(way, folder, tmp_path) as run:
         run.until(r"step +3/")
         pair = ranks(run)
         assert len(pair) == 2, run.family
         os.kill(pair[victim].pid, signal.SIGKILL)
         result = run.result()
-        assert result.code == 128 + signal.SIGKILL
-        assert "Traceback" not in result.err
-        errors = [line for line in result.err.splitlines() if "error" in line]
-        assert len(errors) == 2, result.err
-        (of_rank,) = [line for line in errors if line.startswith(f"error (rank {1 - victim})")]
-        assert f"lost touch with rank {victim} on" in of_rank
-        assert "has ended or was killed" in of_rank
-        assert "--resume" in of_rank
-        assert "SIGKILL" in next(line for line in errors if line != of_rank)
         assert all_gone(run)
+    if way == "torchrun":
+        assert result.code not in (0, INTERRUPTED)
+        return
+    assert result.code == 128 + signal.SIGKILL
+    assert "Traceback" not in result.err
+    of_rank, of_launcher = sorted(line for line in result.err.splitlines() if "error" in line)
+    assert of_rank.startswith(f"error (rank {1 - victim})")
+    for word in (f"lost touch with rank {victim} on", "has ended or was killed", "--resume"):
+        assert word in of_rank
+    assert "SIGKILL" in of_launcher
 
 
 @pytest.mark.parametrize("way", ["nd", pytest.param("spawn", marks=pytest.mark.long)])
@@ -151,14 +156,6 @@ def test_a_killed_loader_worker_is_named(folder, tmp_path, way):
         assert told.startswith("error")
         assert re.search(rf"worker {victim.pid} (is killed by signal: Killed|exited)", told)
         assert "-j" in told
-        assert all_gone(run)
-
-
-def test_torchrun_ends_the_others_of_a_killed_rank(folder, tmp_path):
-    with endless("torchrun", folder, tmp_path) as run:
-        run.until(r"step +3/")
-        os.kill(ranks(run)[-1].pid, signal.SIGKILL)
-        assert run.result().code not in (0, INTERRUPTED)
         assert all_gone(run)
 
 
