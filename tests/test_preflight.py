@@ -76,6 +76,7 @@ def test_a_node_that_is_missing_is_counted_and_named_on_every_node(line):
 def test_node_0_that_is_missing_is_counted(line):
     (result,) = shell(line(1, wait=4))
     assert f"waiting for node 0 at {HERE}:{line.port}: connection refused (1 s" in result.out
+    assert f"note: {HERE} is this machine" in result.out
     (error,) = errors([result])
     assert f"{HERE}:{line.port} cannot be reached after 4 s (connection refused)" in error
 

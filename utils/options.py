@@ -263,11 +263,10 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     models.resolve(args, parser.get_default("data"))
     optim.resolve(args)
     if not args.dummy and not os.path.isdir(args.data):
-        raise UserError(
-            f"data folder {args.data} is missing: give DATA, or make one with "
-            "scripts/prepare_data.py",
-            alike=True,
-        )
+        wanted = "give DATA, or make one with scripts/prepare_data.py"
+        if os.path.isdir(args.resume or ""):
+            wanted = f"--resume took {args.resume} for its file; write --resume auto DATA"
+        raise UserError(f"data folder {args.data} is missing: {wanted}", alike=True)
     _resolve_preprocessing(args)
     if args.memory_limit is not None and args.batch_size != AUTO:
         raise UserError("--memory-limit is for -b auto, which finds the batch", alike=True)

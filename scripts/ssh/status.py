@@ -95,7 +95,8 @@ def describe(answers):
         if answer is None:
             yield f"{name}: no answer"
             continue
-        yield f"{name}: {len(answer['ranks'])} rank(s), home {answer['home']}"
+        found = f"{len(answer['ranks'])} rank(s)" if answer["ranks"] else "no runs"
+        yield f"{name}: {found}, home {answer['home']}"
         for rank in answer["ranks"]:
             runs.setdefault((rank["run"], rank["size"]), {})[rank["rank"]] = dict(rank, node=name)
     for (folder, size), ranks in sorted(runs.items()):

@@ -121,7 +121,7 @@ def class_folders(root: Path) -> list[str]:
     if not root.is_dir():
         raise UserError(
             f"folder {root} is missing: DATA must hold train/CLASS/*.JPEG and val/CLASS/*.JPEG "
-            "(scripts/prepare_data.py makes them)",
+            "(scripts/prepare_data.py makes them of known data sets)",
             alike=True,
         )
     found = pack.load(root).classes if pack.is_pack(root) else class_names(root)

@@ -225,7 +225,9 @@ class Preflight:
                     "training started there, with this address, and does the firewall let the "
                     "port through?"
                 )
-            what = f"at {self.there} for {names}" if missing else f"until {names} has started"
+            what = f"at {self.there} for {names}"
+            if not missing:
+                what = f"for the processes of {names}: all nodes are connected"
             if line := self.clock.line(f"waiting {what}"):
                 self._tell_all(print=line)
             await self._pause()
@@ -273,6 +275,8 @@ class Preflight:
             if line := self.clock.line(f"waiting for node 0 at {self.there}: {reason}"):
                 print(line, flush=True)
 
+        if self.node and network.is_own(self.master[0]):
+            print(f"note: {self.master[0]} is this machine: does node 0 run here, too?", flush=True)
         try:
             connection = network.connect(*self.master, wait, say)
             link = Link(*await asyncio.open_connection(sock=connection, limit=LARGEST))

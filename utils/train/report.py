@@ -252,7 +252,8 @@ def communication(session: Session, record: dict[str, float]) -> None:
         return
     # What is sent halves, and what of it compute hides stays hidden: so does what is not hidden.
     gain = 1 / (1 - share / 2) - 1
-    advice = "a larger -b, --accum-steps, or a faster link between the nodes"
+    link = ", or a faster link between the nodes" if session.world.nodes > 1 else ""
+    advice = f"a larger -b, --accum-steps{link}"
     if getattr(session.args, "comm", None) == "fp32":
         auto = "try --comm auto, which measures what is fastest, or " * (session.world.nodes > 1)
         advice = (
