@@ -79,10 +79,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--limit", type=positive, default=1800, metavar="SECONDS", help=text)
     add("--json", type=Path, metavar="FILE", help="keep all measurements")
     group = parser.add_argument_group("from image files")
-    group.add_argument("--data", type=Path, metavar="DATA", help="with train/ and val/")
+    group.add_argument("--data", type=Path, metavar="DATA", help="folder with train/ and val/")
     group.add_argument("-j", "--workers", type=count, default=2, metavar="N", help="(%(default)s)")
     group.add_argument("--few", type=positive, default=64, metavar="N", help="images (%(default)s)")
-    text = "images more than that; the data set's are repeated if they are fewer (%(default)s)"
+    text = "images in addition; the data set's are repeated if they are fewer (%(default)s)"
     group.add_argument("--more", type=positive, default=256, metavar="N", help=text)
     group.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
     return parser.parse_args(argv)

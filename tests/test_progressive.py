@@ -115,7 +115,7 @@ def test_a_run_goes_on_with_its_own_sizes(change):
     saved = {"progressive": "96,128", "epochs": 3, "lr_schedule": "step", "seed": 0}
     now = saved | change
     (name,) = change
-    with pytest.raises(UserError, match=f"--{name} {saved[name]}: continue with that"):
+    with pytest.raises(UserError, match=f"--{name} {saved[name]}: use these options"):
         checkpoint.check_options(
             checkpoint.changed_options(saved, Namespace(**now)), saved, Path("snapshot.pt")
         )

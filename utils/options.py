@@ -130,7 +130,7 @@ def _add_augmentation_options(parser: argparse.ArgumentParser) -> None:
     add("--repeated-aug", type=positive, default=1, metavar="N", help=text)
     text = (
         "side of the training crops by epoch, pixels. 160:192: 160 for the first 70 %% of the "
-        "epochs, 192 from 85 %% on, multiples of 32 between (of less, if these sizes are not). "
+        "epochs, 192 from 85 %% on, between in steps of 32 (smaller if a size is no multiple). "
         "96,128,160: equal parts of the epochs. Evaluation is at --image-size"
     )
     add("--progressive", type=preprocessing.progressive, metavar="SIZES", help=text)

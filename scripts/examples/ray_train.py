@@ -115,7 +115,7 @@ class RayJob(Job):
         request_resources(bundles=[self.bundle] * self.most)  # without an autoscaler, nothing
 
     def hosts(self) -> list[Host]:
-        """At most MAX nodes: those of before that are alive, and others."""
+        """At most MAX nodes: surviving ones first, then new ones."""
         alive = []
         for node in ray.nodes():
             has = node["Resources"] if node["Alive"] else {}

@@ -261,7 +261,7 @@ def _val(path: Path, labels: dict[str, str]) -> Iterator[Item]:
     with _reading(path):
         for name, content in images:
             if name not in left:
-                raise UserError(f"{path} holds {name}, whose class is not known")
+                raise UserError(f"{path} holds {name}, which the list of classes does not name")
             yield Item(f"val/{left.pop(name)}/{name}", content)
     if left:
         raise UserError(f"{path} lacks {len(left)} of the images, such as {min(left)}")

@@ -77,7 +77,7 @@ class Process:
 
 
 def find(run):
-    """All living processes of this suite and user, apart from this one and those above it.
+    """All living processes of this suite and user, apart from this one and its ancestors.
 
     With the name of a ``run``, only those of that run, and what they have started.
     """

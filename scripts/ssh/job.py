@@ -73,7 +73,7 @@ class Node:
         self.next_call = self.since + pause
 
     def prepare(self) -> None:
-        """What has to be done on the node before an attempt. Raises: `UserError`."""
+        """Prepare the node for an attempt. Raises: `UserError`."""
 
     def missing(self) -> str:
         """Why there is no guard, or no longer one, although no job was started."""

@@ -28,7 +28,8 @@ HOW_TO_GET_APEX = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Apex's options, with Apex's names."""
     add = parser.add_argument_group("Apex mixed precision").add_argument
-    add("--opt-level", choices=tuple(o2.LEVELS), default="O2", help="Apex opt level")
+    text = "O0: float32; O1: autocast; O2: float16 with float32 masters; O3: float16"
+    add("--opt-level", choices=tuple(o2.LEVELS), default="O2", help=text)
     text = "batch norm in float32 though the weights are float16; default: the level's"
     add("--keep-batchnorm-fp32", choices=("True", "False"), help=text)
     text = "a fixed number or dynamic; default: the level's"
@@ -41,8 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "all-reduce gradients after backward, not while it computes"
     add("--delay-allreduce", action="store_true", help=text)
     text = (
-        "sum float16 gradients over the ranks, then divide, as Apex does; or divide first, as "
-        "torch does; or sum them in float32"
+        "how float16 gradients are averaged over the ranks: sum-divide as Apex does, divide-sum as "
+        "torch does, fp32: summed in float32"
     )
     orders = ("sum-divide", "divide-sum", "fp32")
     add("--allreduce", choices=orders, default="sum-divide", help=text)

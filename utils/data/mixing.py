@@ -29,8 +29,8 @@ def build(args: Any, sampler: TrainSampler, classes: int) -> Mix:
 
     Its arguments are a micro-batch, images float [n, 3, size, size] and targets int64 [n], and its
     place (epoch, step, micro). It returns the images; targets float [n, classes], whose rows add up
-    to 1; and int64 [n], the target of each image's larger part. Without the options it changes
-    nothing. Nothing waits for the device. The last of an odd number of images is not mixed.
+    to 1; and int64 [n], the target of each image's larger part. Without --mixup and --cutmix it
+    changes nothing. Nothing waits for the device. The last of an odd number of images is not mixed.
     """
     if not (args.mixup or args.cutmix):
         return lambda images, targets, place: (images, targets, targets)

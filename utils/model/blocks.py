@@ -114,7 +114,7 @@ def _without_statistics(block: Any) -> Iterator[None]:
 
 
 def checkpoint_blocks(model: nn.Module) -> str:
-    """Make the repeated blocks of ``model`` `Checkpointed`. Returns: how many of which classes.
+    """Make the repeated blocks of ``model`` `Checkpointed`. Returns: the number of each class.
 
     Raises: `UserError` for a model without repeated blocks.
     """

@@ -252,7 +252,7 @@ def check_options(changed: list[str], saved: dict[str, Any], path: Path | None) 
     if fixed:
         wishes = " ".join(f"--{key.replace('_', '-')} {saved[key]}" for key in fixed)
         raise UserError(
-            f"{path} was made with {wishes}: continue with that, or begin a new schedule from its "
+            f"{path} was made with {wishes}: use these options, or begin a new schedule from its "
             "weights with --start-epoch 0",
             alike=True,
         )
