@@ -238,7 +238,7 @@ def test_archives_may_come_one_after_the_other_and_a_cut_one_is_named(no_sums, a
         (b"noise\n1\n", f"cannot read .*{CSV}"),
         (
             solution(VAL_CLASSES[:2]),
-            f"holds {val_name(3)}, which the list of classes does not name",
+            f"holds {val_name(3)}, which the list of classes",
         ),
         (solution([*VAL_CLASSES, TENCH]), f"lacks 1 of the images, such as {val_name(4)}"),
     ],

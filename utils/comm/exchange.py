@@ -24,8 +24,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("communication").add_argument
     text = (
         "format of the exchanged gradients: fp32, fp16, bf16, int8, int4 or powersgd[:RANK] (4); "
-        "auto: fp32 on one node; on several, try each in a few steps and keep the mildest that is about "
-        "as fast as the fastest"
+        "auto: fp32 on one node; on several, try each in a few steps and keep the mildest that is "
+        "about as fast as the fastest"
     )
     add("--comm", type=_method, default="fp32", metavar="METHOD", help=text)
     text = "gradients are exchanged in buckets of this size; default: torch's, first 1, then 25"
