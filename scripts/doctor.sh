@@ -5,8 +5,6 @@
 #   bash scripts/doctor.sh HOSTS_FILE [--dir DIR] [--python FILE] [--ssh COMMAND] [--env NAME=VALUE]
 #       [OPTIONS of scripts/doctor.py]
 #
-#   HOSTS_FILE  one ssh host per line, in the order of node ranks; see scripts/ssh/hosts.py
-#
 # Exit code: 0 all is well, 1 warnings, 2 faults. Needs Python and ssh here; sshd and the code on
 # the nodes.
 set -euo pipefail
