@@ -27,11 +27,11 @@ from utils.errors import UserError, go_on_without_reader, report
 from utils.option_types import accuracy, number, positive
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    add, above_0 = parser.add_argument, number(float, 0, exclusive=True)
     text = "a run directory, a folder of run directories, or an event file"
     add("runs", nargs="+", type=Path, metavar="RUN", help=text)
     text = "one per run, in the order of the table (default: names, or the facts that differ)"
@@ -41,13 +41,13 @@ def _parser() -> argparse.ArgumentParser:
     text = "training images per epoch, if the event files lack them (ImageNet: 1281167)"
     add("--train-images", type=positive, metavar="N", help=text)
     text = "show the epochs finished within this time (default: the time of the shortest run)"
-    add("--within", type=number(float, 0, exclusive=True), metavar="HOURS", help=text)
+    add("--within", type=above_0, metavar="HOURS", help=text)
     text = (
         "show the time to this validation top-1 (0.75 or 75; default: the highest that all reach)"
     )
     add("--target-top1", type=accuracy, metavar="A", help=text)
     text = "price of a node per hour, in any currency (g4dn.xlarge: 0.526 $): adds the cost of runs"
-    add("--price", type=number(float, 0, exclusive=True), metavar="P", help=text)
+    add("--price", type=above_0, metavar="P", help=text)
     text = "folder for table, pictures and page (default: %(default)s)"
     add("--out", type=Path, default=Path("figures"), metavar="DIR", help=text)
     text = "such as png,svg,pdf (default: png)"
@@ -57,35 +57,34 @@ def _parser() -> argparse.ArgumentParser:
     text = "also write the comparison's section into this file (default: %(const)s)"
     results_file = Path("RESULTS.md")
     add("--results", nargs="?", type=Path, const=results_file, metavar="FILE", help=text)
-    return parser
+    return parser.parse_args(argv)
 
 
 def _formats(text: str) -> list[str]:
     found = text.split(",")
-    if not set(found) <= {"png", "svg", "pdf"}:
+    if not set(found) <= set(pictures.NO_DATE):
         raise argparse.ArgumentTypeError(f"{text} is not a list of png, svg and pdf")
     return found
 
 
-def read(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
-    """The runs that the command line names, and a note about each that has no curves.
+def compare(args: argparse.Namespace) -> Comparison:
+    """The runs that the command line names, with a note about each that has no curves.
 
     Runs found in a folder are sorted by their number of GPUs; others keep the order given.
     Raises: `UserError`.
     """
-    found: list[Run] = []
+    found: dict[Path, Run] = {}
     for path in args.runs:
-        found += runs.by_gpus(map(runs.read, runs.find(path)))
-    seen: set[Path] = set()
-    found = [r for r in found if not (r.path.resolve() in seen or seen.add(r.path.resolve()))]
-    filled = [run for run in found if run.epochs is not None]
-    said = []
-    for run in found:
-        if run.epochs is None:
-            why = "; ".join(run.notes) or "no epoch of it is finished, or it has other tags"
-            said.append(f"{run.path} is left out: it has none of the curves ({why})")
+        for run in runs.find(path):
+            found.setdefault(run.path.resolve(), run)
+    filled = [run for run in found.values() if run.epochs is not None]
+    left_out = [
+        f"{run.path} is left out: it has no finished epoch, or other tags; {' '.join(run.notes)}"
+        for run in found.values()
+        if run not in filled
+    ]
     if not filled:
-        raise UserError("; ".join(said))
+        raise UserError("; ".join(left_out))
     for option, values in (("labels", args.labels), ("numbers of GPUs", args.gpus)):
         if values and len(values) != len(filled):
             names = ", ".join(run.folder.name for run in filled)
@@ -101,14 +100,9 @@ def read(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
     runs.name_runs(filled)
     for run, label in zip(filled, args.labels or (), strict=False):
         run.label = label
-    return filled, said
-
-
-def _title(labels: list[str]) -> str:
-    listed = ", ".join(labels)
-    if len(listed) > 60 and len(labels) > 2:
-        listed = f"{labels[0]} to {labels[-1]} ({len(labels)} runs)"
-    return f"Comparison: {listed}"
+    both = Comparison(filled, args.within, args.target_top1, args.price)
+    both.notes += left_out
+    return both
 
 
 def _page(both: Comparison, drawn: list[pictures.Picture], title: str, command: str) -> str:
@@ -117,42 +111,33 @@ def _page(both: Comparison, drawn: list[pictures.Picture], title: str, command: 
     environment = jinja2.Environment(autoescape=True)
     environment.filters["base64"] = lambda text: base64.b64encode(text.encode()).decode()
     text = (Path(table.__file__).parent / "page.html").read_text(encoding="utf-8")
-    origins = [table.origin(run) for run in both.runs]
-    template = environment.from_string(text)
+    origins = {run.label: table.origin(run) for run in both.runs}
     facts = {"pictures": drawn, "origins": origins, "title": title, "command": command}
-    return template.render(both=both, **facts)
+    return environment.from_string(text).render(both=both, **facts)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Compare the runs that ``argv`` names and return the exit code: 0, or 2 after an error."""
     argv = sys.argv[1:] if argv is None else argv
-    args = _parser().parse_args(argv)
+    args = parse(argv)
     command = shlex.join(["python", "scripts/compare_runs.py", *argv])
     try:
-        found, left_out = read(args)
-        both = Comparison(found, args.within, args.target_top1, args.price)
-        both.notes += left_out
+        both = compare(args)
         print(both.as_text(), "", *(f"- {note}" for note in both.notes), sep="\n")
-        title = args.title or _title([run.label for run in found])
-        drawn, missing = pictures.draw(both, args.out, args.prefix, formats=args.formats)
-        written = {
-            f"{args.prefix}compare.md": both.as_markdown() + "\n",
-            f"{args.prefix}compare.csv": both.as_csv(),
-            f"{args.prefix}compare.html": _page(both, drawn, title, command),
-        }
-        for name, text in written.items():
-            (args.out / name).write_text(text, encoding="utf-8")
-        print(*(f"- {line}" for line in missing), sep="\n")
-        names = " ".join(picture.name for picture in drawn)
-        kinds = ", ".join(f".{kind}" for kind in args.formats)
-        print(f"\n{len(drawn)} pictures ({kinds}) in {args.out}: {names}")
-        print(f"table and page: {' '.join(str(args.out / name) for name in written)}")
+        title = args.title or f"Comparison: {', '.join(run.label for run in both.runs)}"
+        drawn = pictures.draw(both, args.out, args.prefix, formats=args.formats)
+        for kind, text in (
+            ("md", both.as_markdown() + "\n"),
+            ("csv", both.as_csv()),
+            ("html", _page(both, drawn, title, command)),
+        ):
+            (args.out / f"{args.prefix}compare.{kind}").write_text(text, encoding="utf-8")
+        print(f"\nin {args.out}: {args.prefix}compare.md, .csv, .html, and {len(drawn)} pictures")
         if args.results:
             chosen = [p.file for p in drawn if p.name in ("training_throughput", "top1_val")]
             section = both.section(args.results, title, command, chosen)
-            changed = table.put(args.results, "compare_runs", title, section)
-            state = "written" if changed else "unchanged"
-            print(f"section '{title}' in {args.results}: {state}")
+            table.put(args.results, "compare_runs", title, section)
+            print(f"section '{title}' in {args.results}")
     except (UserError, OSError) as error:
         return report(error if isinstance(error, UserError) else UserError(str(error)))
     return 0

@@ -31,8 +31,8 @@ from utils.comm import methods as comm_methods  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 from utils.option_types import amount, number, positive  # noqa: E402
 
+MOST = 100_000  # nodes or GPUs
 MOST_COLUMNS = 12
-WIDTH = 130  # characters
 
 above_0 = number(float, 0, exclusive=True)
 
@@ -140,26 +140,20 @@ def numbers(text: str, option: str) -> list[int]:
 
     Raises: `UserError`.
     """
-    wrong = UserError(f"{option} {text} is not a rising list like 1,2,4,...,64")
-    found: list[int] = []
-    dots = False
-    for word in text.replace(" ", "").split(","):
-        if word in ("...", "…"):
-            dots = True
-            continue
-        if not word.isdecimal() or not (found[-1] if found else 0) < int(word) <= 1_000_000:
-            raise wrong
-        if dots:
-            if len(found) < 2:
-                raise wrong
-            doubles = found[-1] == 2 * found[-2] or found[-1] == 2
-            step = found[-1] - found[-2]
-            while (after := 2 * found[-1] if doubles else found[-1] + step) < int(word):
-                found.append(after)
-        found.append(int(word))
-        dots = False
-    if dots or len(found) > 10_000:
-        raise wrong
+    words, found = text.replace(" ", "").replace("…", "...").split(","), []
+    try:
+        for word, after in zip(words, [*words[1:], ""], strict=True):
+            if word != "...":
+                found.append(int(word))
+                continue
+            before, last = found[-2:]
+            doubles, step, end = last == 2 * before, last - before, min(int(after), MOST)
+            while step > 0 and (last := 2 * last if doubles else last + step) < end:
+                found.append(last)
+    except ValueError:
+        found = []
+    if not found or found[0] < 1 or found[-1] > MOST or found != sorted(set(found)):
+        raise UserError(f"{option} {text} is not a rising list like 1,2,4,...,64")
     return found
 
 
@@ -191,7 +185,7 @@ def table(rows: list[Forecast], measured: dict[int, float]) -> str:
         elif measured:
             line += ["-", "-"]
         lines.append(line)
-    return text_table(head, lines, WIDTH)
+    return text_table(head, lines)
 
 
 def methods(work: Workload, cluster: Cluster, counts: list[int]) -> str:
@@ -203,7 +197,7 @@ def methods(work: Workload, cluster: Cluster, counts: list[int]) -> str:
         shares = [model.forecast(one, cluster, gpus).efficiency for gpus in counts]
         lines.append([name, *(f"{100 * share:.0f}" for share in shares)])
     lines.append(["--comm auto takes", *(model.choice(work, cluster, n)[1] for n in counts)])
-    return text_table(["efficiency, %, on GPUs", *counts], lines, WIDTH)
+    return text_table(["efficiency, %, on GPUs", *counts], lines)
 
 
 def verdict(work: Workload, cluster: Cluster, rows: list[Forecast], worth: float) -> str:

@@ -12,6 +12,7 @@ from its snapshot.
 import argparse
 import contextlib
 import fcntl
+import functools
 import importlib
 import itertools
 import json
@@ -41,7 +42,7 @@ from bench import namespaces  # noqa: E402
 from compare import pictures, runs, table  # noqa: E402
 from compare.runs import Run  # noqa: E402
 
-from utils import errors  # noqa: E402
+from utils import errors, options  # noqa: E402
 from utils.atomic import save_atomically  # noqa: E402
 from utils.errors import BAD_INPUT, INTERRUPTED, UserError  # noqa: E402
 from utils.launch import network, supervise  # noqa: E402
@@ -77,19 +78,28 @@ class Arm:
     data: str
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def is_finished(self) -> bool:
         try:
-            return json.loads((self.run / "summary.json").read_text())
+            summary = json.loads((self.run / "summary.json").read_text())
         except (OSError, ValueError):
-            return {}
+            return False
+        return summary.get("finished_because") in FINISHED
 
     @property
-    def is_finished(self) -> bool:
-        return self.summary.get("finished_because") in FINISHED
+    def log(self) -> Path:
+        return self.run / "study.log"
 
     @property
     def title(self) -> str:
         return f"{self.nodes} Node{'s' * (self.nodes > 1)}"
+
+    @property
+    def state(self) -> str:
+        """Finished, or the last error in its log."""
+        if self.is_finished:
+            return "finished"
+        text = self.log.read_text(errors="replace") if self.log.is_file() else ""
+        return ": ".join(["not finished", *re.findall(r"error: (.*)", text)[-1:]])
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -107,12 +117,12 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     text = "each arm is a job, submitted with these options of sbatch"
     add("--slurm", nargs="?", const="", metavar="='OPTIONS'", help=text)
     text = "numbers of nodes, such as 1,2,4,8; default: 1, 2, 4, ... up to all"
-    add("--nodes", type=lambda text: sorted(numbers(text, positive)), metavar="LIST", help=text)
+    add("--nodes", type=lambda text: sorted(map(positive, text.split(","))), help=text)
     above_0 = number(float, 0, exclusive=True)
     add("--hours", type=above_0, metavar="H", help="training time of each arm; default: --epochs")
     add("--name", help="of the study and its page; its runs are NAME_2nodes; default: the model")
     text = "repeat each arm with these seeds; the table has means and standard deviations"
-    add("--seeds", type=lambda text: numbers(text, count), default=[None], help=text)
+    add("--seeds", type=lambda text: [*map(count, text.split(","))], default=[None], help=text)
     text = "train with each value of an option; again for another one. script=A,B varies the script"
     add("--vary", action="append", default=[], type=varied, metavar="OPTION=A,B", help=text)
     text = "keep the global batch (strong scaling); default: keep -b, per process (weak scaling)"
@@ -128,9 +138,9 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError(f"--link {args.link} is not a rate such as 300mbit, with --simulate N")
     if not training:
         raise UserError("what to train is missing: ... -- imagenet_ddp.py OPTIONS DATA")
-    args.machines = hosts.read(args.hosts) if args.hosts else []
     if args.slurm is not None and not args.nodes:
         raise UserError("--slurm needs --nodes, such as --nodes 1,2,4")
+    args.machines = hosts.read(args.hosts) if args.hosts else []
     most = args.simulate or len(args.machines) or args.nodes[-1]
     args.nodes = args.nodes or sorted({2**i for i in range(20) if 2**i <= most} | {most})
     if args.nodes[-1] > most:
@@ -138,25 +148,15 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, training
 
 
-def numbers(text: str, kind: Callable[[str], int]) -> list[int]:
-    found = [kind(word) for word in text.split(",")]
-    if len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text} is not a list of different whole numbers")
-    return found
-
-
 def varied(text: str) -> list[tuple[str, str]]:
     name, _, values = text.partition("=")
-    words = values.split(",")
-    if not name.strip("-") or not all(words) or len(set(words)) < len(words):
+    if not name.strip("-") or not all(values.split(",")):
         raise argparse.ArgumentTypeError(f"{text} is not of the form OPTION=A,B")
-    return [(name.lstrip("-"), word) for word in words]
+    return [(name.lstrip("-"), value) for value in values.split(",")]
 
 
 def understood(script: str, words: Sequence[str]) -> argparse.Namespace:
     """What a script's own parser makes of these words. Raises: SystemExit after its message."""
-    from utils import options
-
     found = []
 
     def stop(parser: argparse.ArgumentParser) -> None:
@@ -164,11 +164,8 @@ def understood(script: str, words: Sequence[str]) -> argparse.Namespace:
         raise InterruptedError
 
     module = importlib.import_module(script.removesuffix(".py"))
-    with (
-        mock.patch.object(options, "parse", stop),
-        mock.patch.object(sys, "argv", [script]),
-        contextlib.suppress(InterruptedError),
-    ):
+    patched = mock.patch.object(options, "parse", stop), mock.patch.object(sys, "argv", [script])
+    with patched[0], patched[1], contextlib.suppress(InterruptedError):
         module.main()
     return found[0]
 
@@ -176,29 +173,27 @@ def understood(script: str, words: Sequence[str]) -> argparse.Namespace:
 def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
     """The arms, in the order in which they are trained. Raises: `UserError`."""
     script, *rest = training
-    known = [name for name, _ in itertools.chain(*args.vary)]
+    own = OWN | ({"--seed": "--seeds"} if args.seeds != [None] else {})
+    for name, value in itertools.chain(*args.vary):
+        if as_option(name) in OWN or name in ("seed", "output-dir"):
+            raise UserError(f"--vary {name}={value} is not possible: a study decides that itself")
+        own[as_option(name)] = f"--vary {name}"
     for word in (one.partition("=")[0] for one in rest):
-        if word in OWN:
-            how = f"give {OWN[word]} before the --" if OWN[word] else "leave it out"
+        if word in own:
+            how = f"give {own[word]} before the --" if own[word] else "leave it out"
             raise UserError(f"{word} among the script's options: {how}")
-        if word.lstrip("-") in known and word.startswith("-"):
-            raise UserError(f"{word} is varied: leave it out of the script's options")
-    if impossible := [n for n in known if f"--{n}" in OWN or n in ("seed", "output-dir")]:
-        raise UserError(f"--vary {impossible[0]}=... is not possible: a study decides that itself")
-    if args.seeds != [None] and "--seed" in (one.partition("=")[0] for one in rest):
-        raise UserError("--seeds and the script's --seed exclude each other")
-    arms = []
+    arms: dict[str, Arm] = {}
     for seed, nodes, *variation in itertools.product(args.seeds, args.nodes, *args.vary):
-        own = dict(variation).get("script", script)
-        if not re.fullmatch(r"imagenet_\w+\.py", own) or not (ROOT / own).is_file():
-            raise UserError(f"{own} is not a training script in {ROOT}")
-        if own in ONE_NODE and nodes > 1:
-            raise UserError(f"{own} trains on one node: use imagenet_ddp.py, or --nodes 1")
-        more = [w for n, v in variation if n != "script" for w in (f"-{'-' * (len(n) > 1)}{n}", v)]
-        typed = understood(own, [*rest, *more])
+        script = dict(variation).get("script", training[0])
+        if not re.fullmatch(r"imagenet_\w+\.py", script) or not (ROOT / script).is_file():
+            raise UserError(f"{script} is not a training script in {ROOT}")
+        if script in ONE_NODE and nodes > 1:
+            raise UserError(f"{script} trains on one node: use imagenet_ddp.py, or --nodes 1")
+        more = [word for n, v in variation if n != "script" for word in (as_option(n), v)]
+        typed = understood(script, [*rest, *more])
         args.name = args.name or typed.arch
         if args.global_batch:
-            more += ["-b", str(share_of_batch(args, own, typed, nodes))]
+            more += ["-b", str(share_of_batch(args, script, typed, nodes))]
         elif nodes > args.nodes[0] and args.lr_scaling != "none":
             lr = typed.lr or USUAL_LR.get(typed.optimizer)
             if lr is None:
@@ -211,20 +206,24 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
         parts += [f"{n}-{v.removesuffix('.py')}" for n, v in variation]
         parts += [f"seed{seed}"] if seed is not None else []
         name = re.sub(r"[^\w.+-]", "-", "_".join(parts))
-        group = ", ".join(f"{option} {value}" for option, value in variation)
+        if name in arms:
+            raise UserError(f"two arms would be called {name}: each number and value once")
         # The study's own options stand behind the typed ones: the last of two wins.
-        command = (own, *rest, *more, "--name", name, "--resume", "auto")
+        command = (script, *rest, *more, "--name", name, "--resume", "auto")
+        group = ", ".join(f"{option} {value}" for option, value in variation)
         run = Path(typed.output_dir) / name
-        if name in [arm.name for arm in arms]:
-            raise UserError(f"two arms would be called {name}: each --vary option once")
-        arms.append(Arm(name, nodes, group, seed, command, run, typed.data))
-    return arms
+        arms[name] = Arm(name, nodes, group, seed, command, run, typed.data)
+    return list(arms.values())
+
+
+def as_option(name: str) -> str:
+    return f"--{name}" if len(name) > 1 else f"-{name}"
 
 
 def share_of_batch(args: argparse.Namespace, script: str, typed: Any, nodes: int) -> int:
     """-b for a global batch that stays the same."""
     found = re.search(r"--(?:gpus|ntasks)-per-node[= ](?:\w+:)?(\d+)", args.slurm or "")
-    each = typed.gpus if getattr(typed, "gpus", None) else found and int(found[1])
+    each = getattr(typed, "gpus", None) or (found and int(found[1]))
     each = 1 if args.simulate else each or (args.machines and args.machines[0].slots)
     if not each:
         raise UserError(
@@ -233,10 +232,7 @@ def share_of_batch(args: argparse.Namespace, script: str, typed: Any, nodes: int
         )
     processes = 1 if script in ONE_NODE else nodes * each
     if args.global_batch % processes:
-        raise UserError(
-            f"--global-batch {args.global_batch} cannot be shared by {processes} processes: "
-            f"choose a multiple of {processes}"
-        )
+        raise UserError(f"--global-batch {args.global_batch} is not a multiple of {processes}")
     return args.global_batch // processes
 
 
@@ -248,7 +244,7 @@ def start_of(arm: Arm, args: argparse.Namespace, folder: Path) -> list[str]:
     if args.slurm is not None:
         # A job of an earlier launcher may still be there: the next one of that name waits for it.
         own = [f"--nodes={arm.nodes}", f"--job-name={arm.name}", "--dependency=singleton"]
-        own += [f"--output={arm.run / 'study.log'}", *shlex.split(args.slurm)]
+        own += [f"--output={arm.log}", *shlex.split(args.slurm)]
         return ["sbatch", "--wait", *own, "scripts/train.sbatch", *arm.command]
     start = ["bash", "scripts/train_on_nodes.sh", str(folder / f"hosts_{arm.nodes}"), "--fetch"]
     return [*start, *reach(args), "--", *arm.command]
@@ -285,68 +281,54 @@ class Runner:
         if not self.args.link or arm.nodes == 1:
             return self.run([words], arm)
         with namespaces.network(arm.nodes) as nodes:
-            commands, port = [], network.free_port()
-            for rank, node in enumerate(nodes):
+            place = ["env", f"MASTER_ADDR={namespaces.address(0)}", f"WORLD_SIZE={arm.nodes}"]
+            place.append(f"MASTER_PORT={network.free_port()}")
+            for node in nodes:
                 namespaces.limit(node, self.args.link)
-                place = {"MASTER_ADDR": namespaces.address(0), "MASTER_PORT": port}
-                place |= {"WORLD_SIZE": arm.nodes, "NODE_RANK": rank}
-                inside = ["env", *(f"{key}={value}" for key, value in place.items())]
-                commands.append([*node.enter, *inside, *words])
-            return self.run(commands, arm)
+            starts = ([*node.enter, *place, f"NODE_RANK={i}"] for i, node in enumerate(nodes))
+            return self.run([[*start, *words] for start in starts], arm)
 
     def run(self, commands: list[list[str]], arm: Arm | None = None) -> int:
         """Run ``commands`` side by side. What they print is shown, and added to the arm's log."""
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "NODE_RANK")}
         env |= {"PYTHONUNBUFFERED": "1", **dict(self.args.env or ())}
-        parent, (reader, writer) = os.getpid(), os.pipe()
-        sys.stdout.flush()
-        self.started = [
-            subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=writer,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT if self.args.slurm is not None else None,
-                env=env,
-                start_new_session=True,  # Ctrl-C is for this process, which passes it on
-                preexec_fn=lambda: supervise.die_with_parent(parent),  # noqa: PLW1509 (no threads)
-            )
-            for words in commands
-        ]
-        os.close(writer)
-        file = arm.run / "study.log" if arm else os.devnull
-        dump = arm and self.folder / f"{arm.name}.nvidia-smi.txt"
-        with open(reader, "rb") as out, open(file, "ab") as log:
-            for line in out:
-                for target in (sys.stdout.buffer, log):
-                    target.write(line)
-                    target.flush()
-                if dump and not dump.exists() and b"Epoch" in line:
-                    dump.write_text("\n".join(self.nvidia_smi(arm)))
-        codes = [process.wait() for process in self.started]
-        self.started = []
+        # Ctrl-C is for this process, which passes it on.
+        common = {"env": env, "start_new_session": True}
+        common["preexec_fn"] = functools.partial(supervise.die_with_parent, os.getpid())
+        common["cwd"] = ROOT if self.args.slurm is not None else None
+        out = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT} | common
+        # -p: it goes on if nobody reads its output any more.
+        words = ["tee", "-a", "-p", str(arm.log) if arm else os.devnull]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as tee:
+            self.started = [subprocess.Popen(one, stdout=tee.stdin, **out) for one in commands]
+            codes = [process.wait() for process in self.started]
+            self.started = []
         return next((128 - code if code < 0 else code for code in codes if code), 0)
 
-    def nvidia_smi(self, arm: Arm) -> Iterator[str]:
-        """What nvidia-smi says on each node, where there is one."""
+    def nvidia_smi(self, arm: Arm) -> None:
+        """Keep what nvidia-smi says on each node after an arm, where there is one."""
         ask = {"this machine": []} if self.args.simulate else {}
         for host in self.args.machines[: arm.nodes]:
             ask[host.name] = [*shlex.split(self.args.ssh), "-o", "BatchMode=yes", host.address]
+        found = ""
         for name, before in ask.items():
             with contextlib.suppress(OSError, subprocess.SubprocessError):
                 words = [*before, "nvidia-smi"]
                 done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
-                yield f"# {name}\n{done.stdout}"
+                found += f"# {name}\n{done.stdout}\n"
+        (self.folder / f"{arm.name}.nvidia-smi.txt").write_text(found)
 
     def check_nodes(self, arms: list[Arm]) -> None:
         """Copy the code to all hosts, if asked to, and check them. Raises: `UserError`."""
         args, arm = self.args, max(arms, key=lambda arm: arm.nodes)
+        # The last launcher may have been killed a moment ago.
+        last = max((arm.log.stat().st_mtime for arm in arms if arm.log.exists()), default=0)
+        time.sleep(max(0, last + EMPTY_SECONDS - time.time()))
         lines = [text for text in args.hosts.read_text().splitlines() if text.split("#")[0].split()]
         for nodes in {one.nodes for one in arms}:
             (self.folder / f"hosts_{nodes}").write_text("\n".join(lines[:nodes]) + "\n")
-        if args.sync:
-            for host in args.machines[: arm.nodes]:
-                launcher.sync(args, host)
+        for host in args.machines[: arm.nodes] if args.sync else ():
+            launcher.sync(args, host)
         words = ["bash", "scripts/doctor.sh", str(self.folder / f"hosts_{arm.nodes}"), *reach(args)]
         if not args.no_doctor and self.run([[*words, "--data", arm.data]]) not in (0, 1):
             raise UserError(
@@ -368,7 +350,7 @@ def rows(columns: dict[str, list[tuple[Arm, Run]]], hours: float | None) -> list
             return run.epochs
         if not run.hours or run.total_hours < hours:
             return None
-        return max((x for x, h in run.hours.items() if h <= hours), default=0)
+        return run.done_within(hours)
 
     def efficiency(arm: Arm, run: Run) -> float | None:
         own = (run.epoch_seconds or 0.0) * processes(arm, run)
@@ -381,7 +363,7 @@ def rows(columns: dict[str, list[tuple[Arm, Run]]], hours: float | None) -> list
          lambda x: f"{x / 10.0**power:.2f}"),
         ("Global Batch Size", lambda _, run: run.facts.get("global_batch"), "{:.0f}".format),
         ("Steps Per Epoch", lambda _, run: run.facts.get("steps_per_epoch"), "{:.0f}".format),
-        ("Avg Epoch Time (min)", lambda _, run: table.ratio(run.epoch_seconds, 60), minutes),
+        ("Avg Epoch Time (min)", lambda _, run: runs.ratio(run.epoch_seconds, 60), minutes),
         (f"Epoch Num{of}", epochs, lambda x: f"{x:.3g}" if x % 1 else f"{x:.0f}"),
         ("Scaling Efficiency", efficiency, "{:.2f}".format),
         ("Best Validation Loss", lambda _, run: run.best("Loss/val")[0], "{:.4f}".format),
@@ -404,22 +386,21 @@ def processes(arm: Arm, run: Run) -> float:
     return run.facts.get("gpus") or arm.nodes
 
 
-def seen(arm: Arm) -> Run | None:
-    """An arm's run, if an epoch of it has ended."""
-    run = runs.read(arm.run) if list(arm.run.glob("*tfevents*")) else None
-    if run is None or run.epochs is None:
-        return None
-    seed = [] if arm.seed is None else [f"seed {arm.seed}"]
-    run.label = ", ".join([arm.title.lower(), *([arm.group] if arm.group else []), *seed])
-    return run
-
-
 def write_page(args: argparse.Namespace, arms: list[Arm], command: str) -> None:
     """Bring LOGBOOK/NAME.md and the list of all studies up to date."""
     page, folder = args.logbook / f"{args.name}.md", args.logbook / args.name
-    done = sum(arm.is_finished for arm in arms)
-    found = [(arm, run) for arm in arms if (run := seen(arm))]
-    parts = [f"# {table.escape_markdown(args.name)}", f"{done} of {len(arms)} arms finished."]
+    finished = [arm for arm in arms if arm.is_finished]
+    found = []
+    for arm in arms:
+        run = runs.read(arm.run) if list(arm.run.glob("*tfevents*")) else None
+        if run and run.epochs is not None:
+            seed = "" if arm.seed is None else f"seed {arm.seed}"
+            run.label = ", ".join(filter(None, [arm.title.lower(), arm.group, seed]))
+            found.append((arm, run))
+    parts = [
+        f"# {table.escape_markdown(args.name)}",
+        f"{len(finished)} of {len(arms)} arms finished.",
+    ]
     if args.simulate:
         links = f", with links of {args.link}" if args.link else ""
         parts.append(
@@ -434,26 +415,24 @@ def write_page(args: argparse.Namespace, arms: list[Arm], command: str) -> None:
         }
         parts += [f"**{table.escape_markdown(group)}**"] if group else []
         parts.append(table.markdown_table(["", *columns], rows(columns, args.hours)))
-    parts += [LEGEND, "## Arms"]
-    state = lambda arm: "finished" if arm.is_finished else failure(arm)  # noqa: E731
-    parts.append(table.markdown_table(["arm", "state"], [[arm.name, state(arm)] for arm in arms]))
+    states = [[arm.name, arm.state] for arm in arms]
+    parts += [LEGEND, "## Arms", table.markdown_table(["arm", "state"], states)]
     if found:
-        targets = [json.loads((arm.run / "options.json").read_text()) for arm, _ in found]
-        target = next((top1 for one in targets if (top1 := one.get("desired_acc"))), None)
+        wanted = [json.loads((arm.run / "options.json").read_text()) for arm, _ in found]
+        target = next((top1 for one in wanted if (top1 := one.get("desired_acc"))), None)
         both = table.Comparison([run for _, run in found], args.hours, target)
-        drawn, _ = pictures.draw(both, folder, only=PICTURES)
+        drawn = pictures.draw(both, folder, only=PICTURES)
         parts.append(both.section(page, "Metrics", command, [one.file for one in drawn]))
-    finished = [str(arm.run) for arm in arms if arm.is_finished]
-    if len({arm.nodes for arm in arms if arm.is_finished}) == len(finished) > 1:
-        words = ["--from", *finished, "--nodes", ",".join(map(str, args.nodes))]
+    if len({arm.nodes for arm in finished}) == len(finished) > 1:
+        words = ["--from", *(str(arm.run) for arm in finished)]
+        words += ["--nodes", ",".join(map(str, args.nodes))]
         words += [] if args.simulate and not args.link else ["--fit-network"]
         line = [sys.executable, str(ROOT / "scripts/forecast_scaling.py"), *words]
         told = subprocess.run(line, capture_output=True, text=True, check=False)
         parts += ["## Forecast and measured", table.fence((told.stdout + told.stderr).strip())]
-    for arm in arms:
-        file = folder / f"{arm.name}.nvidia-smi.txt"
-        text = file.read_text().strip() if file.is_file() else ""
-        parts += [f"## nvidia-smi, {arm.name}", table.fence(text)] if text else []
+    for file in (folder / f"{arm.name}.nvidia-smi.txt" for arm in arms):
+        if text := file.is_file() and file.read_text().strip():
+            parts += [f"## {file.name.removesuffix('.txt')}", table.fence(text)]
     table.put(page, "scaling_study", args.name, "\n\n".join(parts))
     names = sorted(one.parent.name for one in args.logbook.glob("*/study.json"))
     links = "\n".join(f"- [{name}]({name}.md)" for name in names)
@@ -461,25 +440,17 @@ def write_page(args: argparse.Namespace, arms: list[Arm], command: str) -> None:
     print(f"log book: {page} is up to date", flush=True)
 
 
-def failure(arm: Arm) -> str:
-    """Why an arm has not finished: the last error in its log."""
-    log = arm.run / "study.log"
-    found = re.findall(r"error: (.*)", log.read_text(errors="replace")) if log.is_file() else []
-    return f"not finished: {found[-1]}" if found else "not finished"
-
-
 @contextlib.contextmanager
-def held(folder: Path, arms: list[Arm]) -> Iterator[float]:
+def held(folder: Path, arms: list[Arm]) -> Iterator[None]:
     """No second launcher works at this study meanwhile; its arms stay as they have begun.
 
-    Gives the seconds since the last launcher was alive. Raises: `UserError`.
+    Raises: `UserError`.
     """
-    file, lock = folder / "study.json", folder / ".lock"
     folder.mkdir(parents=True, exist_ok=True)
-    silent = time.time() - lock.stat().st_mtime if lock.exists() else math.inf
-    with open(lock, "w") as opened:
+    file = folder / "study.json"
+    with open(folder / ".lock", "w") as lock:
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError("this study is running already: choose another --name") from None
         old = json.loads(file.read_text()) if file.exists() else {}
@@ -492,7 +463,7 @@ def held(folder: Path, arms: list[Arm]) -> Iterator[float]:
                 )
         text = json.dumps(old | {arm.name: arm.command for arm in arms}, indent=1)
         save_atomically(lambda out: out.write(text.encode()), file)
-        yield silent
+        yield
 
 
 def main() -> int:
@@ -511,18 +482,19 @@ def main() -> int:
         print(f"at most {args.hours * len(left):g} h of training ({node_hours:g} node-hours)")
     if args.dry_run:
         return 0
-    with held(folder, arms) as silent:
+    with held(folder, arms):
         runner = Runner(args, folder)
         if args.hosts and left:
-            time.sleep(max(0.0, EMPTY_SECONDS - silent))  # the last launcher may have been killed
             runner.check_nodes(left)
         wrong: set[str] = set()  # options that no second try makes right
         for arm in [*left, *left]:  # once more what a lost node or process has ended
             if arm.is_finished or runner.stopped or arm.name in wrong:
                 continue
             code = runner.train(arm)
-            if not arm.is_finished and not runner.stopped:
-                print(f"error: arm {arm.name}: {failure(arm)}", file=sys.stderr, flush=True)
+            if arm.is_finished:
+                runner.nvidia_smi(arm)
+            elif not runner.stopped:
+                print(f"error: arm {arm.name}: {arm.state}", file=sys.stderr, flush=True)
                 wrong |= {arm.name} if code == BAD_INPUT else set()
             write_page(args, arms, command)
         if not left:

@@ -87,12 +87,9 @@ def write_hal(root: Path, **changes: object) -> Path:
 
 
 def table(*arguments: object) -> tuple[dict[str, list[str]], list[str], Comparison]:
-    """Compare without drawing: the rows by their keys, the notes, the comparison."""
-    args = compare_runs._parser().parse_args([str(argument) for argument in arguments])
-    runs, left_out = compare_runs.read(args)
-    both = Comparison(runs, args.within, args.target_top1, args.price)
-    notes = both.notes + left_out
-    return {row.key: row.cells for row in both.rows}, notes, both
+    """Compare without drawing: the cells by their rows' keys, the notes, the comparison."""
+    both = compare_runs.compare(compare_runs.parse([str(argument) for argument in arguments]))
+    return both.cells, both.notes, both
 
 
 def note(notes: list[str], pattern: str) -> str:

@@ -9,11 +9,16 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.plugins.hparams import metadata
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.util.tensor_util import make_ndarray
 
 from utils.errors import UserError
 from utils.run.provenance import typical
@@ -33,8 +38,7 @@ GENERATED = re.compile(
     r"(?:_bs?(?P<batch>\d+))?(?:_cpu\d+)?(?:_\d+nodes?)?(?:_(?P<mode>.+))?$"
 )
 COUNTS = re.compile(
-    r"(?:^|[_-])(?:(?P<n>\d+)[_-]?(?P<of>gpu|node)s?|(?P<of2>gpu|node)s?[_x-]?(?P<n2>\d+))(?=$|[_-])",
-    re.IGNORECASE,
+    r"(?:^|[_-])(?:(\d+)[_-]?(gpu|node)s?|(gpu|node)s?[_x-]?(\d+))(?=$|[_-])", re.IGNORECASE
 )
 
 
@@ -42,19 +46,25 @@ COUNTS = re.compile(
 class Session:
     """The event file of one process; ``points[tag][x]`` is (wall time, value)."""
 
-    path: Path
     points: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # of the HParams entry
     began: float = 0.0
     ended: float = 0.0
     status: str = ""  # of a closed HParams entry
-    fault: str = ""  # why the file was not read to its end
 
     @property
     def start(self) -> float:
         """When it began. A file that was converted later begins with a later time."""
-        walls = (wall for points in self.points.values() for wall, _ in points.values())
-        return min([self.began, *walls])
+        return min([self.began, *self.ends.values()])
+
+    @property
+    def ends(self) -> dict[int, float]:
+        """When each epoch ended."""
+        found: dict[int, float] = {}
+        for tag in EPOCH_TAGS:
+            for x, (wall, _) in self.points.get(tag, {}).items():
+                found[x] = max(found.get(x, 0.0), wall)
+        return dict(sorted(found.items()))
 
 
 @dataclass(eq=False)
@@ -101,28 +111,23 @@ class Run:
         more = ratio(self.facts.get("gpus"), self.base and self.base.facts.get("gpus"))
         return ratio(self.speed_up, more)
 
-    def points(self, tag: str) -> dict[int, float]:
-        """The plausible points of a curve: finite, and positive where it is a speed or a time."""
+    def curves(self, tag: str) -> list[dict[int, float]]:
+        """The curve of a tag, or those of all ranks (GPU/..._rankN): their plausible points, which
+        are finite, and positive where it is a speed or a time."""
         low = 0.0 if tag in SPEEDS else -math.inf
-        return {x: y for x, y in self.scalars.get(tag, {}).items() if low < y < math.inf}
+        found = [t for t in sorted(self.scalars) if t == tag or t.startswith(f"{tag}_rank")]
+        return [{x: y for x, y in self.scalars[t].items() if low < y < math.inf} for t in found]
 
-    def ranks(self, family: str) -> list[dict[int, float]]:
-        """The curves of a device (GPU/utilisation, say), one per rank."""
-        return [self.points(t) for t in sorted(self.scalars) if t.startswith(f"{family}_rank")]
+    def points(self, tag: str) -> dict[int, float]:
+        return next(iter(self.curves(tag)), {})
 
     def usual(self, tag: str) -> float | None:
-        """The median over the epochs after the first."""
-        return typical(self.points(tag))
+        """The median over the epochs after the first; the mean of these over the ranks."""
+        medians = [m for curve in self.curves(tag) if (m := typical(curve)) is not None]
+        return statistics.fmean(medians) if medians else None
 
     def highest(self, tag: str) -> float | None:
-        """The highest value of a curve, or of the curves of all ranks."""
-        curves = self.ranks(tag) or [self.points(tag)]
-        return max((y for curve in curves for y in curve.values()), default=None)
-
-    def device(self, tag: str) -> float | None:
-        """The mean over the ranks of each one's median."""
-        medians = [m for curve in self.ranks(tag) if (m := typical(curve)) is not None]
-        return statistics.fmean(medians) if medians else None
+        return max((y for curve in self.curves(tag) for y in curve.values()), default=None)
 
     def best(self, tag: str) -> tuple[float, int] | tuple[None, None]:
         """The best value of a curve (of a loss, the lowest), and the first epoch that has it."""
@@ -150,76 +155,61 @@ def ratio(value: float | None, other: float | None) -> float | None:
     return value / other if value is not None and other else None
 
 
-def find(path: Path) -> list[Path]:
+def find(path: Path) -> list[Run]:
     """The runs at ``path``: an event file, or each folder from ``path`` down that holds some.
 
-    Raises: `UserError`.
+    In the order of their GPUs (unknown last), then of their names, run9 before run10. Raises:
+    `UserError`.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist")
-    files = path.rglob("*") if path.is_dir() else [path]
-    files = [file for file in files if _is_event_file(file)]
+    files = list(filter(_is_event_file, path.rglob("*") if path.is_dir() else [path]))
     if not files:
         raise UserError(f"{path} holds no event file (they are named events.out.tfevents.*)")
-    return sorted({file.parent for file in files}, key=natural) if path.is_dir() else [path]
+
+    def place(run: Run) -> tuple[float, list[int | str]]:
+        parts = re.split(r"(\d+)", f"{run.folder.name}/{run.path}")
+        return run.facts.get("gpus") or math.inf, [int(p) if p.isdecimal() else p for p in parts]
+
+    found = {file.parent for file in files} if path.is_dir() else files
+    return sorted(map(read, found), key=place)
 
 
 def _is_event_file(path: Path) -> bool:
     return "tfevents" in path.name and path.suffix != ".tmp" and path.is_file()
 
 
-def natural(path: Path) -> list[Any]:
-    """Sort key by which run10 comes after run9."""
-    return [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", str(path))]
-
-
-def by_gpus(runs: Iterable[Run]) -> list[Run]:
-    """Runs in the order of their GPUs (unknown last), then of their names."""
-    key = lambda run: (run.facts.get("gpus") or math.inf, natural(run.folder.name))  # noqa: E731
-    return sorted(runs, key=key)
-
-
 def read(path: Path) -> Run:
     """The run at ``path``; where its event files overlap, the later one counts."""
-    files = sorted(filter(_is_event_file, path.iterdir())) if path.is_dir() else [path]
-    sessions = [_read_session(file) for file in files]
-    run = Run(path, notes=[f"{s.path.name} {s.fault}" for s in sessions if s.fault])
-    sessions = sorted((s for s in sessions if s.points or s.options), key=lambda s: s.start)
-    newest: dict[str, dict[int, tuple[float, float]]] = {}
-    again: set[int] = set()
-    before: set[int] = set()  # epochs of the session before
+    run, sessions = Run(path), []
+    for file in sorted(filter(_is_event_file, path.iterdir())) if path.is_dir() else [path]:
+        session, fault = _read_session(file)
+        sessions += [session] if session.points or session.options else []
+        run.notes += [f"{file.name} {fault}"] if fault else []
+    sessions.sort(key=lambda session: session.start)
+    _count_epochs_from_1(run, sessions)
+    repeated: set[int] = set()
+    before: dict[int, float] = {}
     for session in sessions:
-        epochs = {x for tag in EPOCH_TAGS for x in session.points.get(tag, ())}
-        again |= {x for x in before if x >= min(epochs, default=math.inf)}
-        before = epochs or before
+        first = min(session.ends, default=math.inf)
+        repeated |= {x for x in before if x >= first}
+        before = session.ends or before
         for tag, points in session.points.items():
             # A session's work after the point from which a later session resumed is lost.
-            kept = {x: y for x, y in newest.get(tag, {}).items() if x < min(points)}
-            newest[tag] = kept | points
-    # Nothing is trained after 0 epochs: a training figure there means that x counts from 0.
-    shift = int(any(0 in newest.get(t, ()) for t in EPOCH_TAGS if t.endswith("/train")))
-    if shift:
-        run.notes.append("its event files count epochs from 0; they are counted from 1 here")
-    for tag, points in newest.items():
-        move = 0 if tag.startswith("Step/") else shift
-        run.scalars[tag] = {x + move: points[x][1] for x in sorted(points)}
-    if again:
-        run.notes.append(
-            f"{len(again)} of the epochs in its earlier event files were repeated after a "
-            "resume; the later ones count"
-        )
+            kept = {x: y for x, y in run.scalars.get(tag, {}).items() if x < min(points)}
+            run.scalars[tag] = kept | {x: points[x][1] for x in sorted(points)}
+    if repeated:
+        run.notes.append(f"{len(repeated)} epochs were repeated after a resume; the later count")
     _find_facts(run, sessions)
     _convert_units(run)
-    _count_hours(run, sessions, shift)
+    _count_hours(run, sessions)
     run.state = _state(run, sessions)
     return run
 
 
-def _read_session(file: Path) -> Session:
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    session, place = Session(file), 0
+def _read_session(file: Path) -> tuple[Session, str]:
+    """What an event file holds, and why it was not read to its end."""
+    session, place = Session(), 0
     size = file.stat().st_size  # before reading: the file may be growing
     for record in RawEventFileLoader(str(file)).Load():
         event = Event.FromString(record)
@@ -232,28 +222,23 @@ def _read_session(file: Path) -> Session:
             elif (number := _number(value)) is not None:
                 session.points.setdefault(value.tag, {})[event.step] = (event.wall_time, number)
     # The loader ends without a message, at the end of the file or where a checksum is wrong.
-    if not size:
-        session.fault = "is empty"
-    elif place < size:
-        session.fault = f"is cut off or damaged at byte {place} of {size}; read up to there"
-    return session
+    fault = f"is cut off or damaged at byte {place} of {size}; read up to there"
+    return session, "is empty" if not size else fault if place < size else ""
 
 
 def _number(value: Any) -> float | None:
     """A scalar as torch or as TensorFlow 2 (a tensor) writes it; None for anything else."""
-    from tensorboard.util.tensor_util import make_ndarray
-
     if value.HasField("simple_value"):
         return value.simple_value
     array = make_ndarray(value.tensor) if value.HasField("tensor") else None
-    is_number = array is not None and array.shape == () and array.dtype.kind in "fiu"
-    return float(array.item()) if is_number else None
+    return (
+        float(array)
+        if array is not None and array.shape == () and array.dtype.kind in "fiu"
+        else None
+    )
 
 
 def _take_options(value: Any, session: Session) -> None:
-    from tensorboard.plugins.hparams import metadata
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
     content = HParamsPluginData.FromString(value.metadata.plugin_data.content)
     if value.tag == metadata.SESSION_END_INFO_TAG:
         status = content.session_end_info.status
@@ -262,11 +247,23 @@ def _take_options(value: Any, session: Session) -> None:
         session.options[name] = getattr(item, item.WhichOneof("kind"))
 
 
+def _count_epochs_from_1(run: Run, sessions: list[Session]) -> None:
+    """Nothing is trained after 0 epochs: a training figure there means that x counts from 0."""
+    tags = [tag for tag in EPOCH_TAGS if tag.endswith("/train")]
+    if not any(0 in session.points.get(tag, ()) for session in sessions for tag in tags):
+        return
+    run.notes.append("its event files count epochs from 0; they are counted from 1 here")
+    for session in sessions:
+        for tag, points in session.points.items():
+            if not tag.startswith("Step/"):
+                session.points[tag] = {x + 1: point for x, point in points.items()}
+
+
 def from_name(name: str) -> dict[str, Any]:
     """The facts about a run in its folder's name; {} if there are none."""
     found: dict[str, Any] = {}
-    for match in COUNTS.finditer(name):
-        found[f"{(match['of'] or match['of2']).lower()}s"] = int(match["n"] or match["n2"])
+    for before, of_before, of_after, after in COUNTS.findall(name):
+        found[f"{(of_before or of_after).lower()}s"] = int(before or after)
     gpus = found.get("gpus")
     if gpus == 1:
         found["nodes"] = 1
@@ -285,14 +282,10 @@ def _find_facts(run: Run, sessions: list[Session]) -> None:
     run.facts = entries[-1] if entries else named
     run.facts |= {"generated": "generated" in named}
     if sessions:
-        run.facts["began"] = min(session.start for session in sessions)
-    sizes = {entry.get("gpus") for entry in entries}
-    if len(sizes) > 1:
-        run.notes.append(
-            "it was resumed on another number of GPUs "
-            f"({', '.join(f'{size:g}' for size in sorted(filter(None, sizes)))}): its speed is a "
-            "mixture"
-        )
+        run.facts["began"] = sessions[0].start
+    if len(sizes := {entry.get("gpus") for entry in entries}) > 1:
+        listed = ", ".join(f"{size:g}" for size in sorted(filter(None, sizes)))
+        run.notes.append(f"it was resumed on another number of GPUs ({listed}): its speed is mixed")
 
 
 def _convert_units(run: Run) -> None:
@@ -301,76 +294,63 @@ def _convert_units(run: Run) -> None:
     Throughput x time is the number of images per step. Where that is the batch of one GPU of
     several, throughput was counted in one process; where it is many batches, time is per epoch.
     """
+
+    def multiply(factor: float, *tags: str) -> None:
+        for tag in tags:
+            run.scalars[tag] = {x: factor * y for x, y in run.scalars.get(tag, {}).items()}
+
     top = [value for tag in ACCURACIES for value in run.points(tag).values()]
     if len(top) >= 20 and 0.05 < max(top) <= 1:
-        for tag in ACCURACIES:
-            run.scalars[tag] = {x: 100 * y for x, y in run.scalars.get(tag, {}).items()}
+        multiply(100, *ACCURACIES)
         run.notes.append("its accuracies are shares of 1; they are per cent here")
     rates, seconds = run.points(RATE), run.points(STEP_TIME)
     images = typical({x: rates[x] * seconds[x] for x in rates if x in seconds})
     gpus, batch, whole = (run.facts.get(k) for k in ("gpus", "batch_per_gpu", "global_batch"))
     if not (images and gpus and batch and whole) or abs(images / whole - 1) < SAME:
         return
+    found = f"throughput x time is {images:.0f} images, its batch {whole:g}"
     if gpus > 1 and abs(images / batch - 1) < SAME:
-        for tag in (RATE, "Throughput/val"):
-            run.scalars[tag] = {x: gpus * y for x, y in run.scalars.get(tag, {}).items()}
-        run.notes.append(
-            f"its throughput is that of one process (throughput x time = {images:.0f}, one GPU's "
-            f"batch); it is multiplied by {gpus:g} here"
-        )
+        multiply(gpus, RATE, "Throughput/val")
+        found += f": its throughput is that of one process, and is multiplied by {gpus:g} here"
     elif images > 20 * whole:
-        steps = images / whole
-        run.scalars[STEP_TIME] = {x: y / steps for x, y in run.scalars[STEP_TIME].items()}
-        run.notes.append(
-            f"its Time/train is that of an epoch (throughput x time = {images:.0f} images); it is "
-            f"divided by {steps:.0f} steps here"
-        )
-        run.facts.setdefault("steps_per_epoch", round(steps))
+        multiply(whole / images, STEP_TIME)
+        steps = run.facts.setdefault("steps_per_epoch", round(images / whole))
+        found += f": its Time/train is that of an epoch, and is divided by {steps:g} steps here"
     else:
-        run.notes.append(
-            f"throughput x time is {images:.0f} images per step, but its batch is {whole:g}: one "
-            "of the three is wrong, so its images/s may be wrong too"
-        )
+        found += ": one of the three is wrong, so its images/s may be wrong too"
+    run.notes.append(found)
 
 
-def _count_hours(run: Run, sessions: list[Session], shift: int) -> None:
+def _count_hours(run: Run, sessions: list[Session]) -> None:
     """Find the hours of training at the end of each epoch, and the usual time per epoch."""
     lasted: dict[int, float] = {}  # seconds of each epoch, evaluation and saving included
     at: dict[int, float] = {}  # seconds of training up to the end of an epoch
     open_end = 0.0  # seconds that the previous session ran on after its last epoch
     for session in sessions:
-        times: dict[int, float] = {}
-        for tag in EPOCH_TAGS:
-            for x, (wall, _) in session.points.get(tag, {}).items():
-                times[x + shift] = max(times.get(x + shift, 0.0), wall)
-        epochs = sorted(times)
-        if not epochs:
+        ends = session.ends
+        if not ends:
             open_end += session.ended - session.began if session.options else 0.0
             continue
-        kept = {x: seconds for x, seconds in at.items() if x < epochs[0]}
+        first, last = min(ends), max(ends)
+        kept = {x: seconds for x, seconds in at.items() if x < first}
         offset = max(kept.values(), default=0.0) + (open_end if len(kept) == len(at) else 0.0)
-        steps = {b: (times[b] - times[a]) / (b - a) for a, b in pairwise(epochs)}
+        steps = {b: (ends[b] - ends[a]) / (b - a) for a, b in pairwise(ends)}
         lasted |= steps
-        began = session.began
-        if began > times[epochs[0]]:
-            began = times[epochs[0]] - (typical(steps) or 0.0)
-            run.notes.append(
-                "the beginning of its training is not recorded; it is assumed to be one "
-                "epoch's time before the end of the first"
-            )
-        at = kept | {x: offset + times[x] - began for x in epochs}
-        open_end = max(0.0, session.ended - times[epochs[-1]]) if session.options else 0.0
+        # Of a converted file the beginning is not known.
+        known = session.began <= ends[first]
+        began = session.began if known else ends[first] - (typical(steps) or 0.0)
+        at = kept | {x: offset + end - began for x, end in ends.items()}
+        open_end = max(0.0, session.ended - ends[last]) if session.options else 0.0
     usual = typical(lasted)
     # An epoch holds all its steps, or at least two where their number is not known.
     least = (run.usual(STEP_TIME) or 0.0) * (run.facts.get("steps_per_epoch") or 4) / 2
-    runs_back = any(at[b] < at[a] for a, b in pairwise(sorted(at)))
+    runs_back = any(later < earlier for earlier, later in pairwise(at.values()))
     if runs_back or (usual is not None and usual <= least):
         run.notes.append(
-            "the times in its event files cannot be those of training (were they rewritten "
-            "later?), so it has no hours"
+            "the times in its event files cannot be those of training (rewritten?): it has no hours"
         )
         return
-    run.hours = {x: at[x] / 3600 for x in sorted(at)}
+    run.hours = {x: seconds / 3600 for x, seconds in at.items()}
     # Of a single epoch: from the start of the process.
     run.epoch_seconds = at[1] if usual is None and list(at) == [1] == [len(sessions)] else usual
 
@@ -388,16 +368,17 @@ def name_runs(runs: list[Run]) -> None:
     """Label each run: by its folder's name or, if a training script generated the name, by the
     facts that differ between the runs (16 GPUs, O2, b208)."""
     generated = [run for run in runs if run.facts.get("generated") and run.facts.get("gpus")]
+    several = [
+        (key, form)
+        for key, form in (("arch", " {}"), ("mode", " {}"), ("batch_per_gpu", " b{:g}"))
+        if len({run.facts.get(key) for run in generated}) > 1
+    ]
     for run in runs:
         run.label = run.folder.name
-    for run in generated:
-        run.label = f"{run.facts['gpus']:g} GPU{'s' * (run.facts['gpus'] != 1)}"
-    for key, form in (("arch", " {}"), ("mode", " {}"), ("batch_per_gpu", " b{:g}")):
-        several = len({run.facts.get(key) for run in generated}) > 1
-        clash = Counter(run.label for run in generated)
-        for run in generated if several else ():
-            if run.facts.get(key) is not None and (key == "arch" or clash[run.label] > 1):
-                run.label += form.format(run.facts[key])
+        if run in generated:
+            gpus = run.facts["gpus"]
+            known = [form.format(v) for key, form in several if (v := run.facts.get(key))]
+            run.label = "".join([f"{gpus:g} GPU{'s' * (gpus != 1)}", *known])
     clash = Counter(run.label for run in runs)
     for run in runs:
         if clash[run.label] > 1:

@@ -5,15 +5,13 @@
 
 import csv
 import io
-import itertools
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from compare.runs import RATE, STEP_TIME, Run, ratio
 
@@ -21,35 +19,18 @@ from utils.atomic import save_atomically
 from utils.errors import UserError
 from utils.run.provenance import typical
 
-WIDTH = 110  # characters in a line of the text table; further columns come below
 NONE = "-"
-# Must be equal, or the ratio of two runs' speeds means nothing.
-MUST_AGREE = {
-    "arch": "arch",
-    "image_size": "image size",
-    "data_id": "data",
-    "train_sizes": "training image sizes",
-}
-# May differ, but explain part of the difference in speed.
-SHOULD_AGREE = {
-    "batch_per_gpu": "batch per GPU",
-    "mode": "mode",
-    "precision": "precision",
-    "comm": "gradients on the wire",
-    "gpu": "GPU",
-    "cpu": "CPU",
-    "torch": "torch",
-}
+UNKNOWN = (None, "")
+# Facts that must be equal, or the ratio of two runs' speeds means nothing.
+MUST_AGREE = ("arch", "image_size", "data_id", "train_sizes")
+# Facts that may differ, but explain part of the difference in speed.
+SHOULD_AGREE = ("batch_per_gpu", "mode", "precision", "comm", "gpu", "cpu", "torch")
 HINTS = {
     "gpus": " (give --gpus N N ...)",
     "steps_per_epoch": " (give --train-images N; ImageNet: 1281167)",
 }
-METRICS = {  # what it is called, and how its values are shown
-    "Top1": ("top-1, %", "{:.2f}".format),
-    "Top5": ("top-5, %", "{:.2f}".format),
-    "Loss": ("loss", "{:.4f}".format),
-}
 STEP_PARTS = ("data", "compute", "communication")
+MACHINE = ("gpu", "driver", "cpu", "torch")
 OPTIONS = (
     *("recipe", "epochs", "lr", "lr_schedule", "lr_scaling", "warmup_epochs", "weight_decay"),
     *("label_smoothing", "accum_steps", "image_size", "progressive", "precision", "comm"),
@@ -57,25 +38,17 @@ OPTIONS = (
 )
 
 
-def text_table(head: Sequence[object], rows: Sequence[Sequence[object]], width: int = WIDTH) -> str:
-    """A table as plain text: the first column aligned left, all others right.
+# ---- tables and Markdown of all scripts
 
-    Columns that do not fit into ``width`` characters are printed below, after the first column.
-    """
+
+def text_table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    """A table as plain text: the first column aligned left, all others right."""
     lines = [[str(cell) for cell in line] for line in (head, *rows)]
     wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    blocks, first = [], 1
-    while first < len(wide):
-        last = first + 1
-        while last < len(wide) and wide[0] + sum(2 + w for w in wide[first : last + 1]) <= width:
-            last += 1
-        texts = [
-            line[0].ljust(wide[0]) + "".join(line[i].rjust(2 + wide[i]) for i in range(first, last))
-            for line in lines
-        ]
-        blocks.append("\n".join(text.rstrip() for text in texts))
-        first = last
-    return "\n\n".join(blocks)
+    texts = (
+        "  ".join([line[0].ljust(wide[0]), *map(str.rjust, line[1:], wide[1:])]) for line in lines
+    )
+    return "\n".join(map(str.rstrip, texts))
 
 
 def markdown_table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
@@ -97,68 +70,92 @@ def fence(text: str) -> str:
     return f"{ticks}text\n{text}\n{ticks}"
 
 
-def put(file: Path, tool: str, title: str, section: str) -> bool:
+def put(file: Path, tool: str, title: str, section: str) -> None:
     """Write a ``section`` of Markdown into ``file``; nothing else in it is touched.
 
-    Two comments that name ``tool`` and ``title`` enclose it; a new section goes to the end. Returns
-    whether the file has changed. Raises `UserError` for markers that do not make a pair.
+    Two comments that name ``tool`` and ``title`` enclose it; a new section goes to the end. Raises
+    `UserError` for markers that do not make a pair.
     """
     key = re.sub(r"[^\w.]+", "-", title.lower()).strip("-") or "comparison"
     begin, end = f"<!-- {tool} begin {key} -->", f"<!-- {tool} end {key} -->"
-    try:
-        old = file.read_bytes().decode() if file.exists() else ""
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UserError(f"cannot read {file}: {fault}") from None
-    newline = "\r\n" if "\r\n" in old else "\n"
-    section = "\n".join([begin, section, end]).replace("\n", newline)
+    old = file.read_bytes().decode() if file.exists() else ""
     found = re.findall(f"{re.escape(begin)}.*?{re.escape(end)}", old, re.DOTALL)
     if not old.count(begin) == old.count(end) == len(found) <= 1:
         raise UserError(
             f"{file} should hold '{begin}' and, after it, '{end}' once each: correct it by hand, "
             "or choose another --title"
         )
-    gap = newline * (0 if not old else 1 if old.endswith("\n") else 2)
-    new = old.replace(found[0], section) if found else old + gap + section + newline
-    if new != old:
-        save_atomically(lambda out: out.write(new.encode()), file)
-    return new != old
+    section = f"{begin}\n{section}\n{end}"
+    gap = "" if not old else "\n" if old.endswith("\n") else "\n\n"
+    new = old.replace(found[0], section) if found else f"{old}{gap}{section}\n"
+    save_atomically(lambda out: out.write(new.encode()), file)
 
 
-@dataclass
-class Row:
-    """One quantity of all runs: ``cells`` to print, ``values`` for the CSV file.
+# ---- how values are shown
 
-    A row without a title is only for the CSV file.
-    """
+
+def number(value: float | str) -> str:
+    """A figure with four significant digits; from 1000 on without decimals. Words as they are."""
+    if isinstance(value, str):
+        return value
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def duration(hours: float) -> str:
+    """Hours as 35 s, 12.3 min or 5.21 h."""
+    if hours < 1 / 60:
+        return f"{3600 * hours:.3g} s"
+    return f"{60 * hours:.3g} min" if hours < 1 else f"{number(round(hours, 2))} h"
+
+
+def share(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+# ---- the comparison
+
+
+class Row(NamedTuple):
+    """A quantity: ``of(run)`` is its value, ``show(value)`` its text. A ``rare`` one is left out
+    if no run has it."""
 
     title: str
     key: str
-    cells: list[str]
-    values: list[Any]
+    of: Callable[[Run], Any]
+    show: Callable[[Any], str] = number
+    rare: bool = False
 
 
-@dataclass
 class Comparison:
-    """Runs and their table. ``bases``: the runs that speeds are divided by."""
+    """Runs and their table. ``bases``: the runs that speeds are divided by; ``values`` and
+    ``cells``: by the keys of ``rows``, one of each run."""
 
-    runs: list[Run]
-    within: float | None = None  # hours
-    target: float | None = None  # per cent
-    price: float | None = None  # of a node for an hour
-    bases: list[Run] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def __post_init__(self):
-        find_bases(self.runs)
-        self.bases = list(dict.fromkeys(run.base for run in self.runs if run.base))
-        if self.within is None and all(run.hours for run in self.runs):
-            self.within = min(run.total_hours for run in self.runs)
-        tops = [top for run in self.runs if (top := run.best("Top1/val")[0]) is not None]
-        if self.target is None and tops:
+    def __init__(
+        self,
+        runs: list[Run],
+        within: float | None = None,
+        target: float | None = None,
+        price: float | None = None,
+    ):
+        """``within``: hours; ``target``: per cent; ``price``: of a node for an hour."""
+        self.runs, self.within, self.target, self.price = runs, within, target, price
+        find_bases(runs)
+        self.bases = list(dict.fromkeys(run.base for run in runs if run.base))
+        if within is None and all(run.hours for run in runs):
+            self.within = min(run.total_hours for run in runs)
+        tops = [top for run in runs if (top := run.best("Top1/val")[0]) is not None]
+        if target is None and tops:
             self.target = float(math.floor(min(tops)))
-        _fill(self)
-        self.notes += _notes(self)
+        self.rows: list[Row] = []
+        self.values: dict[str, list[Any]] = {}
+        self.cells: dict[str, list[str]] = {}
+        for row in _rows(self):
+            values = [row.of(run) for run in runs]
+            if not row.rare or any(value not in UNKNOWN for value in values):
+                self.rows.append(row)
+                self.values[row.key] = values
+                self.cells[row.key] = [NONE if v in UNKNOWN else row.show(v) for v in values]
+        self.notes = _notes(self)
 
     def costs(self, run: Run) -> dict[int, float]:
         """What the training up to the end of each epoch cost; {} where that is not known."""
@@ -167,20 +164,20 @@ class Comparison:
             return {}
         return {epoch: hours * nodes * self.price for epoch, hours in run.hours.items()}
 
-    @property
-    def shown(self) -> list[Row]:
-        return [row for row in self.rows if row.title]
-
     def as_text(self) -> str:
-        """One column per run; below, the path of each run whose head is not its folder's name."""
-        heads = shorten([run.label for run in self.runs], 20)
-        text = text_table(["", *heads], [[row.title, *row.cells] for row in self.shown])
-        pairs = zip(heads, self.runs, strict=True)
-        named = [f"{head}: {run.path}" for head, run in pairs if head != run.path.name]
-        return "\n".join([text, *([""] if named else []), *named])
+        """One column per run; long labels stand below, with the path of each run."""
+        labels = [run.label for run in self.runs]
+        short = max(map(len, labels)) <= 20
+        heads = labels if short else [f"({i})" for i, _ in enumerate(labels, 1)]
+        text = text_table(["", *heads], [[row.title, *self.cells[row.key]] for row in self.rows])
+        named = [
+            f"{head}: {run.path}" if short else f"{head} {run.label}: {run.path}"
+            for head, run in zip(heads, self.runs, strict=True)
+        ]
+        return "\n".join([text, "", *named])
 
     def as_markdown(self) -> str:
-        rows = [[row.title.strip(), *row.cells] for row in self.shown]
+        rows = [[row.title.strip(), *self.cells[row.key]] for row in self.rows]
         return markdown_table(["", *(run.label for run in self.runs)], rows)
 
     def as_csv(self) -> str:
@@ -188,77 +185,42 @@ class Comparison:
         per cent, times in the unit that the column names."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["run", "label", *(row.key for row in self.rows)])
-        for run, *values in zip(self.runs, *(row.values for row in self.rows), strict=True):
+        writer.writerow(["run", "label", *self.values])
+        for run, *values in zip(self.runs, *self.values.values(), strict=True):
             cells = [f"{v:.10g}" if isinstance(v, float) else v for v in values]
             writer.writerow([run.path, run.label, *cells])
         return file.getvalue()
 
-    def section(self, file: Path, title: str, command: str, pictures: Sequence[Path]) -> str:
+    def section(self, file: Path, title: str, command: str, pictures: Iterable[Path]) -> str:
         """The comparison as a section of a Markdown ``file``."""
         parts = [f"## {escape_markdown(title)}", fence(command), self.as_markdown()]
         parts.append("\n".join(f"- {escape_markdown(note)}" for note in self.notes))
         for picture in pictures:
-            link = os.path.relpath(picture, file.parent).replace(os.sep, "/").replace(" ", "%20")
+            link = os.path.relpath(picture, file.parent).replace(" ", "%20")
             parts.append(f"![{escape_markdown(picture.stem.replace('_', ' '))}]({link})")
-        rows = [[run.label, *origin(run).values()] for run in self.runs]
         head = ["run", *origin(self.runs[0])]
+        rows = [[run.label, *origin(run).values()] for run in self.runs]
         parts += ["How each run was made:", markdown_table(head, rows)]
-        commands = [(run.label, run.facts.get("command")) for run in self.runs]
-        lines = "\n".join(f"{label}: {command}" for label, command in commands if command)
-        return "\n\n".join(filter(None, [*parts, lines and fence(lines)]))
+        return "\n\n".join(filter(None, parts))
 
 
 def origin(run: Run) -> dict[str, str]:
     """Where a run comes from."""
 
     def listed(keys: Sequence[str]) -> str:
-        known = [(key, run.facts[key]) for key in keys if run.facts.get(key) not in (None, "")]
-        words = [f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in known]
-        return ", ".join(words) or "not recorded"
+        known = [(key, run.facts[key]) for key in keys if run.facts.get(key) not in UNKNOWN]
+        return ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in known)
 
-    began = run.facts.get("began")
-    day = time.strftime("%Y-%m-%d", time.gmtime(began)) if began else "not recorded"
-    return {
+    found = {
         "folder": run.folder.name,
-        "date": str(run.facts.get("date") or day),
-        "commit": str(run.facts.get("commit") or "not recorded"),
-        "machine": listed(("gpu", "driver", "cpu", "torch")),
-        "data": str(run.facts.get("data_id") or "not recorded"),
+        "date": run.facts.get("date") or time.strftime("%Y-%m-%d", time.gmtime(run.facts["began"])),
+        "commit": run.facts.get("commit"),
+        "machine": listed(MACHINE),
+        "data": run.facts.get("data_id"),
         "options": listed(OPTIONS),
+        "command": run.facts.get("command"),
     }
-
-
-def shorten(labels: Sequence[str], limit: int) -> list[str]:
-    """Labels of at most ``limit`` characters: without their common beginning, else numbered."""
-    if max(map(len, labels)) <= limit:
-        return list(labels)
-    ends = zip(min(labels), max(labels), strict=False)
-    front = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
-    short = [f"…{label[front:]}" if front else label for label in labels]
-    if all(1 < len(label) <= limit for label in short):
-        return short
-    return [f"{i}: {label[: limit - 5]}…" for i, label in enumerate(labels, 1)]
-
-
-def number(value: float | None) -> str:
-    """A figure with four significant digits; from 1000 on without decimals."""
-    if value is None or not math.isfinite(value):
-        return NONE
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def duration(hours: float | None) -> str:
-    """Hours as 35 s, 12.3 min or 5.21 h."""
-    if hours is None:
-        return NONE
-    if hours < 1 / 60:
-        return f"{3600 * hours:.3g} s"
-    return f"{60 * hours:.3g} min" if hours < 1 else f"{number(round(hours, 2))} h"
-
-
-def share(value: float | None) -> str:
-    return NONE if value is None else f"{100 * value:.0f} %"
+    return {key: str(value or "not recorded") for key, value in found.items()}
 
 
 def find_bases(runs: list[Run]) -> None:
@@ -276,89 +238,111 @@ def find_bases(runs: list[Run]) -> None:
                 run.base = base
 
 
-def differ(one: Run, other: Run, keys: dict[str, str]) -> list[str]:
-    """Those of ``keys`` (fact: its name) that both runs recorded and that differ, with values."""
-    pairs = [(name, one.facts.get(key), other.facts.get(key)) for key, name in keys.items()]
-    return [
-        f"{name} ({a}, not {b})".replace(".0", "")
+def differ(one: Run, other: Run, keys: Sequence[str]) -> str:
+    """Those of the facts ``keys`` that both runs recorded and that differ, with their values."""
+    pairs = [(key.replace("_", " "), one.facts.get(key), other.facts.get(key)) for key in keys]
+    return " and ".join(
+        f"{name} ({number(a)}, not {number(b)})"
         for name, a, b in pairs
-        if a not in (None, "") and b not in (None, "") and a != b
+        if a not in UNKNOWN and b not in UNKNOWN and a != b
+    )
+
+
+def _rows(both: Comparison) -> list[Row]:
+    """All quantities. The keys are columns of the CSV file."""
+    two, four = "{:.2f}".format, "{:.4f}".format
+    target, price, within = both.target, both.price, both.within
+
+    def fact(title: str, key: str, rare: bool = False) -> Row:
+        return Row(title, key, lambda run: run.facts.get(key), rare=rare)
+
+    def usual(title: str, key: str, tag: str, show: Callable = number, rare: bool = False) -> Row:
+        return Row(title, key, lambda run: run.usual(tag), show, rare)
+
+    def highest(title: str, key: str, tag: str, rare: bool = False) -> Row:
+        return Row(title, key, lambda run: run.highest(tag), rare=rare)
+
+    def best(tag: str, title: str, show: Callable) -> list[Row]:
+        key, val, ema = tag.lower(), f"{tag}/val", f"{tag}/ema"
+        hours = lambda run: run.hours.get(run.best(val)[1])  # noqa: E731
+        return [
+            Row(f"best val {title}", f"best_{key}", lambda run: run.best(val)[0], show),
+            Row("  in epoch", f"best_{key}_epoch", lambda run: run.best(val)[1]),
+            Row("  after", f"best_{key}_h", hours, duration),
+            Row(
+                "  of averaged weights", f"best_ema_{key}", lambda run: run.best(ema)[0], show, True
+            ),
+        ]
+
+    def test(tag: str, title: str, show: Callable) -> Row:
+        last = lambda run: run.last(f"{tag}/test")  # noqa: E731
+        return Row(f"test {title}", f"test_{tag.lower()}", last, show, rare=True)
+
+    def part(name: str) -> Row:
+        title, of = f"  share of step: {name}", lambda run: step_parts(run)[name]
+        return Row(title, f"step_{name}_share", of, share, rare=True)
+
+    def memory(name: str) -> Row:
+        return highest(f"{name}, MiB per process", f"{name}_mb", f"Memory/{name}_mb", rare=True)
+
+    def reached(run: Run) -> int | None:
+        return run.reached(target)
+
+    def cost(run: Run) -> float | None:
+        return max(both.costs(run).values(), default=None)
+
+    to = f" to {both.bases[0].label}" if len(both.bases) == 1 else ""
+    per_gpu = lambda run: ratio(run.usual(RATE), run.facts.get("gpus"))  # noqa: E731
+    rows = [
+        fact("nodes", "nodes"),
+        fact("GPUs (processes)", "gpus"),
+        fact("arch", "arch"),
+        fact("mode", "mode"),
+        fact("recipe", "recipe", rare=True),
+        fact("training image sizes", "progressive", rare=True),
+        highest("learning rate (highest)", "lr", "Lr"),
+        fact("batch per GPU", "batch_per_gpu"),
+        fact("global batch", "global_batch"),
+        fact("steps per epoch", "steps_per_epoch"),
+        usual("images/s", "images_per_s", RATE),
+        Row("images/s per GPU", "images_per_s_per_gpu", per_gpu),
+        Row(f"speed-up{to}", "speed_up", lambda run: run.speed_up, two),
+        Row("scaling efficiency", "scaling_efficiency", lambda run: run.efficiency, share),
+        Row("time per step, ms", "step_ms", lambda run: ratio(run.usual(STEP_TIME), 0.001)),
+        Row("time per epoch", "epoch_h", lambda run: ratio(run.epoch_seconds, 3600), duration),
+        Row("epochs finished", "epochs", lambda run: run.epochs),
+    ]
+    if within is not None:
+        title = f"epochs in {duration(within)}"
+        rows.append(Row(title, "epochs_within", lambda run: run.done_within(within)))
+    rows.append(Row("total time", "hours", lambda run: run.total_hours, duration))
+    metrics = (("Top1", "top-1, %", two), ("Top5", "top-5, %", two), ("Loss", "loss", four))
+    rows += [row for metric in metrics for row in best(*metric)]
+    rows += [test(*metric) for metric in metrics]
+    if target is not None:
+        to, hours = f"to top-1 of {target:g} %", lambda run: run.hours.get(reached(run))
+        rows.append(Row(f"time {to}", "target_h", hours, duration))
+        rows.append(Row("  epochs needed", "target_epochs", reached))
+        if price is not None:
+            until = lambda run: both.costs(run).get(reached(run))  # noqa: E731
+            rows.append(Row(f"cost {to}", "target_cost", until))
+    rows += [Row("cost of the whole run", "cost", cost)] if price is not None else []
+    rows.append(usual("waiting for data", "data_wait_share", "IO/wait_share", share))
+    rows += [*map(part, STEP_PARTS)]
+    rows += [*map(memory, ("parameters", "gradients", "optimizer", "activations"))]
+    if any(run.facts.get("sent_mb_per_step") for run in both.runs):
+        rows.append(fact("sent per step, MB per process", "sent_mb_per_step"))
+    return [
+        *rows,
+        usual("GPU utilisation, %", "gpu_utilisation", "GPU/utilisation"),
+        highest("GPU memory, GiB", "gpu_memory_gb", "GPU/memory_gb"),
+        usual("GPU power, W", "gpu_w", "GPU/power_w", rare=True),
+        usual("CPU utilisation, %", "cpu_utilisation", "CPU/utilisation", rare=True),
+        Row("state", "state", lambda run: run.state, rare=True),
     ]
 
 
-def _fill(both: Comparison) -> None:
-    runs = both.runs
-
-    def add(title: str, key: str, of: Callable, show: Callable = number, rare: bool = False):
-        """``of(run)`` is the value; ``rare``: leave the row out if no run has one."""
-        values = [of(run) for run in runs]
-        if not rare or any(value not in (None, "") for value in values):
-            cells = [NONE if value in (None, "") else show(value) for value in values]
-            both.rows.append(Row(title, key, cells, values))
-
-    def fact(title: str, key: str, rare: bool = False) -> None:
-        text = lambda value: value if isinstance(value, str) else number(value)  # noqa: E731
-        add(title, key, lambda run: run.facts.get(key), text, rare)
-
-    fact("nodes", "nodes")
-    fact("GPUs (processes)", "gpus")
-    fact("arch", "arch")
-    fact("mode", "mode")
-    fact("recipe", "recipe", rare=True)
-    fact("training image sizes", "progressive", rare=True)
-    add("learning rate (highest)", "lr", lambda run: run.highest("Lr"))
-    fact("batch per GPU", "batch_per_gpu")
-    fact("global batch", "global_batch")
-    fact("steps per epoch", "steps_per_epoch")
-    add("images/s", "images_per_s", lambda run: run.usual(RATE))
-    per_gpu = lambda run: ratio(run.usual(RATE), run.facts.get("gpus"))  # noqa: E731
-    add("images/s per GPU", "images_per_s_per_gpu", per_gpu)
-    add(f"speed-up{_to_base(both)}", "speed_up", lambda run: run.speed_up, "{:.2f}".format)
-    add("scaling efficiency", "scaling_efficiency", lambda run: run.efficiency, share)
-    add("time per step, ms", "step_ms", lambda run: ratio(run.usual(STEP_TIME), 0.001))
-    add("time per epoch", "epoch_h", lambda run: ratio(run.epoch_seconds, 3600), duration)
-    add("epochs finished", "epochs", lambda run: run.epochs)
-    if both.within is not None:
-        title = f"epochs in {duration(both.within)}"
-        add(title, "epochs_within", lambda run: run.done_within(both.within))
-    add("total time", "hours", lambda run: run.total_hours, duration)
-    for tag, (name, show) in METRICS.items():
-        _add_best(both, add, tag, name, show)
-    for tag, (name, show) in METRICS.items():
-        last = lambda run, tag=tag: run.last(f"{tag}/test")  # noqa: E731
-        add(f"test {name}", f"test_{tag.lower()}", last, show, rare=True)
-    if both.target is not None:
-        to = f"to top-1 of {both.target:g} %"
-        epoch = lambda run: run.reached(both.target)  # noqa: E731
-        add(f"time {to}", "target_h", lambda run: run.hours.get(epoch(run)), duration)
-        add("  epochs needed", "target_epochs", epoch)
-        if both.price is not None:
-            add(f"cost {to}", "target_cost", lambda run: both.costs(run).get(epoch(run)))
-    if both.price is not None:
-        cost = lambda run: max(both.costs(run).values(), default=None)  # noqa: E731
-        add("cost of the whole run", "cost", cost)
-    add("waiting for data", "data_wait_share", lambda run: run.usual("IO/wait_share"), share)
-    for part in STEP_PARTS:
-        of = lambda run, part=part: step_parts(run).get(part)  # noqa: E731
-        add(f"  share of step: {part}", f"step_{part}_share", of, share, rare=True)
-    for part in ("parameters", "gradients", "optimizer", "activations"):
-        most = lambda run, part=part: _of_ranks(run, f"Memory/{part}_mb")  # noqa: E731
-        add(f"{part}, MiB per process", f"{part}_mb", most, rare=True)
-    if any(run.facts.get("sent_mb_per_step") for run in runs):
-        fact("sent per step, MB per process", "sent_mb_per_step")
-    add("GPU utilisation, %", "gpu_utilisation", lambda run: run.device("GPU/utilisation"))
-    add("GPU memory, GiB", "gpu_memory_gb", lambda run: _of_ranks(run, "GPU/memory_gb"))
-    add("GPU power, W", "gpu_w", lambda run: run.device("GPU/power_w"), rare=True)
-    cpu = lambda run: run.device("CPU/utilisation")  # noqa: E731
-    add("CPU utilisation, %", "cpu_utilisation", cpu, rare=True)
-    add("state", "state", lambda run: run.state, str, rare=True)
-
-
-def _of_ranks(run: Run, family: str) -> float | None:
-    return run.highest(family) if run.ranks(family) else None
-
-
-def step_parts(run: Run) -> dict[str, float]:
+def step_parts(run: Run) -> dict[str, float | None]:
     """The shares of a step spent on data, compute and communication."""
     seconds = {}
     for part in STEP_PARTS:
@@ -368,104 +352,57 @@ def step_parts(run: Run) -> dict[str, float]:
     return {part: ratio(value, whole) for part, value in seconds.items()}
 
 
-def _add_best(both: Comparison, add: Callable, tag: str, name: str, show: Callable) -> None:
-    key, val = f"best_{tag.lower()}", f"{tag}/val"
-    add(f"best val {name}", key, lambda run: run.best(val)[0], show)
-    epochs = [run.best(val)[1] for run in both.runs]
-    hours = [run.hours.get(epoch) for run, epoch in zip(both.runs, epochs, strict=True)]
-    cells = [
-        NONE if epoch is None else str(epoch) if hour is None else f"{epoch} ({duration(hour)})"
-        for epoch, hour in zip(epochs, hours, strict=True)
-    ]
-    both.rows.append(Row("  in epoch (after)", f"{key}_epoch", cells, epochs))
-    both.rows.append(Row("", f"{key}_h", [], hours))
-    ema = lambda run: run.best(f"{tag}/ema")[0]  # noqa: E731
-    add("  of averaged weights", f"best_ema_{tag.lower()}", ema, show, rare=True)
-
-
-def _to_base(both: Comparison) -> str:
-    if len(both.bases) != 1:
-        return ""
-    gpus, label = both.bases[0].facts.get("gpus"), both.bases[0].label
-    return f" to {label}" if gpus is None else f" to {gpus:g} GPU{'s' * (gpus != 1)}"
-
-
 def _notes(both: Comparison) -> list[str]:
     """Notes: problems of single runs, runs that cannot be compared and why, the kind of scaling
     that the efficiency measures, and values that were not recorded."""
-    runs, notes = both.runs, []
-    for note in dict.fromkeys(note for run in runs for note in run.notes):
-        notes.append(f"{_names([run for run in runs if note in run.notes], runs)}: {note}")
+    runs = both.runs
+
+    def whose(some: Iterable[Run]) -> str:
+        labels = [run.label for run in some]
+        return "all runs" if 1 < len(labels) == len(runs) else ", ".join(labels)
+
+    notes = [
+        f"{whose(run for run in runs if text in run.notes)}: {text}"
+        for text in dict.fromkeys(text for run in runs for text in run.notes)
+    ]
     reference = both.bases[0] if both.bases else runs[0]
     for run in runs:
-        base = run.base
-        if (strange := differ(run, reference, MUST_AGREE)) and run is not reference:
-            fate = "it has no speed-up" if base is None else f"its base is {base.label}"
-            fate = "it is a base itself" if base is run else fate
+        if strange := differ(run, reference, MUST_AGREE):
+            fate = f"its base is {run.base.label}" if run.base else "it has no speed-up"
             notes.append(
-                f"NOT COMPARABLE: {run.label} differs from {reference.label} in "
-                f"{' and '.join(strange)}; {fate}"
+                f"NOT COMPARABLE: {run.label} differs from {reference.label} in {strange}; {fate}"
             )
-        elif base not in (None, run) and (what := differ(run, base, SHOULD_AGREE)):
+        elif run.base and (what := differ(run, run.base, SHOULD_AGREE)):
             notes.append(
-                f"{run.label} differs from its base {base.label} in {' and '.join(what)}: the "
-                "efficiency shows that too, not only the scaling"
+                f"{run.label} differs from its base {run.base.label} in {what}: the efficiency "
+                "shows that too, not only the scaling"
             )
-    return notes + _lengths(runs) + _kinds_of_scaling(both) + _missing(both)
-
-
-def _names(some: Sequence[Run], runs: Sequence[Run]) -> str:
-    everybody = 1 < len(some) == len(runs)
-    return "all runs" if everybody else ", ".join(run.label for run in some)
-
-
-def _lengths(runs: list[Run]) -> list[str]:
-    lengths: dict[str, list[str]] = {}
-    for run in runs:
-        planned = run.facts.get("epochs") or run.epochs
-        text = f"{run.epochs}" + (f" of {planned:g}" if planned != run.epochs else "")
-        lengths.setdefault(text, []).append(run.label)
-    each = "; ".join(f"{', '.join(labels)}: {text}" for text, labels in lengths.items())
-    text = (
-        f"the numbers of epochs differ ({each}): total times, best values and test figures are of "
-        "runs of different lengths"
-    )
-    return [text] if len(lengths) > 1 else []
-
-
-def _kinds_of_scaling(both: Comparison) -> list[str]:
-    found = []
+    if len({(run.epochs, run.facts.get("epochs")) for run in runs}) > 1:
+        each = "; ".join(f"{run.label}: {run.epochs}" for run in runs)
+        notes.append(
+            f"the numbers of epochs differ ({each}), so best values and total times do too"
+        )
     for base in both.bases:
-        group = [run for run in both.runs if run.base is base]
+        group = [run for run in runs if run.base is base]
         gpus, per_gpu, whole = (
             {run.facts.get(key) for run in group}
             for key in ("gpus", "batch_per_gpu", "global_batch")
         )
-        if len(gpus - {None}) < 2:
-            continue
-        what = "; neither the batch per GPU nor the global batch is equal"
+        kind = "neither the batch per GPU nor the global batch is equal"
         if None in per_gpu:
-            what = "; whether the batch per GPU is equal is not recorded"
+            kind = "whether the batch per GPU is equal is not recorded"
         elif len(per_gpu) == 1:
-            what = ", at an equal batch per GPU (weak scaling)"
+            kind = "at an equal batch per GPU (weak scaling)"
         elif len(whole) == 1:
-            what = ", at an equal global batch (strong scaling)"
-        found.append(f"speed-up and efficiency: images/s relative to {base.label}{what}")
-    return found
-
-
-def _missing(both: Comparison) -> list[str]:
-    """Values that were not recorded, one line per group of runs."""
-    by_runs: dict[str, list[str]] = {}
-    for row in both.shown:
-        if row.title.startswith(" ") or row.key in ("state", "target_h"):
-            continue
-        if row.key in ("speed_up", "scaling_efficiency") and both.bases:
-            continue  # said above
-        pairs = zip(both.runs, row.values, strict=True)
-        if lacking := [run for run, value in pairs if value in (None, "")]:
-            title = row.title.partition(" to ")[0].partition(", ")[0] + HINTS.get(row.key, "")
-            by_runs.setdefault(_names(lacking, both.runs), []).append(title)
-    if all(run.facts.get("image_size") is None for run in both.runs) and len(both.runs) > 1:
-        by_runs.setdefault("all runs", []).append("image size and data (assumed to be equal)")
-    return [f"not recorded by {whose}: {', '.join(what)}" for whose, what in by_runs.items()]
+            kind = "at an equal global batch (strong scaling)"
+        if len(gpus - {None}) > 1:
+            notes.append(f"speed-up and efficiency: images/s relative to {base.label}, {kind}")
+    missing: dict[str, list[str]] = {}
+    explained = ["state", "target_h", *(["speed_up", "scaling_efficiency"] if both.bases else [])]
+    for row in both.rows:
+        lacking = [run for run, v in zip(runs, both.values[row.key], strict=True) if v in UNKNOWN]
+        if lacking and row.key not in explained and not row.title.startswith(" "):
+            missing.setdefault(whose(lacking), []).append(row.title + HINTS.get(row.key, ""))
+    if len(runs) > 1 and all(run.facts.get("image_size") is None for run in runs):
+        missing.setdefault("all runs", []).append("image size and data (assumed to be equal)")
+    return notes + [f"not recorded by {who}: {', '.join(what)}" for who, what in missing.items()]

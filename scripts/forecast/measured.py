@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from compare import runs
 from compare.runs import RATE
@@ -21,7 +22,6 @@ class MeasuredRun:
     gpus: int
     nodes: int
     step_s: float
-    compute_s: float | None = None  # of each step, where the run has measured it
 
 
 def read_run(path: Path) -> MeasuredRun:
@@ -31,25 +31,28 @@ def read_run(path: Path) -> MeasuredRun:
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a run directory")
+    file = path / "summary.json"
     try:
-        found = json.loads((path / "summary.json").read_text())
+        found = json.loads(file.read_text()) if file.exists() else _from_events(path)
         gpus, batch = int(found["world_size"]), int(found["global_batch"])
         size = round(batch / gpus), gpus, int(found["nodes"])
-        step, compute = batch / float(found["images_per_s"]), found.get("compute_s")
-    except FileNotFoundError:
-        return _from_events(path)
+        step_s = batch / float(found["images_per_s"])
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
-        raise UserError(f"{path}/summary.json has no speed: did an epoch end?") from None
-    return MeasuredRun(path, found.get("arch"), found.get("classes"), *size, step, compute)
+        where = (
+            file if file.exists() else f"{path} has no summary.json; its event files or its name"
+        )
+        raise UserError(f"{where} has no speed or size: did an epoch end?") from None
+    return MeasuredRun(path, found.get("arch"), found.get("classes"), *size, step_s)
 
 
-def _from_events(path: Path) -> MeasuredRun:
+def _from_events(path: Path) -> dict[str, Any]:
     run = runs.read(path)
-    rate, gpus, batch = run.usual(RATE), run.facts.get("gpus"), run.facts.get("global_batch")
-    if not (rate and gpus and batch):
-        lacking = "no ..._gpuxN_bN_... in its name" if rate else f"no {RATE} points"
-        raise UserError(f"{path} has no summary.json, and {lacking}: its speed is not known")
-    # Older suites did not record the number of nodes; --gpus-per-node gives it.
-    nodes, classes = run.facts.get("nodes") or 1, run.facts.get("class_count")
-    size = round(batch / gpus), int(gpus), int(nodes)
-    return MeasuredRun(path, run.facts.get("arch"), classes and int(classes), *size, batch / rate)
+    return {
+        "arch": run.facts.get("arch"),
+        "classes": int(run.facts.get("class_count") or 1000),
+        "world_size": run.facts.get("gpus"),
+        # Older suites did not record the number of nodes; --gpus-per-node gives it.
+        "nodes": run.facts.get("nodes") or 1,
+        "global_batch": run.facts.get("global_batch"),
+        "images_per_s": run.usual(RATE),
+    }

@@ -9,6 +9,10 @@ PARTS = {  # of a step: attribute of `Forecast`, colour, hatch
     "waiting for the slowest GPU": ("straggler_s", "#f8d060", "//"),
     "communication not hidden": ("exposed_s", "#8e1f24", ".."),
 }
+STYLE = {
+    "font.size": 13, "savefig.dpi": 150, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.axisbelow": True, "legend.frameon": False,
+}  # fmt: skip
 CROSS = {"color": "#f28a50", "markersize": 13, "markeredgecolor": "black"}
 
 
@@ -19,9 +23,9 @@ def draw(rows: list[Forecast], measured: dict[int, float], title: str, out: Path
     """
     import matplotlib.style
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator
+    from matplotlib.ticker import LogLocator
 
-    with matplotlib.style.context(["default", {"font.size": 13, "savefig.dpi": 150}]):
+    with matplotlib.style.context(["default", STYLE]):
         figure = Figure(figsize=(8, 10), layout="constrained")
         rate, parts = figure.subplots(2, 1)
         gpus, batch = [row.gpus for row in rows], rows[0].batch
@@ -32,28 +36,25 @@ def draw(rows: list[Forecast], measured: dict[int, float], title: str, out: Path
             found = [n * batch / step_s for n, step_s in measured.items()]
             rate.plot(list(measured), found, "X", label="measured", **CROSS)
         rate.set(xscale="log", yscale="log", ylabel="images/s, all GPUs", title=title)
-        rate.legend(frameon=False)
+        rate.set_xticks(gpus, map(str, gpus))
+        rate.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        rate.yaxis.set_major_formatter("{x:,.0f}")
+        rate.minorticks_off()
         places, below = range(len(rows)), [0.0] * len(rows)
         for name, (key, colour, hatch) in PARTS.items():
             heights = [1000 * getattr(row, key) for row in rows]
             looks = {"color": colour, "hatch": hatch, "edgecolor": "white", "label": name}
-            parts.bar(places, heights, 0.7, bottom=below, **looks)
+            bars = parts.bar(places, heights, 0.7, bottom=below, **looks)
             below = [low + height for low, height in zip(below, heights, strict=True)]
-        for place, row in zip(places, rows, strict=True):
-            text = f"{100 * row.efficiency:.0f}"
-            parts.text(place, 0, text, color="white", ha="center", va="bottom")
-            if row.gpus in measured:
-                parts.plot(place, 1000 * measured[row.gpus], "X", **CROSS)
+            if key == "compute_s":
+                shares = [f"{100 * row.efficiency:.0f}" for row in rows]
+                parts.bar_label(bars, shares, label_type="center", color="white")
+        crosses = {i: 1000 * measured[n] for i, n in enumerate(gpus) if n in measured}
+        parts.plot(list(crosses), list(crosses.values()), "X", **CROSS)
         parts.set(ylabel="ms per step (in white: efficiency, %)", xlabel="GPUs")
-        parts.set_ylim(top=1.25 * max(below + [1000 * step_s for step_s in measured.values()]))
-        for axes in (rate, parts):
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(axis="y", color="0.9")
-            axes.set_axisbelow(True)
-        rate.set_xticks(gpus, map(str, gpus))
-        rate.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        rate.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        rate.minorticks_off()
         parts.set_xticks(places, map(str, gpus))
-        parts.legend(frameon=False, loc="upper left")
+        parts.set_ylim(top=1.25 * max([*below, *crosses.values()]))
+        for axes in (rate, parts):
+            axes.legend(loc="upper left")
+            axes.grid(axis="y", color="0.9")
         figure.savefig(out, metadata={"Software": None} if out.suffix == ".png" else None)
