@@ -44,7 +44,7 @@ from compare.runs import Run  # noqa: E402
 
 from utils import errors, options  # noqa: E402
 from utils.atomic import save_atomically  # noqa: E402
-from utils.errors import BAD_INPUT, INTERRUPTED, UserError  # noqa: E402
+from utils.errors import INTERRUPTED, UserError  # noqa: E402
 from utils.launch import network, supervise  # noqa: E402
 from utils.model.schedules import REFERENCE_BATCH, USUAL_LR, scale_lr  # noqa: E402
 from utils.option_types import count, number, positive, with_recipe  # noqa: E402
@@ -273,20 +273,20 @@ class Runner:
         for process in self.started:
             process.send_signal(signal.SIGINT)
 
-    def train(self, arm: Arm) -> int:
-        """Train an arm. Returns: the exit code."""
+    def train(self, arm: Arm) -> None:
         words = start_of(arm, self.args, self.folder)
         print(f"\n== arm {arm.name}\n+ {shlex.join(words)}", flush=True)
         arm.run.mkdir(parents=True, exist_ok=True)
         if not self.args.link or arm.nodes == 1:
-            return self.run([words], arm)
+            self.run([words], arm)
+            return
         with namespaces.network(arm.nodes) as nodes:
             place = ["env", f"MASTER_ADDR={namespaces.address(0)}", f"WORLD_SIZE={arm.nodes}"]
             place.append(f"MASTER_PORT={network.free_port()}")
             for node in nodes:
                 namespaces.limit(node, self.args.link)
             starts = ([*node.enter, *place, f"NODE_RANK={i}"] for i, node in enumerate(nodes))
-            return self.run([[*start, *words] for start in starts], arm)
+            self.run([[*start, *words] for start in starts], arm)
 
     def run(self, commands: list[list[str]], arm: Arm | None = None) -> int:
         """Run ``commands`` side by side. What they print is shown, and added to the arm's log."""
@@ -486,16 +486,14 @@ def main() -> int:
         runner = Runner(args, folder)
         if args.hosts and left:
             runner.check_nodes(left)
-        wrong: set[str] = set()  # options that no second try makes right
         for arm in [*left, *left]:  # once more what a lost node or process has ended
-            if arm.is_finished or runner.stopped or arm.name in wrong:
+            if arm.is_finished or runner.stopped:
                 continue
-            code = runner.train(arm)
+            runner.train(arm)
             if arm.is_finished:
                 runner.nvidia_smi(arm)
             elif not runner.stopped:
                 print(f"error: arm {arm.name}: {arm.state}", file=sys.stderr, flush=True)
-                wrong |= {arm.name} if code == BAD_INPUT else set()
             write_page(args, arms, command)
         if not left:
             write_page(args, arms, command)
