@@ -4,11 +4,11 @@ import argparse
 import importlib
 import re
 import sys
-import textwrap
 
 import pytest
 import torch
 from conftest import ROOT, SMALL, python, scalars, train
+from joined import command
 from running import TORCHRUN, snapshot, tiny
 from torch import nn
 
@@ -22,41 +22,18 @@ STAND_IN_APEX = str(ROOT / "tests" / "stand_in_apex")
 LINE = ("--epochs", 1, "-b", 10, "-p", 2)
 WORLD = world.World(torch.device("cpu"))
 
-# Runs imagenet_ddp_apex.py where Apex's amp is believed to be usable; the stand-in needs no GPU.
-RUNNER = """
-import sys
-sys.argv = ["imagenet_ddp_apex.py", *sys.argv[1:]]
-import apex, apex.amp
-from utils.amp import apex as choice
-from utils.launch import supervise
-import imagenet_ddp_apex
-
-def main():
-    code = imagenet_ddp_apex.main()
-    sys.stdout.write("".join(repr(call) + "\\n" for call in apex.calls))
-    return code
-
-if __name__ == "__main__":
-    choice._has_gpu = lambda: True
-{change}
-    supervise.run_main(main)
-"""
-
 
 @pytest.fixture
 def run_with_stand_in(tmp_path, folder):
     def run(*arguments, change="", processes=1):
-        script = tmp_path / "runner.py"
-        script.write_text(RUNNER.format(change=textwrap.indent(change, "    ")))
-        _, env = tiny()
-        env["PYTHONPATH"] += f":{STAND_IN_APEX}:{ROOT}"
-        launcher = (*TORCHRUN, f"--nproc_per_node={processes}")
-        if processes == 1:  # the environment by torchrun, without the seconds that it takes
-            launcher = ()
-            env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        options = (*SMALL, "-a", "tiny_plain", *LINE, "--output-dir", tmp_path, *arguments)
-        return python(*launcher, script, *options, folder, **env)
+        env = {**tiny()[1], "CHANGE": change}
+        options = (*SMALL, "-a", "tiny_plain", *LINE, "--output-dir", tmp_path, *arguments, folder)
+        if processes > 1:
+            script = ROOT / "tests" / "apex_runner.py"
+            return python(*TORCHRUN, f"--nproc_per_node={processes}", script, *options, **env)
+        env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        return command("apex_runner", *options, **env)
 
     return run
 

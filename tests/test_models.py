@@ -100,19 +100,6 @@ def test_pretrained_weights_are_taken_over(downloaded, classes):
     assert got(torch.zeros(2, 3, 64, 64)).shape == (2, classes)
 
 
-def test_new_models_are_those_of_the_library_and_depend_on_the_seed_alone():
-    """The check of the image size leaves no trace."""
-    torch.manual_seed(1)
-    got = models.create("shufflenet_v2_x0_5", 3, 64)
-    torch.manual_seed(1)
-    expected = get_model("shufflenet_v2_x0_5", num_classes=3)
-    for name, value in expected.state_dict().items():
-        assert torch.equal(got.state_dict()[name], value), name
-        assert value.device == torch.device("cpu")
-    assert got.training
-    assert all(weight.requires_grad for weight in got.parameters())
-
-
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [

@@ -60,11 +60,6 @@ def test_one_cycle_is_that_of_torch(warmup):
     assert past == pytest.approx(0.4 / 25 * 1e-4)
 
 
-def test_unknown_schedule_is_refused():
-    with pytest.raises(ValueError, match="exponential"):
-        learning_rate(0, lr=0.1, epochs=90, schedule="exponential")
-
-
 @pytest.mark.parametrize(
     ("rule", "factors"),
     [

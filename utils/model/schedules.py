@@ -45,10 +45,8 @@ def learning_rate(
         planned = lr * 0.1**decays
     elif schedule == "cosine":
         planned = lr * 0.5 * (1.0 + math.cos(math.pi * done))
-    elif schedule == "linear":
+    else:  # linear
         planned = lr * (1.0 - done)
-    else:
-        raise ValueError(f"unknown schedule {schedule!r}")
     return planned * min(1.0, position / warmup) if warmup > 0 else planned
 
 
