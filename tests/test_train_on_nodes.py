@@ -195,7 +195,7 @@ def test_errors_on_nodes_are_one_line(nodes, tmp_path, hosts, launcher, named):
 @long
 @pytest.mark.parametrize(
     ("blocked", "said"),
-    [(1, "cannot be reached after 20 s"), (2, "open all TCP ports between the nodes")],
+    [(1, "the firewall"), (2, "open all TCP ports between the nodes")],
 )
 def test_closed_ports_are_one_line(nodes, folder, tmp_path, blocked, said):
     """All but sshd's: node 1's with the master's port among them, or node 2's."""
