@@ -254,8 +254,8 @@ def test_a_run_that_waits_for_decoding_is_told(not_built, caplog, name, read_sec
         args=SimpleNamespace(workers=1),
     )
     with caplog.at_level("INFO"):
-        report.input_path(session, {"IO/wait_share": 0.05})
+        report.bottleneck(session, {"IO/wait_share": 0.05})
         assert not caplog.text
-        report.input_path(session, {"IO/wait_share": 0.5})
+        report.bottleneck(session, {"IO/wait_share": 0.5})
     assert ("build_region_decode.py" in caplog.text) == told
     assert "scripts/prepare_data.py shrink" in caplog.text

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 import threading
 from pathlib import Path
@@ -210,18 +211,19 @@ def test_a_slow_link_shows_as_communication(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "nodes", "comm", "told"),
+    ("seconds", "nodes", "comm", "busy", "told"),
     [
-        (0.09, 2, "fp32", None),
-        (0.45, 2, "fp32", "45% of each step; try --comm auto.* or --comm fp16: .* 29% more"),
-        (0.45, 1, "fp32", "45% of each step; try --comm fp16"),
-        (0.45, 2, "int8", "45% of each step; a larger -b"),
+        (0.09, 2, "fp32", 96.0, None),
+        (0.45, 2, "fp32", 60.0, "45% of each step; try --comm auto.* or --comm fp16: .* 29% more"),
+        (0.45, 1, "fp32", 96.0, "45% of each step; try --comm fp16"),
+        (0.45, 2, "int8", 96.0, "45% of each step; a larger -b"),
+        (0.09, 2, "fp32", 60.0, "a GPU is 60 % busy .* kernels are too short"),
     ],
 )
-def test_a_run_that_waits_for_its_network_is_told(logged, seconds, nodes, comm, told):
+def test_what_limits_a_run_is_told(logged, seconds, nodes, comm, busy, told):
     session = SimpleNamespace(world=SimpleNamespace(nodes=nodes), args=SimpleNamespace(comm=comm))
     record = {"Time/data": 0.1, "Time/compute": 0.9 - seconds, "Time/communication": seconds}
-    report.communication(session, record)
+    report.bottleneck(session, record | {"busy": busy})
     assert (len(logged) == 1 and re.search(told, logged[0])) if told else not logged
 
 
@@ -288,42 +290,22 @@ def test_it_samples_in_the_background(instruments, monkeypatch):
     with_its_own.close()
 
 
-@pytest.mark.parametrize(
-    ("mine", "parts", "cause"),
-    [
-        (60.0, (0.5, 0.5, 0.0), "the input: 50%"),
-        (60.0, (0.1, 0.5, 0.4), "the network: 40%"),
-        (60.0, (0.0, 1.0, 0.0), "kernels too short"),
-        (96.0, (0.5, 0.5, 0.0), None),
-    ],
-)
-def test_an_idle_gpu_is_named_once_with_the_cause(
-    instruments, monkeypatch, logged, mine, parts, cause
-):
-    """Of a rank 0 beside a rank 1 at 97 %, which waits as long; ``parts`` are those of a step."""
+def test_an_epochs_values_are_of_all_processes(instruments, monkeypatch):
+    """Of a rank 0 beside a rank 1 at 97 %; of few samples there is no median."""
 
     def gather(own, world):
-        mean = dict(zip(watch.PARTS, parts, strict=True))
-        less, more = ({part: k * value for part, value in mean.items()} for k in (0.5, 1.5))
-        return [(less, *own[1:]), (more, {"GPU/utilisation_rank1": 97.0}, min(own[2], 97.0))]
+        means = (dict.fromkeys(watch.PARTS, value) for value in (1.0, 2.0))
+        others = {"GPU/utilisation_rank1": 97.0}, own[2] + 37
+        return [(next(means), *own[1:]), (next(means), *others)]
 
     monkeypatch.setattr(watch, "gather", gather)
     one, play = instruments
-    play(mine)
-
-    def epoch(samples: int) -> dict:
+    play(60.0)
+    for samples, busy in ((10, math.inf), (40, 60.0)):
         one.start_epoch()
         for _ in range(samples):
             one.sample()
-        return one.end_epoch()
-
-    values = epoch(10)
-    assert (values["GPU/utilisation_rank0"], values["GPU/utilisation_rank1"]) == (mine, 97.0)
-    assert [values[part] for part in watch.PARTS] == pytest.approx(parts)
-    assert logged == []  # ten samples are not enough
-    for _ in range(3):
-        epoch(40)
-    assert len(logged) == bool(cause)
-    if cause:
-        assert "rank 0 is 60 % busy" in logged[0]
-        assert cause in logged[0]
+        values = one.end_epoch()
+        assert (values["GPU/utilisation_rank0"], values["GPU/utilisation_rank1"]) == (60.0, 97.0)
+        assert [values[part] for part in watch.PARTS] == [1.5] * 3
+        assert values["busy"] == busy

@@ -20,6 +20,10 @@ class Metrics(NamedTuple):
     top5: float
     images: int
 
+    def tags(self, part: str) -> dict[str, float]:
+        """The means under their TensorBoard tags."""
+        return {f"Loss/{part}": self.loss, f"Top1/{part}": self.top1, f"Top5/{part}": self.top5}
+
 
 class Total:
     """Sums over all ranks that may still be under way (see `Sums.begin_total`).

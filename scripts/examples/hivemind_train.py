@@ -244,11 +244,9 @@ def evaluates(dht: "hivemind.DHT", swarm: str, seconds: float) -> bool:
 
 def record(session: Session, sums: Sums, rate: float) -> dict[str, float]:
     """An epoch's record: loss and accuracy on this peer's images, images/s of all peers."""
-    own, state = to_metrics(sums.total(session.world)), session.state
+    state = session.state
     return {
-        "Loss/train": own.loss,
-        "Top1/train": own.top1,
-        "Top5/train": own.top5,
+        **to_metrics(sums.total(session.world)).tags("train"),
         "Throughput/train": rate,
         "Lr": state.optimizer.param_groups[0]["lr"],
         **epoch.loss_scale(state),

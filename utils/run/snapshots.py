@@ -93,11 +93,12 @@ class SnapshotWriter:
         self._thread = threading.Thread(target=self._write, args=(contents,), name="snapshot")
         self._thread.start()
 
-    def wait(self) -> None:
-        """Return when nothing is being written any more."""
+    def wait(self) -> str | None:
+        """Return when nothing is being written any more; if the last write failed, why."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        return str(self.failure) if self.failure else None
 
     def _write(self, contents: dict[str, dict[str, Any]]) -> None:
         try:

@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
     steps, first = batches.sampler.steps_per_epoch, state.step
     session.epoch_began = time.monotonic()
     batches.sampler.start_at(state.epoch, first)
-    sums, seed_dropout = Sums(world.device, state.sums), _dropout_seeder(session)
+    sums = Sums(world.device, state.sums)
     batches.start_count()
     state.model.train()
     run.console.start_bar(f"Epoch {state.epoch + 1}/{args.epochs}", steps, first)
@@ -49,11 +48,15 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
             lr = learning_rate_at(session, state.epoch + state.step / steps)
             for group in state.optimizer.param_groups:
                 group["lr"] = lr
-            if state.comm is not None:
-                _begin_exchange(session, steps)
+            chosen = state.comm and state.comm.begin_step(
+                state.epoch, state.step, steps, args.epochs
+            )
+            if chosen:  # by --comm auto
+                log.info(chosen)
+                run.describe(report.facts(session))
         update = (micro + 1) % args.accum_steps == 0
         place = (state.epoch, state.step, micro % args.accum_steps)
-        seed_dropout(*place, world.rank)
+        _seed_dropout(session, *place, world.rank)
         weight = len(targets) * world.size / session.global_batch
         shown, wanted, labels = mix(images, targets, place)
         loss, logits = train_step(shown, wanted, weight, update)
@@ -93,11 +96,8 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
     if stop.reason:
         return None
     state.printed = None
-    metrics = to_metrics(state.sums)
     record = {
-        "Loss/train": metrics.loss,
-        "Top1/train": metrics.top1,
-        "Top5/train": metrics.top5,
+        **to_metrics(state.sums).tags("train"),
         "Throughput/train": done * session.global_batch / seconds if done else math.nan,
         "Time/train": seconds / done if done else math.nan,
         "Lr": learning_rate_at(session, state.epoch + (steps - 1) / steps),
@@ -159,35 +159,18 @@ def _busy(session: Session) -> bool:
     return session.snapshots is not None and session.snapshots.busy
 
 
-def _begin_exchange(session: Session, steps: int) -> None:
-    """Tell the gradient exchange which step begins; log the method that --comm auto has chosen."""
-    state = session.state
-    why = state.comm.begin_step(state.epoch, state.step, steps, session.args.epochs)
-    if why:
-        log.info(why)
-        session.run.describe(report.facts(session))
-
-
-def _dropout_seeder(session: Session) -> Callable[..., None]:
-    """A function that seeds randomness inside the model by the position (integers): no random state
-    needs saving.
+def _seed_dropout(session: Session, *position: int) -> None:
+    """Seed randomness inside the model by the position: no random state needs saving.
 
     torch.manual_seed asks every kind of device first: a tenth of a millisecond or more where one is
     not initialised.
     """
-    seeders: list[Callable[[int], Any]] = [torch.default_generator.manual_seed]
+    key = session.args.seed
+    for number in position:
+        key = (key * 1_000_003 + number) % 2**63
+    torch.default_generator.manual_seed(key)
     if session.world.device.type == "cuda":
-        all_gpus = session.run.mode == "dp"
-        seeders.append(torch.cuda.manual_seed_all if all_gpus else torch.cuda.manual_seed)
-
-    def seed(*position: int) -> None:
-        key = session.args.seed
-        for number in position:
-            key = (key * 1_000_003 + number) % 2**63
-        for seeder in seeders:
-            seeder(key)
-
-    return seed
+        torch.cuda.manual_seed_all(key)
 
 
 def _input_rates(session: Session, seconds: float) -> dict[str, float]:

@@ -31,9 +31,8 @@ def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, 
         return found
     with ema.in_model():
         averaged = measure(session, predict, batches)
-    if averaged is None:
-        return None
-    return found | {f"{name}/ema": averaged[f"{name}/val"] for name in ("Loss", "Top1", "Top5")}
+    names = ("Loss", "Top1", "Top5")
+    return averaged and found | {f"{name}/ema": averaged[f"{name}/val"] for name in names}
 
 
 @torch.no_grad()
@@ -89,9 +88,7 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
             "not be read; the accuracy is that of the others"
         )
     return {
-        "Loss/val": metrics.loss,
-        "Top1/val": metrics.top1,
-        "Top5/val": metrics.top5,
+        **metrics.tags("val"),
         "Throughput/val": sampler.images / seconds,
         "Time/val": seconds / sampler.rounds,
         "images": float(metrics.images),

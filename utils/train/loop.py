@@ -112,8 +112,7 @@ def close_epoch(
     session.run.epoch(state.history[-1], report.time_left(args, state))
     session.epochs += 1
     if session.epochs == 1:
-        report.input_path(session, trained)
-        report.communication(session, trained)
+        report.bottleneck(session, trained)
     save_snapshot(session, is_best)
     top1 = evaluated[f"Top1/{better(evaluated)}"]
     if args.desired_acc is not None and top1 >= args.desired_acc:
@@ -146,13 +145,8 @@ def end(session: Session, predict: Predict) -> int:
     number, when too many images are unreadable, or when the last snapshot could not be written.
     After any exception the process ends at once instead: what is done here waits for other ranks.
     """
-
-    def finish_snapshots() -> str | None:
-        session.snapshots.wait()
-        return str(session.snapshots.failure) if session.snapshots.failure else None
-
     run, stop = session.run, session.stop
-    failure = from_main(finish_snapshots, session.world)
+    failure = from_main(session.snapshots.wait if session.snapshots else None, session.world)
     fault = _why_ended_badly(session)
     if fault is not None:
         status_file().unlink(missing_ok=True)

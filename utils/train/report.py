@@ -1,6 +1,7 @@
 """What a run prints before and after training, and what summary.json holds."""
 
 import logging
+import math
 import re
 import shlex
 import time
@@ -25,8 +26,10 @@ from utils.train.watch import PARTS, shares
 
 log = logging.getLogger(__name__)
 
-WAIT_LIMIT = 0.1  # share of the time waiting for data; above, a run says so
-COMMUNICATION_LIMIT = 0.1  # share of a step for communication that compute does not hide; likewise
+# Above this share of the time for waiting for data, or for communication that compute does not
+# hide, a run says so.
+LIMIT = 0.1
+BUSY = 95.0  # per cent; below, the GPU could do more
 SGD_HOLDS_TO = 8192  # the largest global batch that was published as costing SGD no accuracy
 REFERENCE_LR = 0.1  # for a global batch of schedules.REFERENCE_BATCH, by the same paper
 RANGE = re.compile(r"#\s*global batch:\s*(\d+)(?:\s*to\s*(\d+))?\b", re.IGNORECASE)
@@ -49,8 +52,7 @@ def start(session: Session) -> None:
         f"run directory {run.folder}"
     )
     factors = f"{args.batch_size} per process x {world.size}"
-    if args.accum_steps > 1:
-        factors += f" x {args.accum_steps} accumulation steps"
+    factors += f" x {args.accum_steps} accumulation steps" * (args.accum_steps > 1)
     if samplers.global_batch(args.batch_size, world.size, args.accum_steps) > global_batch:
         factors += "; the whole data set is one step"
     log.info(
@@ -92,12 +94,12 @@ def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, global_batch)
     if not low <= global_batch <= high:
         batches = f"{low} to {high}" if low < high else low
-        text = f"the recipe {args.recipe} is meant for a global batch of {batches}, and this is "
-        text += str(global_batch)
-        if args.lr_scaling == "none":
-            rate = args.lr * global_batch / (high if global_batch > high else low)
-            text += f"; by the linear rule its rate would be --lr {rate:.3g}"
-        said.append(text)
+        rate = args.lr * global_batch / (high if global_batch > high else low)
+        advice = f"; by the linear rule its rate would be --lr {rate:.3g}"
+        said.append(
+            f"the recipe {args.recipe} is meant for a global batch of {batches}, and this is "
+            f"{global_batch}{advice * (args.lr_scaling == 'none')}"
+        )
     if global_batch > SGD_HOLDS_TO and args.optimizer in ("sgd", "nesterov"):
         linear = REFERENCE_LR * global_batch / schedules.REFERENCE_BATCH
         said.append(
@@ -217,12 +219,35 @@ def _bytes(tensors: list[torch.Tensor]) -> float:
     return float(sum(tensor.numel() * tensor.element_size() for tensor in mine.values()))
 
 
-def input_path(session: Session, record: dict[str, float]) -> None:
-    """Report an input path that limited the first epoch, and what would help."""
-    share, train = record.get("IO/wait_share", 0.0), session.train
-    if share < WAIT_LIMIT:
-        return
-    reading, index, cores = train.reading, train.bad.index, supervise.usable_cores()
+def bottleneck(session: Session, record: dict[str, float]) -> None:
+    """Report what limited the first epoch: input, network or small kernels; and what would help."""
+    waiting, communication = record.get("IO/wait_share", 0.0), shares(record)["Time/communication"]
+    if waiting > LIMIT:
+        log.info(f"note: {waiting:.0%} of the time was spent waiting for images")
+        log.info(f"what helps: {'; '.join(_faster_input(session))}")
+    if communication > LIMIT:
+        # What is sent halves, and what of it compute hides stays hidden: so does the rest.
+        gain = 1 / (1 - communication / 2) - 1
+        link = ", or a faster link between the nodes" * (session.world.nodes > 1)
+        advice = f"a larger -b, --accum-steps{link}"
+        if getattr(session.args, "comm", None) == "fp32":
+            advice = f"--comm fp16: by this share {gain:.0%} more images/s; also {advice}"
+            if session.world.nodes > 1:
+                advice = f"--comm auto, which measures what is fastest, or {advice}"
+            advice = f"try {advice}"
+        log.info(f"note: communication takes {communication:.0%} of each step; {advice}")
+    busy = record.get("busy", math.inf)
+    if busy < BUSY and max(waiting, communication) <= LIMIT:
+        log.info(
+            f"note: a GPU is {busy:.0f} % busy (median), not {BUSY:.0f} % or more: kernels are too "
+            "short for the host that starts them: raise -b, try --amp or --compile"
+        )
+
+
+def _faster_input(session: Session) -> list[str]:
+    """What would help a run that waits for images."""
+    reading, index = session.train.reading, session.train.bad.index
+    cores = supervise.usable_cores()
     of_reading = reading.read_seconds / max(reading.seconds, 1e-9)
     packed = index.pack is not None  # of which only the rows of the crops have been read
     is_jpeg = not packed and index.path(0).lower().endswith((".jpg", ".jpeg"))
@@ -241,25 +266,7 @@ def input_path(session: Session, record: dict[str, float]) -> None:
         advice.append("smaller files: scripts/prepare_data.py shrink DATA OUT, then train on OUT")
     elif not packed and not slow_disk:
         advice.append("no decoding: scripts/prepare_data.py pack DATA OUT, then train on OUT")
-    log.info(f"note: {share:.0%} of the time was spent waiting for images")
-    log.info("what helps: " + "; ".join(advice or ["a machine with more cores for each GPU"]))
-
-
-def communication(session: Session, record: dict[str, float]) -> None:
-    """Report communication that limited the first epoch, and what would help."""
-    share = shares(record)["Time/communication"]
-    if share <= COMMUNICATION_LIMIT:
-        return
-    # What is sent halves, and what of it compute hides stays hidden: so does what is not hidden.
-    gain = 1 / (1 - share / 2) - 1
-    link = ", or a faster link between the nodes" if session.world.nodes > 1 else ""
-    advice = f"a larger -b, --accum-steps{link}"
-    if getattr(session.args, "comm", None) == "fp32":
-        auto = "try --comm auto, which measures what is fastest, or " * (session.world.nodes > 1)
-        advice = (
-            f"{auto or 'try '}--comm fp16: by this share {gain:.0%} more images/s; also {advice}"
-        )
-    log.info(f"note: communication takes {share:.0%} of each step; {advice}")
+    return advice or ["a machine with more cores for each GPU"]
 
 
 def evaluation(part: str, result: dict[str, float]) -> None:
@@ -281,9 +288,7 @@ def end(
     pauses = session.snapshots.pauses if session.snapshots else []
     results = setting(session) | {
         "classes": len(session.loaders.classes),
-        "best_top1": state.best.get("top1"),
-        "best_top5": state.best.get("top5"),
-        "best_epoch": state.best.get("epoch"),
+        **{f"best_{name}": state.best.get(name) for name in ("top1", "top5", "epoch")},
         "epochs_done": state.epoch,
         "images_per_s": mean.get("Throughput/train"),
         "epoch_seconds": mean.get("Seconds"),

@@ -62,7 +62,6 @@ class StopRequest:
         self.deadline = math.inf if hours is None else time.monotonic() + hours * 3600 - elapsed
         self.reason: Reason | None = None  # on which all ranks have agreed
         self.code = 0  # this process's own vote
-        self.interrupts = 0
         self.pending: tuple[Any, torch.Tensor] | None = None
         self.every = 1  # calls of `poll` from one vote to the next, the same in all ranks
         self.calls, self.voted = 0, time.monotonic()  # since the last vote, and when that was
@@ -73,9 +72,7 @@ class StopRequest:
     def _on_signal(self, signum: int, frame: Any) -> None:
         self.ask(Reason.INTERRUPTED)
         if signum == signal.SIGINT:
-            self.interrupts += 1
-            if self.interrupts > 1:
-                os._exit(128 + signum)
+            signal.signal(signum, lambda *_: os._exit(128 + signum))
 
     def ask(self, reason: Reason) -> None:
         """Vote, in this rank, for the end of the run."""
@@ -137,8 +134,8 @@ class StopRequest:
         """
         self._finish_vote()
         self.deadline, self.reason = math.inf, None
-        interrupted = _VOTES.index(Reason.INTERRUPTED)
-        self.code = interrupted if self.code >= interrupted else 0
+        if _VOTES[self.code] is Reason.TRAIN_TIME:
+            self.code = 0
 
     def close(self) -> None:
         """Finish the vote that is under way, and stop watching the spot service."""

@@ -36,7 +36,6 @@ Interval = tuple[str, Mark, Mark]  # what for, begin, end
 Times = Counter  # of `StepTimer.total`
 
 SECONDS = 1.0  # between samples of the hardware
-BUSY = 95.0  # per cent; below, the GPU could do more
 ENOUGH = 30  # samples; a median of fewer says little
 GIB = 2**30
 # Tags, the functions of torch.cuda that say them, and what their values are multiplied by.
@@ -211,7 +210,7 @@ class Watch:
         self.world, self.device = world, world.device
         self.timer = StepTimer(model, world.device, distributed=world.size > 1)
         self.samples: dict[str, list[float]] = defaultdict(list)
-        self.ticks, self.warned = cpu_ticks(), False
+        self.ticks = cpu_ticks()
         if self.device.type == "cuda" and not read_gpu(self.device):
             log.info("GPU utilisation is not recorded: pip install nvidia-ml-py")
         self.profiler = start_profiler(folder) if args.profile and world.is_main else None
@@ -255,7 +254,7 @@ class Watch:
         """The epoch's values of all processes, for all of them. The device must be idle.
 
         Times are means over the processes, so that they add up to a step; of the samples it is the
-        mean of each process, of memory the most.
+        mean of each process, of memory the most. "busy" is the idlest GPU's median utilisation.
         """
         samples, self.samples = self.sample(), defaultdict(list)
         means = {
@@ -263,21 +262,14 @@ class Watch:
             for tag, found in sorted(samples.items())
         }
         busy = samples.get("GPU/utilisation", [])
-        middle = median(busy) if len(busy) >= ENOUGH else math.inf
-        mine = (per_step(self.timer.stop(), "Time/"), means, middle)
+        busy_median = median(busy) if len(busy) >= ENOUGH else math.inf
+        mine = (per_step(self.timer.stop(), "Time/"), means, busy_median)
         times, hardware, medians = zip(*gather(mine, self.world), strict=True)
         timed = [one for one in times if one]
         values = {part: fmean(one[part] for one in timed) for part in PARTS if timed}
         for figures in hardware:
             values |= figures
-        idlest, rank = min((one, rank) for rank, one in enumerate(medians))
-        if idlest < BUSY and not self.warned:
-            self.warned = True
-            log.info(
-                f"note: the GPU of rank {rank} is {idlest:.0f} % busy (median), not {BUSY:.0f} % "
-                f"or more; likely cause: {_cause(shares(values))}"
-            )
-        return values
+        return values | {"busy": min(medians)}
 
     def close(self) -> None:
         """Stop the instruments."""
@@ -285,16 +277,6 @@ class Watch:
         self.thread.join()
         if self.profiler is not None:
             self.profiler.stop()
-
-
-def _cause(parts: dict[str, float]) -> str:
-    """Why a GPU is idle at times, by the shares of the parts of a step."""
-    data, communication = parts["Time/data"], parts["Time/communication"]
-    if max(data, communication) < 0.05:
-        return "kernels too short for the host that starts them: raise -b, try --amp"
-    if data >= communication:
-        return f"the input: {data:.0%} of the time goes by waiting for data"
-    return f"the network: {communication:.0%} of the time is exposed communication"
 
 
 def start_profiler(folder: Path) -> profile:
