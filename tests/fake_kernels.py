@@ -11,7 +11,6 @@ aten = torch.ops.aten
 def fused_sgd(
     gpu: Any, params: Any, grads: Any, buffers: Any, *, grad_scale=None, found_inf=None, **_: Any
 ) -> None:
-    """torch's fused SGD."""
     for param, *others in zip(params, grads, *([buffers] if buffers else []), strict=True):
         for other in others:
             assert other.device == param.device, "fused SGD: another device"
@@ -39,7 +38,6 @@ def fused_adamw(gpu: Any, params: Any, grads: Any, *kept: Any, **flags: Any) -> 
 
 
 def check_and_unscale(gpu: Any, grads: Any, found_inf: Tensor, inverse: Tensor) -> None:
-    """The kernel of the loss scalers."""
     for tensor in (*grads, found_inf, inverse):
         assert tensor.device == grads[0].device, "unscale: another device"
         assert tensor.dtype == grads[0].dtype or tensor in (found_inf, inverse)
@@ -47,43 +45,34 @@ def check_and_unscale(gpu: Any, grads: Any, found_inf: Tensor, inverse: Tensor) 
 
 
 def update_scale(gpu: Any, scale: Tensor, tracker: Tensor, found_inf: Tensor, *_: Any) -> None:
-    """The other kernel of the loss scalers."""
     assert scale.device == tracker.device == found_inf.device, "update: another device"
     assert scale.dtype == found_inf.dtype == torch.float32
     assert tracker.dtype == torch.int32
 
 
+# SyncBatchNorm: statistics of a process in float32, those of all, forward, sums of gradients.
+
+
 def bn_stats(gpu: Any, images: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """SyncBatchNorm's statistics of a process, in float32."""
     stats = torch.empty(images.shape[1], device=images.device)
     return stats, torch.empty_like(stats)
 
 
-def bn_gather(
-    gpu: Any, images: Tensor, mean: Tensor, invstd: Tensor, *others: Any
-) -> tuple[Tensor, Tensor]:
-    """SyncBatchNorm's statistics of all processes: [processes, channels] -> [channels]."""
+def bn_gather(gpu: Any, images: Tensor, mean: Tensor, invstd: Tensor, *others: Any) -> Any:
     for tensor in (images, mean, invstd, *(t for t in others if isinstance(t, Tensor))):
         assert tensor.device == images.device, "SyncBatchNorm: another device"
     return mean[0].clone(), invstd[0].clone()
 
 
 def bn_apply(gpu: Any, images: Tensor, *others: Any) -> Tensor:
-    """SyncBatchNorm's forward."""
     weight, bias, mean, invstd, _ = others
     assert weight.dtype == bias.dtype == mean.dtype == invstd.dtype
     return torch.empty_like(images)
 
 
 def bn_backward_sums(gpu: Any, grad: Tensor, images: Tensor, mean: Tensor, *_: Any) -> Any:
-    """SyncBatchNorm's sums of gradients."""
     assert grad.dtype == images.dtype, f"SyncBatchNorm: {grad.dtype} and {images.dtype}"
     return tuple(torch.empty_like(mean) for _ in range(4))
-
-
-def bn_backward(gpu: Any, grad: Tensor, images: Tensor, *_: Any) -> Tensor:
-    """SyncBatchNorm's backward."""
-    return torch.empty_like(images)
 
 
 KERNELS = {
@@ -95,5 +84,5 @@ KERNELS = {
     aten.batch_norm_gather_stats_with_counts: bn_gather,
     aten.batch_norm_elemt: bn_apply,
     aten.batch_norm_backward_reduce: bn_backward_sums,
-    aten.batch_norm_backward_elemt: bn_backward,
+    aten.batch_norm_backward_elemt: lambda gpu, grad, images, *_: torch.empty_like(images),
 }

@@ -29,20 +29,17 @@ NO_GRAPH = SimpleNamespace(is_capturing=lambda: False)  # a stream, as optimiser
 
 
 def synchronize(device: Any = None) -> None:
-    """torch.cuda.synchronize."""
     gpu().wait("synchronize()")
     gpu().synchronize()
 
 
 def get_device_properties(device: Any = None) -> Any:
-    """A small GPU."""
     uuid = "11111111-2222-3333-4444-555555555555"
     facts = {"name": "Fake", "total_memory": 2**34, "multi_processor_count": 40, "uuid": uuid}
     return SimpleNamespace(**facts, major=8, minor=0)
 
 
 def set_device(device: Any) -> None:
-    """torch.cuda.set_device."""
     assert as_device(device).index < gpu().devices, f"there is no {device}"
     gpu().device = as_device(device).index
 
@@ -51,12 +48,10 @@ class Cudart:
     """What torch.cuda.cudart() gives: memory of the host may be page-locked where it lies."""
 
     def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
-        """Success."""
         gpu().locked.append(range(place, place + size))
         return 0
 
     def cudaHostUnregister(self, place: int) -> int:
-        """Success."""
         return 0
 
 
@@ -94,14 +89,12 @@ CUDA: dict[str, Callable[..., Any]] = {
 
 
 def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
-    """Tensor.pin_memory."""
     copy = tensor.clone()
     gpu().known(copy).pinned = True
     return copy
 
 
 def record_stream(tensor: Tensor, s: Stream) -> None:
-    """Tensor.record_stream."""
     assert tensor.device.type == "cuda"
     gpu().known(tensor).recorded.add(s)
 
@@ -152,11 +145,10 @@ class Generator(torch.Generator):
         return super().__new__(cls, "cpu")
 
 
-# ---- DataParallel
+# ---- DataParallel: torch.nn.parallel.comm
 
 
 def dp_scatter(tensor, devices=None, chunk_sizes=None, dim=0, streams=None, *, out=None):
-    """torch.nn.parallel.comm.scatter, which copies the parts beside each other."""
     sizes = list(chunk_sizes) if chunk_sizes else None
     parts = tensor.split(sizes, dim) if sizes else tensor.chunk(len(devices), dim)
     moved = (p.to(as_device(d), non_blocking=True) for p, d in zip(parts, devices, strict=False))
@@ -164,18 +156,15 @@ def dp_scatter(tensor, devices=None, chunk_sizes=None, dim=0, streams=None, *, o
 
 
 def dp_gather(tensors, dim=0, destination=None, *, out=None):
-    """torch.nn.parallel.comm.gather."""
     return torch.cat([t.to(as_device(destination), non_blocking=True) for t in tensors], dim)
 
 
 def dp_broadcast(tensors, devices, buffer_size=10485760):
-    """torch.nn.parallel.comm.broadcast_coalesced."""
     devices = [as_device(d) for d in devices]
     return [[t if t.device == d else t.to(d, non_blocking=True) for t in tensors] for d in devices]
 
 
 def dp_add(inputs, destination=None, buffer_size=10485760):
-    """torch.nn.parallel.comm.reduce_add_coalesced."""
     to = as_device(destination)
     return tuple(
         sum(t.to(to, non_blocking=True) for t in same) for same in zip(*inputs, strict=True)

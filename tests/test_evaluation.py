@@ -31,22 +31,15 @@ def evaluated(tmp_path_factory) -> dict[int, dict]:
         image.save(root / "val" / f"class_{i % 7}" / f"{i}.png", compress_level=0)
     options = ("-e", "--image-size", "8", "-b", "64", "-j", "0", "--output-dir", runs, root)
     for count in PROCESSES:
-        way = {"script": "imagenet_nd.py"} if count == 1 else {"script": "imagenet_ddp.py"}
-        way |= {"processes": count} if count > 1 else {}
-        name = ("--name", str(count))
-        train(way.pop("script"), *options, *name, **way)
+        script, processes = ("imagenet_ddp.py", count) if count > 1 else ("imagenet_nd.py", 0)
+        train(script, *options, "--name", str(count), processes=processes)
     return {count: summary(runs / str(count)) for count in PROCESSES}
 
 
 @pytest.mark.parametrize("count", PROCESSES)
-def test_every_image_counts_once(evaluated, count):
-    assert evaluated[count]["world_size"] == count
-    assert evaluated[count]["val_images"] == MANY
-
-
-@pytest.mark.parametrize("count", PROCESSES[1:])
-def test_accuracy_and_loss_do_not_depend_on_the_number_of_processes(evaluated, count):
+def test_every_image_counts_once_on_any_number_of_processes(evaluated, count):
     alone, together = evaluated[1], evaluated[count]
+    assert (together["world_size"], together["val_images"]) == (count, MANY)
     assert 0 < alone["val_top1"] < alone["val_top5"] < 100
     for key in ("val_top1", "val_top5"):
         assert together[key] == alone[key], key
@@ -58,8 +51,8 @@ def test_accuracy_and_loss_do_not_depend_on_the_number_of_processes(evaluated, c
 # ---- odd kinds of images
 
 
-def odd_images(folder: Path, number: int) -> list[str]:
-    """Write one image of every odd kind, with file names as ImageNet has them."""
+def odd_images(folder: Path, number: int) -> int:
+    """Write one image of every odd kind, named as in ImageNet. Returns their number."""
     colour = [60, 60, 60]
     colour[number] = 200
     plain = Image.new("RGB", (48, 40), tuple(colour))
@@ -78,17 +71,16 @@ def odd_images(folder: Path, number: int) -> list[str]:
     plain.resize((1, 1)).save(folder / "dot.JPEG", "JPEG")
     plain.resize((200, 3)).save(folder / "line.JPEG", "JPEG")
     plain.resize((4000, 3000)).save(folder / "huge.JPEG", "JPEG")
-    return sorted(path.name for path in folder.iterdir())
+    return len(list(folder.iterdir()))
 
 
 def test_odd_images_are_good_images(tmp_path):
     data = draw_folder(tmp_path / "data", train=2, val=1)
-    kinds = 0
     for part in ("train", "val"):
         for number in range(3):
             odd = data / part / f"class_{number}" / "odd"  # sub-folders count, too
             odd.mkdir()
-            kinds = len(odd_images(odd, number))
+            kinds = odd_images(odd, number)
     options = ("-b", "5", "-j", "0", "--epochs", "2", "--max-bad-files", "0")
     done = train("imagenet_nd.py", *options, "--output-dir", tmp_path, "--name", "odd", data)
     found = summary(tmp_path / "odd")
@@ -96,7 +88,6 @@ def test_odd_images_are_good_images(tmp_path):
     assert found["val_images"] == 3 * (1 + kinds)
     assert found["val_unreadable"] == 0
     assert [value for _, value in scalars(tmp_path / "odd")["IO/bad_files"]] == [0, 0]
-    assert "unreadable" not in done.out + done.err
     assert f"{3 * (2 + kinds)} images in 3 classes" in done.out
 
 
@@ -110,11 +101,8 @@ def test_unreadable_images_are_counted_and_named_in_the_log(tmp_path):
     found = summary(tmp_path / "bad")
     assert (found["epochs_done"], found["val_images"], found["val_unreadable"]) == (2, 11, 1)
     assert [value for _, value in scalars(tmp_path / "bad")["IO/bad_files"]] == [1, 1]
-    log = (tmp_path / "bad" / "train.log").read_text()
     for path in bad:
-        named = f"unreadable image {path}"
-        assert done.out.count(named) == 1, "once, not in every epoch"
-        assert log.count(named) == 1, "train.log keeps what the console shows"
+        assert done.out.count(f"unreadable image {path}") == 1, "once, not in every epoch"
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """All scripts, from command line to summary, on a GPU that is played: tests/fake_cuda.py."""
 
+from shlex import split
 from unittest import mock
 
 import pytest
@@ -107,10 +108,8 @@ def test_comm_auto_measures_and_chooses(train):
     assert summary(done.folder)["comm"] in ("fp32", "fp16")
 
 
-@pytest.mark.parametrize("options", [long("--comm fp32"), "--comm int8"])
-def test_one_node_of_four(train, options):
-    done = train(DDP, *options.split(), job=(1, 4))
-    assert done.dtypes == {HALF}
+def test_one_node_of_four(train):
+    assert train(DDP, "--comm", "int8", job=(1, 4)).dtypes == {HALF}
 
 
 @pytest.mark.parametrize(
@@ -213,18 +212,11 @@ def test_architectures(train, script, arch, more, monkeypatch):
 @pytest.mark.parametrize("script", [ND, DP, DDP, APEX, FSDP])
 @pytest.mark.parametrize(
     "arch",
-    [
-        *(
-            "alexnet",
-            "convnext_tiny",
-            "densenet121",
-            "efficientnet_b0",
-            "googlenet",
-            "inception_v3",
-        ),
-        *("maxvit_t", "mnasnet1_0", "mobilenet_v3_large", "regnet_y_400mf", "resnet50"),
-        *("shufflenet_v2_x1_0", "squeezenet1_0", "swin_t", "swin_v2_t", "vgg16_bn", "vit_b_16"),
-    ],
+    split(
+        "alexnet convnext_tiny densenet121 efficientnet_b0 googlenet inception_v3 maxvit_t "
+        "mnasnet1_0 mobilenet_v3_large regnet_y_400mf resnet50 shufflenet_v2_x1_0 squeezenet1_0 "
+        "swin_t swin_v2_t vgg16_bn vit_b_16"
+    ),
 )
 def test_more_architectures(train, script, arch):
     size = {"inception_v3": 96, "maxvit_t": 224}.get(arch, 64)

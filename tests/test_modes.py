@@ -36,96 +36,78 @@ def modes(folder, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("mode", list(MODES)[1:])
 def test_one_process_trains_bit_for_bit_like_nd(modes, mode):
-    ours, plain = scalars(modes / mode), scalars(modes / "nd")
-    for tag in (*CURVES, "Step/loss"):
-        assert ours[tag] == plain[tag], tag
-    assert_same_weights(modes / mode, modes / "nd")
+    assert_the_same_step(modes, mode, "nd", tolerance=0)
 
 
 # No clipping: it would hide a gradient that is too large by a factor.
 PLAIN = split("--epochs 2 --lr 0.05 --label-smoothing 0.1 --seed 5 --warmup-epochs 0.5")
 
 
-def divide(ways: dict[str, tuple[str, ...]], folder: Path, runs: Path) -> None:
+def divide(ways: dict[str, str], folder: Path, runs: Path) -> None:
     """Train a model whose gradient is a mean over images, by a script and its options each."""
     model, env = tiny()
-    for name, (script, *way) in ways.items():
-        options = (*model, *way, *PLAIN, "--output-dir", runs, "--name", name, folder)
+    for name, way in ways.items():
+        script, *options = way.split()
+        options += [*model, *PLAIN, "--output-dir", runs, "--name", name, folder]
         train(script, *options, processes=2 if name == "torchrun" else 0, **env)
+
+
+def assert_the_same_step(runs: Path, way: str, whole: str, tolerance: float = 1e-5) -> None:
+    """Equal curves and weights, but for the order of additions."""
+    ours, plain = scalars(runs / way), scalars(runs / whole)
+    for tag in (*CURVES, "Step/loss"):
+        assert ours[tag] == [(x, pytest.approx(y, rel=tolerance, abs=0)) for x, y in plain[tag]], (
+            tag
+        )
+    assert_same_weights(runs / way, runs / whole, tolerance)
 
 
 @pytest.fixture(scope="module")
 def splits(folder, tmp_path_factory) -> Path:
     """10 images a step in several ways."""
     runs = tmp_path_factory.mktemp("splits")
-    nd, ddp = "imagenet_nd.py", "imagenet_ddp.py"
     ways = {
-        "one": (nd, "-b", "10"),
-        "accumulated": (nd, "-b", "5", "--accum-steps", "2"),
-        "spawned": (ddp, "-b", "5", "-g", "2"),
-        "torchrun": (ddp, "-b", "5"),
+        "one": "imagenet_nd.py -b 10",
+        "accumulated": "imagenet_nd.py -b 5 --accum-steps 2",
+        "spawned": "imagenet_ddp.py -b 5 -g 2",
+        "torchrun": "imagenet_ddp.py -b 5",
     }
     divide(ways, folder, runs)
     return runs
 
 
-def assert_the_same_step(runs: Path, way: str, whole: str) -> None:
-    """Equal curves and weights."""
-    ours, plain = scalars(runs / way), scalars(runs / whole)
-    for tag in (*CURVES, "Step/loss"):
-        assert [x for x, _ in ours[tag]] == [x for x, _ in plain[tag]]
-        # Only the order of additions differs.
-        assert [y for _, y in ours[tag]] == pytest.approx([y for _, y in plain[tag]], rel=1e-5), tag
-    assert_same_weights(runs / way, runs / whole, tolerance=1e-5)
+@pytest.mark.parametrize(
+    ("way", "whole", "tolerance"),
+    [("accumulated", "one", 1e-5), ("spawned", "one", 1e-5), ("torchrun", "spawned", 0)],
+)
+def test_a_step_is_the_same_however_its_batch_is_divided(splits, way, whole, tolerance):
+    assert_the_same_step(splits, way, whole, tolerance)
+    found = summary(splits / way)
+    assert (found["global_batch"], found["world_size"]) == (10, 1 if way == "accumulated" else 2)
 
 
-@pytest.mark.parametrize("way", ["accumulated", "spawned"])
-def test_a_step_is_the_same_however_its_batch_is_divided(splits, way):
-    assert_the_same_step(splits, way, "one")
+def test_one_process_communicates_not_at_all(splits):
+    found, step = summary(splits / "one"), max(y for _, y in scalars(splits / "one")["Time/train"])
+    assert found["communication_s"] == 0
+    assert 0 < found["data_s"] + found["compute_s"] <= step  # the rest: lines, polls
 
 
 @pytest.mark.long
 def test_a_step_is_the_same_on_two_processes_that_accumulate(folder, tmp_path):
-    both = ("imagenet_ddp.py", "-b", "3", "-g", "2", "--accum-steps", "2")
-    divide({"both": both, "twelve": ("imagenet_nd.py", "-b", "12")}, folder, tmp_path)
+    both = "imagenet_ddp.py -b 3 -g 2 --accum-steps 2"
+    divide({"both": both, "twelve": "imagenet_nd.py -b 12"}, folder, tmp_path)
     assert_the_same_step(tmp_path, "both", "twelve")
 
 
-def test_spawn_and_torchrun_train_the_same_bit_for_bit(splits):
-    assert_same_weights(splits / "spawned", splits / "torchrun")
-    ours, theirs = scalars(splits / "spawned"), scalars(splits / "torchrun")
-    for tag in (*CURVES, "Step/loss"):
-        assert ours[tag] == theirs[tag], tag
-
-
-def test_summaries_count_the_global_batch(splits):
-    found = {run.name: summary(run) for run in splits.iterdir()}
-    assert {one["global_batch"] for one in found.values()} == {10}
-    two = {name for name, one in found.items() if one["world_size"] == 2}
-    assert two == {"spawned", "torchrun"}
-
-
-def test_a_data_set_below_the_global_batch_has_one_size(folder, tmp_path):
-    """60 images at -b 100: log, event file, summary and the scaling of the rate all say 60."""
-    model, env = tiny()
-    options = ("-b", "100", "--epochs", "1", "--lr", "0.256", "--lr-scaling", "linear")
-    where = ("--output-dir", tmp_path, "--name", "one", folder)
-    result = train("imagenet_nd.py", *model, *options, *where, **env)
-    assert "global batch 60 " in result.out
-    assert summary(tmp_path / "one")["global_batch"] == 60
-    assert scalars(tmp_path / "one")["Lr"] == [(1, pytest.approx(0.060))]
-
-
-def test_uneven_shares_weigh_by_their_images(folder, tmp_path):
-    """Forty images on three ranks: 13, 13 and 14 in the only step of an epoch."""
-    model, env = tiny()
-    options = (*model, "-b", "64", *PLAIN, "--classes", "2", "--output-dir", tmp_path, folder)
-    train("imagenet_nd.py", "--name", "one", *options, **env)
-    train("imagenet_ddp.py", "-g", "3", "--name", "three", *options, **env)
-    ours, plain = scalars(tmp_path / "three"), scalars(tmp_path / "one")
-    for tag in CURVES:
-        assert [y for _, y in ours[tag]] == pytest.approx([y for _, y in plain[tag]], rel=1e-5), tag
-    assert_same_weights(tmp_path / "three", tmp_path / "one", tolerance=1e-5)
+def test_a_batch_of_the_whole_data_set_weighs_uneven_shares_by_their_images(folder, tmp_path):
+    """Forty images on three ranks, 13, 13 and 14: log, summary and learning rate all say 40."""
+    more = "-b 64 --classes 2 --lr-scaling linear"
+    ways = {"one": f"imagenet_nd.py {more}", "three": f"imagenet_ddp.py -g 3 {more}"}
+    divide(ways, folder, tmp_path)
+    assert "global batch 40 " in (tmp_path / "one" / "train.log").read_text()
+    assert summary(tmp_path / "one")["global_batch"] == 40
+    assert scalars(tmp_path / "one")["Lr"][-1][1] == pytest.approx(0.05 * 40 / 256)
+    assert_the_same_step(tmp_path, "three", "one")
 
 
 @pytest.mark.parametrize(
