@@ -34,14 +34,13 @@ from utils.launch.world import World
 from utils.model import models, optim
 from utils.run.checkpoint import TrainState
 from utils.run.directory import Run
-from utils.train import compiling, epoch, evaluation, loop
+from utils.train import epoch, evaluation, loop
 from utils.train.session import Session
 
 
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
     native.add_options(parser)
-    compiling.add_options(parser)
     exchange.add_options(parser)
     launch.add_options(parser)
     args = options.parse(parser)
@@ -88,7 +87,7 @@ def train(args: Namespace, world: World) -> int:
     # ---- communication: what the gradients are while they travel
     comm = exchange.Exchange(replica, optimizer, args, world, scaler)
 
-    forward = compiling.compiled(replica, args)  # as it is without --compile
+    forward = epoch.compiled(replica, args)  # as it is without --compile
 
     # ---- the training step
     def train_step(

@@ -30,14 +30,13 @@ from utils.launch.world import World
 from utils.model import models, optim
 from utils.run.checkpoint import TrainState
 from utils.run.directory import Run
-from utils.train import compiling, epoch, evaluation, loop
+from utils.train import epoch, evaluation, loop
 from utils.train.session import Session
 
 
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
     apex.add_options(parser)
-    compiling.add_options(parser)
     launch.add_options(parser)
     args = options.parse(parser)
     apex.check(args)  # options that do not go together are reported before processes start
@@ -88,7 +87,7 @@ def train(args: Namespace, world: World) -> int:
 
     form_buckets(replica, world, args)
 
-    forward = compiling.compiled(replica, args)  # as it is without --compile
+    forward = epoch.compiled(replica, args)  # as it is without --compile
 
     # ---- the training step
     def train_step(

@@ -23,14 +23,13 @@ from utils.launch.world import World
 from utils.model import models, optim
 from utils.run.checkpoint import TrainState
 from utils.run.directory import Run
-from utils.train import compiling, epoch, evaluation, loop
+from utils.train import epoch, evaluation, loop
 from utils.train.session import Session
 
 
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step, shared out over the GPUs")
     native.add_options(parser)
-    compiling.add_options(parser)
     args = options.parse(parser)
     return train(args, launch.single_process())
 
@@ -58,7 +57,7 @@ def train(args: Namespace, world: World) -> int:
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
-    forward = compiling.compiled(parallel, args)  # as it is without --compile
+    forward = epoch.compiled(parallel, args)  # as it is without --compile
 
     # ---- the training step
     def train_step(

@@ -32,14 +32,13 @@ from utils.launch.world import World, copy_from_main
 from utils.model import models, optim
 from utils.run.checkpoint import TrainState
 from utils.run.directory import Run
-from utils.train import compiling, epoch, evaluation, loop
+from utils.train import epoch, evaluation, loop
 from utils.train.session import Session
 
 
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
     native.add_options(parser)
-    compiling.add_options(parser)
     fsdp.add_options(parser)
     launch.add_options(parser)
     args = options.parse(parser)
@@ -84,7 +83,7 @@ def train(args: Namespace, world: World) -> int:
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
-    forward = compiling.compiled(model, args)  # as it is without --compile
+    forward = epoch.compiled(model, args)  # as it is without --compile
 
     # ---- the training step
     def train_step(

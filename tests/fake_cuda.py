@@ -144,8 +144,6 @@ class Memory:
     strangers: set[Stream] = field(default_factory=set)  # other streams that use it
     recorded: set[Stream] = field(default_factory=set)  # by Tensor.record_stream
     pinned: bool = False
-    arriving: tuple[Stream, int] | None = None  # on the host: a copy that comes
-    leaving: tuple[Stream, int] | None = None  # and one that goes
 
 
 class Gpu(TorchDispatchMode):
@@ -163,7 +161,6 @@ class Gpu(TorchDispatchMode):
         self.locked: list[range] = []  # addresses that were page-locked where they lie
         self.heavy: Counter[tuple[str, torch.dtype]] = Counter()
         self.collectives: Counter[tuple[str, torch.dtype]] = Counter()
-        self.waits: list[str] = []  # where they are allowed
         self.quiet: Callable[[], bool] = lambda: False  # whether they are not
         self.excused: tuple[str, ...] = ()  # functions that may wait all the same
         self.optimised: set[torch.dtype] = set()  # of what the fused optimiser has updated
@@ -182,19 +179,17 @@ class Gpu(TorchDispatchMode):
 
     def wait(self, what: str) -> None:
         """The host waits for the device. Raises `Wait` where it should not."""
-        names, frame = [], sys._getframe(1)
+        names, frame = [], sys._getframe(1) if self.quiet() else None
         while frame is not None:
             code = frame.f_code
             if code.co_filename.endswith("torch/nn/modules/_functions.py"):
-                self.waits.append(f"{what} in torch's SyncBatchNorm")
-                return  # in each forward pass of each, unless a CUDA graph is being recorded
+                return  # SyncBatchNorm, in each forward pass, unless a CUDA graph is recorded
             if "site-packages" not in code.co_filename:
                 names.append((Path(code.co_filename).name, code.co_name))
             frame = frame.f_back
-        place = next((":".join(n) for n in names if not n[0].startswith("fake_cuda")), "?")
-        if self.quiet() and not any(name in self.excused for _, name in names):
+        if names and not any(name in self.excused for _, name in names):
+            place = next((":".join(n) for n in names if not n[0].startswith("fake_cuda")), "?")
             raise Wait(f"{what} waits for the device in {place}")
-        self.waits.append(f"{what} in {place}")
 
     # ---- memory
 
@@ -211,30 +206,21 @@ class Gpu(TorchDispatchMode):
 
     def ordered(self, stream: Stream, other: Stream, count: int) -> bool:
         """Whether what ``other`` did until ``count`` ends before what ``stream`` begins now."""
-        return stream.knows(other, count) or self.host.knows(other, count)
+        return other is self.host or stream.knows(other, count) or self.host.knows(other, count)
 
-    def use(self, tensor: Tensor, writes: bool) -> None:
-        """The current stream reads or writes a tensor on the device."""
-        stream = self.stream(tensor.device)
-        memory = self.known(tensor, stream)
+    def use(self, tensor: Tensor, writes: bool, stream: Stream) -> None:
+        """A stream, or the host, reads or writes a tensor."""
+        memory = self.known(tensor, stream if tensor.device.type == "cuda" else None)
         if memory.written and not self.ordered(stream, *memory.written):
-            raise Race("a stream uses what another one writes, and has not waited for it")
+            raise Race("something is used that is still written elsewhere: nobody has waited")
         if memory.home is not stream:
             memory.strangers.add(stream)
         if not writes:
             memory.read[stream] = stream.count
             return
         if any(not self.ordered(stream, *reader) for reader in memory.read.items()):
-            raise Race("a stream overwrites what another one reads, and has not waited for it")
+            raise Race("something is overwritten that is still read elsewhere: nobody has waited")
         memory.written, memory.read = (stream, stream.count), {}
-
-    def host_uses(self, tensor: Tensor, writes: bool) -> None:
-        """The host reads or writes a tensor on the CPU."""
-        memory = self.known(tensor)
-        if memory.arriving and not self.host.knows(*memory.arriving):
-            raise Race("the host reads what is still on its way from the device")
-        if writes and memory.leaving and not self.host.knows(*memory.leaving):
-            raise Race("the host overwrites what is still on its way to the device")
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether a tensor on the CPU is page-locked."""
@@ -276,9 +262,7 @@ class Gpu(TorchDispatchMode):
         written = mutated(func, args)
         if func is aten._local_scalar_dense.default:
             return self._read(tensors[0])
-        if func in COPIES:
-            self._check_copies(func, args, kwargs)
-        elif func is aten.index.Tensor and self._selects(args):
+        if func is aten.index.Tensor and self._selects(args):
             self.wait("a choice by a mask")
             return args[0].clone()  # as if all were chosen
         try:
@@ -294,16 +278,16 @@ class Gpu(TorchDispatchMode):
         copies = func in COPIES
         for tensor in tensors:
             if tensor.device.type == "cuda":
-                self.use(tensor, id(tensor) in written)
+                self.use(tensor, id(tensor) in written, self.stream(tensor.device))
             elif not copies and tensor.device.type == "cpu":
-                self.host_uses(tensor, id(tensor) in written)
+                self.use(tensor, id(tensor) in written, self.host)
         for tensor in tensors_in((out,)):
             if tensor.device.type == "cuda":
                 self.known(tensor, self.stream(tensor.device))
             elif pinned:
                 self.known(tensor).pinned = True
         if copies:
-            self._note_copies(func, args, kwargs, out)
+            self._copy(func, args, kwargs, out)
         return out
 
     def _selects(self, args: tuple) -> bool:
@@ -314,58 +298,39 @@ class Gpu(TorchDispatchMode):
         if tensor.device.type == "cuda":
             self.wait("reading a value")
         else:
-            self.host_uses(tensor, writes=False)
+            self.use(tensor, False, self.host)
         return {torch.bool: False}.get(tensor.dtype, 1.0 if tensor.is_floating_point() else 1)
 
     # ---- copies between host and device
 
-    def _moves(self, func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor, Any]]:
-        """(destination, None if it is to be made; source; device of the destination)."""
-        if func is aten._to_copy.default:
-            yield None, args[0], torch.device(kwargs.get("device") or args[0].device)
-        elif func is aten.copy_.default:
-            yield args[0], args[1], args[0].device
+    def _copy(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        """A copy, which may be of several tensors."""
+        made = func is aten._to_copy.default
+        if func is aten._foreach_copy_.default:
+            moves = list(zip(args[0], args[1], strict=True))
         else:
-            for to, source in zip(args[0], args[1], strict=True):
-                yield to, source, to.device
-
-    def _asynchronous(self, func: Any, args: tuple, kwargs: dict) -> bool:
-        place = 1 if func is aten._to_copy.default else 2
-        return bool(kwargs.get("non_blocking", args[place] if len(args) > place else False))
-
-    def _check_copies(self, func: Any, args: tuple, kwargs: dict) -> None:
-        asynchronous = self._asynchronous(func, args, kwargs)
-        for to, source, device in self._moves(func, args, kwargs):
-            kinds = source.device.type, device.type
-            if kinds == ("cpu", "cuda"):
-                self.host_uses(source, writes=False)
-                if not (asynchronous and self.is_pinned(source)):
-                    self.wait("a copy to the device" + " from pageable memory" * asynchronous)
-            elif kinds == ("cuda", "cpu"):
-                # Made by Tensor.to, the copy is pinned if need be.
-                if not (asynchronous and (to is None or self.known(to).pinned)):
-                    self.wait("a copy to the host" + " into pageable memory" * asynchronous)
-                if to is not None:
-                    self.host_uses(to, writes=True)
-
-    def _note_copies(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        asynchronous = self._asynchronous(func, args, kwargs)
-        for to, source, device in self._moves(func, args, kwargs):
-            made = out if to is None else to
-            if "cuda" not in (source.device.type, device.type):
-                continue
-            here, there = source.device, device
+            moves = [(out, args[0]) if made else args[:2]]
+        place = 1 if made else 2
+        asynchronous = kwargs.get("non_blocking", args[place] if len(args) > place else False)
+        for to, source in moves:
+            here, there = source.device, to.device
             stream = self.stream(here if here.type == "cuda" else there)
-            if here.type == there.type:
+            if here.type == there.type == "cpu":
+                self.use(source, False, self.host)
+                self.use(to, True, self.host)
+            elif here.type == there.type:
                 if here != there:  # one GPU to another: the streams of both wait
                     self.stream(here).wait_stream(self.stream(there))
                     self.stream(there).wait_stream(self.stream(here))
-            elif not asynchronous:
-                self.host.learn(stream, stream.count, stream.seen)
-            elif here.type == "cpu":
-                self.known(source).leaving = stream, stream.count
             else:
-                self.known(made).arriving, self.known(made).pinned = (stream, stream.count), True
+                on_host, to_host = (to, True) if there.type == "cpu" else (source, False)
+                self.use(on_host, to_host, stream)
+                if made and to_host:
+                    self.known(to).pinned = True  # if need be, by Tensor.to
+                if not (asynchronous and self.is_pinned(on_host)):
+                    name = "host" if to_host else "device"
+                    self.wait(f"a copy to the {name}" + " of pageable memory" * asynchronous)
+                    self.host.learn(stream, stream.count, stream.seen)
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

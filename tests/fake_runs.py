@@ -156,7 +156,7 @@ def _with_values(content: Any, gpu: Gpu) -> Any:
         # Its `device` is another one while another thread is in the middle of an operation.
         device = getattr(content, "fake_device", content.device)
         assert device.type == "cpu", "a snapshot of what is on the device"
-        gpu.host_uses(content, writes=False)
+        gpu.use(content, False, gpu.host)
         zeros = torch.empty_strided(content.shape, content.stride(), dtype=content.dtype)
         return zeros.zero_()
     if isinstance(content, dict):

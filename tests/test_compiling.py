@@ -9,7 +9,7 @@ from conftest import SMALL, python
 from torch import nn
 
 from utils.errors import UserError
-from utils.train import compiling
+from utils.train import epoch
 
 # With the real tracer, and a back end that counts what it is given instead of compiling it.
 COUNTED = """
@@ -44,7 +44,7 @@ SHARDED.set_requires_gradient_sync = print
 )
 def test_what_cannot_be_compiled(model, what):
     with pytest.raises(UserError, match=rf"not support {what}.*: use imagenet_ddp\.py"):
-        compiling.compiled(model, argparse.Namespace(compile="default"))
+        epoch.compiled(model, argparse.Namespace(compile="default"))
 
 
 @pytest.mark.long
@@ -59,8 +59,8 @@ def test_a_compiled_step_runs_in_every_script(folder, tmp_path, script):
 
 def test_without_a_compiler_an_error_says_so():
     args = argparse.Namespace(compile="default", progressive=None)
-    model = compiling.compiled(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), args)
-    step = compiling.first_step_timed(model, args, torch.device("cpu"))
+    model = epoch.compiled(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), args)
+    step = epoch.first_step_timed(model, args, torch.device("cpu"))
     nowhere = {"cpp.cxx": (None, "/nowhere/g++"), "force_disable_caches": True}
     message = r"--compile default does not work here .*C\+\+ compiler"
     with torch._inductor.config.patch(nowhere), pytest.raises(UserError, match=message):

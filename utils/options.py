@@ -210,6 +210,14 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     add("--label-smoothing", type=share, default=0.0, metavar="E", help="0.1 is common")
     text = "batches accumulated for one step; the global batch grows by this factor"
     add("--accum-steps", type=positive, default=1, metavar="N", help=text)
+    add(
+        "--compile",
+        nargs="?",
+        const="default",
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        help="compile the training step by torch.compile (not evaluation); without a mode, the "
+        "option goes after DATA. reduce-overhead: with CUDA graphs, for small batches",
+    )
     add("--clip-grad", type=amount, default=0.0, metavar="NORM", help="gradient norm limit; 0: off")
     add("--seed", type=seed, default=0, help="seed of weights, order and augmentation")
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from utils.comm import auto
 from utils.data.preprocessing import largest_size
 from utils.launch.world import World
-from utils.train import compiling, report
+from utils.train import report
+from utils.train.epoch import first_step_timed
 from utils.train.session import Session, TrainStep
 from utils.train.stopping import Reason
 from utils.train.watch import StepTimer, per_step, shares
@@ -44,7 +45,7 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     comm, done = session.state.comm, 0
     timer = StepTimer(session.state.model, device, distributed=world.size > 1)
     if args.compile:
-        train_step = compiling.first_step_timed(train_step, args, device)
+        train_step = first_step_timed(train_step, args, device)
 
     def step() -> None:
         nonlocal done

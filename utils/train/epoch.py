@@ -6,15 +6,18 @@ import time
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from utils.data import mixing
-from utils.launch.world import from_main, gather
+from utils.data.preprocessing import training_sizes
+from utils.errors import UserError
+from utils.launch.world import from_main, gather, is_sharded
 from utils.metrics import Sums, Total, to_metrics
 from utils.model import schedules
 from utils.run import checkpoint
 from utils.run.checkpoint import TrainState
 from utils.run.snapshots import BEST, SNAPSHOT
-from utils.train import compiling, report
+from utils.train import report
 from utils.train.session import Session, TrainStep, show_status
 from utils.train.stopping import Reason
 from utils.train.watch import Times, per_step
@@ -36,7 +39,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
     watch.start_epoch()
     stop.begin_phase()
     if args.compile and not session.epochs:
-        train_step = compiling.first_step_timed(train_step, args, world.device)
+        train_step = first_step_timed(train_step, args, world.device)
     if not first:
         state.printed = None
     began = time.perf_counter()
@@ -92,7 +95,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
     state.sums = sums.total(world)
     batches.bad.share(world)
     if batches.bad.too_many:
-        stop.reason = stop.reason or Reason.BAD_FILES
+        session.fault, stop.reason = batches.bad.error(), stop.reason or Reason.BAD_FILES
     if stop.reason:
         return None
     state.printed = None
@@ -184,6 +187,60 @@ def _input_rates(session: Session, seconds: float) -> dict[str, float]:
         "IO/read_mb_s": sum(size) / seconds / 1e6,
         "IO/files_s": sum(files) / seconds,
     }
+
+
+# ---- --compile
+
+
+def compiled(module: nn.Module, args: Any) -> nn.Module:
+    """``module`` for the training step: compiled with ``--compile``, sharing its parameters.
+
+    Training batches have one size, and evaluation, whose last batch is smaller, calls the module
+    itself: nothing is compiled twice. ``--progressive`` compiles once for each image size: kernels
+    for any size would be slower in every step. Raises: `UserError` where compiling is impossible.
+    """
+    if not args.compile:
+        return module
+    if isinstance(module, nn.DataParallel) or is_sharded(module):
+        what = "sharded models" if is_sharded(module) else "DataParallel"
+        raise UserError(f"--compile does not support {what}: use imagenet_ddp.py", alike=True)
+    # Beyond this limit, steps would no longer be compiled.
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, len(set(training_sizes(args))))
+    mode = None if args.compile == "default" else args.compile
+    return torch.compile(module, mode=mode, dynamic=False)
+
+
+def first_step_timed(train_step: Any, args: Any, device: torch.device) -> Any:
+    """``train_step``, whose first call, which compiles, is timed.
+
+    That call raises `UserError` where torch.compile fails.
+    """
+    from torch._dynamo.exc import TorchDynamoException  # seconds to import
+
+    is_compiled = False
+
+    def step(*batch: Any) -> Any:
+        nonlocal is_compiled
+        if is_compiled:
+            return train_step(*batch)
+        is_compiled, began = True, time.perf_counter()
+        try:
+            result = train_step(*batch)
+        except TorchDynamoException as fault:
+            text = str(fault).strip().splitlines()
+            raise UserError(
+                f"--compile {args.compile} does not work here ({text[0] if text else fault!r}): "
+                "install what is missing, or leave it out",
+                alike=True,
+            ) from fault
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - began
+        log.info(f"--compile {args.compile}: the first step took {seconds:.1f} s, to compile it")
+        return result
+
+    return step
 
 
 # ---- printed lines

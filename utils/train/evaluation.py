@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from utils.atomic import read_checkpoint
-from utils.data.loaders import Batches
+from utils.data.loaders import BadFiles, Batches
 from utils.errors import UserError
 from utils.launch.world import copy_from_main, from_main, reshard
 from utils.metrics import UNREADABLE, Sums, to_metrics
@@ -74,18 +74,20 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
     reshard(model)
     metrics, seconds = to_metrics(sums.total(world)), time.perf_counter() - began
     console.stop_bar()
-    batches.bad.share(world)
-    if batches.bad.too_many or not (metrics.images or (stop is not None and stop.reason)):
+    bad = batches.bad
+    bad.share(world)
+    if bad.too_many or not (metrics.images or (stop is not None and stop.reason)):
+        fault = bad.error() if bad.too_many else _all_bad(bad)
         if stop is None:
-            raise why_useless(batches)
-        stop.reason = stop.reason or Reason.BAD_FILES
+            raise fault
+        session.fault, stop.reason = fault, stop.reason or Reason.BAD_FILES
     if stop is not None and stop.reason:
         return None
     unreadable = sampler.images - metrics.images
     if unreadable:
         log.warning(
-            f"{unreadable} of {sampler.images} images in {batches.bad.index.root} could "
-            "not be read; the accuracy is that of the others"
+            f"{unreadable} of {sampler.images} images in {bad.index.root} could not be read; the "
+            "accuracy is that of the others"
         )
     return {
         **metrics.tags("val"),
@@ -96,11 +98,7 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
     }
 
 
-def why_useless(batches: Batches) -> UserError:
-    """The error in every rank for too many unreadable images, or when none is readable."""
-    bad = batches.bad
-    if bad.too_many:
-        return bad.error()
+def _all_bad(bad: BadFiles) -> UserError:
     return UserError(
         f"none of the {len(bad.index)} images in {bad.index.root} could be read, the last one "
         f"{bad.index.path(max(bad.seen))}: check the disk and the copy of the data set",
@@ -129,8 +127,8 @@ def test_best(session: Session, predict: Predict) -> dict[str, float] | None:
     if weights is not None:
         session.state.load_weights(weights)
     test = measure(session, predict, session.loaders.test)
-    if session.stop.reason is Reason.BAD_FILES:
-        raise why_useless(session.loaders.test)
+    if session.fault is not None:
+        raise session.fault
     if test is not None:
         report.evaluation("test", test)
     return test

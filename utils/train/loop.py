@@ -12,7 +12,7 @@ from utils.run.checkpoint import TrainState
 from utils.run.snapshots import SnapshotWriter
 from utils.train import report
 from utils.train.epoch import loss_scale, save_snapshot
-from utils.train.evaluation import test_best, why_useless
+from utils.train.evaluation import test_best
 from utils.train.session import Predict, Session, TrainStep, show_status, status_file
 from utils.train.stopping import Reason, StopRequest
 from utils.train.watch import Watch
@@ -147,7 +147,7 @@ def end(session: Session, predict: Predict) -> int:
     """
     run, stop = session.run, session.stop
     failure = from_main(session.snapshots.wait if session.snapshots else None, session.world)
-    fault = _why_ended_badly(session)
+    fault = _diverged(session) if session.ended_because is Reason.DIVERGED else session.fault
     if fault is not None:
         status_file().unlink(missing_ok=True)
         run.close_store()
@@ -166,18 +166,13 @@ def end(session: Session, predict: Predict) -> int:
     return INTERRUPTED if session.ended_because is Reason.INTERRUPTED else 0
 
 
-def _why_ended_badly(session: Session) -> UserError | None:
-    """The error that ends the run; None after a normal end."""
-    state, reason = session.state, session.ended_because
-    if reason is Reason.DIVERGED:
-        where = f"in epoch {state.epoch + 1}, step {state.step}"
-        fault = f"the loss is nan or infinite {where}"
-        if getattr(state.scaler, "lost", False):
-            scale = loss_scale(state)["Amp/scale"]
-            fault = f"gradients overflow without end {where}, now at a loss scale of {scale:.3g}"
-        advice = "lower --lr, add --warmup-epochs or --clip-grad; the last snapshot is intact"
-        return UserError(f"{fault}: {advice}", alike=True)
-    if session.train.bad.too_many:
-        return session.train.bad.error()
-    # Training has found replacements for its images, so it is those of validation.
-    return why_useless(session.loaders.val) if reason is Reason.BAD_FILES else None
+def _diverged(session: Session) -> UserError:
+    """The error for a loss that is not finite, or a loss scale that keeps falling."""
+    state = session.state
+    where = f"in epoch {state.epoch + 1}, step {state.step}"
+    fault = f"the loss is nan or infinite {where}"
+    if getattr(state.scaler, "lost", False):
+        scale = loss_scale(state)["Amp/scale"]
+        fault = f"gradients overflow without end {where}, now at a loss scale of {scale:.3g}"
+    advice = "lower --lr, add --warmup-epochs or --clip-grad; the last snapshot is intact"
+    return UserError(f"{fault}: {advice}", alike=True)

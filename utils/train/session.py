@@ -15,6 +15,7 @@ from torch import Tensor
 
 from utils import samplers
 from utils.data.loaders import Batches, Loaders
+from utils.errors import UserError
 from utils.launch.world import World
 from utils.run.checkpoint import TrainState
 from utils.run.directory import Run
@@ -49,6 +50,7 @@ class Session:
     epochs: int = 0  # finished in this session
     epoch_began: float = 0.0  # time.monotonic()
     ended_because: Reason | None = None
+    fault: UserError | None = None  # unreadable images, which end the run
 
     @property
     def train(self) -> Batches:
