@@ -208,8 +208,9 @@ class Gpu(TorchDispatchMode):
         """Whether what ``other`` did until ``count`` ends before what ``stream`` begins now."""
         return other is self.host or stream.knows(other, count) or self.host.knows(other, count)
 
-    def use(self, tensor: Tensor, writes: bool, stream: Stream) -> None:
-        """A stream, or the host, reads or writes a tensor."""
+    def use(self, tensor: Tensor, writes: bool, stream: Stream | None = None) -> None:
+        """A stream (by default the current one), or the host, reads or writes a tensor."""
+        stream = stream or self.stream(tensor.device)
         memory = self.known(tensor, stream if tensor.device.type == "cuda" else None)
         if memory.written and not self.ordered(stream, *memory.written):
             raise Race("something is used that is still written elsewhere: nobody has waited")
@@ -278,7 +279,7 @@ class Gpu(TorchDispatchMode):
         copies = func in COPIES
         for tensor in tensors:
             if tensor.device.type == "cuda":
-                self.use(tensor, id(tensor) in written, self.stream(tensor.device))
+                self.use(tensor, id(tensor) in written)
             elif not copies and tensor.device.type == "cpu":
                 self.use(tensor, id(tensor) in written, self.host)
         for tensor in tensors_in((out,)):
