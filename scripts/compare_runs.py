@@ -78,10 +78,9 @@ def compare(args: argparse.Namespace) -> Comparison:
         for run in runs.find(path):
             found.setdefault(run.path.resolve(), run)
     filled = [run for run in found.values() if run.epochs is not None]
+    why = "is left out: it has no finished epoch, or other tags"
     left_out = [
-        f"{run.path} is left out: it has no finished epoch, or other tags; {' '.join(run.notes)}"
-        for run in found.values()
-        if run not in filled
+        "; ".join([f"{run.path} {why}", *run.notes]) for run in found.values() if run.epochs is None
     ]
     if not filled:
         raise UserError("; ".join(left_out))
