@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import stat
 import warnings
 import zipfile
 from argparse import Namespace
@@ -64,25 +63,21 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     import torch  # here, as most programs of this suite write files without it
 
-    content = None
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for its writer
-            raise UserError(
-                f"{path} is not a file: give the checkpoint itself, such as snapshot.pt"
-            )
+        if not path.is_file():  # reading a pipe would wait for its writer
+            raise UserError(f"there is no file {path}: name the checkpoint itself, as snapshot.pt")
         with open(path, "rb") as file:
             whole = file.read(2) != b"PK" or zipfile.ZipFile(file).testzip() is None
         # torchvision's reference scripts keep their command line in the file: a plain Namespace.
         with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             content = torch.load(path, map_location="cpu", weights_only=True) if whole else None
+    except OSError as fault:
+        raise UserError(f"{path} cannot be read ({fault.strerror or fault})") from fault
     except UserError:
         raise
-    except FileNotFoundError:
-        raise UserError(f"there is no file {path}") from None
-    except Exception as fault:  # torch and zipfile report damage by half a dozen types
-        if isinstance(fault, OSError) and fault.strerror:
-            raise UserError(f"{path} cannot be read ({fault.strerror})") from fault
+    except Exception:  # torch and zipfile report damage by half a dozen types
+        content = None
     if not isinstance(content, dict):
         raise UserError(
             f"{path} is not a checkpoint: it is damaged, was not written by torch.save, or holds "

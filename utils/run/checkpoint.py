@@ -7,7 +7,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,6 @@ _FIXED = ("seed", "repeated_aug", "lr_schedule", "warmup_epochs", "progressive",
 _PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
 
 
-class Stateful(Protocol):
-    """Anything that can be saved and loaded like a module."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
-
-
 @dataclass
 class TrainState:
     """All that the future of a run depends on.
@@ -50,8 +43,8 @@ class TrainState:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    scaler: Stateful
-    weights: Stateful | None = None
+    scaler: Any  # with state_dict and load_state_dict, like the next
+    weights: Any = None
     global_batch: int = 0
     epoch: int = 0
     step: int = 0
@@ -77,32 +70,26 @@ class TrainState:
         each of its forward passes."""
         return is_sharded(self.model)
 
-    def shards_of(self, full: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of a sharded model, this process's shards of whole tensors; else these."""
-        if not self.sharded:
-            return full
-        from utils.comm import fsdp
-
-        return fsdp.shards_like(full, like)
-
     def full_weights(self) -> dict[str, Tensor]:
         """The model's state dict in float32, under plain torchvision names; of a sharded one,
         shards."""
         return (self.weights or self.model).state_dict()
 
-    def load_weights(self, state: dict[str, Tensor], image_size: int | None = None) -> None:
+    def load_weights(self, state: dict[str, Tensor]) -> None:
         """Load whole weights. Raises `UserError` when they are of another model."""
-        state = self.shards_of(state, self.model.state_dict())
+        if self.sharded:
+            from utils.comm import fsdp
+
+            state = fsdp.shards_like(state, self.model.state_dict())
         try:
             (self.weights or self.model).load_state_dict(state)
         except RuntimeError as fault:
-            reason = str(fault).split("\n\t")[1] if "\n\t" in str(fault) else str(fault)
             # Some models have weights for each place of the image.
-            size = (self.preprocessing or {}).get("image_size", image_size)
-            hint = "" if size == image_size else f"; it was trained with --image-size {size}"
+            size = (self.preprocessing or {}).get("image_size")
+            hint = f"; it was trained with --image-size {size}" if size else ""
             raise UserError(
                 f"the snapshot does not fit this model, another arch or number of classes? "
-                f"({reason[:200]}){hint}",
+                f"({' '.join(str(fault).split())[:250]}){hint}",
                 alike=True,
             ) from None
 
@@ -150,11 +137,7 @@ def best_of(
 
 
 def resume(
-    state: TrainState,
-    args: Any,
-    world: World,
-    path: Path | None,
-    classes: list[str] | None = None,
+    state: TrainState, args: Any, world: World, path: Path | None, classes: list[str] | None = None
 ) -> bool:
     """Load ``path`` (as rank 0 finds it) into every process's ``state``.
 
@@ -181,109 +164,113 @@ def _restore(
     path: Path | None,
     classes: list[str] | None,
 ) -> bool:
-    saved = content.get("options", content)
+    from utils.comm import fsdp
+
     is_ours = "progress" in content
+    saved, theirs = content.get("options", content), content.get("classes")
     if (arch := content.get("arch", saved.get("arch", args.arch))) != args.arch:
         raise UserError(f"{path} is a {arch}: use -a {arch} to load it", alike=True)
-    theirs = content.get("classes")
     if classes and theirs and list(theirs) != classes:
-        first = next((name for name in theirs if name not in classes), "another order of them")
         raise UserError(
-            f"{path} has {len(theirs)} classes ({first}, ...), which are not the {len(classes)} of "
-            "the data: choose the same with DATA and --classes",
+            f"{path} has other classes than the data ({len(theirs)}: {theirs[0]}, ...): choose the "
+            "same with DATA and --classes",
             alike=True,
         )
-    changed = changed_options(saved, args)
-    if is_ours and not args.evaluate and args.start_epoch is None:
-        check_options(changed, saved, path)
-    state.preprocessing = content.get("preprocessing")
+    continues = is_ours and not args.evaluate and args.start_epoch is None
+    changed = changed_options(saved, args, path if continues else None)
+    tell = log.info if world.is_main else log.debug
     named, note = plain_weights(content, path)
-    if note and world.is_main:
-        log.info(note)
-    state.load_weights(named, getattr(args, "image_size", None))
+    if note:
+        tell(note)
+    state.preprocessing = content.get("preprocessing")
+    state.load_weights(named)
     if args.evaluate:
         return False
     if state.ema is not None:
         averages = content.get("ema") if is_ours else None
         if averages is not None:
-            averages["model"] = state.shards_of(averages["model"], state.ema.averages)
+            averages["model"] = fsdp.shards_like(averages["model"], state.ema.averages)
         state.ema.restore(averages)
     begins_anew = args.start_epoch is not None and {*changed} & {*_OPTIMISER}
     if "optimizer" in content and not begins_anew:
-        state.optimizer.load_state_dict(_optimizer_state(content, state.optimizer, path))
+        moments = _optimizer_state(content["optimizer"], state.optimizer, path)
+        state.optimizer.load_state_dict(moments)
     state.scaler.load_state_dict(_loss_scale(content, state.scaler.state_dict()))
     if not is_ours:
-        _take_foreign_epoch(state, content, path, world)
+        # pytorch/examples counts finished epochs. Torchvision's references, whose files have an
+        # "lr_scheduler", and timm, from version 2 of its files on, number the last one from 0.
+        from_zero = "lr_scheduler" in content or content.get("version", 0) > 1
+        state.epoch = int(content.get("epoch", 0)) + from_zero if "optimizer" in content else 0
         return False
     if state.comm is not None and content.get("comm"):
         state.comm.restore(content["comm"])
     global_batch = state.global_batch
     for name in PROGRESS:
         setattr(state, name, content["progress"][name])
-    repeated = _rescale_position(state, global_batch)
-    if repeated and world.is_main:
-        log.info(
+    if repeated := _rescale_position(state, global_batch):
+        tell(
             f"note: the global batch is {global_batch} now, so {repeated} images of this epoch are "
             f"repeated, from step {state.step} on"
         )
-    if changed and world.is_main:
-        changes = (
-            f"--{key.replace('_', '-')} {vars(args)[key]} (was {saved[key]})" for key in changed
-        )
-        log.info(f"changed since the snapshot: {', '.join(changes)}")
+    if changed:
+        changes = (f"{_typed(key, vars(args))} (was {saved[key]})" for key in changed)
+        tell(f"changed since the snapshot: {', '.join(changes)}")
     if not world.is_main:
         state.sums = None  # they are of all ranks: only one may bring them in again
     return True
 
 
-def changed_options(saved: dict[str, Any], args: Any) -> list[str]:
-    """Names of the options that differ now, without places and what the snapshot decides."""
+def changed_options(saved: dict[str, Any], args: Any, path: Path | None = None) -> list[str]:
+    """Names of the options that differ now, without places and what the snapshot decides.
+
+    Raises: `UserError` for those that contradict the snapshot ``path``, if it is given.
+    """
     now = vars(args)
     free = (*_PLACES, *getattr(args, "untyped", ()))
-    return [key for key in saved if key in now and key not in free and saved[key] != now[key]]
-
-
-def check_options(changed: list[str], saved: dict[str, Any], path: Path | None) -> None:
-    """Raise `UserError` for options that contradict the snapshot."""
+    changed = [key for key in saved if key in now and key not in free and saved[key] != now[key]]
     fixed = [key for key in changed if key in _FIXED]
     # Step after step, the last epoch does not matter.
     if "epochs" in changed and (saved.get("lr_schedule") in TO_THE_END or saved.get("progressive")):
         fixed.append("epochs")
-    if fixed:
-        wishes = " ".join(f"--{key.replace('_', '-')} {saved[key]}" for key in fixed)
+    if fixed and path is not None:
         raise UserError(
-            f"{path} was made with {wishes}: use these options, or begin a new schedule from its "
-            "weights with --start-epoch 0",
+            f"{path} was made with {' '.join(_typed(key, saved) for key in fixed)}: use these "
+            "options, or begin a new schedule from its weights with --start-epoch 0",
             alike=True,
         )
+    return changed
+
+
+def _typed(key: str, options: dict[str, Any]) -> str:
+    return f"--{key.replace('_', '-')} {options[key]}"
 
 
 def _optimizer_state(
-    content: dict[str, Any], optimizer: torch.optim.Optimizer, path: Path | None
+    saved: dict[str, Any], optimizer: torch.optim.Optimizer, path: Path | None
 ) -> dict[str, Any]:
     """The saved state, with the hyperparameters and the memory layout of ``optimizer``."""
     from utils.comm import fsdp
 
-    saved, groups = content["optimizer"], optimizer.state_dict()["param_groups"]
+    other = UserError(
+        f"the optimiser state in {path} is of another model, --optimizer, --wd-norm or --freeze; "
+        f"to start from its weights alone: --pretrained {path}",
+        alike=True,
+    )
+    groups = optimizer.state_dict()["param_groups"]
+    if [len(g["params"]) for g in saved["param_groups"]] != [len(g["params"]) for g in groups]:
+        raise other
     trained = [(weight, group) for group in optimizer.param_groups for weight in group["params"]]
-    fits = [len(g["params"]) for g in saved["param_groups"]] == [len(g["params"]) for g in groups]
     state: dict[int, dict[str, Any]] = {}
-    for number, entry in saved["state"].items() if fits else ():
+    for number, entry in saved["state"].items():
         weight, group = trained[number]
         adam = "betas" in group and not group.get("muon")
         wanted = {"exp_avg", "exp_avg_sq"} if adam else {"momentum_buffer"}
         buffers = {name: x for name, x in entry.items() if name != "step" and x is not None}
-        fits = fits and buffers.keys() in (wanted, set())
-        fits = fits and all(buffer.shape == weight.shape for buffer in buffers.values())
-        if fits:
-            laid_out = {name: fsdp.shard_like(x, weight) for name, x in buffers.items()}
-            state[number] = {**entry, **laid_out}
-    if not fits:
-        raise UserError(
-            f"the optimiser state in {path} is of another model, --optimizer, --wd-norm or "
-            f"--freeze; to start from its weights alone: --pretrained {path}",
-            alike=True,
-        )
+        same_shapes = all(buffer.shape == weight.shape for buffer in buffers.values())
+        if buffers.keys() not in (wanted, set()) or not same_shapes:
+            raise other
+        laid_out = {name: fsdp.shard_like(x, weight) for name, x in buffers.items()}
+        state[number] = {**entry, **laid_out}
     return {"state": state, "param_groups": groups}
 
 
@@ -295,29 +282,6 @@ def _loss_scale(content: dict[str, Any], state: dict[str, Any]) -> dict[str, Any
     alike = {"scale": ("scale", "loss_scale"), "clean_steps": clean, "_growth_tracker": clean}
     found = {key: saved[name] for key in state for name in alike.get(key, (key,)) if name in saved}
     return {**state, **found}
-
-
-def _take_foreign_epoch(
-    state: TrainState, content: dict[str, Any], path: Path | None, world: World
-) -> None:
-    """Set the epoch at which a checkpoint of another program continues; weights alone: 0.
-
-    pytorch/examples counts finished epochs. Torchvision's references, whose files have an
-    "lr_scheduler", and timm, from ``version`` 2 of its files on, number the last one from 0.
-    """
-    if "optimizer" not in content:
-        return
-    from_zero = "lr_scheduler" in content or content.get("version", 0) > 1
-    state.epoch = int(content.get("epoch", 0)) + from_zero
-    if state.epoch < 0:
-        raise ValueError(f"epoch {state.epoch}")
-    best = content.get("best_acc1", content.get("best_prec1"))
-    if best is not None and world.is_main:
-        # Perhaps of other images, and then no epoch here might ever be better.
-        log.info(
-            f"note: {path} names a best top-1 of {float(best):.2f} %, measured elsewhere; best.pt "
-            "will be the best epoch from here on"
-        )
 
 
 def _rescale_position(state: TrainState, global_batch: int) -> int:

@@ -26,7 +26,7 @@ from utils.launch import gpus
 from utils.launch.world import World, from_main, gather, is_elastic, node_name
 from utils.option_types import AUTO, is_url
 from utils.run.lock import LOCK, Lock
-from utils.run.snapshots import BEST, PREVIOUS, SNAPSHOT, latest
+from utils.run.snapshots import BEST, SNAPSHOT, latest
 
 VISIBLE_SECONDS = 10.0  # for a file to be seen on another node
 OPTIONS, SUMMARY, LOG = "options.json", "summary.json", "train.log"
@@ -44,13 +44,11 @@ class Console(logging.Handler):
     """Prints a line in the first process of each node, and keeps it in train.log of rank 0."""
 
     def __init__(self, folder: Path, world: World):
+        """From now on, what any module of this package logs is shown."""
         super().__init__(logging.INFO)
         self.path, self.world = folder / LOG, world
         self.shows = world.local_rank == 0
         self.bar: tqdm | None = None
-
-    def attach(self) -> None:
-        """Show from now on what any module of this package logs."""
         logger = logging.getLogger("utils")
         logger.setLevel(logging.INFO)
         logger.addHandler(self)
@@ -84,40 +82,24 @@ class Console(logging.Handler):
             self.bar = None
 
 
-def _name(args: Any, world: World, mode: str) -> str:
-    """The run's name where the user has given none."""
-    is_continued = is_url(args.resume) and not args.evaluate
-    if is_continued:
-        from utils.run import store
-
-        if name := store.run_name(args.resume, SNAPSHOT, mark=OPTIONS):
-            return name
-    now, host = time.strftime("%b%d_%H-%M-%S"), socket.gethostname().split(".")[0]
-    sizes = f"gpux{world.size}_b{args.batch_size}_cpu{args.workers}"
-    name = f"{now}_{host}_{args.arch}_{sizes}_{mode}"
-    # Two runs may start in the same second.
-    names = (name, *(f"{name}-{number}" for number in range(1, 1000)))
-    return next(name for name in names if not Path(args.output_dir, name).exists())
-
-
 def _directory(args: Any, world: World, mode: str) -> Path:
     """The run's directory, which may not exist yet; refused if another run is in it. For rank 0."""
-    is_file = args.resume and args.resume != "auto" and not is_url(args.resume)
-    goes_on = args.resume and not args.evaluate
-    if goes_on and is_file and not args.name and Path(args.resume).with_name(OPTIONS).is_file():
-        folder = Path(args.resume).parent  # a run continues where it was
-    else:
-        folder = Path(args.output_dir, args.name or _name(args, world, mode))
-    if (folder / OPTIONS).exists() and not goes_on:
+    continues, name = args.resume and not args.evaluate, args.name
+    if continues and not name and (Path(args.resume).parent / OPTIONS).is_file():
+        return Path(args.resume).parent  # a run continues where it was
+    if continues and not name and is_url(args.resume):
+        from utils.run import store
+
+        name = store.run_name(args.resume, mark=OPTIONS)
+    if not name:
+        now, host = time.strftime("%b%d_%H-%M-%S"), socket.gethostname().split(".")[0]
+        sizes = f"gpux{world.size}_b{args.batch_size}_cpu{args.workers}"
+        name = f"{now}_{host}_{args.arch}_{sizes}_{mode}"
+    folder = Path(args.output_dir, name)
+    if (folder / OPTIONS).exists() and not continues:
         raise UserError(
             f"{folder} holds a run already: continue it with --resume, or choose another --name"
         )
-    for name in (SNAPSHOT, PREVIOUS, BEST, OPTIONS, SUMMARY, LOG):
-        if (folder / name).exists() and not (folder / name).is_file():
-            raise UserError(
-                f"{folder / name} is not a file, and training will write one there: move it away, "
-                "or choose another --name"
-            )
     return folder
 
 
@@ -130,11 +112,10 @@ class Run:
         Where the batch size is part of its name, but is still to be found, that waits for `open`.
         """
         self.args, self.world, self.mode = args, world, mode
-        self.resume: str | None = args.resume
+        self.snapshot = Path(args.resume) if args.resume else None  # the file to resume from
         self.folder: Path | None = None
         self.lock: Lock | None = None  # in rank 0
         self.store: Any = None  # with --store, in rank 0, a `utils.run.store.Store`
-        self.fetched: Path | None = None  # the file that a URL has given
         self.is_writing = not args.evaluate and not args.dummy  # a training
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
@@ -143,7 +124,6 @@ class Run:
         self.record: dict[str, Any] = {}
         self.writer: SummaryWriter | None = None
         self.has_gap = False  # the writer was lost to a full disk
-        self.is_training = False  # an entry is open in the event file
         continues = args.name and args.resume == "auto" and args.start_epoch is None
         if is_elastic() and self.is_writing and not continues:
             raise UserError(
@@ -151,7 +131,7 @@ class Run:
                 "--resume auto, without --start-epoch",
                 alike=True,
             )
-        if args.batch_size != AUTO or args.name or is_url(self.resume):
+        if args.batch_size != AUTO or args.name or is_url(args.resume):
             self.open()
 
     def open(self) -> None:
@@ -160,28 +140,18 @@ class Run:
             return
         args, world = self.args, self.world
         self.folder = from_main(lambda: _directory(args, world, self.mode), world)
-        if self.is_writing:
-            self._acquire()
-            if is_elastic():
-                self._check_shared()
-        from_main(self._make, world)
+        lock = Lock(self.folder, patient=is_elastic())
+        # In short rounds, as the other ranks wait no longer than --dist-timeout for one.
+        while not from_main(lambda: self._make(lock), world):
+            time.sleep(0.5)
+        if self.is_writing and is_elastic():
+            self._check_shared(from_main(lambda: lock.text, world))
         self.console = Console(self.folder, world)
-        self.console.attach()
-        unused = gpus.unused() if world.device.type == "cpu" else None
-        for note in (unused, self.lock.note if self.lock else None):
-            if note:
-                log.info(note)
-        self.stores = bool(args.store and self.is_writing)
-        if self.stores and world.is_main:
-            from utils.run.store import Store
-
-            self.store = Store(args.store, self.folder)
-        self.fetched = from_main(self._open_store, world)
-
-    def _make(self) -> None:
-        with self._writing():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / LOG).touch()
+        if world.device.type == "cpu" and (note := gpus.unused()):
+            log.info(note)
+        if self.lock is not None and self.lock.note:
+            log.info(self.lock.note)
+        self.snapshot = from_main(self._find_snapshot, world)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -194,23 +164,24 @@ class Run:
                 "files are intact; free disk space, or choose another --output-dir"
             ) from fault
 
-    def _acquire(self) -> None:
-        """Acquire the directory's lock. Raises `UserError` while another run holds it."""
-        lock = Lock(self.folder, patient=is_elastic())
-        # In short rounds, as the other ranks wait no longer than --dist-timeout for one.
-        while not from_main(lock.poll, self.world):
-            time.sleep(0.5)
-        if self.world.is_main:
-            self.lock = lock
+    def _make(self, lock: Lock) -> bool:
+        """Make the directory and, to train, acquire its lock. Returns: whether that is done.
 
-    def _check_shared(self) -> None:
-        """Raise `UserError` unless all nodes see the directory: any may have rank 0 next time."""
-        text = from_main(lambda: self.lock.text, self.world)
+        Raises: `UserError` while another run holds it.
+        """
+        with self._writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self.is_writing:
+                self.lock = lock if lock.poll() else None
+        return self.lock is not None or not self.is_writing
+
+    def _check_shared(self, text: str) -> None:
+        """Raise `UserError` unless all nodes see the lock: any may have rank 0 next time."""
         deadline, seen = time.monotonic() + VISIBLE_SECONDS, False
         while not seen and time.monotonic() < deadline:
+            time.sleep(0.2)
             with contextlib.suppress(OSError):
                 seen = (self.folder / LOCK).read_text() == text
-            time.sleep(0.0 if seen else 0.2)
         found = gather((node_name(self.world), seen), self.world)
         for name, sees in found:
             if not sees:
@@ -220,16 +191,17 @@ class Run:
                     alike=True,
                 )
 
-    def _open_store(self) -> Path | None:
-        """Fetch from the store what to resume from. Returns the file that a URL names."""
-        resume = self.resume
-        if self.store is not None:
-            self.store.open(bool(resume), (BEST, SNAPSHOT) if resume == "auto" else ())
-        if not is_url(resume):
-            return None
-        from utils.run import store
-
-        return store.fetch(resume, SNAPSHOT, self.folder, also=BEST)
+    def _find_snapshot(self) -> Path | None:
+        """The file to resume from; with "auto" the run's own, if it has one. Opens the store."""
+        resume, uses_store = self.args.resume, self.args.store and self.is_writing
+        if uses_store or is_url(resume):
+            from utils.run import store
+        if uses_store:
+            self.store = store.Store(self.args.store, self.folder)
+            self.store.open(resume)
+        if is_url(resume):
+            return store.fetch(resume, self.folder)
+        return latest(self.folder) if resume == "auto" else self.snapshot
 
     def upload(self, path: Path) -> None:
         """Begin to copy a file into ``--store``, if there is one."""
@@ -238,46 +210,30 @@ class Run:
 
     def close_store(self) -> None:
         """Wait for the last uploads. All ranks: a launcher ends the others when one has ended."""
-        if self.stores:
-            close = self.store.close if self.world.is_main else None
-            from_main(close, self.world)
-
-    @property
-    def snapshot(self) -> Path | None:
-        """The file to resume from: the one given, or with "auto" the run's own, if it has one."""
-        if self.fetched is not None:
-            return self.fetched
-        if self.resume != "auto":
-            return Path(self.resume) if self.resume else None
-        return latest(self.folder)
+        from_main(lambda: self.store.close() if self.store is not None else None, self.world)
 
     def begin(self, epoch: int, position: float, facts: dict[str, Any] | None = None) -> None:
         """Open the files. Points past ``epoch`` (finished) and ``position`` (epochs, fractional)
         that a killed run left in the event files are cut off, so that curves never run backward.
         ``facts`` about a training (see `report.facts`) begin the run's `record`.
         """
+        from_main(lambda: self._open_files(epoch, round(1000 * position), facts), self.world)
 
-        def open_files() -> None:
-            with self._writing():
-                self._open_files(epoch, position, facts)
-
-        from_main(open_files, self.world)
-
-    def _open_files(self, epoch: int, position: float, facts: dict[str, Any] | None) -> None:
-        remove_leftovers(self.folder)
-        _save_json(self.options, self.folder / OPTIONS)
-        tensorboard.cut_off(self.folder, epoch, round(1000 * position))
-        # What is here may be newer than what the store has: the last process died while sending.
-        for name in (OPTIONS, BEST, SNAPSHOT):
-            self.upload(self.folder / name)
-        if facts is not None:  # without curves, an event file would make it a run to compare
-            self.record |= facts
-            self.writer = tensorboard.open_writer(self.folder)
-            self.writer.add_custom_scalars(tensorboard.LAYOUT)
-            if facts.get("comm") != "auto":
-                self._add_entry()
-            self.writer.flush()  # from now on other programs can see what is trained here
-            self.is_training = True
+    def _open_files(self, epoch: int, step_x: int, facts: dict[str, Any] | None) -> None:
+        with self._writing():
+            remove_leftovers(self.folder)
+            _save_json(self.options, self.folder / OPTIONS)
+            tensorboard.cut_off(self.folder, epoch, step_x)
+            # What is here may be newer than what the store has: the last process died sending.
+            for name in (OPTIONS, BEST, SNAPSHOT):
+                self.upload(self.folder / name)
+            if facts is not None:  # without curves, an event file would make it a run to compare
+                self.record |= facts
+                self.writer = tensorboard.open_writer(self.folder)
+                self.writer.add_custom_scalars(tensorboard.LAYOUT)
+                if facts.get("comm") != "auto":
+                    self._add_entry()
+                self.writer.flush()  # from now on other programs can see what is trained here
 
     def describe(self, facts: dict[str, Any]) -> None:
         """Write the entry that `begin` left out, as ``facts`` lacked what is chosen later."""
@@ -360,9 +316,8 @@ class Run:
         try:
             _save_json(clean, self.folder / SUMMARY)
             if self.writer is not None:
-                if self.is_training:
-                    done = self.record["finished_because"] != "interrupted"
-                    self.writer.file_writer.add_summary(tensorboard.closing(done), 0)
+                done = self.record["finished_because"] != "interrupted"
+                self.writer.file_writer.add_summary(tensorboard.closing(done), 0)
                 self.writer.close()
         except OSError as fault:
             log.warning(f"cannot write {self.folder / SUMMARY} ({fault.strerror})")

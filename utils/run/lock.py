@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from utils.atomic import save_atomically
-from utils.errors import BAD_INPUT, UserError, show
+from utils.errors import UserError, report
 
 LOCK = "owner.json"
 BEAT = 4.0  # seconds between two touches
-# Seconds without a touch after which a process on another machine counts as dead. Clocks may
-# differ, and NFS shows a file late: whatever its age, it is watched for some touches.
-SILENT, WATCHED = 60.0, 2.5 * BEAT
+SILENT = 40.0  # seconds without one, while watched, after which another machine's process is dead
 PATIENCE = 60.0  # seconds for the processes of an earlier attempt to exit
 
 
@@ -36,75 +34,35 @@ class Lock:
 
     def __init__(self, folder: Path, patient: bool = False):
         self.folder, self.path = folder, folder / LOCK
-        self.patience = PATIENCE if patient else 0.0
         self.note: str | None = None
         self.text = ""  # the content of our file
-        self.began = time.monotonic()
+        self.patient_until = time.monotonic() + PATIENCE * patient
         self.seen: tuple[str, int] | None = None  # content and mtime of another process's file
-        self.silent_since = 0.0  # by the monotonic clock
+        self.seen_at = 0.0  # since when
         self.touched = False  # since this process watches it
         self.over = threading.Event()
-        self.keeper = threading.Thread(target=self._keep, name="lock", daemon=True)
 
     def poll(self) -> bool:
-        """Whether the lock is held; if not, call again a moment later. Makes the folder.
+        """Whether the lock is held; if not, call again a moment later.
 
-        Raises: `UserError` when a living process holds it, or the folder cannot be written.
+        Raises: OSError, and `UserError` when a living process holds it.
         """
-        try:
-            held = self._try()
-        except OSError as fault:
-            raise UserError(
-                f"cannot write into the run directory {self.folder} ({fault.strerror})"
-            ) from None
+        held = self._create() or self._take_over()
         if held:
             # Also after an error: supervise.run_main ends a process this way.
             multiprocessing.util.Finalize(None, self.release, exitpriority=0)
-            self.keeper.start()
+            threading.Thread(target=self._keep, name="lock", daemon=True).start()
         return held
 
     def release(self) -> None:
         self.over.set()
-        if self.keeper.is_alive():
-            self.keeper.join(2 * BEAT)  # not for ever: the disk may be gone
         with contextlib.suppress(OSError):
             if self.text and self.path.read_text() == self.text:
                 self.path.unlink()
 
-    def _try(self) -> bool:
-        if not self.text:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.text = json.dumps(_this_process(self.folder)) + "\n"
-        if self._create():
-            return True
-        try:
-            seen = self.path.read_text(), self.path.stat().st_mtime_ns
-        except FileNotFoundError:  # just released
-            return False
-        if seen[0] == self.text:
-            return True  # taken over in the last call
-        record, first_look = _parsed(seen[0]), self.seen is None
-        alive = self._is_alive(record, seen)
-        if alive is False:
-            # Of several that do this at once, the last one is found by the next look of each.
-            save_atomically(lambda file: file.write(self.text.encode()), self.path, durable=False)
-            self.note = f"note: {_name(record)} was killed and left {self.folder}; continuing there"
-        elif alive and time.monotonic() - self.began >= self.patience:
-            raise UserError(
-                f"{self.folder} is in use by a run that is still active ({_name(record)}): wait "
-                "for its end, stop it, or choose another --name",
-                alike=True,
-            )
-        elif first_look:
-            print(
-                f"note: {self.folder} is in use by {_name(record)}: watching for up to "
-                f"{self.patience if alive else SILENT:.0f} s whether it is alive",
-                flush=True,
-            )
-        return False
-
     def _create(self) -> bool:
         """Make the file. Of several that try, also from several machines, one gets True."""
+        self.text = self.text or _this_process(self.folder)
         try:
             file = open(self.path, "x")  # O_EXCL
         except FileExistsError:
@@ -117,52 +75,69 @@ class Lock:
             raise
         return True
 
-    def _is_alive(self, record: dict[str, Any], seen: tuple[str, int]) -> bool | None:
-        """Whether the holder is alive; None: not known yet."""
-        before, self.seen = self.seen, seen
-        if record.get("machine") == _machine():
-            here = record.get("folder") == os.stat(self.folder).st_ino  # else it is a copy
-            started = record.get("started")
-            return here and started is not None and _started(record.get("pid")) == started
-        now = time.monotonic()
-        if before is None:
-            age = time.time() - seen[1] / 1e9
-            self.silent_since = now - min(max(age, 0.0), SILENT - WATCHED)
-        elif seen != before:
-            self.silent_since, self.touched = now, True
-        if now - self.silent_since >= SILENT:
+    def _take_over(self) -> bool:
+        """Put our file in the place of a dead process's. Returns whether an earlier call did."""
+        try:
+            text, mtime = self.path.read_text(), self.path.stat().st_mtime_ns
+        except FileNotFoundError:  # just released
             return False
-        return True if self.touched else None
+        if text == self.text:
+            return True
+        record, now, first_look = _parsed(text), time.monotonic(), self.seen is None
+        if (text, mtime) != self.seen:
+            self.touched = not first_look
+            self.seen, self.seen_at = (text, mtime), now
+        if record.get("machine") == _machine():
+            here = record["folder"] == os.stat(self.folder).st_ino  # else it is a copy
+            dead = not here or _started(record["pid"]) != record["started"]
+            alive = not dead
+        else:
+            dead = now - self.seen_at >= SILENT
+            alive = self.touched and not dead
+        if dead:
+            # Of several that do this at once, the last one is found by the next look of each.
+            save_atomically(lambda file: file.write(self.text.encode()), self.path, durable=False)
+            self.note = f"note: {_name(record)} was killed and left {self.folder}; continuing there"
+        elif alive and now >= self.patient_until:
+            raise UserError(
+                f"{self.folder} is in use by a run that is still active ({_name(record)}): wait "
+                "for its end, stop it, or choose another --name",
+                alike=True,
+            )
+        elif first_look:
+            print(
+                f"note: {self.folder} is in use by {_name(record)}: watching for up to "
+                f"{PATIENCE if alive else SILENT:.0f} s whether it is alive",
+                flush=True,
+            )
+        return False
 
     def _keep(self) -> None:
         """Touch the file until the end; exit if another process has taken the lock meanwhile."""
         while not self.over.wait(BEAT):
-            try:
+            with contextlib.suppress(OSError):  # the disk is in trouble: training goes on
                 text = self.path.read_text()
                 if text == self.text:
                     os.utime(self.path)
-                elif record := _parsed(text):
-                    show(
-                        UserError(
-                            f"this process was suspended for so long that {_name(record)} has "
-                            f"taken over {self.folder}: it exits, so that only one writes there"
-                        )
+                elif (record := _parsed(text)) and not self.over.is_set():
+                    fault = UserError(
+                        f"this process was suspended for so long that {_name(record)} has taken "
+                        f"over {self.folder}: it exits, so that only one writes there"
                     )
-                    os._exit(BAD_INPUT)
-            except OSError:  # removed by hand, or the disk is in trouble: training goes on
-                with contextlib.suppress(OSError):
-                    self._create()
+                    os._exit(report(fault))
 
 
-def _this_process(folder: Path) -> dict[str, Any]:
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "started": _started(os.getpid()),
+def _this_process(folder: Path) -> str:
+    """The content of this process's lock file."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    record = {
+        "name": f"process {os.getpid()} on {socket.gethostname()}, since {since}",
         "machine": _machine(),
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
         "folder": os.stat(folder).st_ino,
     }
+    return json.dumps(record) + "\n"
 
 
 def _machine() -> str:
@@ -174,7 +149,7 @@ def _machine() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _started(pid: Any) -> str | None:
+def _started(pid: int) -> str | None:
     """When a process started, in clock ticks since boot; None if there is none, or a dead one."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -191,6 +166,4 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _name(record: dict[str, Any]) -> str:
-    if not record:
-        return f"a process that {LOCK} does not name"
-    return f"process {record.get('pid')} on {record.get('host')}, since {record.get('since')}"
+    return record.get("name", f"a process that {LOCK} does not name")

@@ -40,22 +40,12 @@ def commit() -> str:
     """This code's commit, with "+" behind it if files differ from it; empty if unknown."""
     if not (ROOT / ".git").exists():  # do not take the commit of a repository around this copy
         return ""
-
-    def git(*command: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(ROOT), *command],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout.strip()
-
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
-        return git("rev-parse", "--short", "HEAD") + "+" * bool(
-            git("status", "--porcelain", "--untracked-files=no")
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
+    return done.stdout.strip()
 
 
 def typical(points: Mapping[float, float]) -> float | None:

@@ -36,12 +36,8 @@ def read_latest(path: Path) -> dict[str, Any]:
     except UserError as fault:
         if path.name != SNAPSHOT or not previous.is_file():
             raise
-        try:
-            content = read_checkpoint(previous)
-        except UserError:
-            raise fault from None
         log.warning(f"{fault}; continuing from the snapshot before it, {previous}")
-        return content
+        return read_checkpoint(previous)
 
 
 def write(content: dict[str, Any], path: Path) -> None:
@@ -97,7 +93,6 @@ class SnapshotWriter:
         """Return when nothing is being written any more; if the last write failed, why."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
         return str(self.failure) if self.failure else None
 
     def _write(self, contents: dict[str, dict[str, Any]]) -> None:
@@ -119,22 +114,19 @@ class SnapshotWriter:
 
         Of a sharded tensor, the whole one: the other processes call `fsdp.gather_for_main`.
         """
-        if isinstance(value, Tensor):
-            if id(value) not in self._copied:
-                self._copied[id(value)] = self._copy_tensor(whole(value).detach(), place)
-            return self._copied[id(value)]
         if isinstance(value, dict):
             return {key: self._copy(entry, f"{place}/{key}") for key, entry in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)(self._copy(x, f"{place}/{i}") for i, x in enumerate(value))
-        return value
-
-    def _copy_tensor(self, tensor: Tensor, place: str) -> Tensor:
-        old = self._buffers.get(place)
-        if old is None or _layout(old) != _layout(tensor):
-            old = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self._buffers[place] = old
-        return old.copy_(tensor, non_blocking=True)
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self._copied:
+            tensor, old = whole(value).detach(), self._buffers.get(place)
+            if old is None or _layout(old) != _layout(tensor):
+                old = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                self._buffers[place] = old
+            self._copied[id(value)] = old.copy_(tensor, non_blocking=True)
+        return self._copied[id(value)]
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

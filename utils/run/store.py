@@ -7,6 +7,7 @@ files. No fault of the store stops or delays training.
 import logging
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from utils.atomic import link_atomically, save_atomically
 from utils.errors import UserError
 from utils.option_types import is_url
+from utils.run.snapshots import BEST, SNAPSHOT
 
 log = logging.getLogger(__name__)
 
@@ -30,16 +32,14 @@ def check_options(store: str | None, resume: str | None) -> None:
         protocol, path = fsspec.core.split_protocol(url)
         try:
             fsspec.get_filesystem_class(protocol)
-        except ImportError as fault:
-            raise UserError(f"{url} needs one more package: {fault}", alike=True) from None
-        except ValueError:
+            if not path.strip("/"):
+                raise ValueError("it names no bucket")
+        except (ImportError, ValueError) as fault:
             raise UserError(
-                f"{url}: {protocol}:// is not known; a store is a folder, s3://BUCKET/PREFIX, "
-                "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX",
+                f"{url} cannot be used ({fault}): a store is a folder, s3://BUCKET/PREFIX, "
+                "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, with the package for it",
                 alike=True,
             ) from None
-        if not path.strip("/"):
-            raise UserError(f"{url} names no bucket: the form is {protocol}://BUCKET/PREFIX")
 
 
 def _connect(url: str) -> tuple[Any, str]:
@@ -64,48 +64,42 @@ def _download(system: Any, source: str, path: Path) -> None:
         save_atomically(lambda file: shutil.copyfileobj(remote, file), path)
 
 
-def _reason(fault: Exception) -> str:
-    return (str(fault).splitlines() or [type(fault).__name__])[0][:200]
-
-
-def _find(url: str, default: str) -> tuple[Any, str, str, set[str]]:
-    """File system, folder and name of the file that ``url`` means (``default`` if it is a folder),
-    and all names in the folder. Raises: `UserError`."""
+def _find(url: str) -> tuple[Any, str, str, set[str]]:
+    """File system, folder and name of the file that ``url`` means (of a folder, its snapshot), and
+    all names in the folder. Raises: `UserError`."""
     try:
         system, path = _connect(url)
         folder, _, name = path.rpartition("/")
         if not system.isfile(path):
-            folder, name = path, default
+            folder, name = path, SNAPSHOT
         names = _names(system, folder)
     except Exception as fault:  # each package has its own kinds
-        raise UserError(f"cannot read {url} ({_reason(fault)})") from fault
+        raise UserError(f"cannot read {url} ({fault!r:.200})") from fault
     if name not in names:
-        raise UserError(f"there is no {url}, nor {default} in a folder of this name")
+        raise UserError(f"there is no {url}, nor {SNAPSHOT} in a folder of this name")
     return system, folder, name, names
 
 
-def run_name(url: str, default: str, mark: str) -> str | None:
+def run_name(url: str, mark: str) -> str | None:
     """Name of the run that the file at ``url`` belongs to: its folder, if ``mark`` is there too."""
-    _, folder, _, names = _find(url, default)
-    return folder.rpartition("/")[2] or None if mark in names else None
+    _, folder, _, names = _find(url)
+    return folder.rpartition("/")[2] if mark in names else None
 
 
-def fetch(url: str, default: str, folder: Path, also: str) -> Path:
+def fetch(url: str, folder: Path) -> Path:
     """Download ``url`` into ``folder`` as a temporary file, see `utils.atomic.remove_leftovers`.
 
-    The file ``also`` beside it is brought under its name, unless ``folder`` has one.
-    Raises: `UserError`.
+    A best model beside it comes, too, unless ``folder`` has one. Raises: `UserError`.
     """
-    system, place, name, names = _find(url, default)
-    path = folder / f".{name}.from_store.tmp"
+    system, place, name, names = _find(url)
+    file = folder / f".{name}.from_store.tmp"
     try:
-        _download(system, f"{place}/{name}", path)
-        if also in names and also != name and not (folder / also).exists():
-            _download(system, f"{place}/{also}", folder / also)
+        _download(system, f"{place}/{name}", file)
+        if BEST in names and name != BEST and not (folder / BEST).exists():
+            _download(system, f"{place}/{BEST}", folder / BEST)
     except Exception as fault:
-        path.unlink(missing_ok=True)
-        raise UserError(f"cannot download {url} ({_reason(fault)})") from fault
-    return path
+        raise UserError(f"cannot download {url} ({fault!r:.200})") from fault
+    return file
 
 
 class Store:
@@ -117,47 +111,43 @@ class Store:
         self.system: Any = None
         self.place = ""
         self.failures = 0  # since the last success
-        self.closing = False
-        self.waiting: list[Path] = []  # files to send
-        self.sending: Path | None = None  # the one that is on its way
-        self.changed = threading.Condition()
-        self.thread: threading.Thread | None = None
+        self.waiting: list[Path] = []  # files to send; the first one may be on its way
+        self.closing = threading.Event()
+        self.thread = threading.Thread(target=self._work, name="store", daemon=True)
 
-    def open(self, goes_on: bool, wanted: tuple[str, ...]) -> None:
+    def open(self, resume: str | None) -> None:
         """Check that the store can be used, and start the thread that uploads.
 
-        ``wanted`` names files, the last one being the snapshot, that are brought from the store
-        when the run's folder has no snapshot. ``goes_on``: the run may have files there already.
-        A store that fails is reported. Raises: `UserError` when there is no such bucket, or when
-        continuing could overwrite a run.
+        To ``resume`` "auto" without a snapshot in the run's folder, the store's files are brought
+        there. A store that fails is reported. Raises: `UserError` when there is no such bucket, or
+        when continuing could overwrite a run.
         """
-        missing = bool(wanted) and not (self.folder / wanted[-1]).exists()
+        needed = resume == "auto" and not (self.folder / SNAPSHOT).exists()
         names: set[str] = set()
         try:
             self.system, self.place = _connect(self.url)
             names = _names(self.system, self.place)
-            bucket = self.place.partition("/")[0]
-            if bucket and not names and not self.system.exists(bucket):  # a folder begins with "/"
+            bucket = self.place.partition("/")[0]  # none of a folder, which begins with "/"
+            if bucket and not names and not self.system.exists(bucket):
                 raise UserError(f"there is no bucket {bucket} for --store {self.url}")
-            for name in wanted if missing and wanted[-1] in names else ():
+            for name in (BEST, SNAPSHOT) if needed and SNAPSHOT in names else ():
                 if name in names:
                     _download(self.system, f"{self.place}/{name}", self.folder / name)
                     log.info(f"fetched {self.url}/{name}")
         except UserError:
             raise
         except Exception as fault:
-            if missing:
+            if needed:
                 raise UserError(
                     f"cannot tell whether {self.url} has a snapshot to continue from "
-                    f"({_reason(fault)}): leave out --resume to begin anew"
+                    f"({fault!r:.200}): leave out --resume to begin anew"
                 ) from fault
             self._count_failure(fault)
-        if names and not goes_on:
+        if names and not resume:
             raise UserError(
                 f"{self.url} holds a run already: continue it with --resume auto, or choose "
                 "another --name"
             )
-        self.thread = threading.Thread(target=self._work, name="store", daemon=True)
         self.thread.start()
 
     def upload(self, path: Path) -> None:
@@ -165,50 +155,33 @@ class Store:
 
         It may be replaced (by renaming) at any time: what is sent is one whole file.
         """
-        if self.thread is not None and path.is_file():
-            with self.changed:
-                self._queue(path)
-                self.changed.notify_all()
-
-    def _queue(self, path: Path) -> None:
-        if path not in self.waiting:
+        if path.is_file() and path not in self.waiting[1:]:
             self.waiting.append(path)
 
     def close(self) -> None:
         """Wait for the uploads that are left, up to `END_WAIT`, and name those that failed."""
-        if self.thread is None:
-            return
-        with self.changed:
-            self.closing = True
-            self.changed.notify_all()
+        self.closing.set()
         self.thread.join(END_WAIT)
-        self.thread = None
-        with self.changed:
-            lost = {path.name for path in (*self.waiting, self.sending) if path is not None}
-        if lost:
-            names = ", ".join(sorted(lost))
-            log.info(f"note: {names} could not be copied to {self.url}: see {self.folder}")
+        if lost := ", ".join(sorted({path.name for path in self.waiting})):
+            log.info(f"note: {lost} could not be copied to {self.url}: see {self.folder}")
 
     def _work(self) -> None:
         tries = LAST_TRIES
-        while tries:
-            with self.changed:
-                self.changed.wait_for(lambda: self.waiting or self.closing)
-                if not self.waiting:
-                    return
-                self.sending = path = self.waiting.pop(0)
+        while tries and (self.waiting or not self.closing.is_set()):
+            if not self.waiting:
+                self.closing.wait(0.5)
+                continue
+            path = self.waiting[0]
             try:
                 self._send(path)
             except Exception as fault:  # whatever it is: training goes on
                 self._count_failure(fault)
-                pause = min(2.0 ** (self.failures - 1), _LONGEST_PAUSE)
-                with self.changed:
-                    self._queue(path)
-                    tries -= self.closing
-                    if self.closing and tries:
-                        self.changed.wait(1.0)
-                    self.changed.wait_for(lambda: self.closing, pause)
-            self.sending = None
+                self.waiting.append(path)
+                if self.closing.is_set():
+                    tries -= 1
+                    time.sleep(1.0)
+                self.closing.wait(min(2.0 ** (self.failures - 1), _LONGEST_PAUSE))
+            self.waiting.pop(0)
 
     def _send(self, path: Path) -> None:
         if self.system is None:
@@ -226,6 +199,6 @@ class Store:
         self.failures += 1
         if self.failures == 1:
             log.warning(
-                f"the store {self.url} cannot be used ({_reason(fault)}): training continues, "
+                f"the store {self.url} cannot be used ({fault!r:.200}): training continues, "
                 "uploads will be retried"
             )

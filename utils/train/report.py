@@ -80,7 +80,7 @@ def start(session: Session) -> None:
     for warning in batch_warnings(args, global_batch, scaled):
         log.warning(warning)
     if session.resumed:
-        source = run.resume if run.fetched else run.snapshot
+        source = run.snapshot if args.resume == "auto" else args.resume
         log.info(f"resumed from {source}: epoch {state.epoch + 1}, step {state.step}")
 
 
