@@ -14,12 +14,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, TIMEOUT, Result, environment
+from conftest import ROOT, SMALL, TIMEOUT, Result, environment, scalars
 
 # A model that costs next to nothing, for a typed line; needs the environment of `tiny`.
 TINY_LINE = "-a tiny_plain --image-size 32 -b 5 -j 1"
 STAND_IN = str(Path(__file__).parent / "stand_in")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+# Never the same twice: of an epoch, and of a step.
+SPEED = ("Throughput/", "Time/", "IO/", "CPU/", "GPU/")
+PARTS = ("Step/data_s", "Step/compute_s", "Step/communication_s")
+MEASURED = (*SPEED, "Step/throughput", *PARTS)
 
 
 def tiny(full: bool = False, step_seconds: float = 0.0) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -208,6 +212,27 @@ def assert_same_weights(one: Path, other: Path, tolerance: float = 0.0) -> None:
             torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=name)
         else:
             assert torch.equal(x, y), name
+
+
+def assert_same_curves(run: Path, other: Path, tolerance: float = 0.0) -> None:
+    """The same points, each once."""
+    ours, theirs = scalars(run), scalars(other)
+    # A run that was on two processes for a while has curves of the second one's hardware.
+    of_ranks = ("CPU/", "GPU/", "Memory/")
+    hardware = {tag for tag in ours.keys() | theirs.keys() if tag.startswith(of_ranks)}
+    assert ours.keys() - hardware == theirs.keys() - hardware
+    assert "Step/loss" in ours
+    assert "Top1/val" in ours
+    for tag in ours:
+        x = [x for x, _ in ours[tag]]
+        assert x == sorted(set(x)), f"{tag} runs backward"
+        if tag.startswith(SPEED) or (tag in hardware and tag not in theirs):
+            continue  # an epoch that was resumed after its last step has no speed
+        assert x == [x for x, _ in theirs[tag]], tag
+        if not tag.startswith(MEASURED):
+            wanted = [y for _, y in theirs[tag]]
+            near = pytest.approx(wanted, rel=tolerance, abs=tolerance / 100)  # a step's loss is ~0
+            assert [y for _, y in ours[tag]] == near, tag
 
 
 @contextlib.contextmanager

@@ -1,13 +1,23 @@
 """A run that is interrupted and resumed ends with the weights of one that was not."""
 
+import re
 import shutil
 import signal
 from pathlib import Path
 from shlex import split
 
 import pytest
-from conftest import SMALL, Result, draw_folder, python, scalars, summary, train
-from running import TORCHRUN, assert_same_weights, snapshot, start, tiny
+from conftest import Result, draw_folder, scalars, summary, train
+from joined import Job, run_jobs
+from running import (
+    MEASURED,
+    TORCHRUN,
+    assert_same_curves,
+    assert_same_weights,
+    snapshot,
+    start,
+    tiny,
+)
 
 from utils.launch.network import free_port
 
@@ -15,10 +25,6 @@ INTERRUPTED = 75
 STEPS = 30  # of 10 images in an epoch
 # The learning rate depends on the position, and not on the number of epochs.
 RECIPE = split("--epochs 2 -p 1 --lr 0.05 --warmup-epochs 1 --crop-scale 0.5 --seed 3")
-# Never the same twice: of an epoch, and of a step.
-SPEED = ("Throughput/", "Time/", "IO/", "CPU/", "GPU/")
-PARTS = ("Step/data_s", "Step/compute_s", "Step/communication_s")
-MEASURED = (*SPEED, "Step/throughput", *PARTS)
 
 
 @pytest.fixture(scope="session")
@@ -28,26 +34,14 @@ def images(tmp_path_factory) -> Path:
 
 
 class Place:
-    """Where the runs of one way to train lie, and how they are started.
+    """Where the runs of one way to train lie, and how they are started: ``steps`` an epoch."""
 
-    ``steps`` an epoch, each of ``accum`` micro-batches.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        images: Path,
-        *options: str,
-        full: bool = True,
-        steps: int = STEPS,
-        accum: int = 1,
-    ):
-        self.root, self.images, self.options, self.full = root, images, options, full
-        self.steps, self.accum = steps, accum
+    def __init__(self, root: Path, images: Path, *options: str, steps: int = STEPS):
+        self.root, self.images, self.options, self.steps = root, images, options, steps
 
     def line(self, name: str, *more: object) -> tuple[list, dict[str, str]]:
         """Command line behind the script's name, and environment, for the run ``name``."""
-        model, env = tiny(self.full)
+        model, env = tiny(full=True)
         here = ("--output-dir", self.root, "--name", name, "--resume", "auto", self.images)
         return [*model, *RECIPE, *self.options, *more, *here], env
 
@@ -56,6 +50,13 @@ class Place:
         arguments, env = self.line(name, *more)
         train(script, *arguments, processes=processes, **env)
         return self.root / name
+
+    def job(
+        self, script: str, name: str, *more: object, stop: int | None = None, size: int = 1
+    ) -> Job:
+        """The same for processes that import torch once; ``stop`` after so many steps."""
+        line = ("--image-size", 32, "-j", 0, *self.line(name, *more)[0])
+        return Job(script.removesuffix(".py"), line, processes=size, stop_after=stop)
 
     def stop(
         self,
@@ -66,52 +67,41 @@ class Place:
         signum: int = signal.SIGTERM,
         group: bool = False,
         launcher: tuple = (),
+        step_seconds: float = 0.0,
     ) -> Result:
         """Start or continue a run, and send ``signum`` after the step (epoch, step) ``at``.
 
         However late the signal comes, the run is no further than that step.
         """
         arguments, env = self.line(name, *more)
-        begun = (0, 0)
-        if (self.root / name / "snapshot.pt").exists():
-            begun = position(self.root / name)
-        steps = (at[0] - 1 - begun[0]) * self.steps + at[1] - begun[1]
-        env["HOLD_AFTER"] = str(steps * self.accum)
-        with start(script, *arguments, launcher=launcher, **env) as run:
-            run.until(rf"Epoch {at[0]}/\d+ step +{at[1]}/")
-            run.send(signum, group)
-            return run.result()
+        env["STEP_SECONDS"] = str(step_seconds)
+        begun, run = (0, 0), self.root / name
+        if (run / "snapshot.pt").exists():
+            begun = position(run)
+        env["HOLD_AFTER"] = str((at[0] - 1 - begun[0]) * self.steps + at[1] - begun[1])
+        with start(script, *arguments, launcher=launcher, **env) as running:
+            running.until(rf"Epoch {at[0]}/\d+ step +{at[1]}/")
+            running.send(signum, group)
+            return running.result()
 
-    def copy(self, name: str, new: str) -> Path:
-        """A copy of a run, to try something on."""
-        return shutil.copytree(self.root / name, self.root / new)
+    def kill_and_finish(self, script: str, *more: object) -> Path:
+        """Kill a run in the middle of both epochs, with snapshots of most steps; then finish it."""
+        run, line = self.root / "killed", (*more, "--snapshot-minutes", "0")
+        how = {"signum": signal.SIGKILL, "group": True, "step_seconds": 0.05}
+        for at in ((1, 10), (2, 10)):
+            result = self.stop(script, "killed", *line, at=at, **how)
+            assert result.code == -signal.SIGKILL
+            epoch, step = position(run)
+            assert epoch == at[0] - 1
+            assert 0 < step <= at[1]
+        (run / ".snapshot.pt.12345.tmp").write_bytes(b"half a snapshot")
+        return self.finish(script, "killed", *line)
 
 
 def position(run: Path) -> tuple[int, int]:
     """Finished epochs, and steps of the next one, of a run's snapshot."""
     progress = snapshot(run)["progress"]
     return progress["epoch"], progress["step"]
-
-
-def assert_same_curves(run: Path, other: Path, tolerance: float = 0.0) -> None:
-    """The same points, each once."""
-    ours, theirs = scalars(run), scalars(other)
-    # A run that was on two processes for a while has curves of the second one's hardware.
-    of_ranks = ("CPU/", "GPU/", "Memory/")
-    hardware = {tag for tag in ours.keys() | theirs.keys() if tag.startswith(of_ranks)}
-    assert ours.keys() - hardware == theirs.keys() - hardware
-    assert "Step/loss" in ours
-    assert "Top1/val" in ours
-    for tag in ours:
-        x = [x for x, _ in ours[tag]]
-        assert x == sorted(set(x)), f"{tag} runs backward"
-        if tag.startswith(SPEED) or (tag in hardware and tag not in theirs):
-            continue  # an epoch that was resumed after its last step has no speed
-        assert x == [x for x, _ in theirs[tag]], tag
-        if not tag.startswith(MEASURED):
-            wanted = [y for _, y in theirs[tag]]
-            near = pytest.approx(wanted, rel=tolerance, abs=tolerance / 100)  # a step's loss is ~0
-            assert [y for _, y in ours[tag]] == near, tag
 
 
 def assert_same_progress(run: Path, other: Path) -> None:
@@ -156,94 +146,46 @@ STOPS = {
 }
 
 
-@pytest.fixture(scope="module")
-def stopped(one) -> dict[str, Result]:
-    """The run ``often`` is stopped by each of `STOPS` in turn; copies have the stops' names."""
-    results = {}
+def test_four_signals_end_in_snapshots_and_change_nothing(one):
+    seconds, run = [], one.root / "often"
     for name, how in STOPS.items():
-        results[name] = one.stop(ND, "often", **how)
-        one.copy("often", name)
+        result = one.stop(ND, "often", **how)
+        assert result.code == INTERRUPTED, result.err
+        assert "Traceback" not in result.err
+        assert summary(run)["finished_because"] == "interrupted"
+        epoch, step = how["at"]
+        done, steps = position(run)
+        assert done == summary(run)["epochs_done"] == epoch - 1
+        assert step <= steps <= STEPS
+        assert steps < STEPS or name == "evaluation", "the signal came too late to be a test"
+        seconds.append(snapshot(run)["progress"]["elapsed"])
     one.finish(ND, "often")
-    return results
-
-
-@pytest.mark.parametrize("name", STOPS)
-def test_a_signal_ends_in_a_snapshot(one, stopped, name):
-    result, run = stopped[name], one.root / name
-    assert result.code == INTERRUPTED, result.err
-    assert "Traceback" not in result.err
-    assert summary(run)["finished_because"] == "interrupted"
-    epoch, step = STOPS[name]["at"]
-    done, steps = position(run)
-    assert done == summary(run)["epochs_done"] == epoch - 1
-    assert step <= steps <= STEPS
-    assert steps < STEPS or name == "evaluation", "the signal came too late to be a test"
-
-
-def test_four_stops_change_nothing_and_time_goes_on_counting(one, stopped):
-    assert_same_run(one.root / "often", one.root / "whole")
-    seconds = [snapshot(one.root / name)["progress"]["elapsed"] for name in (*STOPS, "often")]
-    assert seconds == sorted(seconds)
-    assert 0 < seconds[0] < seconds[-1]
-
-
-def test_kill_in_the_second_epoch_goes_on_from_the_last_snapshot(one):
-    result = one.stop(ND, "killed", at=(2, 10), signum=signal.SIGKILL)
-    run = one.root / "killed"
-    assert result.code == -signal.SIGKILL
-    assert position(run) == (1, 0)
-    (run / ".snapshot.pt.12345.tmp").write_bytes(b"half a snapshot")
-    one.finish(ND, "killed")
     assert_same_run(run, one.root / "whole")
+    seconds.append(snapshot(run)["progress"]["elapsed"])
+    assert 0 < seconds[0] < seconds[-1]
+    assert seconds == sorted(seconds)
 
 
-@pytest.fixture(scope="module")
-def first_epoch(one) -> Path:
-    """A finished run of a single epoch."""
-    return one.finish(ND, "first_epoch", "--epochs", "1")
+def test_a_killed_run_goes_on_from_the_last_snapshot(one):
+    assert_same_run(one.kill_and_finish(ND), one.root / "whole")
 
 
-def test_points_past_the_snapshot_are_drawn_again(one, first_epoch):
-    """As after a crash between writing an epoch's points and writing its snapshot."""
-    run = one.copy("whole", "ahead")
+def test_points_past_the_snapshot_are_drawn_again(one):
+    """As after a crash between writing an epoch's points and writing its snapshot, which is of a
+    finished run of a single epoch."""
+    first = one.finish(ND, "first", "--epochs", "1")
+    run = shutil.copytree(one.root / "whole", one.root / "ahead")
     for name in ("snapshot.pt", "best.pt"):
-        shutil.copy(first_epoch / name, run / name)
+        shutil.copy(first / name, run / name)
     one.finish(ND, "ahead")
     assert_same_run(run, one.root / "whole")
 
 
-def test_raised_epochs_continue_a_finished_run(one, first_epoch):
-    run = one.copy("first_epoch", "raised")
-    one.finish(ND, "raised")
-    assert_same_run(run, one.root / "whole")
-
-
-def test_another_global_batch_at_the_end_of_an_epoch(one, first_epoch):
-    run = one.copy("first_epoch", "larger")
-    one.finish(ND, "larger", "-b", "20")
-    assert summary(run)["epochs_done"] == 2
-    x = [x for x, _ in scalars(run)["Step/loss"]]
-    assert len(x) == STEPS + STEPS // 2
-    assert x == sorted(set(x))
-
-
-def test_an_unfit_global_batch_within_an_epoch_is_refused_once(one, stopped):
-    run = one.copy("SIGTERM", "unfit")
-    before = {path.name: path.read_bytes() for path in run.iterdir()}
-    arguments, env = one.line(run.name, "-b", "32", "-g", "2")
-    result = python(DDP, *SMALL, *arguments, **env)
-    assert result.code == 2
-    assert "global batch 10 " in result.sentence
-    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
-
-
 def test_time_limit_ends_in_a_snapshot_and_a_file_is_continued_in_place(one):
-    arguments, env = one.line("limited", "--train-time", "0")
-    result = train(ND, *arguments, **env)
-    run = one.root / "limited"
+    run = one.finish(ND, "limited", "--train-time", "0")
     assert summary(run)["finished_because"] == "train_time"
     assert position(run) == (0, 1)
-    assert "time limit" in result.out
+    assert "time limit" in (run / "train.log").read_text()
     model, env = tiny(full=True)
     where = ("--resume", run / "snapshot.pt", one.images)
     train(ND, *model, *RECIPE, *one.options, *where, **env)
@@ -271,86 +213,94 @@ def test_the_best_model_evaluates_to_its_accuracy(two):
     where = ("--resume", whole / "best.pt", "--output-dir", two.root, "--name", "evaluated")
     train(ND, *model, *where, "-e", "-b", "8", two.images, **env)
     found, best = summary(two.root / "evaluated"), snapshot(whole, "best.pt")
+    part = "ema" if best["weights"] == "ema" else "val"
+    curves = scalars(whole)
     assert found["val_top1"] == summary(whole)["best_top1"] == best["top1"]
-    averaged = best["weights"] == "ema"
-    losses = dict(scalars(whole)["Loss/ema" if averaged else "Loss/val"])
-    assert (
-        found["val_top1"]
-        == dict(scalars(whole)["Top1/ema" if averaged else "Top1/val"])[best["epoch"]]
-    )
-    assert found["val_loss"] == pytest.approx(losses[best["epoch"]], rel=1e-5)
+    assert found["val_top1"] == dict(curves[f"Top1/{part}"])[best["epoch"]]
+    assert found["val_loss"] == pytest.approx(dict(curves[f"Loss/{part}"])[best["epoch"]], rel=1e-5)
     assert found["val_images"] == 21
     assert found["finished_because"] == "evaluated"
 
 
-@pytest.fixture(scope="module")
-def stopped_twice(two) -> list[Result]:
-    """Stopped under torchrun, stopped again under spawn, finished under torchrun."""
-    torchrun = (*TORCHRUN, "--nproc_per_node=2")
-    results = [two.stop(DDP, "often", at=(1, 5), launcher=torchrun)]
-    two.copy("often", "torchrun")
-    results.append(two.stop(DDP, "often", "-g", "2", at=(2, 5)))
-    two.copy("often", "spawn")
-    two.finish(DDP, "often", processes=2)
-    return results
-
-
-@pytest.mark.parametrize(("name", "epoch"), [("torchrun", 1), ("spawn", 2)])
-def test_sigterm_to_the_launcher_ends_in_a_snapshot(two, stopped_twice, name, epoch):
-    result = stopped_twice[epoch - 1]
-    run = two.root / name
-    assert summary(run)["finished_because"] == "interrupted"
-    done, steps = position(run)
-    assert done == epoch - 1
-    assert 5 <= steps < STEPS
-    # torchrun has a code, and a traceback, of its own for a signal.
-    assert result.code == INTERRUPTED if name == "spawn" else result.code
-    assert "Traceback" not in result.err or name == "torchrun"
-
-
-def test_two_processes_resume_bit_for_bit(two, stopped_twice):
+def test_two_processes_stopped_under_both_launchers_resume_bit_for_bit(two):
+    """By SIGTERM to torchrun, and to the process that spawns; finished under torchrun."""
     often, whole = two.root / "often", two.root / "whole"
+    by_torchrun = {"launcher": (*TORCHRUN, "--nproc_per_node=2")}
+    for epoch, launch, words in ((1, by_torchrun, ()), (2, {}, ("-g", "2"))):
+        result = two.stop(DDP, "often", *words, at=(epoch, 5), **launch)
+        assert summary(often)["finished_because"] == "interrupted"
+        done, steps = position(often)
+        assert done == epoch - 1
+        assert 5 <= steps < STEPS
+        if launch:  # torchrun has a code, and a traceback, of its own for a signal
+            assert result.code
+        else:
+            assert result.code == INTERRUPTED
+            assert "Traceback" not in result.err
+    two.finish(DDP, "often", processes=2)
     assert_same_weights(often, whole)
     assert_same_curves(often, whole, tolerance=1e-6)
     assert summary(often)["best_top1"] == summary(whole)["best_top1"]
 
 
-def test_a_run_moves_between_numbers_of_processes(tmp_path, images):
-    """Without batch norm and dropout, one process and two see, mix and compute the same."""
-    mixed = ("--mixup", "0.5", "--cutmix", "1", "--ema", "0.9", "--repeated-aug", "2")
-    place = Place(tmp_path, images, *mixed, full=False, steps=300 // 12)
-    whole = place.finish(ND, "whole", "-b", "12")
-    assert place.stop(ND, "moved", "-b", "12", at=(1, 5)).code == INTERRUPTED
-    stop = place.stop(DDP, "moved", "-b", "6", "-g", "2", at=(2, 5))
-    assert stop.code == INTERRUPTED
-    done, steps = position(place.root / "moved")
-    assert done == 1
-    assert 5 <= steps < place.steps
-    moved = place.finish(ND, "moved", "-b", "12")
-    assert_same_weights(moved, whole, tolerance=1e-5)
-    assert_same_curves(moved, whole, tolerance=1e-4)
+# ---- other numbers of processes, loss scale, accumulation
+
+# The scaler's count of clean steps, in runs too short to double the scale, at learning rates too
+# small for overflows, which come early on one CPU and late on another.
+SCALED = {
+    "clean_steps": (
+        "imagenet_ddp_apex.py",
+        split("-b 5 --accum-steps 2 --lr 0.001 --ema 0.9 --opt-level O2"),
+    ),
+    "_growth_tracker": (ND, split("-b 10 --lr 0.005 --amp fp16")),
+}
 
 
-# ---- loss scale, accumulation
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory, images) -> Path:
+    """Undisturbed runs, and some that were stopped."""
+    place = Place(tmp_path_factory.mktemp("jobs"), images)
+    # Without batch norm and dropout, one process and two see, mix and compute the same.
+    mixed = split("-a tiny_plain --mixup 0.5 --cutmix 1 --ema 0.9 --repeated-aug 2")
+    planned = [
+        place.job(ND, "one", *mixed, "-b", 12),
+        place.job(ND, "moved", *mixed, "-b", 12, stop=5),
+        place.job(DDP, "moved", *mixed, "-b", 6, stop=28, size=2),
+        place.job(ND, "moved", *mixed, "-b", 12),
+    ]
+    for counter, (script, words) in SCALED.items():
+        planned += [
+            place.job(script, counter, *words),
+            place.job(script, f"{counter}_stopped", *words, stop=5),
+            place.job(script, f"{counter}_stopped", *words),
+        ]
+    codes = [ranks[0]["code"] for ranks in run_jobs(planned, place.root)]
+    assert codes == [INTERRUPTED if job.stop_after else 0 for job in planned]
+    return place.root
 
 
-def check_stop_and_resume(place: Place, script: str, *options: object) -> dict:
-    """Compare an undisturbed run and a stopped one; return the scaler's state."""
-    whole = place.finish(script, "whole", *options)
-    stop = place.stop(script, "stopped", *options, at=(1, 5))
-    assert stop.code == INTERRUPTED, stop.err
-    assert 0 < position(place.root / "stopped")[1] < STEPS
-    assert_same_run(place.finish(script, "stopped", *options), whole)
-    return snapshot(whole)["scaler"]
+def stops(run: Path) -> list[tuple[int, int]]:
+    """Where a run was resumed: epoch and step."""
+    found = re.findall(r"resumed from \S+: epoch (\d), step (\d+)", (run / "train.log").read_text())
+    return [(int(epoch), int(step)) for epoch, step in found]
 
 
-def test_masters_loss_scale_and_accumulation_go_on(tmp_path, images):
-    # At --lr 0.05 a gradient overflows, early in the run on one CPU and late on another; at 0.001
-    # none is larger than half of float16's range.
-    options = ("-b", "5", "--accum-steps", "2", "--lr", "0.001", "--ema", "0.9")
-    place = Place(tmp_path, images, *options, accum=2)
-    scaler = check_stop_and_resume(place, "imagenet_ddp_apex.py", "-g", "1", "--opt-level", "O2")
-    assert scaler["clean_steps"] > STEPS  # so that a counter begun again would show
+def test_a_run_moves_between_numbers_of_processes(jobs):
+    first, (epoch, step) = stops(jobs / "moved")
+    assert (first, epoch) == ((1, 5), 2)
+    assert 0 < step < 300 // 12
+    assert_same_weights(jobs / "moved", jobs / "one", tolerance=1e-5)
+    assert_same_curves(jobs / "moved", jobs / "one", tolerance=1e-4)
+
+
+@pytest.mark.parametrize("counter", SCALED)
+def test_loss_scale_masters_and_accumulation_go_on(jobs, counter):
+    assert stops(jobs / f"{counter}_stopped") == [(1, 5)]
+    assert_same_run(jobs / f"{counter}_stopped", jobs / counter)
+    assert snapshot(jobs / counter)["scaler"][counter] > STEPS  # one begun again would show
+
+
+# ---- long: every script, and launchers
 
 
 @pytest.mark.long
@@ -366,13 +316,6 @@ def test_the_launch_module_with_o2_goes_on(tmp_path, images):
     assert 0 < position(place.root / "stopped")[1] < STEPS
     assert_same_weights(place.finish(script, "stopped", processes=2), whole)
     assert snapshot(whole)["scaler"] == snapshot(place.root / "stopped")["scaler"]
-
-
-@pytest.mark.long
-def test_native_loss_scale_goes_on(tmp_path, images):
-    place = Place(tmp_path, images, "-b", "10", "--lr", "0.005")  # too small to overflow
-    scaler = check_stop_and_resume(place, ND, "--amp", "fp16")
-    assert scaler["_growth_tracker"] > STEPS  # so that a counter begun again would show
 
 
 @pytest.mark.long
@@ -393,13 +336,9 @@ def test_a_real_model_goes_on(tmp_path, images, script):
 
 
 @pytest.mark.long
-def test_a_sharded_run_that_is_killed_goes_on(tmp_path, images):
-    """kill -9 of all processes in the middle of the second epoch."""
-    options = ("-b", "5", "-g", "2", "--snapshot-minutes", "0")
-    place, script = Place(tmp_path, images, *options), "imagenet_fsdp.py"
+@pytest.mark.parametrize("script", [DDP, "imagenet_fsdp.py"])
+def test_two_processes_that_are_killed_go_on(tmp_path, images, script):
+    """kill -9 of all processes."""
+    place = Place(tmp_path, images, "-b", "5", "-g", "2")
     whole = place.finish(script, "whole")
-    place.stop(script, "killed", at=(2, 10), signum=signal.SIGKILL, group=True)
-    begun = position(tmp_path / "killed")
-    assert begun[0] == 1
-    assert 0 < begun[1] <= 10
-    assert_same_run(place.finish(script, "killed"), whole)
+    assert_same_run(place.kill_and_finish(script), whole)

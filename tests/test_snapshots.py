@@ -1,41 +1,30 @@
-"""Snapshots within an epoch, in the background, with faults at every place of the write."""
+"""Snapshots written in the background, with faults at every place of the write."""
 
 import os
 import re
 import signal
 import subprocess
 import threading
-from argparse import Namespace
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import SMALL, python, summary, train
-from running import assert_same_weights, snapshot, start, tiny
-from test_checkpoint import (
-    ARGS,
-    CLASSES,
-    OPTIONS,
-    WORLD,
-    build,
-    same_weights,
-    save_snapshot,
-    trained,
-)
+from running import start, tiny
+from test_checkpoint import ARGS, CLASSES, WORLD, build, ours, same_weights, trained
 
 from utils import atomic
 from utils.atomic import read_checkpoint
 from utils.errors import UserError
 from utils.run import snapshots
-from utils.run.checkpoint import read_latest, resume, snapshot_of
-from utils.run.snapshots import PREVIOUS, SNAPSHOT, SnapshotWriter, write
+from utils.run.checkpoint import resume
+from utils.run.snapshots import PREVIOUS, SNAPSHOT, SnapshotWriter, read_latest, write
 
 
 def save_epoch(folder, epoch):
     state = trained(seed=epoch)
     state.epoch = epoch
-    save_snapshot(state, folder, OPTIONS)
+    write(ours(state), folder / SNAPSHOT)
 
 
 def epoch_of(path):
@@ -56,20 +45,16 @@ def test_the_one_before_is_kept(tmp_path, monkeypatch, hard_links):
     assert epoch_of(tmp_path / PREVIOUS) == 2
 
 
-def flip(path, where):
+def flip_a_weight(path):
+    """A bit in the middle of a weight, where torch.load itself would not notice it."""
+    weight = read_checkpoint(path)["model"]["0.weight"]
     content = bytearray(path.read_bytes())
-    content[where] ^= 1
+    content[content.index(weight.numpy().tobytes()) + 5] ^= 1
     path.write_bytes(content)
 
 
-def data_place(path):
-    """A byte in the middle of a weight, where torch.load itself would not notice a flipped bit."""
-    weight = read_checkpoint(path)["model"]["0.weight"]
-    return path.read_bytes().index(weight.numpy().tobytes()) + 5
-
-
 DAMAGES = {
-    "flipped": lambda path: flip(path, data_place(path)),
+    "flipped": flip_a_weight,
     "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "a little short": lambda path: os.truncate(path, path.stat().st_size - 1),
     "empty": lambda path: os.truncate(path, 0),
@@ -84,34 +69,24 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(tmp_path, logged, damage
     path = tmp_path / SNAPSHOT
     DAMAGES[damage](path)
     assert snapshots.latest(tmp_path) == (path if damage != "missing" else tmp_path / PREVIOUS)
-    assert epoch_of(path) == 1
-    assert re.search(
-        f"warning: .*{path}.*; continuing from the snapshot before it, .*{PREVIOUS}", logged[0]
-    )
     state = build(seed=9)
     state.global_batch = 32
     assert resume(state, ARGS, WORLD, path, CLASSES)
     assert same_weights(state, trained(seed=1))
-
-
-def test_both_damaged_is_a_sentence(tmp_path):
-    save_epoch(tmp_path, 1)
-    save_epoch(tmp_path, 2)
-    for name in (SNAPSHOT, PREVIOUS):
-        os.truncate(tmp_path / name, 100)
-    with pytest.raises(UserError, match=f"{SNAPSHOT} is not a checkpoint"):
-        read_latest(tmp_path / SNAPSHOT)
+    assert re.search(
+        f"warning: .*{path}.*; continuing from the snapshot before it, .*{PREVIOUS}", logged[0]
+    )
+    os.truncate(tmp_path / PREVIOUS, 100)
+    with pytest.raises(UserError, match=f"{PREVIOUS} is not a checkpoint"):
+        read_latest(path)
 
 
 # ---- faults at every call of a write
 
 
-CALLS = [(atomic.os, name) for name in ("fsync", "link", "replace", "open", "unlink")]
-
-
-@pytest.mark.parametrize(("module", "name"), CALLS, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("name", ["fsync", "link", "replace", "open", "unlink"])
 @pytest.mark.parametrize("deadly", [False, True], ids=["ENOSPC", "kill"])
-def test_a_fault_at_any_call_leaves_a_readable_snapshot(tmp_path, module, name, deadly):
+def test_a_fault_at_any_call_leaves_a_readable_snapshot(tmp_path, name, deadly):
     """The n-th call of a function fails, or the process dies in it; for each n that there is."""
     for number in range(1, 5):
         for left in tmp_path.iterdir():
@@ -120,7 +95,7 @@ def test_a_fault_at_any_call_leaves_a_readable_snapshot(tmp_path, module, name, 
         save_epoch(tmp_path, 2)
         pid = os.fork()
         if pid == 0:
-            real, count = getattr(module, name), 0
+            real, count = getattr(atomic.os, name), 0
 
             def fail(*arguments, real=real, number=number, **options):
                 nonlocal count
@@ -131,7 +106,7 @@ def test_a_fault_at_any_call_leaves_a_readable_snapshot(tmp_path, module, name, 
                     raise OSError(28, "No space left on device")
                 return real(*arguments, **options)
 
-            setattr(module, name, fail)
+            setattr(atomic.os, name, fail)
             try:
                 save_epoch(tmp_path, 3)
             except UserError:
@@ -147,18 +122,13 @@ def test_a_fault_at_any_call_leaves_a_readable_snapshot(tmp_path, module, name, 
 # ---- in the background
 
 
-def contents(state):
-    weights = state.full_weights()
-    return {SNAPSHOT: snapshot_of(state, OPTIONS, CLASSES, weights)}
-
-
 def test_what_is_written_is_the_state_at_the_call(tmp_path, monkeypatch):
     """Training goes on while the thread is held up; the file has none of it."""
     gate, state = threading.Event(), trained()
     before = {name: value.clone() for name, value in state.model.state_dict().items()}
     monkeypatch.setattr(snapshots, "write", lambda *a: gate.wait(60) and write(*a))
     writer = SnapshotWriter(tmp_path)
-    writer.save(contents(state))
+    writer.save({SNAPSHOT: ours(state)})
     assert writer.busy
     state.epoch = 99
     state.history.append({"Loss/val": 7.0})
@@ -171,7 +141,7 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path, monkeypatch):
     assert found["progress"]["epoch"] == 2
     assert len(found["progress"]["history"]) == 2
     assert all(torch.equal(found["model"][name], value) for name, value in before.items())
-    writer.save(contents(state))  # into the same buffers
+    writer.save({SNAPSHOT: ours(state)})  # into the same buffers
     writer.wait()
     assert not read_checkpoint(tmp_path / SNAPSHOT)["model"]["0.weight"].any()
     assert len(writer.pauses) == 2
@@ -188,7 +158,7 @@ def test_a_failing_write_is_reported_once_until_it_works_again(tmp_path, monkeyp
 
     monkeypatch.setattr(snapshots, "write", perhaps)
     for failed in (True, True, False, True):
-        writer.save(contents(trained()))
+        writer.save({SNAPSHOT: ours()})
         writer.wait()
         assert (writer.failure is not None) == failed
     assert [line.split()[0] for line in logged] == [
@@ -196,44 +166,6 @@ def test_a_failing_write_is_reported_once_until_it_works_again(tmp_path, monkeyp
         f"{tmp_path / SNAPSHOT}",
         "warning:",
     ]
-
-
-# ---- whole runs
-
-RECIPE = ("--epochs", 2, "-b", 5, "-p", 1, "--lr", "0.05")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, folder) -> Path:
-    model, env = tiny(full=True)
-    root = tmp_path_factory.mktemp("runs")
-    train("imagenet_nd.py", *model, *RECIPE, "--output-dir", root, "--name", "whole", folder, **env)
-    return root / "whole"
-
-
-@pytest.mark.parametrize(
-    "script", ["imagenet_nd.py", pytest.param("imagenet_ddp.py", marks=pytest.mark.long)]
-)
-def test_a_killed_run_loses_no_more_than_since_the_last_snapshot(whole, folder, tmp_path, script):
-    """Snapshots at each step; killed in the middle of an epoch, then again; the same outcome."""
-    model, env = tiny(full=True, step_seconds=0.05)
-    processes = ("-g", 2, "-b", 5) if script == "imagenet_ddp.py" else ()
-    options = (*model, *RECIPE, *processes, "--output-dir", tmp_path, "--name", "x")
-    line = (*options, "--resume", "auto", "--snapshot-minutes", 0, folder)
-    for epoch, step in ((1, 4), (2, 3)):
-        with start(script, *line, **env) as run:
-            run.until(rf"Epoch {epoch}/2 step +{step}/")
-            run.send(signal.SIGKILL, group=True)
-        found = snapshot(tmp_path / "x")["progress"]
-        assert (found["epoch"], found["step"]) >= (epoch - 1, step - 3)
-        assert found["elapsed"] > 0
-    train(script, *line, **env)
-    if script == "imagenet_nd.py":
-        assert_same_weights(tmp_path / "x", whole)
-    else:
-        reference = (*options[:-1], "y", folder)
-        train(script, *reference, **env)
-        assert_same_weights(tmp_path / "x", tmp_path / "y")
 
 
 @contextmanager
@@ -255,7 +187,8 @@ def small_disk(place, megabytes):
 def test_a_full_disk_does_not_end_a_training(folder, tmp_path):
     model, env = tiny(full=True, step_seconds=0.05)
     with small_disk(tmp_path / "disk", 1) as disk:
-        line = (*model, *RECIPE, "--output-dir", disk, "--name", "x", folder)
+        recipe = ("--epochs", 2, "-b", 5, "-p", 1, "--lr", "0.05")
+        line = (*model, *recipe, "--output-dir", disk, "--name", "x", folder)
         with start("imagenet_nd.py", *line, **env) as run:
             run.until(r"Epoch 2/2 step +1/")
             with open(disk / "ballast", "wb", buffering=0) as ballast, pytest.raises(OSError):
@@ -265,9 +198,8 @@ def test_a_full_disk_does_not_end_a_training(folder, tmp_path):
         assert done.code == 2, done.err
         assert re.fullmatch(r"error: [^\n]*\n", done.err), "TensorBoard's thread is quiet"
         assert "Epoch 2/2  train: loss" in done.out, "it has gone on to the end"
-        assert re.search(
-            r"warning: cannot write \S+snapshot.pt \(No space left on device\)", done.out
-        )
+        warning = r"warning: cannot write \S+snapshot.pt \(No space left on device\)"
+        assert re.search(warning, done.out)
         assert "free disk space" in done.err
         assert read_checkpoint(disk / "x" / SNAPSHOT)["progress"]["epoch"] == 1
         again = python("imagenet_nd.py", *SMALL, *line, "--resume", "auto", **env)
@@ -277,35 +209,3 @@ def test_a_full_disk_does_not_end_a_training(folder, tmp_path):
         (disk / "ballast").unlink()
         done = train("imagenet_nd.py", *line, "--resume", "auto", **env)
         assert summary(disk / "x")["epochs_done"] == 2
-
-
-# ---- options that contradict
-
-SAVED = {"arch": "tiny", "seed": 0, "lr_schedule": "step", "warmup_epochs": 0, "epochs": 2}
-
-
-@pytest.mark.parametrize(
-    ("now", "name"),
-    [
-        ({"seed": 5}, "--seed 0"),
-        ({"lr_schedule": "cosine"}, "--lr-schedule step"),
-        ({"warmup_epochs": 1}, "--warmup-epochs 0"),
-        ({"arch": "resnet18"}, "-a tiny"),
-        ({"classes": ["a", "b"]}, "--classes"),
-    ],
-)
-def test_contradicting_options_are_refused_by_name(tmp_path, now, name):
-    save_snapshot(trained(), tmp_path, SAVED)
-    classes = now.pop("classes", CLASSES)
-    args = Namespace(**{**vars(ARGS), **SAVED, **now})
-    with pytest.raises(UserError, match=name):
-        resume(build(), args, WORLD, tmp_path / SNAPSHOT, classes)
-
-
-def test_harmless_changes_are_told(whole, folder, tmp_path):
-    model, env = tiny(full=True)
-    line = (*model, *RECIPE, "--output-dir", tmp_path, "--resume", whole / SNAPSHOT, "--name", "n")
-    done = train("imagenet_nd.py", *line, "--epochs", 3, "--lr", 0.01, "-j", 2, folder, **env)
-    assert "changed since the snapshot: " in done.out
-    for change in ("--epochs 3 (was 2)", "--lr 0.01 (was 0.05)", "--workers 2 (was 1)"):
-        assert change in done.out

@@ -1,13 +1,15 @@
 """--store and URLs to resume from: copies of a run in a store, and faults of it."""
 
+import shutil
 import signal
+import sys
 import threading
 from pathlib import Path
 
 import pytest
-from conftest import Result, python, summary, train
+from conftest import python, summary, train
 from fsspec.implementations.memory import MemoryFileSystem
-from running import assert_same_weights, snapshot, start, tiny
+from running import assert_same_weights, eventually, snapshot, start, tiny
 
 from utils.errors import INTERRUPTED, UserError
 from utils.run import store
@@ -19,12 +21,6 @@ def line(folder: Path, runs: Path, name: str | None, *more: object) -> tuple[obj
     """A command line behind the script's name."""
     named = ("--name", name) if name else ()
     return (*tiny(full=True)[0], *TWO_EPOCHS, "--output-dir", runs, *named, *more, folder)
-
-
-def attempt(folder: Path, runs: Path, *more: object, **env: str) -> Result:
-    """Run to the end, whatever it is."""
-    arguments = line(folder, runs, "run", "--image-size", "32", "-j", "1", *more)
-    return python("imagenet_nd.py", *arguments, **{**tiny()[1], **env})
 
 
 @pytest.fixture(scope="module")
@@ -50,43 +46,57 @@ def test_best_and_last_arrive(stopped):
         assert (there / name).read_bytes() == (here / name).read_bytes()
 
 
-@pytest.mark.parametrize("how", ["auto", "file", "folder"])
+@pytest.mark.parametrize("how", ["store", "URL"])
 def test_a_new_machine_continues_bit_for_bit(folder, tmp_path, stopped, how):
-    url = f"file://{stopped}/store/half"
-    options = {
-        "auto": ("--resume", "auto", "--store", stopped / "store"),
-        "file": ("--resume", f"{url}/snapshot.pt"),
-        "folder": ("--resume", url),
-    }[how]
-    kept = {path: path.read_bytes() for path in (stopped / "store" / "half").iterdir()}
-    name = "half" if how == "auto" else None
-    result = train("imagenet_nd.py", *line(folder, tmp_path, name, *options), **tiny()[1])
-    for path, content in kept.items():
-        path.unlink()
-        path.write_bytes(content)
+    copy, name = shutil.copytree(stopped / "store", tmp_path / "store") / "half", None
+    options = ("--resume", f"file://{copy}/snapshot.pt")
+    if how == "store":
+        name, options = "half", ("--resume", "auto", "--store", copy.parent)
+    runs = tmp_path / "runs"
+    result = train("imagenet_nd.py", *line(folder, runs, name, *options), **tiny()[1])
     assert "resumed from" in result.out
-    assert [path.name for path in tmp_path.iterdir()] == ["half"]
-    assert not list((tmp_path / "half").glob(".*"))
-    assert_same_weights(tmp_path / "half", stopped / "whole")
-    best = [snapshot(run, "best.pt") for run in (tmp_path / "half", stopped / "whole")]
+    assert [path.name for path in runs.iterdir()] == ["half"]
+    assert not list((runs / "half").glob(".*"))
+    assert_same_weights(runs / "half", stopped / "whole")
+    best = [snapshot(run, "best.pt") for run in (runs / "half", stopped / "whole")]
     assert best[0]["epoch"] == best[1]["epoch"]
 
 
-def test_what_could_overwrite_or_miss_a_run_is_refused(folder, tmp_path, stopped):
-    taken = attempt(folder, tmp_path, "--store", stopped / "store", "--name", "half")
-    assert taken.code == 2
-    assert "/store/half holds a run already" in taken.sentence
+@pytest.mark.parametrize(
+    ("url", "file", "run"),
+    [
+        ("run", "run/snapshot.pt", "run"),
+        ("run/best.pt", "run/best.pt", "run"),
+        ("other/model.pth", "other/model.pth", None),
+    ],
+)
+def test_a_url_names_a_file_or_the_snapshot_of_a_folder(tmp_path, url, file, run):
+    for name in ("run/snapshot.pt", "run/best.pt", "run/options.json", "other/model.pth"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    url, here = f"file://{tmp_path}/{url}", tmp_path / "here"
+    here.mkdir()
+    assert store.fetch(url, here).read_text() == file
+    assert store.run_name(url, "options.json") == run
+    assert (here / "best.pt").exists() == (file == "run/snapshot.pt")
+    with pytest.raises(UserError, match=r"there is no file://\S+, nor snapshot.pt in a folder"):
+        store.fetch(f"file://{tmp_path}/other", here)
+
+
+def test_what_could_overwrite_or_miss_a_run_is_refused(tmp_path):
+    (tmp_path / "store" / "half").mkdir(parents=True)
+    (tmp_path / "store" / "half" / "summary.json").touch()
+    with pytest.raises(UserError, match="/store/half holds a run already"):
+        store.Store(str(tmp_path / "store"), tmp_path / "half").open(resume=None)
     (tmp_path / "file").touch()
-    unknown = attempt(folder, tmp_path, "--store", tmp_path / "file", "--resume", "auto")
-    assert unknown.code == 2
-    assert "cannot tell whether" in unknown.sentence
-    absent = attempt(folder, tmp_path, "--resume", f"file://{stopped}/absent/snapshot.pt")
-    assert "there is no file://" in absent.sentence
+    with pytest.raises(UserError, match=f"cannot tell whether {tmp_path}/file/half has a snap"):
+        store.Store(str(tmp_path / "file"), tmp_path / "half").open(resume="auto")
 
 
 def test_a_failing_store_is_told_once_and_training_ends_well(folder, tmp_path):
     (tmp_path / "file").touch()
-    result = attempt(folder, tmp_path, "--store", tmp_path / "file")
+    options = ("--image-size", "32", "-j", "1", "--store", tmp_path / "file")
+    result = python("imagenet_nd.py", *line(folder, tmp_path, "run", *options), **tiny()[1])
     assert result.code == 0, result.err
     (warning,) = [text for text in result.out.splitlines() if text.startswith("warning")]
     assert f"the store {tmp_path}/file/run cannot be used (" in warning
@@ -94,16 +104,16 @@ def test_a_failing_store_is_told_once_and_training_ends_well(folder, tmp_path):
     assert summary(tmp_path / "run")["finished_because"] == "epochs"
 
 
-def test_urls_are_checked_before_anything_else(folder, tmp_path):
-    for url, words in (("s4://a/b", "s4:// is not known"), ("file:///", "names no bucket")):
-        with pytest.raises(UserError, match=words):
-            store.check_options(url, None)
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['s3fs'] = None\n")
-    paths = f"{tmp_path}:{tiny()[1]['PYTHONPATH']}"
-    without = attempt(folder, tmp_path / "runs", "--store", "s3://a/b", PYTHONPATH=paths)
-    assert without.code == 2
-    assert "s3fs" in without.sentence
-    assert not (tmp_path / "runs").exists()
+def test_urls_are_checked_before_anything_else(folder, parse, monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for url, words in [
+        ("s4://a/b", "s4.* a store is a folder, s3://"),
+        ("file:///", "names no bucket"),
+        ("s3://a/b", "s3fs"),
+    ]:
+        for option in ("--store", "--resume"):
+            with pytest.raises(UserError, match=words):
+                parse("imagenet_nd", option, url, folder)
 
 
 class Bucket(MemoryFileSystem):
@@ -133,7 +143,7 @@ def copies(tmp_path, monkeypatch):
         monkeypatch.setattr(store, "_connect", lambda url: (bucket, "/runs/one"))
         monkeypatch.setattr(store, "_LONGEST_PAUSE", 0.01)
         one = store.Store("bucket://runs", tmp_path)
-        one.open(goes_on=False, wanted=())
+        one.open(resume=None)
         return one, bucket
 
     return make
@@ -148,6 +158,7 @@ def test_the_newest_version_arrives_and_nobody_waits_before_the_end(copies, tmp_
     bucket.gate.set()
     one.close()
     assert bucket.puts[-1] == ("snapshot.pt", "new")
+    assert len(bucket.puts) <= 2
 
 
 def test_uploads_are_tried_again(copies, tmp_path, logged):
@@ -155,8 +166,7 @@ def test_uploads_are_tried_again(copies, tmp_path, logged):
     (tmp_path / "best.pt").write_text("best")
     one.upload(tmp_path / "best.pt")
     bucket.gate.set()
-    while bucket.faults:
-        pass
+    assert eventually(lambda: not bucket.faults)
     one.close()
     assert bucket.puts == [("best.pt", "best")]
     assert [text.split()[0] for text in logged] == ["warning:", "the"]

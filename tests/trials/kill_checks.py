@@ -5,9 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 RESUMED = re.compile(r"^resumed from .*: epoch (\d+), step (\d+)", re.MULTILINE)
-# Never the same twice: what is measured per epoch, which may also be missing, and per step.
-OF_EPOCHS = ("Throughput/", "Time/", "IO/", "CPU/", "GPU/")
-OF_STEPS = ("Step/throughput", "Step/data_s", "Step/compute_s", "Step/communication_s")
 
 
 @dataclass
@@ -32,14 +29,14 @@ class Checks:
 
     def compare(self, run: str, whole: str) -> None:
         """Note all differences between a run and the undisturbed one."""
-        from running import assert_same_weights
+        from running import assert_same_curves, assert_same_weights
 
-        try:
-            assert_same_weights(self.root / run, self.root / whole)
-        except (AssertionError, OSError) as fault:
-            self.differences.append(f"{run}: weights or momentum of {fault} differ")
         self.compare_images(run, whole)
-        self.compare_curves(run, whole)
+        for what, same in (("weights", assert_same_weights), ("curves", assert_same_curves)):
+            try:
+                same(self.root / run, self.root / whole)
+            except (AssertionError, OSError) as fault:
+                self.differences.append(f"{run}: {what} differ: {fault}")
 
     def compare_images(self, run: str, whole: str) -> None:
         """Each attempt must begin at the position of its snapshot, and continue step by step."""
@@ -72,19 +69,3 @@ class Checks:
                 self.differences.append(
                     f"{whole}: epoch {epoch + 1} has {len(sums)} images, {len(set(sums))} different"
                 )
-
-    def compare_curves(self, run: str, whole: str) -> None:
-        """The same points, each once and in order, and equal values except measured ones."""
-        from conftest import scalars
-
-        ours, theirs = scalars(self.root / run), scalars(self.root / whole)
-        for tag in sorted(ours.keys() | theirs.keys()):
-            x = [x for x, _ in ours.get(tag, [])]
-            if x != sorted(set(x)):
-                self.differences.append(f"{run}: {tag} has repeated or backward steps")
-            if tag.startswith(OF_EPOCHS):
-                continue
-            if x != [x for x, _ in theirs.get(tag, [])]:
-                self.differences.append(f"{run}: {tag} has a gap or other points")
-            elif tag not in OF_STEPS and ours[tag] != theirs[tag]:
-                self.differences.append(f"{run}: {tag} has other values")

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,25 +61,32 @@ class Case:
     train_seconds: float = 0.0  # and from then on
     signals: Counter = field(default_factory=Counter)
     runs: int = 0
-    trainings_before: int = 0  # how often the run had started to train before this attempt
 
     def __post_init__(self) -> None:
         self.checks = Checks(self.root, 1 if self.name == "nd" else 2, EPOCHS)
         self.differences = self.checks.differences
 
-    def start(self, run: str) -> subprocess.Popen:
-        """Start or resume a run, in its own process group; its output goes to its log."""
+    def trainings(self, run: str) -> int:
+        """How often a run has started to train."""
+        return len(TRAINING.findall((self.root / f"{run}.log").read_text()))
+
+    @contextlib.contextmanager
+    def attempt(self, run: str, until_training: bool) -> Iterator[subprocess.Popen]:
+        """Start or resume a run, in its own process group; its output goes to its log.
+
+        One that does not end counts as a difference, and is killed.
+        """
         from conftest import environment
         from running import STAND_IN
 
         folder = self.root / f"{run}_seen"
         folder.mkdir(parents=True, exist_ok=True)
         options = [*SCRIPTS[self.name], *RECIPE.split(), "--name", run, "--resume", "auto"]
-        options += ["--snapshot-minutes", str(self.snapshot_minutes), "--output-dir", self.root]
+        options += ["--snapshot-minutes", self.snapshot_minutes, "--output-dir", self.root]
         env = {"PYTHONPATH": STAND_IN, "STEP_SECONDS": "0.04", "SEEN_IMAGES": str(folder)}
         with open(self.root / f"{run}.log", "a") as log:
-            self.trainings_before = self.trainings(run)
-            return subprocess.Popen(
+            before = self.trainings(run)
+            process = subprocess.Popen(
                 [sys.executable, *map(str, options), str(self.data)],
                 cwd=ROOT,
                 env=environment(**env),
@@ -87,36 +95,26 @@ class Case:
                 stderr=log,
                 start_new_session=True,
             )
+        while until_training and process.poll() is None and self.trainings(run) <= before:
+            time.sleep(0.01)
+        yield process
+        try:
+            process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            self.differences.append(f"{run} hung, see {self.root}/{run}.log")
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def finish(self, run: str) -> None:
         """Train to the end undisturbed."""
         began = time.monotonic()
-        process = self.start(run)
-        self.until_training(run, process)
-        start = time.monotonic() - began
-        code = self.end_of(run, process)
+        with self.attempt(run, until_training=True) as process:
+            start = time.monotonic() - began
         if not self.train_seconds:
             self.start_seconds, self.train_seconds = start, time.monotonic() - began - start
-        if code:
-            self.differences.append(f"{run} ended with code {code}, see {self.root}/{run}.log")
-
-    def end_of(self, run: str, process: subprocess.Popen) -> int:
-        """An attempt's exit code; one that does not end counts as a difference and is killed."""
-        try:
-            return process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            self.differences.append(f"{run} hung, see {self.root}/{run}.log")
-            os.killpg(process.pid, signal.SIGKILL)
-            return process.wait()
-
-    def until_training(self, run: str, process: subprocess.Popen) -> None:
-        """Wait until the attempt that has just started is about to train, or ends."""
-        while process.poll() is None and self.trainings(run) <= self.trainings_before:
-            time.sleep(0.01)
-
-    def trainings(self, run: str) -> int:
-        """How often a run has started to train."""
-        return len(TRAINING.findall((self.root / f"{run}.log").read_text()))
+        if process.returncode:
+            end = f"ended with code {process.returncode}"
+            self.differences.append(f"{run} {end}, see {self.root}/{run}.log")
 
     def disturb(self, run: str, source: random.Random, kills: int) -> int:
         """Kill a run until it ends by itself, at most ``kills`` times. Returns how often."""
@@ -126,23 +124,18 @@ class Case:
         for done in range(kills):
             signum, in_training = source.choice(SIGNALS), source.random() < IN_TRAINING
             seconds = source.uniform(0, self.train_seconds if in_training else self.start_seconds)
-            process = self.start(run)
-            if in_training:
-                self.until_training(run, process)
-            try:
-                process.wait(seconds)
-                sent = False
-            except subprocess.TimeoutExpired:
-                sent = True
-                with contextlib.suppress(ProcessLookupError):
-                    if signum == signal.SIGTERM:
-                        process.terminate()
-                    else:
-                        os.killpg(process.pid, signum)
-            code = self.end_of(run, process)
+            sent = False
+            with self.attempt(run, in_training) as process:
+                try:
+                    process.wait(seconds)
+                except subprocess.TimeoutExpired:
+                    sent = True
+                    with contextlib.suppress(ProcessLookupError):
+                        send = os.kill if signum == signal.SIGTERM else os.killpg
+                        send(process.pid, signum)
             if left := wait_for_group(process.pid):
                 raise UserError(f"processes have outlived the run that started them: {left}")
-            if code == 0:
+            if process.returncode == 0:
                 return done
             if not sent:
                 self.differences.append(f"{run} failed by itself, see {self.root}/{run}.log")
@@ -155,18 +148,14 @@ class Case:
         self.finish(run)
         return kills
 
-
-def try_case(case: Case, kills: int, seed: str) -> Case:
-    """Kill runs of one script, ``kills`` times in all."""
-    source = random.Random(seed)
-    number = 0
-    while kills > 0 and not case.differences:
-        run = f"{case.name}_{number}"
-        kills -= case.disturb(run, source, kills)
-        case.checks.compare(run, f"{case.name}_whole")
-        case.runs += 1
-        number += 1
-    return case
+    def kill(self, kills: int, seed: str) -> None:
+        """Kill runs ``kills`` times in all, and compare each with the undisturbed one."""
+        source = random.Random(seed)
+        while kills > 0 and not self.differences:
+            run = f"{self.name}_{self.runs}"
+            kills -= self.disturb(run, source, kills)
+            self.checks.compare(run, f"{self.name}_whole")
+            self.runs += 1
 
 
 def main() -> int:
@@ -185,13 +174,17 @@ def main() -> int:
     )
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="keep the runs there")
     args = parser.parse_args()
-    with contextlib.ExitStack() as stack:
-        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kill_runs")))
-        root = (args.output_dir or temporary / "runs").resolve()
+    with tempfile.TemporaryDirectory(prefix="kill_runs") as temporary:
+        root = (args.output_dir or Path(temporary, "runs")).resolve()
         try:
             if unknown := set(args.scripts.split(",")) - set(SCRIPTS):
                 raise UserError(f"--scripts {unknown.pop()} is not one of {', '.join(SCRIPTS)}")
-            return summarize(run_all(prepare(args, root, temporary), args))
+            cases = prepare(args, root, Path(temporary))
+            with ThreadPoolExecutor(len(cases)) as pool:  # different scripts at the same time
+                kills = [(args.kills + i) // len(cases) for i in range(len(cases))]
+                seeds = [f"{args.seed} {case.name}" for case in cases]
+                list(pool.map(Case.kill, cases, kills, seeds))
+            return summarize(cases)
         except UserError as error:
             return report(error)
 
@@ -211,15 +204,6 @@ def prepare(args: argparse.Namespace, root: Path, temporary: Path) -> list[Case]
         if not case.differences:
             case.checks.check_epochs(whole, IMAGES)
     return cases
-
-
-def run_all(cases: list[Case], args: argparse.Namespace) -> list[Case]:
-    """Kill the runs of all scripts, those of different scripts at the same time."""
-    count = len(cases)
-    shares = [args.kills * (i + 1) // count - args.kills * i // count for i in range(count)]
-    with ThreadPoolExecutor(len(cases)) as pool:
-        seeds = [f"{args.seed} {case.name}" for case in cases]
-        return list(pool.map(try_case, cases, shares, seeds))
 
 
 def summarize(cases: list[Case]) -> int:
