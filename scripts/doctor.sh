@@ -9,5 +9,5 @@
 # the nodes.
 set -euo pipefail
 over_ssh=(over-ssh)
-[[ ${1:--} != -* || ${1:-} == @(-h|--help) ]] || over_ssh=()
+[[ ${1:--} != -* || ${1:-} == @(-h|--help|--dir*|--python*|--ssh*|--env*) ]] || over_ssh=()
 exec "${PYTHON:-python3}" "$(dirname "$0")/doctor.py" "${over_ssh[@]}" "$@"

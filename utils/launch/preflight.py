@@ -21,10 +21,11 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from utils.errors import UserError, report
-from utils.launch import agreement, network
+from utils.launch import agreement, network, supervise
 
 PATIENCE = 10.0  # seconds for an answer
 LOST = 90.0  # seconds without a message from node 0, which sends one every 15 s while it waits
+SILENT = 12.0  # seconds without an answer from a master that is known to be up
 PORTS = 2  # tried on each node: a firewall may let one through by chance
 LARGEST = 1 << 20  # bytes of a message
 GREETING = "imagenet preflight check"
@@ -270,8 +271,19 @@ class Preflight:
         A node with a ``fault`` cannot be node 0; it connects so that another node 0 ends as well.
         """
         welcome, wait = False, 1.0 if fault else self.clock.limit
+        # The launcher over ssh has reached all nodes and started them together: a master that does
+        # not even refuse is not late.
+        all_up, refused = os.environ.get(supervise.MARKER, "").startswith("guard"), 0.0
 
         def say(reason: str) -> None:
+            nonlocal refused
+            if "refused" in reason:
+                refused = self.clock.seconds
+            elif all_up and self.clock.seconds - refused > SILENT:
+                raise UserError(
+                    f"node 0 is up, but {self.there} does not answer this node ({reason}): open "
+                    "all TCP ports between the nodes, in both directions"
+                )
             if line := self.clock.line(f"waiting for node 0 at {self.there}: {reason}"):
                 print(line, flush=True)
 
