@@ -201,6 +201,9 @@ def _restore(
         # "lr_scheduler", and timm, from version 2 of its files on, number the last one from 0.
         from_zero = "lr_scheduler" in content or content.get("version", 0) > 1
         state.epoch = int(content.get("epoch", 0)) + from_zero if "optimizer" in content else 0
+        if (best := content.get("best_acc1", content.get("best_prec1"))) is not None:
+            # Perhaps of other images, and then no epoch here might ever be better.
+            log.info(f"note: best.pt will be the best epoch from here on; {path} had {best:.2f} %")
         return False
     if state.comm is not None and content.get("comm"):
         state.comm.restore(content["comm"])
