@@ -203,7 +203,7 @@ def _restore(
         state.epoch = int(content.get("epoch", 0)) + from_zero if "optimizer" in content else 0
         if (best := content.get("best_acc1", content.get("best_prec1"))) is not None:
             # Perhaps of other images, and then no epoch here might ever be better.
-            log.info(f"note: best.pt will be the best epoch from here on; {path} had {best:.2f} %")
+            tell(f"note: best.pt will be the best epoch from here on; {path} had {best:.2f} %")
         return False
     if state.comm is not None and content.get("comm"):
         state.comm.restore(content["comm"])
