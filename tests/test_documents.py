@@ -7,7 +7,7 @@ import shlex
 import pytest
 from conftest import ROOT
 
-LIMITS = {"README.md": 200, "utils/README.md": 200, "scripts/README.md": 200, "RESULTS.md": 410}
+LIMITS = {"README.md": 200, "utils/README.md": 200, "scripts/README.md": 200, "RESULTS.md": 400}
 CODE = [*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py"), *(ROOT / "scripts").rglob("*.*")]
 CODE += [*(ROOT / "tests" / "trials").glob("*.py")]
 # Options of other programs: torchrun, Slurm, scripts that benches run beside ours, git and pip.

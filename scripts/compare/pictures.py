@@ -171,6 +171,7 @@ def curves(both: Comparison, panels: Sequence[tuple[str, str]]) -> Any:
     lines = sum(label.count("\n") + 1 for label in labels)
     height = max((3.7 if rows > 1 else 4.2) * rows, 1.3 + 0.29 * lines)
     figure = Figure(figsize=(6.0 * columns + 2.4, height), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.12, wspace=0.03)  # inches, share of a panel
     handles: dict[int, Any] = {}
     every = figure.subplots(rows, columns, squeeze=False).flat
     for axes, (tag, over) in zip(every, panels, strict=True):
