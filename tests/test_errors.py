@@ -41,6 +41,7 @@ LAUNCHED |= {"MASTER_PORT": "29500"}
     [
         ("nd -a resnet5", {}, ("resnet5", "resnet50")),
         ("nd --learning-speed 1", {}, ("--learning-speed",)),
+        ("nd --epoch 1", {}, ("--epoch: did you mean --epochs?",)),
         ("nd --desired-acc=175", {}, ("--desired-acc", "175")),
         ("nd --seed=99999999999999999999999", {}, ("--seed",)),
         ("nd --mixup=inf", {}, ("--mixup", "inf")),

@@ -1,8 +1,10 @@
 """Shared by all command lines: types of values, recipes, removed options, the layout of --help."""
 
 import argparse
+import difflib
 import math
 import os
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -140,6 +142,17 @@ def refuse_gone(words: Sequence[str], gone: Mapping[str, str]) -> None:
         for wanted in (name, f"{name} {value}"):
             if wanted in gone:
                 raise UserError(f"{wanted} was removed: {gone[wanted]}", alike=True)
+
+
+def refuse_unknown(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Raise `UserError` for an option that ``parser`` does not have, with the most similar one."""
+    known = parser._option_string_actions
+    for word in words:
+        name = word.partition("=")[0]
+        if re.fullmatch(r"--[a-z][\w-]*", name) and name not in known:
+            alike = difflib.get_close_matches(name, known, 1)
+            hint = f": did you mean {alike[0]}?" if alike else " (--help lists all)"
+            raise UserError(f"unknown option {name}{hint}", alike=True)
 
 
 def recipe_names() -> list[str]:

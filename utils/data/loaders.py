@@ -42,7 +42,7 @@ class BadFiles:
         for image, reason in faults:
             if image not in self.seen and not self.too_many:
                 self.seen[image] = reason
-                log.info(f"unreadable image {self.index.path(image)}: {reason}")
+                log.info(f"unreadable image {self.index.path(image)}: {reason}; skipped")
 
     def share(self, world: World) -> None:
         """Let every rank know what all have seen, so that rank 0's log names each file."""

@@ -81,7 +81,9 @@ def start(session: Session) -> None:
         log.warning(warning)
     if session.resumed:
         source = run.snapshot if args.resume == "auto" else args.resume
-        log.info(f"resumed from {source}: epoch {state.epoch + 1}, step {state.step}")
+        place = f"epoch {state.epoch + 1}, step {state.step}"
+        place = place if state.epoch < args.epochs else f"all {args.epochs} epochs are done"
+        log.info(f"resumed from {source}: {place}")
 
 
 def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
