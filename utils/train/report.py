@@ -81,9 +81,8 @@ def start(session: Session) -> None:
         log.warning(warning)
     if session.resumed:
         source = run.snapshot if args.resume == "auto" else args.resume
-        place = f"epoch {state.epoch + 1}, step {state.step}"
-        place = place if state.epoch < args.epochs else f"all {args.epochs} epochs are done"
-        log.info(f"resumed from {source}: {place}")
+        done = f" (all {args.epochs} epochs are done)" if state.epoch >= args.epochs else ""
+        log.info(f"resumed from {source}: epoch {state.epoch + 1}, step {state.step}{done}")
 
 
 def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
