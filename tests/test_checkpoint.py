@@ -125,11 +125,11 @@ FORMATS = {
     "pytorch/examples": (
         {"epoch": 5, "arch": "tiny", "state_dict": prefixed("module."), "scheduler": {"x": 30}}
         | {"best_acc1": torch.tensor(61.5)},
-        (5, 2.0**16, None),
+        (5, 2.0**16, "had 61.50 %"),
     ),
     "Apex example": (
         {"epoch": 5, "arch": "tiny", "state_dict": prefixed(""), "best_prec1": 61.5},
-        (5, 2.0**16, None),
+        (5, 2.0**16, "had 61.50 %"),
     ),
     "amp of Apex": (
         {"model": prefixed("module."), "amp": {"loss_scaler0": {"loss_scale": 4096.0}}},

@@ -239,11 +239,11 @@ def test_training_begins_without_a_node_that_cannot_be_reached(nodes, folder, tm
 
 
 def test_the_wait_for_nodes_is_that_of_dist_timeout(nodes, tmp_path):
-    with elastic(nodes, tmp_path, "DATA --dist-timeout 4", "node0\nnode1\n", "2:2") as run:
-        run.until(r"waiting for node0: 1 of at least 2 nodes are here \(\d+ s, at most 4\)")
+    with elastic(nodes, tmp_path, "DATA --dist-timeout 12", "node0\nnode1\n", "2:2") as run:
+        run.until(r"waiting for node0: 1 of at least 2 nodes are here \(\d+ s, at most 12\)")
         result = run.result()
     assert result.code == 2
-    assert "error: the job needs 2 nodes and has waited 4 s for node0" in result.out
+    assert "error: the job needs 2 nodes and has waited 12 s for node0" in result.out
     assert empty(nodes)
 
 
