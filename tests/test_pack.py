@@ -204,7 +204,7 @@ def test_finished_work_is_not_repeated_and_a_changed_source_refused(copy, source
 def test_killed_while_packing_it_keeps_what_is_whole_and_finishes(tmp_path, monkeypatch):
     folder, out = tmp_path / "many" / "train" / "a", tmp_path / "out"
     folder.mkdir(parents=True)
-    images = pack.IMAGES_PER_FILE + 700
+    images = pack.IMAGES_PER_FILE + 50
     draw_image(folder / "00000.JPEG", 0, "x")
     for i in range(1, images):
         os.link(folder / "00000.JPEG", folder / f"{i:05}.JPEG")
