@@ -102,6 +102,17 @@ class Arm:
         return ": ".join(["not finished", *re.findall(r"error: (.*)", text)[-1:]])
 
 
+def numbers_of_nodes(text: str) -> list[int]:
+    return sorted(map(positive, text.split(",")))
+
+
+def list_of_seeds(text: str) -> list[int]:
+    return [*map(count, text.split(","))]
+
+
+numbers_of_nodes.__name__, list_of_seeds.__name__ = "list of numbers", "list of seeds"
+
+
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The study's own options, and SCRIPT with its options. Raises: `UserError`."""
     cut = words.index("--") if "--" in words else len(words)
@@ -117,12 +128,12 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     text = "each arm is a job, submitted with these options of sbatch"
     add("--slurm", nargs="?", const="", metavar="='OPTIONS'", help=text)
     text = "numbers of nodes, such as 1,2,4,8; default: 1, 2, 4, ... up to all"
-    add("--nodes", type=lambda text: sorted(map(positive, text.split(","))), help=text)
+    add("--nodes", type=numbers_of_nodes, help=text)
     above_0 = number(float, 0, exclusive=True)
     add("--hours", type=above_0, metavar="H", help="training time of each arm; default: --epochs")
     add("--name", help="of the study and its page; its runs are NAME_2nodes; default: the model")
     text = "repeat each arm with these seeds; the table has means and standard deviations"
-    add("--seeds", type=lambda text: [*map(count, text.split(","))], default=[None], help=text)
+    add("--seeds", type=list_of_seeds, default=[None], help=text)
     text = "train with each value of an option; again for another one. script=A,B varies the script"
     add("--vary", action="append", default=[], type=varied, metavar="OPTION=A,B", help=text)
     text = "keep the global batch (strong scaling); default: keep -b, per process (weak scaling)"

@@ -21,6 +21,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with ``message``; raises `UserError` where another process prints it."""
+        if found := re.match(r"unrecognized arguments: (--[\w-]+)", message):
+            message = f"unknown option {found[1]}"
+            if similar := difflib.get_close_matches(found[1], self._option_string_actions, 1):
+                message += f": did you mean {similar[0]}?"
         error = UserError(message, alike=True)
         if is_reported_by_another(error):
             raise error
@@ -142,17 +146,6 @@ def refuse_gone(words: Sequence[str], gone: Mapping[str, str]) -> None:
         for wanted in (name, f"{name} {value}"):
             if wanted in gone:
                 raise UserError(f"{wanted} was removed: {gone[wanted]}", alike=True)
-
-
-def refuse_unknown(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raise `UserError` for an option that ``parser`` does not have, with the most similar one."""
-    known = parser._option_string_actions
-    for word in words:
-        name = word.partition("=")[0]
-        if re.fullmatch(r"--[a-z][\w-]*", name) and name not in known:
-            alike = difflib.get_close_matches(name, known, 1)
-            hint = f": did you mean {alike[0]}?" if alike else " (--help lists all)"
-            raise UserError(f"unknown option {name}{hint}", alike=True)
 
 
 def recipe_names() -> list[str]:

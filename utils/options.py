@@ -26,7 +26,6 @@ from utils.option_types import (
     positive,
     recipe_names,
     refuse_gone,
-    refuse_unknown,
     run_name,
     seed,
     share,
@@ -268,7 +267,6 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line. Raises: `UserError` for options that do not fit together."""
     words = with_recipe(sys.argv[1:])
     refuse_gone(words, GONE)
-    refuse_unknown(words, parser)
     args = parser.parse_args(words)
     models.resolve(args, parser.get_default("data"))
     optim.resolve(args)

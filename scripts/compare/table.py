@@ -375,7 +375,7 @@ def _notes(both: Comparison) -> list[str]:
         elif run.base and (what := differ(run, run.base, SHOULD_AGREE)):
             notes.append(
                 f"{run.label} differs from its base {run.base.label} in {what}: the efficiency "
-                "shows that too, not only the scaling"
+                "is not that of scaling alone"
             )
     if len({(run.epochs, run.facts.get("epochs")) for run in runs}) > 1:
         each = "; ".join(f"{run.label}: {run.epochs}" for run in runs)

@@ -62,8 +62,8 @@ def look(proc: Path = PROC, limit: float = LIMIT) -> Machine:
         if "version mismatch" in out:
             remedy = "the driver was updated while it was loaded; reboot"
         return replace(found, trouble=f"nvidia-smi {fault}: {remedy}")
-    rows = [re.split(", *", line) for line in out.splitlines()]
-    if not rows:
+    rows = [row for line in out.splitlines() if len(row := re.split(", *", line)) == 3]
+    if not rows:  # there may be warnings
         return found
     names, drivers, capabilities = zip(*rows, strict=True)
     return Machine(names, tuple(map(_capability, names, capabilities)), drivers[0])

@@ -312,9 +312,8 @@ def explain_collective(
         return None
     why = next(why for cause, why in _CAUSES.items() if re.search(cause, words))
     others = {other: peer for other, peer in enumerate(peers) if other != rank}
-    address = (
-        found[1] if (found := re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", text)) else None
-    )  # gloo's
+    found = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", text)  # as gloo writes it
+    address = found[1] if found else None
     likely = {other: peer for other, peer in others.items() if peer.address == address} or others
     nodes = ", ".join(dict.fromkeys(peer.node for peer in likely.values()))
     who = f"one of the ranks {', '.join(map(str, likely))} on {nodes}"

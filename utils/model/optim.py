@@ -58,7 +58,7 @@ def _groups(
     """The trained parameters of ``model``, in groups where their options differ.
 
     ``matrices``: the parameters for Muon. ``decay_of_norms`` is for norms, biases, layer scales and
-    class tokens, which are vectors of whatever shape, and position embeddings.
+    class tokens, which are vectors in any shape, and position embeddings.
     """
     inside = set(matrices)
     muon: dict[str, Any] = {"params": [], "weight_decay": decay, "muon": True}
