@@ -42,7 +42,7 @@ from bench import namespaces  # noqa: E402
 from compare import pictures, runs, table  # noqa: E402
 from compare.runs import Run  # noqa: E402
 
-from utils import errors, options  # noqa: E402
+from utils import errors  # noqa: E402
 from utils.atomic import save_atomically  # noqa: E402
 from utils.errors import INTERRUPTED, UserError  # noqa: E402
 from utils.launch import network, supervise  # noqa: E402
@@ -168,6 +168,8 @@ def varied(text: str) -> list[tuple[str, str]]:
 
 def understood(script: str, words: Sequence[str]) -> argparse.Namespace:
     """What a script's own parser makes of these words. Raises: SystemExit after its message."""
+    from utils import options
+
     found = []
 
     def stop(parser: argparse.ArgumentParser) -> None:

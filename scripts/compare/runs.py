@@ -14,12 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.plugins.hparams import metadata
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-from tensorboard.util.tensor_util import make_ndarray
-
 from utils.errors import UserError
 from utils.run.provenance import typical
 
@@ -209,6 +203,10 @@ def read(path: Path) -> Run:
 
 def _read_session(file: Path) -> tuple[Session, str]:
     """What an event file holds, and why it was not read to its end."""
+    # Here and below, so that --help and tables do without TensorBoard, which takes a second.
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+
     session, place = Session(), 0
     size = file.stat().st_size  # before reading: the file may be growing
     for record in RawEventFileLoader(str(file)).Load():
@@ -230,6 +228,8 @@ def _number(value: Any) -> float | None:
     """A scalar as torch or as TensorFlow 2 (a tensor) writes it; None for anything else."""
     if value.HasField("simple_value"):
         return value.simple_value
+    from tensorboard.util.tensor_util import make_ndarray
+
     array = make_ndarray(value.tensor) if value.HasField("tensor") else None
     return (
         float(array)
@@ -239,6 +239,9 @@ def _number(value: Any) -> float | None:
 
 
 def _take_options(value: Any, session: Session) -> None:
+    from tensorboard.plugins.hparams import metadata
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
     content = HParamsPluginData.FromString(value.metadata.plugin_data.content)
     if value.tag == metadata.SESSION_END_INFO_TAG:
         status = content.session_end_info.status
