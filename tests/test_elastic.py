@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from conftest import python, summary
+from conftest import SMALL, summary
+from joined import command
 from running import Running, descendants, start, tiny
 
 from utils.errors import UserError
@@ -75,12 +76,12 @@ def workers(run: Running, pattern: str) -> list[int]:
 
 def test_torchrun_restarts_continue_from_the_snapshot(folder, tmp_path):
     model, env = tiny(step_seconds=0.05)
-    options = ("-b", "5", "-p", "1", "--epochs", "3", "--output-dir", tmp_path, folder)
+    options = ("-b", "5", "-p", "1", "--epochs", "2", "--output-dir", tmp_path, folder)
     launcher = (*RESTARTS, "--nproc_per_node=2")
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     line = (*model, "--name", "one", "--resume", "auto", *options)
     with start("imagenet_ddp.py", *line, launcher=launcher, **env) as run:
-        run.until(r"Epoch 2/3 step +3/")
+        run.until(r"Epoch 2/2 step +3/")
         killed = workers(run, r" -u imagenet_ddp\.py")[0]
         os.kill(killed, signal.SIGKILL)
         result = run.result()
@@ -88,7 +89,7 @@ def test_torchrun_restarts_continue_from_the_snapshot(folder, tmp_path):
     assert f"process {killed} on" in result.out
     assert re.search(r"resumed from \S+: epoch 2, step 0", result.out)
     found = summary(tmp_path / "one")
-    assert (found["finished_because"], found["epochs_done"]) == ("epochs", 3)
+    assert (found["finished_because"], found["epochs_done"]) == ("epochs", 2)
 
 
 NAMED = ("--name", "a", "--resume", "auto")
@@ -96,13 +97,10 @@ NAMED = ("--name", "a", "--resume", "auto")
 
 @pytest.mark.parametrize("more", [(), NAMED[:2], (*NAMED, "--start-epoch", "1")])
 def test_restarts_need_a_run_to_continue(folder, tmp_path, more):
-    model, env = tiny()
-    env |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     env |= {"MASTER_PORT": str(network.free_port()), "TORCHELASTIC_MAX_RESTARTS": "3"}
-    arguments = (*model, "-j", "0", "--image-size", "32", *more, "--output-dir", tmp_path, folder)
-    result = python("imagenet_ddp.py", *arguments, **env)
-    assert result.code == 2
-    assert "--name X --resume auto" in result.sentence
+    words = (*SMALL, "-j", "0", *more, "--output-dir", tmp_path, folder)
+    command("imagenet_ddp", *words, **env).fails_with("--name X --resume auto")
     assert not list(tmp_path.iterdir())
 
 

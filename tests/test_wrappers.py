@@ -1,11 +1,13 @@
 """The shell scripts: --help, wrong arguments, waiting, and a host whose own name is unknown."""
 
+import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, Result, shell, summary
-from nodes import Nodes
+from nodes import Nodes, type_on_each
 from running import TINY_LINE, tiny
 
 from utils.launch.network import free_port
@@ -33,10 +35,13 @@ def typed(command: str, folder: Path, **env: str) -> Result:
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["one_node_train.sh 1 {} 5", "multi_node_train.sh 1 0 2 {} 5", "elastic_train.sh 1 1:2 {} 5"],
+    ("command", "name"),
+    [
+        ("one_node_train.sh 1 {} 5", "../../out"),
+        ("multi_node_train.sh 1 0 2 {} 5", "x" * 300),
+        ("elastic_train.sh 1 1:2 {} 5", "../../out"),
+    ],
 )
-@pytest.mark.parametrize("name", ["../../out", "x" * 300])
 def test_a_wrong_name_writes_nothing(command, name, tmp_path):
     here = tmp_path / "a" / "b"
     here.mkdir(parents=True)
@@ -45,6 +50,65 @@ def test_a_wrong_name_writes_nothing(command, name, tmp_path):
     assert done.sentence.startswith("error: ")
     assert name[:20] in done.sentence
     assert sorted(tmp_path.rglob("*")) == [here.parent, here]
+
+
+PLAYED = f"""#!/bin/bash
+case "$*" in # in place of training, print the command and its environment
+*imagenet_*) echo "$* at $MASTER_ADDR:$MASTER_PORT$WORLD_SIZE$NODE_RANK for $IMAGENET_SUITE" ;;
+*) exec {sys.executable} "$@" ;;
+esac
+"""
+REST = "--resume auto"
+
+
+@pytest.mark.parametrize(
+    ("command", "env", "log", "wanted"),
+    [
+        (
+            "one_node_train.sh 1.5 mine 8 -- -p 3 --output-dir a --output-dir=b",
+            {"MASTER_ADDR": "x", "MASTER_PORT": "7", "WORLD_SIZE": "2", "NODE_RANK": "1"}
+            | {"NPROC": "2", "ARCH": "vgg19", "DATA": "/d"},
+            "b/mine/node0.log",
+            f"imagenet_ddp.py -g 2 -b 8 --train-time 1.5 --name mine {REST} -a vgg19 -p 3"
+            " --output-dir a --output-dir=b /d at : for launcher:mine",
+        ),
+        (
+            "one_node_train.sh .5 mine 8",
+            {"NPROC": "2", "SCRIPT": "imagenet_nd.py"},
+            "runs/mine/node0.log",
+            f"imagenet_nd.py -b 8 --train-time .5 --name mine {REST} at : for launcher:mine",
+        ),
+        (
+            "multi_node_train.sh 2 1 3 mine auto -- -p 3",
+            {"MASTER_ADDR": "10.0.0.1", "SCRIPT": "imagenet_fsdp.py"},
+            "runs/mine/node1.log",
+            f"imagenet_fsdp.py -n 3 -nr 1 -b auto --train-time 2 --name mine {REST} -p 3"
+            " at 10.0.0.1:8888 for launcher:mine",
+        ),
+        (
+            "elastic_train.sh 3 1:2 mine 5",
+            {"MASTER_ADDR": "127.0.0.1", "MAX_RESTARTS": "7", "NPROC": "4"},
+            "runs/mine/node_*.log",
+            f"imagenet_ddp.py -b 5 --train-time 3 --name mine {REST} at ",
+        ),
+    ],
+)
+def test_arguments_reach_the_training_script(command, env, log, wanted, tmp_path):
+    (tmp_path / "python").write_text(PLAYED)
+    (tmp_path / "python").chmod(0o755)
+    port = str(free_port())
+    env = {"MASTER_PORT": port} | env if "elastic" in command else env
+    done = typed(command, tmp_path, **env, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert (done.code, done.err) == (0, "")
+    said = done.out.splitlines()[-1].replace(f"{ROOT}/", "")
+    if "elastic" in command:
+        how = "--nnodes=1:2 --rdzv_backend=c10d --rdzv_id=mine --rdzv_conf=is_host=true"
+        how += f" --rdzv_endpoint=127.0.0.1:{port} --local_addr=127.0.0.1 --max_restarts=7"
+        assert said.startswith(f"-m torch.distributed.run {how} --nproc_per_node=4 {wanted}")
+    else:
+        assert said == wanted
+    (written,) = tmp_path.glob(log)
+    assert said in written.read_text().replace(f"{ROOT}/", "")
 
 
 def test_the_wait_for_a_node_is_that_of_dist_timeout(folder, tmp_path):
@@ -72,15 +136,16 @@ def test_elastic_train_ends_with_one_error(folder, tmp_path, fault):
 
 
 @pytest.mark.parametrize(
-    "command", ["one_node_train.sh 1 run 5", "elastic_train.sh 1 1:1 run 5"], ids=lambda c: c[:8]
+    ("command", "count"),
+    [("multi_node_train.sh 1 {rank} 2 run 5", 2), ("elastic_train.sh 1 1:1 run 5", 1)],
 )
-def test_a_host_whose_own_name_does_not_resolve_can_train(command, folder, tmp_path):
-    with Nodes(1) as (node,):
-        node.replace("/etc/hosts", "127.0.0.1 localhost\n")
-        done = node.run(
-            f"NPROC=2 MASTER_ADDR={node.ip} bash scripts/{command} -- {TINY_LINE} --epochs 1 "
-            f"--output-dir {tmp_path} {folder}",
-            env=tiny()[1],
-        )
-    assert done.code == 0, done.out + done.err
-    assert summary(tmp_path / "run")["world_size"] == 2
+def test_hosts_whose_own_names_do_not_resolve_can_train(command, count, folder, tmp_path):
+    line = f"NPROC={3 - count} MASTER_ADDR={{ip}} bash scripts/{command} -- {TINY_LINE} --epochs 1"
+    with Nodes(count) as nodes:
+        for node in nodes:
+            node.replace("/etc/hosts", "127.0.0.1 localhost\n")
+        line += f" --output-dir {tmp_path} {folder}"
+        for done in type_on_each(nodes, line, **tiny()[1]):
+            assert done.code == 0, done.out + done.err
+    found = summary(tmp_path / "run")
+    assert (found["world_size"], found["nodes"], found["epochs_done"]) == (2, count, 1)
