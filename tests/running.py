@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,8 +40,16 @@ class Running:
     """
 
     def __init__(self, *arguments: object, **env: str):
+        self.process = self.launch(*arguments, **env)
+        self.seen: list[str] = []
+        self.family: set[Process] = set()
+        self.limit = threading.Timer(TIMEOUT, self.process.kill)
+        self.limit.start()
+
+    def launch(self, *arguments: object, **env: str) -> Any:
+        """Start the command, with its errors in the file ``errors``."""
         self.errors = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
             env=environment(**env),
@@ -49,10 +58,6 @@ class Running:
             text=True,
             start_new_session=True,
         )
-        self.seen: list[str] = []
-        self.family: set[Process] = set()
-        self.limit = threading.Timer(TIMEOUT, self.process.kill)
-        self.limit.start()
 
     def __enter__(self) -> "Running":
         return self

@@ -16,8 +16,7 @@ def calls(monkeypatch):
     found, fsync, replace = [], os.fsync, os.replace
 
     def note_fsync(handle):
-        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
-        size = os.fstat(handle).st_size
+        path, size = Path(os.readlink(f"/proc/self/fd/{handle}")), os.fstat(handle).st_size
         found.append(f"fsync {path}" if path.is_dir() else f"fsync {size} bytes")
         fsync(handle)
 
@@ -32,22 +31,21 @@ def calls(monkeypatch):
 
 def test_a_durable_file_is_flushed_before_it_has_its_name_and_the_name_after(tmp_path, calls):
     """In any other order a power cut may leave an empty file, or the old one."""
-    save_atomically(lambda file: file.write(b"abc"), tmp_path / "quick", durable=False)
-    assert (tmp_path / "quick").read_bytes() == b"abc"
+    long = "x" * 255  # as the file system allows
+    save_atomically(lambda file: file.write(b"abc"), tmp_path / long, durable=False)
+    assert (tmp_path / long).read_bytes() == b"abc"
     save_atomically(lambda file: file.write(b"abc"), tmp_path / "safe")
-    assert calls == ["name quick", "fsync 3 bytes", "name safe", f"fsync {tmp_path}"]
-    snapshots.write({"step": 1}, tmp_path / "snapshot.pt")
-    calls.clear()
-    snapshots.write({"step": 2}, tmp_path / "snapshot.pt")
+    assert calls == [f"name {long}", "fsync 3 bytes", "name safe", f"fsync {tmp_path}"]
+    for step in (1, 2, 3):
+        calls.clear()
+        snapshots.write({"step": step}, tmp_path / "snapshot.pt")
     size = (tmp_path / "snapshot.pt").stat().st_size
     kept = "name snapshot_previous.pt"
     assert calls == [f"fsync {size} bytes", kept, "name snapshot.pt", f"fsync {tmp_path}"]
-
-
-def test_names_may_be_as_long_as_the_file_system_allows(tmp_path):
-    name = "x" * 255
-    save_atomically(lambda file: file.write(b"a"), tmp_path / name, durable=False)
-    assert os.listdir(tmp_path) == [name]
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {long, "safe", "snapshot.pt", "snapshot_previous.pt"}
+    assert snapshots.read_latest(tmp_path / "snapshot.pt") == {"step": 3}
+    assert snapshots.read_latest(tmp_path / "snapshot_previous.pt") == {"step": 2}
 
 
 @pytest.mark.parametrize("by_link", [True, False])
@@ -61,24 +59,21 @@ def test_linked_or_copied(tmp_path, monkeypatch, by_link):
     source.write_bytes(b"new")
     (tmp_path / "symbolic").symlink_to(source)
     path.write_bytes(b"old")
-    link_atomically(tmp_path / "symbolic", path)
-    assert path.read_bytes() == b"new"
-    assert not path.is_symlink()
-    assert path.samefile(source) == by_link
-    assert sorted(os.listdir(tmp_path)) == ["path", "source", "symbolic"]
+    for _ in range(2):
+        link_atomically(tmp_path / "symbolic", path)
+        assert path.read_bytes() == b"new"
+        assert not path.is_symlink()
+        assert path.samefile(source) == by_link
+        assert sorted(os.listdir(tmp_path)) == ["path", "source", "symbolic"]
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
-    kept = ["a.tmp", ".hidden", "x.part", "sub/b.tmp"]
+    kept = {"a.tmp", ".hidden", "x.part", "sub/b.tmp"}
     for name in (*kept, ".1.tmp", "sub/.2.tmp"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"")
-
-    def left():
-        return {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
-
-    remove_leftovers(tmp_path)
-    assert left() == {*kept, "sub/.2.tmp"}
-    remove_leftovers(tmp_path, recursive=True)
-    assert left() == set(kept)
+        (tmp_path / name).touch()
+    for recursive, left in ((False, kept | {"sub/.2.tmp"}), (True, kept)):
+        remove_leftovers(tmp_path, recursive)
+        files = {path for path in tmp_path.rglob("*") if path.is_file()}
+        assert {str(path.relative_to(tmp_path)) for path in files} == left
     remove_leftovers(tmp_path / "missing", recursive=True)

@@ -94,10 +94,13 @@ def test_position_moves_to_another_global_batch(tmp_path, step, batch, expected)
 
 
 def test_evaluation_loads_the_weights_alone(tmp_path):
-    state, is_ours = resumed(tmp_path, ours(), Namespace(**vars(ARGS) | {"evaluate": True}))
+    """Whatever the options, of which some could not be changed in training."""
+    now = Namespace(**vars(ARGS) | {"evaluate": True, "seed": 1})
+    state, is_ours = resumed(tmp_path, ours(options=SAVED), now)
     assert not is_ours
     assert same_weights(state, trained())
     assert (state.epoch, state.best) == (0, {})
+    assert not any(moment.any() for moment in momentum(state))
 
 
 def test_harmless_changes_are_logged(tmp_path, logged):
@@ -179,36 +182,31 @@ def test_weights_alone_are_a_start(tmp_path, logged):
 
 # ---- files that do not fit, are damaged, or are malicious
 
-SAVED = OPTIONS | {"seed": 0, "lr_schedule": "step", "warmup_epochs": 0, "epochs": 2}
+FIXED = {"seed": 5, "lr_schedule": "cosine", "warmup_epochs": 1, "progressive": "96,128"}
+FIXED |= {"repeated_aug": 2, "optimizer": "adamw", "wd_norm": 0.5, "freeze": True}
+SAVED = OPTIONS | dict.fromkeys(FIXED, 0) | {"epochs": 2}
 OTHER = trained(classes=4).full_weights()
 ELSE = "does not fit this program"
 UNFIT = [  # where in a snapshot, what stands there, words of the message
     ("arch", "resnet18", "is a resnet18: use -a resnet18"),
     ("options.arch", "resnet18", "is a resnet18: use -a resnet18"),
-    ("options.seed", 5, "was made with --seed 5: use these options"),
-    ("options.lr_schedule", "cosine", "with --lr-schedule cosine: use these"),
-    ("options.warmup_epochs", 1, "with --warmup-epochs 1: use these"),
+    *(
+        (f"options.{name}", value, f"was made with --{name.replace('_', '-')} {value}: use these")
+        for name, value in FIXED.items()
+    ),
     ("options", "none", ELSE),
     ("classes", ["a", "b"], "has other classes than the data .2: a,.*--classes"),
-    ("classes.0", 3, "--classes"),
-    ("classes", 3, ELSE),
+    ("classes.0", "x", "--classes"),
     ("model", OTHER, r"does not fit this model.*it was trained with --image-size 64$"),
     ("model", {}, "does not fit this model"),
     ("model/0.weight", "heavy", "does not fit this model"),
-    ("model/0.bias", None, "does not fit this model"),
-    ("model", 3, "holds no model weights"),
-    ("model", [1, 2], "holds no model weights"),
     ("model", {0: "cat", 1: "dog"}, "holds no model weights"),
     ("optimizer", torch.optim.SGD(nn.Linear(2, 2).parameters(), 1).state_dict(), "optimiser state"),
     ("optimizer.state.1.momentum_buffer", torch.zeros(2, 3), "optimiser state"),
-    ("optimizer.state.0.momentum_buffer", "fast", ELSE),
     ("optimizer.state.0", 3, ELSE),
-    ("optimizer.state", [1, 2], ELSE),
-    ("optimizer.param_groups", 7, ELSE),
-    ("optimizer.param_groups.0", "lr", ELSE),
     ("optimizer", [], ELSE),
-    ("scaler", 1024.0, ELSE),
     ("scaler.scale", "large", ELSE),
+    ("progress", {}, ELSE),
     ("progress", [1, 2], ELSE),
 ]
 
@@ -227,7 +225,7 @@ def test_a_file_that_does_not_fit_is_one_message(tmp_path, place, value, message
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("epoch", ["two", float("nan"), float("inf"), [1]], ids=str)
+@pytest.mark.parametrize("epoch", ["two", float("inf"), [1]], ids=str)
 def test_an_epoch_that_is_no_number_is_one_message(tmp_path, epoch):
     old = trained()
     content = {"model": old.model.state_dict(), "optimizer": old.optimizer.state_dict()}
@@ -235,31 +233,28 @@ def test_an_epoch_that_is_no_number_is_one_message(tmp_path, epoch):
         resumed(tmp_path, content | {"epoch": epoch})
 
 
-def saved_bytes(content=None):
+def bytes_of(content):
     file = io.BytesIO()
-    torch.save(content or {"state_dict": trained().model.state_dict()}, file)
+    torch.save(content, file)
     return file.getvalue()
 
 
+WHOLE = bytes_of({"state_dict": trained().model.state_dict()})
 UNREADABLE = {
-    "empty": lambda: b"",
-    "text": lambda: b"not a checkpoint\n" * 30,
-    "one letter": lambda: b"x",
-    "half": lambda: saved_bytes()[: len(saved_bytes()) // 2],
-    "without its end": lambda: saved_bytes()[:-30],
-    "zeros": lambda: bytes(4096),
-    "pickle": lambda: pickle.dumps({"state_dict": {}}),
-    "old pickle": lambda: pickle.dumps({"state_dict": {}}, protocol=0),
-    "damaged pickle": lambda: pickle.dumps({"state_dict": {}}, protocol=0)[:-1],
-    "picture": lambda: b"\x89PNG\r\n" * 100,
-    "list": lambda: saved_bytes([1, 2]),
+    "empty": b"",
+    "text": b"not a checkpoint\n" * 30,
+    "half": WHOLE[: len(WHOLE) // 2],
+    "without its end": WHOLE[:-30],
+    "pickle": pickle.dumps({"state_dict": {}}),
+    "damaged old pickle": pickle.dumps({"state_dict": {}}, protocol=0)[:-1],
+    "list": bytes_of([1, 2]),
 }
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_a_file_that_is_no_checkpoint_is_one_clear_message(tmp_path, recwarn, kind):
     path = tmp_path / "snapshot.pt"
-    path.write_bytes(UNREADABLE[kind]())
+    path.write_bytes(UNREADABLE[kind])
     with pytest.raises(UserError, match=r"snapshot\.pt is not a checkpoint: it is damaged, .*"):
         read_checkpoint(path)
     assert not recwarn.list

@@ -80,6 +80,7 @@ def test_options_that_cannot_be(folder, parse, capsys, monkeypatch, line, named)
     ("line", "env", "named"),
     [
         ("nd --epoch 1", {}, ("--epoch: did you mean --epochs?",)),
+        ("nd --spot-notice", {}, ("http://", "the option goes after DATA")),
         ("nd --dummy -b 1000000000", {}, ("this machine is out of memory", "bytes", "--accum")),
         ("ddp", LAUNCHED | {"RANK": "x"}, ("RANK=x", "LOCAL_RANK")),
     ],

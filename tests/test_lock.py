@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, python, scalars, summary, train
-from running import Running, eventually, start, tiny
+from joined import start
+from running import Running, eventually, tiny
 
 from utils.errors import UserError
 from utils.run import lock

@@ -1,4 +1,4 @@
-"""The scripts train the same thing, and differ in their mode alone."""
+"""The scripts train the same thing, interrupted or not, and differ in their mode alone."""
 
 import ast
 import difflib
@@ -8,121 +8,89 @@ from shlex import split
 
 import pytest
 from conftest import ROOT, scalars, summary, train
+from joined import Job, run_jobs
 from running import assert_same_weights, tiny
+
+from utils.errors import INTERRUPTED
 
 SCRIPTS = ("imagenet_nd.py", "imagenet_dp.py", "imagenet_ddp.py", "imagenet_ddp_apex.py")
 SCRIPTS += ("imagenet_fsdp.py",)
 CURVES = ("Loss/train", "Top1/train", "Top5/train", "Loss/val", "Top1/val", "Top5/val", "Lr")
 
-# Everything that changes a step; float32 in all scripts.
-SAME = split("-b 10 --epochs 2 -p 2 --lr 0.05 --clip-grad 2 --label-smoothing 0.1 --seed 5")
-SAME += split("--lr-schedule cosine --warmup-epochs 0.5")
-MODES = {
-    "nd": ("imagenet_nd.py",),
-    "dp": ("imagenet_dp.py",),
-    "ddp": ("imagenet_ddp.py", "-g", "1"),
-    "apex": ("imagenet_ddp_apex.py", "-g", "1", "--opt-level", "O0"),
+RECIPE = split("--image-size 32 -j 0 --epochs 2 -p 2 --lr 0.05 --label-smoothing 0.1 --seed 5")
+RECIPE += split("--warmup-epochs 0.5")
+# On one process, with all that changes a step: batch norm, dropout, clipping, averages.
+WHOLE = split("-a tiny_full -b 10 --clip-grad 2 --ema 0.9 --lr-schedule cosine")
+# A gradient that is a mean over images. No clipping, which would hide a factor of the gradient.
+PLAIN = ["-a", "tiny_plain"]
+FEW = split("-a tiny_plain -b 64 --classes 2 --lr-scaling linear")  # all 40 images in a step
+O0 = ("--opt-level", "O0")
+# Name: script, processes, options, and step of epoch 1 at which it is interrupted, and resumed.
+WAYS = {
+    "nd": ("nd", 1, WHOLE, None),
+    "nd_resumed": ("nd", 1, WHOLE, 3),
+    "dp": ("dp", 1, WHOLE, 3),
+    "ddp": ("ddp", 1, WHOLE, 3),
+    "apex": ("ddp_apex", 1, [*WHOLE, *O0], 3),
+    "fsdp": ("fsdp", 1, WHOLE, 3),
+    "plain": ("nd", 1, [*PLAIN, "-b", 10], None),
+    "nd_parts": ("nd", 1, [*PLAIN, *split("-b 5 --accum-steps 2")], 2),
+    "ddp_two": ("ddp", 2, [*PLAIN, "-b", 5], 2),
+    "ddp_parts": ("ddp", 2, [*PLAIN, *split("-b 1 --accum-steps 5")], 2),
+    "apex_parts": ("ddp_apex", 2, [*PLAIN, *split("-b 1 --accum-steps 5"), *O0], 2),
+    "fsdp_parts": ("fsdp", 2, [*PLAIN, *split("-b 1 --accum-steps 5")], 2),
+    "few": ("nd", 1, FEW, None),
+    "few_three": ("ddp", 3, FEW, None),
 }
 
 
 @pytest.fixture(scope="module")
-def modes(folder, tmp_path_factory) -> Path:
-    """The same training of a ResNet-18 by each script: a folder of runs named like `MODES`."""
-    runs = tmp_path_factory.mktemp("modes")
-    for name, (script, *options) in MODES.items():
-        train(script, *options, *SAME, "--output-dir", runs, "--name", name, folder)
-    return runs
+def runs(folder, tmp_path_factory) -> Path:
+    """A folder of runs named like `WAYS`."""
+    root, jobs = tmp_path_factory.mktemp("modes"), []
+    for name, (script, processes, options, stop) in WAYS.items():
+        place = ("--output-dir", root, "--name", name, "--resume", "auto", folder)
+        line = (*RECIPE, *options, *place)
+        jobs += [
+            Job(f"imagenet_{script}", line, processes, stop_after=steps)
+            for steps in {stop: None, None: None}
+        ]
+    codes = [{rank["code"] for rank in ranks} for ranks in run_jobs(jobs, root)]
+    assert codes == [{INTERRUPTED if job.stop_after else 0} for job in jobs]
+    return root
 
 
-@pytest.mark.parametrize("mode", list(MODES)[1:])
-def test_one_process_trains_bit_for_bit_like_nd(modes, mode):
-    assert_the_same_step(modes, mode, "nd", tolerance=0)
-
-
-# No clipping: it would hide a gradient that is too large by a factor.
-PLAIN = split("--epochs 2 --lr 0.05 --label-smoothing 0.1 --seed 5 --warmup-epochs 0.5")
-
-
-def divide(ways: dict[str, str], folder: Path, runs: Path) -> None:
-    """Train a model whose gradient is a mean over images, by a script and its options each."""
-    model, env = tiny()
-    for name, way in ways.items():
-        script, *options = way.split()
-        options += [*model, *PLAIN, "--output-dir", runs, "--name", name, folder]
-        train(script, *options, processes=2 if name == "torchrun" else 0, **env)
-
-
-def assert_the_same_step(runs: Path, way: str, whole: str, tolerance: float = 1e-5) -> None:
-    """Equal curves and weights, but for the order of additions."""
-    ours, plain = scalars(runs / way), scalars(runs / whole)
+@pytest.mark.parametrize("way", [name for name in WAYS if name not in ("nd", "plain", "few")])
+def test_a_step_is_the_same_in_all_modes_and_however_its_batch_is_divided(runs, way):
+    """Bit for bit on one process; on several but for the order of additions."""
+    _, processes, options, stop = WAYS[way]
+    whole = "few" if options is FEW else "nd" if options[:2] == WHOLE[:2] else "plain"
+    tolerance = 0 if whole == "nd" else 1e-5
+    ours, theirs = scalars(runs / way), scalars(runs / whole)
     for tag in (*CURVES, "Step/loss"):
-        assert ours[tag] == [(x, pytest.approx(y, rel=tolerance, abs=0)) for x, y in plain[tag]], (
-            tag
-        )
+        near = [(x, pytest.approx(y, rel=tolerance, abs=0)) for x, y in theirs[tag]]
+        assert sorted(ours[tag]) == near, tag  # two files of one second may be read in any order
     assert_same_weights(runs / way, runs / whole, tolerance)
+    found, images = summary(runs / way), 40 if whole == "few" else 10
+    assert (found["global_batch"], found["world_size"], found["nodes"]) == (images, processes, 1)
+    log = (runs / way / "train.log").read_text()
+    assert f"global batch {images} " in log
+    assert re.findall(r"epoch (\d), step \d+", log) == ["1"] * (stop is not None)
 
 
-@pytest.fixture(scope="module")
-def splits(folder, tmp_path_factory) -> Path:
-    """10 images a step in several ways."""
-    runs = tmp_path_factory.mktemp("splits")
-    ways = {
-        "one": "imagenet_nd.py -b 10",
-        "accumulated": "imagenet_nd.py -b 5 --accum-steps 2",
-        "spawned": "imagenet_ddp.py -b 5 -g 2",
-        "torchrun": "imagenet_ddp.py -b 5",
-    }
-    divide(ways, folder, runs)
-    return runs
-
-
-@pytest.mark.parametrize(
-    ("way", "whole", "tolerance"),
-    [("accumulated", "one", 1e-5), ("spawned", "one", 1e-5), ("torchrun", "spawned", 0)],
-)
-def test_a_step_is_the_same_however_its_batch_is_divided(splits, way, whole, tolerance):
-    assert_the_same_step(splits, way, whole, tolerance)
-    found = summary(splits / way)
-    assert (found["global_batch"], found["world_size"]) == (10, 1 if way == "accumulated" else 2)
-
-
-def test_one_process_communicates_not_at_all(splits):
-    found, step = summary(splits / "one"), max(y for _, y in scalars(splits / "one")["Time/train"])
+def test_what_a_run_says_of_its_batch_and_its_step(runs):
+    """All 40 images are one step, also for the learning rate; one process sends nothing."""
+    assert scalars(runs / "few")["Lr"][-1][1] == pytest.approx(0.05 * 40 / 256)
+    found, step = summary(runs / "nd"), max(y for _, y in scalars(runs / "nd")["Time/train"])
     assert found["communication_s"] == 0
     assert 0 < found["data_s"] + found["compute_s"] <= step  # the rest: lines, polls
 
 
-@pytest.mark.long
-def test_a_step_is_the_same_on_two_processes_that_accumulate(folder, tmp_path):
-    both = "imagenet_ddp.py -b 3 -g 2 --accum-steps 2"
-    divide({"both": both, "twelve": "imagenet_nd.py -b 12"}, folder, tmp_path)
-    assert_the_same_step(tmp_path, "both", "twelve")
-
-
-def test_a_batch_of_the_whole_data_set_weighs_uneven_shares_by_their_images(folder, tmp_path):
-    """Forty images on three ranks, 13, 13 and 14: log, summary and learning rate all say 40."""
-    more = "-b 64 --classes 2 --lr-scaling linear"
-    ways = {"one": f"imagenet_nd.py {more}", "three": f"imagenet_ddp.py -g 3 {more}"}
-    divide(ways, folder, tmp_path)
-    assert "global batch 40 " in (tmp_path / "one" / "train.log").read_text()
-    assert summary(tmp_path / "one")["global_batch"] == 40
-    assert scalars(tmp_path / "one")["Lr"][-1][1] == pytest.approx(0.05 * 40 / 256)
-    assert_the_same_step(tmp_path, "three", "one")
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(("imagenet_nd.py",), id="nd"),
-        pytest.param(("imagenet_ddp.py", "-g", "2"), id="ddp", marks=pytest.mark.long),
-    ],
-)
-def test_training_learns_the_classes(folder, tmp_path, way):
-    script, *options = way
+def test_training_learns_the_classes(folder, tmp_path):
     model, env = tiny(full=True)
-    recipe = split("--epochs 12 --lr 0.05 --crop-scale 0.5 --lr-schedule cosine")
-    recipe += ["-b", "5" if options else "10", "--output-dir", tmp_path, "--name", "run"]
-    train(script, *options, *model, *recipe, folder, **env)
+    recipe = split("-b 10 --epochs 12 --lr 0.05 --crop-scale 0.5 --lr-schedule cosine")
+    place = ("--output-dir", tmp_path, "--name", "run")
+    train("imagenet_nd.py", *model, *recipe, *place, folder, **env)
     losses = [y for _, y in scalars(tmp_path / "run")["Loss/train"]]
     assert losses[-1] < 0.7 * losses[0]
     assert summary(tmp_path / "run")["best_top1"] > 60
@@ -138,55 +106,44 @@ LOOP = """
 
 
 def code(path: Path) -> list[str]:
-    """Lines of a script below its docstring."""
+    """Lines of a script below its docstring, whatever their indentation."""
     text = path.read_text()
-    return text.splitlines()[ast.parse(text).body[0].end_lineno :]
+    lines = text.splitlines()[ast.parse(text).body[0].end_lineno :]
+    return [line.strip() for line in lines if line.strip()]
 
 
-def changes(other: str) -> tuple[list[str], list[str]]:
-    """Lines that a script takes from imagenet_nd.py and adds to it, whatever their indentation."""
-    before, after = (
-        [line.strip() for line in code(ROOT / name) if line.strip()] for name in (SCRIPTS[0], other)
-    )
-    difference = list(difflib.unified_diff(before, after, lineterm="", n=0))[2:]
-    removed = [line[1:] for line in difference if line.startswith("-")]
-    return removed, [line[1:] for line in difference if line.startswith("+")]
+SPREAD = r"distribut|launch|worker|train\(args, world|process|sync|ranks|mode="
+REPLICAS = SPREAD + r"|replica|nullcontext|all-?reduce|^(model,|optimizer,|\))$"
 
 
 @pytest.mark.parametrize(
     ("script", "most_removed", "most_added", "about"),
     [
         ("imagenet_dp.py", 4, 6, "parallel|GPUs|mode="),
-        (
-            "imagenet_ddp.py",
-            6,
-            29,
-            "distribut|launch|worker|train\\(args, world|process|replica|sync|nullcontext|ranks|"
-            "all-reduce|mode=|comm|exchange|bucket|device_ids|^(model,|\\))$",
-        ),
+        ("imagenet_ddp.py", 6, 29, REPLICAS + "|comm|exchange|bucket|device_ids"),
         (
             "imagenet_ddp_apex.py",
             19,
             42,
-            "distribut|launch|worker|train\\(args, world|process|replica|sync|nullcontext|ranks|"
-            "all-reduce|mode=|apex|amp\\.|master|float16|levels|level=|_fp32=|scale_loss|loss_scale|scaled_loss|o2\\b|"
-            "allreduce|factor|buckets|^(model,|optimizer,|\\))$|optimizer\\.step|choice",
+            REPLICAS
+            + r"|apex|amp\.|master|float16|levels?\b|_fp32=|scaled?_loss|loss_scale"
+            + r"|o2\b|factor|buckets|optimizer\.step|choice",
         ),
         (
             "imagenet_fsdp.py",
             7,
             34,
-            "distribut|launch|worker|train\\(args, world|process|shard|sync|ranks|mode=|mesh|"
-            "^part,|policy|fsdp\\b|copy_from_main|scattering|^\\)$",
+            SPREAD + r"|shard|mesh|^part,|policy|fsdp\b|copy_from_main|scattering|^\)$",
         ),
     ],
 )
 def test_a_script_differs_from_nd_by_its_mode_alone(script, most_removed, most_added, about):
-    removed, added = changes(script)
-    assert 0 < len(removed) <= most_removed, removed
+    difference = difflib.unified_diff(code(ROOT / SCRIPTS[0]), code(ROOT / script), n=0)
+    changes = list(difference)[2:]
+    added = [line[1:] for line in changes if line.startswith("+")]
     assert 0 < len(added) <= most_added, added
-    foreign = [line for line in added if not re.search(about, line, re.IGNORECASE)]
-    assert not foreign
+    assert 0 < sum(line.startswith("-") for line in changes) <= most_removed, changes
+    assert not [line for line in added if not re.search(about, line, re.IGNORECASE)]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

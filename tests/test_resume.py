@@ -1,5 +1,6 @@
 """A run that is interrupted and resumed ends with the weights of one that was not."""
 
+import os
 import re
 import shutil
 import signal
@@ -7,244 +8,30 @@ from pathlib import Path
 from shlex import split
 
 import pytest
+import torch
 from conftest import Result, draw_folder, scalars, summary, train
-from joined import Job, run_jobs
+from joined import Job, run_jobs, start
 from running import (
     MEASURED,
     TORCHRUN,
     assert_same_curves,
     assert_same_weights,
     snapshot,
-    start,
     tiny,
 )
 
-from utils.launch.network import free_port
+from utils.errors import INTERRUPTED
 
-INTERRUPTED = 75
+ND, DDP = "imagenet_nd.py", "imagenet_ddp.py"
 STEPS = 30  # of 10 images in an epoch
 # The learning rate depends on the position, and not on the number of epochs.
 RECIPE = split("--epochs 2 -p 1 --lr 0.05 --warmup-epochs 1 --crop-scale 0.5 --seed 3")
-
-
-@pytest.fixture(scope="session")
-def images(tmp_path_factory) -> Path:
-    """300 training and 21 validation images in 3 classes."""
-    return draw_folder(tmp_path_factory.mktemp("images") / "data", train=100)
-
-
-class Place:
-    """Where the runs of one way to train lie, and how they are started: ``steps`` an epoch."""
-
-    def __init__(self, root: Path, images: Path, *options: str, steps: int = STEPS):
-        self.root, self.images, self.options, self.steps = root, images, options, steps
-
-    def line(self, name: str, *more: object) -> tuple[list, dict[str, str]]:
-        """Command line behind the script's name, and environment, for the run ``name``."""
-        model, env = tiny(full=True)
-        here = ("--output-dir", self.root, "--name", name, "--resume", "auto", self.images)
-        return [*model, *RECIPE, *self.options, *more, *here], env
-
-    def finish(self, script: str, name: str, *more: object, processes: int = 0) -> Path:
-        """Train to the last epoch; ``processes`` by torchrun, if given."""
-        arguments, env = self.line(name, *more)
-        train(script, *arguments, processes=processes, **env)
-        return self.root / name
-
-    def job(
-        self, script: str, name: str, *more: object, stop: int | None = None, size: int = 1
-    ) -> Job:
-        """The same for processes that import torch once; ``stop`` after so many steps."""
-        line = ("--image-size", 32, "-j", 0, *self.line(name, *more)[0])
-        return Job(script.removesuffix(".py"), line, processes=size, stop_after=stop)
-
-    def stop(
-        self,
-        script: str,
-        name: str,
-        *more: object,
-        at: tuple[int, int],
-        signum: int = signal.SIGTERM,
-        group: bool = False,
-        launcher: tuple = (),
-        step_seconds: float = 0.0,
-    ) -> Result:
-        """Start or continue a run, and send ``signum`` after the step (epoch, step) ``at``.
-
-        However late the signal comes, the run is no further than that step.
-        """
-        arguments, env = self.line(name, *more)
-        env["STEP_SECONDS"] = str(step_seconds)
-        begun, run = (0, 0), self.root / name
-        if (run / "snapshot.pt").exists():
-            begun = position(run)
-        env["HOLD_AFTER"] = str((at[0] - 1 - begun[0]) * self.steps + at[1] - begun[1])
-        with start(script, *arguments, launcher=launcher, **env) as running:
-            running.until(rf"Epoch {at[0]}/\d+ step +{at[1]}/")
-            running.send(signum, group)
-            return running.result()
-
-    def kill_and_finish(self, script: str, *more: object) -> Path:
-        """Kill a run in the middle of both epochs, with snapshots of most steps; then finish it."""
-        run, line = self.root / "killed", (*more, "--snapshot-minutes", "0")
-        how = {"signum": signal.SIGKILL, "group": True, "step_seconds": 0.05}
-        for at in ((1, 10), (2, 10)):
-            result = self.stop(script, "killed", *line, at=at, **how)
-            assert result.code == -signal.SIGKILL
-            epoch, step = position(run)
-            assert epoch == at[0] - 1
-            assert 0 < step <= at[1]
-        (run / ".snapshot.pt.12345.tmp").write_bytes(b"half a snapshot")
-        return self.finish(script, "killed", *line)
-
-
-def position(run: Path) -> tuple[int, int]:
-    """Finished epochs, and steps of the next one, of a run's snapshot."""
-    progress = snapshot(run)["progress"]
-    return progress["epoch"], progress["step"]
-
-
-def assert_same_progress(run: Path, other: Path) -> None:
-    """Snapshots agree on position, best epoch, loss scale and the metrics of all epochs."""
-    one, two = snapshot(run), snapshot(other)
-    assert one["scaler"] == two["scaler"]
-    for progress in (one["progress"], two["progress"]):
-        assert progress.pop("elapsed") > 0
-        for epoch in progress["history"]:
-            for tag in [tag for tag in epoch if tag.startswith((*MEASURED, "Seconds"))]:
-                del epoch[tag]
-    assert repr(one["progress"]) == repr(two["progress"])  # as text, nan equals nan
-
-
-def assert_same_run(run: Path, other: Path) -> None:
-    """Bit for bit the same outcome."""
-    assert_same_weights(run, other)
-    assert_same_curves(run, other)
-    assert_same_progress(run, other)
-    assert summary(run)["finished_because"] == "epochs"
-
-
-# ---- one process
-
-ND, DDP = "imagenet_nd.py", "imagenet_ddp.py"
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory, images) -> Place:
-    """Runs on one process; ``whole`` is the undisturbed one."""
-    options = ("-b", "10", "--ema", "0.9", "--mixup", "0.5", "--cutmix", "1")
-    place = Place(tmp_path_factory.mktemp("one"), images, *options)
-    place.finish(ND, "whole")
-    return place
-
-
-STOPS = {
-    "SIGTERM": {"at": (1, 5), "signum": signal.SIGTERM},
-    "evaluation": {"at": (1, STEPS), "signum": signal.SIGTERM},
-    "SIGINT": {"at": (2, 3), "signum": signal.SIGINT, "group": True},
-    "SIGUSR1": {"at": (2, 20), "signum": signal.SIGUSR1},
-}
-
-
-def test_four_signals_end_in_snapshots_and_change_nothing(one):
-    seconds, run = [], one.root / "often"
-    for name, how in STOPS.items():
-        result = one.stop(ND, "often", **how)
-        assert result.code == INTERRUPTED, result.err
-        assert "Traceback" not in result.err
-        assert summary(run)["finished_because"] == "interrupted"
-        epoch, step = how["at"]
-        done, steps = position(run)
-        assert done == summary(run)["epochs_done"] == epoch - 1
-        assert step <= steps <= STEPS
-        assert steps < STEPS or name == "evaluation", "the signal came too late to be a test"
-        seconds.append(snapshot(run)["progress"]["elapsed"])
-    one.finish(ND, "often")
-    assert_same_run(run, one.root / "whole")
-    seconds.append(snapshot(run)["progress"]["elapsed"])
-    assert 0 < seconds[0] < seconds[-1]
-    assert seconds == sorted(seconds)
-
-
-def test_a_killed_run_goes_on_from_the_last_snapshot(one):
-    assert_same_run(one.kill_and_finish(ND), one.root / "whole")
-
-
-def test_points_past_the_snapshot_are_drawn_again(one):
-    """As after a crash between writing an epoch's points and writing its snapshot, which is of a
-    finished run of a single epoch."""
-    first = one.finish(ND, "first", "--epochs", "1")
-    run = shutil.copytree(one.root / "whole", one.root / "ahead")
-    for name in ("snapshot.pt", "best.pt"):
-        shutil.copy(first / name, run / name)
-    one.finish(ND, "ahead")
-    assert_same_run(run, one.root / "whole")
-
-
-def test_time_limit_ends_in_a_snapshot_and_a_file_is_continued_in_place(one):
-    run = one.finish(ND, "limited", "--train-time", "0")
-    assert summary(run)["finished_because"] == "train_time"
-    assert position(run) == (0, 1)
-    assert "time limit" in (run / "train.log").read_text()
-    model, env = tiny(full=True)
-    where = ("--resume", run / "snapshot.pt", one.images)
-    train(ND, *model, *RECIPE, *one.options, *where, **env)
-    assert_same_run(run, one.root / "whole")
-
-
-# ---- two processes
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory, images) -> Place:
-    """Runs on two processes; ``whole`` is the undisturbed one."""
-    # A line is due after every fifth step, so that a stop comes between two lines. The images of
-    # the second epoch are larger.
-    options = split("-b 5 -p 5 --ema 0.9 --progressive 96,128")
-    place = Place(tmp_path_factory.mktemp("two"), images, *options)
-    place.finish(DDP, "whole", "-g", "2")
-    return place
-
-
-def test_the_best_model_evaluates_to_its_accuracy(two):
-    """On one process, too: all ranks have evaluated with the batch norm that rank 0 saves."""
-    whole = two.root / "whole"
-    model, env = tiny(full=True)
-    where = ("--resume", whole / "best.pt", "--output-dir", two.root, "--name", "evaluated")
-    train(ND, *model, *where, "-e", "-b", "8", two.images, **env)
-    found, best = summary(two.root / "evaluated"), snapshot(whole, "best.pt")
-    part = "ema" if best["weights"] == "ema" else "val"
-    curves = scalars(whole)
-    assert found["val_top1"] == summary(whole)["best_top1"] == best["top1"]
-    assert found["val_top1"] == dict(curves[f"Top1/{part}"])[best["epoch"]]
-    assert found["val_loss"] == pytest.approx(dict(curves[f"Loss/{part}"])[best["epoch"]], rel=1e-5)
-    assert found["val_images"] == 21
-    assert found["finished_because"] == "evaluated"
-
-
-def test_two_processes_stopped_under_both_launchers_resume_bit_for_bit(two):
-    """By SIGTERM to torchrun, and to the process that spawns; finished under torchrun."""
-    often, whole = two.root / "often", two.root / "whole"
-    by_torchrun = {"launcher": (*TORCHRUN, "--nproc_per_node=2")}
-    for epoch, launch, words in ((1, by_torchrun, ()), (2, {}, ("-g", "2"))):
-        result = two.stop(DDP, "often", *words, at=(epoch, 5), **launch)
-        assert summary(often)["finished_because"] == "interrupted"
-        done, steps = position(often)
-        assert done == epoch - 1
-        assert 5 <= steps < STEPS
-        if launch:  # torchrun has a code, and a traceback, of its own for a signal
-            assert result.code
-        else:
-            assert result.code == INTERRUPTED
-            assert "Traceback" not in result.err
-    two.finish(DDP, "often", processes=2)
-    assert_same_weights(often, whole)
-    assert_same_curves(often, whole, tolerance=1e-6)
-    assert summary(often)["best_top1"] == summary(whole)["best_top1"]
-
-
-# ---- other numbers of processes, loss scale, accumulation
-
+ONE = split("-b 10 --ema 0.9 --mixup 0.5 --cutmix 1")
+# A line is due after every fifth step, so that a stop comes between two lines. The images of
+# the second epoch are larger.
+TWO = split("-b 5 -p 5 --ema 0.9 --progressive 96,128")
+# Without batch norm and dropout, one process and two see, mix and compute the same.
+MOVED = split("-a tiny_plain --mixup 0.5 --cutmix 1 --ema 0.9 --repeated-aug 2")
 # The scaler's count of clean steps, in runs too short to double the scale, at learning rates too
 # small for overflows, which come early on one CPU and late on another.
 SCALED = {
@@ -256,89 +43,258 @@ SCALED = {
 }
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory, images) -> Path:
-    """Undisturbed runs, and some that were stopped."""
-    place = Place(tmp_path_factory.mktemp("jobs"), images)
-    # Without batch norm and dropout, one process and two see, mix and compute the same.
-    mixed = split("-a tiny_plain --mixup 0.5 --cutmix 1 --ema 0.9 --repeated-aug 2")
-    planned = [
-        place.job(ND, "one", *mixed, "-b", 12),
-        place.job(ND, "moved", *mixed, "-b", 12, stop=5),
-        place.job(DDP, "moved", *mixed, "-b", 6, stop=28, size=2),
-        place.job(ND, "moved", *mixed, "-b", 12),
-    ]
-    for counter, (script, words) in SCALED.items():
-        planned += [
-            place.job(script, counter, *words),
-            place.job(script, f"{counter}_stopped", *words, stop=5),
-            place.job(script, f"{counter}_stopped", *words),
-        ]
-    codes = [ranks[0]["code"] for ranks in run_jobs(planned, place.root)]
-    assert codes == [INTERRUPTED if job.stop_after else 0 for job in planned]
-    return place.root
+class Place:
+    """Runs in ``root`` on 300 training and 21 validation images in 3 classes."""
+
+    def __init__(self, root: Path):
+        self.root, self.images = root, draw_folder(root / "data", train=100)
+
+    def line(self, name: str, *options: object) -> list[object]:
+        """A command line behind the script's name, to begin or continue the run ``name``."""
+        here = ("--output-dir", self.root, "--name", name, "--resume", "auto", self.images)
+        return [*tiny(full=True)[0], *RECIPE, *options, *here]
+
+    def finish(self, name: str, *options: object) -> Path:
+        """Train to the last epoch on one process."""
+        train(ND, *self.line(name, *options), **tiny()[1])
+        return self.root / name
+
+    def job(
+        self, script: str, name: str, *options: object, stop: int | None = None, size: int = 1
+    ) -> Job:
+        """The same for `run_jobs`; ``stop`` after so many steps."""
+        line = ("--image-size", 32, "-j", 0, *self.line(name, *options))
+        return Job(script.removesuffix(".py"), line, processes=size, stop_after=stop)
+
+    def stop(
+        self,
+        script: str,
+        name: str,
+        *options: object,
+        at: tuple[int, int],
+        signum: int = signal.SIGTERM,
+        group: bool = False,
+        rank: str = "",
+        launcher: tuple = (),
+        **env: str,
+    ) -> Result:
+        """Start or continue a run, and send ``signum`` after the step (epoch, step) ``at``.
+
+        To the command, to its process ``group``, or to the process of one ``rank``, which waits for
+        it: however late the signal comes, the run is no further than that step.
+        """
+        run, begun = self.root / name, (0, 0)
+        if (run / "snapshot.pt").exists():
+            begun = position(run)
+        env |= tiny(full=True)[1] | ({"HOLD_RANK": rank} if rank else {})
+        env["HOLD_AFTER"] = str((at[0] - 1 - begun[0]) * STEPS + at[1] - begun[1])
+        with start(script, *self.line(name, *options), launcher=launcher, **env) as running:
+            waiting = running.until("waiting for a signal: process")
+            if rank:
+                os.kill(int(waiting.split()[-1]), signum)
+            else:
+                running.send(signum, group)
+            return running.result()
 
 
-def stops(run: Path) -> list[tuple[int, int]]:
+def position(run: Path) -> tuple[int, int]:
+    """Finished epochs, and steps of the next one, of a run's snapshot."""
+    progress = snapshot(run)["progress"]
+    return progress["epoch"], progress["step"]
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    """Bit for bit the same outcome, best model and all."""
+    assert_same_weights(run, other)
+    assert_same_curves(run, other)
+    one, two = snapshot(run), snapshot(other)
+    assert one["scaler"] == two["scaler"]
+    for progress in (one["progress"], two["progress"]):
+        assert progress.pop("elapsed") > 0
+        for epoch in progress["history"]:
+            for tag in [tag for tag in epoch if tag.startswith((*MEASURED, "Seconds"))]:
+                del epoch[tag]
+    assert repr(one["progress"]) == repr(two["progress"])  # as text, nan equals nan
+    one, two = snapshot(run, "best.pt"), snapshot(other, "best.pt")
+    weights = one.pop("state_dict"), two.pop("state_dict")
+    assert one == two
+    assert all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
+    found, wanted = summary(run), summary(other)
+    assert found["finished_because"] == "epochs"
+    for key in wanted:
+        if key.startswith(("best_", "val_", "epochs", "classes", "global", "world", "nodes")):
+            assert found[key] == wanted[key], key
+
+
+def resumed_at(run: Path) -> list[tuple[int, int]]:
     """Where a run was resumed: epoch and step."""
     found = re.findall(r"resumed from \S+: epoch (\d), step (\d+)", (run / "train.log").read_text())
     return [(int(epoch), int(step)) for epoch, step in found]
 
 
-def test_a_run_moves_between_numbers_of_processes(jobs):
-    first, (epoch, step) = stops(jobs / "moved")
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    """Undisturbed runs, and some that were stopped and resumed as soon as torch was loaded."""
+    place = Place(tmp_path_factory.mktemp("place"))
+    jobs = [
+        place.job(ND, "moved", *MOVED, "-b", 12, stop=5),
+        place.job(DDP, "moved", *MOVED, "-b", 6, stop=28, size=2),
+        place.job(ND, "moved", *MOVED, "-b", 12),
+    ]
+    for counter, (script, options) in SCALED.items():
+        jobs += [place.job(script, f"{counter}_stopped", *options, stop=stop) for stop in (5, None)]
+        jobs += [place.job(script, counter, *options)]
+    jobs += [
+        place.job(ND, "one", *MOVED, "-b", 12),
+        place.job(ND, "whole", *ONE),
+        place.job(ND, "half", *ONE, stop=STEPS + 18),  # 6 of them in evaluations
+        place.job(DDP, "two", *TWO, size=2),
+    ]
+    codes = [ranks[0]["code"] for ranks in run_jobs(jobs, place.root)]
+    assert codes == [INTERRUPTED if job.stop_after else 0 for job in jobs]
+    assert position(place.root / "half") == (1, 12)
+    return place
+
+
+# ---- one process
+
+STOPS = {
+    "SIGTERM": {"at": (1, 5), "signum": signal.SIGTERM},
+    "evaluation": {"at": (1, STEPS), "signum": signal.SIGTERM},
+    "SIGINT": {"at": (2, 3), "signum": signal.SIGINT, "group": True},
+    "SIGUSR1": {"at": (2, 20), "signum": signal.SIGUSR1},
+}
+
+
+def test_four_signals_end_in_snapshots_and_change_nothing(place):
+    seconds, run = [], place.root / "often"
+    for how in STOPS.values():
+        result = place.stop(ND, "often", *ONE, **how)
+        assert result.code == INTERRUPTED, result.err
+        assert "Traceback" not in result.err
+        assert summary(run)["finished_because"] == "interrupted"
+        epoch, step = how["at"]
+        assert summary(run)["epochs_done"] == epoch - 1
+        # In evaluation, none of whose images count; else the step that waits is finished.
+        assert position(run) == (epoch - 1, min(step + 1, STEPS))
+        seconds.append(snapshot(run)["progress"]["elapsed"])
+    place.finish("often", *ONE)
+    assert_same_run(run, place.root / "whole")
+    seconds.append(snapshot(run)["progress"]["elapsed"])
+    assert 0 < seconds[0] < seconds[-1]
+    assert seconds == sorted(seconds)
+    place.finish("often", *ONE)  # there is nothing left to do
+    assert_same_run(run, place.root / "whole")
+    assert "epoch 3, step 0 (all 2 epochs are done)" in (run / "train.log").read_text()
+
+
+def test_a_killed_run_goes_on_from_the_last_snapshot(place):
+    """Killed in the middle of both epochs, with snapshots of most steps."""
+    run, options = place.root / "killed", (*ONE, "--snapshot-minutes", "0")
+    for at in ((1, 10), (2, 10)):
+        kill = {"signum": signal.SIGKILL, "group": True, "STEP_SECONDS": "0.05"}
+        assert place.stop(ND, "killed", *options, at=at, **kill).code == -signal.SIGKILL
+        epoch, step = position(run)
+        assert epoch == at[0] - 1
+        assert 0 < step <= at[1]
+    (run / ".snapshot.pt.12345.tmp").write_bytes(b"half a snapshot")
+    place.finish("killed", *options)
+    assert_same_run(run, place.root / "whole")
+    assert not list(run.glob(".*"))
+
+
+def test_points_past_the_snapshot_are_drawn_again(place):
+    """As after a crash between writing an epoch's points and writing its snapshot."""
+    run = shutil.copytree(place.root / "whole", place.root / "ahead")
+    for name in ("snapshot.pt", "best.pt"):
+        shutil.copy(place.root / "half" / name, run / name)
+    place.finish("ahead", *ONE)
+    assert resumed_at(run) == [(2, 12)]
+    assert_same_run(run, place.root / "whole")
+
+
+def test_another_start_epoch_trains_from_there(place):
+    run = shutil.copytree(place.root / "half", place.root / "anew")
+    place.finish("anew", *ONE, "--start-epoch", "0")
+    assert resumed_at(run) == [(1, 0)]
+    curves = scalars(run)
+    assert [x for x, _ in curves["Loss/val"]] == [1, 2]
+    losses = [y for _, y in curves["Step/loss"]]
+    assert len(losses) == 2 * STEPS
+    means = [sum(losses[:STEPS]) / STEPS, sum(losses[STEPS:]) / STEPS]
+    assert means == pytest.approx([y for _, y in curves["Loss/train"]])
+
+
+def test_time_limit_ends_in_a_snapshot_and_a_file_is_continued_in_place(place):
+    run = place.finish("limited", *ONE, "--train-time", "0")
+    assert summary(run)["finished_because"] == "train_time"
+    assert summary(run)["epochs_done"] == 0
+    assert position(run) == (0, 1)
+    assert "time limit" in (run / "train.log").read_text()
+    model, env = tiny(full=True)
+    train(ND, *model, *RECIPE, *ONE, "--resume", run / "snapshot.pt", place.images, **env)
+    assert_same_run(run, place.root / "whole")
+
+
+# ---- two processes
+
+
+def test_two_processes_stopped_under_both_launchers_resume_bit_for_bit(place):
+    """By SIGTERM to torchrun, and to rank 1 alone."""
+    run, whole = place.root / "two_often", place.root / "two"
+    torchrun = (*TORCHRUN, "--nproc_per_node=2")
+    result = place.stop(DDP, "two_often", *TWO, at=(1, 5), launcher=torchrun)
+    assert result.code  # torchrun has a code, and a traceback, of its own for a signal
+    assert summary(run)["finished_because"] == "interrupted"
+    assert position(run)[0] == 0
+    assert 5 < position(run)[1] < STEPS
+    result = place.stop(DDP, "two_often", *TWO, "-g", 2, at=(2, 5), rank="1")
+    assert result.code == INTERRUPTED, result.err
+    assert "Traceback" not in result.err
+    assert summary(run)["finished_because"] == "interrupted"
+    assert position(run)[0] == 1
+    assert 5 < position(run)[1] < STEPS
+    run_jobs([place.job(DDP, "two_often", *TWO, size=2)], place.root)
+    assert_same_weights(run, whole)
+    assert_same_curves(run, whole, tolerance=1e-6)
+    assert summary(run)["best_top1"] == summary(whole)["best_top1"]
+
+
+def test_the_best_model_evaluates_to_its_accuracy(place):
+    """On one process, too: all ranks have evaluated with the batch norm that rank 0 saves."""
+    whole, run = place.root / "two", place.root / "evaluated"
+    model, env = tiny(full=True)
+    where = ("--resume", whole / "best.pt", "--output-dir", place.root, "--name", "evaluated")
+    done = train(ND, *model, *where, "-e", "-b", "8", place.images, **env)
+    found, best = summary(run), snapshot(whole, "best.pt")
+    part = "ema" if best["weights"] == "ema" else "val"
+    curves = scalars(whole)
+    assert found["val_top1"] == summary(whole)["best_top1"] == best["top1"]
+    assert found["val_top5"] == summary(whole)["best_top5"] == best["top5"]
+    assert found["val_top1"] == dict(curves[f"Top1/{part}"])[best["epoch"]]
+    assert found["val_loss"] == pytest.approx(dict(curves[f"Loss/{part}"])[best["epoch"]], rel=1e-5)
+    assert found["val_images"] == 21
+    assert found["finished_because"] == "evaluated"
+    assert f"top-1 {best['top1']:.3f} %" in done.out
+    # Nothing that compare_runs.py would list, and nothing to resume from.
+    assert {path.name for path in run.iterdir()} == {"options.json", "summary.json", "train.log"}
+
+
+# ---- other numbers of processes, loss scale, accumulation
+
+
+def test_a_run_moves_between_numbers_of_processes(place):
+    run, one = place.root / "moved", place.root / "one"
+    first, (epoch, step) = resumed_at(run)
     assert (first, epoch) == ((1, 5), 2)
     assert 0 < step < 300 // 12
-    assert_same_weights(jobs / "moved", jobs / "one", tolerance=1e-5)
-    assert_same_curves(jobs / "moved", jobs / "one", tolerance=1e-4)
+    assert_same_weights(run, one, tolerance=1e-5)
+    assert_same_curves(run, one, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("counter", SCALED)
-def test_loss_scale_masters_and_accumulation_go_on(jobs, counter):
-    assert stops(jobs / f"{counter}_stopped") == [(1, 5)]
-    assert_same_run(jobs / f"{counter}_stopped", jobs / counter)
-    assert snapshot(jobs / counter)["scaler"][counter] > STEPS  # one begun again would show
-
-
-# ---- long: every script, and launchers
-
-
-@pytest.mark.long
-def test_the_launch_module_with_o2_goes_on(tmp_path, images):
-    """Ctrl-C, in a terminal, on two processes of torch.distributed.launch."""
-    place = Place(tmp_path, images, "--b", "5", "--opt-level", "O2")
-    launch = ("-m", "torch.distributed.launch", f"--master_port={free_port()}")
-    script, launcher = "imagenet_ddp_apex.py", (*launch, "--nproc_per_node=2")
-    whole = place.finish(script, "whole", processes=2)
-    arguments = {"signum": signal.SIGINT, "group": True, "launcher": launcher}
-    result = place.stop(script, "stopped", at=(1, 5), **arguments)
-    assert summary(place.root / "stopped")["finished_because"] == "interrupted", result.err
-    assert 0 < position(place.root / "stopped")[1] < STEPS
-    assert_same_weights(place.finish(script, "stopped", processes=2), whole)
-    assert snapshot(whole)["scaler"] == snapshot(place.root / "stopped")["scaler"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "script", [ND, "imagenet_dp.py", DDP, "imagenet_ddp_apex.py", "imagenet_fsdp.py"]
-)
-def test_a_real_model_goes_on(tmp_path, images, script):
-    """ResNet-18, in every script as it is without options."""
-    where = ("-b", "10", "--output-dir", tmp_path)
-    arguments = [*RECIPE, *where, "--resume", "auto", images]
-    train(script, "--name", "whole", *arguments)
-    with start(script, "--name", "stopped", *arguments) as run:
-        run.until(r"Epoch 1/2 step +5/")
-        run.send(signal.SIGTERM)
-        assert run.result().code == INTERRUPTED
-    train(script, "--name", "stopped", *arguments)
-    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("script", [DDP, "imagenet_fsdp.py"])
-def test_two_processes_that_are_killed_go_on(tmp_path, images, script):
-    """kill -9 of all processes."""
-    place = Place(tmp_path, images, "-b", "5", "-g", "2")
-    whole = place.finish(script, "whole")
-    assert_same_run(place.kill_and_finish(script), whole)
+def test_loss_scale_masters_and_accumulation_go_on(place, counter):
+    run, whole = place.root / f"{counter}_stopped", place.root / counter
+    assert resumed_at(run) == [(1, 5)]
+    assert_same_run(run, whole)
+    assert snapshot(whole)["scaler"][counter] > STEPS  # one begun again would show

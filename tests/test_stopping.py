@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import draw_folder, python, summary, train
-from joined import in_processes
-from running import Running, eventually, snapshot, start, tiny
+from conftest import draw_folder, summary, train
+from joined import in_processes, start
+from running import eventually, snapshot, tiny
 
 from utils.errors import INTERRUPTED
 from utils.launch.network import free_port
@@ -90,35 +90,33 @@ def finished(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     ("script", "processes", "signum"),
-    [
-        ("imagenet_nd.py", (), signal.SIGINT),
-        ("imagenet_ddp.py", ("-g", "2"), signal.SIGTERM),
-    ],
+    [("nd", (), signal.SIGINT), ("ddp", ("-g", "2"), signal.SIGTERM)],
 )
 def test_a_signal_while_the_test_images_are_evaluated(finished, script, processes, signum):
-    """The run has ended as interrupted, and the same command evaluates them."""
-    name = Path(script).stem
-    run = shutil.copytree(finished / "done", finished / name)
+    """The run has ended as interrupted; continued, it evaluates them."""
+    run = shutil.copytree(finished / "done", finished / script)
     model, env = tiny()
-    line = (*model, *processes, "-b", "10", "--epochs", "1", "--output-dir", finished)
-    line += ("--name", name, "--resume", "auto", finished / "data")
-    with start(script, *line, HOLD_AFTER="0", **env) as command:
+    line = (*model, "-b", "10", "--epochs", "1", "--output-dir", finished, "--name", script)
+    line += ("--resume", "auto", finished / "data")
+    with start(f"imagenet_{script}.py", *processes, *line, HOLD_AFTER="0", **env) as command:
         command.until("waiting for a signal")
         command.send(signum)
         result = command.result()
     assert result.code == INTERRUPTED, result.err
     assert "continue" in result.out
     found = summary(run)
-    assert found["finished_because"] == "interrupted"
-    assert found["epochs_done"] == 1
+    assert (found["finished_because"], found["epochs_done"]) == ("interrupted", 1)
     assert "test_top1" not in found
-    train(script, *line, **env)
+    train("imagenet_nd.py", *line, **env)
     found = summary(run)
     assert (found["finished_because"], found["test_images"]) == ("epochs", 21)
 
 
 def test_used_up_time_counts_after_a_resume(finished):
-    """The limit is on the whole run: one that has used it up makes one step, and stops."""
+    """The limit is on the whole run: one that has used it up makes one step, and stops.
+
+    The test images are evaluated all the same: they need no training time.
+    """
     run = shutil.copytree(finished / "done", finished / "slow")
     content = snapshot(run)
     content["progress"]["elapsed"] = 3600.0
@@ -127,9 +125,10 @@ def test_used_up_time_counts_after_a_resume(finished):
     line = (*model, "-b", "10", "--epochs", "3", "--output-dir", finished, "--name", "slow")
     line += ("--resume", "auto", "--train-time", "1", finished / "data")
     train("imagenet_nd.py", *line, **env)
-    assert summary(run)["finished_because"] == "train_time"
-    assert summary(run)["epochs_done"] == 1
-    assert snapshot(run)["progress"]["step"] == 1
+    found, progress = summary(run), snapshot(run)["progress"]
+    assert (found["finished_because"], found["epochs_done"]) == ("train_time", 1)
+    assert (found["test_images"], progress["step"]) == (21, 1)
+    assert found["elapsed_seconds"] >= progress["elapsed"] > 3600
 
 
 # ---- --spot-notice
@@ -187,44 +186,22 @@ def serve() -> Iterator[Service]:
         service.shutdown()
 
 
-def endless(script: str, folder: Path, runs: Path, *options: object) -> Running:
-    model, env = tiny(step_seconds=0.05)
-    lasting = ("-b", "5", "--epochs", "10000", "-p", "1")
-    where = ("--output-dir", runs, "--name", "run", folder)
-    return start(script, *model, *lasting, *options, *where, **env)
-
-
-def test_a_spot_notice_stops_the_run_with_a_snapshot(folder, tmp_path):
-    with (
-        serve() as service,
-        endless("imagenet_nd.py", folder, tmp_path, "--spot-notice", service.url) as run,
-    ):
-        run.until(r"step +3/")
-        service.notice = NOTICE
-        run.until(r'spot notice: .*"terminate", "time": "2026-11-21T08:22:00Z"')
-        result = run.result()
-    assert result.code == INTERRUPTED, result.err
-    assert summary(tmp_path / "run")["finished_because"] == "interrupted"
-    assert snapshot(tmp_path / "run")["progress"]["epoch"] >= 0
-
-
-@pytest.mark.long
 def test_a_spot_notice_for_one_node_stops_both(folder, tmp_path):
-    """Node 1 alone is reclaimed; both nodes stop, after the same step."""
-    with serve() as quiet, serve() as reclaimed:
-        nodes = ("--dist-url", f"tcp://127.0.0.1:{free_port()}", "-n", "2", "-g", "1")
-        first, second = (
-            (*nodes, "-nr", str(rank), "--spot-notice", one.url)
-            for rank, one in enumerate((quiet, reclaimed))
-        )
-        with (
-            endless("imagenet_ddp.py", folder, tmp_path, *first) as main,
-            endless("imagenet_ddp.py", folder, tmp_path, *second) as other,
-        ):
-            main.until(r"step +3/")
-            reclaimed.notice = NOTICE
-            other.until(r"\[rank 1\] spot notice")
-            results = [main.result(), other.result()]
+    """Node 1 alone is reclaimed; both nodes stop with a snapshot, after the same step."""
+    model, env = tiny(step_seconds=0.05)
+    line = (*model, "-b", "5", "--epochs", "10000", "-p", "1", "--output-dir", tmp_path)
+    line += ("--name", "run", folder, "-n", "2", "-g", "1")
+    line += ("--dist-url", f"tcp://127.0.0.1:{free_port()}", "-nr")
+    with (
+        serve() as quiet,
+        serve() as reclaimed,
+        start("imagenet_ddp.py", *line, 0, "--spot-notice", quiet.url, **env) as main,
+        start("imagenet_ddp.py", *line, 1, "--spot-notice", reclaimed.url, **env) as other,
+    ):
+        main.until(r"step +3/")
+        reclaimed.notice = NOTICE
+        other.until(r'\[rank 1\] spot notice: .*"terminate", "time": "2026-11-21T08:22:00Z"')
+        results = [main.result(), other.result()]
     assert [result.code for result in results] == [INTERRUPTED] * 2, results
     assert "spot notice" not in results[0].out
     assert summary(tmp_path / "run")["finished_because"] == "interrupted"
@@ -232,12 +209,7 @@ def test_a_spot_notice_for_one_node_stops_both(folder, tmp_path):
     last = [[x for x in result.out.splitlines() if " step " in x][-1] for result in results]
     steps = [text.removeprefix("[rank 1] ").split("  ")[0] for text in last]
     assert steps[0] == steps[1]
-
-
-def test_a_url_that_is_none(folder):
-    result = python("imagenet_nd.py", "--spot-notice", folder)
-    assert result.code == 2
-    assert "the option goes after DATA" in result.err
+    assert steps[0].endswith(f" {snapshot(tmp_path / 'run')['progress']['step']}/6")
 
 
 def test_a_spot_service_that_comes_late_is_heard(monkeypatch, logged):

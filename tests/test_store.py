@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import python, summary, train
 from fsspec.implementations.memory import MemoryFileSystem
-from running import assert_same_weights, eventually, snapshot, start, tiny
+from joined import start
+from running import assert_same_weights, eventually, snapshot, tiny
 
 from utils.errors import INTERRUPTED, UserError
 from utils.run import store

@@ -4,12 +4,11 @@ A test that puts tests/stand_in into PYTHONPATH can ask a script for ``-a tiny_p
 norm and no dropout, so that the gradient of a batch is the mean over its images; for
 ``-a tiny_full``, which has both; or for ``-a tiny_vit`` and ``-a tiny_resnet``, a vision
 transformer for 32 pixels and a ResNet, of blocks that imagenet_fsdp.py shards.
-STEP_SECONDS in the environment makes a forward pass take that
-long, without using the CPU, so that a signal can meet it half-way. With HOLD_AFTER=N the forward
-pass after N training batches waits until the process has been asked to stop. With
-SEEN_IMAGES=FOLDER each process keeps a file there, <rank>_<start>, with a line for each training
-batch that it has seen: the checksums of its images, which crop and flip make different in each
-epoch.
+STEP_SECONDS in the environment makes a forward pass take that long, without using the CPU, so that
+a signal can meet it half-way. With HOLD_AFTER=N the forward pass after N training batches waits
+until the process has been asked to stop; in rank R alone with HOLD_RANK=R. With SEEN_IMAGES=FOLDER
+each process keeps a file there, <rank>_<start>, with a line for each training batch that it has
+seen: the checksums of its images, which crop and flip make different in each epoch.
 """
 
 import os
@@ -39,7 +38,9 @@ class Tiny(nn.Sequential):
         # The pass in which DistributedDataParallel forms its buckets is no step of the training.
         settles = not self.training and torch.is_grad_enabled()
         if images.device.type != "meta" and not settles:
-            if self.trained == int(os.environ.get("HOLD_AFTER", "-1")):
+            rank = os.environ.get("RANK", "0")
+            holds = os.environ.get("HOLD_RANK", rank) == rank
+            if holds and self.trained == int(os.environ.get("HOLD_AFTER", "-1")):
                 wait_for_a_signal()
             self.trained += self.training
             if seconds >= LONG:
@@ -53,7 +54,7 @@ class Tiny(nn.Sequential):
 def wait_for_a_signal() -> None:
     """Say so, and return once utils.train.stopping.StopRequest has met a signal in this process."""
     request = signal.getsignal(signal.SIGTERM).__self__
-    os.write(1, b"waiting for a signal\n")
+    os.write(1, b"waiting for a signal: process %d\n" % os.getpid())
     while not request.code:
         time.sleep(0.01)
 
