@@ -10,7 +10,6 @@ GPUs. The table is also written to DIR as Markdown and CSV, with the pictures an
 """
 
 import argparse
-import base64
 import shlex
 import sys
 from pathlib import Path
@@ -50,8 +49,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--price", type=above_0, metavar="P", help=text)
     text = "folder for table, pictures and page (default: %(default)s)"
     add("--out", type=Path, default=Path("figures"), metavar="DIR", help=text)
-    text = "such as png,svg,pdf (default: png)"
-    add("--formats", type=_formats, default=["png"], metavar="LIST", help=text)
+    text = "formats of the pictures beside PNG, such as svg,pdf"
+    add("--formats", type=_formats, default=[], metavar="LIST", help=text)
     add("--prefix", default="", metavar="NAME_", help="prefix of the file names")
     add("--title", help="of the page and of the section in RESULTS.md")
     text = "also write the comparison's section into this file (default: %(const)s)"
@@ -108,7 +107,6 @@ def _page(both: Comparison, drawn: list[pictures.Picture], title: str, command: 
     import jinja2
 
     environment = jinja2.Environment(autoescape=True)
-    environment.filters["base64"] = lambda text: base64.b64encode(text.encode()).decode()
     text = (Path(table.__file__).parent / "page.html").read_text(encoding="utf-8")
     origins = {run.label: table.origin(run) for run in both.runs}
     facts = {"pictures": drawn, "origins": origins, "title": title, "command": command}

@@ -2,7 +2,7 @@
 """Forecast step time and throughput on more nodes, as a table and a picture.
 
     python scripts/forecast_scaling.py --arch resnet50 --batch-size 208 --gpu-images-per-s 400 \\
-        --network-gbit 25 --nodes 1,2,4,8,...,1024
+        --network-gbit 25 --nodes 1,2,4,8,16
     python scripts/forecast_scaling.py --from runs/one_node --network-gbit 10 --comm fp16
     python scripts/forecast_scaling.py --from runs/one_node runs/two_nodes runs/four_nodes
 
@@ -15,15 +15,16 @@ would take. scripts/forecast/model.py describes the model.
 import argparse
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import utils.launch.installed  # noqa: E402, F401 (a missing package becomes an error message)
 
+from compare import runs  # noqa: E402
 from compare.table import text_table  # noqa: E402
 from forecast import buckets, model, picture  # noqa: E402
-from forecast.measured import MeasuredRun, read_run  # noqa: E402
 from forecast.model import Cluster, Forecast, Workload  # noqa: E402
 
 from utils.comm import auto  # noqa: E402
@@ -31,28 +32,33 @@ from utils.comm import methods as comm_methods  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 from utils.option_types import amount, number, positive  # noqa: E402
 
-MOST = 100_000  # nodes or GPUs
 MOST_COLUMNS = 12
 
 above_0 = number(float, 0, exclusive=True)
 
 
+class MeasuredRun(NamedTuple):
+    """A run with ``batch`` images per process and step on ``gpus`` processes."""
+
+    path: Path
+    arch: str | None
+    classes: int
+    batch: int
+    gpus: int
+    nodes: int
+    step_s: float
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
-        work, cluster, runs = plan(args)
-        per_node = 1 if args.gpus else cluster.gpus_per_node
-        option = "--gpus" if args.gpus else "--nodes"
-        counts = {per_node * count for count in numbers(args.gpus or args.nodes, option)}
-        rows = [
-            model.forecast(work, cluster, gpus)
-            for gpus in sorted(counts | {run.gpus for run in runs})
-        ]
-        measured = {run.gpus: run.step_s for run in runs}
+        work, cluster, found = plan(args)
+        measured = {run.gpus: run.step_s for run in found}
+        asked = args.gpus or [cluster.gpus_per_node * nodes for nodes in args.nodes]
+        rows = [model.forecast(work, cluster, gpus) for gpus in sorted({*asked, *measured})]
         print(describe(work, cluster, args), table(rows, measured), sep="\n\n", end="\n\n")
         if several := [row.gpus for row in rows if row.nodes > 1]:
             print(methods(work, cluster, several[:MOST_COLUMNS]), end="\n\n")
-        print(verdict(work, cluster, rows, args.worth))
     except UserError as error:
         return report(error)
     if args.out:
@@ -82,8 +88,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--from", dest="runs", nargs="+", type=Path, default=[], metavar="RUN", help=text)
     add("--fit-network", action="store_true", help="fit --protocol to the second of the runs")
     add = parser.add_argument_group("the machines").add_argument
-    add("--nodes", default="1,2,4,...,1024", metavar="LIST", help="numbers of nodes (%(default)s)")
-    add("--gpus", metavar="LIST", help="or numbers of GPUs, which fill node after node")
+    nodes = "1,2,4,8,16,32,64,128,256,512,1024"
+    add("--nodes", type=numbers, default=nodes, metavar="LIST", help="(%(default)s)")
+    text = "or numbers of GPUs, which fill node after node"
+    add("--gpus", type=numbers, metavar="LIST", help=text)
     add("--gpus-per-node", type=positive, metavar="N", help="(1, or as in the runs)")
     for name, kind, value, text in (
         ("network-gbit", above_0, Cluster.network_gbit, "a node's link, Gbit/s"),
@@ -92,24 +100,47 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         ("protocol", above_0, Cluster.protocol,
          "share of the link that all-reduce gets; 1 for a measured bandwidth"),
         ("jitter", amount, Cluster.jitter, "how much the slowest lags; quiet clusters: 0.01"),
-        ("worth", amount, 0.5, "a node is worth it if it adds this share of the first node's rate"),
     ):  # fmt: skip
         add(f"--{name}", type=kind, default=value, metavar="X", help=f"{text} (%(default)g)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture (PNG, SVG, PDF)")
     return parser.parse_args(argv)
 
 
+def numbers(text: str) -> list[int]:
+    """The type of an option such as 1,2,4."""
+    return [number(int, 1, 100_000)(word) for word in text.split(",")]
+
+
+numbers.__name__ = "list of numbers"
+
+
+def read_runs(paths: list[Path]) -> list[MeasuredRun]:
+    """The runs in the order of their size. Raises `UserError` for one without size or speed."""
+    found = []
+    for run in (run for path in paths for run in runs.find(path)):
+        facts, rate = run.facts, run.usual(runs.RATE)
+        gpus, batch = (int(facts.get(key) or 0) for key in ("gpus", "global_batch"))
+        if not (rate and gpus and batch):
+            raise UserError(f"{run.path} has no speed or size: did an epoch end?")
+        # Older suites recorded neither the classes nor the nodes; --gpus-per-node gives these.
+        classes, nodes = int(facts.get("class_count") or 1000), int(facts.get("nodes") or 1)
+        each = round(batch / gpus)
+        one = MeasuredRun(run.path, facts.get("arch"), classes, each, gpus, nodes, batch / rate)
+        found.append(one)
+    return sorted(found, key=lambda run: run.gpus)
+
+
 def plan(args: argparse.Namespace) -> tuple[Workload, Cluster, list[MeasuredRun]]:
     """Workload, cluster, and the measured runs in the order of their size. Raises `UserError`."""
-    runs = sorted(map(read_run, args.runs), key=lambda run: run.gpus)
-    if runs:
-        args.arch = args.arch or runs[0].arch
-        args.classes = args.classes or runs[0].classes
-        args.batch_size = args.batch_size or runs[0].batch
-        args.gpus_per_node = args.gpus_per_node or max(-(-r.gpus // r.nodes) for r in runs)
+    found = read_runs(args.runs)
+    if found:
+        args.arch = args.arch or found[0].arch
+        args.classes = args.classes or found[0].classes
+        args.batch_size = args.batch_size or found[0].batch
+        args.gpus_per_node = args.gpus_per_node or max(-(-run.gpus // run.nodes) for run in found)
     elif args.gpu_images_per_s is None:
         raise UserError("how fast is one GPU? Give --gpu-images-per-s X, or --from RUN")
-    for run in runs:
+    for run in found:
         if (run.arch or args.arch, run.batch) != (args.arch, args.batch_size):
             raise UserError(
                 f"{run.path} trained {run.arch} with {run.batch} images per process, not "
@@ -124,37 +155,15 @@ def plan(args: argparse.Namespace) -> tuple[Workload, Cluster, list[MeasuredRun]
         latency_s=args.latency_us / 1e6,
         jitter=args.jitter,
     )
-    how, found = comm_methods.parse(args.comm), buckets.trace(args.arch, args.classes or 1000)
-    work = Workload(args.batch_size, args.gpu_images_per_s or 1.0, found, how)
+    how, traced = comm_methods.parse(args.comm), buckets.trace(args.arch, args.classes or 1000)
+    work = Workload(args.batch_size, args.gpu_images_per_s or 1.0, traced, how)
     if args.gpu_images_per_s is None:
-        work = model.fit_compute(work, cluster, runs[0].gpus, runs[0].step_s)
+        work = model.fit_compute(work, cluster, found[0].gpus, found[0].step_s)
     if args.fit_network:
-        if len(runs) < 2 or runs[1].nodes < 2:
+        if len(found) < 2 or cluster.nodes(found[1].gpus) < 2:
             raise UserError("--fit-network needs a second RUN, on several nodes")
-        cluster = model.fit_network(work, cluster, runs[1].gpus, runs[1].step_s)
-    return work, cluster, runs
-
-
-def numbers(text: str, option: str) -> list[int]:
-    """``1,2,4,...,32`` as [1, 2, 4, 8, 16, 32]; three dots continue as the two numbers before them.
-
-    Raises: `UserError`.
-    """
-    words, found = text.replace(" ", "").replace("…", "...").split(","), []
-    try:
-        for word, after in zip(words, [*words[1:], ""], strict=True):
-            if word != "...":
-                found.append(int(word))
-                continue
-            before, last = found[-2:]
-            doubles, step, end = last == 2 * before, last - before, min(int(after), MOST)
-            while step > 0 and (last := 2 * last if doubles else last + step) < end:
-                found.append(last)
-    except ValueError:
-        found = []
-    if not found or found[0] < 1 or found[-1] > MOST or found != sorted(set(found)):
-        raise UserError(f"{option} {text} is not a rising list like 1,2,4,...,64")
-    return found
+        cluster = model.fit_network(work, cluster, found[1].gpus, found[1].step_s)
+    return work, cluster, found
 
 
 def describe(work: Workload, cluster: Cluster, args: argparse.Namespace) -> str:
@@ -198,18 +207,6 @@ def methods(work: Workload, cluster: Cluster, counts: list[int]) -> str:
         lines.append([name, *(f"{100 * share:.0f}" for share in shares)])
     lines.append(["--comm auto takes", *(model.choice(work, cluster, n)[1] for n in counts)])
     return text_table(["efficiency, %, on GPUs", *counts], lines)
-
-
-def verdict(work: Workload, cluster: Cluster, rows: list[Forecast], worth: float) -> str:
-    """From which node on more nodes are not worth it, and by which criterion."""
-    most = max(2, *(row.nodes for row in rows))
-    found = model.not_worth_it(work, cluster, most, worth)
-    rule = f"a node is worth it if it adds at least {worth:.0%} of the images/s of the first"
-    if found is None:
-        return f"Each node up to {most} is worth it ({rule})."
-    node, gain = found
-    what = f"adds {gain:.1%}" if gain >= 0 else f"takes away {-gain:.1%}"
-    return f"Not worth it: node {node}, which {what}, and each after it ({rule})."
 
 
 if __name__ == "__main__":

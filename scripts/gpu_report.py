@@ -6,9 +6,9 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -23,11 +23,8 @@ from utils.launch import gpus, supervise  # noqa: E402
 from utils.option_types import number  # noqa: E402
 from utils.run import provenance  # noqa: E402
 
-LEAST = 5.0  # seconds; with less left, no part begins
 
-
-@dataclass
-class Part:
+class Part(NamedTuple):
     """A section of the page: what a command of this Python prints.
 
     ``seconds`` is the most that it may take, ``gpus`` how many it needs; ``few`` is added to try it
@@ -87,7 +84,7 @@ def section(part: Part, seconds: float, names: dict[str, str], small: bool) -> s
         return f"Left out: it needs {part.gpus} GPUs, and there are {names['gpus']}."
     if "pytest" in words and not importlib.util.find_spec("pytest"):
         return "Left out: pytest is not installed here, and could not be."
-    if seconds < LEAST:
+    if seconds < 5:
         return "Left out: no time was left (`--minutes`)."
     print(f"... {part.title} (at most {seconds:.0f} s)", file=sys.stderr, flush=True)
     began = time.monotonic()
@@ -108,10 +105,7 @@ def main() -> int:
         gpus.check()
         if not torch.cuda.is_available():
             raise UserError("there is no GPU here (--device cpu tries the report without)")
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as fault:
-        raise UserError(f"cannot write to {args.out}: {fault.strerror}") from None
+    args.out.mkdir(parents=True, exist_ok=True)
     page, failed = args.out.resolve() / "gpu_report.md", []
     model = "-a resnet18 -b 4 --image-size 32" if small else "-a resnet50 -b 256 --image-size 224"
     names = {"model": model, "half": "bf16" if small else "fp16", "out": str(page.parent)}
@@ -141,5 +135,5 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the command
     try:
         sys.exit(main())
-    except UserError as error:
-        sys.exit(report(error))
+    except (UserError, OSError) as error:
+        sys.exit(report(error if isinstance(error, UserError) else UserError(str(error))))

@@ -68,11 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, run: Callable, summary: str, *examples: str) -> Callable[..., Any]:
-        text = "\n  ".join(("examples:", *(f"{parser.prog} {name} {e}" for e in examples)))
-        command = commands.add_parser(
-            name, help=summary, description=summary, epilog=text, formatter_class=raw
-        )
+    def add(name: str, run: Callable, summary: str) -> Callable[..., Any]:
+        command = commands.add_parser(name, help=summary, description=summary)
         command.set_defaults(run=run)
         if run is copy:
             command.add_argument("source", type=Path, metavar="SRC", help="the folder to copy")
@@ -83,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
         return command.add_argument
 
     text = "a small data set of drawn textures"
-    option = add("sample", fill_from, text, "data/sample", "data/big --train 1000")
+    option = add("sample", fill_from, text)
     for flag, default, kind, text in (
         ("--classes", 10, positive, f"number of classes, at most {len(sources.TEXTURES)}"),
         ("--train", 100, positive, "training images per class"),
@@ -94,26 +91,25 @@ def build_parser() -> argparse.ArgumentParser:
         option(flag, type=kind, default=default, metavar="N", help=full)
 
     text = "Fashion-MNIST: 70,000 greyscale images of clothes, 28 x 28 pixels"
-    option = add("fashion-mnist", fill_from, text, "data/fashion", "data/fashion --source idx/")
+    option = add("fashion-mnist", fill_from, text)
     text = f"the four idx files, .gz or not (default: {sources.DEBIAN_FASHION}, else a download)"
     option("--source", type=Path, metavar="DIR", help=f"folder of {text}")
 
     archive = sources.CIFAR_ARCHIVE
     text = "CIFAR-10: 60,000 colour images, 32 x 32 pixels"
-    option = add("cifar10", fill_from, text, f"data/cifar --source {archive}")
+    option = add("cifar10", fill_from, text)
     text = f"{archive} or the folder extracted from it (default: a download)"
     option("--source", type=Path, metavar="PATH", help=text)
 
     text = "ImageNet 2012: 1,281,167 training and 50,000 validation images of 1000 classes"
-    option = add("imagenet", fill_from, text, "data/imagenet --source ~/Downloads")
+    option = add("imagenet", fill_from, text)
     text = f"""folder of {" and ".join(sources.ARCHIVES.values())}, or of Kaggle's
         {sources.KAGGLE_IMAGES}/, with {sources.KAGGLE_CSV}, or else {sources.DEVKIT} (needs scipy),
         for the classes of the validation images (required)"""
     option("--source", type=Path, metavar="DIR", required=True, help=text)
 
     text = "a copy of an image folder with images reduced to a short side of at most N pixels"
-    examples = ("data/imagenet data/imagenet256", "DATA SMALL --size 400 --quality 95")
-    option = add("shrink", copy, text, *examples)
+    option = add("shrink", copy, text)
     text = """largest short side in pixels (default: %(default)s, for training crops of 224);
         smaller images and unreadable files are copied unchanged; all others become JPEG files of
         the same name, whatever its suffix"""
@@ -122,12 +118,12 @@ def build_parser() -> argparse.ArgumentParser:
     option("--quality", type=number(int, 1, 100), default=90, metavar="Q", help=text)
 
     text = "a copy of an image folder as decoded and reduced pixels, in a few large files"
-    option = add("pack", copy, text, "data/imagenet /nvme/packed", "DATA PACKED --size 400")
+    option = add("pack", copy, text)
     text = """largest short side in pixels (default: %(default)s, for training crops of 224, which
-        takes 263 KB an image, 337 GB for ImageNet); the command prints the size before it begins"""
+        takes 263 KB an image, 337 GB for ImageNet)"""
     option("--size", type=positive, default=256, metavar="N", help=text)
 
-    add("verify", check, "read a whole pack and compare checksums", "/nvme/packed")
+    add("verify", check, "read a whole pack and compare checksums")
     return parser
 
 

@@ -1,16 +1,15 @@
 """The pictures of a comparison."""
 
-import io
 import math
 import statistics
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from compare.runs import RATE, Run, ratio
-from compare.table import NONE, Comparison
+from compare.table import NONE, Comparison, number, share
 
 # From pale to dark, so that the runs differ in grey too, and a later curve shows on an earlier one.
 COLOURS = "#f0b030", "#5cb4e4", "#e8743c", "#38a07c", "#b44c90", "#2c66b0", "#8c1c28", "#15182c"
@@ -19,7 +18,7 @@ MARKERS = "osD^vP<X"
 INK, GRID = "#1a1c1e", "#dcdddf"
 BUNCHED = 0.15  # curves whose last third takes less of the panel's height get an inset
 INSET = (0.46, 0.13, 0.51, 0.42)  # left, bottom, width, height, as parts of the panel
-LOGARITHMIC = 5  # runs whose hours or costs differ by more than this factor get a logarithmic axis
+LOGARITHMIC = 5  # runs whose hours differ by more than this factor get a logarithmic axis
 MATPLOTLIB = {
     "font.size": 13, "axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.titlepad": 12, "axes.spines.top": False, "axes.spines.right": False,
@@ -62,25 +61,15 @@ BARS = {  # title, what the bars show, rows of the table that are written beside
         "ms per step, median over epochs",
         {"step_ms": "{} ms", "epoch_h": "({} per epoch)"},
     ),
-    "total_time": (
-        "Time of the whole run",
-        "training and evaluation",
-        {"hours": "{}", "epochs": "({} epochs)"},
-    ),
 }
-OVER = {
-    "epochs": "epochs finished",
-    "hours": "hours of training",
-    "costs": "cost: price x nodes x hours of training",
-}
+OVER = {"epochs": "epochs finished", "hours": "hours of training"}
 
 
 class Picture(NamedTuple):
-    """A drawn picture; ``svg`` is its text, for the page."""
+    """A drawn picture."""
 
     name: str
     title: str
-    svg: str
     file: Path
 
 
@@ -89,9 +78,9 @@ def draw(
     out: Path,
     prefix: str = "",
     only: Collection[str] = (),
-    formats: Sequence[str] = ("png",),
+    formats: Iterable[str] = (),
 ) -> list[Picture]:
-    """Draw the pictures (or ``only`` some) into the folder ``out``."""
+    """Draw the pictures (or ``only`` some) into the folder ``out``, as PNG and in ``formats``."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -101,13 +90,12 @@ def draw(
         for name, (title, make) in plan(both).items():
             if only and name not in only:
                 continue
-            figure, svg, file = make(), io.StringIO(), out / f"{prefix}{name}.png"
-            for kind in formats:
+            figure, file = make(), out / f"{prefix}{name}.png"
+            for kind in {"png", *formats}:
                 # Fast compression: the strongest takes longer than the drawing.
                 more = {"pil_kwargs": {"compress_level": 4}} if kind == "png" else {}
                 figure.savefig(file.with_suffix(f".{kind}"), metadata=NO_DATE[kind], **more)
-            figure.savefig(svg, format="svg", metadata=NO_DATE["svg"])
-            drawn.append(Picture(name, title, svg.getvalue(), file))
+            drawn.append(Picture(name, title, file))
     return drawn
 
 
@@ -116,7 +104,7 @@ def plan(both: Comparison) -> dict[str, tuple[str, Callable[[], Any]]]:
     plans: dict[str, tuple[str, Callable[[], Any]]] = {}
 
     def add(name: str, title: str, *panels: tuple[str, str]) -> None:
-        filled = [one for one in panels if any(line(both, run, *one) for run in both.runs)]
+        filled = [one for one in panels if any(line(run, *one) for run in both.runs)]
         if filled:
             plans[name] = title, partial(curves, both, filled)
 
@@ -127,22 +115,20 @@ def plan(both: Comparison) -> dict[str, tuple[str, Callable[[], Any]]]:
     for name, (title, unit, keys) in BARS.items():
         if any(both.values[next(iter(keys))]):
             plans[name] = title, partial(bars, both, title, unit, keys)
-    if any(both.costs(run) for run in both.runs):
-        add("cost", "Accuracy over time and cost", ("Top1/val", "hours"), ("Top1/val", "costs"))
-    if len({run.facts.get("gpus") for run in both.runs if run.usual(RATE)} - {None}) > 1:
+    if len({run.facts["gpus"] for run in both.runs if run.efficiency}) > 1:
         plans["scaling"] = "Scaling", partial(scaling, both)
     for name, (title, tags) in GROUPS.items():
         add(name, title, *((tag, "epochs") for tag in tags))
     return plans
 
 
-def line(both: Comparison, run: Run, tag: str, over: str) -> dict[float, float]:
+def line(run: Run, tag: str, over: str) -> dict[float, float]:
     """A run's curve over a key of `OVER`; for devices, the mean (memory: the maximum) of all."""
     values: dict[int, list[float]] = {}
     for curve in run.curves(tag):
         for x, y in curve.items():
             values.setdefault(x, []).append(PANELS[tag][2] * y)
-    at = {"hours": run.hours, "costs": both.costs(run)}.get(over, {x: x for x in values})
+    at = run.hours if over == "hours" else {x: x for x in values}
     join = max if tag == "GPU/memory_gb" else statistics.fmean
     return {at[x]: join(values[x]) for x in sorted(values) if x in at}
 
@@ -177,14 +163,14 @@ def curves(both: Comparison, panels: Sequence[tuple[str, str]]) -> Any:
     for axes, (tag, over) in zip(every, panels, strict=True):
         ends = []
         for i, run in enumerate(both.runs):
-            if points := line(both, run, tag, over):
+            if points := line(run, tag, over):
                 ends.append(max(points))
                 stride = math.ceil(len(points) / 8)  # the runs' markers are at different epochs
                 marks = (i * stride // len(both.runs), stride)
                 # Nothing is outside the limits; what is at them (100 %) is not cut in half.
                 looks = {"markevery": marks, "clip_on": False} | style(i, len(both.runs))
                 (handles[i],) = axes.plot(list(points), list(points.values()), **looks)
-        _set_axes(axes, tag, over, over != "epochs" and max(ends) > LOGARITHMIC * min(ends))
+        _set_axes(axes, tag, over, over == "hours" and max(ends) > LOGARITHMIC * min(ends))
     shown = [(handles[i], labels[i]) for i in sorted(handles)]
     # A label that begins with "_" is left out of a legend, unless it is given as a text.
     figure.legend(*zip(*shown, strict=True), loc="outside right upper")
@@ -223,25 +209,23 @@ def _round_ticks(axis: Any, ticks: Sequence[float] = ()) -> None:
 def _enlarge_the_plateau(axes: Any) -> None:
     """If the ends of the curves overlap, draw them larger in the lower right corner, where there is
     room."""
-    import numpy as np
-
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-    points = [one.get_xydata() for one in axes.lines]
-    x, y = np.concatenate(points).T
-    start = (2 * x.max() + x.min()) / 3
-    late = [one[one[:, 0] >= start, 1] for one in points]
-    late = [values for values in late if len(values) > 1]
-    edge = left + (INSET[0] - 0.07) * (right - left)
-    if len(late) < 2 or ((x > edge) & (y < low + 0.62 * (high - low))).any():
+    points = [tuple(point) for one in axes.lines for point in one.get_xydata()]
+    last = max(x for x, _ in points)
+    start = (2 * last + min(x for x, _ in points)) / 3
+    together = [one for one in axes.lines if max(one.get_xdata()) > start]
+    late = [y for x, y in points if x >= start]
+    bottom, spread = min(late), max(late) - min(late)
+    room, edge = low + 0.62 * (high - low), left + (INSET[0] - 0.07) * (right - left)
+    is_free = all(y >= room for x, y in points if x > edge)
+    if len(together) < 2 or not is_free or not 0 < spread < BUNCHED * (high - low):
         return
-    bottom, top = np.concatenate(late).min(), np.concatenate(late).max()
-    if not 0 < top - bottom < BUNCHED * (high - low):
-        return
-    inset, room = axes.inset_axes(INSET), 0.08 * (top - bottom)
+    inset = axes.inset_axes(INSET)
     for one in axes.lines:
         looks = {"color": one.get_color(), "linestyle": one.get_linestyle()}
         inset.plot(*one.get_data(), linewidth=0.6 * one.get_linewidth(), **looks)
-    inset.set(xlim=(start, x.max()), ylim=(bottom - room, min(top + room, 100)))
+    ends = bottom - 0.08 * spread, min(bottom + 1.08 * spread, 100)
+    inset.set(xlim=(start, last), ylim=ends)
     inset.grid(axis="y")
     inset.tick_params(labelsize=10)
     inset.locator_params(nbins=4, steps=[1, 2, 2.5, 5, 10])
@@ -282,33 +266,24 @@ def scaling(both: Comparison) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 5.4), layout="constrained")
-    axes = figure.subplots()
-    cells = zip(both.cells["images_per_s"], both.cells["scaling_efficiency"], strict=True)
-    texts = [", ".join(cell for cell in of if cell != NONE) for of in cells]
-    points = list(zip(both.values["gpus"], both.values["images_per_s"], strict=True))
-    counts = sorted({gpus for gpus, rate in points if gpus and rate})
+    axes, counts = figure.subplots(), set()
     for base in both.bases:
-        group = [point for point, run in zip(points, both.runs, strict=True) if run.base is base]
-        first, rate = points[both.runs.index(base)]
-        if first:
-            perfect = [rate, rate * counts[-1] / first]
-            axes.plot([first, counts[-1]], perfect, "--", color=INK, linewidth=1)
-            fastest = dict(sorted(point for point in group if all(point)))
-            axes.plot(fastest.keys(), fastest.values(), color=INK, linewidth=1.6)
-    for i, point in enumerate(points):
-        if all(point):
-            looks = {key: style(i, len(points))[key] for key in ("marker", "color")}
-            axes.plot(*point, markersize=11, **looks)
-            slower = any(gpus == point[0] and (rate or 0) < point[1] for gpus, rate in points)
-            place = {"xytext": (9, 4 if slower else -15), "textcoords": "offset points"}
-            axes.annotate(texts[i], point, **place)
-    axes.set(xscale="log", yscale="log", xlabel="GPUs (processes)", ylabel=PANELS[RATE][1])
+        known = [run for run in both.runs if run.base is base and run.efficiency]
+        points = {run.facts["gpus"]: run for run in sorted(known, key=lambda run: run.efficiency)}
+        gpus = sorted(points)
+        counts |= points.keys()
+        axes.loglog(gpus, [points[n].usual(RATE) for n in gpus], "o-", color=COLOURS[-3])
+        perfect = [points[n].usual(RATE) / points[n].efficiency for n in gpus]
+        axes.loglog(gpus, perfect, "--", color=INK)
+        for n, run in points.items():
+            text = f"{number(run.usual(RATE))}, {share(run.efficiency)}"
+            place = n, run.usual(RATE)
+            axes.annotate(text, place, xytext=(9, -15), textcoords="offset points")
+    axes.set(xlabel="GPUs (processes)", ylabel=PANELS[RATE][1])
     axes.set_title("Scaling: measured (line) and perfect (dashed)")
-    # Room for the figures to the right of the last point.
-    widest = counts[-1] / counts[0]
-    axes.set_xlim(counts[0] / widest**0.1, counts[-1] * widest**0.3)
+    axes.set_xlim(right=max(counts) * (max(counts) / min(counts)) ** 0.3)  # room for the last text
     axes.margins(y=0.12)
-    _round_ticks(axes.xaxis, counts)
+    _round_ticks(axes.xaxis, sorted(counts))
     _round_ticks(axes.yaxis)
     axes.grid()
     return figure

@@ -7,7 +7,6 @@ say where a file is cut off or damaged.
 import math
 import re
 import statistics
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,21 +17,15 @@ from utils.errors import UserError
 from utils.run.provenance import typical
 
 RATE, STEP_TIME = "Throughput/train", "Time/train"
-SPEEDS = (RATE, "Throughput/val", STEP_TIME, "Time/val")
-ACCURACIES = ("Top1/train", "Top1/val", "Top5/train", "Top5/val")
-EPOCH_TAGS = ("Loss/train", "Loss/val", *ACCURACIES, *SPEEDS, "Lr")
+TRAINED = ("Loss/train", "Top1/train", "Top5/train", RATE, STEP_TIME)
+EPOCH_TAGS = (*TRAINED, "Loss/val", "Top1/val", "Top5/val", "Throughput/val", "Time/val", "Lr")
 WHOLE_BATCH = ("nd", "dp")  # the modes where -b is the batch of all GPUs
-SAME = 0.05  # rate x time may differ from the batch size by this share: both are means
-SILENCE = 3  # a run may be silent for the time of this many epochs and still be running
 FRAME = 16  # bytes around an event in a file: its length (8) and two checksums (4 each)
 # <month><day>_<time>_<host>_<arch>_gpux<processes>_b<batch>_cpu<workers>_<mode>: the names that
 # training scripts generate, now as in 2020. A host's name has no underscore.
 GENERATED = re.compile(
-    r"(?:[A-Z][a-z]{2}\d\d?_\d\d-\d\d-\d\d_[^_]*_)?(?P<arch>.+?)_gpux\d+"
-    r"(?:_bs?(?P<batch>\d+))?(?:_cpu\d+)?(?:_\d+nodes?)?(?:_(?P<mode>.+))?$"
-)
-COUNTS = re.compile(
-    r"(?:^|[_-])(?:(\d+)[_-]?(gpu|node)s?|(gpu|node)s?[_x-]?(\d+))(?=$|[_-])", re.IGNORECASE
+    r"(?:[A-Z][a-z]{2}\d\d?_\d\d-\d\d-\d\d_[^_]*_)?(?P<arch>.+?)_gpux(?P<gpus>\d+)"
+    r"(?:_b(?P<batch>\d+))?(?:_cpu\d+)?(?:_(?P<mode>.+))?$"
 )
 
 
@@ -45,11 +38,6 @@ class Session:
     began: float = 0.0
     ended: float = 0.0
     status: str = ""  # of a closed HParams entry
-
-    @property
-    def start(self) -> float:
-        """When it began. A file that was converted later begins with a later time."""
-        return min([self.began, *self.ends.values()])
 
     @property
     def ends(self) -> dict[int, float]:
@@ -66,9 +54,9 @@ class Run:
     """A run: ``scalars[tag][epochs finished]``, rates in images/s over all processes, times in
     seconds per step, accuracies in per cent.
 
-    ``hours[epochs finished]``: training time without the pauses between sessions; {} where the
-    clocks in the files cannot be right. ``facts``: options and machine, as far as recorded.
-    ``base``: the run that its speed is divided by; None if it cannot be compared with any.
+    ``hours[epochs finished]``: training time without the pauses between sessions. ``facts``:
+    options and machine, as far as recorded. ``base``: the run that its speed is divided by; None if
+    it cannot be compared with any.
     """
 
     path: Path
@@ -108,7 +96,7 @@ class Run:
     def curves(self, tag: str) -> list[dict[int, float]]:
         """The curve of a tag, or those of all ranks (GPU/..._rankN): their plausible points, which
         are finite, and positive where it is a speed or a time."""
-        low = 0.0 if tag in SPEEDS else -math.inf
+        low = 0.0 if tag.startswith(("Throughput/", "Time/")) else -math.inf
         found = [t for t in sorted(self.scalars) if t == tag or t.startswith(f"{tag}_rank")]
         return [{x: y for x, y in self.scalars[t].items() if low < y < math.inf} for t in found]
 
@@ -139,10 +127,9 @@ class Run:
         return min((x for points in both for x, y in points.items() if y >= top1), default=None)
 
     def done_within(self, hours: float) -> int | None:
-        """Epochs finished by then; None if that is unknown, or not known yet."""
-        if not self.hours or (self.total_hours < hours and self.state == "running"):
-            return None
-        return max((x for x, h in self.hours.items() if h <= hours * (1 + 1e-9)), default=0)
+        """Epochs finished by then."""
+        done = [x for x, h in self.hours.items() if h <= hours * (1 + 1e-9)]
+        return max(done, default=0) if self.hours else None
 
 
 def ratio(value: float | None, other: float | None) -> float | None:
@@ -180,24 +167,15 @@ def read(path: Path) -> Run:
         session, fault = _read_session(file)
         sessions += [session] if session.points or session.options else []
         run.notes += [f"{file.name} {fault}"] if fault else []
-    sessions.sort(key=lambda session: session.start)
+    sessions.sort(key=lambda session: session.began)
     _count_epochs_from_1(run, sessions)
-    repeated: set[int] = set()
-    before: dict[int, float] = {}
     for session in sessions:
-        first = min(session.ends, default=math.inf)
-        repeated |= {x for x in before if x >= first}
-        before = session.ends or before
         for tag, points in session.points.items():
             # A session's work after the point from which a later session resumed is lost.
             kept = {x: y for x, y in run.scalars.get(tag, {}).items() if x < min(points)}
             run.scalars[tag] = kept | {x: points[x][1] for x in sorted(points)}
-    if repeated:
-        run.notes.append(f"{len(repeated)} epochs were repeated after a resume; the later count")
     _find_facts(run, sessions)
-    _convert_units(run)
     _count_hours(run, sessions)
-    run.state = _state(run, sessions)
     return run
 
 
@@ -217,25 +195,12 @@ def _read_session(file: Path) -> tuple[Session, str]:
         for value in event.summary.value:
             if value.tag.startswith("_hparams_/"):
                 _take_options(value, session)
-            elif (number := _number(value)) is not None:
-                session.points.setdefault(value.tag, {})[event.step] = (event.wall_time, number)
+            elif value.HasField("simple_value"):
+                points = session.points.setdefault(value.tag, {})
+                points[event.step] = (event.wall_time, value.simple_value)
     # The loader ends without a message, at the end of the file or where a checksum is wrong.
     fault = f"is cut off or damaged at byte {place} of {size}; read up to there"
     return session, "is empty" if not size else fault if place < size else ""
-
-
-def _number(value: Any) -> float | None:
-    """A scalar as torch or as TensorFlow 2 (a tensor) writes it; None for anything else."""
-    if value.HasField("simple_value"):
-        return value.simple_value
-    from tensorboard.util.tensor_util import make_ndarray
-
-    array = make_ndarray(value.tensor) if value.HasField("tensor") else None
-    return (
-        float(array)
-        if array is not None and array.shape == () and array.dtype.kind in "fiu"
-        else None
-    )
 
 
 def _take_options(value: Any, session: Session) -> None:
@@ -252,125 +217,68 @@ def _take_options(value: Any, session: Session) -> None:
 
 def _count_epochs_from_1(run: Run, sessions: list[Session]) -> None:
     """Nothing is trained after 0 epochs: a training figure there means that x counts from 0."""
-    tags = [tag for tag in EPOCH_TAGS if tag.endswith("/train")]
-    if not any(0 in session.points.get(tag, ()) for session in sessions for tag in tags):
+    if not any(0 in session.points.get(tag, ()) for session in sessions for tag in TRAINED):
         return
     run.notes.append("its event files count epochs from 0; they are counted from 1 here")
     for session in sessions:
         for tag, points in session.points.items():
-            if not tag.startswith("Step/"):
-                session.points[tag] = {x + 1: point for x, point in points.items()}
+            session.points[tag] = {x + 1: point for x, point in points.items()}
 
 
 def from_name(name: str) -> dict[str, Any]:
-    """The facts about a run in its folder's name; {} if there are none."""
-    found: dict[str, Any] = {}
-    for before, of_before, of_after, after in COUNTS.findall(name):
-        found[f"{(of_before or of_after).lower()}s"] = int(before or after)
-    gpus = found.get("gpus")
+    """The facts about a run in its folder's name, if a training script generated it; else {}."""
+    match = GENERATED.search(name)
+    if not match:
+        return {}
+    gpus = int(match["gpus"])
+    found = {key: match[key] for key in ("arch", "mode") if match[key]} | {"gpus": gpus}
     if gpus == 1:
         found["nodes"] = 1
-    if match := GENERATED.search(name):
-        found |= {key: match[key] for key in ("arch", "mode") if match[key]} | {"generated": True}
-        if match["batch"]:
-            whole = int(match["batch"]) * (1 if match["mode"] in WHOLE_BATCH else gpus)
-            found |= {"global_batch": whole, "batch_per_gpu": whole / gpus}
+    if match["batch"]:
+        whole = int(match["batch"]) * (1 if match["mode"] in WHOLE_BATCH else gpus)
+        found |= {"global_batch": whole, "batch_per_gpu": whole / gpus}
     return found
 
 
 def _find_facts(run: Run, sessions: list[Session]) -> None:
     """Take the options of the latest HParams entry; without one, the facts in the folder's name."""
-    named = next(filter(None, (from_name(p.name) for p in (run.path, *run.path.parents)[:3])), {})
+    named = from_name(run.folder.name)
     entries = [session.options for session in sessions if session.options]
     run.facts = entries[-1] if entries else named
-    run.facts |= {"generated": "generated" in named}
+    run.facts["generated"] = bool(named)
+    if entries:
+        run.state = sessions[-1].status or "not finished"
     if sessions:
-        run.facts["began"] = sessions[0].start
+        run.facts["began"] = sessions[0].began
     if len(sizes := {entry.get("gpus") for entry in entries}) > 1:
         listed = ", ".join(f"{size:g}" for size in sorted(filter(None, sizes)))
         run.notes.append(f"it was resumed on another number of GPUs ({listed}): its speed is mixed")
-
-
-def _convert_units(run: Run) -> None:
-    """Convert the units of older suites, where the figures themselves show their unit.
-
-    Throughput x time is the number of images per step. Where that is the batch of one GPU of
-    several, throughput was counted in one process; where it is many batches, time is per epoch.
-    """
-
-    def multiply(factor: float, *tags: str) -> None:
-        for tag in tags:
-            run.scalars[tag] = {x: factor * y for x, y in run.scalars.get(tag, {}).items()}
-
-    top = [value for tag in ACCURACIES for value in run.points(tag).values()]
-    if len(top) >= 20 and 0.05 < max(top) <= 1:
-        multiply(100, *ACCURACIES)
-        run.notes.append("its accuracies are shares of 1; they are per cent here")
-    rates, seconds = run.points(RATE), run.points(STEP_TIME)
-    images = typical({x: rates[x] * seconds[x] for x in rates if x in seconds})
-    gpus, batch, whole = (run.facts.get(k) for k in ("gpus", "batch_per_gpu", "global_batch"))
-    if not (images and gpus and batch and whole) or abs(images / whole - 1) < SAME:
-        return
-    found = f"throughput x time is {images:.0f} images, its batch {whole:g}"
-    if gpus > 1 and abs(images / batch - 1) < SAME:
-        multiply(gpus, RATE, "Throughput/val")
-        found += f": its throughput is that of one process, and is multiplied by {gpus:g} here"
-    elif images > 20 * whole:
-        multiply(whole / images, STEP_TIME)
-        steps = run.facts.setdefault("steps_per_epoch", round(images / whole))
-        found += f": its Time/train is that of an epoch, and is divided by {steps:g} steps here"
-    else:
-        found += ": one of the three is wrong, so its images/s may be wrong too"
-    run.notes.append(found)
 
 
 def _count_hours(run: Run, sessions: list[Session]) -> None:
     """Find the hours of training at the end of each epoch, and the usual time per epoch."""
     lasted: dict[int, float] = {}  # seconds of each epoch, evaluation and saving included
     at: dict[int, float] = {}  # seconds of training up to the end of an epoch
-    open_end = 0.0  # seconds that the previous session ran on after its last epoch
+    before = 0.0  # seconds of training in the sessions before
     for session in sessions:
         ends = session.ends
-        if not ends:
-            open_end += session.ended - session.began if session.options else 0.0
-            continue
-        first, last = min(ends), max(ends)
-        kept = {x: seconds for x, seconds in at.items() if x < first}
-        offset = max(kept.values(), default=0.0) + (open_end if len(kept) == len(at) else 0.0)
-        steps = {b: (ends[b] - ends[a]) / (b - a) for a, b in pairwise(ends)}
-        lasted |= steps
-        # Of a converted file the beginning is not known.
-        known = session.began <= ends[first]
-        began = session.began if known else ends[first] - (typical(steps) or 0.0)
-        at = kept | {x: offset + end - began for x, end in ends.items()}
-        open_end = max(0.0, session.ended - ends[last]) if session.options else 0.0
-    usual = typical(lasted)
-    # An epoch holds all its steps, or at least two where their number is not known.
-    least = (run.usual(STEP_TIME) or 0.0) * (run.facts.get("steps_per_epoch") or 4) / 2
-    runs_back = any(later < earlier for earlier, later in pairwise(at.values()))
-    if runs_back or (usual is not None and usual <= least):
-        run.notes.append(
-            "the times in its event files cannot be those of training (rewritten?): it has no hours"
-        )
-        return
+        kept = {x: seconds for x, seconds in at.items() if x < min(ends, default=math.inf)}
+        if len(kept) < len(at):  # it resumed before the end of the previous session
+            before = max(kept.values(), default=0.0)
+        at = kept | {x: before + end - session.began for x, end in ends.items()}
+        lasted |= {b: (ends[b] - ends[a]) / (b - a) for a, b in pairwise(ends)}
+        # Our runs resume within an epoch; older suites began the unfinished epoch again.
+        ended = session.ended if session.options else max(ends.values(), default=session.began)
+        before += ended - session.began
     run.hours = {x: seconds / 3600 for x, seconds in at.items()}
     # Of a single epoch: from the start of the process.
-    run.epoch_seconds = at[1] if usual is None and list(at) == [1] == [len(sessions)] else usual
-
-
-def _state(run: Run, sessions: list[Session]) -> str:
-    if not sessions or sessions[-1].status:
-        return sessions[-1].status if sessions else ""
-    silent = time.time() - max(session.ended for session in sessions)
-    if silent < SILENCE * max(run.epoch_seconds or 0.0, 60.0):
-        return "running"
-    return "not finished" if sessions[-1].options else ""
+    run.epoch_seconds = at[1] if not lasted and list(at) == [1] else typical(lasted)
 
 
 def name_runs(runs: list[Run]) -> None:
     """Label each run: by its folder's name or, if a training script generated the name, by the
     facts that differ between the runs (16 GPUs, O2, b208)."""
-    generated = [run for run in runs if run.facts.get("generated") and run.facts.get("gpus")]
+    generated = [run for run in runs if run.facts["generated"]]
     several = [
         (key, form)
         for key, form in (("arch", " {}"), ("mode", " {}"), ("batch_per_gpu", " b{:g}"))

@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ from compare.runs import RATE, STEP_TIME, Run, ratio
 
 from utils.atomic import save_atomically
 from utils.errors import UserError
-from utils.run.provenance import typical
 
 NONE = "-"
 UNKNOWN = (None, "")
@@ -25,17 +25,13 @@ UNKNOWN = (None, "")
 MUST_AGREE = ("arch", "image_size", "data_id", "train_sizes")
 # Facts that may differ, but explain part of the difference in speed.
 SHOULD_AGREE = ("batch_per_gpu", "mode", "precision", "comm", "gpu", "cpu", "torch")
-HINTS = {
-    "gpus": " (give --gpus N N ...)",
-    "steps_per_epoch": " (give --train-images N; ImageNet: 1281167)",
-}
 STEP_PARTS = ("data", "compute", "communication")
+METRICS = {  # tag: title, form of a value
+    "Top1": ("top-1, %", "{:.2f}"),
+    "Top5": ("top-5, %", "{:.2f}"),
+    "Loss": ("loss", "{:.4f}"),
+}
 MACHINE = ("gpu", "driver", "cpu", "torch")
-OPTIONS = (
-    *("recipe", "epochs", "lr", "lr_schedule", "lr_scaling", "warmup_epochs", "weight_decay"),
-    *("label_smoothing", "accum_steps", "image_size", "progressive", "precision", "comm"),
-    *("workers", "seed"),
-)
 
 
 # ---- tables and Markdown of all scripts
@@ -157,13 +153,6 @@ class Comparison:
                 self.cells[row.key] = [NONE if v in UNKNOWN else row.show(v) for v in values]
         self.notes = _notes(self)
 
-    def costs(self, run: Run) -> dict[int, float]:
-        """What the training up to the end of each epoch cost; {} where that is not known."""
-        nodes = run.facts.get("nodes")
-        if self.price is None or not nodes:
-            return {}
-        return {epoch: hours * nodes * self.price for epoch, hours in run.hours.items()}
-
     def as_text(self) -> str:
         """One column per run; long labels stand below, with the path of each run."""
         labels = [run.label for run in self.runs]
@@ -206,19 +195,14 @@ class Comparison:
 
 def origin(run: Run) -> dict[str, str]:
     """Where a run comes from."""
-
-    def listed(keys: Sequence[str]) -> str:
-        known = [(key, run.facts[key]) for key in keys if run.facts.get(key) not in UNKNOWN]
-        return ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in known)
-
+    facts = run.facts
     found = {
         "folder": run.folder.name,
-        "date": run.facts.get("date") or time.strftime("%Y-%m-%d", time.gmtime(run.facts["began"])),
-        "commit": run.facts.get("commit"),
-        "machine": listed(MACHINE),
-        "data": run.facts.get("data_id"),
-        "options": listed(OPTIONS),
-        "command": run.facts.get("command"),
+        "date": facts.get("date") or time.strftime("%Y-%m-%d", time.gmtime(facts["began"])),
+        "commit": facts.get("commit"),
+        "machine": ", ".join(f"{key} {facts[key]}" for key in MACHINE if facts.get(key)),
+        "data": facts.get("data_id"),
+        "command": facts.get("command"),
     }
     return {key: str(value or "not recorded") for key, value in found.items()}
 
@@ -250,7 +234,6 @@ def differ(one: Run, other: Run, keys: Sequence[str]) -> str:
 
 def _rows(both: Comparison) -> list[Row]:
     """All quantities. The keys are columns of the CSV file."""
-    two, four = "{:.2f}".format, "{:.4f}".format
     target, price, within = both.target, both.price, both.within
 
     def fact(title: str, key: str, rare: bool = False) -> Row:
@@ -262,34 +245,12 @@ def _rows(both: Comparison) -> list[Row]:
     def highest(title: str, key: str, tag: str, rare: bool = False) -> Row:
         return Row(title, key, lambda run: run.highest(tag), rare=rare)
 
-    def best(tag: str, title: str, show: Callable) -> list[Row]:
-        key, val, ema = tag.lower(), f"{tag}/val", f"{tag}/ema"
-        hours = lambda run: run.hours.get(run.best(val)[1])  # noqa: E731
-        return [
-            Row(f"best val {title}", f"best_{key}", lambda run: run.best(val)[0], show),
-            Row("  in epoch", f"best_{key}_epoch", lambda run: run.best(val)[1]),
-            Row("  after", f"best_{key}_h", hours, duration),
-            Row(
-                "  of averaged weights", f"best_ema_{key}", lambda run: run.best(ema)[0], show, True
-            ),
-        ]
+    def cost(run: Run, hours: float | None) -> float | None:
+        nodes = run.facts.get("nodes")
+        return hours * nodes * price if hours and nodes else None
 
-    def test(tag: str, title: str, show: Callable) -> Row:
-        last = lambda run: run.last(f"{tag}/test")  # noqa: E731
-        return Row(f"test {title}", f"test_{tag.lower()}", last, show, rare=True)
-
-    def part(name: str) -> Row:
-        title, of = f"  share of step: {name}", lambda run: step_parts(run)[name]
-        return Row(title, f"step_{name}_share", of, share, rare=True)
-
-    def memory(name: str) -> Row:
-        return highest(f"{name}, MiB per process", f"{name}_mb", f"Memory/{name}_mb", rare=True)
-
-    def reached(run: Run) -> int | None:
-        return run.reached(target)
-
-    def cost(run: Run) -> float | None:
-        return max(both.costs(run).values(), default=None)
+    def until_target(run: Run) -> float | None:
+        return run.hours.get(run.reached(target))
 
     to = f" to {both.bases[0].label}" if len(both.bases) == 1 else ""
     per_gpu = lambda run: ratio(run.usual(RATE), run.facts.get("gpus"))  # noqa: E731
@@ -306,7 +267,7 @@ def _rows(both: Comparison) -> list[Row]:
         fact("steps per epoch", "steps_per_epoch"),
         usual("images/s", "images_per_s", RATE),
         Row("images/s per GPU", "images_per_s_per_gpu", per_gpu),
-        Row(f"speed-up{to}", "speed_up", lambda run: run.speed_up, two),
+        Row(f"speed-up{to}", "speed_up", lambda run: run.speed_up, "{:.2f}".format),
         Row("scaling efficiency", "scaling_efficiency", lambda run: run.efficiency, share),
         Row("time per step, ms", "step_ms", lambda run: ratio(run.usual(STEP_TIME), 0.001)),
         Row("time per epoch", "epoch_h", lambda run: ratio(run.epoch_seconds, 3600), duration),
@@ -316,24 +277,29 @@ def _rows(both: Comparison) -> list[Row]:
         title = f"epochs in {duration(within)}"
         rows.append(Row(title, "epochs_within", lambda run: run.done_within(within)))
     rows.append(Row("total time", "hours", lambda run: run.total_hours, duration))
-    metrics = (("Top1", "top-1, %", two), ("Top5", "top-5, %", two), ("Loss", "loss", four))
-    rows += [row for metric in metrics for row in best(*metric)]
-    rows += [test(*metric) for metric in metrics]
+    for tag, (title, form) in METRICS.items():
+        rows += _best(tag, title, form.format)
+    for tag, (title, form) in METRICS.items():
+        last = partial(Run.last, tag=f"{tag}/test")
+        rows.append(Row(f"test {title}", f"test_{tag.lower()}", last, form.format, rare=True))
     if target is not None:
-        to, hours = f"to top-1 of {target:g} %", lambda run: run.hours.get(reached(run))
-        rows.append(Row(f"time {to}", "target_h", hours, duration))
-        rows.append(Row("  epochs needed", "target_epochs", reached))
-        if price is not None:
-            until = lambda run: both.costs(run).get(reached(run))  # noqa: E731
-            rows.append(Row(f"cost {to}", "target_cost", until))
-    rows += [Row("cost of the whole run", "cost", cost)] if price is not None else []
+        rows.append(Row(f"time to top-1 of {target:g} %", "target_h", until_target, duration))
+        rows.append(Row("  epochs needed", "target_epochs", lambda run: run.reached(target)))
+    if target is not None and price is not None:
+        title = f"cost to top-1 of {target:g} %"
+        rows.append(Row(title, "target_cost", lambda run: cost(run, until_target(run))))
+    if price is not None:
+        rows.append(Row("cost of the whole run", "cost", lambda run: cost(run, run.total_hours)))
     rows.append(usual("waiting for data", "data_wait_share", "IO/wait_share", share))
-    rows += [*map(part, STEP_PARTS)]
-    rows += [*map(memory, ("parameters", "gradients", "optimizer", "activations"))]
-    if any(run.facts.get("sent_mb_per_step") for run in both.runs):
-        rows.append(fact("sent per step, MB per process", "sent_mb_per_step"))
+    for name in STEP_PARTS:
+        of = partial(step_share, name=name)
+        rows.append(Row(f"  share of step: {name}", f"step_{name}_share", of, share, rare=True))
+    for name in ("parameters", "gradients", "optimizer", "activations"):
+        key = f"{name}_mb"
+        rows.append(highest(f"{name}, MiB per process", key, f"Memory/{key}", rare=True))
     return [
         *rows,
+        fact("sent per step, MB per process", "sent_mb_per_step", rare=True),
         usual("GPU utilisation, %", "gpu_utilisation", "GPU/utilisation"),
         highest("GPU memory, GiB", "gpu_memory_gb", "GPU/memory_gb"),
         usual("GPU power, W", "gpu_w", "GPU/power_w", rare=True),
@@ -342,27 +308,30 @@ def _rows(both: Comparison) -> list[Row]:
     ]
 
 
-def step_parts(run: Run) -> dict[str, float | None]:
-    """The shares of a step spent on data, compute and communication."""
-    seconds = {}
-    for part in STEP_PARTS:
-        each = {x / 1000: y for x, y in run.points(f"Step/{part}_s").items()}
-        seconds[part] = value if (value := run.usual(f"Time/{part}")) is not None else typical(each)
-    whole = sum(value or 0.0 for value in seconds.values())
-    return {part: ratio(value, whole) for part, value in seconds.items()}
+def _best(tag: str, title: str, show: Callable) -> list[Row]:
+    """The best validation value, and when it was reached."""
+    key, val, ema = tag.lower(), f"{tag}/val", f"{tag}/ema"
+    hours = lambda run: run.hours.get(run.best(val)[1])  # noqa: E731
+    return [
+        Row(f"best val {title}", f"best_{key}", lambda run: run.best(val)[0], show),
+        Row("  in epoch", f"best_{key}_epoch", lambda run: run.best(val)[1]),
+        Row("  after", f"best_{key}_h", hours, duration),
+        Row("  of averaged weights", f"best_ema_{key}", lambda run: run.best(ema)[0], show, True),
+    ]
+
+
+def step_share(run: Run, name: str) -> float | None:
+    """The share of a step spent on one of `STEP_PARTS`."""
+    whole = sum(run.usual(f"Time/{part}") or 0.0 for part in STEP_PARTS)
+    return ratio(run.usual(f"Time/{name}"), whole)
 
 
 def _notes(both: Comparison) -> list[str]:
-    """Notes: problems of single runs, runs that cannot be compared and why, the kind of scaling
-    that the efficiency measures, and values that were not recorded."""
+    """Notes: problems of single runs, runs that cannot be compared and why, and the kind of scaling
+    that the efficiency measures."""
     runs = both.runs
-
-    def whose(some: Iterable[Run]) -> str:
-        labels = [run.label for run in some]
-        return "all runs" if 1 < len(labels) == len(runs) else ", ".join(labels)
-
     notes = [
-        f"{whose(run for run in runs if text in run.notes)}: {text}"
+        f"{', '.join(run.label for run in runs if text in run.notes)}: {text}"
         for text in dict.fromkeys(text for run in runs for text in run.notes)
     ]
     reference = both.bases[0] if both.bases else runs[0]
@@ -377,32 +346,19 @@ def _notes(both: Comparison) -> list[str]:
                 f"{run.label} differs from its base {run.base.label} in {what}: the efficiency "
                 "is not that of scaling alone"
             )
-    if len({(run.epochs, run.facts.get("epochs")) for run in runs}) > 1:
-        each = "; ".join(f"{run.label}: {run.epochs}" for run in runs)
-        notes.append(
-            f"the numbers of epochs differ ({each}), so best values and total times do too"
-        )
     for base in both.bases:
         group = [run for run in runs if run.base is base]
         gpus, per_gpu, whole = (
             {run.facts.get(key) for run in group}
             for key in ("gpus", "batch_per_gpu", "global_batch")
         )
-        kind = "neither the batch per GPU nor the global batch is equal"
+        kind = "at different batches per GPU"
         if None in per_gpu:
-            kind = "whether the batch per GPU is equal is not recorded"
+            kind = "the batches per GPU are not recorded"
         elif len(per_gpu) == 1:
             kind = "at an equal batch per GPU (weak scaling)"
         elif len(whole) == 1:
             kind = "at an equal global batch (strong scaling)"
         if len(gpus - {None}) > 1:
             notes.append(f"speed-up and efficiency: images/s relative to {base.label}, {kind}")
-    missing: dict[str, list[str]] = {}
-    explained = ["state", "target_h", *(["speed_up", "scaling_efficiency"] if both.bases else [])]
-    for row in both.rows:
-        lacking = [run for run, v in zip(runs, both.values[row.key], strict=True) if v in UNKNOWN]
-        if lacking and row.key not in explained and not row.title.startswith(" "):
-            missing.setdefault(whose(lacking), []).append(row.title + HINTS.get(row.key, ""))
-    if len(runs) > 1 and all(run.facts.get("image_size") is None for run in runs):
-        missing.setdefault("all runs", []).append("image size and data (assumed to be equal)")
-    return notes + [f"not recorded by {who}: {', '.join(what)}" for who, what in missing.items()]
+    return notes

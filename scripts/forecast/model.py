@@ -11,7 +11,6 @@ The jitter is fitted; all other constants come from data sheets or are estimates
 errors against published runs and our own.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -168,21 +167,6 @@ def choice(work: Workload, cluster: Cluster, gpus: int) -> tuple[Forecast, str]:
     }
     name = auto.mildest({name: one.step_s for name, one in found.items()})
     return found[name], name
-
-
-def not_worth_it(
-    work: Workload, cluster: Cluster, most: int, share: float = 0.5
-) -> tuple[int, float] | None:
-    """The first node from which on every further one, up to ``most``, adds less than ``share`` of
-    the images/s of the first node; None if there is none.
-
-    Returns the node's number and what it adds, as a share; below 0 if it slows training down.
-    """
-    counts = [nodes * cluster.gpus_per_node for nodes in range(1, most + 1)]
-    rates = [forecast(work, cluster, gpus).images_per_s for gpus in counts]
-    gains = [(after - before) / rates[0] for before, after in itertools.pairwise(rates)]
-    first = max((i + 1 for i, gain in enumerate(gains) if gain >= share), default=0)
-    return (first + 2, gains[first]) if first < len(gains) else None
 
 
 def fit_compute(work: Workload, cluster: Cluster, gpus: int, step_s: float) -> Workload:

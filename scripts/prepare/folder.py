@@ -168,14 +168,14 @@ def _write(out: Path, items: list[Item]) -> tuple[int, list[str]]:
 
 def fill(
     out: Path, what: str, wanted: tuple[str, ...], open_source: Callable[..., Any], workers: int
-) -> int | None:
+) -> int:
     """Write all images that are missing.
 
     ``what`` is the command and all that determines the content, ``wanted`` the splits that ``out``
     is to have. ``open_source`` returns a `Split` for each unfinished split, or for some of them.
 
-    Returns: the number of images that could not be decoded; None if there was nothing to do.
-    Raises: `UserError`; the same command then continues.
+    Returns: the number of images that could not be decoded. Raises: `UserError`; the same command
+    then continues.
     """
     with locked(out, what) as marker:
         counts, faults = dict(marker.get("counts", {})), 0
@@ -193,7 +193,7 @@ def fill(
     found = {split: len(class_names(out / split)) for split in counts}
     numbers = ", ".join(f"{s} {n} images in {found[s]} classes" for s, n in counts.items())
     print(f"{'done' if todo else 'nothing to do'}: {out} holds {what}: {numbers}")
-    return faults if todo else None
+    return faults
 
 
 def _fill_split(out: Path, total: int, items: Iterable[Item], workers: int) -> int:

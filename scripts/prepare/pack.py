@@ -10,7 +10,6 @@ complete; running an interrupted command again writes the missing files.
 
 import io
 import os
-import shutil
 import sys
 import zlib
 from functools import partial
@@ -19,7 +18,7 @@ from typing import BinaryIO
 
 import numpy as np
 from prepare.folder import SPLITS, locked, mark, progress, spread
-from prepare.shrink import bytes_text, check_places, opened, reduce, reduced_size
+from prepare.shrink import check_places, opened, reduce
 from tqdm import tqdm
 
 from utils.atomic import remove_leftovers, save_atomically
@@ -27,8 +26,6 @@ from utils.data import pack
 from utils.data.index import ImageIndex, class_folders
 from utils.data.jpeg import to_rgb
 from utils.errors import UserError
-
-SAMPLE = 256  # images from whose size the size of the pack is estimated
 
 File = tuple[Path, range, ImageIndex]  # of a pack: its path, and its images in this index
 
@@ -87,33 +84,6 @@ def _make(size: int, job: tuple[Path, int, list[str]]) -> list[str]:
     return notes
 
 
-def _check_space(files: list[File], out: Path, size: int) -> None:
-    """Print the estimated size of the files. Raises: `UserError` if the disk has less space."""
-    paths = [index.path(image) for _, images, index in files for image in images]
-    sampled = paths[:: -(-len(paths) // SAMPLE)]
-    total = 0
-    for path in sampled:
-        data = Path(path).read_bytes()
-        try:
-            with opened(data) as picture:
-                width, height = reduced_size(*picture.size, size)
-                total += 3 * width * height
-        except ValueError:
-            total += len(data)
-    mean, free = total / len(sampled), shutil.disk_usage(out).free
-    wanted = mean * len(paths)
-    print(
-        f"{len(paths)} images to pack: about {bytes_text(wanted)} in {len(files)} files, "
-        f"{bytes_text(mean)} an image; {bytes_text(free)} are free in {out}",
-        flush=True,
-    )
-    if wanted > free:
-        raise UserError(
-            f"the pack needs about {bytes_text(wanted - free)} more than the disk of {out} has: "
-            "make room, choose another folder or a smaller --size"
-        )
-
-
 def _write(files: list[File], size: int, workers: int) -> None:
     for folder in {path.parent for path, *_ in files}:
         folder.mkdir(exist_ok=True)
@@ -146,8 +116,8 @@ def _join(folder: Path, files: list[Path], index: ImageIndex, size: int) -> np.n
 def pack_folder(source: Path, out: Path, size: int, workers: int) -> None:
     """Write the packed copy of an image folder, its short sides at most ``size`` pixels.
 
-    Raises: OSError if a file cannot be opened; `UserError` if the disk is too small, or ``out``
-    holds something else or is being written; and what `check_places` raises.
+    Raises: OSError if a file cannot be opened; `UserError` if ``out`` holds something else or is
+    being written; and what `check_places` raises.
     """
     source, out, splits = check_places(source, out)
     indices = {s: ImageIndex(source / s, class_folders(source / s), shows=True) for s in splits}
@@ -161,7 +131,6 @@ def pack_folder(source: Path, out: Path, size: int, workers: int) -> None:
             files.append((out / split / pack.file_name(number), part, index))
     with locked(out, what):
         if missing := [one for one in files if read_end(one[0]) is None]:
-            _check_space(missing, out, size)
             mark(out, what, False, {})
             _write(missing, size, workers)
         faults = 0
@@ -173,7 +142,7 @@ def pack_folder(source: Path, out: Path, size: int, workers: int) -> None:
     total = sum(path.stat().st_size for path, *_ in files)
     print(
         f"{'done' if missing else 'nothing to do'}: {out}: {sum(counts.values())} images in "
-        f"{len(files)} files, {bytes_text(total)}"
+        f"{len(files)} files, {tqdm.format_sizeof(total, 'B')}"
     )
     if faults:
         print(f"{faults} images cannot be decoded, and are stored as they are")

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 from prepare.folder import SPLITS, Item, Split, fill, images_by_class, read_marker
-from tqdm import tqdm
 
 from utils.data.jpeg import to_rgb
 from utils.errors import UserError
@@ -109,40 +108,28 @@ def check_places(source: Path, out: Path) -> tuple[Path, Path, list[str]]:
     return source, out, splits
 
 
-def bytes_text(number: float) -> str:
-    """A number of bytes with its unit."""
-    return tqdm.format_sizeof(number, "B")
-
-
 def shrink_folder(source: Path, out: Path, size: int, quality: int, workers: int) -> None:
     """Write the shrunk copy of an image folder (train/CLASS/, val/CLASS/, test/CLASS/).
 
     Raises: OSError if a file cannot be opened, and what `check_places` and `fill` raise.
     """
     source, out, splits = check_places(source, out)
-    listed = {split: dict(images_by_class(source / split)) for split in splits}
-    places = {
-        split: [f"{split}/{name}" for names in classes.values() for name in names]
-        for split, classes in listed.items()
-    }
 
     def item(place: str) -> Item:
         path = source / place
         return Item(place, partial(shrink, path, size=size, quality=quality), path)
 
     def todo(missing: list[str]) -> dict[str, Split]:
+        found = {}
         for split in missing:
-            for label in listed[split]:  # without images, too, as class numbers must not change
+            places = []
+            for label, names in images_by_class(source / split):
+                # Without images, too, as class numbers must not change.
                 (out / split / label).mkdir(parents=True, exist_ok=True)
-        return {split: (len(places[split]), map(item, places[split])) for split in missing}
+                places += [f"{split}/{name}" for name in names]
+            found[split] = len(places), map(item, places)
+        return found
 
     what = f"shrink (source {source}, size {size}, quality {quality})"
-    faults = fill(out, what, tuple(splits), todo, workers)
-    if faults is None:
-        return
-    every = [place for some in places.values() for place in some]
-    old, new = (sum((root / place).stat().st_size for place in every) for root in (source, out))
-    saved = 100 * (1 - new / max(1, old))
-    print(f"{bytes_text(old)} before, {bytes_text(new)} after, {saved:.1f} % saved")
-    if faults:
+    if faults := fill(out, what, tuple(splits), todo, workers):
         print(f"{faults} images cannot be decoded, and were copied as they are")
