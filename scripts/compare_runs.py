@@ -5,8 +5,8 @@
 
 Reads the TensorBoard event files of each run, ours or those of older suites with the same tags, and
 nothing else. Options that an event file does not record are taken from the folder's name. Unknown
-values are shown as `-` and named below the table. Speed-ups are relative to the run with the fewest
-GPUs. The table is also written to DIR as Markdown and CSV, with the pictures and compare.html.
+values are shown as `-`. Speed-ups are relative to the run with the fewest GPUs. The table is also
+written to DIR as Markdown and CSV, with the pictures and compare.html.
 """
 
 import argparse

@@ -98,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     archive = sources.CIFAR_ARCHIVE
     text = "CIFAR-10: 60,000 colour images, 32 x 32 pixels"
     option = add("cifar10", fill_from, text)
-    text = f"{archive} or the folder extracted from it (default: a download)"
+    text = f"{archive}, or the folder that it is in (default: a download)"
     option("--source", type=Path, metavar="PATH", help=text)
 
     text = "ImageNet 2012: 1,281,167 training and 50,000 validation images of 1000 classes"

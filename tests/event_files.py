@@ -8,9 +8,10 @@ from pathlib import Path
 import compare_runs
 from compare.table import Comparison
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
-from tensorboard.util.tensor_util import make_tensor_proto
+
+from utils.tensorboard import entry
 
 SCRIPT = "scripts/compare_runs.py"
 BEGAN = 1_596_976_425.0  # 9 August 2020
@@ -24,39 +25,34 @@ def folder_name(gpus: int, batch: int = 208, mode: str = "O2", arch: str = "resn
     return f"Aug09_12-33-45_hal_{arch}_gpux{gpus}_b{batch}_cpu20_{mode}"
 
 
-def scalar(tag: str, number: float, tensor: bool = False) -> Summary.Value:
-    """A scalar as torch 1.x (a plain number) or as TensorFlow 2 (a tensor) writes it."""
-    if not tensor:
-        return Summary.Value(tag=tag, simple_value=number)
-    data = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"))
-    return Summary.Value(tag=tag, tensor=make_tensor_proto(number, dtype="float32"), metadata=data)
-
-
 def write(
     folder: Path,
     epochs: Mapping[int, Mapping[str, float]],
     began: float = BEGAN,
     seconds: float = 100.0,
-    tensor: bool = False,
+    options: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write one event file: ``epochs[x][tag]``, each epoch ``seconds`` after the one before."""
+    """Write one event file: ``epochs[x][tag]``, each epoch ``seconds`` after the one before. With
+    ``options``, as a run of this suite that was killed."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"events.out.tfevents.{began:.0f}.hal01.1234.0"
     with open(path, "wb") as file:
         writer = RecordWriter(file)
         writer.write(Event(wall_time=began, file_version="brain.Event:2").SerializeToString())
+        for summary in entry(options) if options else ():
+            writer.write(Event(wall_time=began, summary=summary).SerializeToString())
         now = began
         for x, values in epochs.items():
             now += seconds
             for tag, number in values.items():
-                summary = Summary(value=[scalar(tag, number, tensor)])
+                summary = Summary(value=[Summary.Value(tag=tag, simple_value=number)])
                 event = Event(wall_time=now, step=x, summary=summary)
                 writer.write(event.SerializeToString())
     return path
 
 
 def epochs_of(
-    rate: float, batch: int, top1: Sequence[float] = (20, 40, 60, 75), first: int = 0
+    rate: float, batch: int, top1: Sequence[float] = (20, 40, 60, 75), first: int = 1
 ) -> dict[int, dict[str, float]]:
     """All tags of 2020 for some epochs of ``rate`` images/s with a global ``batch``; the first
     epoch is slow."""
@@ -79,10 +75,10 @@ def epochs_of(
     return found
 
 
-def write_hal(root: Path, **changes: object) -> Path:
+def write_hal(root: Path, seconds: float = 100.0) -> Path:
     """The six runs of the cluster, in ``root``."""
     for gpus, rate in HAL.items():
-        write(root / folder_name(gpus), epochs_of(rate, 208 * gpus), **changes)
+        write(root / folder_name(gpus), epochs_of(rate, 208 * gpus), seconds=seconds)
     return root
 
 

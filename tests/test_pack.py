@@ -3,14 +3,12 @@
 import argparse
 import functools
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -80,7 +78,6 @@ def test_names_classes_and_reports(source, packed):
     assert done.code == 0
     lines = done.err.splitlines()
     assert sum("stored as it is: " in line for line in lines) == 3
-    assert "49 images to pack: about" in done.out and "are free in" in done.out
     assert f"done: {out}: 49 images in 2 files" in done.out
     assert "3 images cannot be decoded" in done.out
     assert class_folders(out / "train") == class_folders(source / "train")
@@ -173,7 +170,7 @@ def test_damaged_pixels_are_found_by_verify_and_made_again(source, copy, packed)
     assert np.array_equal(*(index_of(one).pack.records["crc"] for one in (copy, packed[0])))
 
 
-def test_what_is_refused(source, copy, tmp_path, monkeypatch):
+def test_what_is_refused(source, copy, tmp_path):
     new = tmp_path / "new"
     for command in ("shrink", "pack"):
         assert "has no images in train/CLASS/" in fail(command, copy, new)
@@ -181,8 +178,6 @@ def test_what_is_refused(source, copy, tmp_path, monkeypatch):
     assert f"not pack (source {source}, size 32," in fail("pack", source, copy, "--size", 32)
     other = shutil.copytree(source, tmp_path / "other")
     assert "that this command did not make" in fail("pack", source, other)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=200_000))
-    assert re.search(r"needs about .*kB more than the disk of", fail("pack", source, new))
     assert not new.exists()
 
 
@@ -225,7 +220,7 @@ def test_killed_while_packing_it_keeps_what_is_whole_and_finishes(tmp_path, monk
     (out / "train" / ".77.tmp").write_bytes(b"half")
     written = first.stat().st_mtime_ns, first.stat().st_ino
     text = succeed("pack", tmp_path / "many", out)
-    assert "4096 images to pack" in text and f"{images} images in 2 files" in text
+    assert f"{images} images in 2 files" in text
     assert (first.stat().st_mtime_ns, first.stat().st_ino) == written
     assert sorted(os.listdir(out / "train")) == ["00000.pixels", "00001.pixels", "pack.npz"]
     assert sorted(os.listdir(out)) == [".prepared.json", "train"]

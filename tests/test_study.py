@@ -337,7 +337,7 @@ def test_over_ssh_launcher_and_node_are_killed(folder, tmp_path):
                 done = nodes[0].run(words, env=ENV, timeout=4 * TIMEOUT)
             assert done.code == 0, done.out + done.err  # at the second attempt, after a loss
             page = (place / "book/s.md").read_text()
-            assert "worth it" in page
+            assert "--comm auto takes" in page
             assert "3 of 3 arms finished" in page
             tables.append(lines_without_times(place / "book/s.md"))
             assert eventually(lambda: not any(node.processes() for node in nodes[1:]))

@@ -91,7 +91,7 @@ def draw(
             if only and name not in only:
                 continue
             figure, file = make(), out / f"{prefix}{name}.png"
-            for kind in {"png", *formats}:
+            for kind in dict.fromkeys(("png", *formats)):
                 # Fast compression: the strongest takes longer than the drawing.
                 more = {"pil_kwargs": {"compress_level": 4}} if kind == "png" else {}
                 figure.savefig(file.with_suffix(f".{kind}"), metadata=NO_DATE[kind], **more)

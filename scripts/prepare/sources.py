@@ -30,7 +30,7 @@ FASHION_FILES = tuple(
     f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
 )
 DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")
-CIFAR_ARCHIVE, CIFAR_FOLDER = "cifar-10-python.tar.gz", "cifar-10-batches-py"
+CIFAR_ARCHIVE = "cifar-10-python.tar.gz"
 ARCHIVES = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
 KAGGLE_CSV, KAGGLE_IMAGES = "LOC_val_solution.csv", "ILSVRC/Data/CLS-LOC"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
@@ -175,23 +175,18 @@ def fashion_mnist(source: Path | None, missing: list[str]) -> dict[str, Split]:
 
 
 def cifar10(source: Path | None, missing: list[str]) -> dict[str, Split]:
-    """CIFAR-10: the archive, the folder extracted from it, or the folder of either."""
+    """CIFAR-10: the archive, or the folder that it is in; without either, a download."""
     from torchvision.datasets import CIFAR10
     from torchvision.datasets.utils import extract_archive
 
     with tempfile.TemporaryDirectory() as folder:
         if source:
-            places = (source, source / CIFAR_ARCHIVE, source / CIFAR_FOLDER)
-            found = (p for p in places if p.is_file() or (p / "data_batch_1").is_file())
-            path = next(found, None)
-            if path is None:
-                raise UserError(f"neither {CIFAR_ARCHIVE} nor {CIFAR_FOLDER} was found at {source}")
-            if path.is_dir():  # torchvision checks the MD5 sum of each batch
-                Path(folder, CIFAR_FOLDER).symlink_to(path)
-            else:
-                _check_md5(path, CIFAR10.tgz_md5)
-                with _reading(path):
-                    extract_archive(str(path), folder)
+            path = source / CIFAR_ARCHIVE if source.is_dir() else source
+            if not path.is_file():
+                raise UserError(f"there is no {path}")
+            _check_md5(path, CIFAR10.tgz_md5)
+            with _reading(path):
+                extract_archive(str(path), folder)
         return _small("CIFAR10", folder, source, missing)
 
 
