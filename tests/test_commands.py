@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import joined
@@ -14,7 +13,6 @@ from utils.launch.network import free_port
 
 # The last of several equal options counts, so these shrink a line without changing its form.
 TINY = "-a resnet18 --image-size 32 -b 5 --workers 0 --epochs 1 --lr 0.01"
-LONG = pytest.mark.long
 
 
 def ends_well(*lines: str, **env: str) -> list[Result]:
@@ -22,11 +20,8 @@ def ends_well(*lines: str, **env: str) -> list[Result]:
     results = shell(*lines, **env)
     for result in results:
         assert result.code == 0, result.out + result.err
-        # When all is done, the torchrun with the store may be gone before the other one has its
-        # answer; torch logs that with a traceback, and counts the run as a success.
-        said = re.sub(r"(?m)^E\d{4} .*agent/server/api\.py.*\n", "", result.err)
-        assert "Traceback" not in said, result.err
-        assert "error" not in said, result.err
+        assert "Traceback" not in result.err, result.err
+        assert "error" not in result.err, result.err
     return results
 
 
@@ -57,15 +52,8 @@ def assert_trained(run: Path, **wanted: object) -> None:
             "gpux2_b5_cpu0_ddp",
             {"mode": "ddp", "world_size": 2, "nodes": 1, "global_batch": 10},
         ),
-        pytest.param(
-            # AlexNet needs larger images.
-            "imagenet_nd.py -a alexnet --lr 0.01 --image-size 64",
-            "gpux1_b5_cpu0_nd",
-            {"mode": "nd", "arch": "alexnet"},
-            marks=LONG,
-        ),
     ],
-    ids=["dp", "ddp", "alexnet"],
+    ids=["dp", "ddp"],
 )
 def test_one_line(folder, tmp_path, line, name, wanted):
     """DATA comes from $IMAGENET_DIR, and runs go into "runs"; in other tests both are typed."""
@@ -77,7 +65,6 @@ def test_one_line(folder, tmp_path, line, name, wanted):
     assert_trained(run, **wanted)
     weights = torch.load(run / "snapshot.pt", weights_only=True)["model"]
     assert not any(name.startswith("module.") for name in weights)
-    shutil.rmtree(tmp_path)  # AlexNet's snapshot takes 0.7 GB
 
 
 @pytest.mark.parametrize(
@@ -114,68 +101,32 @@ def test_help_has_groups_and_defaults(mode):
     assert f"imagenet_{mode}.py" in done.out.partition("data:")[0].partition("\n\n")[2]  # examples
 
 
-# ---- a line on each of two nodes
-
-PLACE = "--master_addr=127.0.0.1 --master_port={port}"
-WRAPPER = (
-    "ARCH=resnet50 NPROC=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
-    " bash scripts/multi_node_train.sh 1.5 {rank} 2 mine 8 --"
-)
+# ---- several processes
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "python imagenet_ddp.py -a resnet50 --dist-url tcp://127.0.0.1:{port} --dist-backend nccl"
-        # Each node's own idea of when a line is due, 01 and 11 steps: that of node 0 counts.
-        " --world-size 2 --rank {rank} -p {rank}1 --desired-acc 0.75",
-        WRAPPER,
-        *(
-            pytest.param(line, marks=LONG)
-            for line in (
-                "MASTER_PORT={port} MASTER_ADDR=127.0.0.1 WORLD_SIZE=2 NODE_RANK={rank} python"
-                " imagenet_ddp.py",
-                "torchrun --nnodes=2 --node_rank={rank} --nproc_per_node=1 "
-                f"{PLACE} imagenet_ddp.py",
-                "python -m torch.distributed.launch --nproc_per_node=1 --nnodes=2"
-                f" --node_rank={{rank}} {PLACE} imagenet_ddp_apex.py --opt-level O0",
-            )
-        ),
-    ],
-    ids=["dist_url", "wrapper", "environment", "torchrun", "launch"],
-)
-def test_two_nodes(folder, tmp_path, line):
-    """Node 0 alone writes, but for the log of its wrapper."""
-    port = free_port()
-    results = ends_well(
-        *(
-            line.format(rank=rank, port=port) + f" {folder} {TINY} --output-dir {tmp_path}/{rank}"
-            for rank in (0, 1)
-        )
-    )
-    others = [path for path in (tmp_path / "1").rglob("*") if path.is_file()]
-    assert [path.name for path in others] == (["node1.log"] if line == WRAPPER else [])
+def test_two_nodes(folder, tmp_path):
+    """Node 0 alone writes."""
+    line = f"python imagenet_ddp.py {TINY} --dist-url tcp://127.0.0.1:{free_port()} {folder}"
+    line += " --dist-backend nccl --desired-acc 0.75 --world-size 2 --output-dir "
+    # Each node's own idea of when a line is due, 1 and 11 steps: that of node 0 counts.
+    more = (f"{tmp_path}/{rank} --rank {rank} -p {rank}1" for rank in (0, 1))
+    results = ends_well(*(line + words for words in more))
+    assert not [path for path in (tmp_path / "1").rglob("*") if path.is_file()]
     run = only_run(tmp_path / "0")
-    comm = None if "apex" in line else "fp32"  # an option of imagenet_ddp.py
-    assert_trained(run, world_size=2, nodes=2, global_batch=10, comm=comm)
+    assert_trained(run, world_size=2, nodes=2, global_batch=10, comm="fp32")
     for result in results:  # nobody sits before a silent terminal
-        assert "Epoch 1/1" in result.out
-    notes = [one for one in results[0].out.splitlines() if "gloo" in one]
-    assert len(notes) == ("nccl" in line)
-    assert all("nccl" in one for one in notes)
-    if line == WRAPPER:
-        assert run.name == "mine"
-        for rank, log in enumerate((run / "node0.log", *others)):
-            assert "Epoch 1/1" in log.read_text()
-            assert f"imagenet_ddp.py -n 2 -nr {rank} -g 1 -b 8" in log.read_text()
+        assert result.out.count("Epoch 1/1 step ") == 12 // 2
+    (note,) = [text for text in results[0].out.splitlines() if "gloo" in text]
+    assert "nccl" in note
+    assert "gloo" not in results[1].out
 
 
 def test_launch_module_with_o2(folder, tmp_path):
     """One step in float16, which is slow on the CPU."""
     ends_well(
         f"python -m torch.distributed.launch --nproc_per_node=2 --master_port={free_port()}"
-        " imagenet_ddp_apex.py -a resnet50 --b 208 --workers 20 --opt-level O2"
-        f" {folder} {TINY} --b 20 --classes 2 --image-size 16 --output-dir {tmp_path}"
+        " imagenet_ddp_apex.py -a resnet18 --b 208 --workers 20 --opt-level O2"
+        f" {folder} {TINY} --b 20 --classes 2 --output-dir {tmp_path}"
     )
     run = only_run(tmp_path)
     assert_trained(run, world_size=2, global_batch=40, mode="apex", val_images=14)
@@ -186,17 +137,6 @@ def test_launch_module_with_o2(folder, tmp_path):
 
 
 # ---- wrappers for the shell
-
-
-def test_one_node_wrapper_stops_in_time_and_goes_on(folder, tmp_path):
-    environment = f"DATA={folder} SCRIPT=imagenet_ddp.py ARCH=resnet18 NPROC=1"
-    rest = f"mine 5 -- --image-size 32 -j 0 --epochs 1 --output-dir {tmp_path}"
-    run = tmp_path / "mine"
-    ends_well(f"{environment} bash scripts/one_node_train.sh 0 {rest}")
-    assert summary(run)["finished_because"] == "train_time"
-    (done,) = ends_well(f"{environment} bash scripts/one_node_train.sh 1.5 {rest}")
-    assert "resumed from" in done.out
-    assert_trained(run, world_size=1, global_batch=5, arch="resnet18", mode="ddp")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,6 +144,14 @@ class Service(ThreadingHTTPServer):
         self.tokens = 0  # given out; only the last one is good
         self.asked = 0  # questions with a good token
 
+    def __enter__(self) -> "Service":
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
 
 class Answer(BaseHTTPRequestHandler):
     """One request to a `Service`."""
@@ -153,22 +159,18 @@ class Answer(BaseHTTPRequestHandler):
     server: Service
 
     def do_PUT(self) -> None:
-        seconds = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
-        if self.path != "/latest/api/token" or not 1 <= int(seconds or 0) <= 21600:
-            self._send(400)
-            return
-        self.server.tokens += 1
-        self._send(200, f"token{self.server.tokens}")
+        seconds = int(self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "0"))
+        is_right = self.path == "/latest/api/token" and 1 <= seconds <= 21600
+        self.server.tokens += is_right
+        self._send(200 if is_right else 400, f"token{self.server.tokens}")
 
     def do_GET(self) -> None:
-        if self.headers.get("X-aws-ec2-metadata-token") != f"token{self.server.tokens}":
-            self._send(401)
-            return
-        self.server.asked += 1
-        is_there = self.path == "/latest/meta-data/spot/instance-action" and self.server.notice
-        self._send(200 if is_there else 404, is_there or "")
+        is_known = self.headers.get("X-aws-ec2-metadata-token") == f"token{self.server.tokens}"
+        self.server.asked += is_known
+        is_right = self.path == "/latest/meta-data/spot/instance-action" and self.server.notice
+        self._send((200 if is_right else 404) if is_known else 401, self.server.notice or "")
 
-    def _send(self, code: int, text: str = "") -> None:
+    def _send(self, code: int, text: str) -> None:
         self.send_response(code)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
@@ -178,14 +180,6 @@ class Answer(BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def serve() -> Iterator[Service]:
-    with Service() as service:
-        threading.Thread(target=service.serve_forever, daemon=True).start()
-        yield service
-        service.shutdown()
-
-
 def test_a_spot_notice_for_one_node_stops_both(folder, tmp_path):
     """Node 1 alone is reclaimed; both nodes stop with a snapshot, after the same step."""
     model, env = tiny(step_seconds=0.05)
@@ -193,8 +187,8 @@ def test_a_spot_notice_for_one_node_stops_both(folder, tmp_path):
     line += ("--name", "run", folder, "-n", "2", "-g", "1")
     line += ("--dist-url", f"tcp://127.0.0.1:{free_port()}", "-nr")
     with (
-        serve() as quiet,
-        serve() as reclaimed,
+        Service() as quiet,
+        Service() as reclaimed,
         start("imagenet_ddp.py", *line, 0, "--spot-notice", quiet.url, **env) as main,
         start("imagenet_ddp.py", *line, 1, "--spot-notice", reclaimed.url, **env) as other,
     ):
@@ -220,7 +214,7 @@ def test_a_spot_service_that_comes_late_is_heard(monkeypatch, logged):
     stop = StopRequest(World(torch.device("cpu")), None, 0.0)
     stop.watch_spot(missing)
     assert eventually(lambda: logged)
-    with serve() as service:
+    with Service() as service:
         monkeypatch.setattr(stopping, "_spot_notice", lambda _: real(service.url))
         assert eventually(lambda: service.asked > 3)
         assert stop.poll() is None

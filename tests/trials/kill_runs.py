@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kill runs at random instants, resume them, and compare them with an undisturbed run.
 
-    python tests/trials/kill_runs.py [--kills 100] [--seed 0] [--snapshot-minutes 0.01]
+    python tests/trials/kill_runs.py [--kills 100] [--seed 0] [--output-dir DIR]
 
 Each of imagenet_nd.py and, with -g 2, imagenet_ddp.py, imagenet_ddp_apex.py and imagenet_fsdp.py
 trains a tiny model of tests/stand_in on 300 drawn images: once undisturbed, then in runs that get a
@@ -25,7 +25,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,42 +32,34 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
 from trials.kill_checks import Checks  # noqa: E402
 
-from utils.errors import UserError, report  # noqa: E402
-
 SCRIPTS = {
-    "nd": ("imagenet_nd.py", "-b", "10"),
-    "ddp": ("imagenet_ddp.py", "-g", "2", "-b", "5"),
-    "apex": ("imagenet_ddp_apex.py", "-g", "2", "-b", "5"),
-    "fsdp": ("imagenet_fsdp.py", "-g", "2", "-b", "5"),
+    "nd": "imagenet_nd.py -b 10",
+    "ddp": "imagenet_ddp.py -g 2 -b 5",
+    "apex": "imagenet_ddp_apex.py -g 2 -b 5",
+    "fsdp": "imagenet_fsdp.py -g 2 -b 5",
 }
 IMAGES, EPOCHS = 300, 4
 TRAINING = re.compile(r"^\d+ images in \d+ classes", re.MULTILINE)  # the line before the first step
 IN_TRAINING = 0.8  # share of the signals that wait for that line
 RECIPE = f"-a tiny_full --image-size 32 -j 1 -p 4 --epochs {EPOCHS} --lr 0.05 --crop-scale 0.5"
+RECIPE += " --resume auto --snapshot-minutes 0.01"
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 LIMIT = 120  # seconds that an attempt may take
 
 
-@dataclass
 class Case:
     """The runs of one script."""
 
-    name: str
-    root: Path
-    data: Path
-    snapshot_minutes: float
-    start_seconds: float = 0.0  # of the undisturbed run, until TRAINING
-    train_seconds: float = 0.0  # and from then on
-    signals: Counter = field(default_factory=Counter)
-    runs: int = 0
+    def __init__(self, name: str, root: Path, data: Path):
+        self.name, self.root, self.data = name, root, data
+        self.checks = Checks(root, 1 if name == "nd" else 2, EPOCHS)
+        self.start_seconds = self.train_seconds = 0.0  # of the undisturbed run, until TRAINING
+        self.signals: Counter = Counter()
+        self.runs = 0
 
-    def __post_init__(self) -> None:
-        self.checks = Checks(self.root, 1 if self.name == "nd" else 2, EPOCHS)
-        self.differences = self.checks.differences
-
-    def trainings(self, run: str) -> int:
-        """How often a run has started to train."""
-        return len(TRAINING.findall((self.root / f"{run}.log").read_text()))
+    def differs(self, run: str, how: str) -> None:
+        """Note a difference."""
+        self.checks.differences.append(f"{run} {how}, see {self.root}/{run}.log")
 
     @contextlib.contextmanager
     def attempt(self, run: str, until_training: bool) -> Iterator[subprocess.Popen]:
@@ -79,15 +70,14 @@ class Case:
         from conftest import environment
         from running import STAND_IN
 
-        folder = self.root / f"{run}_seen"
-        folder.mkdir(parents=True, exist_ok=True)
-        options = [*SCRIPTS[self.name], *RECIPE.split(), "--name", run, "--resume", "auto"]
-        options += ["--snapshot-minutes", self.snapshot_minutes, "--output-dir", self.root]
-        env = {"PYTHONPATH": STAND_IN, "STEP_SECONDS": "0.04", "SEEN_IMAGES": str(folder)}
-        with open(self.root / f"{run}.log", "a") as log:
-            before = self.trainings(run)
+        seen, path = self.root / f"{run}_seen", self.root / f"{run}.log"
+        seen.mkdir(parents=True, exist_ok=True)
+        words = f"{SCRIPTS[self.name]} {RECIPE} --name {run} --output-dir {self.root} {self.data}"
+        env = {"PYTHONPATH": STAND_IN, "STEP_SECONDS": "0.04", "SEEN_IMAGES": str(seen)}
+        with open(path, "a") as log:
+            before = len(TRAINING.findall(path.read_text()))
             process = subprocess.Popen(
-                [sys.executable, *map(str, options), str(self.data)],
+                [sys.executable, *words.split()],
                 cwd=ROOT,
                 env=environment(**env),
                 stdin=subprocess.DEVNULL,
@@ -95,13 +85,15 @@ class Case:
                 stderr=log,
                 start_new_session=True,
             )
-        while until_training and process.poll() is None and self.trainings(run) <= before:
+        while until_training and process.poll() is None:
+            if len(TRAINING.findall(path.read_text())) > before:
+                break
             time.sleep(0.01)
         yield process
         try:
             process.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            self.differences.append(f"{run} hung, see {self.root}/{run}.log")
+            self.differs(run, "hung")
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
@@ -113,8 +105,7 @@ class Case:
         if not self.train_seconds:
             self.start_seconds, self.train_seconds = start, time.monotonic() - began - start
         if process.returncode:
-            end = f"ended with code {process.returncode}"
-            self.differences.append(f"{run} {end}, see {self.root}/{run}.log")
+            self.differs(run, f"ended with code {process.returncode}")
 
     def disturb(self, run: str, source: random.Random, kills: int) -> int:
         """Kill a run until it ends by itself, at most ``kills`` times. Returns how often."""
@@ -134,11 +125,11 @@ class Case:
                         send = os.kill if signum == signal.SIGTERM else os.killpg
                         send(process.pid, signum)
             if left := wait_for_group(process.pid):
-                raise UserError(f"processes have outlived the run that started them: {left}")
+                self.differs(run, f"has left processes: {left}")
             if process.returncode == 0:
                 return done
             if not sent:
-                self.differences.append(f"{run} failed by itself, see {self.root}/{run}.log")
+                self.differs(run, "failed by itself")
                 return done
             self.signals[signum.name] += 1
             folder = self.root / run
@@ -151,7 +142,7 @@ class Case:
     def kill(self, kills: int, seed: str) -> None:
         """Kill runs ``kills`` times in all, and compare each with the undisturbed one."""
         source = random.Random(seed)
-        while kills > 0 and not self.differences:
+        while kills > 0 and not self.checks.differences:
             run = f"{self.name}_{self.runs}"
             kills -= self.disturb(run, source, kills)
             self.checks.compare(run, f"{self.name}_whole")
@@ -162,48 +153,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--kills", type=int, default=100, metavar="N", help="of all scripts together (%(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")
-    parser.add_argument(
-        "--snapshot-minutes", type=float, default=0.01, metavar="MIN", help="(%(default)s)"
-    )
-    parser.add_argument(
-        "--scripts", default=",".join(SCRIPTS), metavar="LIST", help="(%(default)s)"
-    )
+    parser.add_argument("--kills", type=int, default=100, help="of all scripts together")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="keep the runs there")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="kill_runs") as temporary:
-        root = (args.output_dir or Path(temporary, "runs")).resolve()
-        try:
-            if unknown := set(args.scripts.split(",")) - set(SCRIPTS):
-                raise UserError(f"--scripts {unknown.pop()} is not one of {', '.join(SCRIPTS)}")
-            cases = prepare(args, root, Path(temporary))
-            with ThreadPoolExecutor(len(cases)) as pool:  # different scripts at the same time
-                kills = [(args.kills + i) // len(cases) for i in range(len(cases))]
-                seeds = [f"{args.seed} {case.name}" for case in cases]
-                list(pool.map(Case.kill, cases, kills, seeds))
-            return summarize(cases)
-        except UserError as error:
-            return report(error)
-
-
-def prepare(args: argparse.Namespace, root: Path, temporary: Path) -> list[Case]:
-    """Draw the images and train the undisturbed runs."""
     from conftest import draw_folder
 
-    data = draw_folder(temporary / "data", train=IMAGES // 3)
-    cases = [
-        Case(name, root / f"seed{args.seed}_{os.getpid()}", data, args.snapshot_minutes)
-        for name in args.scripts.split(",")
-    ]
-    for case in cases:
-        whole = f"{case.name}_whole"
-        case.finish(whole)
-        if not case.differences:
-            case.checks.check_epochs(whole, IMAGES)
-    return cases
+    with tempfile.TemporaryDirectory(prefix="kill_runs") as temporary:
+        root = (args.output_dir or Path(temporary, "runs")).resolve()
+        data = draw_folder(Path(temporary, "data"), train=IMAGES // 3)
+        cases = [Case(name, root / f"seed{args.seed}_{os.getpid()}", data) for name in SCRIPTS]
+        for case in cases:
+            case.finish(f"{case.name}_whole")
+            if not case.checks.differences:
+                case.checks.check_epochs(f"{case.name}_whole", IMAGES)
+        with ThreadPoolExecutor(len(cases)) as pool:  # different scripts at the same time
+            kills = [(args.kills + i) // len(cases) for i in range(len(cases))]
+            list(pool.map(Case.kill, cases, kills, [f"{args.seed} {name}" for name in SCRIPTS]))
+        return summarize(cases)
 
 
 def summarize(cases: list[Case]) -> int:
@@ -212,10 +179,10 @@ def summarize(cases: list[Case]) -> int:
     print("|---|---|---|---|---|---|---|---|")
     for case in cases:
         signals = [case.signals[name] for name in ("SIGKILL", "SIGTERM", "SIGINT")]
-        cells = [" ".join(SCRIPTS[case.name][:-2]), sum(signals), *signals, case.runs]
-        cells += [case.checks.steps_repeated, len(case.differences)]
+        cells = [SCRIPTS[case.name], sum(signals), *signals, case.runs]
+        cells += [case.checks.steps_repeated, len(case.checks.differences)]
         print("".join(f"| {cell} " for cell in cells) + "|")
-    found = [text for case in cases for text in case.differences]
+    found = [text for case in cases for text in case.checks.differences]
     for text in found:
         print(f"error: {text}", file=sys.stderr)
     return 1 if found else 0
