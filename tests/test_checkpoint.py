@@ -1,6 +1,5 @@
 """What a run continues from: our snapshots, files of other programs, and files that do not fit."""
 
-import contextlib
 import io
 import os
 import pickle
@@ -78,8 +77,7 @@ def ours(state=None, options=OPTIONS):
 
 
 @pytest.mark.parametrize(
-    ("step", "batch", "expected"),
-    [(6, 32, 6), (6, 64, 3), (6, 16, 12), (6, 192, 1), (0, 80, 0), (6, 80, None)],
+    ("step", "batch", "expected"), [(6, 32, 6), (6, 64, 3), (6, 16, 12), (0, 80, 0), (6, 80, None)]
 )
 def test_position_moves_to_another_global_batch(tmp_path, step, batch, expected):
     content = ours(replace(trained(), step=step))
@@ -196,9 +194,7 @@ UNFIT = [  # where in a snapshot, what stands there, words of the message
     ),
     ("options", "none", ELSE),
     ("classes", ["a", "b"], "has other classes than the data .2: a,.*--classes"),
-    ("classes.0", "x", "--classes"),
     ("model", OTHER, r"does not fit this model.*it was trained with --image-size 64$"),
-    ("model", {}, "does not fit this model"),
     ("model/0.weight", "heavy", "does not fit this model"),
     ("model", {0: "cat", 1: "dog"}, "holds no model weights"),
     ("optimizer", torch.optim.SGD(nn.Linear(2, 2).parameters(), 1).state_dict(), "optimiser state"),
@@ -207,7 +203,6 @@ UNFIT = [  # where in a snapshot, what stands there, words of the message
     ("optimizer", [], ELSE),
     ("scaler.scale", "large", ELSE),
     ("progress", {}, ELSE),
-    ("progress", [1, 2], ELSE),
 ]
 
 
@@ -223,14 +218,6 @@ def test_a_file_that_does_not_fit_is_one_message(tmp_path, place, value, message
     with pytest.raises(UserError, match=message) as error:
         resumed(tmp_path, content, Namespace(**vars(ARGS) | SAVED), classes=CLASSES)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("epoch", ["two", float("inf"), [1]], ids=str)
-def test_an_epoch_that_is_no_number_is_one_message(tmp_path, epoch):
-    old = trained()
-    content = {"model": old.model.state_dict(), "optimizer": old.optimizer.state_dict()}
-    with pytest.raises(UserError, match=ELSE):
-        resumed(tmp_path, content | {"epoch": epoch})
 
 
 def bytes_of(content):
@@ -275,15 +262,11 @@ class Malicious:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize(
-    "write", [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x, 2))]
-)
-def test_code_in_a_file_is_refused_and_not_run(tmp_path, write):
+def test_code_in_a_file_is_refused_and_not_run(tmp_path):
     path, trace = tmp_path / "snapshot.pt", tmp_path / "executed"
-    write({"state_dict": {}, "args": Malicious(trace)}, path)
-    with pytest.raises(UserError, match=r"code in a checkpoint is never run"):
-        read_checkpoint(path)
+    content = {"state_dict": {}, "args": Malicious(trace)}
+    for written in (bytes_of(content), pickle.dumps(content, 2)):
+        path.write_bytes(written)
+        with pytest.raises(UserError, match=r"code in a checkpoint is never run"):
+            read_checkpoint(path)
     assert not trace.exists()
-    with contextlib.suppress(RuntimeError):
-        torch.load(path, weights_only=False)
-    assert trace.exists(), "it would have been run by a careless reader"

@@ -158,49 +158,45 @@ def place(tmp_path_factory) -> Place:
 
 # ---- one process
 
-STOPS = {
-    "SIGTERM": {"at": (1, 5), "signum": signal.SIGTERM},
-    "evaluation": {"at": (1, STEPS), "signum": signal.SIGTERM},
-    "SIGINT": {"at": (2, 3), "signum": signal.SIGINT, "group": True},
-    "SIGUSR1": {"at": (2, 20), "signum": signal.SIGUSR1},
-}
+STOPS = [
+    ((1, 5), signal.SIGTERM),
+    ((1, 10), signal.SIGKILL),
+    ((1, STEPS), signal.SIGTERM),  # in evaluation
+    ((2, 3), signal.SIGINT),
+    ((2, 10), signal.SIGKILL),
+    ((2, 20), signal.SIGUSR1),
+]
 
 
-def test_four_signals_end_in_snapshots_and_change_nothing(place):
-    seconds, run = [], place.root / "often"
-    for how in STOPS.values():
-        result = place.stop(ND, "often", *ONE, **how)
-        assert result.code == INTERRUPTED, result.err
+def test_signals_end_in_snapshots_and_change_nothing(place):
+    """Also when the process is killed, with snapshots of most steps."""
+    seconds, run, whole = [0.0], place.root / "often", place.root / "whole"
+    options = (*ONE, "--snapshot-minutes", "0")
+    for (epoch, step), signum in STOPS:
+        how = {"at": (epoch, step), "signum": signum, "group": signum != signal.SIGTERM}
+        result = place.stop(ND, "often", *options, **how, STEP_SECONDS="0.02")
+        done, steps = position(run)
+        assert done == epoch - 1
         assert "Traceback" not in result.err
-        assert summary(run)["finished_because"] == "interrupted"
-        epoch, step = how["at"]
-        assert summary(run)["epochs_done"] == epoch - 1
-        # In evaluation, none of whose images count; else the step that waits is finished.
-        assert position(run) == (epoch - 1, min(step + 1, STEPS))
+        if signum == signal.SIGKILL:
+            assert result.code == -signum
+            assert 0 < steps <= step
+            (run / ".snapshot.pt.12345.tmp").write_bytes(b"half a snapshot")
+        else:
+            assert result.code == INTERRUPTED, result.err
+            # In evaluation, none of whose images count; else the step that waits is finished.
+            assert steps == min(step + 1, STEPS)
+            found = summary(run)
+            assert (found["finished_because"], found["epochs_done"]) == ("interrupted", epoch - 1)
         seconds.append(snapshot(run)["progress"]["elapsed"])
-    place.finish("often", *ONE)
-    assert_same_run(run, place.root / "whole")
+    place.finish("often", *options)
+    assert_same_run(run, whole)
     seconds.append(snapshot(run)["progress"]["elapsed"])
-    assert 0 < seconds[0] < seconds[-1]
-    assert seconds == sorted(seconds)
-    place.finish("often", *ONE)  # there is nothing left to do
-    assert_same_run(run, place.root / "whole")
-    assert "epoch 3, step 0 (all 2 epochs are done)" in (run / "train.log").read_text()
-
-
-def test_a_killed_run_goes_on_from_the_last_snapshot(place):
-    """Killed in the middle of both epochs, with snapshots of most steps."""
-    run, options = place.root / "killed", (*ONE, "--snapshot-minutes", "0")
-    for at in ((1, 10), (2, 10)):
-        kill = {"signum": signal.SIGKILL, "group": True, "STEP_SECONDS": "0.05"}
-        assert place.stop(ND, "killed", *options, at=at, **kill).code == -signal.SIGKILL
-        epoch, step = position(run)
-        assert epoch == at[0] - 1
-        assert 0 < step <= at[1]
-    (run / ".snapshot.pt.12345.tmp").write_bytes(b"half a snapshot")
-    place.finish("killed", *options)
-    assert_same_run(run, place.root / "whole")
+    assert seconds == sorted(set(seconds))
     assert not list(run.glob(".*"))
+    place.finish("often", *ONE)  # there is nothing left to do
+    assert_same_run(run, whole)
+    assert "epoch 3, step 0 (all 2 epochs are done)" in (run / "train.log").read_text()
 
 
 def test_points_past_the_snapshot_are_drawn_again(place):
@@ -227,13 +223,20 @@ def test_another_start_epoch_trains_from_there(place):
 
 def test_time_limit_ends_in_a_snapshot_and_a_file_is_continued_in_place(place):
     run = place.finish("limited", *ONE, "--train-time", "0")
-    assert summary(run)["finished_because"] == "train_time"
-    assert summary(run)["epochs_done"] == 0
-    assert position(run) == (0, 1)
+    assert (summary(run)["finished_because"], position(run)) == ("train_time", (0, 1))
     assert "time limit" in (run / "train.log").read_text()
     model, env = tiny(full=True)
     train(ND, *model, *RECIPE, *ONE, "--resume", run / "snapshot.pt", place.images, **env)
     assert_same_run(run, place.root / "whole")
+
+
+def test_the_accuracy_that_is_desired_is_enough(place):
+    """Exactly that of the first epoch, of the better of both models."""
+    first = snapshot(place.root / "whole")["progress"]["history"][0]
+    desired = max(first["Top1/val"], first["Top1/ema"])
+    found = summary(place.finish("desired", *ONE, "--desired-acc", desired))
+    assert (found["finished_because"], found["epochs_done"]) == ("desired_acc", 1)
+    assert (found["best_top1"], found["best_epoch"]) == (desired, 1)
 
 
 # ---- two processes
@@ -242,18 +245,20 @@ def test_time_limit_ends_in_a_snapshot_and_a_file_is_continued_in_place(place):
 def test_two_processes_stopped_under_both_launchers_resume_bit_for_bit(place):
     """By SIGTERM to torchrun, and to rank 1 alone."""
     run, whole = place.root / "two_often", place.root / "two"
-    torchrun = (*TORCHRUN, "--nproc_per_node=2")
-    result = place.stop(DDP, "two_often", *TWO, at=(1, 5), launcher=torchrun)
-    assert result.code  # torchrun has a code, and a traceback, of its own for a signal
-    assert summary(run)["finished_because"] == "interrupted"
-    assert position(run)[0] == 0
-    assert 5 < position(run)[1] < STEPS
-    result = place.stop(DDP, "two_often", *TWO, "-g", 2, at=(2, 5), rank="1")
-    assert result.code == INTERRUPTED, result.err
-    assert "Traceback" not in result.err
-    assert summary(run)["finished_because"] == "interrupted"
-    assert position(run)[0] == 1
-    assert 5 < position(run)[1] < STEPS
+    ways = (
+        ((), {"launcher": (*TORCHRUN, "--nproc_per_node=2")}),
+        (("-g", 2), {"rank": "1"}),
+    )
+    for epoch, (options, how) in enumerate(ways, 1):
+        result = place.stop(DDP, "two_often", *TWO, *options, at=(epoch, 5), **how)
+        if options:  # torchrun has a code, and a traceback, of its own for a signal
+            assert result.code == INTERRUPTED, result.err
+            assert "Traceback" not in result.err
+        assert result.code
+        assert summary(run)["finished_because"] == "interrupted"
+        done, steps = position(run)
+        assert done == epoch - 1
+        assert 5 < steps < STEPS
     run_jobs([place.job(DDP, "two_often", *TWO, size=2)], place.root)
     assert_same_weights(run, whole)
     assert_same_curves(run, whole, tolerance=1e-6)
