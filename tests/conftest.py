@@ -8,8 +8,8 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,8 +49,8 @@ class Result:
         return errors[0]
 
     def fails_with(self, *words: object) -> None:
-        """Check that the command failed, and wrote one line to stderr, with ``words`` in it."""
-        assert self.code != 0, self.out
+        """Check that the command ended with code 2 and one line on stderr, with ``words`` in it."""
+        assert self.code == 2, self.out
         assert self.err.strip().splitlines() == [self.sentence], self.err
         for word in words:
             assert str(word) in self.sentence, self.sentence
@@ -91,37 +91,21 @@ def python(*arguments: object, timeout: float = TIMEOUT, **env: str) -> Result:
 
 
 def shell(*lines: str, timeout: float = TIMEOUT, **env: str) -> list[Result]:
-    """Type each line into its own shell in the repository's root, all at the same time."""
-    from running import wait_for_group  # which itself imports this file
+    """Type each line into its own shell in the repository's root, all at the same time.
 
-    started, results = [], []
+    Also waits for what a shell has left in the background: tee, at the end of a log.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    how = {"cwd": ROOT, "env": activated(**env), "start_new_session": True, **pipes}
+    typed = [subprocess.Popen(["bash", "-c", line], **how) for line in lines]
     try:
-        for line in lines:
-            files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
-            typed = subprocess.Popen(
-                ["bash", "-c", line],
-                cwd=ROOT,
-                env=activated(**env),
-                stdout=files[0],
-                stderr=files[1],
-                start_new_session=True,
-            )
-            started.append((typed, files))
-        for typed, files in started:
-            typed.wait(timeout)
-            # Also for what the shell has left in the background: tee, at the end of a log.
-            wait_for_group(typed.pid, 10)
-            for file in files:
-                file.seek(0)
-            results.append(Result(typed.returncode, *(file.read() for file in files)))
+        with ThreadPoolExecutor(len(typed)) as pool:
+            said = list(pool.map(lambda one: one.communicate(timeout=timeout), typed))
     finally:
-        for typed, files in started:
-            if typed.poll() is None:
-                os.killpg(typed.pid, signal.SIGKILL)
-                typed.wait()
-            for file in files:
-                file.close()
-    return results
+        for one in typed:
+            if one.poll() is None:
+                os.killpg(one.pid, signal.SIGKILL)
+    return [Result(one.returncode, *texts) for one, texts in zip(typed, said, strict=True)]
 
 
 def train(script: str, *arguments: object, processes: int = 0, **env: str) -> Result:

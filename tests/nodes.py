@@ -62,11 +62,6 @@ class Node:
         self.files: dict[str, str] = {}  # that it has its own versions of
         self.spaces = spaces(*_NAMESPACES)
 
-    @property
-    def netns(self) -> str:
-        """Path of the network namespace, for tools that want one (nsenter --net=...)."""
-        return f"/proc/{self.spaces.first}/ns/net"
-
     def set_up(self, rate: str | None) -> None:
         """Plug the node in, and give it its name, address and private folders."""
         plug_in(self.number, self.spaces, self.switch)
@@ -164,7 +159,7 @@ class Node:
         subprocess.run(away, capture_output=True, check=False)
 
     def start_sshd(self, **env: str) -> None:
-        """Let root in with the key of `Nodes.ssh_config`; logins find the variables ``env`` set."""
+        """Let root in with the key in ssh_config; logins find the variables ``env`` set."""
         need("sshd")
         config = self.folder / "sshd_config"
         key = self.folder / "host_key"
@@ -218,8 +213,8 @@ def type_on_each(nodes: list[Node], line: str, **env: str) -> list[Result]:
 class Nodes:
     """``count`` nodes named node0, node1, ... that reach each other; a list of `Node` in ``with``.
 
-    ``rate`` limits what each can send ("1gbit"). `ssh_config` is the ssh configuration with which
-    they reach each other as root, by name; each node has it as its /etc/ssh/ssh_config.
+    ``rate`` limits what each can send ("1gbit"). Each node's /etc/ssh/ssh_config lets root in, by
+    name, at nodes after `Node.start_sshd`.
     """
 
     def __init__(self, count: int, rate: str | None = None):
@@ -249,11 +244,6 @@ class Nodes:
             node.spaces.keeper.kill()  # all at once, as the kernel takes seconds for each
         self.stack.close()
 
-    @property
-    def ssh_config(self) -> Path:
-        """For ``ssh -F``; only nodes after `Node.start_sshd` answer."""
-        return self.folder / "ssh_config"
-
     def _configure_ssh(self, nodes: list[Node]) -> None:
         system = "/etc/ssh/ssh_config"
         if not shutil.which("ssh-keygen") or not Path(system).exists():
@@ -267,6 +257,5 @@ class Nodes:
             f"Host *\n  User root\n  IdentityFile {key}\n  IdentitiesOnly yes\n  LogLevel ERROR\n"
             "  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n"
         )
-        self.ssh_config.write_text(text)
         for node in nodes:
             node.replace(system, text)

@@ -123,16 +123,13 @@ class Process:
         self.command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Process) and self._key() == other._key()
+        return isinstance(other, Process) and hash(self) == hash(other)
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash((self.pid, self.started))
 
     def __repr__(self) -> str:
         return f"{self.pid}: {self.command}"
-
-    def _key(self) -> tuple[int, int]:
-        return self.pid, self.started
 
     def lives(self) -> bool:
         """Whether it still runs; a dead one whose exit code nobody has collected does not."""

@@ -47,35 +47,32 @@ def training_commands() -> list[str]:
     return [x for x in found if not x.startswith(("diff", "sbatch")) and "$OPTIONS" not in x]
 
 
-@pytest.mark.parametrize("line", training_commands())
-def test_training_commands_parse(line, parse, monkeypatch):
+def test_training_commands_parse(parse, monkeypatch):
     """As far as the script's own options: launchers and their options stand before its name."""
-    words = shlex.split(line, comments=True)
-    place = next(i for i, word in enumerate(words) if re.fullmatch(r"imagenet_\w+\.py", word))
-    is_folder = os.path.isdir
+    is_folder, words = os.path.isdir, []
     monkeypatch.setattr("os.path.isdir", lambda path: path in (*words, "/data") or is_folder(path))
-    assert parse(words[place].removesuffix(".py"), *words[place + 1 :])
+    for line in training_commands():
+        words = shlex.split(line, comments=True)
+        place = next(i for i, word in enumerate(words) if re.fullmatch(r"imagenet_\w+\.py", word))
+        assert parse(words[place].removesuffix(".py"), *words[place + 1 :]), line
 
 
 @pytest.mark.parametrize("document", LIMITS)
-def test_options_and_files_exist(document):
+def test_documents_are_short_and_their_options_and_files_exist(document):
     """But in blocks of text: they show outputs, and commands of earlier commits."""
-    text = re.sub(r"```text\n.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
+    whole = (ROOT / document).read_text()
+    assert whole.count("\n") <= LIMITS[document]
+    text = re.sub(r"```text\n.*?```", "", whole, flags=re.DOTALL)
     code = "\n".join(path.read_text() for path in CODE if path.suffix in (".py", ".sh", ".sbatch"))
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]", text)) - FOREIGN
-    known = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]", code))
+    option = r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]"
+    known = set(re.findall(option, code)) | FOREIGN
     known |= {f"--{name}" for name in re.findall(r'\("([a-z-]+)", ', code)}  # of tables of options
-    missing = named - known
+    missing = set(re.findall(option, text)) - known
     assert not missing, f"{document} names options that no command has"
     places = set(re.findall(r"(?<![\w/.-])(?:scripts|utils|tests|figures)/[\w./-]*\w", text))
     assert not {place for place in places if not (ROOT / place).exists()}
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert ((ROOT / document).parent / link).exists(), f"{document} links {link}"
-
-
-@pytest.mark.parametrize("document", LIMITS)
-def test_documents_are_short(document):
-    assert (ROOT / document).read_text().count("\n") <= LIMITS[document]
 
 
 def test_documents_messages_and_comments_use_the_terms_of_the_field():

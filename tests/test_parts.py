@@ -2,27 +2,21 @@
 
 import copy
 import sys
+from argparse import Namespace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from test_preprocessing import parse
 from torch import nn
 from torchvision.models import get_model, resnet
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.swin_transformer import SwinTransformer
 from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
 from torchvision.ops import StochasticDepth
-from torchvision.transforms import functional
 
-from utils.data.dataset import ImageBatches
-from utils.data.index import ImageIndex
 from utils.data.preprocessing import IMAGENET, Preprocessing
 from utils.errors import UserError
 from utils.model import blocks, models
-from utils.samplers import Batch
 
 
 def small_resnet(classes=5, seed=0):
@@ -47,6 +41,12 @@ def small_convnext():
     torch.manual_seed(0)
     stages = [CNBlockConfig(8, 16, 2), CNBlockConfig(16, None, 2)]
     return ConvNeXt(stages, stochastic_depth_prob=0.4, num_classes=5)
+
+
+@pytest.fixture
+def typed(parse, folder):
+    """A function that gives the options of words in front of the data."""
+    return lambda *words: Namespace(**parse("imagenet_nd", *words, folder))
 
 
 def same(one, other) -> bool:
@@ -133,29 +133,29 @@ def test_a_file_that_does_not_fit_is_a_sentence(tmp_path, content, sentence):
         models.load_weights(small_resnet(), file, "resnet18", "fc")
 
 
-def test_what_follows_the_option_may_be_the_data(monkeypatch, folder, tmp_path):
+def test_what_follows_the_option_may_be_the_data(typed, folder, tmp_path):
     line = ("-a", "inception_v3", "--pretrained")
-    args = parse(monkeypatch, folder, *line)
+    args = typed(*line)
     assert (args.pretrained, args.data, args.image_size) == (True, str(folder), 299)
     file = saved(tmp_path, {"model": {}})
-    args = parse(monkeypatch, folder, *line, file)
+    args = typed(*line, file)
     assert (args.pretrained, args.data) == (file, str(folder))
     assert args.preprocessing == models.preprocessing("inception_v3")
     with pytest.raises(UserError, match="is a folder, not a file"):
-        parse(monkeypatch, folder, *line, tmp_path)
+        typed(*line, tmp_path)
     with pytest.raises(UserError, match="there is no"):
-        parse(monkeypatch, folder, *line, tmp_path / "none.pth")
+        typed(*line, tmp_path / "none.pth")
     with pytest.raises(UserError, match="not with --pretrained"):
-        parse(monkeypatch, folder, *line, file, "--zero-init-gamma")
+        typed(*line, file, "--zero-init-gamma")
 
 
-def test_images_as_the_file_says(monkeypatch, folder, tmp_path):
+def test_images_as_the_file_says(typed, folder, tmp_path):
     wanted = Preprocessing((0.5,) * 3, (0.5,) * 3, "bicubic", 100, 110)
     file = saved(tmp_path, {"model": {}, "preprocessing": wanted.as_dict()})
-    assert parse(monkeypatch, folder, "--pretrained", file).preprocessing == wanted
-    args = parse(monkeypatch, folder, "--pretrained", file, "--image-size", 50)
+    assert typed("--pretrained", file).preprocessing == wanted
+    args = typed("--pretrained", file, "--image-size", 50)
     assert (args.preprocessing.val_resize_size, args.preprocessing.mean) == (55, wanted.mean)
-    assert parse(monkeypatch, folder, "-a", "resnet18").preprocessing == IMAGENET
+    assert typed("-a", "resnet18").preprocessing == IMAGENET
 
 
 # ---- --freeze
@@ -258,21 +258,6 @@ def test_activations_computed_twice_give_the_same_bits(build, size, said):
     assert torch.equal(model(images), copy.deepcopy(model)(images))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("build", "size"), [(small_resnet, 32), (small_convnext, 32)])
-def test_compiled_activations_are_computed_twice(build, size, monkeypatch):
-    """With the real tracer, and a back end that does not change what it is given."""
-    expected, _ = train(build(), size)
-    model = build()
-    blocks.checkpoint_blocks(model)
-    compiled = torch.compile(model, backend="aot_eager", dynamic=False)
-    found, _ = train(compiled, size)
-    found = {name.removeprefix("_orig_mod."): value for name, value in found.items()}
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=name)
-
-
 # ---- --zero-init-gamma, --drop-path
 
 
@@ -325,10 +310,10 @@ def test_timms_models_are_asked_for_stochastic_depth_and_size(monkeypatch):
 # ---- the options together
 
 
-def test_build_does_what_the_options_say(monkeypatch, folder, tmp_path):
+def test_build_does_what_the_options_say(typed, folder, tmp_path):
     file = saved(tmp_path, get_model("resnet18").state_dict())
     line = ("--pretrained", file, "--image-size", 32, "--freeze", "--activation-checkpointing")
-    args = parse(monkeypatch, folder, *line)
+    args = typed(*line)
     model = models.build(args, 5)
     assert [p.shape[0] for p in model.parameters() if p.requires_grad] == [5, 5]
     assert args.model_notes[0].endswith("120 of 122 tensors; new: fc.weight, fc.bias")
@@ -337,24 +322,6 @@ def test_build_does_what_the_options_say(monkeypatch, folder, tmp_path):
         "--activation-checkpointing: 8 BasicBlock",
     ]
     torch.manual_seed(0)
-    plain = models.build(parse(monkeypatch, folder), 5)
+    plain = models.build(typed(), 5)
     torch.manual_seed(0)
     assert same(plain.state_dict(), get_model("resnet18", num_classes=5).state_dict())
-
-
-# ---- small images
-
-
-def test_small_files_become_large_images_on_their_way(tmp_path):
-    """CIFAR-10's 32 pixels at --image-size 224, in training and in evaluation."""
-    (tmp_path / "cat").mkdir()
-    for number in range(2):
-        picture = Image.radial_gradient("L").resize((32, 32)).convert("RGB")
-        picture.save(tmp_path / "cat" / f"{number}.png")
-    for training in (True, False):
-        dataset = ImageBatches(ImageIndex(tmp_path, ["cat"]), 224, 0, train=training)
-        images = dataset.__getitems__(Batch(0, np.arange(2)))[0]
-        assert images.shape == (2, 224, 224, 3)
-    wide = functional.resize(functional.pil_to_tensor(picture), [256], antialias=True)
-    expected = functional.center_crop(wide, [224])
-    assert (images[1].int() - expected.permute(1, 2, 0).int()).abs().max() <= 1

@@ -44,14 +44,6 @@ def shown(port: int) -> list[str]:
         return []
 
 
-def test_runs_of_this_machine(tmp_path):
-    write(tmp_path / "mine", epochs_of(100, 64))
-    port = free_port()
-    with start(port, tmp_path) as started:
-        started.until(rf"ssh -N -L {port}:localhost:{port} \S+@\S+")
-        assert eventually(lambda: shown(port) == ["mine"], 120)
-
-
 @pytest.mark.parametrize("by", ["rsync", "tar"])
 def test_runs_of_other_hosts(tmp_path, by):
     if by == "rsync" and not shutil.which("rsync"):
@@ -68,11 +60,13 @@ def test_runs_of_other_hosts(tmp_path, by):
     (theirs / "far" / "one" / "snapshot.pt").write_bytes(b"large")
     hosts = tmp_path / "hosts"
     hosts.write_text(f"# nodes\n\nme@near  slots=4 ip=10.0.0.1 runs={theirs}  # fast\nme@away")
+    write(tmp_path / "runs" / "mine", epochs_of(100, 64))
     with start(port, tmp_path / "runs", hosts, path=f"{bin_here}:{PATH}") as started:
-        assert eventually(lambda: shown(port) == ["hosts/near/far/one"], 120)
+        started.until(rf"ssh -N -L {port}:localhost:{port} \S+@\S+")
+        assert eventually(lambda: shown(port) == ["hosts/near/far/one", "mine"], 120)
         # A run that begins later is fetched, too.
         write(theirs / "two", epochs_of(100, 64))
-        assert eventually(lambda: len(shown(port)) == 2, 120)
+        assert eventually(lambda: len(shown(port)) == 3, 120)
         fetched = [file for file in (tmp_path / "runs").rglob("*") if file.is_file()]
         assert {"tfevents" in file.name for file in fetched} == {True}
         # The fetching ends with TensorBoard.

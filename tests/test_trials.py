@@ -27,9 +27,7 @@ def test_training_continues_after_a_fault(name, tmp_path):
     outcomes = faults.try_fault(name, tmp_path / "runs", dist_timeout=20)
     wanted = {"node_killed": [1, 2], "master_killed": [1], "rank0_killed": [3, 2, 1, 4]}
     assert [one.nodes for one in outcomes] == wanted.get(name, [2])
-    for one in outcomes:
-        assert one.restarts or name == "link_down"
-        assert 0 <= one.repeated <= faults.IMAGES * max(1, one.restarts)  # at most an epoch
+    assert all(one.restarts or name == "link_down" for one in outcomes)
 
 
 @pytest.mark.long

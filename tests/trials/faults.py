@@ -11,7 +11,6 @@ of each trial is kept in --output-dir.
 """
 
 import argparse
-import itertools
 import os
 import re
 import signal
@@ -34,8 +33,8 @@ IMAGES, CLASSES, BATCH = 600, 3, 5  # images per epoch; classes; images per step
 LIMIT = 300  # seconds after which a trial that does not continue is given up
 STEADY = 15  # seconds for which training has to continue, as one restart may follow another
 LINK_DOWN, AWAY = 20, 10  # seconds
-STEP = re.compile(r"Epoch (\d+)/\d+ step +(\d+)/")
-RESUMED = re.compile(r"resumed from .*: epoch (\d+), step (\d+)")
+START = re.compile(r"\S+; processes: \d+, nodes: (\d+)")
+STEP = re.compile(r"Epoch \d+/\d+ step ")
 KILLS = 3  # of rank 0's node, in rank0_killed
 ENV = {"PYTHONPATH": str(ROOT / "tests" / "stand_in"), "STEP_SECONDS": "0.1"}
 ENV |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -49,30 +48,6 @@ class Line(NamedTuple):
     text: str
 
 
-class Attempt(NamedTuple):
-    """One start of the training, as rank 0 reports it: (time, images seen) at first and by step."""
-
-    nodes: int
-    seen: list[tuple[float, int]]
-
-
-def attempts_of(lines: list[Line]) -> list[Attempt]:
-    """What rank 0 has printed, attempt by attempt."""
-    found: list[Attempt] = []
-    batch = 0  # global
-    for line in lines:
-        if match := re.match(r"\S+; processes: \d+, nodes: (\d+)", line.text):
-            found.append(Attempt(int(match[1]), [(line.time, 0)]))
-        elif match := re.match(r"[^\[].*steps per epoch, global batch (\d+)", line.text):
-            batch = int(match[1])
-        elif match := STEP.match(line.text) or RESUMED.match(line.text):
-            images = (int(match[1]) - 1) * IMAGES + int(match[2]) * batch
-            if match.re is RESUMED:
-                found[-1].seen.clear()
-            found[-1].seen.append((line.time, images))
-    return found
-
-
 class Outcome(NamedTuple):
     """A row of the table: ``seconds`` from the fault to the first step after it on ``nodes``."""
 
@@ -80,7 +55,6 @@ class Outcome(NamedTuple):
     what: str
     nodes: int
     seconds: float
-    repeated: int  # images
     restarts: int
 
 
@@ -152,10 +126,14 @@ class Trial:
         times: list[float] = []
 
         def steady() -> bool:
-            last = (attempts_of(list(self.lines)) or [Attempt(0, [])])[-1]
-            steps = last.seen[1:] if last.nodes == nodes else ()
-            times[:] = [when for when, _ in steps if when > since]
-            return bool(times) and times[-1] - times[0] > STEADY
+            now = 0  # nodes, as rank 0 has printed at the last start
+            for line in list(self.lines):
+                if match := START.match(line.text):
+                    now = int(match[1])
+                    times.clear()
+                elif STEP.match(line.text) and line.time > since:
+                    times.append(line.time)
+            return now == nodes and bool(times) and times[-1] - times[0] > STEADY
 
         self.wait(steady, f"steps on {nodes} nodes")
         return times[0]
@@ -174,11 +152,8 @@ class Trial:
     ) -> Outcome:
         """Wait until training continues after ``since``; the fault was at ``began``."""
         first = self.wait_for_steps(nodes, since or began)
-        before = attempts_of([line for line in self.lines if line.time <= began])
-        attempts = attempts_of(list(self.lines))[len(before) - 1 :]
-        pairs = list(itertools.pairwise(attempts))
-        repeated = sum(old.seen[-1][1] - new.seen[0][1] for old, new in pairs)
-        return Outcome(fault, what, nodes, first - began, repeated, len(pairs))
+        starts = [line for line in self.lines if line.time > began and START.match(line.text)]
+        return Outcome(fault, what, nodes, first - began, len(starts))
 
 
 def worker_killed(trial: Trial) -> list[Outcome]:
@@ -283,14 +258,13 @@ def main() -> int:
         raise UserError("network namespaces need root: sudo python tests/trials/faults.py")
     if unknown := set(args.only.split(",")) - set(FAULTS):
         raise UserError(f"--only {unknown.pop()} is not one of {', '.join(FAULTS)}")
-    print("| fault | what happens | then nodes | s to the next step | restarts |", end="")
-    print(" images repeated | steps |\n|---|---|---|---|---|---|---|", flush=True)
+    print("| fault | what happens | then nodes | s to the next step | restarts |")
+    print("|---|---|---|---|---|", flush=True)
     for name in args.only.split(","):
-        for outcome in try_fault(name, args.output_dir, args.dist_timeout):
-            fault, what, nodes, seconds, repeated, restarts = outcome
-            cells = fault, what, nodes, f"{seconds:.1f}", restarts, repeated
-            cells += (f"{repeated / (2 * BATCH):g}",)
-            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        for fault, what, nodes, seconds, restarts in try_fault(
+            name, args.output_dir, args.dist_timeout
+        ):
+            print(f"| {fault} | {what} | {nodes} | {seconds:.1f} | {restarts} |", flush=True)
     return 0
 
 

@@ -32,6 +32,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
 from trials.kill_checks import Checks  # noqa: E402
 
+from utils.launch import supervise  # noqa: E402
+
 SCRIPTS = {
     "nd": "imagenet_nd.py -b 10",
     "ddp": "imagenet_ddp.py -g 2 -b 5",
@@ -74,6 +76,7 @@ class Case:
         seen.mkdir(parents=True, exist_ok=True)
         words = f"{SCRIPTS[self.name]} {RECIPE} --name {run} --output-dir {self.root} {self.data}"
         env = {"PYTHONPATH": STAND_IN, "STEP_SECONDS": "0.04", "SEEN_IMAGES": str(seen)}
+        env[supervise.LAUNCHER] = str(os.getpid())  # it ends with this trial
         with open(path, "a") as log:
             before = len(TRAINING.findall(path.read_text()))
             process = subprocess.Popen(

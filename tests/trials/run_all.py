@@ -54,7 +54,8 @@ def try_it(name: str, folder: Path) -> tuple[str, float, str]:
     began, log = time.monotonic(), folder / f"{name}.log"
     print(f"{name}: {file} {' '.join(words)} > {log}", flush=True)
     with open(log, "w") as out:
-        command = [sys.executable, str(ROOT / "tests/trials" / file), *words]
+        command = ["setpriv", "--pdeathsig", "KILL"]  # a trial ends with this program
+        command += [sys.executable, str(ROOT / "tests/trials" / file), *words]
         try:
             code = subprocess.run(
                 command, cwd=ROOT, stdout=out, stderr=out, timeout=LIMIT, check=False
