@@ -12,7 +12,7 @@ are. On top of that, `Gpu` sees each operation and raises
     Race   where a stream uses what another one has written, or overwrites what another one reads,
            without having waited for it; or the host what is still on its way
 
-Values that are read where waiting is allowed are made up: 1.
+Values that are read where waiting is allowed are made up: 1. Only the first GPU computes.
 """
 
 import ctypes
@@ -57,9 +57,7 @@ class Stream:
     """In place of torch.cuda.Stream: a counter of its work, and how far it knows that of others."""
 
     def __init__(self, device: Any = None, priority: int = 0):
-        self.device = as_device(device)
-        self.count = 0
-        self.seen: dict[Any, int] = {}
+        self.count, self.seen = 0, {}
 
     def knows(self, other: "Stream", count: int) -> bool:
         """Whether what ``other`` did until ``count`` is done before what this stream does next."""
@@ -74,62 +72,42 @@ class Stream:
         self.learn(stream, stream.count, stream.seen)
 
     def wait_event(self, event: "Event") -> None:
-        if event.at is not None:
-            self.learn(*event.at)
+        self.learn(*event.at)
 
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        event = event or Event()
+    def record_event(self) -> "Event":
+        event = Event()
         event.record(self)
         return event
-
-    def query(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        gpu().wait("Stream.synchronize()")
-        gpu().host.learn(self, self.count, self.seen)
 
 
 class Event:
     """In place of torch.cuda.Event. Asked for the first time, it has not passed yet."""
 
-    def __init__(
-        self,
-        enable_timing: bool = False,
-        blocking: bool = False,
-        interprocess: bool = False,
-    ):
+    def __init__(self, enable_timing: bool = False):
         self.enable_timing = enable_timing
-        self.at: tuple[Stream, int, dict[Any, int]] | None = None
-        self.asked = 0
 
     def record(self, stream: Stream | None = None) -> None:
-        stream = stream or gpu().stream()
-        self.at, self.asked = (stream, stream.count, dict(stream.seen)), 0
+        stream = stream or gpu().stream
+        self.at, self.asked = (stream, stream.count, dict(stream.seen)), False
 
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or gpu().stream()).wait_event(self)
+    def passed(self) -> bool:
+        return gpu().host.knows(*self.at[:2])
 
     def query(self) -> bool:
-        if self.at is not None:
-            self.asked += 1
-            if self.asked == 1 and not gpu().host.knows(*self.at[:2]):
-                return False
+        if self.asked:
             gpu().host.learn(*self.at)
-        return True
+        self.asked = True
+        return self.passed()
 
     def synchronize(self) -> None:
-        if self.at is not None and not gpu().host.knows(*self.at[:2]):
+        if not self.passed():
             gpu().wait("Event.synchronize()")
             gpu().host.learn(*self.at)
 
     def elapsed_time(self, end_event: "Event") -> float:
-        assert self.enable_timing, "an event without enable_timing has no time"
-        assert end_event.enable_timing, "an event without enable_timing has no time"
-        assert self.at is not None, "the first event was never recorded"
-        assert end_event.at is not None, "the second event was never recorded"
         for event in (self, end_event):
-            assert gpu().host.knows(*event.at[:2]), "CUDA error: device not ready"
+            assert event.enable_timing, "an event without enable_timing has no time"
+            assert event.passed(), "CUDA error: device not ready"
         return 1.0  # ms
 
 
@@ -149,14 +127,11 @@ class Memory:
 class Gpu(TorchDispatchMode):
     """Sees each operation; see the module."""
 
-    def __init__(self, devices: int, fake: FakeTensorMode):
+    def __init__(self, devices: int):
         super().__init__()
-        self.devices, self.fake = devices, fake
-        self.host = Stream(torch.device("cuda", 0))
-        self.main = [Stream(torch.device("cuda", i)) for i in range(devices)]
-        self.current = list(self.main)
-        self.device = 0
-        self.all_fake = False  # what is on the CPU, too
+        self.devices = devices
+        self.host, self.main = Stream(), Stream()
+        self.stream = self.main  # the current one
         self.memory: dict[int, Memory] = {}
         self.locked: list[range] = []  # addresses that were page-locked where they lie
         self.heavy: Counter[tuple[str, torch.dtype]] = Counter()
@@ -165,17 +140,11 @@ class Gpu(TorchDispatchMode):
         self.excused: tuple[str, ...] = ()  # functions that may wait all the same
         self.optimised: set[torch.dtype] = set()  # of what the fused optimiser has updated
 
-    # ---- streams
-
-    def stream(self, device: Any = None) -> Stream:
-        """The current stream."""
-        return self.current[self.device if device is None else as_device(device).index]
-
     def synchronize(self) -> None:
         """The host has waited for everything."""
-        known = {m for memory in self.memory.values() for m in (memory.home,) if m}
-        for stream in {*self.main, *self.current, *known}:
-            self.host.learn(stream, stream.count, stream.seen)
+        known = {memory.home for memory in self.memory.values() if memory.home}
+        for stream in {self.main, self.stream, *known}:
+            self.host.wait_stream(stream)
 
     def wait(self, what: str) -> None:
         """The host waits for the device. Raises `Wait` where it should not."""
@@ -196,13 +165,10 @@ class Gpu(TorchDispatchMode):
     def known(self, tensor: Tensor, stream: Stream | None = None) -> Memory:
         """What is known of the storage of ``tensor``; if nothing, ``stream`` has just made it."""
         storage = tensor.untyped_storage()
-        found = self.memory.get(storage._cdata)
-        if found is None:
-            if len(self.memory) > 20_000:
-                self.memory = {k: m for k, m in self.memory.items() if not m.alive.expired()}
+        if storage._cdata not in self.memory:
             written = (stream, stream.count) if stream else None
-            found = self.memory[storage._cdata] = Memory(StorageWeakRef(storage), stream, written)
-        return found
+            self.memory[storage._cdata] = Memory(StorageWeakRef(storage), stream, written)
+        return self.memory[storage._cdata]
 
     def ordered(self, stream: Stream, other: Stream, count: int) -> bool:
         """Whether what ``other`` did until ``count`` ends before what ``stream`` begins now."""
@@ -210,7 +176,7 @@ class Gpu(TorchDispatchMode):
 
     def use(self, tensor: Tensor, writes: bool, stream: Stream | None = None) -> None:
         """A stream (by default the current one), or the host, reads or writes a tensor."""
-        stream = stream or self.stream(tensor.device)
+        stream = stream or self.stream
         memory = self.known(tensor, stream if tensor.device.type == "cuda" else None)
         if memory.written and not self.ordered(stream, *memory.written):
             raise Race("something is used that is still written elsewhere: nobody has waited")
@@ -243,27 +209,23 @@ class Gpu(TorchDispatchMode):
             return NotImplemented  # it does the same with its own part
         if func is torch.ops.prim.device.default:  # C++ asks, and nothing is done
             return args[0].device
-        if func.namespace == "prim":
-            return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         tensors = list(tensors_in((*args, *kwargs.values())))
         device = kwargs.get("device")
         on_gpu = device is not None and torch.device(device).type == "cuda"
         pinned = bool(kwargs.get("pin_memory"))
-        fake = on_gpu or pinned or self.all_fake or any(isinstance(t, FakeTensor) for t in tensors)
-        if not fake:
+        if not (on_gpu or pinned or any(isinstance(tensor, FakeTensor) for tensor in tensors)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if pinned:
             kwargs["pin_memory"] = False
         if on_gpu and "generator" in kwargs:
             kwargs["generator"] = None
-        for stream in self.current:
-            stream.count += 1
-        written = mutated(func, args)
+        self.stream.count += 1
         if func is aten._local_scalar_dense.default:
             return self._read(tensors[0])
-        if func is aten.index.Tensor and self._selects(args):
+        masks = args[1] if func is aten.index.Tensor else ()
+        if any(mask is not None and mask.dtype is torch.bool for mask in masks):
             self.wait("a choice by a mask")
             return args[0].clone()  # as if all were chosen
         try:
@@ -276,24 +238,20 @@ class Gpu(TorchDispatchMode):
             dtypes = {tensor.dtype for tensor in tensors}
             assert len(dtypes) == 1, f"{name} of {' and '.join(map(str, dtypes))}"
             self.heavy[name, tensors[0].dtype] += 1
-        copies = func in COPIES
+        written = mutated(func, args)
         for tensor in tensors:
             if tensor.device.type == "cuda":
                 self.use(tensor, id(tensor) in written)
-            elif not copies and tensor.device.type == "cpu":
+            elif func not in COPIES:
                 self.use(tensor, id(tensor) in written, self.host)
         for tensor in tensors_in((out,)):
             if tensor.device.type == "cuda":
-                self.known(tensor, self.stream(tensor.device))
+                self.known(tensor, self.stream)
             elif pinned:
                 self.known(tensor).pinned = True
-        if copies:
+        if func in COPIES:
             self._copy(func, args, kwargs, out)
         return out
-
-    def _selects(self, args: tuple) -> bool:
-        masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
-        return any(mask.device.type == "cuda" for mask in masks)
 
     def _read(self, tensor: Tensor) -> Any:
         if tensor.device.type == "cuda":
@@ -302,10 +260,8 @@ class Gpu(TorchDispatchMode):
             self.use(tensor, False, self.host)
         return {torch.bool: False}.get(tensor.dtype, 1.0 if tensor.is_floating_point() else 1)
 
-    # ---- copies between host and device
-
     def _copy(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """A copy, which may be of several tensors."""
+        """A copy between host and device, which may be of several tensors."""
         made = func is aten._to_copy.default
         if func is aten._foreach_copy_.default:
             moves = list(zip(args[0], args[1], strict=True))
@@ -314,24 +270,19 @@ class Gpu(TorchDispatchMode):
         place = 1 if made else 2
         asynchronous = kwargs.get("non_blocking", args[place] if len(args) > place else False)
         for to, source in moves:
-            here, there = source.device, to.device
-            stream = self.stream(here if here.type == "cuda" else there)
-            if here.type == there.type == "cpu":
-                self.use(source, False, self.host)
-                self.use(to, True, self.host)
-            elif here.type == there.type:
-                if here != there:  # one GPU to another: the streams of both wait
-                    self.stream(here).wait_stream(self.stream(there))
-                    self.stream(there).wait_stream(self.stream(here))
-            else:
-                on_host, to_host = (to, True) if there.type == "cpu" else (source, False)
-                self.use(on_host, to_host, stream)
-                if made and to_host:
-                    self.known(to).pinned = True  # if need be, by Tensor.to
-                if not (asynchronous and self.is_pinned(on_host)):
-                    name = "host" if to_host else "device"
-                    self.wait(f"a copy to the {name}" + " of pageable memory" * asynchronous)
-                    self.host.learn(stream, stream.count, stream.seen)
+            stream = self.host if to.device == source.device else self.stream
+            for tensor, writes in ((source, False), (to, True)):
+                if tensor.device.type == "cpu":
+                    self.use(tensor, writes, stream)
+            if to.device == source.device:
+                continue
+            to_host = to.device.type == "cpu"
+            if made and to_host:
+                self.known(to).pinned = True  # if need be, by Tensor.to
+            if not (asynchronous and self.is_pinned(to if to_host else source)):
+                name = "host" if to_host else "device"
+                self.wait(f"a copy to the {name}" + " of pageable memory" * asynchronous)
+                self.host.wait_stream(stream)
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -343,15 +294,11 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-_writes: dict[Any, list[int]] = {}
-
-
 def mutated(func: Any, args: tuple) -> set[int]:
     """The ids of those tensors among ``args`` that ``func`` changes in place."""
-    if func not in _writes:
-        arguments = enumerate(func._schema.arguments)
-        _writes[func] = [i for i, a in arguments if a.alias_info and a.alias_info.is_write]
-    return {id(t) for t in tensors_in(args[i] for i in _writes[func] if i < len(args))}
+    writes = [a.alias_info and a.alias_info.is_write for a in func._schema.arguments]
+    values = (value for value, written in zip(args, writes, strict=False) if written)
+    return {id(tensor) for tensor in tensors_in(values)}
 
 
 def as_device(device: Any) -> torch.device:
@@ -373,17 +320,13 @@ def gpu() -> Gpu:
 
 
 @contextmanager
-def stream_context(stream: Stream | None) -> Iterator[None]:
+def stream_context(stream: Stream) -> Iterator[None]:
     """torch.cuda.stream."""
-    if stream is None:
-        yield
-        return
-    current, index = gpu().current, stream.device.index
-    before, current[index] = current[index], stream
+    before, gpu().stream = gpu().stream, stream
     try:
         yield
     finally:
-        current[index] = before
+        gpu().stream = before
 
 
 @contextmanager
@@ -392,8 +335,8 @@ def fake_gpus(devices: int = 1) -> Iterator[Gpu]:
     with ExitStack() as stack:
         stack.enter_context(autograd_without_accelerator())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        _on.append(stack.enter_context(Gpu(devices, fake)))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        _on.append(stack.enter_context(Gpu(devices)))
         stack.callback(_on.pop)
         yield _on[-1]
 
@@ -403,6 +346,7 @@ ASKED = (
     "_ZN2at11accelerator14getAcceleratorEb",  # at::accelerator::getAccelerator(bool)
     "_ZN2at11accelerator13isAcceleratorEN3c1010DeviceTypeE",  # isAccelerator(c10::DeviceType)
 )
+PAGE = 65536  # the largest there is
 
 
 def playable() -> bool:
@@ -420,22 +364,18 @@ def autograd_without_accelerator() -> Iterator[None]:
     torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     libc, code = ctypes.CDLL(None), NOTHING[platform.machine()]
     places = [ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p).value for name in ASKED]
-
-    def write(place: int, text: bytes) -> None:
-        size = 65536  # the largest page there is
-        first = place - place % size
-        for access in (7, 5):  # read, write, execute; then no write
-            length = ctypes.c_size_t(2 * size if (place + len(text)) % size < len(text) else size)
-            if libc.mprotect(ctypes.c_void_p(first), length, access):
-                raise OSError("the code of torch cannot be changed in memory")
-            if access == 7:
-                ctypes.memmove(place, text, len(text))
-
     before = [ctypes.string_at(place, len(code)) for place in places]
-    for place in places:
-        write(place, code)
+
+    def write(texts: list[bytes]) -> None:
+        for place, text in zip(places, texts, strict=True):
+            first = ctypes.c_void_p(place - place % PAGE)
+            for access in (7, 5):  # read, write, execute; then no write
+                assert not libc.mprotect(first, ctypes.c_size_t(2 * PAGE), access)
+                if access == 7:
+                    ctypes.memmove(place, text, len(text))
+
+    write([code] * len(places))
     try:
         yield
     finally:
-        for place, text in zip(places, before, strict=True):
-            write(place, text)
+        write(before)

@@ -8,45 +8,42 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
+def alike(what: str, *tensors: Tensor) -> None:
+    """One device and dtype."""
+    kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+    assert len(kinds) == 1, f"{what}: {kinds}"
+
+
 def fused_sgd(
     gpu: Any, params: Any, grads: Any, buffers: Any, *, grad_scale=None, found_inf=None, **_: Any
 ) -> None:
     for param, *others in zip(params, grads, *([buffers] if buffers else []), strict=True):
+        alike("fused optimiser", param, *others)
         for other in others:
-            assert other.device == param.device, "fused SGD: another device"
-            assert other.dtype == param.dtype, f"fused SGD: {other.dtype} and {param.dtype}"
-            assert other.shape == param.shape, "fused SGD: another shape"
             steps = zip(param.shape, param.stride(), other.stride(), strict=True)
-            assert all(n == 1 or a == b for n, a, b in steps), (
-                f"fused SGD: memory formats differ: {param.shape} {param.stride()} {other.stride()}"
-            )
-    for flag in (grad_scale, found_inf):
-        assert flag is None or flag.device == params[0].device, "fused SGD: a flag elsewhere"
-        assert flag is None or flag.dtype == torch.float32, "fused SGD: a flag that is no float"
+            assert all(n == 1 or a == b for n, a, b in steps), "memory formats differ"
+    flags = [flag for flag in (grad_scale, found_inf) if flag is not None]
+    alike("flags", params[0].float(), *flags)
     gpu.optimised.add(params[0].dtype)
 
 
 def fused_adamw(gpu: Any, params: Any, grads: Any, *kept: Any, **flags: Any) -> None:
     """torch's fused AdamW: what it keeps lies beside the weight, the count of steps, too."""
     means, squares, _, steps = kept
-    for param, mean, square, step in zip(params, means, squares, steps, strict=True):
-        assert step.device == param.device, "fused AdamW: steps are counted elsewhere"
-        assert mean.stride() == square.stride(), "fused AdamW: memory formats differ"
-        assert mean.dtype == square.dtype == param.dtype
+    for one in zip(params, means, squares, strict=True):
+        alike("fused AdamW", *one)
+    alike("counts of steps", params[0].float(), *steps)
     flags = {name: flags.get(name) for name in ("grad_scale", "found_inf")}
     fused_sgd(gpu, params, grads, means, **flags)
 
 
 def check_and_unscale(gpu: Any, grads: Any, found_inf: Tensor, inverse: Tensor) -> None:
-    for tensor in (*grads, found_inf, inverse):
-        assert tensor.device == grads[0].device, "unscale: another device"
-        assert tensor.dtype == grads[0].dtype or tensor in (found_inf, inverse)
-    assert found_inf.dtype == inverse.dtype == torch.float32
+    alike("unscale", *grads)
+    alike("unscale", found_inf, inverse, grads[0].float())
 
 
 def update_scale(gpu: Any, scale: Tensor, tracker: Tensor, found_inf: Tensor, *_: Any) -> None:
-    assert scale.device == tracker.device == found_inf.device, "update: another device"
-    assert scale.dtype == found_inf.dtype == torch.float32
+    alike("update", scale, found_inf, tracker.float())
     assert tracker.dtype == torch.int32
 
 
@@ -58,20 +55,17 @@ def bn_stats(gpu: Any, images: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return stats, torch.empty_like(stats)
 
 
-def bn_gather(gpu: Any, images: Tensor, mean: Tensor, invstd: Tensor, *others: Any) -> Any:
-    for tensor in (images, mean, invstd, *(t for t in others if isinstance(t, Tensor))):
-        assert tensor.device == images.device, "SyncBatchNorm: another device"
+def bn_gather(gpu: Any, images: Tensor, mean: Tensor, invstd: Tensor, *_: Any) -> Any:
     return mean[0].clone(), invstd[0].clone()
 
 
 def bn_apply(gpu: Any, images: Tensor, *others: Any) -> Tensor:
-    weight, bias, mean, invstd, _ = others
-    assert weight.dtype == bias.dtype == mean.dtype == invstd.dtype
+    alike("SyncBatchNorm", *others[:4])
     return torch.empty_like(images)
 
 
 def bn_backward_sums(gpu: Any, grad: Tensor, images: Tensor, mean: Tensor, *_: Any) -> Any:
-    assert grad.dtype == images.dtype, f"SyncBatchNorm: {grad.dtype} and {images.dtype}"
+    alike("SyncBatchNorm", grad, images)
     return tuple(torch.empty_like(mean) for _ in range(4))
 
 

@@ -29,7 +29,7 @@ class Future:
             assert tensor.device.type == "cpu" or tensor.device in self.devices, (
                 "a future has to know the devices of its tensors"
             )
-        stream = gpu().stream()
+        stream = gpu().stream
         self.result, self.at, self.over = result, (stream, stream.count, dict(stream.seen)), True
 
     def set_exception(self, result: Any) -> None:
@@ -43,12 +43,12 @@ class Future:
 
     def wait(self) -> Any:
         assert self.over, "nobody will ever give this future a result"
-        gpu().stream().learn(*self.at)
+        gpu().stream.learn(*self.at)
         return self.result
 
     def then(self, callback: Callable[[Any], Any]) -> "Future":
-        after = Future(devices=self.devices or [torch.device("cuda", gpu().device)])
-        with stream_context(Stream(gpu().stream().device)):
+        after = Future(devices=self.devices or [as_device(0)])
+        with stream_context(Stream()):
             self.wait()
             after.set_result(callback(self))
         return after
@@ -64,7 +64,7 @@ class Work:
         self.tensors, self.stream = tensors, stream
 
     def wait(self, timeout: Any = None) -> bool:
-        gpu().stream().wait_stream(self.stream)
+        gpu().stream.wait_stream(self.stream)
         return True
 
     def is_completed(self) -> bool:
@@ -98,12 +98,12 @@ def collective(name: str, read: Sequence[str], written: Sequence[str]) -> Callab
             for key in {*read, *written}
         }
         tensors = [tensor for values in flat.values() for tensor in values]
-        work = Work([], gpu().main[0]) if given["async_op"] else None
+        work = Work([], gpu().main) if given["async_op"] else None
         if not tensors or on_host:
             assert all(t.device.type == "cpu" for t in tensors), f"gloo: {name} of the GPU's tensor"
             return work
         for tensor in tensors:
-            assert tensor.device == torch.device("cuda", gpu().device), f"NCCL: {tensor.device}"
+            assert tensor.device == as_device(0), f"NCCL: {tensor.device}"
             assert tensor.is_contiguous() or name in ("broadcast", "all_reduce"), "NCCL: not dense"
             assert tensor.dtype == tensors[0].dtype, f"NCCL: {name} of several dtypes"
             assert tensor.dtype in NCCL_DTYPES, f"NCCL: {tensor.dtype}"
@@ -112,8 +112,8 @@ def collective(name: str, read: Sequence[str], written: Sequence[str]) -> Callab
             size = getattr(given["group"], "size", dist.get_world_size)()
             assert len(given["input"]) % size == 0, "NCCL: parts of unequal size"
         gpu().collectives[name, tensors[0].dtype] += 1
-        stream = Stream(tensors[0].device)
-        stream.wait_stream(gpu().stream())
+        stream = Stream()
+        stream.wait_stream(gpu().stream)
         with stream_context(stream):
             stream.count += 1
             for key, values in flat.items():

@@ -109,14 +109,7 @@ def run(
         def patch(place: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(place, name, value))
 
-        create, write, faults = models.create, snapshots.write, []
-
-        def create_fake(*args: Any) -> torch.nn.Module:
-            gpu.all_fake = True
-            try:
-                return create(*args)
-            finally:
-                gpu.all_fake = False
+        write, faults = snapshots.write, []
 
         def write_values(content: Any, path: Path) -> None:
             try:
@@ -128,7 +121,6 @@ def run(
             stack.callback(_forget, "apex")
             stack.enter_context(mock.patch.object(sys, "path", [f"{STAND_IN}_apex", *sys.path]))
         patch(models, "timm", stand_in("timm"))
-        patch(models, "create", create_fake)
         patch(snapshots, "write", write_values)
         patch(ImageBatches, "fill", _unseen(ImageBatches.fill))
         patch(supervise, "die_with_parent", lambda *_: None)

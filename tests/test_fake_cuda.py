@@ -1,26 +1,30 @@
-"""All scripts, from command line to summary, on a GPU that is played: tests/fake_cuda.py."""
+"""All scripts, from command line to summary, on a GPU that is played: tests/fake_cuda.py.
 
+And faults that are put into the suite and must be found there.
+"""
+
+import math
 from shlex import split
 from unittest import mock
 
 import pytest
 import torch
-from conftest import draw_folder, summary
-from fake_cuda import playable
-from fake_runs import EVERYTHING, MIXED, Runs
+from conftest import draw_folder, scalars, summary
+from fake_cuda import Race, Wait, playable
+from fake_runs import EVERYTHING, MIXED, Runs, changed, load
 from running import snapshot
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchvision.models import vision_transformer
 
+import utils.metrics
+from utils.amp.loss_scale import LossScaler
 from utils.comm import auto
+from utils.comm.ordered import OrderedCollectives
+from utils.data.loaders import Batches
+from utils.model import optim
+from utils.run import snapshots
+from utils.train import evaluation, report, watch
 
 pytestmark = pytest.mark.skipif(not playable(), reason="needs Linux on x86-64 or aarch64")
-
-
-def long(*values):
-    """A case that differs little from others."""
-    return pytest.param(*values, marks=pytest.mark.long)
-
 
 ND, DP, DDP, APEX = "imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_ddp_apex"
 FSDP = "imagenet_fsdp"
@@ -45,10 +49,8 @@ def train(data, tmp_path):
         (ND, "--amp off --clip-grad 1 --epochs 2 --progressive 24,40", FLOAT),
         (ND, f"--print-freq 1 {EVERYTHING}", HALF),
         (ND, "--optimizer muon --wd-norm 0", HALF),
-        long(ND, "--optimizer nesterov --clip-grad 1", HALF),
         (DP, f"--optimizer adamw {MIXED}", HALF),
         (DP, f"--amp bf16 --freeze {EVERYTHING}", BRAIN),
-        long(DP, "--amp off", FLOAT),
     ],
 )
 def test_one_process(train, script, options, dtype):
@@ -56,21 +58,18 @@ def test_one_process(train, script, options, dtype):
     assert done.dtypes == {dtype}
     assert not done.gpu.unrecorded()
     assert summary(done.folder)["hardware"]["GPU/utilisation_rank0"] == 87
+    assert ("Amp/scale" in scalars(done.folder)) == (dtype == HALF)
 
 
 @pytest.mark.parametrize(
     ("options", "dtype", "travels"),
     [
         ("--comm fp32", HALF, FLOAT),
-        long(f"--comm fp32 --amp bf16 {EVERYTHING}", BRAIN, FLOAT),
-        long("--comm fp32 --amp off --sync-bn", FLOAT, FLOAT),
         (f"--comm fp32 --sync-bn {EVERYTHING}", HALF, FLOAT),
         (f"--comm fp16 {MIXED}", HALF, HALF),
         ("--comm bf16 --amp off", FLOAT, BRAIN),
-        long("--comm int8", HALF, torch.uint8),
         (f"--comm int4 {EVERYTHING}", HALF, torch.uint8),
         ("--comm powersgd:2", HALF, FLOAT),
-        long("--comm powersgd:2 --amp bf16", BRAIN, FLOAT),
     ],
 )
 def test_several_processes(train, options, dtype, travels):
@@ -80,24 +79,11 @@ def test_several_processes(train, options, dtype, travels):
     assert travels in {sort for _, sort in done.gpu.collectives}
 
 
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [
-        long("-a tiny_vit", HALF),
-        (f"--sync-bn --reshard node {EVERYTHING}", HALF),
-        long(f"-a tiny_vit --amp bf16 --reshard none {EVERYTHING}", BRAIN),
-        long("--amp off --clip-grad 1", FLOAT),
-    ],
-)
-def test_a_model_in_parts(train, options, dtype):
-    done = train(FSDP, *options.split())
-    assert done.dtypes == {dtype}
-    gathered, scattered = (
-        {sort for name, sort in done.gpu.collectives if name.startswith(kind)}
-        for kind in ("all_gather", "reduce_scatter")
-    )
-    assert gathered == ({dtype} if "tiny_vit" in options else {dtype, FLOAT})  # batch norms
-    assert scattered == {FLOAT}
+def test_a_model_in_parts(train):
+    done = train(FSDP, *split(f"--sync-bn --reshard node {EVERYTHING}"))
+    assert done.dtypes == {HALF}
+    for kind, dtypes in (("all_gather", {HALF, FLOAT}), ("reduce_scatter", {FLOAT})):
+        assert {sort for name, sort in done.gpu.collectives if name.startswith(kind)} == dtypes
     assert done.gpu.optimised == {FLOAT}
 
 
@@ -117,12 +103,9 @@ def test_one_node_of_four(train):
     [
         ("--opt-level O0", FLOAT),
         ("--opt-level O1", HALF),
-        long("--opt-level O2", HALF),
         (f"--opt-level O3 {MIXED}", HALF),
-        long(f"--opt-level O1 --delay-allreduce {EVERYTHING}", HALF),
         (f"--opt-level O2 --sync-bn {EVERYTHING}", HALF),
         ("--opt-level O2 --allreduce fp32 --loss-scale 128 --optimizer muon", HALF),
-        long("--opt-level O2 --allreduce divide-sum --keep-batchnorm-fp32 False", HALF),
         ("--opt-level O3 --keep-batchnorm-fp32 True", HALF),
     ],
 )
@@ -135,26 +118,21 @@ def test_opt_levels(train, options, dtype):
         norm = isinstance(module, _BatchNorm)
         wanted = HALF if level in ("O2", "O3") and not (norm and kept) else FLOAT
         assert {weight.dtype for weight in module.parameters(recurse=False)} <= {wanted}
-    assert done.gpu.optimised == (
-        {HALF, FLOAT} if level == "O3" and kept else {HALF} if level == "O3" else {FLOAT}
-    )
+    masters = {HALF, FLOAT} if kept else {HALF}
+    assert done.gpu.optimised == (masters if level == "O3" else {FLOAT})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [long("O0"), long("O1"), "O2 --optimizer adamw", long("O3"), f"O2 --sync-bn {EVERYTHING}"],
-)
+@pytest.mark.parametrize("options", ["--optimizer adamw", f"--sync-bn {EVERYTHING}"])
 def test_apex_itself_is_called_as_on_a_gpu(train, options):
-    train(APEX, "--amp-impl", "apex", "--opt-level", *options.split())
+    train(APEX, "--amp-impl", "apex", "--opt-level", "O2", *options.split())
 
 
 @pytest.mark.parametrize(
     ("script", "options"),
     [
-        long(ND, ""),
         (DDP, "--comm powersgd:2 --optimizer adamw"),
         (APEX, "--opt-level O2"),
-        long(FSDP, ""),
+        pytest.param(FSDP, "", marks=pytest.mark.long),
     ],
 )
 def test_a_run_continues_and_is_tested(train, data, script, options):
@@ -175,15 +153,7 @@ def test_a_run_continues_and_is_tested(train, data, script, options):
 
 @pytest.mark.parametrize(
     ("script", "options", "size"),
-    [
-        long(ND, "--amp fp16", 24),
-        long(DP, EVERYTHING, 16),
-        (DDP, "--comm int8", 8),
-        long(FSDP, "-a tiny_vit", 8),
-        long(APEX, "--opt-level O2", 8),
-        long(DDP, EVERYTHING, 8),
-        long(APEX, "--amp-impl apex --opt-level O2", 8),
-    ],
+    [(DDP, "--comm int8", 8), (DP, EVERYTHING, 16), (ND, "--amp fp16", 24)],
 )
 def test_the_largest_batch_is_sought(train, script, options, size):
     """The data set has no more."""
@@ -192,20 +162,25 @@ def test_the_largest_batch_is_sought(train, script, options, size):
 
 
 @pytest.mark.parametrize(
-    ("script", "arch", "more"),
-    [
-        (DP, "resnet18", "--activation-checkpointing"),
-        (DDP, "vgg11", ""),
-        (APEX, "vit_b_32", "--activation-checkpointing --optimizer adamw"),
-        long(FSDP, "vit_b_32", ""),
-    ],
+    ("limit", "told"),
+    [(-math.inf, ("waiting for images", "communication takes")), (1.0, ("a GPU is 87 % busy",))],
 )
-def test_architectures(train, script, arch, more, monkeypatch):
-    whole = vision_transformer.Encoder
-    two = lambda length, layers, *others: whole(length, 2, *others)  # noqa: E731, they are alike
-    monkeypatch.setattr(vision_transformer, "Encoder", two)
-    done = train.dummy(script, arch, 64, *more.split())
-    assert done.dtypes == {HALF}, done.gpu.heavy
+def test_what_limits_a_run_is_told_once(train, monkeypatch, logged, limit, told):
+    monkeypatch.setattr(report, "LIMIT", limit)
+    monkeypatch.setattr(watch, "ENOUGH", 1)
+    train(DDP, "--epochs", 3)
+    notes = [line for line in logged if line.startswith("note: ")]
+    assert len(notes) == len(told)
+    for note, words in zip(notes, told, strict=True):
+        assert words in note
+
+
+@pytest.mark.parametrize(
+    ("script", "arch", "more"),
+    [(DP, "resnet18", "--activation-checkpointing"), (DDP, "alexnet", "")],
+)
+def test_architectures(train, script, arch, more):
+    assert train.dummy(script, arch, 64, *more.split()).dtypes == {HALF}
 
 
 @pytest.mark.long
@@ -221,3 +196,61 @@ def test_architectures(train, script, arch, more, monkeypatch):
 def test_more_architectures(train, script, arch):
     size = {"inception_v3": 96, "maxvit_t": 224}.get(arch, 64)
     assert train.dummy(script, arch, size).dtypes == {HALF}
+
+
+# ---- faults in the scripts
+
+LOSS, END = "criterion(logits, targets)", "return loss, logits"
+PLACE = "    # ---- distributed data parallelism"
+WEIGHT = f"    model[0].weight = nn.Parameter(model[0].weight.float())\n{PLACE}"
+ITEM = (END, f"loss.item(); {END}")
+
+
+@pytest.mark.parametrize(
+    ("scripts", "old", "new", "found", "message"),
+    [
+        ((ND, DDP), LOSS, "criterion(logits, torch.zeros_like(targets, device='cpu'))",
+         RuntimeError, "device"),
+        ((ND, DP, DDP, APEX, FSDP), *ITEM, Wait, "reading a value waits .* in .*train_step"),
+        ((APEX,), PLACE, WEIGHT, AssertionError, "convolution of"),
+        ((ND,), "enabled=amp_dtype is not None", "enabled=False", RuntimeError, "Input type"),
+        ((ND,), END, f"torch.cuda.synchronize(); {END}", Wait, ""),
+        ((ND,), END, f"loss.cpu(); {END}", Wait, ""),
+        ((ND,), END, f"targets.new_tensor([1.0]); {END}", Wait, ""),
+        ((ND,), END, f"logits[targets == 0]; {END}", Wait, ""),
+        ((ND,), "if update:", "if update and loss > 0:", Wait, ""),
+    ],
+)  # fmt: skip
+def test_a_fault_in_the_step(train, scripts, old, new, found, message):
+    for script in scripts:
+        with pytest.raises(found, match=message):
+            train(load(script, (old, new)), "--name", script)
+
+
+# ---- and around it
+
+
+@pytest.mark.parametrize(
+    ("line", "function", "old", "new", "found"),
+    [
+        (ND, Batches.__init__, "page_locked=cuda", "page_locked=False", Wait),
+        (ND, Batches._upload, "images = images.to(self.device, non_blocking=True)",
+         "images = images.to(self.device)", Wait),
+        (ND, Batches._upload, "current.wait_stream(self.stream)", "pass", Race),
+        (ND, utils.metrics.Sums.add, "hits = ", "hits = loss_sum.item(); hits = ", Wait),
+        (ND, optim.sgd, "fused = weights[0].is_cuda", "fused = False", Wait),
+        (ND, evaluation.measure, "sums.add(", "loss.item(); sums.add(", Wait),
+        (ND, snapshots.SnapshotWriter.save, "torch.cuda.synchronize()", "pass", Race),
+        (f"{DDP} --comm int8", OrderedCollectives.submit, "self.stream.wait_stream", "id", Race),
+        (APEX, LossScaler._watch, "not event.query()", "False", Race),
+        (APEX, LossScaler.unscale, '"_step_supports_amp_scaling"', '"not_there"', Wait),
+    ],
+)  # fmt: skip
+def test_a_fault_around_the_step(train, line, function, old, new, found):
+    with changed(function, old, new), pytest.raises(found):
+        train(*line.split())
+
+
+def test_memory_that_another_stream_still_uses(train):
+    with changed(Batches._upload, "images.record_stream(current)", "pass"):
+        assert train(ND).gpu.unrecorded()
