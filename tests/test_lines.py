@@ -10,15 +10,17 @@ from utils.launch.world import World
 from utils.metrics import Sums
 from utils.train import epoch
 from utils.train.epoch import Lines
+from utils.train.stopping import Reason
 
 CPU = torch.device("cpu")
 
 
 class Late:
-    """A device's clock, and the event of a copy to the host that was asked for ``now``."""
+    """The clock of a device that is ``lag`` steps behind."""
 
-    def __init__(self):
-        self.now = self.done = 0
+    def __init__(self, lag):
+        self.lag = lag
+        self.now = 0
 
     def mark(self):
         return self.now
@@ -27,66 +29,66 @@ class Late:
         return float(end - begin)
 
     def event(self):
-        asked = self.now
-        return SimpleNamespace(query=lambda: self.done >= asked, synchronize=lambda: None)
+        """Of a copy to the host that was asked for now."""
+        asked = self.now + self.lag
+        return SimpleNamespace(query=lambda: self.now >= asked, synchronize=lambda: None)
 
 
-class LateSums(Sums):
-    """On the CPU, but their totals come as late as those of a GPU."""
+def steps_of(monkeypatch, lag, steps=5, loss=1.0):
+    """Which lines have been printed after each step, what they show, and reasons to stop.
 
-    clock: Late
-
-    def begin_total(self, world):
-        total = super().begin_total(world)
-        total.event = self.clock.event()
-        return total
-
-
-@pytest.fixture(autouse=True)
-def no_status_file(monkeypatch):
+    The loss of a step is ``loss`` times its number, and a quarter of a step is spent waiting.
+    """
+    clock, printed, after, asked = Late(lag), [], [], []
     monkeypatch.setattr(epoch, "show_status", lambda *_, **__: None)
 
+    def total(sums, world):
+        found = begin_total(sums, world)
+        found.event = clock.event()
+        return found
 
-def session(clock, printed, steps):
-    noted = lambda place, step, values: printed.append((step, values))  # noqa: E731
-    return SimpleNamespace(
+    begin_total = Sums.begin_total
+    monkeypatch.setattr(Sums, "begin_total", total)
+    run = SimpleNamespace(
+        scalars=lambda tags, x: None,
+        step=lambda place, step, values: printed.append((place, values)),
+    )
+    session = SimpleNamespace(
         world=World(CPU),
         watch=SimpleNamespace(timer=SimpleNamespace(clock=clock, recent=Counter)),
-        state=SimpleNamespace(step=0, epoch=0, printed=None),
+        state=SimpleNamespace(step=0, epoch=1, printed=None),
         train=SimpleNamespace(sampler=SimpleNamespace(steps_per_epoch=steps), waited=0.0),
-        run=SimpleNamespace(
-            console=SimpleNamespace(shows=True), scalars=lambda *_: None, step=noted
-        ),
-        stop=SimpleNamespace(ask=lambda _: None),
-        args=SimpleNamespace(epochs=1),
+        run=run,
+        stop=SimpleNamespace(ask=asked.append),
+        args=SimpleNamespace(epochs=3),
         print_freq=2,
         global_batch=4,
     )
-
-
-def steps_of(lag, steps, loss=1.0):
-    """What has been printed after each of ``steps``, on a device that is ``lag`` steps behind."""
-    clock, printed, after = Late(), [], []
-    run = session(clock, printed, steps)
-    lines, sums = Lines(run), LateSums(CPU)
-    sums.clock = clock
+    lines, sums = Lines(session), Sums(CPU)
     for step in range(1, steps + 1):
-        clock.now, clock.done, run.state.step = step, step - lag, step
-        logits = torch.eye(4)
-        sums.add(torch.tensor(4 * loss * step), logits, torch.arange(4))
+        clock.now = session.state.step = step
+        session.train.waited += 0.25
+        sums.add(torch.tensor(4 * loss * step), torch.eye(4), torch.arange(4))
         lines.after_step(sums)
-        after.append([one for one, _ in printed])
-    return after, printed
+        after.append(len(printed))
+    monkeypatch.undo()
+    return after, printed, asked
 
 
-def test_a_line_is_printed_when_the_device_has_come_so_far():
-    assert steps_of(lag=0, steps=5)[0] == [[], [2], [2], [2, 4], [2, 4, 5]]
-    assert steps_of(lag=1, steps=5)[0] == [[], [], [2], [2], [2, 4, 5]]
-    assert steps_of(lag=9, steps=5)[0] == [[], [], [], [2], [2, 4, 5]]
+def test_a_line_is_printed_when_the_device_has_come_so_far(monkeypatch):
+    """And shows the steps up to its own, however late it is."""
+    at_once, lines, asked = steps_of(monkeypatch, lag=0)
+    assert at_once == [0, 1, 1, 2, 3]
+    common = {"top-1": 100.0, "top-5": 100.0, "images/s": 4.0, "s/step": 1.0, "waiting %": 25.0}
+    assert lines == [
+        (f"Epoch 2/3 step {step}/5", {"loss": loss} | common)
+        for step, loss in ((2, 1.5), (4, 3.5), (5, 5.0))
+    ]
+    assert steps_of(monkeypatch, lag=1) == ([0, 0, 1, 1, 3], lines, asked)
+    assert steps_of(monkeypatch, lag=9) == ([0, 0, 0, 1, 3], lines, asked)
+    assert asked == []
 
 
-def test_a_late_line_shows_the_steps_up_to_its_own():
-    at_once, late = steps_of(lag=0, steps=5)[1], steps_of(lag=1, steps=5)[1]
-    assert late == at_once
-    assert [values["loss"] for _, values in late] == [1.5, 3.5, 5.0]
-    assert {values["images/s"] for _, values in late} == {4.0}
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_ends_the_run(monkeypatch, loss):
+    assert set(steps_of(monkeypatch, lag=1, loss=loss)[2]) == {Reason.DIVERGED}
