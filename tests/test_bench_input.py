@@ -1,8 +1,11 @@
 """scripts/bench_input.py: that it measures what it claims to; not how fast anything is."""
 
 import re
+from argparse import Namespace
 
+import bench_input
 import pytest
+from batches import noise_index
 from bench import photographs
 from conftest import python
 from PIL import Image
@@ -16,6 +19,27 @@ def photograph(tmp_path_factory):
     folder = tmp_path_factory.mktemp("photographs")
     Image.effect_noise((1440, 1200), 50).convert("RGB").save(folder / "large.jpg")
     return folder
+
+
+def test_ratios_are_of_cpu_time_to_the_first_row_and_round_by_round(monkeypatch, tmp_path):
+    """The second pipeline is three times as fast; a round that warms up is not counted."""
+    index, played = noise_index(tmp_path, images=3), []
+
+    def time_it(make, batches, workers):
+        played.append((make, len(batches)))
+        images = 64 * len(batches)
+        slow = 10 if len(played) == 5 else 100 if len(played) <= 2 else 1
+        return slow * images / make, 2 * images / make
+
+    monkeypatch.setattr(bench_input, "time_it", time_it)
+    rows = [
+        {"names": (name, "x"), "make": speed, "index": index, "batches": 4}
+        for name, speed in (("one", 100), ("other", 300))
+    ]
+    table = bench_input.compare(rows, Namespace(rounds=3, batches=4, workers=1))
+    # After the first, all rounds take about as long.
+    assert played == [(100, 4), (300, 4)] + 3 * [(100, 4), (300, 12)]
+    assert table == [("one", "x", "50", "10.00", "1.00"), ("other", "x", "150", "3.33", "3.00")]
 
 
 @pytest.mark.long

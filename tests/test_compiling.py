@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._inductor.config
 from conftest import SMALL, python
+from running import tiny
 from torch import nn
 
 from utils.errors import UserError
@@ -17,7 +18,10 @@ import sys
 import torch
 from torch._dynamo.testing import CompileCounter
 counter, real = CompileCounter(), torch.compile
-torch.compile = lambda module, mode, dynamic: real(module, backend=counter, dynamic=dynamic)
+def compile(module, mode, dynamic):
+    print("mode:", mode)
+    return real(module, backend=counter, dynamic=dynamic)
+torch.compile = compile
 import imagenet_nd
 sys.argv = ["imagenet_nd.py", *sys.argv[1:]]
 code = imagenet_nd.main()
@@ -27,10 +31,12 @@ sys.exit(code)
 
 
 def test_training_is_compiled_once_for_each_size_and_evaluation_not(folder, tmp_path):
-    options = ("-b", "9", "--accum-steps", "2", "--epochs", "2", "--output-dir", tmp_path)
-    options += ("--progressive", "24,40", "--compile", "--name", "run", folder)
-    done = python("-c", COUNTED, *SMALL, *options)
+    model, env = tiny()
+    options = (*SMALL, *model, "-b", "9", "--accum-steps", "2", "--epochs", "2", "--progressive")
+    options += ("24,40", "--compile", "reduce-overhead", "--output-dir", tmp_path, folder)
+    done = python("-c", COUNTED, *options, **env)
     assert done.code == 0, done.err
+    assert "mode: reduce-overhead\n" in done.out
     assert "compiled: 2\n" in done.out
     assert done.out.count("to compile it") == 1
 
@@ -45,16 +51,6 @@ SHARDED.set_requires_gradient_sync = print
 def test_what_cannot_be_compiled(model, what):
     with pytest.raises(UserError, match=rf"not support {what}.*: use imagenet_ddp\.py"):
         epoch.compiled(model, argparse.Namespace(compile="default"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("script", ["imagenet_nd.py", "imagenet_ddp.py", "imagenet_ddp_apex.py"])
-def test_a_compiled_step_runs_in_every_script(folder, tmp_path, script):
-    options = ("-b", "10", "--epochs", "1", "--output-dir", tmp_path, "--name", "run", folder)
-    one = () if script == "imagenet_nd.py" else ("-g", "1")
-    done = python(script, *SMALL, *one, "--compile", "default", *options, timeout=1500)
-    assert done.code == 0, done.err
-    assert "to compile it" in done.out
 
 
 def test_without_a_compiler_an_error_says_so():
