@@ -5,10 +5,13 @@ from pathlib import Path
 
 import bench_step
 import pytest
+import torch
 from conftest import ROOT, python
 from running import STAND_IN, Running, eventually
 
 from utils.errors import UserError
+from utils.launch.world import World
+from utils.train import dummy
 
 SMALL = ("-a", "tiny_full", "-b", "4", "--image-size", "32")
 
@@ -109,6 +112,23 @@ def test_the_steps_of_this_suite_and_of_the_usual_loops(tmp_path):
         keys = ("images_per_s", "cpu_ms_per_image", "peak_memory_bytes")
         assert all(figures[key] > 0 for key in keys)
         assert figures["images_per_s"] * figures["ms_per_step"] == pytest.approx(4000)
+
+
+def test_a_step_is_timed_without_those_that_warm_up(monkeypatch):
+    """By clocks that stand in: the first two steps take 100 s, each of the others 2 s, and half
+    of that in CPU time."""
+    now = [0.0]
+
+    def step():
+        now.append(now[-1] + (100 if len(now) <= 2 else 2))
+
+    monkeypatch.setattr(dummy.time, "perf_counter", lambda: now[-1])
+    monkeypatch.setattr(dummy.time, "process_time", lambda: now[-1] / 2)
+    monkeypatch.setattr(dummy, "_sent_bytes", lambda: 3e6 * len(now))
+    found = dummy.time_steps(step, World(torch.device("cpu")), 2, 4)
+    assert len(now) == 1 + 2 + 4
+    assert found.pop("peak_memory_bytes") > 1e6
+    assert found == {"ms_per_step": 2000, "cpu_ms_per_step": 1000, "network_mb_per_step": 3}
 
 
 def test_from_files_what_few_images_cost_is_taken_off(monkeypatch, folder, tmp_path):

@@ -19,9 +19,8 @@ pytestmark = [
 ]
 ONE_GPU = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 IN_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0"}
-ND, DP, DDP, FSDP, APEX = (
-    f"imagenet_{mode}.py" for mode in ("nd", "dp", "ddp", "fsdp", "ddp_apex")
-)
+ND, DP, DDP = "imagenet_nd.py", "imagenet_dp.py", "imagenet_ddp.py"
+FSDP, APEX = "imagenet_fsdp.py", "imagenet_ddp_apex.py"
 FEW = split("-b 10 --epochs 2 --lr 0.02 --name run")
 
 

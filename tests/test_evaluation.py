@@ -83,11 +83,13 @@ def test_odd_images_are_good_images_and_unreadable_ones_are_named(tmp_path):
     bad[1].write_bytes(b"")
     model, env = tiny()
     options = (*model, "-b", "19", "-j", "0", "--epochs", "2", "--max-bad-files", "1")
-    done = train("imagenet_nd.py", *options, "--output-dir", tmp_path, "--name", "odd", data, **env)
+    options += ("--ema", "0.9", "--output-dir", tmp_path, "--name", "odd")
+    done = train("imagenet_nd.py", *options, data, **env)
     assert f"{3 * (6 + kinds)} images in 3 classes" in done.out
     found = summary(tmp_path / "odd")
     assert (found["epochs_done"], found["finished_because"]) == (2, "epochs")
     assert (found["val_images"], found["val_unreadable"]) == (3 * (4 + kinds) - 1, 1)
+    assert found["val_ema_loss"] != found["val_loss"]  # of other weights
     assert scalars(tmp_path / "odd")["IO/bad_files"] == [(1, 1), (2, 1)]
     assert done.out.count("unreadable image ") == 2
     for path in bad:

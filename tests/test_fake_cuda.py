@@ -22,7 +22,7 @@ from utils.comm.ordered import OrderedCollectives
 from utils.data.loaders import Batches
 from utils.model import optim
 from utils.run import snapshots
-from utils.train import evaluation, report, watch
+from utils.train import evaluation, largest_batch, report, watch
 
 pytestmark = pytest.mark.skipif(not playable(), reason="needs Linux on x86-64 or aarch64")
 
@@ -95,7 +95,12 @@ def test_comm_auto_measures_and_chooses(train):
 
 
 def test_one_node_of_four(train):
-    assert train(DDP, "--comm", "int8", job=(1, 4)).dtypes == {HALF}
+    """And the learning rate of the last step, 2/3 through the warm-up, is that of the curve."""
+    done = train(DDP, "--comm", "int8", "--warmup-epochs", 1, job=(1, 4))
+    assert done.dtypes == {HALF}
+    (group,) = {group["lr"] for group in done.session.state.optimizer.param_groups}
+    ((_, drawn),) = scalars(done.folder)["Lr"]
+    assert (drawn, group) == (pytest.approx(group), pytest.approx(0.1 * 2 / 3))
 
 
 @pytest.mark.parametrize(
@@ -156,8 +161,13 @@ def test_a_run_continues_and_is_tested(train, data, script, options):
     [(DDP, "--comm int8", 8), (DP, EVERYTHING, 16), (ND, "--amp fp16", 24)],
 )
 def test_the_largest_batch_is_sought(train, script, options, size):
-    """The data set has no more."""
-    done = train(script, "-b", "auto", *options.split(), excused=("_prepare",))
+    """The data set has no more. A resumed run keeps its batch."""
+    line = (script, "-b", "auto", *options.split())
+    done = train(*line, excused=("_prepare",))
+    found = summary(done.folder)
+    assert (found["largest_batch"], found["global_batch"]) == (size, 24)
+    with mock.patch.object(largest_batch, "_find", side_effect=AssertionError("sought again")):
+        done = train(*line, "--epochs", 2, "--resume", "auto", excused=("_prepare",))
     assert summary(done.folder)["largest_batch"] == size
 
 
@@ -214,11 +224,11 @@ ITEM = (END, f"loss.item(); {END}")
         ((ND, DP, DDP, APEX, FSDP), *ITEM, Wait, "reading a value waits .* in .*train_step"),
         ((APEX,), PLACE, WEIGHT, AssertionError, "convolution of"),
         ((ND,), "enabled=amp_dtype is not None", "enabled=False", RuntimeError, "Input type"),
-        ((ND,), END, f"torch.cuda.synchronize(); {END}", Wait, ""),
-        ((ND,), END, f"loss.cpu(); {END}", Wait, ""),
-        ((ND,), END, f"targets.new_tensor([1.0]); {END}", Wait, ""),
-        ((ND,), END, f"logits[targets == 0]; {END}", Wait, ""),
-        ((ND,), "if update:", "if update and loss > 0:", Wait, ""),
+        ((ND,), END, f"torch.cuda.synchronize(); {END}", Wait, None),
+        ((ND,), END, f"loss.cpu(); {END}", Wait, None),
+        ((ND,), END, f"targets.new_tensor([1.0]); {END}", Wait, None),
+        ((ND,), END, f"logits[targets == 0]; {END}", Wait, None),
+        ((ND,), "if update:", "if update and loss > 0:", Wait, None),
     ],
 )  # fmt: skip
 def test_a_fault_in_the_step(train, scripts, old, new, found, message):

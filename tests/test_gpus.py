@@ -2,6 +2,7 @@
 
 nvidia-smi, pip and torch are stand-ins."""
 
+import argparse
 import importlib
 import shutil
 import sys
@@ -9,11 +10,14 @@ import warnings
 
 import pytest
 import torch
-from conftest import ROOT, shell
+from conftest import ROOT, shell, train
+from running import tiny
 
+from utils.amp import native
 from utils.errors import UserError
 from utils.launch import gpus
 from utils.launch.network import free_port
+from utils.launch.world import World
 
 T4, V100, H100 = ("Tesla T4", "7.5"), ("Tesla V100-SXM2-16GB", "7.0"), ("NVIDIA H100 PCIe", "9.0")
 P100 = ("Tesla P100-PCIE-16GB", "6.0")
@@ -22,15 +26,11 @@ SCRIPTS = sorted(path.stem for path in ROOT.glob("imagenet_*.py"))
 NEWEST_KERNELS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 
 
-def play(folder, driver="", *cards, fails="", hangs=False):
+def play(folder, driver="", *cards, fails=""):
     """Put an nvidia-smi into ``folder``. One of an old driver does not know capabilities."""
     rows = [f"{name}, {driver}.54, {capability}" for name, capability in cards]
-    lines = ["#!/bin/sh"]
-    if hangs:
-        lines.append("exec sleep 600")
-    elif fails:
-        lines.append(f'echo "{fails}"; exit 18')
-    elif driver < "510":
+    lines = ["#!/bin/sh", fails]
+    if driver and driver < "510":
         lines.append('case "$*" in *compute_cap*) echo "Field is not a valid field"; exit 2;; esac')
         rows = [f"{name}, {driver}.54, {name}" for name, _ in cards]
     lines += [f"echo '{row}'" for row in rows]
@@ -95,28 +95,27 @@ def test_torch_is_chosen_by_driver_and_gpus(bin_folder, tmp_path, driver, cards,
 
 def test_without_a_driver_the_newest_is_chosen(bin_folder, tmp_path):
     assert gpus.choose(gpus.look(tmp_path)) == (gpus.NEWEST, "no NVIDIA GPU here")
-    play(bin_folder, fails="No devices were found")
+    play(bin_folder, fails="echo No devices were found; exit 6")
     assert gpus.choose(gpus.look(tmp_path))[0] == gpus.NEWEST
 
 
 @pytest.mark.parametrize(
     ("fails", "words"),
     [
-        (MISMATCH, "version mismatch.*reboot"),
-        ("it couldn't communicate with the NVIDIA driver", "NVIDIA driver: .*reboot"),
-        ("", "did not answer"),
+        (f"echo {MISMATCH}; exit 18", "version mismatch.*reboot"),
+        ("echo cannot reach the driver; exit 9", "the driver: .*reboot"),
+        ("exec sleep 600", "did not answer"),
     ],
 )
-def test_an_nvidia_smi_that_fails_or_hangs_is_an_error(
-    bin_folder, tmp_path, monkeypatch, fails, words
-):
-    play(bin_folder, fails=fails, hangs=not fails)
+def test_an_nvidia_smi_that_fails_or_hangs(bin_folder, tmp_path, monkeypatch, fails, words):
+    play(bin_folder, fails=fails)
     for proc in (tmp_path / "none", loaded_driver(tmp_path / "proc", "535", T4)):
         found = gpus.look(proc, limit=0.5)
         with pytest.raises(UserError, match=words):
             gpus.choose(found)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpus.choose(found)[0] == gpus.NEWEST
+    for hidden in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert gpus.choose(found)[0] == gpus.NEWEST
 
 
 @pytest.mark.parametrize(
@@ -192,6 +191,24 @@ def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch, seen, cuda, warnin
     gpus.check()
 
 
+@pytest.mark.parametrize(
+    ("amp", "emulated", "dtype"),
+    [
+        ("auto", True, torch.float16),
+        ("bf16", True, torch.bfloat16),
+        ("bf16", False, torch.bfloat16),
+    ],
+)
+def test_amp_on_a_gpu(monkeypatch, capsys, amp, emulated, dtype):
+    """A T4 only emulates bf16: there is a warning."""
+    supported = lambda including_emulation=True: including_emulation or not emulated  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    world = World(torch.device("cuda", 0))
+    assert native.autocast_dtype(argparse.Namespace(amp=amp), world) is dtype
+    warned = "only emulates bf16" in capsys.readouterr().out
+    assert warned == (emulated and amp == "bf16")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_ends_with_the_error(monkeypatch, folder, script):
     # As under torchrun: the processes that a script starts itself have a torch of their own.
@@ -207,23 +224,18 @@ def test_every_script_ends_with_the_error(monkeypatch, folder, script):
 
 def test_wrappers_end_with_the_error_and_without_gpus_the_log_says_so(bin_folder, tmp_path, folder):
     play(bin_folder, "470", T4)
-    tail = f"--output-dir {tmp_path} -a resnet18 --image-size 32 --epochs 1 -j 1 {folder}"
-    there = f"PATH={bin_folder}:$PATH"
-    wrapper = f"{there} bash scripts/{{}} -- {tail}"
-    no_gpu = "export CUDA_VISIBLE_DEVICES=0; MASTER_ADDR=127.0.0.1"
-    found = shell(
-        f"{no_gpu} {wrapper.format('one_node_train.sh 1 one 4')}",
-        f"{no_gpu} {wrapper.format('multi_node_train.sh 1 0 2 two 4')}",
-        f"{no_gpu} {wrapper.format('elastic_train.sh 1 1:2 three 4')}",
-        f"{there} python imagenet_nd.py --name cpu -b 20 {tail}",
-    )
-    for result in found[:3]:
+    wrappers = ("one_node_train.sh 1", "multi_node_train.sh 1 0 2", "elastic_train.sh 1 1:2")
+    set_up = f"export CUDA_VISIBLE_DEVICES=0 MASTER_ADDR=127.0.0.1 PATH={bin_folder}:$PATH"
+    for result in shell(*(f"{set_up}; bash scripts/{one} name 4 -- {folder}" for one in wrappers)):
         assert result.code == 2
         assert "driver 525" in result.sentence
         assert "Tesla T4 (driver 470.54)" in result.sentence
-    assert found[3].code == 0, found[3].err
+    model, env = tiny()
+    where = ("--output-dir", tmp_path, "--name", "cpu", folder)
+    env["PATH"] = f"{bin_folder}:/usr/bin:/bin"
+    done = train("imagenet_nd.py", *model, "-b", 20, "--epochs", 1, *where, **env)
     first = (tmp_path / "cpu/train.log").read_text().splitlines()[0]
-    assert first == found[3].out.splitlines()[0]
+    assert first == done.out.splitlines()[0]
     assert "Tesla T4 (driver 470.54)" in first
     assert "CUDA_VISIBLE_DEVICES" in first
 
@@ -275,22 +287,26 @@ def set_up(tmp_path, bin_folder):
 
 
 def test_the_set_up_installs_a_torch_for_the_driver_once(set_up):
-    def run(*files):
-        code, out = set_up.run(*files, VIRTUAL_ENV="")
-        assert code == 0, out
-        assert f"using {set_up.root}/.venv/bin/python" in out
-        return out, set_up.installed()
-
+    more = ("tests/requirements.txt",)  # as scripts/test.sh does
     play(set_up.bin, "550", T4)
-    out, installed = run()
-    assert installed == [gpus.CUDA12]
-    assert "Tesla T4 (driver 550.54); newer versions of torch need driver 580" in out
-    assert run()[1] == []
-    assert run("tests/requirements.txt")[1] == [gpus.CUDA12]  # as scripts/test.sh does
-    assert run()[1] == run("tests/requirements.txt")[1] == []
-    play(set_up.bin, "580", T4)  # the driver has become newer
-    assert run()[1] == [gpus.NEWEST]
-    assert run()[1] == []
+    for number, (files, installed) in enumerate(
+        [
+            ((), [gpus.CUDA12]),
+            ((), []),
+            (more, [gpus.CUDA12]),
+            ((), []),
+            (more, []),
+            ((), [gpus.NEWEST]),  # the driver has become newer
+            ((), []),
+        ]
+    ):
+        if number == 5:
+            play(set_up.bin, "580", T4)
+        code, out = set_up.run(*files, VIRTUAL_ENV="")
+        assert (code, set_up.installed()) == (0, installed), (number, out)
+        assert f"using {set_up.root}/.venv/bin/python" in out
+        if number == 0:
+            assert "Tesla T4 (driver 550.54); newer versions of torch need driver 580" in out
 
 
 def test_the_set_up_says_what_it_lacks(set_up):

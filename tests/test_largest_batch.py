@@ -83,6 +83,8 @@ def test_the_memory_is_filled_but_for_the_margin(monkeypatch, played, changes, w
         return
     assert largest_batch._find(session(**changes), gpu.step, 8)[0] == wanted
     assert len(set(gpu.tried)) <= 9
+    # The second micro-batch of a step finds gradients.
+    assert gpu.tried.count(wanted) == changes.get("accum_steps", 1)
 
 
 @pytest.mark.parametrize(("ema", "wanted"), [(None, 136), (0.9, 104)])

@@ -39,7 +39,7 @@ def steps_of(monkeypatch, lag, steps=5, loss=1.0):
 
     The loss of a step is ``loss`` times its number, and a quarter of a step is spent waiting.
     """
-    clock, printed, after, asked = Late(lag), [], [], []
+    clock, printed, after, asked, places = Late(lag), [], [], [], []
     monkeypatch.setattr(epoch, "show_status", lambda *_, **__: None)
 
     def total(sums, world):
@@ -50,7 +50,7 @@ def steps_of(monkeypatch, lag, steps=5, loss=1.0):
     begin_total = Sums.begin_total
     monkeypatch.setattr(Sums, "begin_total", total)
     run = SimpleNamespace(
-        scalars=lambda tags, x: None,
+        scalars=lambda tags, x: places.append(x),
         step=lambda place, step, values: printed.append((place, values)),
     )
     session = SimpleNamespace(
@@ -72,6 +72,7 @@ def steps_of(monkeypatch, lag, steps=5, loss=1.0):
         lines.after_step(sums)
         after.append(len(printed))
     monkeypatch.undo()
+    assert places == [1400, 1800, 2000]
     return after, printed, asked
 
 

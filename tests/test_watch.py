@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.launch.world import World
-from utils.train import report, watch
+from utils.train import epoch, report, watch
 from utils.train.watch import StepTimer, Watch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -159,7 +159,6 @@ def test_curves_summary_and_trace_of_two_processes(folder, tmp_path):
         rates, seconds = points[f"Throughput/{part}"], points[f"Time/{part}"]
         for (_, rate), (_, step) in zip(rates, seconds, strict=True):
             assert rate * step == pytest.approx(images, rel=1e-3)
-    assert all(0 <= share <= 1 for _, share in points["IO/wait_share"])
     assert [x for x, _ in points["CPU/utilisation_rank1"]] == [1, 2]
     assert 0 < found["hardware"]["CPU/memory_gb_rank0"] < 8
     assert 0 <= found["hardware"]["CPU/utilisation_rank1"] <= 100
@@ -187,6 +186,16 @@ def test_what_limits_a_run_is_told(logged, seconds, nodes, comm, busy, told):
     record = {"Time/data": 0.1, "Time/compute": 0.9 - seconds, "Time/communication": seconds}
     report.bottleneck(session, record | {"busy": busy})
     assert (len(logged) == 1 and re.search(told, logged[0])) if told else not logged
+
+
+def test_input_is_waited_for_by_the_slowest_and_read_by_all(monkeypatch):
+    """However long: a share of the time is at most 1."""
+    reading = SimpleNamespace(bytes=6e6, files=30)
+    session = SimpleNamespace(world=None, train=SimpleNamespace(waited=1.0, reading=reading))
+    for waited, share in ((2.5, 0.5), (7.0, 1.0)):
+        monkeypatch.setattr(epoch, "gather", lambda own, _, more=waited: [own, (more, 4e6, 10)])
+        found = epoch._input_rates(session, 5.0)
+        assert found == {"IO/wait_share": share, "IO/read_mb_s": 2.0, "IO/files_s": 8.0}
 
 
 # ---- GPU and CPU
