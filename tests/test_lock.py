@@ -109,9 +109,9 @@ def test_an_owner_that_gives_a_sign_of_life_is_left_alone(clock, tmp_path):
 
 
 def test_of_two_that_take_over_one_gets_the_lock(tmp_path):
-    """Both found the holder dead before either took its place."""
+    """Both found the holder dead, whose number is now another process's, before either acted."""
     here = {"machine": lock._machine(), "folder": tmp_path.stat().st_ino}
-    path = foreign(tmp_path, pid=2**22 + 1, started="1", **here)
+    path = foreign(tmp_path, pid=os.getpid(), started="1", **here)
     dead = path.read_text()
     one, other = lock.Lock(tmp_path), lock.Lock(tmp_path)
     assert not one.poll()

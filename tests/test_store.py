@@ -3,8 +3,8 @@
 import shutil
 import signal
 import sys
-import threading
 from pathlib import Path
+from threading import Event
 
 import pytest
 from conftest import python, summary, train
@@ -127,14 +127,16 @@ class Bucket(MemoryFileSystem):
 
     def __init__(self, faults: int = 0):
         super().__init__()
-        self.gate, self.faults, self.puts = threading.Event(), faults, []
+        self.begun, self.gate, self.faults, self.puts = Event(), Event(), faults, []
 
     def put_file(self, lpath, rpath, **options):
+        text = Path(lpath).read_text()
+        self.begun.set()
         assert self.gate.wait(60)
         if self.faults:
             self.faults -= 1
             raise ConnectionError("gone for a while")
-        self.puts.append((Path(rpath).name, Path(lpath).read_text()))
+        self.puts.append((Path(rpath).name, text))
 
 
 @pytest.fixture
@@ -154,14 +156,30 @@ def copies(tmp_path, monkeypatch):
 
 def test_the_newest_version_arrives_and_nobody_waits_before_the_end(copies, tmp_path):
     one, bucket = copies()
-    for text in ("old", "older", "new"):
+    for text in ("old", "older", "new"):  # the first is on its way when the others come
         (tmp_path / "snapshot.pt").write_text(text)
         one.upload(tmp_path / "snapshot.pt")
+        assert bucket.begun.wait(60)
     one.upload(tmp_path / "not there")
     bucket.gate.set()
     one.close()
-    assert bucket.puts[-1] == ("snapshot.pt", "new")
-    assert len(bucket.puts) <= 2
+    assert bucket.puts == [("snapshot.pt", "old"), ("snapshot.pt", "new")]
+
+
+def test_a_copy_in_a_folder_is_replaced_as_a_whole(tmp_path):
+    (tmp_path / "run").mkdir()
+    path, copy = tmp_path / "run" / "best.pt", tmp_path / "store" / "run" / "best.pt"
+    one = store.Store(str(tmp_path / "store"), path.parent)
+    one.open(resume=None)
+    path.write_text("old")
+    one.upload(path)
+    assert eventually(copy.exists)
+    with open(copy) as reader:
+        path.unlink()
+        path.write_text("new")
+        one.upload(path)
+        one.close()
+        assert (reader.read(), copy.read_text()) == ("old", "new")
 
 
 @pytest.mark.parametrize("works", [True, False])
