@@ -110,23 +110,25 @@ def test_a_signal_while_the_test_images_are_evaluated(finished, script, processe
     assert (found["finished_because"], found["test_images"]) == ("epochs", 21)
 
 
-def test_used_up_time_counts_after_a_resume(finished):
+@pytest.mark.parametrize(
+    ("used", "ended", "epochs", "step"), [(3600.0, "train_time", 1, 1), (1800.0, "epochs", 2, 0)]
+)
+def test_used_up_time_counts_after_a_resume(finished, used, ended, epochs, step):
     """The limit is on the whole run: one that has used it up makes one step, and stops.
 
     The test images are evaluated all the same: they need no training time.
     """
-    run = shutil.copytree(finished / "done", finished / "slow")
+    run = shutil.copytree(finished / "done", finished / ended)
     content = snapshot(run)
-    content["progress"]["elapsed"] = 3600.0
+    content["progress"]["elapsed"] = used
     torch.save(content, run / "snapshot.pt")
-    model, env = tiny()
-    line = (*model, "-b", "10", "--epochs", "3", "--output-dir", finished, "--name", "slow")
+    line = (*tiny()[0], "-b", "10", "--epochs", "2", "--output-dir", finished, "--name", ended)
     line += ("--resume", "auto", "--train-time", "1", finished / "data")
-    train("imagenet_nd.py", *line, **env)
+    train("imagenet_nd.py", *line, **tiny()[1])
     found, progress = summary(run), snapshot(run)["progress"]
-    assert (found["finished_because"], found["epochs_done"]) == ("train_time", 1)
-    assert (found["test_images"], progress["step"]) == (21, 1)
-    assert found["elapsed_seconds"] >= progress["elapsed"] > 3600
+    assert (found["finished_because"], found["epochs_done"]) == (ended, epochs)
+    assert (found["test_images"], progress["step"]) == (21, step)
+    assert found["elapsed_seconds"] >= progress["elapsed"] > used
 
 
 # ---- --spot-notice
