@@ -102,11 +102,15 @@ def test_evaluation_loads_the_weights_alone(tmp_path):
 
 
 def test_harmless_changes_are_logged(tmp_path, logged):
+    """Another last epoch is none where learning rate or image size depend on it."""
     saved = {"arch": "tiny", "epochs": 2, "lr": 0.1, "workers": 1, "name": "a"}
     now = Namespace(**vars(ARGS) | {"epochs": 3, "lr": 0.01, "workers": 2, "name": "b"})
     assert resumed(tmp_path, ours(options=saved), now)[1]
     changes = "--epochs 3 (was 2), --lr 0.01 (was 0.1), --workers 2 (was 1)"
     assert logged == [f"changed since the snapshot: {changes}"]
+    for more in ({"lr_schedule": "cosine"}, {"progressive": "96,128"}):
+        with pytest.raises(UserError, match="was made with --epochs 2: use"):
+            resumed(tmp_path, ours(options=saved | more), Namespace(**vars(now) | more))
 
 
 # ---- formats of others
@@ -187,7 +191,6 @@ OTHER = trained(classes=4).full_weights()
 ELSE = "does not fit this program"
 UNFIT = [  # where in a snapshot, what stands there, words of the message
     ("arch", "resnet18", "is a resnet18: use -a resnet18"),
-    ("options.arch", "resnet18", "is a resnet18: use -a resnet18"),
     *(
         (f"options.{name}", value, f"was made with --{name.replace('_', '-')} {value}: use these")
         for name, value in FIXED.items()
