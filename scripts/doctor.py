@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Check the nodes before training on them: from one machine over ssh (scripts/doctor.sh), or by
-this command on each node at the same time,
+"""Check the nodes before training on them: this machine alone, all hosts of a file over ssh, or by
+hand on each node at the same time, with the master's address and --port that training will use.
 
+    bash scripts/doctor.sh --data DIR
+    bash scripts/doctor.sh HOSTS_FILE --data DIR -a resnet50 -b 64
     python scripts/doctor.py --rank R --nodes N --master IP --data DIR
 
-with the master's address and --port that training will use. It begins with the pre-flight check of
-a training (ports in both directions, code, torch). Then one process per node compares data, GPUs,
-versions, clocks and limits, measures reading, decoding and the all-reduce, and forecasts a step.
+It begins with the pre-flight check of a run (ports in both directions, code, torch). Then one
+process per node compares data, GPUs, versions, clocks and limits, measures reading, decoding and
+the all-reduce, and forecasts a step.
 
 Exit code, the same on every node: 0 all is well, 1 warnings (training will work, but look at them),
 2 faults. Node 0 prints all findings, the others those about themselves.
@@ -14,7 +16,6 @@ Exit code, the same on every node: 0 all is well, 1 warnings (training will work
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import random
@@ -27,7 +28,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/ssh")]
 
+import hosts  # noqa: E402
+from job import Job  # noqa: E402
+
 from utils import errors  # noqa: E402
 from utils.errors import UserError  # noqa: E402
 from utils.launch import agreement, gpus, network, preflight, supervise  # noqa: E402
-from utils.option_types import amount, count, port, positive  # noqa: E402
+from utils.option_types import amount, count, from_environment, port, positive  # noqa: E402
 
 OK, WARNING, FAULT = 0, 1, 2
 MARKS = "✓!✗"
@@ -177,18 +181,16 @@ def decode_speed(index: Any, args: argparse.Namespace) -> float:
 
 
 def chosen_interface(library: str) -> tuple[str, str | None] | None:
-    """The interface that gloo's or NCCL's variable names, and its IPv4 address; None: not set."""
-    value, own = os.environ.get(f"{library.upper()}_SOCKET_IFNAME"), network.interfaces()
-    if not value:
+    """The interface that gloo's or NCCL's variable names, and its IPv4 address.
+
+    None: it names none, or, as ^docker, those that are not to be used.
+    """
+    value = os.environ.get(f"{library.upper()}_SOCKET_IFNAME", "").lstrip("=")
+    if not value or value.startswith("^"):
         return None
-    if library == "gloo":  # the first of the names, exactly as written
-        name = value.split(",")[0]
-        return name, own.get(name)
-    # Prefixes, "=" before exact names, "^" for all others.
-    names, exact = tuple(value.lstrip("^=").split(",")), "=" in value[:2]
-    for name, address in own.items():
-        fits = name in names if exact else name.startswith(names)
-        if fits != value.startswith("^") and (name != network.LOOPBACK or fits):
+    names = tuple(value.split(","))
+    for name, address in network.interfaces().items():
+        if name in names or (library == "NCCL" and name.startswith(names)):
             return name, address
     return value, None
 
@@ -293,9 +295,8 @@ def of_versions(names: list[str], everyone: list[Facts]) -> Iterator[Finding]:
 
 def of_node(rank: int, name: str, one: Facts, args: argparse.Namespace) -> Iterator[Finding]:
     """What is wrong on one node, whatever the others have."""
-    far, own, free = args.nodes > 1, one["own_name"], one["disk"]
-    unresolved = "plain torchrun with c10d and gloo without GLOO_SOCKET_IFNAME fail; this suite "
-    unresolved += "does not"
+    own, free = one["own_name"], one["disk"]
+    nowhere = args.nodes > 1 and all(ip.startswith("127.") for ip in own)
     for bad, level, what, why, remedy in (
         (one["gpu_trouble"], FAULT, one["gpu_trouble"], "training would end with this error",
          "see there"),
@@ -308,42 +309,38 @@ def of_node(rank: int, name: str, one: Facts, args: argparse.Namespace) -> Itera
          f"only {free / 1e9:.1f} GB of disk are free at {one['disk_place']}",
          "node 0 writes two snapshots, several times as large as the model, and the best model",
          "free disk space, or choose another --output-dir"),
-        (far and not own, WARNING, "its own name cannot be resolved", unresolved,
-         f"add '{one['address']} {one['host']}' to /etc/hosts there"),
-        (far and own and all(ip.startswith("127.") for ip in own), WARNING,
-         f"its own name resolves to {', '.join(own)}", unresolved,
+        (nowhere, WARNING, f"its own name resolves to {', '.join(own) or 'nothing'}",
+         "plain torchrun with c10d and gloo without GLOO_SOCKET_IFNAME fail; this suite does not",
          f"in /etc/hosts there, give {one['host']} the address {one['address']}"),
     ):  # fmt: skip
         if bad:
             yield Finding(level, f"{name}: {what}", why, remedy, rank)
-    need, source = need_of(one, args)
-    asked = (need or 0) * max(1, len(one["gpus"]))
+    asked = (need_of(one, args) or 0) * max(1, len(one["gpus"]))
     for verb, rate, remedy in (
         ("reads", one["data"].get("files_per_s"), "use a local disk, or"),
         ("decodes", one["cores"] * one["data"].get("core", 0), "use more cores, or"),
     ):
         text = f"{name} {verb} {rate or 0:.0f} images/s"
         if rate and rate < asked:
-            text += f", and will be asked for {asked:.0f} ({source})"
+            text += f", and will be asked for {asked:.0f} (see --need)"
             shrink = f"{remedy} shrink the images (scripts/prepare_data.py shrink)"
             yield Finding(WARNING, text, "GPUs wait for images", shrink, rank)
         elif rate:
             yield Finding(OK, text)
 
 
-def need_of(one: Facts, args: argparse.Namespace) -> tuple[float | None, str]:
-    """Images/s that one GPU of a node will ask for, and where that number comes from."""
-    if args.need:
-        return args.need, "--need"
+def need_of(one: Facts, args: argparse.Namespace) -> float | None:
+    """Images/s that one GPU of a node will ask for; None if unknown."""
     words = one["gpus"][0].replace("-", " ").split() if one["gpus"] else ()
     known = [rate for name, rate in RESNET50_IMAGES_PER_S.items() if name in words]
-    with contextlib.suppress(ValueError, KeyError, AttributeError, IndexError):
+    if args.need or not known:
+        return args.need
+    with contextlib.suppress(ValueError, KeyError):
         from torchvision.models import get_model_weights
 
         operations = next(iter(get_model_weights(args.arch))).meta["_ops"]
-        need = known[0] * RESNET50_GFLOPS / operations * (224 / args.image_size) ** 2
-        return need, f"assumed for {args.arch} on {one['gpus'][0]}; see --need"
-    return None, ""
+        return known[0] * RESNET50_GFLOPS / operations * (224 / args.image_size) ** 2
+    return None
 
 
 def of_data(names: list[str], found: list[Facts]) -> Iterator[Finding]:
@@ -414,7 +411,7 @@ def of_speed(everyone: list[Facts], between: Facts, args: argparse.Namespace) ->
 
     gbit, latency = 8e-9 * between["bytes_per_s"], between["latency_s"]
     yield Finding(OK, f"network: all-reduce reaches {gbit:.3g} Gbit/s, {1000 * latency:.2g} ms")
-    needs = [need_of(one, args)[0] for one in everyone]
+    needs = [need_of(one, args) for one in everyone]
     if None in needs:
         return
     each = max(len(one["gpus"]) or 1 for one in everyone)
@@ -439,29 +436,34 @@ def of_speed(everyone: list[Facts], between: Facts, args: argparse.Namespace) ->
 
 
 def parse() -> argparse.Namespace:
-    env, form = os.environ, argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    env, parser = os.environ, hosts.make_parser("doctor.sh", __doc__)
+    hosts.add_node_options(parser)
     add = parser.add_argument
     add("--rank", type=count, default=env.get("NODE_RANK", "0"), metavar="R", help="of this node")
     nodes = env.get("WORLD_SIZE", "1")
-    add("--nodes", type=positive, default=nodes, metavar="N", help="how many take part (1)")
+    add("--nodes", type=positive, default=nodes, metavar="N", help="how many take part")
     add("--master", default=env.get("MASTER_ADDR"), metavar="IP", help="address of node 0")
-    add("--port", type=port, default=env.get("MASTER_PORT", "8888"), help="of node 0 (8888)")
-    add("--data", default=env.get("IMAGENET_DIR", "/data"), metavar="DIR", help="(/data)")
-    add("-a", "--arch", default="resnet50", help="model for the forecast (%(default)s)")
-    add("-b", "--batch-size", type=positive, default=128, metavar="N", help="per process (128)")
-    add("--image-size", type=positive, default=224, metavar="PX", help="side of the crops (224)")
-    text = "training speed of one GPU, as --dummy measures it (default: published figures)"
+    add("--port", type=port, help="of node 0 (8888; with HOSTS_FILE a free one)")
+    add("--data", metavar="DIR", help="image folder ($IMAGENET_DIR, else /data)")
+    add("-a", "--arch", default="resnet50", help="model for the forecast")
+    add("-b", "--batch-size", type=positive, default=128, metavar="N", help="per process")
+    add("--image-size", type=positive, default=224, metavar="PX", help="side of the crops")
+    text = "training speed of one GPU, as --dummy measures it; default: published figures"
     add("--need", type=amount, metavar="IMAGES_PER_S", help=text)
-    add("--output-dir", default="runs", metavar="DIR", help="where runs will be written (runs)")
-    add("--wait", type=amount, default=60.0, metavar="SECONDS", help="for other nodes (60)")
-    add("--json", type=Path, metavar="FILE", help="on node 0: write all findings and facts there")
+    add("--output-dir", default="runs", metavar="DIR", help="where runs will be written")
+    text = "for other nodes (60; with HOSTS_FILE 20)"
+    add("--wait", type=amount, metavar="SECONDS", help=text)
     args = parser.parse_args()
-    if args.nodes > 1 and not args.master:
-        raise UserError(f"--nodes {args.nodes} needs --master, the IP address of node 0")
-    if not 0 <= args.rank < args.nodes:
-        raise UserError(f"--rank {args.rank} is not one of 0 to {args.nodes - 1}")
-    args.master = args.master or "127.0.0.1"
+    if not args.hosts:
+        if args.nodes > 1 and not args.master:
+            raise UserError(f"--nodes {args.nodes} needs --master, the IP address of node 0")
+        if not 0 <= args.rank < args.nodes:
+            raise UserError(f"--rank {args.rank} is not one of 0 to {args.nodes - 1}")
+        args.master = args.master or "127.0.0.1"
+        args.port = args.port or from_environment("MASTER_PORT", port, 8888)
+        args.data = args.data or env.get("IMAGENET_DIR", "/data")
+    # Over ssh all are started at the same time: no node has to wait long.
+    args.wait = args.wait or (20 if args.hosts else 60)
     return args
 
 
@@ -495,47 +497,27 @@ def examine(args: argparse.Namespace) -> int:
     if code:
         total = f"{levels.count(FAULT)} faults, {levels.count(WARNING)} warnings"
     print(f"node {args.rank}: {total}" + " (see node 0)" * (args.rank > 0), flush=True)
-    if args.json and args.rank == 0:
-        content = {"exit_code": code, "findings": [asdict(one) for one in found]}
-        content |= {"nodes": everyone, "network": between}
-        try:
-            args.json.write_text(json.dumps(content, indent=1) + "\n")
-        except OSError as fault:
-            raise UserError(f"cannot write {args.json}: {fault.strerror}") from None
     return code
 
 
-def over_ssh(arguments: list[str]) -> int:
-    """For scripts/doctor.sh: run this program on every host of a file. Returns its exit code."""
-    import hosts
-    from launcher import SshJob
-
-    parser = argparse.ArgumentParser(
-        prog="doctor.sh",
-        usage="bash scripts/doctor.sh HOSTS_FILE [options] [OPTIONS of scripts/doctor.py]",
-        description="Check all nodes before training on them, from one machine, over ssh.\n\n"
-        "    bash scripts/doctor.sh HOSTS_FILE --data data/imagenet\n"
-        "    bash scripts/doctor.sh HOSTS_FILE --data data/imagenet -a resnet50 -b 64",
-        epilog="python scripts/doctor.py --help lists the other options",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    hosts.add_options(parser)
-    parser.set_defaults(elastic=None, grace=5.0, port=None, sync=False)
-    options, rest = parser.parse_known_args(arguments)
-    machines = [replace(host, slots=None) for host in hosts.read(options.hosts)]
-    # All are started at the same time: no node has to wait long.
-    command = ["scripts/doctor.py", "--wait", "20", *rest]
-    return SshJob(options, command, machines, "doctor").run()
+def over_ssh(args: argparse.Namespace) -> int:
+    """Run this program on every host of a file. Returns its exit code."""
+    machines = [replace(host, slots=None) for host in hosts.read(args.hosts)]
+    names = ("data", "arch", "batch_size", "image_size", "need", "output_dir", "wait")
+    typed = [(name.replace("_", "-"), getattr(args, name)) for name in names]
+    command = ["scripts/doctor.py", *(f"--{n}={v}" for n, v in typed if v is not None)]
+    args.elastic, args.grace = None, 5.0
+    return Job(args, command, machines, "doctor").run()
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["over-ssh"]:
-        return over_ssh(sys.argv[2:])
+    args = parse()
+    if args.hosts:
+        return over_ssh(args)
     # The job over ssh ends all nodes once the first has: this one may still have to print.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(4))
     sys.stdout.reconfigure(errors="replace")  # for a terminal without UTF-8
-    return examine(parse())
+    return examine(args)
 
 
 if __name__ == "__main__":

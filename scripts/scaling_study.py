@@ -1,7 +1,7 @@
 """Train on 1, 2, 4, ... nodes, one arm after the other, and keep a log book.
 
     bash scripts/scaling_study.sh HOSTS_FILE --nodes 1,2,4,8 --hours 2 -- SCRIPT OPTIONS DATA
-    bash scripts/scaling_study.sh --simulate 2 -- SCRIPT OPTIONS DATA       # on this machine
+    bash scripts/scaling_study.sh --simulate 2 -- SCRIPT OPTIONS DATA    # on this machine
     bash scripts/scaling_study.sh --slurm='--gpus-per-node=4' --nodes 1,2 -- SCRIPT OPTIONS DATA
 
 An arm is one run: a number of nodes, a value of each --vary option, a seed. If the study is
@@ -43,7 +43,6 @@ from compare import pictures, runs, table  # noqa: E402
 from compare.runs import Run  # noqa: E402
 
 from utils import errors  # noqa: E402
-from utils.atomic import save_atomically  # noqa: E402
 from utils.errors import INTERRUPTED, UserError  # noqa: E402
 from utils.launch import network, supervise  # noqa: E402
 from utils.model.schedules import REFERENCE_BATCH, USUAL_LR, scale_lr  # noqa: E402
@@ -90,6 +89,11 @@ class Arm:
         return self.run / "study.log"
 
     @property
+    def begun(self) -> Path:
+        """It holds the command with which the arm has begun."""
+        return self.run / "study.command"
+
+    @property
     def title(self) -> str:
         return f"{self.nodes} Node{'s' * (self.nodes > 1)}"
 
@@ -102,23 +106,19 @@ class Arm:
         return ": ".join(["not finished", *re.findall(r"error: (.*)", text)[-1:]])
 
 
-def numbers_of_nodes(text: str) -> list[int]:
-    return sorted(map(positive, text.split(",")))
+def list_of(kind: Callable[[str], int]) -> Callable[[str], list[int]]:
+    def parse(text: str) -> list[int]:
+        return sorted(map(kind, text.split(",")))
 
-
-def list_of_seeds(text: str) -> list[int]:
-    return [*map(count, text.split(","))]
-
-
-numbers_of_nodes.__name__, list_of_seeds.__name__ = "list of numbers", "list of seeds"
+    parse.__name__ = "list of numbers"
+    return parse
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The study's own options, and SCRIPT with its options. Raises: `UserError`."""
-    cut = words.index("--") if "--" in words else len(words)
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("scaling_study.sh", None, __doc__, formatter_class=form)
-    hosts.add_options(parser, needed=False)
+    words, training = launcher.split(words)
+    parser = hosts.make_parser("scaling_study.sh", __doc__)
+    hosts.add_node_options(parser)
     add = parser.add_argument
     add("--sync", action="store_true", help="copy this code to the nodes first")
     add("--no-doctor", action="store_true", help="do not check the nodes before the first arm")
@@ -128,21 +128,21 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     text = "each arm is a job, submitted with these options of sbatch"
     add("--slurm", nargs="?", const="", metavar="='OPTIONS'", help=text)
     text = "numbers of nodes, such as 1,2,4,8; default: 1, 2, 4, ... up to all"
-    add("--nodes", type=numbers_of_nodes, help=text)
+    add("--nodes", type=list_of(positive), help=text)
     above_0 = number(float, 0, exclusive=True)
     add("--hours", type=above_0, metavar="H", help="training time of each arm; default: --epochs")
     add("--name", help="of the study and its page; its runs are NAME_2nodes; default: the model")
     text = "repeat each arm with these seeds; the table has means and standard deviations"
-    add("--seeds", type=list_of_seeds, default=[None], help=text)
+    add("--seeds", type=list_of(count), help=text)
     text = "train with each value of an option; again for another one. script=A,B varies the script"
     add("--vary", action="append", default=[], type=varied, metavar="OPTION=A,B", help=text)
     text = "keep the global batch (strong scaling); default: keep -b, per process (weak scaling)"
     add("--global-batch", type=positive, metavar="N", help=text)
-    text = "how --lr, meant for the fewest nodes, grows with the global batch of more (%(default)s)"
+    text = "how --lr, meant for the fewest nodes, grows with the global batch of more"
     add("--lr-scaling", choices=("none", "sqrt", "linear"), default="sqrt", help=text)
-    add("--logbook", type=Path, default=Path("logbook"), metavar="DIR", help="(%(default)s)")
+    add("--logbook", type=Path, default=Path("logbook"), metavar="DIR", help="of all studies")
     add("--dry-run", action="store_true", help="only print each arm's command")
-    args, training = parser.parse_args(words[:cut]), words[cut + 1 :]
+    args = parser.parse_args(words)
     if [args.hosts, args.simulate, args.slurm].count(None) != 2:
         raise UserError("give either a HOSTS_FILE, or --simulate N, or --slurm")
     if args.link and not (args.simulate and re.fullmatch(r"\d+(\.\d+)?[kmg]bit", args.link)):
@@ -186,7 +186,7 @@ def understood(script: str, words: Sequence[str]) -> argparse.Namespace:
 def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
     """The arms, in the order in which they are trained. Raises: `UserError`."""
     script, *rest = training
-    own = OWN | ({"--seed": "--seeds"} if args.seeds != [None] else {})
+    own = OWN | ({"--seed": "--seeds"} if args.seeds else {})
     for name, value in itertools.chain(*args.vary):
         if as_option(name) in OWN or name in ("seed", "output-dir"):
             raise UserError(f"--vary {name}={value} is not possible: a study decides that itself")
@@ -196,7 +196,7 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
             how = f"give {own[word]} before the --" if own[word] else "leave it out"
             raise UserError(f"{word} among the script's options: {how}")
     arms: dict[str, Arm] = {}
-    for seed, nodes, *variation in itertools.product(args.seeds, args.nodes, *args.vary):
+    for seed, nodes, *variation in itertools.product(args.seeds or [None], args.nodes, *args.vary):
         script = dict(variation).get("script", training[0])
         if not re.fullmatch(r"imagenet_\w+\.py", script) or not (ROOT / script).is_file():
             raise UserError(f"{script} is not a training script in {ROOT}")
@@ -235,13 +235,12 @@ def as_option(name: str) -> str:
 
 def share_of_batch(args: argparse.Namespace, script: str, typed: Any, nodes: int) -> int:
     """-b for a global batch that stays the same."""
-    found = re.search(r"--(?:gpus|ntasks)-per-node[= ](?:\w+:)?(\d+)", args.slurm or "")
-    each = getattr(typed, "gpus", None) or (found and int(found[1]))
-    each = 1 if args.simulate else each or (args.machines and args.machines[0].slots)
+    each = getattr(typed, "gpus", None) or (args.machines and args.machines[0].slots)
+    each = 1 if args.simulate else each
     if not each:
         raise UserError(
             "--global-batch needs to know the processes of a node: write slots=N behind each host, "
-            "-g N among the script's options, or --gpus-per-node=N in --slurm"
+            "or -g N among the script's options"
         )
     processes = 1 if script in ONE_NODE else nodes * each
     if args.global_batch % processes:
@@ -290,6 +289,7 @@ class Runner:
         words = start_of(arm, self.args, self.folder)
         print(f"\n== arm {arm.name}\n+ {shlex.join(words)}", flush=True)
         arm.run.mkdir(parents=True, exist_ok=True)
+        arm.begun.write_text(shlex.join(arm.command))
         if not self.args.link or arm.nodes == 1:
             self.run([words], arm)
             return
@@ -359,11 +359,10 @@ def rows(columns: dict[str, list[tuple[Arm, Run]]], hours: float | None) -> list
     base = [run.epoch_seconds * processes(arm, run) for arm, run in first if run.epoch_seconds]
 
     def epochs(arm: Arm, run: Run) -> int | None:
-        if hours is None or (arm.is_finished and (run.total_hours or 0.0) <= hours):
+        if hours is None:
             return run.epochs
-        if not run.hours or run.total_hours < hours:
-            return None
-        return run.done_within(hours)
+        known = arm.is_finished or (run.total_hours or 0.0) >= hours
+        return run.done_within(hours) if known else None
 
     def efficiency(arm: Arm, run: Run) -> float | None:
         own = (run.epoch_seconds or 0.0) * processes(arm, run)
@@ -447,7 +446,7 @@ def write_page(args: argparse.Namespace, arms: list[Arm], command: str) -> None:
         if text := file.is_file() and file.read_text().strip():
             parts += [f"## {file.name.removesuffix('.txt')}", table.fence(text)]
     table.put(page, "scaling_study", args.name, "\n\n".join(parts))
-    names = sorted(one.parent.name for one in args.logbook.glob("*/study.json"))
+    names = sorted(one.stem for one in args.logbook.glob("*.md") if one.stem != "README")
     links = "\n".join(f"- [{name}]({name}.md)" for name in names)
     table.put(args.logbook / "README.md", "scaling_study", "index", f"# Log book\n\n{links}")
     print(f"log book: {page} is up to date", flush=True)
@@ -460,22 +459,18 @@ def held(folder: Path, arms: list[Arm]) -> Iterator[None]:
     Raises: `UserError`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "study.json"
+    for arm in arms:
+        begun = arm.begun.read_text() if arm.begun.exists() else shlex.join(arm.command)
+        if begun != shlex.join(arm.command):
+            raise UserError(
+                f"the arm {arm.name} has begun with other options: run the command as it was "
+                f"({begun}), or choose another --name"
+            )
     with open(folder / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError("this study is running already: choose another --name") from None
-        old = json.loads(file.read_text()) if file.exists() else {}
-        for arm in arms:
-            begun = old.get(arm.name, list(arm.command))
-            if begun != list(arm.command) and (arm.run / "options.json").exists():
-                raise UserError(
-                    f"the arm {arm.name} has begun with other options: run the command as it was "
-                    f"({' '.join(begun)}), or choose another --name"
-                )
-        text = json.dumps(old | {arm.name: arm.command for arm in arms}, indent=1)
-        save_atomically(lambda out: out.write(text.encode()), file)
         yield
 
 

@@ -46,7 +46,6 @@ def clean(node: Node, options: str = "", code: int = 0) -> str:
     ("first", "least"),
     [
         ("python imagenet_ddp.py -g 2", 5),
-        pytest.param("python imagenet_nd.py", 2, marks=pytest.mark.long),
         pytest.param(f"python {' '.join(TORCHRUN)} --nproc_per_node=2 imagenet_ddp.py", 5,
                      marks=pytest.mark.long),
     ],
@@ -80,7 +79,6 @@ def test_a_training_typed_by_hand_gets_time_for_its_snapshot(nodes, folder, tmp_
         # torchrun has no code of its own for an interruption.
         assert run.result().code == (1 if "torch" in first else 75), done + run.result().err
         assert "SIGKILL" not in done, done
-        assert "port 8888 is free" in done
         assert summary(tmp_path / "run")["finished_because"] == "interrupted"
         assert (tmp_path / "run" / "snapshot.pt").is_file()
         assert len(commands(node, "bystander")) >= 2

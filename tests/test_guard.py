@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 from running import descendants, eventually
 
-# A training with a loader worker; asked to end, it takes its time, or does not care.
+# A run with a loader worker; asked to end, it takes its time, or ignores it.
 JOB = """
 import pathlib, signal, subprocess, sys, time
 def end(*_):
@@ -24,15 +24,6 @@ subprocess.Popen([sys.executable, "-c", ignores])
 print("up", flush=True)
 time.sleep(600)
 """
-
-
-def source() -> str:
-    """The guard as it is sent to a node, with short limits."""
-    text = (ROOT / "scripts" / "ssh" / "guard.py").read_text()
-    for usual in ("SILENCE_SECONDS = 15.0", "LOST = 6.0"):
-        assert text.count(usual) == 1
-        text = text.replace(usual, f"{usual.split(' = ')[0]} = 2.0")
-    return text
 
 
 @pytest.mark.parametrize(
@@ -47,6 +38,10 @@ def source() -> str:
 )
 def test_nothing_outlives_a_guard(tmp_path, way, job, code):
     """This process is its launcher. Ctrl-Z does not stop it."""
+    source = (ROOT / "scripts/ssh/guard.py").read_text()
+    for usual in ("SILENCE_SECONDS = 15.0", "LOST = 6.0"):
+        assert source.count(usual) == 1
+        source = source.replace(usual, f"{usual.split(' = ')[0]} = 2.0")
     # It finds the interpreter as on a node: in the folder of the code.
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
@@ -61,7 +56,7 @@ def test_nothing_outlives_a_guard(tmp_path, way, job, code):
                 os.write(guard.stdin.fileno(), b"\n")
 
     beating = threading.Thread(target=beat)
-    with subprocess.Popen([sys.executable, "-uc", source()], **pipes) as guard:
+    with subprocess.Popen([sys.executable, "-uc", source], **pipes) as guard:
         beating.start()
         try:
             hello = guard.stdout.readline().decode().removeprefix("@@guard ")

@@ -103,7 +103,7 @@ def test_what_has_begun_stays_as_it_is(tmp_path):
     with scaling_study.held(tmp_path / "book/s", first), pytest.raises(UserError, match="already"):
         scaling_study.held(tmp_path / "book/s", first).__enter__()
     first[0].run.mkdir(parents=True)
-    (first[0].run / "options.json").write_text("{}")
+    first[0].begun.write_text(shlex.join(first[0].command))
     with scaling_study.held(tmp_path / "book/s", more):
         pass
     other = plan("--nodes", "1,2", "--hours", 1, training=training)

@@ -123,9 +123,13 @@ def silent(nodes: list[Node], folder: Path, tmp_path: Path, seconds: float, grac
     By default, ``grace`` leaves time for a snapshot where the steps, of so many seconds, do.
     """
     grace = grace or (100 if seconds < 1 else 20)
-    launcher = f"--grace {grace} --env STEP_SECONDS={seconds} --env SECRET={SECRET}"
-    hosts, training = "# ssh names\nnode1\nroot@node2  # another user\n", "-p 1000000"
-    started = nodes[0].type(line(hosts, f"--epochs 100000 {training} {folder}", tmp_path, launcher))
+    launcher = f"--grace {grace} --env STEP_SECONDS={seconds} --env SECRET"
+    hosts, training = (
+        "# ssh names\nnode1\nroot@node2  # another user\n",
+        "--epochs 100000 -p 1000000",
+    )
+    command = line(hosts, f"{training} {folder}", tmp_path, launcher)
+    started = nodes[0].type(command, SECRET=SECRET)
     log = tmp_path / "run" / "train.log"
     assert eventually(lambda: log.exists() and "steps per epoch" in log.read_text(), TIMEOUT / 2)
     assert len(ours(nodes[1:])) >= 6  # guards, scripts, ranks
@@ -231,7 +235,9 @@ def test_training_begins_without_a_node_that_cannot_be_reached(nodes, folder, tm
     with elastic(nodes, tmp_path, folder, hosts, "1:2", epochs=1) as run:
         result = run.result()
     assert result.code == 0, result.out
-    assert "launcher: ssh to node0 failed: does `ssh node0 true` work here?; will" in result.out
+    assert (
+        "launcher: ssh to node0 failed: does `ssh node0 python3 -V` work here?; will" in result.out
+    )
     assert "launcher: training begins on 1 of 2 nodes: node1" in result.out
     found = summary(tmp_path / "run")
     assert (found["nodes"], found["world_size"], found["epochs_done"]) == (1, 2, 1)

@@ -12,7 +12,7 @@ that joins late takes weights and optimiser state from the others; a lost peer d
 
 Two promises of the other scripts do not hold here. There is no one order of samples: each peer
 shuffles for itself, and which images make a step depends on who is fast. So no run can be repeated,
-and a resumed one is not the uninterrupted one. Evaluation is exact, by one of the peers.
+and a resumed one is not the uninterrupted one. Evaluation is exact, by the first peer.
 
 **Anyone who can reach a peer's port can take part and send arbitrary gradients.** Needs `pip
 install hivemind`; all peers need the same model, --target-batch, recipe and --seed.
@@ -59,7 +59,6 @@ except ImportError:
 log = logging.getLogger("utils.beyond")  # its lines are shown and kept with those of utils
 
 AVERAGE_EVERY = 10  # steps after which weights are averaged: they differ after a missed step
-LEASE_SECONDS = 60.0  # or three epochs: then another peer evaluates, if the one that did has gone
 
 
 def main() -> int:
@@ -197,7 +196,7 @@ def train(args: Namespace, world: World) -> int:
             seen = {"Swarm/samples": float(swarm.local_epoch * args.target_batch)}
             seen |= {"Swarm/peers": float(peers_of(swarm)), "Swarm/own_samples": own}
             run.scalars(seen, state.epoch + 1, flush=True)
-            if evaluates(dht, args.swarm, 3 * (time.monotonic() - began)):
+            if not args.peers:
                 evaluated = evaluation.evaluate(session, predict, loaders.val)
                 loop.close_epoch(session, trained, evaluated)
             else:
@@ -228,18 +227,6 @@ def endless(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
     for number in itertools.count():
         batches.sampler.start_at(number, 0)
         yield from batches
-
-
-def evaluates(dht: "hivemind.DHT", swarm: str, seconds: float) -> bool:
-    """Whether this peer evaluates: the one that did last, or, when it has not for so many seconds,
-    the first to ask."""
-    key, mine = f"evaluation of {swarm}", dht.peer_id.to_base58()
-    found = dht.get(key, latest=True)
-    if found is not None and found.value != mine:
-        return False
-    end = hivemind.utils.get_dht_time() + max(seconds, LEASE_SECONDS)
-    dht.store(key, mine, expiration_time=end)
-    return True
 
 
 def record(session: Session, sums: Sums, rate: float) -> dict[str, float]:

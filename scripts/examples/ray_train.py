@@ -19,18 +19,17 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts/ssh")]
 
-import guard  # noqa: E402
 import hosts  # noqa: E402
 import launcher  # noqa: E402
 from hosts import MARKER, SSH_FAILED, Host, note  # noqa: E402
-from job import Job, Node  # noqa: E402
+from job import Job  # noqa: E402
 
 from utils import errors  # noqa: E402
 from utils.errors import UserError  # noqa: E402
@@ -46,7 +45,7 @@ class Holder:
     """An actor, which holds a node's resources and the guard on it. Ray sends it there by value, so
     that it needs nothing of this repository; when it dies, its guard ends the job."""
 
-    def start(self, bootstrap: str, program: bytes, mark: dict[str, str]) -> None:
+    def __init__(self, bootstrap: str, program: bytes, mark: dict[str, str]):
         """Run the guard, ``program``, by this Python."""
         self.guard = subprocess.Popen(
             [sys.executable, "-u", "-c", bootstrap],
@@ -60,7 +59,7 @@ class Holder:
 
     def say(self, order: bytes) -> None:
         """Pass a heartbeat or an order on to the guard."""
-        with contextlib.suppress(OSError, AttributeError):  # it has ended, or not begun
+        with contextlib.suppress(OSError):  # it has ended
             self.guard.stdin.write(order)
             self.guard.stdin.flush()
 
@@ -69,42 +68,40 @@ class Holder:
         return self.guard.stdout.readline() or self.guard.wait()
 
 
-class RayNode(Node):
-    """A node whose guard is below an actor."""
+class Pipe:
+    """A `Holder`, as scripts/ssh/job.py uses the `subprocess.Popen` of an ssh."""
 
-    def connect(self) -> None:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    stderr = ()
 
-        place = NodeAffinitySchedulingStrategy(self.host.address.partition("@")[0], soft=False)
-        needs = {"num_cpus": self.job.options.cpus, "num_gpus": self.job.options.gpus}
-        holder = ray.remote(Holder).options(**needs, max_concurrency=8, scheduling_strategy=place)
-        self.holder = holder.remote()
-        threading.Thread(target=self._follow, args=(self.holder,), daemon=True).start()
+    def __init__(self, holder: Any):
+        self.holder, self.code = holder, SSH_FAILED  # as when an ssh is lost
+        self.stdin = self.stdout = self
 
-    def say(self, order: bytes) -> None:
+    def write(self, order: bytes) -> None:
         with contextlib.suppress(Exception):  # of a node that is gone
             self.holder.say.remote(order)
 
-    def close(self) -> None:
-        ray.kill(self.holder)
+    def flush(self) -> None:
+        """Nothing is held back."""
 
-    def _follow(self, holder: Any) -> None:
-        program = hosts.program(Path(guard.__file__), {})
-        try:
-            ray.get(holder.start.remote(hosts.BOOTSTRAP, program, {MARKER: self.job.mark}))
-            while isinstance(found := ray.get(holder.listen.remote()), bytes):
-                self.take(found, sys.stdout)
-        except ray.exceptions.RayError:
-            found = SSH_FAILED  # as when an ssh is lost
+    def __iter__(self) -> Iterator[bytes]:
+        with contextlib.suppress(ray.exceptions.RayError):
+            while isinstance(found := ray.get(self.holder.listen.remote()), bytes):
+                yield found
+            self.code = found
+
+    def wait(self) -> int:
+        self.terminate()  # it holds the node's resources
+        return self.code
+
+    def terminate(self) -> None:
         with contextlib.suppress(Exception):
-            ray.kill(holder)  # it holds the node's resources
-        self.job.events.put((self, "ended", found))
+            ray.kill(self.holder)
 
 
 class RayJob(Job):
     """A job on the nodes of a Ray cluster that have what it needs on each."""
 
-    node = RayNode
     wait_seconds = 1800.0  # new machines take minutes
 
     def __init__(self, options: argparse.Namespace, command: list[str], mark: str):
@@ -125,6 +122,18 @@ class RayJob(Job):
         kept = [host for host in self.machines if host in alive]
         self.machines = (kept + [host for host in alive if host not in kept])[: self.most]
         return self.machines
+
+    def open(self, host: Host, program: bytes) -> Pipe:
+        """Start an actor, with the guard, on a node."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        place = NodeAffinitySchedulingStrategy(host.address.partition("@")[0], soft=False)
+        needs = {"num_cpus": self.options.cpus, "num_gpus": self.options.gpus}
+        holder = ray.remote(Holder).options(**needs, max_concurrency=8, scheduling_strategy=place)
+        return Pipe(holder.remote(hosts.BOOTSTRAP, program, {MARKER: self.mark}))
+
+    def unreachable(self, host: Host) -> str:
+        return f"no answer from {host.name}"
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -10,7 +10,6 @@ of that node are.
 """
 
 import argparse
-import ctypes
 import json
 import os
 import re
@@ -27,6 +26,7 @@ sys.path.insert(0, str(ROOT))  # what is imported from there needs nothing but P
 
 from utils.errors import UserError, end_with, go_on_without_reader  # noqa: E402, F401
 from utils.launch.supervise import MARKER  # noqa: E402
+from utils.option_types import Formatter  # noqa: E402
 
 # Reads the program; what follows on the same standard input is the program's own.
 BOOTSTRAP = (
@@ -65,10 +65,10 @@ def read(path: Path) -> list[Host]:
     except (OSError, UnicodeDecodeError) as fault:
         raise UserError(f"cannot read the hosts file {path}: {fault}") from None
     texts = [" ".join(line.split("#")[0].split()) for line in lines]
-    named = [(f"{path}, line {n}", text, text) for n, text in enumerate(texts, 1) if text]
+    named = [(f"{path}, line {n}", text) for n, text in enumerate(texts, 1) if text]
     if not named:
         raise UserError(f"{path} names no host: write one ssh host per line")
-    return _parse(named, _FORM)
+    return _parse(named)
 
 
 def from_list(text: str) -> list[Host]:
@@ -76,18 +76,17 @@ def from_list(text: str) -> list[Host]:
 
     Raises: `UserError`.
     """
-    pairs = [(word, word if ":" in word else f"{word}:1") for word in text.split(",")]
-    named = [(f"-H {text}", word, full.replace(":", " slots=", 1)) for word, full in pairs]
-    return _parse(named, "HOST or HOST:PROCESSES")
+    full = [word if ":" in word else f"{word}:1" for word in text.split(",")]
+    return _parse([(f"-H {text}", word.replace(":", " slots=", 1)) for word in full])
 
 
-def _parse(named: list[tuple[str, str, str]], form: str) -> list[Host]:
-    """The hosts in (place, text as typed, text as in a file)."""
+def _parse(named: list[tuple[str, str]]) -> list[Host]:
+    """The hosts in pairs of a place and the text there."""
     hosts: dict[str, Host] = {}
-    for place, typed, text in named:
+    for place, text in named:
         found = _LINE.fullmatch(text)
         if not found:
-            raise UserError(f"{place}: {typed!r} is not of the form {form}")
+            raise UserError(f"{place}: {text!r} is not of the form {_FORM}")
         host = Host(**found.groupdict() | {"slots": found["slots"] and int(found["slots"])})
         if host.name in hosts:
             raise UserError(f"{place}: {host.name} is listed twice")
@@ -115,16 +114,7 @@ def program(path: Path, arguments: dict) -> bytes:
     return json.dumps(whole).encode() + b"\n"
 
 
-def asking_parser(prog: str, text: str) -> argparse.ArgumentParser:
-    """The command line of a program that uses `ask_all` where a hosts file is given."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog, None, text, allow_abbrev=False, formatter_class=form)
-    parser.add_argument("hosts", nargs="?", metavar="HOSTS_FILE", help="one ssh host per line")
-    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options (ssh)")
-    return parser
-
-
-def ask_all(file: str, ssh: str, source: str, arguments: dict) -> list[tuple[Host, int, str]]:
+def ask_all(file: Path, ssh: str, source: str, arguments: dict) -> list[tuple[Host, int, str]]:
     """Host, exit code and output of the program ``source`` on each host in ``file``, in order.
 
     A host that ssh cannot reach has the code `SSH_FAILED`, and this says so. Raises: `UserError`.
@@ -141,14 +131,14 @@ def ask_all(file: str, ssh: str, source: str, arguments: dict) -> list[tuple[Hos
             print(f"error: {ssh_failed(ssh, host)}", file=sys.stderr)
         return host, done.returncode, done.stdout.decode(errors="replace")
 
-    listed = read(Path(file))
+    listed = read(file)
     with ThreadPoolExecutor(len(listed)) as pool:
         return list(pool.map(one, listed))
 
 
 def ssh_failed(ssh: str, host: Host) -> str:
     """The error message for a host that ssh cannot reach."""
-    return f"ssh to {host.name} failed: does `{ssh} {host.address} true` work here?"
+    return f"ssh to {host.name} failed: does `{ssh} {host.address} python3 -V` work here?"
 
 
 def default_directory() -> str:
@@ -157,13 +147,16 @@ def default_directory() -> str:
     return str(ROOT.relative_to(home)) if ROOT.is_relative_to(home) else str(ROOT)
 
 
-def add_options(parser: argparse.ArgumentParser, needed: bool = True) -> None:
-    """The hosts file (which may be missing unless ``needed``), `add_node_options`, and ssh."""
+def make_parser(prog: str, text: str, usage: str | None = None) -> argparse.ArgumentParser:
+    """A command line with a hosts file, and ssh."""
+    parser = argparse.ArgumentParser(
+        prog, usage, text, allow_abbrev=False, formatter_class=Formatter
+    )
     add = parser.add_argument
     text = "one ssh host per line, node rank 0 first"
-    add("hosts", type=Path, nargs=None if needed else "?", metavar="HOSTS_FILE", help=text)
-    add_node_options(parser)
+    add("hosts", type=Path, nargs="?", metavar="HOSTS_FILE", help=text)
     add("--ssh", default="ssh", metavar="COMMAND", help="ssh and its options, as 'ssh -F FILE'")
+    return parser
 
 
 def add_node_options(parser: argparse.ArgumentParser) -> None:
@@ -176,31 +169,15 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _variable(text: str) -> tuple[str, str]:
-    """Name and value of a variable. A value may be a secret: no message or command line has it."""
+    """Name and value of a variable. A value may be a secret: no message has it, nor sys.argv."""
     name, equals, value = text.partition("=")
     if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
         raise argparse.ArgumentTypeError(f"{name} is not the name of a variable")
-    if equals:
-        _hide(name, text)
-        return name, value
-    if name not in os.environ:
+    if not equals and name not in os.environ:
         raise argparse.ArgumentTypeError(f"{name} has no value here: write {name}=VALUE")
-    return name, os.environ[name]
-
-
-def _hide(name: str, text: str) -> None:
-    """Reduce the word ``text`` to ``name`` in sys.argv and in the memory that `ps` reads."""
-    for number, word in enumerate(sys.argv):
-        sys.argv[number] = {text: name, f"--env={text}": f"--env={name}"}.get(word, word)
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    first, last = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
-    typed, end = os.fsencode(text), first
-    secret = len(typed) - len(name) - 1
-    for word in ctypes.string_at(first, last - first).split(b"\0"):
-        end += len(word)
-        if word in (typed, b"--env=" + typed):
-            ctypes.memset(end - secret, ord("*"), secret)
-        end += 1
+    shown = {text: name, f"--env={text}": f"--env={name}"}
+    sys.argv = [shown.get(word, word) for word in sys.argv]
+    return name, value if equals else os.environ[name]
 
 
 def note(text: str) -> None:

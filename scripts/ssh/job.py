@@ -6,8 +6,8 @@ are stopped, and the next attempt resumes from the run's latest snapshot. When a
 the attempt ends with a snapshot, and the next one includes that node. Without --elastic all nodes
 have to answer, and there is one attempt.
 
-How a host is reached is up to subclasses of `Job` and `Node`: ssh in launcher.py, Ray in
-scripts/examples.
+A guard on each node (guard.py) holds the script, at the other end of an ssh, or of what a subclass
+has instead (scripts/examples/ray_train.py).
 """
 
 import argparse
@@ -17,13 +17,17 @@ import os
 import queue
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import guard
+import hosts
 from hosts import SSH_FAILED, Host, note
 
 from utils import errors
@@ -33,29 +37,22 @@ from utils.launch.network import Clock
 CALL_SECONDS = 30.0  # for a node to answer
 LOST_SECONDS = 6.0  # for the others to end once a node has failed: they cannot agree on a snapshot
 END_SECONDS = 30.0  # for the other nodes once the first has finished
-JOIN_SECONDS = 5.0  # other nodes may come back at the same time
-SETTLE_SECONDS = 30.0  # an attempt that has just begun is not interrupted for a node
+JOIN_SECONDS = 20.0  # before an attempt is interrupted for a node: others may come back as well
 QUICK_SECONDS, QUICK_FAILURES = 120.0, 5  # after so many short attempts in a row the job fails
-FIRST_PAUSE, LONGEST_PAUSE = 15.0, 60.0  # between attempts to reach a lost node
+RETRY_SECONDS = 15.0  # between attempts to reach a lost node
 _HELLO = guard.HELLO.encode()
 AWAY, CALLED, READY, BUSY = range(4)  # READY: the guard waits for a job, BUSY: it has one
 
 
 class Node:
-    """A host and, while it is connected, the guard on it; times by the monotonic clock.
-
-    A subclass defines `connect`, which starts a guard, `say`, which sends it an order and ignores
-    that it may be gone, and `close`, which ends the connection and with it the guard. It passes
-    lines of output to `take`, and in the end puts (node, "ended", exit code) into ``job.events``.
-    """
+    """A host and, while it is connected, the guard on it; times by the monotonic clock."""
 
     def __init__(self, host: Host, job: "Job"):
         self.host, self.job = host, job
         self.colour = 36 - len(job.nodes) % 6  # cyan, magenta, blue, yellow, green, red
-        self.failures = 0  # since it last answered
-        self.next_call = 0.0
+        self.failed = False  # since it last answered
+        self.next_call = 0.0  # inf: it is left out
         self.trusted = False  # it was in an attempt that began well, and has not been lost since
-        self.barred = False
         self.enter(AWAY)
 
     def enter(self, state: int) -> None:
@@ -68,28 +65,37 @@ class Node:
     def leave(self, failed: bool) -> None:
         """The connection has ended: call again, at once or, after a failure, later."""
         self.enter(AWAY)
-        self.failures = self.failures + 1 if failed else 0
-        pause = min(FIRST_PAUSE * 2 ** (self.failures - 1), LONGEST_PAUSE) if failed else 0.0
-        self.next_call = self.since + pause
+        self.failed = failed
+        self.next_call = self.since + (RETRY_SECONDS if failed else 0.0)
 
-    def prepare(self) -> None:
-        """Prepare the node for an attempt. Raises: `UserError`."""
+    def connect(self) -> None:
+        """Start a guard. Events: (node, None) when it is there, (node, exit code) at its end."""
+        program = hosts.program(Path(guard.__file__), {})
+        self.lock, self.pipe = threading.Lock(), self.job.open(self.host, program)
+        self.enter(CALLED)
+        threading.Thread(target=self._follow, args=(self.pipe,), daemon=True).start()
 
-    def missing(self) -> str:
-        """Why there is no guard, or no longer one, although no job was started."""
-        return f"no answer from {self.host.name}"
+    def say(self, order: bytes) -> None:
+        """Send an order, or a heartbeat; the guard may be gone."""
+        with suppress(OSError), self.lock:
+            self.pipe.stdin.write(order)
+            self.pipe.stdin.flush()
 
-    def take(self, line: bytes, stream: Any) -> None:
-        """Handle a line of output: the guard's first one, or one to show."""
-        if self.hello is None and line.startswith(_HELLO):
-            self.hello = json.loads(line[len(_HELLO) :])
-            try:
-                self.prepare()
-                self.job.events.put((self, "ready", None))
-            except UserError as fault:
-                self.job.events.put((self, "unready", fault))
-        elif self.hello or not self.failures:  # the reason of a failure is shown once
-            self.job.show(self, line, stream)
+    def _follow(self, pipe: subprocess.Popen) -> None:
+        other = threading.Thread(target=self._show, args=(pipe.stderr, sys.stderr), daemon=True)
+        other.start()
+        self._show(pipe.stdout, sys.stdout)
+        other.join()
+        self.job.events.put((self, pipe.wait()))
+
+    def _show(self, source: Iterable[bytes], stream: Any) -> None:
+        """Handle lines of output: the guard's first one, and those to show."""
+        for line in source:
+            if self.hello is None and line.startswith(_HELLO):
+                self.hello = json.loads(line[len(_HELLO) :])
+                self.job.events.put((self, None))
+            elif self.hello or not self.failed:  # the reason of a failure is shown once
+                self.job.show(self, line, stream)
 
     @property
     def lost(self) -> bool:
@@ -98,19 +104,18 @@ class Node:
 
     @property
     def signal(self) -> str:
-        """The signal that ended the processes there; as shells and as Python's exit report it."""
+        """The signal that ended the processes there."""
         with suppress(ValueError, TypeError):
-            return signal.Signals(self.code - 128 if self.code < 192 else 256 - self.code).name
+            return signal.Signals(self.code - 128).name
         return ""
 
 
 class Job:
     """Runs ``command`` on ``machines``, if there is no --elastic on all of them.
 
-    A subclass defines `node`, the class of its nodes, and may have other `hosts` at each call.
+    A subclass may have other `hosts` at each call, and another way to `open` one.
     """
 
-    node = Node
     wait_seconds = 600.0  # for as many nodes as the job needs at least
 
     def __init__(
@@ -128,13 +133,27 @@ class Job:
         self.nodes: list[Node] = []
         self.number = 0  # of attempts so far
         self.quick = 0  # attempts in a row that failed soon
-        self.pause = 0.0  # seconds before the next attempt
         self.signals: list[int] = []  # that have asked for the end
         self.run_host: Host | None = None  # it has the run directory, unless it was lost
 
     def hosts(self) -> list[Host]:
         """All that there are now."""
         return self.machines
+
+    def open(self, host: Host, program: bytes) -> subprocess.Popen:
+        """Start an ssh that runs ``program``, the guard, on a host."""
+        # In a session of its own: Ctrl-C at the terminal is for this process, not for ssh.
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        command = hosts.remote_python(self.options.ssh, host, self.mark)
+        ssh = subprocess.Popen(command, **pipes, start_new_session=True)
+        with suppress(OSError):  # it has ended already
+            ssh.stdin.write(program)
+            ssh.stdin.flush()
+        return ssh
+
+    def unreachable(self, host: Host) -> str:
+        """The error message for a host where no guard has answered."""
+        return hosts.ssh_failed(self.options.ssh, host)
 
     def run(self) -> int:
         """Train until the end. Returns the job's exit code."""
@@ -150,7 +169,7 @@ class Job:
             code = errors.report(error)
         for node in self.nodes:
             if node.state != AWAY:  # its guard has no job, and ends
-                node.close()
+                node.pipe.terminate()
         return code
 
     def show(self, node: Node, text: bytes, stream: Any = None) -> None:
@@ -179,42 +198,38 @@ class Job:
         if not self.signals:
             self._call()
         try:
-            node, what, more = self.events.get(timeout=0.5)
+            node, code = self.events.get(timeout=0.5)
         except queue.Empty:
             return None
-        if what == "ended":
-            node.code = more
-            if node.state == BUSY:
-                return node
-            if not self.again:
-                raise UserError(node.missing())
-            if not node.failures and not self.signals:
-                note(f"{node.missing()}; will keep trying")
-            node.leave(failed=True)
-        elif what == "ready":
-            if node.failures:
+        if code is None:
+            if node.failed:
                 note(f"{node.host.name} is back")
-            node.failures = 0
+            node.failed = False
             node.enter(READY)
-        elif self.again:
-            errors.show(more)
-            node.close()
-        else:
-            raise more
+            return None
+        node.code = code
+        if node.state == BUSY:
+            return node
+        lost = f"lost the connection to {node.host.name}"
+        reason = lost if node.hello else self.unreachable(node.host)
+        if not self.again:
+            raise UserError(reason)
+        if not node.failed and not self.signals:
+            note(f"{reason}; will keep trying")
+        node.leave(failed=True)
         return None
 
     def _call(self) -> None:
         """Connect to each host that is not connected, if it is time to; give up those in vain."""
-        now, hosts = time.monotonic(), self.hosts()
-        self.nodes = [node for node in self.nodes if node.state != AWAY or node.host in hosts]
+        now, there = time.monotonic(), self.hosts()
+        self.nodes = [node for node in self.nodes if node.state != AWAY or node.host in there]
         known = [node.host for node in self.nodes]
-        self.nodes += [self.node(host, self) for host in hosts if host not in known]
+        self.nodes += [Node(host, self) for host in there if host not in known]
         for node in self.nodes:
-            if node.state == AWAY and not node.barred and now >= node.next_call:
-                node.enter(CALLED)
+            if node.state == AWAY and now >= node.next_call:
                 node.connect()
             elif node.state == CALLED and not node.hello and now - node.since > CALL_SECONDS:
-                node.close()
+                node.pipe.terminate()
 
     def _gather(self) -> list[Node]:
         """The nodes of the next attempt, when all that can be expected are here.
@@ -228,11 +243,10 @@ class Job:
                 code = INTERRUPTED if self.number else 128 + self.signals[-1]
                 raise UserError("interrupted while waiting for nodes", code=code)
             ready = [node for node in self.nodes if node.state == READY]
-            expected = [node for node in self.nodes if not node.failures and not node.barred]
-            complete = len(ready) >= self.most or len(ready) == len(expected)
-            if complete and len(ready) >= self.least and clock.seconds >= self.pause:
+            complete = len(ready) == sum(not node.failed for node in self.nodes)
+            if len(ready) >= (self.least if complete else self.most):
                 return ready[: self.most]
-            away = [n.host.name for n in self.nodes if n.state != READY and not n.barred]
+            away = [n.host.name for n in self.nodes if n.state != READY and n.next_call < math.inf]
             names = ", ".join(away) or "more nodes than there are"
             if clock.seconds > clock.limit and len(ready) < self.least:
                 why = f"the job needs {self.least} nodes and has waited {clock.limit:g} s for "
@@ -304,8 +318,11 @@ class Job:
                     grace = self.options.grace
                     note(f"asking all nodes to stop with a snapshot within {grace:g} s")
                     self._say(b"TERM\n", nodes)
-            if not ending and (joining := self._joining(nodes, began)):
-                note(f"stopping with a snapshot, to go on with {joining}")
+            ready = [node for node in self.nodes if node.state == READY]
+            patient = [node for node in ready if now - node.since > JOIN_SECONDS]
+            if patient and not ending and len(nodes) < self.most:
+                names = ", ".join(node.host.name for node in ready)
+                note(f"stopping with a snapshot, to go on with {names}")
                 ending = "joining"
                 self._say(b"TERM\n", nodes)
             if now >= kill_at:
@@ -323,14 +340,6 @@ class Job:
             killed = f": killed by {node.signal}" if node.signal else ""
             note(f"{node.host.name} ended with exit code {node.code}{killed}{more}")
 
-    def _joining(self, nodes: list[Node], began: float) -> str:
-        """Names of nodes for which the attempt is to be interrupted now."""
-        now, waiting = time.monotonic(), [node for node in self.nodes if node.state == READY]
-        if not waiting or len(nodes) >= self.most or now - began <= SETTLE_SECONDS:
-            return ""
-        settled = now - max(node.since for node in waiting) > JOIN_SECONDS
-        return ", ".join(node.host.name for node in waiting) if settled else ""
-
     def _decide(
         self, nodes: list[Node], failed: Node | None, joining: bool, seconds: float
     ) -> int | None:
@@ -343,7 +352,6 @@ class Job:
         self.run_host = None if nodes[0].lost else nodes[0].host
         for node in nodes:
             node.leave(failed=node.lost)
-        self.pause = 0.0
         if self.signals:
             rest = [one for one in codes if one]
             return INTERRUPTED if INTERRUPTED in rest else (rest or [0])[0]
@@ -355,18 +363,16 @@ class Job:
             if not new or len(new) == len(nodes):
                 return BAD_INPUT
             for node in new:
-                node.barred = True
+                node.failed, node.next_call = True, math.inf
             names = ", ".join(node.host.name for node in new)
             note(f"going on without {names} (the reason is above)")
         elif lost or joining:
             for node in nodes:
-                node.trusted = not node.failures  # a lost node may come back as another machine
+                node.trusted = not node.failed  # a lost node may come back as another machine
             self.quick = 0
         else:  # a process has failed, or was stopped on its node: try again, but not for ever
             self.quick = self.quick + 1 if seconds < QUICK_SECONDS else 1
             if self.quick >= QUICK_FAILURES:
                 why = f"training has failed {self.quick} times in a row soon after start"
                 raise UserError(why, code=code)
-            self.pause = 5.0 * 2 ** (self.quick - 1)
-            note(f"going on in {self.pause:g} s")
         return None

@@ -8,19 +8,15 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
 
-import guard
 import hosts
-from hosts import ROOT, SSH_FAILED, Host, note
-from job import Job, Node
+from hosts import ROOT, Host, note
+from job import Job
 
 from utils import errors
 from utils.errors import UserError
-from utils.option_types import Formatter, amount, port, positive, run_name
+from utils.option_types import amount, port, positive, run_name
 
 HELP = """Train on several nodes from one machine, over ssh.
 
@@ -30,75 +26,15 @@ HELP = """Train on several nodes from one machine, over ssh.
 _NOT_COPIED = (".git", ".venv", "__pycache__", "/runs", "/data", ".*_cache")
 
 
-class SshNode(Node):
-    """A node whose guard is at the other end of an ssh."""
-
-    def connect(self) -> None:
-        self.lock = threading.Lock()
-        # In a session of its own: Ctrl-C at the terminal is for this process, not for ssh.
-        self.ssh = subprocess.Popen(
-            hosts.remote_python(self.job.options.ssh, self.host, self.job.mark),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self.say(hosts.program(Path(guard.__file__), {}))
-        threading.Thread(target=self._follow, args=(self.ssh,), daemon=True).start()
-
-    def say(self, order: bytes) -> None:
-        with suppress(OSError, AttributeError), self.lock:  # it has ended, or not begun
-            self.ssh.stdin.write(order)
-            self.ssh.stdin.flush()
-
-    def close(self) -> None:
-        with suppress(AttributeError):
-            self.ssh.terminate()
-
-    def prepare(self) -> None:
-        if self.job.options.sync:
-            sync(self.job.options, self.host)
-
-    def missing(self) -> str:
-        ssh = self.job.options.ssh
-        if self.hello:
-            return f"lost the connection to {self.host.name}"
-        if self.code == SSH_FAILED:
-            return hosts.ssh_failed(ssh, self.host)
-        return f"{super().missing()}: does `{ssh} {self.host.address} python3 -V` work here?"
-
-    def _follow(self, ssh: subprocess.Popen) -> None:
-        other = threading.Thread(target=self._show, args=(ssh.stderr, sys.stderr), daemon=True)
-        other.start()
-        self._show(ssh.stdout, sys.stdout)
-        other.join()
-        self.job.events.put((self, "ended", ssh.wait()))
-
-    def _show(self, source: BinaryIO, stream: Any) -> None:
-        for line in source:
-            self.take(line, stream)
-
-
-class SshJob(Job):
-    """A job on hosts reached by ssh."""
-
-    node = SshNode
-
-
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The launcher's own options, and SCRIPT with its options. Raises: `UserError`."""
     # horovodrun's commands have the second alone
     own, command = split(words, "--" if "--" in words else "python")
     if command[:1] == ["python"]:
         del command[0]
-    parser = argparse.ArgumentParser(
-        prog="train_on_nodes.sh",
-        usage="bash scripts/train_on_nodes.sh HOSTS_FILE [options] -- SCRIPT TRAINING OPTIONS",
-        description=HELP,
-        formatter_class=Formatter,
-        allow_abbrev=False,
-    )
-    hosts.add_options(parser, needed=False)
+    usage = "bash scripts/train_on_nodes.sh HOSTS_FILE [options] -- SCRIPT TRAINING OPTIONS"
+    parser = hosts.make_parser("train_on_nodes.sh", HELP, usage)
+    hosts.add_node_options(parser)
     add = parser.add_argument
     text = "instead of HOSTS_FILE: hosts and their processes, as horovodrun and mpirun take them"
     add("-H", dest="list", metavar="HOST:N,...", help=text)
@@ -128,8 +64,7 @@ def split(words: list[str], end: str = "--") -> tuple[list[str], list[str]]:
 def add_grace(parser: argparse.ArgumentParser) -> None:
     """--grace."""
     text = "time for a snapshot before a script that was asked to stop is killed"
-    names = ("--grace", "--grace-seconds")
-    parser.add_argument(*names, type=amount, default=20.0, metavar="SECONDS", help=text)
+    parser.add_argument("--grace", type=amount, default=20.0, metavar="SECONDS", help=text)
 
 
 def limits(text: str) -> tuple[int, int]:
@@ -219,7 +154,14 @@ def main() -> int:
     script = check(command, len(machines) > 1 or bool(machines[0].slots), bool(options.elastic))
     if options.fetch and not script.name:
         raise UserError("--fetch needs --name, the run to bring back, among the training options")
-    job = SshJob(options, command, machines, f"guard:{script.name or ''}")
+    for host in machines if options.sync else ():
+        try:
+            sync(options, host)
+        except UserError as error:
+            if not options.elastic:
+                raise
+            errors.show(error)
+    job = Job(options, command, machines, f"guard:{script.name or ''}")
     job.wait_seconds = script.dist_timeout or job.wait_seconds
     code = job.run()
     if options.fetch and job.run_host:

@@ -21,7 +21,9 @@ HELP = """Show what this user's runs are doing, all ranks together.
 
     bash scripts/status.sh                # on this machine
     bash scripts/status.sh HOSTS_FILE     # on all hosts of a file
-"""
+
+Each rank shows its own part of a step in seconds: waiting for its images (data_s), and computing
+until its gradients are ready (comp_s). All others wait for a rank that is marked as a straggler."""
 STRAGGLES = 1.25  # times the median of the ranks' own part of a step
 COLUMNS = "  {:>4}  {:10.10} {:>8}  {:>10}  {:>10}  {:>6}  {:>6}  {:>5}  {:>11}  {}"
 HEADINGS = ("rank", "node", "epoch", "step", "images/s", "data_s", "comp_s", "GPU_%", "MiB", "seen")
@@ -30,7 +32,7 @@ ARGUMENTS = globals().get("ARGUMENTS")  # given when this file was sent over ssh
 
 
 def node():
-    """This node: its name, and what its living ranks report, each with its disk and its GPU."""
+    """What the living ranks of this node report, each with its disk and its GPU."""
     ranks, devices = [], None
     for path in sorted(glob.glob(FOLDER + "/*.json")):
         try:
@@ -47,11 +49,11 @@ def node():
             rank["gpu"] = devices.get(rank["gpu"])
         rank["age"] = time.time() - rank["at"]  # by this node's clock
         with contextlib.suppress(OSError):
-            rank["disk"] = free_space(rank["run"])
+            disk = shutil.disk_usage(rank["run"])
+            rank["disk"] = f"{disk.free / 2**30:.1f} of {disk.total / 2**30:.0f} GiB free"
             rank["snapshot_age"] = time.time() - os.stat(rank["run"] + "/snapshot.pt").st_mtime
         ranks.append(rank)
-    home = free_space(os.path.expanduser("~"))
-    return {"host": socket.gethostname(), "home": home, "ranks": ranks}
+    return ranks
 
 
 def lives(rank):
@@ -76,11 +78,6 @@ def gpus():
     return {row[0]: row[1:] for row in rows if len(row) == 4}
 
 
-def free_space(folder):
-    disk = shutil.disk_usage(folder)
-    return f"{disk.free / 2**30:.1f} of {disk.total / 2**30:.0f} GiB free"
-
-
 def ago(seconds):
     """A length of time for people: 12 s, 5 min, 3 h."""
     if seconds < 120:
@@ -89,15 +86,14 @@ def ago(seconds):
 
 
 def describe(answers):
-    """The lines that show ``answers``: (name, result of `node`, or None if it did not answer)."""
+    """The lines that show ``answers``: pairs of a name and what `node` found, None: no answer."""
     runs = {}
     for name, answer in answers:
         if answer is None:
             yield f"{name}: no answer"
             continue
-        found = f"{len(answer['ranks'])} rank(s)" if answer["ranks"] else "no runs"
-        yield f"{name}: {found}, home {answer['home']}"
-        for rank in answer["ranks"]:
+        yield f"{name}: {len(answer)} rank(s)" if answer else f"{name}: no runs"
+        for rank in answer:
             runs.setdefault((rank["run"], rank["size"]), {})[rank["rank"]] = dict(rank, node=name)
     for (folder, size), ranks in sorted(runs.items()):
         first = ranks[min(ranks)]
@@ -136,7 +132,7 @@ def main():
     import hosts  # only here, as this file is sent to nodes without it
 
     hosts.go_on_without_reader()
-    options = hosts.asking_parser("status.sh", HELP).parse_args()
+    options = hosts.make_parser("status.sh", HELP).parse_args()
     found, code = [], 0
     if options.hosts:
         for host, failed, out in hosts.ask_all(options.hosts, options.ssh, __file__, {}):
