@@ -84,15 +84,13 @@ def facts(args: argparse.Namespace) -> Facts:
     """Everything that is compared; without the others."""
     import torch
 
-    trouble, devices, own_name = "", [], []
+    trouble, devices = "", []
     place = Path(args.output_dir).absolute()
     try:
         gpus.check()
         devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     except UserError as error:
         trouble = str(error)
-    with contextlib.suppress(OSError):
-        own_name = sorted({one[4][0] for one in socket.getaddrinfo(socket.gethostname(), None)})
     while not place.exists():
         place = place.parent
     nccl = torch.distributed.is_nccl_available() and torch.cuda.nccl.version()
@@ -100,10 +98,8 @@ def facts(args: argparse.Namespace) -> Facts:
     mtu = Path(f"/sys/class/net/{interface}/mtu")
     return {
         "host": socket.gethostname(),
-        "address": network.address_towards(args.master),
         "interface": interface,
         "mtu": mtu.read_text().strip() if mtu.exists() else None,
-        "own_name": own_name,
         "gpus": devices,
         "driver": gpus.machine().driver,
         "gpu_trouble": trouble,
@@ -295,8 +291,7 @@ def of_versions(names: list[str], everyone: list[Facts]) -> Iterator[Finding]:
 
 def of_node(rank: int, name: str, one: Facts, args: argparse.Namespace) -> Iterator[Finding]:
     """What is wrong on one node, whatever the others have."""
-    own, free = one["own_name"], one["disk"]
-    nowhere = args.nodes > 1 and all(ip.startswith("127.") for ip in own)
+    free = one["disk"]
     for bad, level, what, why, remedy in (
         (one["gpu_trouble"], FAULT, one["gpu_trouble"], "training would end with this error",
          "see there"),
@@ -309,9 +304,6 @@ def of_node(rank: int, name: str, one: Facts, args: argparse.Namespace) -> Itera
          f"only {free / 1e9:.1f} GB of disk are free at {one['disk_place']}",
          "node 0 writes two snapshots, several times as large as the model, and the best model",
          "free disk space, or choose another --output-dir"),
-        (nowhere, WARNING, f"its own name resolves to {', '.join(own) or 'nothing'}",
-         "plain torchrun with c10d and gloo without GLOO_SOCKET_IFNAME fail; this suite does not",
-         f"in /etc/hosts there, give {one['host']} the address {one['address']}"),
     ):  # fmt: skip
         if bad:
             yield Finding(level, f"{name}: {what}", why, remedy, rank)

@@ -1,20 +1,28 @@
-"""scripts/train.sbatch on a real Slurm: a controller and two nodes, in namespaces.
+"""scripts/train.sbatch with stand-ins for Slurm's commands, and on a real Slurm of two nodes.
 
-Needs Debian's packages slurmctld, slurmd, slurm-client and munge.
+The latter needs Debian's packages slurmctld, slurmd, slurm-client and munge.
 """
 
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import Result, summary
 from nodes import Node, Nodes, need
-from running import TINY_LINE, eventually, snapshot, tiny
+from running import TINY_LINE, Running, eventually, snapshot, tiny
 
-pytestmark = pytest.mark.long
 _, ENV = tiny(step_seconds=0.05)
+# Of one node. What srun starts is in a session of its own, to which scancel sends its signal.
+STAND_INS = {
+    "scontrol": '[ $1 = show ] && echo localhost || echo "$@" >> $0.log',
+    "scancel": "kill -USR1 -- -$(cat ${0%/*}/srun.pid)",
+    "srun": """while [[ $1 == --* ]]; do shift; done
+        echo $$ > $0.pid; export SLURM_NODEID=0; exec setsid "$@" """,
+}
+SBATCH = "import os, sys; os.execvp('bash', ['bash', 'scripts/train.sbatch', *sys.argv[1:]])"
 
 CONFIGURATION = """
 ClusterName=tests
@@ -37,6 +45,25 @@ ReturnToService=2
 NodeName=node[0-1] CPUs={cpus} State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+
+
+def test_only_a_job_at_its_time_limit_is_requeued(folder, tmp_path):
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1"}
+    env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, **ENV}
+    for data, code in ((folder, 0), ("/nowhere", 2)):
+        words = ["imagenet_ddp.py", *TINY_LINE.split(), "-p", 1, "--epochs", 10000]
+        with Running("-c", SBATCH, *words, "--output-dir", tmp_path, data, **env) as job:
+            if code == 0:
+                job.until("Epoch 1/10000 step")
+                job.send(signal.SIGUSR1)
+            done = job.result()
+            assert done.code == code, done.out + done.err
+    assert "/nowhere is missing" in done.err
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 77\n"
+    assert summary(tmp_path / "slurm_77")["finished_because"] == "interrupted"
 
 
 class Cluster:
@@ -89,6 +116,7 @@ def cluster(tmp_path_factory):
         yield Cluster(nodes, tmp_path_factory.mktemp("slurm"))
 
 
+@pytest.mark.long
 def test_a_job_trains_on_two_nodes(cluster, folder, tmp_path):
     log = tmp_path / "log"
     training = f"imagenet_ddp.py {TINY_LINE} --epochs 1 --output-dir {tmp_path}/runs {folder}"
@@ -100,6 +128,7 @@ def test_a_job_trains_on_two_nodes(cluster, folder, tmp_path):
     assert "1: [rank 1] Epoch 1/1" in log.read_text()
 
 
+@pytest.mark.long
 def test_a_time_limit_gives_a_snapshot_and_the_queue(cluster, folder, tmp_path):
     """Slurm itself sends SIGUSR1; the second time the run is long enough to end."""
     log, run = tmp_path / "log", tmp_path / "runs" / "mine"
@@ -121,10 +150,3 @@ def test_a_time_limit_gives_a_snapshot_and_the_queue(cluster, folder, tmp_path):
     training = [one for node in cluster.nodes for one in node.processes()]
     training = [one for one in training if "imagenet" in one.command]
     assert eventually(lambda: not any(one.lives() for one in training)), training
-
-
-def test_a_failing_job_is_not_queued_again(cluster, tmp_path):
-    log = tmp_path / "log"
-    job = cluster.submit(f"--output={log}", "imagenet_ddp.py /nowhere/data")
-    assert eventually(lambda: cluster.state(job) == "FAILED 0"), log.read_text()
-    assert "/nowhere/data is missing" in log.read_text()
