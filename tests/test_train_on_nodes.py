@@ -1,14 +1,9 @@
-"""scripts/train_on_nodes.sh on nodes with an sshd each: nothing is left behind, whatever ends.
-
-The second part is about --elastic: nodes that are lost, node 0 too, come back, never come.
-"""
+"""scripts/train_on_nodes.sh on nodes with an sshd each: nothing is left behind, whatever ends."""
 
 import os
-import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,24 +29,13 @@ LONG_ENDS += [(f"link {n}", s, LOST_PEER) for n, s in ((0, 600), (0, 0.05), (1, 
 ENDS += [pytest.param(*one, marks=long) for one in LONG_ENDS]
 
 
-def three_nodes() -> Iterator[list[Node]]:
+@pytest.fixture(scope="module")
+def nodes():
     """node0 to type on, node1 and node2 to train on."""
     with Nodes(3) as all_nodes:
         for node in all_nodes[1:]:
             node.start_sshd(**ENV)
         yield all_nodes
-
-
-@pytest.fixture(scope="module")
-def nodes():
-    """Shared by tests that leave them as they are."""
-    yield from three_nodes()
-
-
-@pytest.fixture
-def fresh():
-    """As `nodes`, for a test that changes some."""
-    yield from three_nodes()
 
 
 def line(hosts: str, training: str, tmp_path: Path, launcher: str = "") -> str:
@@ -211,106 +195,12 @@ def test_closed_ports_are_one_line(nodes, folder, tmp_path, blocked):
     assert empty(nodes)
 
 
-# ---- --elastic
-
-
-def elastic(nodes: list[Node], tmp_path, folder, hosts: str, limits: str, epochs=100000) -> Typed:
-    """The training, typed on node0; a line every step."""
-    training = f"-p 1 --epochs {epochs} --snapshot-minutes 0.02 {folder}"
-    launcher = f"--elastic {limits} --env STEP_SECONDS=0.05"
-    return nodes[0].type(f"exec {line(hosts, training, tmp_path, launcher)} 2>&1")
-
-
-def interrupted(run: Typed) -> str:
-    """End a run by Ctrl-C, with a snapshot. Returns: all that it has printed."""
-    run.send(signal.SIGINT, group=True)
-    result = run.result()
-    assert result.code == INTERRUPTED, result.out
-    assert "Traceback" not in result.out
-    return result.out
-
-
-def test_training_begins_without_a_node_that_cannot_be_reached(nodes, folder, tmp_path):
-    hosts = "node0 slots=2\nnode1 slots=2\n"
-    with elastic(nodes, tmp_path, folder, hosts, "1:2", epochs=1) as run:
-        result = run.result()
-    assert result.code == 0, result.out
-    assert (
-        "launcher: ssh to node0 failed: does `ssh node0 python3 -V` work here?; will" in result.out
-    )
-    assert "launcher: training begins on 1 of 2 nodes: node1" in result.out
-    found = summary(tmp_path / "run")
-    assert (found["nodes"], found["world_size"], found["epochs_done"]) == (1, 2, 1)
-    assert empty(nodes)
-
-
 def test_the_wait_for_nodes_is_that_of_dist_timeout(nodes, tmp_path):
-    with elastic(nodes, tmp_path, "DATA --dist-timeout 12", "node0\nnode1\n", "2:2") as run:
+    """What else --elastic does, test_job.py tests."""
+    command = line("node0\nnode1\n", "DATA --dist-timeout 12", tmp_path, "--elastic 2:2")
+    with nodes[0].type(f"exec {command} 2>&1") as run:
         run.until(r"waiting for node0: 1 of at least 2 nodes are here \(\d+ s, at most 12\)")
         result = run.result()
     assert result.code == 2
     assert "error: the job needs 2 nodes and has waited 12 s for node0" in result.out
     assert empty(nodes)
-
-
-@long
-def test_too_few_nodes_are_waited_for(fresh, folder, tmp_path):
-    with elastic(fresh, tmp_path, folder, "node1\nnode2\n", "2:2") as run:
-        run.until(r"\[node1\] Epoch 1/\d+ step")
-        fresh[2].kill()
-        run.until(r"waiting for node2: 1 of at least 2 nodes are here \(\d+ s, at most 600\)")
-        interrupted(run)
-    assert empty(fresh[:2]), ours(fresh[:2])
-
-
-@long
-def test_a_killed_process_is_started_again(fresh, folder, tmp_path):
-    """On both nodes: the other one notices, and does not call it bad input."""
-    with elastic(fresh, tmp_path, folder, "node1\nnode2\n", "1:2") as run:
-        run.until(r"\[node1\] Epoch 1/\d+ step")
-        os.kill(process_on(fresh[2], "rank"), signal.SIGKILL)
-        said = run.until(r"ended with exit code \d+.*; stopping the rest")
-        assert re.search(r"code (69|137)", said)
-        run.until("training begins again on 2 of 2 nodes")
-        run.until(r"\[node1\] Epoch \d+/\d+ step")
-        interrupted(run)
-
-
-@long
-@pytest.mark.parametrize(
-    ("broken", "said"),
-    [
-        ("mkdir {0}/run && mount -t tmpfs tmpfs {0}/run",
-         "node2 (node 1) does not see what node1 (node 0) writes into"),
-        ("mount -t tmpfs tmpfs {1}", "/data/train is missing"),
-    ],
-)  # fmt: skip
-def test_bad_input_ends_the_job(fresh, folder, tmp_path, broken, said):
-    fresh[2].run(broken.format(tmp_path, folder))
-    with elastic(fresh, tmp_path, folder, "node1\nnode2\n", "1:2") as run:
-        result = run.result()
-    assert result.code == 2, result.out
-    assert said in result.out
-    assert "begins again" not in result.out
-    assert empty(fresh)
-
-
-@long
-def test_a_node_that_comes_back_broken_stays_out(fresh, folder, tmp_path):
-    """Of nodes that come back well, tests/trials/faults.py has a trial."""
-    with elastic(fresh, tmp_path, folder, "node1\nnode2\n", "1:2") as run:
-        run.until(r"\[node1\] Epoch 1/\d+ step")
-        fresh[2].kill()
-        run.until("lost the connection to node2; will keep trying")
-        run.until("training begins again on 1 of 2 nodes: node1")
-        run.until("resumed from .*snapshot")
-        fresh[2].start_again()
-        fresh[2].run(f"mount -t tmpfs tmpfs {ROOT}")
-        fresh[2].start_sshd(**ENV)
-        run.until("launcher: node2 is back")
-        run.until("stopping with a snapshot, to go on with node2")
-        run.until("going on without node2")
-        run.until("training begins again on 1 of 2 nodes: node1")
-        run.until(r"\[node1\] Epoch \d+/\d+ step")
-        assert "can't open file" in interrupted(run)  # Python says so
-    assert summary(tmp_path / "run")["finished_because"] == "interrupted"

@@ -156,10 +156,10 @@ def main():
     hosts.go_on_without_reader()
     parser = hosts.make_parser("cleanup.sh", HELP)
     add = parser.add_argument
-    add("--name", default="", metavar="RUN", help="end only this run (started with --name RUN)")
+    add("--name", metavar="RUN", help="end only this run (started with --name RUN)")
     add("--dry-run", action="store_true", help="only list what would be ended")
     add("--yes", action="store_true", help="do not ask, on a terminal")
-    text = "between SIGTERM and SIGKILL (30)"
+    text = "between SIGTERM and SIGKILL"
     add("--grace", type=float, default=30.0, metavar="SECONDS", help=text)
     options = parser.parse_args()
 
