@@ -24,7 +24,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +60,6 @@ LEGEND = (
     "time x processes of the first column, divided by the same of this one. Test figures: of the "
     "best model on DATA/test."
 )
-EMPTY_SECONDS = 30  # a node ends what it runs 25 s after its launcher was killed
 
 
 @dataclass(frozen=True)
@@ -334,9 +332,6 @@ class Runner:
     def check_nodes(self, arms: list[Arm]) -> None:
         """Copy the code to all hosts, if asked to, and check them. Raises: `UserError`."""
         args, arm = self.args, max(arms, key=lambda arm: arm.nodes)
-        # The last launcher may have been killed a moment ago.
-        last = max((arm.log.stat().st_mtime for arm in arms if arm.log.exists()), default=0)
-        time.sleep(max(0, last + EMPTY_SECONDS - time.time()))
         lines = [text for text in args.hosts.read_text().splitlines() if text.split("#")[0].split()]
         for nodes in {one.nodes for one in arms}:
             (self.folder / f"hosts_{nodes}").write_text("\n".join(lines[:nodes]) + "\n")

@@ -14,7 +14,6 @@ from conftest import ROOT, TIMEOUT, shell
 from nodes import Nodes, need
 from running import TINY_LINE, Running, eventually, everyone, tiny
 from scaling_study import Arm
-from test_slurm import Cluster
 
 from utils.errors import UserError
 
@@ -120,9 +119,11 @@ def test_a_dry_run_prints_what_can_be_typed_and_does_nothing(tmp_path):
     own = f"--logbook {tmp_path}/book --dry-run"
     names = sorted(file.stem for file in (ROOT / "scripts/studies").glob("*.sh"))
     assert names == ["resnet50_o2", "vgg19", "vit_cifar10"]
-    done, *studies = shell(
+    done, slurm, *studies = shell(
         f"bash scripts/scaling_study.sh {hosts} --hours 2 {own} --env SECRET=xyz "
         "--ssh 'ssh -F file' -- imagenet_ddp.py -a vgg19 DATA",
+        f"bash scripts/scaling_study.sh --slurm='--time=10 -p gpu' --nodes 1,2 {own} --name s "
+        "-- imagenet_ddp.py --output-dir out DATA",
         *(f"bash scripts/studies/{name}.sh {eight} DATA {own}" for name in names),
     )
     assert done.code == 0, done.err
@@ -134,6 +135,11 @@ def test_a_dry_run_prints_what_can_be_typed_and_does_nothing(tmp_path):
         *("DATA", "--lr", "0.141421", "--train-time", "2"),
         *("--name", "vgg19_2nodes", "--resume", "auto"),
     ]
+    assert (
+        "+ sbatch --wait --nodes=2 --job-name=s_2nodes --dependency=singleton "
+        "--output=out/s_2nodes/study.log --time=10 -p gpu scripts/train.sbatch imagenet_ddp.py "
+        "--output-dir out DATA --lr 0.141421 --name s_2nodes --resume auto\n"
+    ) in slurm.out
     assert "at most 4 h of training (6 node-hours)" in done.out
     assert "xyz" not in done.out
     assert not (tmp_path / "book").exists()
@@ -333,27 +339,3 @@ def test_over_ssh_launcher_and_node_are_killed(folder, tmp_path):
             assert eventually(lambda: not any(node.processes() for node in nodes[1:]))
         assert tables[0] == tables[1]
         assert any("| 5 | 10 | 20 |" in row for row in tables[0]), tables[0]
-
-
-@pytest.mark.long
-def test_slurm_has_one_job_an_arm(folder, tmp_path):
-    """A launcher that was killed finds its job."""
-    need("slurmctld", "slurmd", "sbatch", "munged")
-    (tmp_path / "slurm").mkdir()
-    own = "--slurm='--time=10' --nodes 1,2"
-    words = "bash " + study(tmp_path, own, f"imagenet_ddp.py {folder}")
-    with Nodes(2) as nodes:
-        cluster = Cluster(nodes, tmp_path / "slurm")
-        # The first job lasts until the second launcher is there.
-        slow = ENV | {"STEP_SECONDS": "2", "SLURM_CONF": str(cluster.configuration)}
-        log = tmp_path / "runs/s_1node/study.log"
-        with nodes[0].type(words, **slow) as first:
-            assert eventually(lambda: log.is_file() and "Epoch 1/2 step" in log.read_text())
-            first.send(signal.SIGKILL, group=True)
-            first.process.wait()
-        done = cluster.type(words)  # its first job waits for the one that is still there
-        assert done.code == 0, done.out + done.err
-    page = tmp_path / "book/s.md"
-    assert "2 of 2 arms finished" in page.read_text()
-    assert any("| 5 | 10 |" in row for row in lines_without_times(page))
-    assert log.read_text().count("all epochs done") == 1

@@ -49,7 +49,7 @@ class Process:
                 return file.read().decode(errors="replace")
 
         fields = content("stat").rpartition(")")[2].split()
-        self.pid, self.state, self.parent, self.started = pid, fields[0], int(fields[1]), fields[19]
+        self.pid, self.state, self.parent = pid, fields[0], int(fields[1])
         words = content("cmdline").rstrip("\0").split("\0")
         environment = dict(one.partition("=")[::2] for one in content("environ").split("\0"))
         lines = "".join(word.replace("\n", " ") + "\n" for word in words)
@@ -65,12 +65,6 @@ class Process:
             self.ours = os.path.exists(os.path.dirname(script) + "/utils/options.py")
         # The name of its run, where the mark or the command line has it.
         self.run = [(mark or "").partition(":")[2], *_NAME.findall(lines)][-1]
-
-    def lives(self):
-        with contextlib.suppress(OSError):
-            now = Process(self.pid)
-            return now.started == self.started and now.state not in "ZX"
-        return False
 
     def send(self, signum):
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -99,13 +93,14 @@ def find(run):
     return [one for one in found if not run or belongs(one)]
 
 
-def wait(processes, seconds):
-    """Wait at most ``seconds`` for the processes to end. Returns those that still live."""
+def wait(run, seconds):
+    """Wait at most ``seconds`` until nothing is left. Returns what still lives."""
     deadline = time.monotonic() + seconds
-    while processes and time.monotonic() < deadline:
+    left = find(run)
+    while left and time.monotonic() < deadline:
         time.sleep(0.2)
-        processes = [one for one in processes if one.lives()]
-    return processes
+        left = find(run)
+    return left
 
 
 def ask(processes):
@@ -132,19 +127,12 @@ def clean(grace, dry_run, run):
     if dry_run:
         return 0
     ask(found)
-    ended = len(found) - len(wait(found, grace))
-    if found:
-        print(f"{ended} of {len(found)} ended after SIGTERM")
-    killed = set()
+    left = wait(run, grace)
     for _ in range(5):  # what ends may have started others since
-        left = find(run)
         for one in left:
+            print(f"killing {one.text}")
             one.send(signal.SIGKILL)
-            killed.add(one.pid)
-        wait(left, 2)
-    left = find(run)
-    if killed:
-        print(f"{len(killed) - len(left)} more ended after SIGKILL")
+        left = wait(run, 2)
     for one in left:
         print(f"error: could not end {one.text}")
     return 1 if left else 0
