@@ -11,7 +11,7 @@ process per node compares data, GPUs, versions, clocks and limits, measures read
 the all-reduce, and forecasts a step.
 
 Exit code, the same on every node: 0 all is well, 1 warnings (training will work, but look at them),
-2 faults. Node 0 prints all findings, the others those about themselves.
+2 faults. Node 0 prints the findings.
 """
 
 import argparse
@@ -60,16 +60,12 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found; of a warning or fault also why it matters and what to do.
-
-    ``node``: the rank that it is about, None for all.
-    """
+    """What was found; of a warning or fault also why it matters and what to do."""
 
     level: int
     what: str
     why: str = ""
     remedy: str = ""
-    node: int | None = None
 
     def __str__(self) -> str:
         text = f"{MARKS[self.level]} {self.what}"
@@ -306,7 +302,7 @@ def of_node(rank: int, name: str, one: Facts, args: argparse.Namespace) -> Itera
          "free disk space, or choose another --output-dir"),
     ):  # fmt: skip
         if bad:
-            yield Finding(level, f"{name}: {what}", why, remedy, rank)
+            yield Finding(level, f"{name}: {what}", why, remedy)
     asked = (need_of(one, args) or 0) * max(1, len(one["gpus"]))
     for verb, rate, remedy in (
         ("reads", one["data"].get("files_per_s"), "use a local disk, or"),
@@ -316,7 +312,7 @@ def of_node(rank: int, name: str, one: Facts, args: argparse.Namespace) -> Itera
         if rate and rate < asked:
             text += f", and will be asked for {asked:.0f} (see --need)"
             shrink = f"{remedy} shrink the images (scripts/prepare_data.py shrink)"
-            yield Finding(WARNING, text, "GPUs wait for images", shrink, rank)
+            yield Finding(WARNING, text, "GPUs wait for images", shrink)
         elif rate:
             yield Finding(OK, text)
 
@@ -337,10 +333,10 @@ def need_of(one: Facts, args: argparse.Namespace) -> float | None:
 
 def of_data(names: list[str], found: list[Facts]) -> Iterator[Finding]:
     usable = {}
-    for rank, (name, data) in enumerate(zip(names, found, strict=True)):
+    for name, data in zip(names, found, strict=True):
         if "error" in data:
             why, remedy = "a run could not start there", "put the whole data set there (--data)"
-            yield Finding(FAULT, f"{name}: {data['error']}", why, remedy, rank)
+            yield Finding(FAULT, f"{name}: {data['error']}", why, remedy)
         else:
             usable[name] = data
     for part in ("train", "val"):
@@ -383,7 +379,6 @@ def of_network(names: list[str], everyone: list[Facts], between: Facts) -> Itera
                 f"{name}: {variable} chooses {interface}, which {problem}",
                 "training would hang there",
                 f"unset {variable}, or set it to {everyone[rank]['interface']}",
-                rank,
             )
     for rank, ahead in enumerate(between["clocks"]):
         if abs(ahead) > CLOCK_LIMIT:
@@ -394,7 +389,6 @@ def of_network(names: list[str], everyone: list[Facts], between: Facts) -> Itera
                 "logs cannot be compared, shared files seem to come from the future, object stores "
                 "refuse requests",
                 "turn on time synchronisation there (timedatectl set-ntp true, or chrony)",
-                rank,
             )
 
 
@@ -445,6 +439,7 @@ def parse() -> argparse.Namespace:
     add("--output-dir", default="runs", metavar="DIR", help="where runs will be written")
     text = "for other nodes (60; with HOSTS_FILE 20)"
     add("--wait", type=amount, metavar="SECONDS", help=text)
+    parser.set_defaults(grace=5.0)
     args = parser.parse_args()
     if not args.hosts:
         if args.nodes > 1 and not args.master:
@@ -482,7 +477,7 @@ def examine(args: argparse.Namespace) -> int:
         found = [Finding(FAULT, text, why, remedy) for text in ports]
         found = found or [Finding(FAULT, str(fault).partition("\n")[0], why, "see the message")]
     for one in found:
-        if args.rank == 0 or not everyone or (one.level and one.node == args.rank):
+        if args.rank == 0 or not everyone:
             print(one)
     levels = [one.level for one in found]
     code, total = max(levels), f"all is well ({len(found)} checks)"
@@ -498,7 +493,7 @@ def over_ssh(args: argparse.Namespace) -> int:
     names = ("data", "arch", "batch_size", "image_size", "need", "output_dir", "wait")
     typed = [(name.replace("_", "-"), getattr(args, name)) for name in names]
     command = ["scripts/doctor.py", *(f"--{n}={v}" for n, v in typed if v is not None)]
-    args.elastic, args.grace = None, 5.0
+    args.elastic = None
     return Job(args, command, machines, "doctor").run()
 
 

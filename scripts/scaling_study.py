@@ -265,6 +265,7 @@ def reach(args: argparse.Namespace) -> list[str]:
     words = [] if args.dir == hosts.default_directory() else ["--dir", args.dir]
     words += ["--python", args.python] if args.python else []
     words += ["--ssh", args.ssh] if args.ssh != "ssh" else []
+    words += ["--grace", f"{args.grace:g}"] if args.grace != 20 else []
     return [*words, *(word for name, _ in args.env or () for word in ("--env", name))]
 
 

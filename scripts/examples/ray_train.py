@@ -152,7 +152,6 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--gpus", type=count, help="per node, with a process each; default: all that a node has")
     add("--cpus", type=count, default=1, help="per node, that Ray sets aside for the training")
     hosts.add_node_options(parser)
-    launcher.add_grace(parser)
     options = parser.parse_args(own)
     options.port = None
     if not command:

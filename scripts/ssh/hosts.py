@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))  # what is imported from there needs nothing but P
 
 from utils.errors import UserError, end_with, go_on_without_reader  # noqa: E402, F401
 from utils.launch.supervise import MARKER  # noqa: E402
-from utils.option_types import Formatter  # noqa: E402
+from utils.option_types import Formatter, amount  # noqa: E402
 
 # Reads the program; what follows on the same standard input is the program's own.
 BOOTSTRAP = (
@@ -166,6 +166,8 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     add("--python", help="on the nodes; default: DIR/.venv/bin/python if it exists, else python3")
     text = "a variable for the environment on the nodes; NAME alone: with its value here"
     add("--env", type=_variable, action="append", metavar="NAME[=VALUE]", help=text)
+    text = "time for a snapshot before a script that was asked to stop is killed"
+    add("--grace", type=amount, default=20.0, metavar="SECONDS", help=text)
 
 
 def _variable(text: str) -> tuple[str, str]:

@@ -43,7 +43,6 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--sync", action="store_true", help="copy this code to the nodes first")
     add("--fetch", action="store_true", help="bring the run directory back; needs --name")
     add("--port", type=port, help="of the master; default: a free one there")
-    add_grace(parser)
     text = "any node may fail and come back: train on at least MIN and at most MAX of them, with a "
     text += "--name, and an --output-dir that all nodes share"
     add("--elastic", type=limits, metavar="MIN:MAX", help=text)
@@ -59,12 +58,6 @@ def split(words: list[str], end: str = "--") -> tuple[list[str], list[str]]:
     """The words in front of ``end`` and those behind it."""
     cut = words.index(end) if end in words else len(words)
     return words[:cut], words[cut + 1 :]
-
-
-def add_grace(parser: argparse.ArgumentParser) -> None:
-    """--grace."""
-    text = "time for a snapshot before a script that was asked to stop is killed"
-    parser.add_argument("--grace", type=amount, default=20.0, metavar="SECONDS", help=text)
 
 
 def limits(text: str) -> tuple[int, int]:
