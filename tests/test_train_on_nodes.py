@@ -180,21 +180,6 @@ def test_errors_on_nodes_are_one_line(nodes, tmp_path, hosts, launcher, named):
             assert f"\n{label} error: " in done.out.replace("\r", ""), done.out
 
 
-@long
-@pytest.mark.parametrize("blocked", [1, 2])
-def test_closed_ports_are_one_line(nodes, folder, tmp_path, blocked):
-    """All but sshd's: node 1's with the master's port among them, or node 2's."""
-    need("nft")
-    nodes[blocked].block_ports("1-2199, 2300-65535")
-    try:
-        done = nodes[0].run(line("node1\nnode2\n", f"--epochs 1 {folder}", tmp_path))
-    finally:
-        nodes[blocked].unblock_ports()
-    assert done.code == 2, done.out + done.err
-    assert "open all TCP ports between the nodes, in both directions" in done.err
-    assert empty(nodes)
-
-
 def test_the_wait_for_nodes_is_that_of_dist_timeout(nodes, tmp_path):
     """What else --elastic does, test_job.py tests."""
     command = line("node0\nnode1\n", "DATA --dist-timeout 12", tmp_path, "--elastic 2:2")
