@@ -113,6 +113,7 @@ def test_two_nodes(folder, tmp_path):
     results = ends_well(*(line + words for words in more))
     assert not [path for path in (tmp_path / "1").rglob("*") if path.is_file()]
     run = only_run(tmp_path / "0")
+    assert run.name.endswith("gpux2_b5_cpu0_ddp")
     assert_trained(run, world_size=2, nodes=2, global_batch=10, comm="fp32")
     for result in results:  # nobody sits before a silent terminal
         assert result.out.count("Epoch 1/1 step ") == 12 // 2

@@ -20,7 +20,7 @@ CURVES = ("Loss/", "Top1/", "Top5/", "Lr", "Step/loss")  # also of averaged weig
 RECIPE = split("--image-size 32 -j 0 --epochs 2 -p 2 --lr 0.05 --label-smoothing 0.1 --seed 5")
 RECIPE += split("--warmup-epochs 0.5")
 # On one process, with all that changes a step: batch norm, dropout, clipping, averages.
-WHOLE = split("-a tiny_full -b 10 --clip-grad 2 --ema 0.9 --lr-schedule cosine")
+WHOLE = split("-a tiny_full -b 10 --clip-grad 0.1 --ema 0.9 --lr-schedule cosine")
 # A gradient that is a mean over images. No clipping, which would hide a factor of the gradient.
 PLAIN = ["-a", "tiny_plain"]
 FEW = split("-a tiny_plain -b 64 --classes 2 --lr-scaling linear")  # all 40 images in a step
@@ -62,10 +62,10 @@ def runs(folder, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("way", [name for name in WAYS if name not in ("nd", "plain", "few")])
 def test_a_step_is_the_same_in_all_modes_and_however_its_batch_is_divided(runs, way):
-    """Bit for bit on one process; on several but for the order of additions."""
+    """Bit for bit on one process; on several, and with FSDP, but for the order of additions."""
     _, processes, options, stop = WAYS[way]
     whole = "few" if options is FEW else "nd" if options[:2] == WHOLE[:2] else "plain"
-    tolerance = 0 if whole == "nd" else 1e-5
+    tolerance = 0 if whole == "nd" and way != "fsdp" else 1e-5
     ours, theirs = scalars(runs / way), scalars(runs / whole)
     assert theirs.keys() >= {"Top1/train", "Top1/val", "Lr"}
     for tag in [tag for tag in theirs if tag.startswith(CURVES)]:
