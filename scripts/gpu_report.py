@@ -38,8 +38,8 @@ class Part(NamedTuple):
     few: str = ""
 
 
-CASES = "examples+{half}+channels_last,torchvision+{half},nd+{half},ddp+{half},fsdp+{half},O2"
-CASES += ",nd+bf16,examples+off,nd+off,nd+{half}+compile"
+CASES = "--rounds 1 --cases examples+{half}+channels_last,torchvision+{half},nd+{half},ddp+{half}"
+CASES += ",fsdp+{half},O2,nd+bf16,examples+off,nd+off,nd+{half}+compile"
 GPU_TESTS = "tests/test_cuda.py tests/test_real_apex.py -p no:cacheprovider"
 READ = "--data {out}/sample -a resnet18 -b 128 -j {workers} --few 2560 --more 20480 --rounds 1"
 READ += " --cases examples+{half}+channels_last,nd+{half}"
@@ -47,12 +47,7 @@ FEW = "--few 8 --more 64 -b 8 --image-size 32"
 RUN = "-a resnet18 -b 64 --lr 0.05 --image-size 64 --epochs 3 --output-dir {out}/runs --name run"
 PARTS = [
     Part("Tests that need a GPU", f"-m pytest -m cuda -n 8 {GPU_TESTS}", 300),
-    Part(
-        "The step",
-        f"scripts/bench_step.py {{model}} --rounds 1 --cases {CASES}",
-        300,
-        few="--cases nd+bf16",
-    ),
+    Part("The step", f"scripts/bench_step.py {{model}} {CASES}", 300, few="--cases nd+bf16"),
     Part("Images", "scripts/prepare_data.py sample {out}/sample", 60, few="--train 20 --val 5"),
     Part("A run", f"imagenet_nd.py {RUN} {{out}}/sample", 120, few="--epochs 1 --image-size 32"),
     Part("Its curves", "scripts/compare_runs.py {out}/runs/run --out {out}/figures", 60),
@@ -63,20 +58,8 @@ PARTS = [
 ]
 
 
-def run(words: list[str], seconds: float, small: bool) -> str:
-    """What a command of this Python prints. Raises: `UserError`."""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if small else {}
-    env = os.environ | {"OMP_WAIT_POLICY": "passive"} | hidden
-    late = f"it did not end within {seconds:.0f} s"
-    (done,) = commands.run([[sys.executable, *words]], seconds, late, cwd=ROOT, env=env)
-    if done.returncode:
-        said = commands.last_lines(done, 5) or "silent"
-        raise UserError(f"exit code {done.returncode}: {said}")
-    return done.stdout.strip()
-
-
 def section(part: Part, seconds: float, names: dict[str, str], small: bool) -> str:
-    """The text of a part. Raises: `UserError`."""
+    """What a part prints, below its command. Raises: `UserError`."""
     command = part.command.replace("{model}", names["model"]) + (f" {part.few}" if small else "")
     # {out} may have spaces in it, and {input} may be nothing.
     words = [filled for word in command.split() if (filled := word.format(**names))]
@@ -88,7 +71,14 @@ def section(part: Part, seconds: float, names: dict[str, str], small: bool) -> s
         return "Left out: no time was left (`--minutes`)."
     print(f"... {part.title} (at most {seconds:.0f} s)", file=sys.stderr, flush=True)
     began = time.monotonic()
-    text = run(words, seconds, small)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if small else {}
+    env = os.environ | {"OMP_WAIT_POLICY": "passive"} | hidden
+    late = f"it did not end within {seconds:.0f} s"
+    (done,) = commands.run([[sys.executable, *words]], seconds, late, cwd=ROOT, env=env)
+    if done.returncode:
+        said = commands.last_lines(done, 5) or "silent"
+        raise UserError(f"exit code {done.returncode}: {said}")
+    text = done.stdout.strip()
     text = text if "scripts/bench" in words[0] else f"```\n{text}\n```"  # benches print Markdown
     return f"`python {' '.join(words)}` ({time.monotonic() - began:.0f} s)\n\n{text}"
 

@@ -49,38 +49,24 @@ def fill_from(args: argparse.Namespace) -> None:
     fill(args.out, what, ("train", "val"), open_source, args.workers)
 
 
-def copy(args: argparse.Namespace) -> None:
-    """Write a shrunk or packed copy of an image folder."""
-    if args.command == "shrink":
-        shrink_folder(args.source, args.out, args.size, args.quality, args.workers)
-    else:
-        pack_folder(args.source, args.out, args.size, args.workers)
-
-
-def check(args: argparse.Namespace) -> None:
-    """Read a whole pack."""
-    verify(args.out, args.workers)
-
-
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the command line; each command sets ``run``, a function of the arguments."""
+    """The parser of the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, run: Callable, summary: str) -> Callable[..., Any]:
+    def add(name: str, summary: str) -> Callable[..., Any]:
         command = commands.add_parser(name, help=summary, description=summary)
-        command.set_defaults(run=run)
-        if run is copy:
+        if name in ("shrink", "pack"):
             command.add_argument("source", type=Path, metavar="SRC", help="the folder to copy")
-        text = "the pack to read" if run is check else "the folder to make"
+        text = "the pack to read" if name == "verify" else "the folder to make"
         command.add_argument("out", type=Path, metavar="OUT", help=text)
         text, cores = "processes (default: one per usable core, here %(default)s)", usable_cores()
         command.add_argument("--workers", type=positive, default=cores, metavar="N", help=text)
         return command.add_argument
 
     text = "a small data set of drawn textures"
-    option = add("sample", fill_from, text)
+    option = add("sample", text)
     for flag, default, kind, text in (
         ("--classes", 10, positive, f"number of classes, at most {len(sources.TEXTURES)}"),
         ("--train", 100, positive, "training images per class"),
@@ -91,25 +77,25 @@ def build_parser() -> argparse.ArgumentParser:
         option(flag, type=kind, default=default, metavar="N", help=full)
 
     text = "Fashion-MNIST: 70,000 greyscale images of clothes, 28 x 28 pixels"
-    option = add("fashion-mnist", fill_from, text)
+    option = add("fashion-mnist", text)
     text = f"the four idx files, .gz or not (default: {sources.DEBIAN_FASHION}, else a download)"
     option("--source", type=Path, metavar="DIR", help=f"folder of {text}")
 
     archive = sources.CIFAR_ARCHIVE
     text = "CIFAR-10: 60,000 colour images, 32 x 32 pixels"
-    option = add("cifar10", fill_from, text)
+    option = add("cifar10", text)
     text = f"{archive}, or the folder that it is in (default: a download)"
     option("--source", type=Path, metavar="PATH", help=text)
 
     text = "ImageNet 2012: 1,281,167 training and 50,000 validation images of 1000 classes"
-    option = add("imagenet", fill_from, text)
+    option = add("imagenet", text)
     text = f"""folder of {" and ".join(sources.ARCHIVES.values())}, or of Kaggle's
         {sources.KAGGLE_IMAGES}/, with {sources.KAGGLE_CSV}, or else {sources.DEVKIT} (needs scipy),
         for the classes of the validation images (required)"""
     option("--source", type=Path, metavar="DIR", required=True, help=text)
 
     text = "a copy of an image folder with images reduced to a short side of at most N pixels"
-    option = add("shrink", copy, text)
+    option = add("shrink", text)
     text = """largest short side in pixels (default: %(default)s, for training crops of 224);
         smaller images and unreadable files are copied unchanged; all others become JPEG files of
         the same name, whatever its suffix"""
@@ -118,12 +104,12 @@ def build_parser() -> argparse.ArgumentParser:
     option("--quality", type=number(int, 1, 100), default=90, metavar="Q", help=text)
 
     text = "a copy of an image folder as decoded and reduced pixels, in a few large files"
-    option = add("pack", copy, text)
+    option = add("pack", text)
     text = """largest short side in pixels (default: %(default)s, for training crops of 224, which
         takes 263 KB an image, 337 GB for ImageNet)"""
     option("--size", type=positive, default=256, metavar="N", help=text)
 
-    add("verify", check, "read a whole pack and compare checksums")
+    add("verify", "read a whole pack and compare checksums")
     return parser
 
 
@@ -131,7 +117,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 after an error, 130 after Ctrl-C."""
     args = build_parser().parse_args(argv)
     try:
-        args.run(args)
+        if args.command == "shrink":
+            shrink_folder(args.source, args.out, args.size, args.quality, args.workers)
+        elif args.command == "pack":
+            pack_folder(args.source, args.out, args.size, args.workers)
+        elif args.command == "verify":
+            verify(args.out, args.workers)
+        else:
+            fill_from(args)
     except UserError as error:
         return report(error)
     except OSError as error:

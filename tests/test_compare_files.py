@@ -196,6 +196,10 @@ def test_io_and_gpu_pictures_and_strange_labels(tmp_path, capsys):
     with open(out / "compare.csv") as file:
         line = next(csv.DictReader(file))
     assert (line["gpu_utilisation"], line["gpu_memory_gb"]) == ("91", "12")
+    run = table(tmp_path / "runs")[2].runs[0]
+    curves = {tag: pictures.line(run, tag, "epochs") for tag in pictures.PANELS}
+    assert curves["GPU/memory_gb"] == dict.fromkeys((1, 2, 3, 4), 12.0)
+    assert curves["GPU/utilisation"][4] == 91.0 and curves["IO/wait_share"][4] == 25.0
     assert line["data_wait_share"] == "0.25"
     page = (out / "compare.html").read_text()
     assert "<script" not in page

@@ -153,15 +153,13 @@ def test_files_that_cannot_be_decoded_are_named_and_counted(source, shrunk):
     assert "3 images cannot be decoded, and were copied as they are" in done.out
 
 
-def test_sizes_and_qualities(tmp_path):
+def test_size_and_quality_by_default(tmp_path):
     original = encode(picture(900, 700))
     put(tmp_path, {"one/train/a/x.JPEG": original})
-    for size, quality, options in ((256, 90, ()), (400, 30, ("--size", 400, "--quality", 30))):
-        shrink(tmp_path / "one", tmp_path / str(size), "--workers", 1, *options)
-        data = (tmp_path / str(size) / "train/a/x.JPEG").read_bytes()
-        both = [Image.open(io.BytesIO(d)) for d in (data, reference(original, size, quality))]
-        assert both[0].size == (round(900 * size / 700), size)
-        assert both[0].quantization == both[1].quantization
+    shrink(tmp_path / "one", tmp_path / "out", "--workers", 1)
+    data = (tmp_path / "out/train/a/x.JPEG").read_bytes()
+    both = [Image.open(io.BytesIO(d)) for d in (data, reference(original, 256, 90))]
+    assert both[0].size == (329, 256) and both[0].quantization == both[1].quantization
 
 
 # ---------------------------------------------------------------------------- interruptions
@@ -244,16 +242,7 @@ def test_full_disk_leaves_no_half_image(many, tmp_path):
 # ---------------------------------------------------------------------------- refusals
 
 
-def test_other_options_into_the_same_folder_are_refused(source, shrunk, tmp_path):
-    before = tree(shrunk[0])
-    assert "size 32, quality 90)" in fail("shrink", source, shrunk[0], "--size", 32)
-    put(tmp_path, {"train/a/x.JPEG": encode(picture(90, 90))})
-    message = fail("shrink", tmp_path, shrunk[0], *OPTIONS)
-    assert f"not shrink (source {tmp_path}" in message
-    assert tree(shrunk[0]) == before
-
-
-def test_folders_that_cannot_be_copied_are_refused(tmp_path):
+def test_folders_that_cannot_be_copied_are_refused(source, shrunk, tmp_path):
     image, begun = encode(picture(90, 90)), b'{"what": "sample", "finished": false, "counts": {}}'
     put(tmp_path, {"data/train/a/x.JPEG": image, "data/test/a/x.JPEG": image, "file": b"x"})
     put(tmp_path, {"flat/train/x.JPEG": b"x", "flat/train/a/x.txt": b"x"})
@@ -261,8 +250,12 @@ def test_folders_that_cannot_be_copied_are_refused(tmp_path):
     put(tmp_path, {"broken/train/a/y.JPEG": image, "foreign/test/a/x.JPEG": b"x"})
     (tmp_path / "broken/train/a/x.JPEG").symlink_to(tmp_path / "gone")
     (tmp_path / "link").symlink_to(tmp_path / "data")
-    before = tree(tmp_path)
-    for source, out, message in (
+    before, of_copy = tree(tmp_path), tree(shrunk[0])
+    assert "size 32, quality 90)" in fail("shrink", source, shrunk[0], "--size", 32)
+    message = fail("shrink", tmp_path / "data", shrunk[0], *OPTIONS)
+    assert f"not shrink (source {tmp_path}/data" in message
+    assert tree(shrunk[0]) == of_copy
+    for folder, out, message in (
         *(("data", out, "overlap") for out in ("data", "data/train", ".", "link/small")),
         ("link", ".", "overlap"),
         ("missing", "out", "has no images in train/CLASS/"),
@@ -271,7 +264,7 @@ def test_folders_that_cannot_be_copied_are_refused(tmp_path):
         ("data", "foreign", "has a test folder that this command did not make"),
         ("data", "file", "file: File exists"),
     ):
-        assert message in fail("shrink", tmp_path / source, tmp_path / out), (source, out)
+        assert message in fail("shrink", tmp_path / folder, tmp_path / out), (folder, out)
     assert tree(tmp_path) == before and not (tmp_path / "out").exists()
     message = fail("shrink", tmp_path / "broken", tmp_path / "out")
     assert "broken/train/a/x.JPEG: No such file" in message and "same command" in message

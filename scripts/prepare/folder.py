@@ -12,9 +12,9 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from utils.data.index import class_names, list_class
 from utils.errors import UserError
 from utils.launch.supervise import die_with_parent
 
-Job, Answer = TypeVar("Job"), TypeVar("Answer")
+Job = TypeVar("Job")
 
 SPLITS = ("train", "val", "test")
 MARKER = ".prepared.json"
@@ -51,24 +51,34 @@ class Item(NamedTuple):
 Split = tuple[int, Iterable[Item]]
 
 
-def progress(total: int, unit: str = " images") -> tqdm:
-    """A progress bar; in a log file, one line every 10 seconds."""
-    every = 0.1 if sys.stderr.isatty() else 10
-    return tqdm(total=total, unit=unit, mininterval=every, maxinterval=10, delay=every)
+def work(
+    function: Callable[[Job], tuple[int, list[str]]],
+    jobs: Iterable[Job],
+    workers: int,
+    total: int,
+    unit: str,
+) -> list[str]:
+    """Call ``function(job)`` for each job in ``workers`` processes, with a progress bar.
 
-
-def spread(
-    function: Callable[[Job], Answer], jobs: Iterable[Job], workers: int
-) -> Iterator[Answer]:
-    """Yield ``function(job)`` of each job in turn, computed by ``workers`` processes.
-
-    The processes end with this one, even if it is killed, and at once when this iterator is closed.
-    Raises: what ``function`` raises; `UserError` if a process dies.
+    It returns how much of ``total`` it has done, and messages; these are printed. The processes end
+    with this one, even if it is killed. Returns: all messages. Raises: what ``function`` raises;
+    `UserError` if a process dies.
     """
     context = multiprocessing.get_context("spawn")  # numpy has started threads already
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     pool = ProcessPoolExecutor(workers, context, die_with_parent, (os.getpid(),))
-    waiting: deque[Any] = deque()
+    every = 0.1 if sys.stderr.isatty() else 10  # seconds: few lines in a log file
+    bar = tqdm(total=total, unit=unit, mininterval=every, maxinterval=10, delay=every)
+    waiting: deque[Future] = deque()
+    messages: list[str] = []
+
+    def finish_one() -> None:
+        number, new = waiting.popleft().result()
+        bar.update(number)
+        for message in new:
+            tqdm.write(message, file=sys.stderr)
+        messages.extend(new)
+
     try:
         # A terminal sends Ctrl-C to all processes; workers inherit that they ignore it.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -77,18 +87,20 @@ def spread(
         for job in jobs:
             waiting.append(pool.submit(function, job))
             if len(waiting) >= 4 * workers:
-                yield waiting.popleft().result()
+                finish_one()
         while waiting:
-            yield waiting.popleft().result()
+            finish_one()
     except BrokenProcessPool as error:
         raise UserError(
             f"a worker process died, perhaps for lack of memory; {AGAIN}, with fewer --workers"
         ) from error
     finally:
+        bar.close()
         if waiting:  # after an exception: drop the jobs in progress
             for child in multiprocessing.active_children():
                 child.kill()
         pool.shutdown(cancel_futures=True)
+    return messages
 
 
 def images_by_class(folder: Path) -> Iterator[tuple[str, list[str]]]:
@@ -147,10 +159,13 @@ def locked(out: Path, what: str) -> Iterator[dict[str, Any]]:
 
 
 def _write(out: Path, items: list[Item]) -> tuple[int, list[str]]:
-    """In a worker: write images. Returns their number, and a message for each undecodable one."""
+    """In a worker: write the images that are missing. Returns the number of all, and a message for
+    each undecodable one."""
     notes = []
     for place, content, source in items:
         path = out / place
+        if path.exists() and path.stat().st_size:
+            continue
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, Path):
             link_atomically(content, path)
@@ -184,7 +199,9 @@ def fill(
         for name, (total, items) in todo.items():
             mark(out, what, False, counts)
             remove_leftovers(out / name, recursive=True)
-            faults += _fill_split(out, total, items, workers)
+            each = iter(items)
+            batches = iter(lambda each=each: list(islice(each, BATCH)), [])
+            faults += len(work(partial(_write, out), batches, workers, total, " images"))
             counts[name] = sum(len(names) for _, names in images_by_class(out / name))
             if counts[name] != total:
                 print(f"note: the complete {name} set has {total} images, not {counts[name]}")
@@ -193,29 +210,4 @@ def fill(
     found = {split: len(class_names(out / split)) for split in counts}
     numbers = ", ".join(f"{s} {n} images in {found[s]} classes" for s, n in counts.items())
     print(f"{'done' if todo else 'nothing to do'}: {out} holds {what}: {numbers}")
-    return faults
-
-
-def _fill_split(out: Path, total: int, items: Iterable[Item], workers: int) -> int:
-    """Write those of ``items`` that are missing. Returns: the number that cannot be decoded."""
-
-    def missing() -> Iterator[Item]:
-        for item in items:
-            path = out / item.place
-            if path.exists() and path.stat().st_size:
-                bar.update()
-            else:
-                yield item
-
-    each, faults = missing(), 0
-    batches = iter(lambda: list(islice(each, BATCH)), [])
-    with (
-        progress(total) as bar,
-        closing(spread(partial(_write, out), batches, workers)) as written,
-    ):
-        for number, notes in written:
-            bar.update(number)
-            faults += len(notes)
-            for note in notes:
-                tqdm.write(note, file=sys.stderr)
     return faults

@@ -10,14 +10,13 @@ complete; running an interrupted command again writes the missing files.
 
 import io
 import os
-import sys
 import zlib
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from prepare.folder import SPLITS, locked, mark, progress, spread
+from prepare.folder import SPLITS, locked, mark, work
 from prepare.shrink import check_places, opened, reduce
 from tqdm import tqdm
 
@@ -64,8 +63,9 @@ def _content(path: str, size: int) -> tuple[bytes, tuple[int, int], str | None]:
         return data, (0, 0), str(error)
 
 
-def _make(size: int, job: tuple[Path, int, list[str]]) -> list[str]:
-    """In a worker: write one file of a pack. Returns a message for each image stored unchanged.
+def _make(size: int, job: tuple[Path, int, list[str]]) -> tuple[int, list[str]]:
+    """In a worker: write one file of a pack. Returns 1, and a message for each image stored
+    unchanged.
 
     ``job``: the file's path, the number of its first image, and the images' paths.
     """
@@ -81,7 +81,7 @@ def _make(size: int, job: tuple[Path, int, list[str]]) -> list[str]:
         file.write(end_of_file(np.array(records, pack.RECORD)))
 
     save_atomically(write, place)
-    return notes
+    return 1, notes
 
 
 def _write(files: list[File], size: int, workers: int) -> None:
@@ -89,12 +89,8 @@ def _write(files: list[File], size: int, workers: int) -> None:
         folder.mkdir(exist_ok=True)
         remove_leftovers(folder)
     jobs = ((path, images.start, [index.path(i) for i in images]) for path, images, index in files)
-    with progress(len(files), " files") as bar:
-        # A small data set is one file: more workers would be idle.
-        for notes in spread(partial(_make, size), jobs, min(workers, len(files))):
-            bar.update()
-            for note in notes:
-                tqdm.write(note, file=sys.stderr)
+    # A small data set is one file: more workers would be idle.
+    work(partial(_make, size), jobs, min(workers, len(files)), len(files), " files")
 
 
 def _join(folder: Path, files: list[Path], index: ImageIndex, size: int) -> np.ndarray:
@@ -148,32 +144,27 @@ def pack_folder(source: Path, out: Path, size: int, workers: int) -> None:
         print(f"{faults} images cannot be decoded, and are stored as they are")
 
 
-def _damaged(path: Path) -> str | None:
-    """In a worker: ``path`` if this file of a pack has changed since it was written."""
+def _check(path: Path) -> tuple[int, list[str]]:
+    """In a worker: 1, and a message if this file of a pack has changed since it was written."""
     records = read_end(path)
-    if records is None:
-        return str(path)
-    with path.open("rb") as file:
-        whole = all(zlib.crc32(file.read(one["bytes"])) == one["crc"] for one in records)
-    return None if whole else str(path)
+    whole = records is not None
+    if whole:
+        with path.open("rb") as file:
+            whole = all(zlib.crc32(file.read(one["bytes"])) == one["crc"] for one in records)
+    return 1, [] if whole else [f"damaged: {path}"]
 
 
 def verify(out: Path, workers: int) -> None:
-    """Read a whole pack and compare checksums. Raises: `UserError`, naming damaged files."""
+    """Read a whole pack, compare checksums and name damaged files. Raises: `UserError`."""
     paths = []
     for folder in filter(pack.is_pack, (out / split for split in SPLITS)):
         pack.load(folder)
         paths += sorted(folder.glob(f"*{pack.SUFFIX}"))
     if not paths:
         raise UserError(f"{out} holds no packed pixels")
-    with progress(len(paths), " files") as bar:
-        damaged = []
-        for path in spread(_damaged, paths, min(workers, len(paths))):
-            bar.update()
-            damaged += [path] if path else []
-    if damaged:
+    if damaged := work(_check, paths, min(workers, len(paths)), len(paths), " files"):
         raise UserError(
-            f"{len(damaged)} of {len(paths)} files are damaged ({', '.join(damaged[:3])}): "
-            "remove them, and run the command that made the pack again"
+            f"{len(damaged)} of {len(paths)} files are damaged: remove them, and run the command "
+            "that made the pack again"
         )
     print(f"{out}: {len(paths)} files are as they were written")
