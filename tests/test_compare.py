@@ -171,6 +171,12 @@ def test_resumed_run(tmp_path):
     cells, _, both = table(run)
     assert (cells["epochs"], cells["best_top1"]) == (["2"], ["25.00"])
     assert both.runs[0].hours == {1: 1.0, 2: 3.0}
+    # Our runs resume within an epoch; older suites began it again.
+    for options, hours in ((None, 1.5), ({"gpus": 2}, 2.5)):
+        run = tmp_path / f"until_{hours}"
+        write(run, {1: {"Top1/val": 10.0}, 1500: {"Step/loss": 1.0}}, BEGAN, 3600, options)
+        write(run, {2: {"Top1/val": 20.0}}, BEGAN + 86400, 1800, options)
+        assert table(run)[2].runs[0].hours == {1: 1.0, 2: hours}
 
 
 @pytest.mark.parametrize("harm", ["cut in a header", "one bit"])
