@@ -266,10 +266,11 @@ def test_two_processes_stopped_under_both_launchers_resume_bit_for_bit(place):
 
 def test_the_best_model_evaluates_to_its_accuracy(place):
     """On one process, too: all ranks have evaluated with the batch norm that rank 0 saves."""
-    whole, run = place.root / "two", place.root / "evaluated"
+    whole, runs = place.root / "two", place.root / "evaluated"
     model, env = tiny(full=True)
-    where = ("--resume", whole / "best.pt", "--output-dir", place.root, "--name", "evaluated")
+    where = ("--resume", whole / "best.pt", "--output-dir", runs)
     done = train(ND, *model, *where, "-e", "-b", "8", place.images, **env)
+    (run,) = runs.iterdir()  # not where the model is
     found, best = summary(run), snapshot(whole, "best.pt")
     part = "ema" if best["weights"] == "ema" else "val"
     curves = scalars(whole)

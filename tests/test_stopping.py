@@ -1,6 +1,7 @@
 """When all ranks stop: by votes, signals, spot notices and time limits."""
 
 import json
+import re
 import shutil
 import signal
 import threading
@@ -199,7 +200,7 @@ def test_a_spot_notice_for_one_node_stops_both(folder, tmp_path):
         other.until(r'\[rank 1\] spot notice: .*"terminate", "time": "2026-11-21T08:22:00Z"')
         results = [main.result(), other.result()]
     assert [result.code for result in results] == [INTERRUPTED] * 2, results
-    assert "spot notice" not in results[0].out
+    assert not re.search("spot notice|did not answer", results[0].out)
     assert summary(tmp_path / "run")["finished_because"] == "interrupted"
     assert quiet.asked >= 1
     last = [[x for x in result.out.splitlines() if " step " in x][-1] for result in results]
