@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -279,3 +280,18 @@ def test_what_differs_ends_every_node_with_one_error(folder, tmp_path):
     nodes = [f"{socket.gethostname()} (node {number})" for number in range(2)]
     for (*_, message), end in zip(DIFFERENT, found[0], strict=True):
         assert end.startswith(f"2 {message.format(*nodes)}" if message else "built"), end
+
+
+def crash(rank: int, size: int) -> None:
+    if rank == 0:
+        time.sleep(600)
+    if os.fork():
+        os._exit(0)
+    time.sleep(5)
+    os._exit(0)
+
+
+def test_in_processes_sees_a_crash_at_once():
+    """Without an exit code or a result, and though a child lives on."""
+    with pytest.raises(AssertionError, match=r"ranks \{1\} have crashed"):
+        in_processes(2, crash, join=False)

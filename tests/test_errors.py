@@ -99,17 +99,10 @@ def data(tmp_path) -> Path:
     return draw_folder(tmp_path / "data", train=6, val=2)
 
 
-def rename_images(data: Path) -> None:
-    for image in (data / "train" / "class_1").iterdir():
-        image.rename(image.with_suffix(".txt"))
-
-
 @pytest.mark.parametrize(
     ("spoil", "options", "named"),
     [
         (shutil.rmtree, (), ("{data} is missing",)),
-        (lambda data: shutil.rmtree(data / "val"), (), ("{data}/val",)),
-        (rename_images, (), ("{data}/train/class_1", "no images")),
         (
             lambda data: (data / "val" / "class_2").rename(data / "val" / "class_x"),
             (),
@@ -126,23 +119,6 @@ def test_a_data_set_that_cannot_be_trained_on_leaves_no_run(data, spoil, options
     done = attempt("nd", "--output-dir", output, *options, data)
     done.fails_with(*(word.format(data=data) for word in named))
     assert not output.exists() or not list(output.iterdir())
-
-
-def unreadable(data: Path, count: int) -> list[Path]:
-    """Make ``count`` training images unreadable."""
-    bad = sorted((data / "train").glob("*/*.JPEG"))[:: 18 // count][:count]
-    for path in bad:
-        path.write_text("not an image")
-    return bad
-
-
-def test_more_bad_files_than_allowed(data, tmp_path):
-    bad = unreadable(data, 3)
-    done = attempt("nd", "--max-bad-files", "2", "--output-dir", tmp_path / "output", data)
-    done.fails_with("2", "--max-bad-files")
-    assert any(str(path) in done.sentence for path in bad)
-    for path in bad:
-        assert done.out.count(str(path)) == 1
 
 
 # ---- checkpoints and the run directory
@@ -186,17 +162,13 @@ def test_a_run_that_cannot_be_continued_is_left_as_it_was(run, folder, spoil, op
     assert contents(run) == before
 
 
-@pytest.mark.parametrize("fault", ["loss", "disk"])
-def test_a_run_that_fails_leaves_the_last_snapshot(run, folder, fault):
-    """A limit on the size of files stands in for the full disk. Loader workers must end, too."""
+def test_a_full_disk_leaves_the_last_snapshot(run, folder):
+    """A limit on the size of files stands in for it. Loader workers must end, too."""
     before = {name: (run / name).read_bytes() for name in ("snapshot.pt", "best.pt")}
-    options = ("-b", "20", "--output-dir", run.parent, "--name", "mine", "--resume", "auto", folder)
-    if fault == "loss":
-        attempt("nd", "--lr", "1e20", *options).fails_with("loss", "nan", "--lr")
-    else:
-        line = " ".join(map(str, (*TINY, "-j", "1", *options)))
-        (done,) = shell(f"ulimit -f 1000 && python imagenet_nd.py {line}", timeout=60)
-        done.fails_with(run)
+    where = ("--output-dir", run.parent, "--name", "mine", "--resume", "auto", folder)
+    line = " ".join(map(str, (*TINY, "-j", "1", "-b", "20", *where)))
+    (done,) = shell(f"ulimit -f 1000 && python imagenet_nd.py {line}", timeout=60)
+    done.fails_with(run)
     assert {name: (run / name).read_bytes() for name in before} == before
     assert not list(run.glob(".*.tmp"))
 
@@ -317,6 +289,7 @@ def test_a_fault_that_the_first_process_does_not_find_is_told_by_the_other():
 
 def test_several_processes_report_an_error_once(data):
     """Both ranks find it in their first batch."""
-    unreadable(data, 15)
+    for path in sorted((data / "train").glob("*/*.JPEG"))[:15]:
+        path.write_text("not an image")
     options = ("-g", 2, "--max-bad-files", 2, "--output-dir", data.parent / "output", data)
     fails_once_with(python("imagenet_ddp.py", *TINY, *options), "--max-bad-files")

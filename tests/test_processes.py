@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, python, summary
-from joined import in_processes
 from running import TORCHRUN, Process, Running, eventually, everyone, start, tiny
 
 from utils.launch import supervise
@@ -197,21 +196,6 @@ def test_the_first_failure_decides_and_ends_the_others(tmp_path, monkeypatch):
         os.kill(child.pid, signal.SIGKILL)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(signum, before[signum])
-
-
-def crash(rank: int, size: int) -> None:
-    if rank == 0:
-        time.sleep(600)
-    if os.fork():
-        os._exit(0)
-    time.sleep(5)
-    os._exit(0)
-
-
-def test_in_processes_sees_a_crash_at_once():
-    """Without an exit code or a result, and though a child lives on."""
-    with pytest.raises(AssertionError, match=r"ranks \{1\} have crashed"):
-        in_processes(2, crash, join=False)
 
 
 def test_sigterm_after_the_end_does_not_change_the_exit_code():

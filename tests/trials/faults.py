@@ -126,6 +126,7 @@ class Trial:
         times: list[float] = []
 
         def steady() -> bool:
+            times.clear()
             now = 0  # nodes, as rank 0 has printed at the last start
             for line in list(self.lines):
                 if match := START.match(line.text):
