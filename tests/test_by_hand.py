@@ -20,11 +20,8 @@ from utils.errors import UserError
 from utils.launch import agreement, gpus, launch, network, preflight, supervise, world
 
 MASTER = {"MASTER_ADDR": "b", "MASTER_PORT": "8"}
-SECOND = ["2/4 0/2", "3/4 1/2"]  # the processes of the second of two nodes
 VARIABLES = ("WORLD_SIZE", "NODE_RANK", "MASTER_PORT")
 LAUNCHED = {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | MASTER
-WRONG = ["RANK=x", "RANK=2", "RANK=0", "LOCAL_WORLD_SIZE=1", "LOCAL_WORLD_SIZE=3"]
-WRONG += ["MASTER_PORT=99999", "MASTER_ADDR="]
 
 
 @pytest.fixture
@@ -39,69 +36,52 @@ def clean(monkeypatch):
     changed.stop()
 
 
-def parsed(line: str) -> argparse.Namespace:
+def run(line: str, env: dict[str, str], visible: int) -> list[dict]:
+    """What `launch.run` gives to the processes of this node, which has ``visible`` GPUs."""
+    os.environ.update(env)
     parser = argparse.ArgumentParser()
     launch.add_options(parser)
-    return parser.parse_args([*line.split(), "--dist-timeout", "9"])
+    with (
+        mock.patch.object(torch.cuda, "device_count", lambda: visible),
+        mock.patch.object(network, "free_port", lambda: 7),
+        mock.patch.object(supervise, "supervise", lambda worker, args, places: places),
+    ):
+        return launch.run(None, parser.parse_args([*line.split(), "--dist-timeout", "9"]))
+
+
+LINE = "-n 2 -nr 1 --dist-url tcp://a:6 -g 2"
+TYPED = ("--world-size (-n)", "--rank (-nr)", "port in --dist-url")
+BY_WRAPPER = MASTER | {supervise.MARKER: "launcher:run"}
+ELSEWHERE = MASTER | {"WORLD_SIZE": "9", "NODE_RANK": "5"}
+DEFAULT_PORT = {"WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "b"}
 
 
 @pytest.mark.parametrize(
-    ("line", "env", "visible", "places", "master", "named"),
+    ("line", "env", "visible", "places", "names"),
     [
-        ("", {}, 0, ["0/1 0/1"], "127.0.0.1:7", None),
-        ("", {}, 2, ["0/2 0/2", "1/2 1/2"], "127.0.0.1:7", None),
-        ("-g 2", MASTER, 3, ["0/2 0/2", "1/2 1/2"], "b:8", None),
+        ("", {}, 0, "0/1 0/1 127.0.0.1:7", None),
+        ("", {}, 2, "0/2 0/2 127.0.0.1:7, 1/2 1/2 127.0.0.1:7", None),
+        ("-g 2", MASTER, 3, "0/2 0/2 b:8, 1/2 1/2 b:8", None),
+        (LINE, ELSEWHERE, 0, "2/4 0/2 a:6, 3/4 1/2 a:6", TYPED),
+        ("", DEFAULT_PORT, 2, "2/4 0/2 b:29500, 3/4 1/2 b:29500", VARIABLES),
         (
-            "-n 2 -nr 1 --dist-url tcp://a:6 -g 2",
-            MASTER | {"WORLD_SIZE": "9", "NODE_RANK": "5"},
-            0,
-            SECOND,
-            "a:6",
-            ("--world-size (-n)", "--rank (-nr)", "port in --dist-url"),
-        ),
-        (
-            "",
-            {"WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "b"},
+            "--world-size 2 --rank 1",
+            BY_WRAPPER,
             2,
-            SECOND,
-            "b:29500",
-            VARIABLES,
-        ),
-        (
-            "--world-size 2 --rank 1 --gpus 2",
-            MASTER | {supervise.MARKER: "launcher:run"},
-            2,
-            SECOND,
-            "b:8",
-            ("NODES", "NODE_RANK", "MASTER_PORT"),
+            "2/4 0/2 b:8, 3/4 1/2 b:8",
+            ("NODES", *VARIABLES[1:]),
         ),
     ],
 )
-def test_places_by_hand(clean, line, env, visible, places, master, named):
+def test_places_by_hand(clean, line, env, visible, places, names):
     """As torchrun gives them. Several nodes check each other first, for --dist-timeout at most."""
-    checks = []
-
-    class Check:
-        def __init__(self, *how):
-            checks.append(how)
-
-        def begin(self, ends_process):
-            checks.append(ends_process)
-
-        def finish(self, processes):
-            checks.append(processes)
-
-    os.environ.update(env)
-    clean.setattr(torch.cuda, "device_count", lambda: visible)
-    clean.setattr(network, "free_port", lambda: 7)
-    clean.setattr(preflight, "Preflight", Check)
-    clean.setattr(supervise, "supervise", lambda worker, args, environments: environments)
-    found = launch.run(None, parsed(line))
-    form = "{RANK}/{WORLD_SIZE} {LOCAL_RANK}/{LOCAL_WORLD_SIZE}"
-    assert [form.format(**place) for place in found] == places
-    assert {"{MASTER_ADDR}:{MASTER_PORT}".format(**place) for place in found} == {master}
-    host, _, port = master.partition(":")
-    assert checks == ([(1, 2, (host, int(port)), 9.0, named), False, 2] if named else [])
+    check = mock.Mock()
+    clean.setattr(preflight, "Preflight", check)
+    form = "{RANK}/{WORLD_SIZE} {LOCAL_RANK}/{LOCAL_WORLD_SIZE} {MASTER_ADDR}:{MASTER_PORT}"
+    assert ", ".join(form.format(**place) for place in run(line, env, visible)) == places
+    host, port = places.rpartition(" ")[2].split(":")
+    calls = [mock.call(1, 2, (host, int(port)), 9.0, names), mock.call().begin(False)]
+    assert check.mock_calls == ([*calls, mock.call().finish(2)] if names else [])
 
 
 @pytest.mark.parametrize(
@@ -110,17 +90,21 @@ def test_places_by_hand(clean, line, env, visible, places, master, named):
         ("-g 3", {}, "-g 3 asks for more GPUs than the 2 of"),
         ("-n 2 -nr 2", MASTER, "--rank 2 is not one of the node ranks 0 to 1"),
         ("", {"WORLD_SIZE": "2"}, "--dist-url tcp://IP:PORT"),
-        ("--dist-url 127.0.0.1:8888", {}, "--dist-url 127.0.0.1:8888 is not of the form tcp://"),
+        ("--dist-url b:8", {}, "--dist-url b:8 is not of the form tcp://"),
         ("", MASTER | {"NODE_RANK": "x"}, "NODE_RANK=x is wrong: 'x' is not a whole"),
         ("", MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is wrong: "),
-        *(("", LAUNCHED | {wrong.split("=")[0]: wrong.split("=")[1]}, wrong) for wrong in WRONG),
+        ("", LAUNCHED | {"RANK": "x"}, "RANK=x"),
+        ("", LAUNCHED | {"RANK": "2"}, "RANK=2"),
+        ("", LAUNCHED | {"RANK": "0"}, "RANK=0"),
+        ("", LAUNCHED | {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_WORLD_SIZE=1"),
+        ("", LAUNCHED | {"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3"),
+        ("", LAUNCHED | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
+        ("", LAUNCHED | {"MASTER_ADDR": ""}, "MASTER_ADDR= "),
     ],
 )
 def test_places_that_cannot_be(clean, line, env, words):
-    os.environ.update(env)
-    clean.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match=words):
-        launch.run(None, parsed(line))
+        run(line, env, 2)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -188,28 +172,17 @@ def test_a_process_that_cannot_join_says_why(clean, visible, more, fault, words)
         world._join(SimpleNamespace(**args))
 
 
-@pytest.mark.parametrize(
-    ("script", "line", "wanted"),
-    [
-        (
-            "ddp_apex",
-            "--b 7 -nr 3 -n 4 -g 2 --local_rank 1 --learning-rate 3 --weight-decay 1",
-            {"batch_size": 7, "rank": 3, "world_size": 4, "gpus": 2, "local_rank": 1}
-            | {"lr": 3.0, "weight_decay": 1.0},
-        ),
-        (
-            "ddp",
-            "--batch-size 7 --rank 3 --world-size 4 --wd 1 --desired-acc 75",
-            {"batch_size": 7, "rank": 3, "world_size": 4, "weight_decay": 1.0, "desired_acc": 75.0}
-            | {"lr": 0.1, "momentum": 0.9, "epochs": 90, "warmup_epochs": 0.0, "seed": 0}
-            | {"dist_timeout": 300.0, "snapshot_minutes": 10.0, "max_bad_files": 100},
-        ),
-    ],
-)
-def test_options_have_the_names_and_defaults_that_people_know(folder, parse, script, line, wanted):
-    found = parse(f"imagenet_{script}", *line.split(), folder)
-    assert {name: found[name] for name in wanted} == wanted
-    assert found["data"] == str(folder)
+def test_options_have_the_names_and_defaults_that_people_know(folder, parse):
+    line = "--b 7 -nr 3 -n 4 -g 2 --local_rank 1 --learning-rate 3 --weight-decay 1"
+    wanted = {"batch_size": 7, "rank": 3, "world_size": 4, "gpus": 2, "local_rank": 1, "lr": 3.0}
+    wanted |= {"weight_decay": 1.0, "epochs": 90, "warmup_epochs": 0.0, "seed": 0}
+    wanted |= {"momentum": 0.9, "dist_timeout": 300.0, "snapshot_minutes": 10.0}
+    found = parse("imagenet_ddp_apex", *line.split(), folder)
+    assert wanted.items() <= found.items()
+    line = "--batch-size 7 --rank 3 --world-size 4 --gpus 2 --local-rank 1 --lr 3 --wd 1"
+    assert parse("imagenet_ddp_apex", *line.split(), folder) == found
+    for text, accuracy in (("0.75", 75.0), ("75", 75.0), ("1", 100.0)):
+        assert parse("imagenet_nd", "--desired-acc", text, folder)["desired_acc"] == accuracy
 
 
 # ---- what differs between the nodes: one error on each, before anything is built
