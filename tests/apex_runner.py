@@ -7,23 +7,16 @@ import os
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent / "stand_in_apex"), str(Path(__file__).parents[1])]
-
-import apex  # noqa: E402
-import apex.amp  # noqa: E402
-
-import imagenet_ddp_apex  # noqa: E402
-from utils.amp import apex as choice  # noqa: E402
-from utils.launch import supervise  # noqa: E402
+import imagenet_ddp_apex
+from utils.amp import apex as choice
 
 
 def main() -> int:
+    sys.path.insert(0, str(Path(__file__).parent / "stand_in_apex"))
+    import apex.amp
+
     sys.argv[0], choice._has_gpu = "imagenet_ddp_apex.py", lambda: True
-    exec(os.environ["CHANGE"], globals())
+    exec(os.environ["CHANGE"], globals() | {"apex": apex})
     code = imagenet_ddp_apex.main()
     sys.stdout.write("".join(f"{call!r}\n" for call in apex.calls))
     return code
-
-
-if __name__ == "__main__":
-    supervise.run_main(main)

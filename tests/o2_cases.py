@@ -9,8 +9,6 @@ from utils.launch.world import World
 from utils.model.optim import sgd
 
 CPU = torch.device("cpu")
-RECIPE = {"lr": 0.05, "momentum": 0.9}
-DECAY = 1e-3
 
 
 def network(device=CPU) -> nn.Sequential:
@@ -26,18 +24,20 @@ def network(device=CPU) -> nn.Sequential:
         nn.LayerNorm(8 * 36),
         nn.Linear(8 * 36, 5),
     )
-    for parameter in model[4].parameters():
-        parameter.requires_grad_(False)
+    model[4].requires_grad_(False)
     return model.to(device)
 
 
 def groups(model: nn.Module) -> list[dict]:
     """Two parameter groups, not in the model's order: without weight decay, and with it."""
     plain = [p for p in model.parameters() if p.ndim == 1]
-    return [
-        {"params": plain, "weight_decay": 0.0},
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": DECAY},
-    ]
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    return [{"params": plain, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 1e-3}]
+
+
+def usual(groups):
+    """The optimiser of the script."""
+    return sgd(groups, 0.05, 0.9, 0.0)
 
 
 def batch(step: int, device=CPU):
@@ -47,20 +47,10 @@ def batch(step: int, device=CPU):
     return images.to(device), torch.randint(5, (6,), generator=source).to(device)
 
 
-def level(name="O2", **changes):
-    """What `initialize` takes: an opt level, and changes to it."""
-    return {"opt_level": name, **changes}
-
-
-def usual(groups):
-    """The optimiser of the script."""
-    return sgd(groups, RECIPE["lr"], RECIPE["momentum"], 0.0)
-
-
-def prepare(chosen=None, device=CPU, build=usual):
-    """A plain `Amp`, its model and its optimiser."""
-    amp, model = Amp(World(device)), network(device)
-    return amp, *amp.initialize(model, build(groups(model)), **chosen or level())
+def prepare(opt_level="O2", device=CPU, build=usual, amp=None, **changes):
+    """``amp``, ours if none is given, with a model and an optimiser."""
+    amp, model = amp or Amp(World(device)), network(device)
+    return amp, *amp.initialize(model, build(groups(model)), opt_level, **changes)
 
 
 def train(amp, model, optimizer, step, weight=1.0):
@@ -74,13 +64,3 @@ def train(amp, model, optimizer, step, weight=1.0):
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
-
-
-def contents(amp, model, optimizer):
-    """Copies of all that training changes: weights, masters and momentum."""
-    tensors = [p for p in (*model.parameters(), *amp.master_params(optimizer)) if p.requires_grad]
-    trained = set(map(id, tensors))
-    tensors += [
-        state["momentum_buffer"] for p, state in optimizer.state.items() if id(p) in trained
-    ]
-    return [tensor.detach().clone() for tensor in tensors]

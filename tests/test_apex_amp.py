@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, python, scalars, train
+from conftest import ROOT, SMALL, scalars
 from joined import command
-from running import TORCHRUN, snapshot, tiny
+from running import snapshot, tiny
 from torch import nn
 
 from utils.amp import apex as choice
@@ -19,30 +19,8 @@ from utils.launch import world
 from utils.launch.network import free_port
 
 STAND_IN_APEX = str(ROOT / "tests" / "stand_in_apex")
-LINE = ("--epochs", 1, "-b", 10, "-p", 2)
 WORLD = world.World(torch.device("cpu"))
-
-
-@pytest.fixture
-def run_with_stand_in(tmp_path, folder):
-    def run(*arguments, change="", processes=1):
-        env = {**tiny()[1], "CHANGE": change}
-        options = (*SMALL, "-a", "tiny_plain", *LINE, "--output-dir", tmp_path, *arguments, folder)
-        if processes > 1:
-            script = ROOT / "tests" / "apex_runner.py"
-            return python(*TORCHRUN, f"--nproc_per_node={processes}", script, *options, **env)
-        env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        return command("apex_runner", *options, **env)
-
-    return run
-
-
-def calls(result, code=0):
-    assert result.code == code, result.out + result.err
-    return [eval(line) for line in result.out.splitlines() if line.startswith("('")]
-
-
+OVERFLOW = "apex.amp.overflow_next = True"
 STOP = """
 from utils.train import loop
 _f = loop.close_epoch
@@ -53,29 +31,40 @@ def once(*a):
 loop.close_epoch = once"""
 
 
-def test_apex_is_used_as_published_scripts_use_it(run_with_stand_in, tmp_path, folder):
+def test_apex_is_used_as_published_scripts_use_it(tmp_path, folder):
     """Stopped after one epoch of two, a run goes on exactly, though Apex makes its masters late."""
-    overflow, two = "apex.amp.overflow_next = True", ("--epochs", 2, "--name")
-    calls(run_with_stand_in(*two, "whole", change=overflow))
-    first = run_with_stand_in(*two, "parts", change=overflow + STOP)
-    parallel = {"delay_allreduce": False, "allreduce_always_fp32": False}
+
+    def run(script, name, epochs, *more, code=0, change=""):
+        place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        line = ("-b", 5, "--accum-steps", 2, "-p", 2, "--epochs", epochs, "--resume", "auto")
+        where = ("--output-dir", tmp_path, "--name", name, folder)
+        done = command(
+            script, *SMALL, *tiny()[0], *line, *more, *where, **tiny()[1], **place, CHANGE=change
+        )
+        assert done.code == code, done.out + done.err
+        assert ("opt level O2 by NVIDIA Apex" in done.out) == (script == "apex_runner")
+        return [eval(line) for line in done.out.splitlines() if line.startswith("('")]
+
+    options = ("--delay-allreduce", "--allreduce", "fp32")
+    run("apex_runner", "whole", 2, *options, change=OVERFLOW)
+    first = run("apex_runner", "parts", 2, *options, code=75, change=OVERFLOW + STOP)
+    parallel = {"delay_allreduce": True, "allreduce_always_fp32": True}
     parallel["gradient_predivide_factor"] = 1.0
-    step = [("scale_loss", False), ("step",), ("zero_grad",)]
-    skipped = [("scale_loss", False), ("masters",), ("skip",), ("zero_grad",)]
-    begin = [("initialize", "O2", {}), ("DistributedDataParallel", parallel)]
-    assert calls(first, code=75) == begin + skipped + step * 6, "60 images in tens; 1 more"
-    assert "opt level O2 by NVIDIA Apex" in first.out
-    again = calls(run_with_stand_in(*two, "parts", "--resume", "auto"))
-    assert again[3][:1] == ("load_state_dict",)
+    assert first[:2] == [("initialize", "O2", {}), ("DistributedDataParallel", parallel)]
+    micro = [("disable_allreduce",), ("scale_loss", True), ("enable_allreduce",)]
+    micro += [("scale_loss", False)]
+    skipped, step = ([*micro, (end,), ("zero_grad",)] for end in ("skip", "step"))
+    assert first[2:] == skipped + step * 6, "60 images in tens; 1 more"
+    again = run("apex_runner", "parts", 2, *options)
+    assert again[2][:1] == ("load_state_dict",)
     one, other = (snapshot(tmp_path / name) for name in ("whole", "parts"))
     assert other["progress"]["epoch"] == 2
     for name, value in one["model"].items():
         assert torch.equal(value, other["model"][name]), name
     assert one["scaler"] == other["scaler"] == {"scale": 32768, "clean_steps": 11, "skipped": 1}
     # What Apex has saved goes on with what Apex is not.
-    rest = ("--epochs", 3, "--name", "parts", "--output-dir", tmp_path, "--resume", "auto")
-    arch, env = tiny()
-    train("imagenet_ddp_apex.py", *LINE, *rest, "--opt-level", "O0", *arch, folder, **env)
+    run("imagenet_ddp_apex", "parts", 3, "--opt-level", "O0")
     curves = scalars(tmp_path / "parts")
     assert curves["Amp/skipped"] == [(1, 1.0), (2, 1.0), (3, 1.0)]
     assert curves["Amp/scale"][0] == (1, 32768.0)
@@ -122,26 +111,6 @@ def test_options_reach_apex(site, options, changes):
     assert importlib.import_module("apex").calls[0][2] == changes
 
 
-@pytest.mark.long
-def test_accumulation_and_all_reduce_choices_reach_apex(run_with_stand_in):
-    options = ("--accum-steps", 2, "--delay-allreduce", "--allreduce", "divide-sum")
-    seen = calls(run_with_stand_in(*options, processes=2))
-    assert [call[1] for call in seen if call[0] == "DistributedDataParallel"] == [
-        {"delay_allreduce": True, "allreduce_always_fp32": False, "gradient_predivide_factor": 2.0}
-    ] * 2
-    one = seen[: len(seen) // 2]  # each process writes its lines at once
-    steps = [call for call in one if call[0] not in ("initialize", "DistributedDataParallel")]
-    assert steps == [
-        ("disable_allreduce",),
-        ("scale_loss", True),
-        ("masters",),
-        ("enable_allreduce",),
-        ("scale_loss", False),
-        ("step",),
-        ("zero_grad",),
-    ]
-
-
 # ---- the choice
 
 
@@ -171,9 +140,9 @@ def test_why_apex_is_not_used(site, tmp_path, monkeypatch, capsys, packages, ini
 
 def test_an_apex_that_is_missing_is_told_before_processes_start(tmp_path, folder):
     options = (*SMALL, "--amp-impl", "apex", "-g", 2, "--output-dir", tmp_path / "runs", folder)
-    refused = python("imagenet_ddp_apex.py", *options)
+    refused = command("imagenet_ddp_apex", *options)
     assert refused.code == 2
-    assert "--amp-impl apex: " in refused.sentence
+    refused.fails_with("--amp-impl apex: ")
     assert not (tmp_path / "runs").exists()
 
 

@@ -10,28 +10,8 @@ from torchvision.models import WeightsEnum, get_model
 from utils.errors import UserError
 from utils.model import models
 
-# A model of each family. They are built on the meta device: shapes without numbers.
-FAMILIES = [
-    "alexnet",
-    "convnext_tiny",
-    "densenet121",
-    "googlenet",
-    "inception_v3",
-    "maxvit_t",
-    "mobilenet_v3_small",
-    "resnet18",
-    "shufflenet_v2_x0_5",
-    "squeezenet1_1",
-    "swin_t",
-    "vgg11_bn",
-    "vit_b_32",
-]
 AUXILIARY = ("googlenet", "inception_v3")
 META = pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
-
-
-def logits(model, size):
-    return model(torch.empty(2, 3, size, size, device="meta"))
 
 
 @pytest.fixture
@@ -46,47 +26,44 @@ def downloaded(monkeypatch):
         arch = type(self).__name__.removesuffix("_Weights").lower()
         extra = {"init_weights": False} if arch in AUXILIARY else {}
         torch.manual_seed(0)
-        state = get_model(arch, weights=None, **extra).state_dict()
-        given.update(state)
-        return state
+        given.update(get_model(arch, weights=None, **extra).state_dict())
+        return dict(given)
 
     monkeypatch.setattr(WeightsEnum, "get_state_dict", state_dict)
     return given
 
 
-@pytest.mark.parametrize(
-    ("arch", "size"),
-    [("googlenet", 224), ("inception_v3", 299), ("resnet18", 32), ("squeezenet1_1", 224)]
-    + [("vgg11_bn", 224), ("swin_t", 224), ("vit_b_32", 64), ("maxvit_t", 448)],
-)
-def test_new_model_has_the_asked_number_of_logits_at_any_fitting_size(arch, size):
-    with torch.device("meta"):
-        model = models.create(arch, 7, size)
-    assert model.training
-    got = logits(model, size)
-    assert isinstance(got, torch.Tensor), "no auxiliary outputs in training"
-    assert got.shape == (2, 7)
+# A model of each family. They are built on the meta device: shapes without numbers.
+NEW = [("googlenet", 224), ("inception_v3", 299), ("resnet18", 32), ("squeezenet1_1", 224)]
+NEW += [("vgg11_bn", 224), ("swin_t", 224), ("vit_b_32", 64), ("maxvit_t", 448)]
+PRETRAINED = [("alexnet", 224), ("convnext_tiny", 224), ("densenet121", 224), ("maxvit_t", 224)]
+PRETRAINED += [("mobilenet_v3_small", 224), ("resnet18", 224), ("squeezenet1_1", 224)]
+PRETRAINED += [("googlenet", 224), ("inception_v3", 299), ("vit_b_32", 224), ("vit_b_32", 96)]
 
 
 @META
 @pytest.mark.parametrize(
-    ("arch", "classes", "size"),
-    [(arch, 7, 299 if arch == "inception_v3" else 224) for arch in FAMILIES]
-    + [("resnet18", 1000, 224), ("vit_b_32", 7, 96)],
+    ("arch", "size", "classes", "pretrained"),
+    [(*case, 7, False) for case in NEW]
+    + [(*case, 7, True) for case in PRETRAINED]
+    + [("resnet18", 224, 1000, True)],
 )
-def test_pretrained_model_gets_a_head_of_its_own(arch, classes, size, downloaded):
-    """And position embeddings of another size, if the images have one."""
+def test_a_model_gets_a_head_of_its_own(arch, size, classes, pretrained, downloaded):
+    """A pretrained one also position embeddings of another size, if the images have one."""
     with torch.device("meta"):
-        model = models.create(arch, classes, size, pretrained=True)
-    assert logits(model, size).shape == (2, classes)
-    ours = model.state_dict()
-    assert list(ours) == [name for name in downloaded if "aux" not in name.lower()]
-    changed = {name for name in ours if ours[name].shape != downloaded[name].shape}
-    positions = {"encoder.pos_embedding"} if size == 96 else set()
-    assert positions <= changed
-    layers = {name.rpartition(".")[0] for name in changed - positions}
-    assert len(layers) == (classes != 1000), "the last layer alone"
-    assert all(ours[name].shape[0] == classes for name in changed - positions)
+        model = models.create(arch, classes, size, pretrained)
+    assert model.training
+    logits = model(torch.empty(2, 3, size, size, device="meta"))
+    assert isinstance(logits, torch.Tensor), "no auxiliary outputs in training"
+    assert logits.shape == (2, classes)
+    if pretrained:
+        ours = model.state_dict()
+        assert list(ours) == [name for name in downloaded if "aux" not in name.lower()]
+        changed = {name for name in ours if ours[name].shape != downloaded[name].shape}
+        positions = {"encoder.pos_embedding"} if size == 96 else set()
+        assert positions <= changed
+        layers = {name.rpartition(".")[0] for name in changed - positions}
+        assert len(layers) == (classes != 1000), "the last layer alone"
 
 
 @pytest.mark.parametrize("classes", [7, 1000])
@@ -100,31 +77,18 @@ def test_pretrained_weights_are_taken_over(downloaded, classes):
     assert got(torch.zeros(2, 3, 64, 64)).shape == (2, classes)
 
 
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("resnet5O", "resnet50"),
-        ("ResNet50", "resnet50"),
-        ("vgg-16", "vgg16"),
-        ("mobilenetv2", "mobilenet_v2"),
-        ("vit_b32", "vit_b_32"),
-    ],
-)
-def test_unknown_name_is_answered_by_the_nearest_ones(name, nearest):
-    with pytest.raises(UserError, match=rf"unknown arch '{name}'.*nearest names:.* {nearest}\b"):
-        models.create(name, 10, 224)
-
-
-def test_models_for_other_tasks_are_not_offered():
+def test_an_unknown_name_is_answered_by_the_nearest_ones(monkeypatch):
+    for name, nearest in {"resnet5O": "resnet50", "vgg-16": "vgg16", "vit_b32": "vit_b_32"}.items():
+        message = rf"unknown arch '{name}'.*nearest names:.* {nearest}\b"
+        with pytest.raises(UserError, match=message):
+            models.create(name, 10, 224)
     with pytest.raises(UserError, match=r"^(?!.*nearest)unknown arch"):
         models.check_name("qqqqqqqq")
     known = models.names()
     assert len(known) == len(set(known)) >= 80
     assert "resnet50" in known
+    # Models for other tasks are not offered.
     assert not {"fcn_resnet50", "r3d_18", "maskrcnn_resnet50_fpn", "raft_small"} & set(known)
-
-
-def test_names_of_timm_are_known_when_it_is_there(monkeypatch):
     monkeypatch.setattr(models, "timm", None)
     with pytest.raises(UserError, match="pip install timm"):
         models.check_name("tinynet_e")

@@ -2,12 +2,13 @@
 
 import functools
 from argparse import ArgumentParser
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from joined import in_processes
-from o2_cases import CPU, RECIPE, batch, groups, level, network, prepare, train, usual
+from o2_cases import CPU, batch, groups, network, prepare, train, usual
 from torch import nn
 
 from utils.amp import o2
@@ -23,16 +24,18 @@ HALF, FULL = torch.float16, torch.float32
 
 
 @pytest.mark.parametrize(
-    ("name", "conv", "norm", "plain_norm", "masters"),
+    ("name", "conv", "norm", "plain_norm", "computes", "masters"),
     [
-        ("O0", FULL, FULL, FULL, 0),
-        ("O1", FULL, FULL, FULL, 0),
-        ("O2", HALF, FULL, HALF, 5),
-        ("O3", HALF, HALF, HALF, 0),
+        ("O0", FULL, FULL, FULL, FULL, 0),
+        ("O1", FULL, FULL, FULL, HALF, 0),
+        ("O2", HALF, FULL, HALF, HALF, 5),
+        ("O3", HALF, HALF, HALF, HALF, 0),
     ],
 )
-def test_what_is_half_precision(name, conv, norm, plain_norm, masters):
-    amp, model, optimizer = prepare(level(name))
+def test_a_level_says_what_is_half_precision_and_learns(
+    name, conv, norm, plain_norm, computes, masters
+):
+    amp, model, optimizer = prepare(name)
     assert {model[i].weight.dtype for i in (0, 4, 6, 7)} == {model[7].bias.dtype} == {conv}
     assert {x.dtype for x in (model[1].weight, model[1].bias, model[1].running_var)} == {norm}
     assert model[3].running_mean.dtype == plain_norm, "nothing to lose without affine parameters"
@@ -40,6 +43,11 @@ def test_what_is_half_precision(name, conv, norm, plain_norm, masters):
     assert len(amp.masters) == masters, "the frozen layer has none"
     momentum = {p.dtype: state["momentum_buffer"].dtype for p, state in optimizer.state.items()}
     assert all(parameter == own for parameter, own in momentum.items())
+    seen = set()
+    model[0].register_forward_hook(lambda _, inputs, out: seen.add(out.dtype))
+    losses = [float(train(amp, model, optimizer, 0)) for _ in range(12)]
+    assert losses[-1] < losses[0] / 2
+    assert seen == {computes}
 
 
 def reference(weights, fixed, build):
@@ -78,6 +86,10 @@ def trained(optimizer):
     return [p for p in Amp.master_params(optimizer) if p.requires_grad]
 
 
+def torchs_sgd(groups):
+    return torch.optim.SGD(groups, 0.05, 0.9, foreach=False)
+
+
 def muon(groups):
     """Muon for what has two dimensions."""
     plain, matrices = groups
@@ -87,7 +99,7 @@ def muon(groups):
 @pytest.mark.parametrize(
     ("fixed", "build", "original"),
     [
-        (None, usual, lambda groups: torch.optim.SGD(groups, **RECIPE, foreach=False)),
+        (None, usual, torchs_sgd),
         (1024.0, usual, usual),
         (None, torch.optim.AdamW, torch.optim.AdamW),
         (None, muon, muon),
@@ -97,7 +109,7 @@ def muon(groups):
 def test_o2_equals_the_recipe_bit_for_bit(fixed, build, original):
     """Twelve steps; the loss of some is made so large that the float16 gradients overflow."""
     weights = [1e8, 1, 1, 1e8, 1e8, 1, 1, 1, 1, 1e8, 1, 1]
-    amp, model, optimizer = prepare(level(loss_scale=fixed), build=build)
+    amp, model, optimizer = prepare(build=build, loss_scale=fixed)
     start = [weight.detach().clone() for weight in trained(optimizer)]
     for step, (loss, scale, *tensors) in enumerate(reference(weights, fixed, original)):
         assert torch.equal(train(amp, model, optimizer, step, weights[step]), loss), step
@@ -109,105 +121,73 @@ def test_o2_equals_the_recipe_bit_for_bit(fixed, build, original):
     assert not any(torch.equal(a, b) for a, b in zip(start, trained(optimizer), strict=True))
 
 
-def test_gradients_of_micro_batches_add_up():
-    """Two halves with delayed unscaling give the gradient of the whole."""
-    amp, model, optimizer = prepare()
-    images, targets = batch(0)
-    for half, last in ((slice(0, 3), False), (slice(3, 6), True)):
-        model.eval()  # batch norm would see other batches
-        loss = F.cross_entropy(model(images[half]), targets[half]) / 2
-        with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss:
-            scaled_loss.backward()
-    added = [p.grad for p in amp.master_params(optimizer) if p.requires_grad]
-    other, model, optimizer = prepare()
-    model.eval()
-    with other.scale_loss(F.cross_entropy(model(images), targets), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    expected = [p.grad for p in other.master_params(optimizer) if p.requires_grad]
-    for one, both in zip(added, expected, strict=True):
-        assert (one - both).norm() < 0.02 * both.norm()
+# ---- the loss scale
 
 
-def unscaled(scaler, *gradients):
-    """The gradients after `LossScaler.unscale`."""
-    weights = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
-    for weight, gradient in zip(weights, gradients, strict=True):
-        weight.grad = gradient
-    scaler.unscale(torch.optim.SGD(weights, 0.1))
-    return [weight.grad for weight in weights]
+def moves(scaler, *gradients):
+    """Unscale these gradients, one after the other: the last one then, and the scale."""
+    weight = nn.Parameter(torch.zeros(1))
+    for gradient in gradients:
+        weight.grad = torch.tensor([gradient])
+        scaler.unscale(torch.optim.SGD([weight], 0.1))
+    return weight.grad, float(scaler.value)
 
 
-def moves(scaler, *finite):
-    for good in finite:
-        unscaled(scaler, torch.tensor([1.0 if good else float("inf")]))
-    return float(scaler.value)
+GOOD, BAD = 1.0, float("inf")
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("bad", [BAD, -BAD, float("nan")])
 def test_one_bad_value_anywhere_is_an_overflow(bad):
-    scaler = LossScaler(CPU)
-    found = unscaled(scaler, torch.ones(3), torch.tensor([1.0, bad], dtype=HALF), torch.ones(2, 2))
+    scaler, weights = LossScaler(CPU), [nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    weights[1].data = weights[1].data.half()
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    weights[1].grad[2] = bad
+    scaler.unscale(torch.optim.SGD(weights, 0.1))
     assert float(scaler.overflow) == 1
-    assert found == [None] * 3, "so that the optimiser does nothing"
-    (found,) = unscaled(scaler, torch.full((3,), 65536.0))
-    assert found.tolist() == [2.0] * 3, "the scale was halved; the flag is of the last step alone"
+    assert [weight.grad for weight in weights] == [None] * 3, "so that the optimiser does nothing"
+    found, _ = moves(scaler, 65536.0)
+    assert found == 2.0, "the scale was halved; the flag is of the last step alone"
 
 
 @pytest.mark.parametrize(
-    ("scale", "clean", "finite", "expected"),
+    ("scale", "clean", "gradients", "expected"),
     [
-        (2.0**16, 0, [True] * 1999, 2.0**16),
-        (2.0**16, 0, [True] * 2000, 2.0**17),
-        (2.0**16, 1999, [False], 2.0**15),
-        (2.0**16, 1999, [False] + [True] * 1999, 2.0**15),  # an overflow restarts the count
-        (2.0**16, 1999, [False] + [True] * 2000, 2.0**16),
-        (2.0**23, 1999, [True], 2.0**24),
-        (2.0**24, 1999, [True], 2.0**24),  # the cap
-        (2.0**24, 1999, [True, False], 2.0**23),
+        (2.0**16, 0, [GOOD] * 1999, 2.0**16),
+        (2.0**16, 0, [GOOD] * 2000, 2.0**17),
+        (2.0**16, 1999, [BAD] + [GOOD] * 1999, 2.0**15),  # an overflow restarts the count
+        (2.0**24, 1999, [GOOD, BAD], 2.0**23),  # the cap
     ],
-    ids=range(8),
+    ids=range(4),
 )
-def test_scale_doubles_after_2000_clean_steps_in_a_row_and_halves(scale, clean, finite, expected):
+def test_it_doubles_after_2000_clean_steps_in_a_row_and_halves(scale, clean, gradients, expected):
     scaler = LossScaler(CPU)
     assert scaler.state_dict() == {"scale": 2.0**16, "clean_steps": 0, "skipped": 0}
     scaler.load_state_dict({"scale": scale, "clean_steps": clean, "skipped": 2})
-    assert moves(scaler, *finite) == expected
+    assert moves(scaler, *gradients)[1] == expected
+    state = scaler.state_dict()
+    assert state["skipped"] == 2 + gradients.count(BAD)
     other = LossScaler(CPU)
-    other.load_state_dict(scaler.state_dict())
-    assert other.state_dict() == scaler.state_dict()
-    assert scaler.state_dict()["skipped"] == 2 + finite.count(False)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
 
 
-def test_each_skipped_step_is_reported_once_and_counted(logged):
+def test_each_skipped_step_is_reported_once_until_the_scale_is_lost(logged):
     scaler = LossScaler(CPU)
-    moves(LossScaler(CPU, reports=False), True, False)
-    moves(scaler, True, False, True, False, False)
+    moves(LossScaler(CPU, reports=False), BAD)
+    moves(scaler, GOOD, BAD, GOOD, BAD, BAD)
     start = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to "
     assert logged == [start + value for value in ("32768.0", "16384.0", "8192.0")]
-    assert scaler.state_dict()["skipped"] == 3
-
-
-def test_overflows_without_end_are_lost():
-    scaler = LossScaler(CPU)
     while float(scaler.value) > SMALLEST:
         assert not scaler.lost
-        moves(scaler, False)
-    moves(scaler, False)
+        moves(scaler, BAD)
+    moves(scaler, BAD)
     assert scaler.lost
-    fixed = LossScaler(CPU, 8.0)
-    assert moves(fixed, *[False] * (ENDLESS - 1), True, *[False] * (ENDLESS - 1)) == 8.0
+    fixed, most = LossScaler(CPU, 8.0), [BAD] * (ENDLESS - 1)
+    assert moves(fixed, *most, GOOD, *most)[1] == 8.0
     assert not fixed.lost
-    moves(fixed, False)
+    moves(fixed, BAD)
     assert fixed.lost
-
-
-def test_scale_of_one_without_masters_touches_no_gradient():
-    amp, model, optimizer = prepare(level("O3"))
-    train(amp, model, optimizer, 0)
-    loss = F.cross_entropy(model(batch(1)[0]), batch(1)[1])
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        assert scaled_loss is loss
-    assert int(amp.scaler.clean_steps) == 0
 
 
 def test_state_dict_is_float32_from_the_masters():
@@ -220,26 +200,10 @@ def test_state_dict_is_float32_from_the_masters():
     assert not torch.equal(state["0.weight"], state["0.weight"].half().float()), "not rounded"
     assert torch.equal(state["0.weight"].half(), model[0].weight)
     assert torch.equal(state["4.weight"], network()[4].weight.half().float()), "frozen"
-    network().load_state_dict(state)
-
-
-def test_shared_weights_are_saved_under_both_names():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    amp = Amp(World(CPU))
-    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2")
-    master = next(iter(amp.masters.values()))
-    with torch.no_grad():
-        master.add_(1e-6)
-    state = amp.weights.state_dict()
-    assert all(torch.equal(state[name], master) for name in ("0.weight", "1.weight"))
-
-
-@pytest.mark.parametrize("name", LEVELS)
-def test_every_level_learns(name):
-    one = prepare(level(name))
-    losses = [float(train(*one, 0)) for _ in range(12)]
-    assert losses[-1] < losses[0] / 2
+    other, *_ = prepare()
+    other.weights.load_state_dict(state)
+    for name, value in other.weights.state_dict().items():
+        assert torch.equal(value, state[name]), name
 
 
 def level_of(*arguments):
@@ -248,7 +212,7 @@ def level_of(*arguments):
     return o2.from_args(parser.parse_args(arguments))
 
 
-def test_options_override_the_level():
+def test_options_override_the_level(capsys):
     assert level_of() == LEVELS["O2"]
     assert level_of("--opt-level", "O1", "--loss-scale", "64").loss_scale == 64.0
     assert level_of("--opt-level", "O3", "--loss-scale", "dynamic").loss_scale == "dynamic"
@@ -256,42 +220,34 @@ def test_options_override_the_level():
     assert not level_of("--keep-batchnorm-fp32", "False").keep_batchnorm_fp32
     with pytest.raises(UserError, match="--keep-batchnorm-fp32 has no meaning with O1"):
         level_of("--opt-level", "O1", "--keep-batchnorm-fp32", "True")
-
-
-@pytest.mark.parametrize("scale", ["large", "0", "-1", "nan", "inf"])
-def test_a_loss_scale_that_is_none_is_refused(scale, capsys):
-    with pytest.raises(SystemExit):
-        level_of("--loss-scale", scale)
-    assert "--loss-scale" in capsys.readouterr().err
+    for scale in ("large", "0", "-1", "nan", "inf"):
+        with pytest.raises(SystemExit):
+            level_of("--loss-scale", scale)
+        assert "--loss-scale" in capsys.readouterr().err
 
 
 # ---- two processes
 
-STEPS = 4
-OPTIONS = [
-    {},
-    {"delay_allreduce": True},
-    {"gradient_predivide_factor": 2.0},  # torch's own order
-    {"gradient_predivide_factor": 4.0},
-    {"allreduce_always_fp32": True, "delay_allreduce": True},
+STEPS, USUAL, OVERFLOWS = 4, [1] * 4, [1e8, 1, 1e8, 1]
+CASES = [  # arguments, micro-batches of a step, what multiplies rank 1's losses
+    ({}, 2, USUAL),
+    ({"delay_allreduce": True}, 1, USUAL),
+    ({"gradient_predivide_factor": 2.0}, 1, USUAL),  # torch's own order
+    ({"gradient_predivide_factor": 4.0}, 1, USUAL),
+    ({"allreduce_always_fp32": True}, 1, USUAL),
+    ({}, 1, OVERFLOWS),
 ]
 
 
-def plain_network():
-    """Without batch norm, so that the gradient of a batch is the mean over its images."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 5)
-    )
-
-
-def replicas(rank, size, cases):
-    """For each case, (options, what multiplies rank 1's losses): masters and loss scales."""
+def replicas(rank, size, cases=CASES):
+    """For each case: masters, loss scales."""
     return [train_replica(rank, size, *case) for case in cases]
 
 
-def train_replica(rank, size, options, weights):
-    amp, model = Amp(World(CPU, rank, size)), plain_network()
+def train_replica(rank, size, options, micro, weights):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 5)
+    amp, model = Amp(World(CPU, rank, size)), nn.Sequential(*layers)  # the mean over images
     optimizer = sgd([{"params": [*model.parameters()]}], 0.05, 0.9, 1e-3)
     model, optimizer = amp.initialize(model, optimizer, "O2")
     model.register_buffer("own", torch.zeros(1))
@@ -299,11 +255,15 @@ def train_replica(rank, size, options, weights):
     model.own.fill_(rank)
     for step in range(STEPS):
         source = torch.Generator().manual_seed(step)
-        images = torch.randn(8, 3, 8, 8, generator=source).chunk(size)[rank]
-        targets = torch.randint(5, (8,), generator=source).chunk(size)[rank]
-        loss = F.cross_entropy(replica(images), targets) * (weights[step] if rank else 1)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        images = torch.randn(8, 3, 8, 8, generator=source).chunk(size)[rank].chunk(micro)
+        targets = torch.randint(5, (8,), generator=source).chunk(size)[rank].chunk(micro)
+        for i in range(micro):
+            last = i == micro - 1
+            with nullcontext() if last else replica.no_sync():
+                loss = F.cross_entropy(replica(images[i]), targets[i]) / micro
+                loss = loss * (weights[step] if rank else 1)
+                with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss:
+                    scaled_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         scales.append(float(amp.scaler.value))
@@ -312,16 +272,12 @@ def train_replica(rank, size, options, weights):
 
 
 def test_two_processes_update_as_one_on_the_joined_batch():
-    """And they skip a step together when one overflows: rank 1 in steps 0 and 2, here."""
-    cases = [(options, [1] * STEPS) for options in OPTIONS]
-    ((alone, _),) = in_processes(1, functools.partial(replicas, cases=cases[:1]))[0]
-    cases.append(({}, [1e8, 1, 1e8, 1]))
-    first, second = in_processes(2, functools.partial(replicas, cases=cases))
+    """And they skip a step together when one overflows."""
+    ((alone, _),) = in_processes(1, functools.partial(replicas, cases=[({}, 1, USUAL)]))[0]
+    first, second = in_processes(2, replicas)
     assert first == second
     assert first[-1][1] == [2.0**15, 2.0**15, 2.0**14, 2.0**14]
-    start = plain_network()[0].weight.detach().half().float()
     for masters, _ in first[:-1]:
-        assert not torch.equal(torch.tensor(masters[0]), start)
         for ours, whole in zip(masters, map(torch.tensor, alone), strict=True):
             limit = 2e-3 * float(whole.abs().max())
             torch.testing.assert_close(torch.tensor(ours), whole, rtol=0, atol=limit)

@@ -2,6 +2,7 @@
 
 import itertools
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -56,58 +57,60 @@ def same(one, other) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+USUAL = {"momentum": 0.9, "weight_decay": 1e-4}
+
+
 @pytest.mark.parametrize(
     ("line", "original"),
     [
-        ((), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=1e-4)),
+        ("", lambda p: torch.optim.SGD(p, 0.1, **USUAL)),
+        ("--optimizer nesterov", lambda p: torch.optim.SGD(p, 0.1, nesterov=True, **USUAL)),
         (
-            ("--optimizer", "nesterov"),
-            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=1e-4, nesterov=True),
-        ),
-        (
-            ("--optimizer", "adamw", "--betas", "0.8,0.95"),
+            "--optimizer adamw --betas 0.8,0.95",
             lambda p: torch.optim.AdamW(p, 1e-3, betas=(0.8, 0.95), weight_decay=0.05),
         ),
     ],
-    ids=["sgd", "nesterov", "adamw"],
 )
 def test_by_name_they_are_those_of_torch_bit_for_bit(line, original):
     model, plain = network(), network()
-    built = optim.build(asked(*line), model)
+    built = optim.build(asked(*line.split()), model)
     assert len(built.param_groups) == 1
-    assert built.param_groups[0]["params"] == list(model.parameters())
     assert same(steps(model, built), steps(plain, original(plain.parameters())))
 
 
 # ---- groups
 
 
-def names_in(model, group) -> set[str]:
-    inside = set(group["params"])
-    return {name for name, weight in model.named_parameters() if weight in inside}
-
-
 @pytest.mark.parametrize(
-    ("arch", "small"),
+    ("arch", "matrices", "outside", "small"),
     [
-        ("resnet18", {"bn1.weight", "layer1.0.bn2.bias", "fc.bias"}),
+        ("resnet18", 19, "conv1.weight fc.weight", "bn1.weight layer1.0.bn2.bias fc.bias"),
         (
             "vit_b_32",
-            {"class_token", "encoder.pos_embedding", "encoder.ln.weight", "conv_proj.bias"},
+            48,
+            "conv_proj.weight heads.head.weight",
+            "class_token encoder.pos_embedding encoder.ln.weight conv_proj.bias",
         ),
-        ("swin_t", {"features.1.0.attn.relative_position_bias_table", "head.bias"}),
-        ("convnext_tiny", {"features.1.0.layer_scale", "features.0.1.bias"}),
+        ("swin_t", 51, "head.weight", "features.1.0.attn.relative_position_bias_table head.bias"),
+        ("convnext_tiny", 39, "classifier.2.weight", "features.1.0.layer_scale features.0.1.bias"),
+        ("mobilenet_v2", 34, "features.1.conv.0.0.weight classifier.1.weight", "classifier.1.bias"),
     ],
 )
-def test_norms_and_biases_have_a_decay_of_their_own(arch, small):
+def test_norms_and_biases_have_a_decay_of_their_own(arch, matrices, outside, small):
+    """And Muon is for the matrices inside."""
     with torch.device("meta"):
         model = get_model(arch)
-    weights, others = optim.build(asked("--wd-norm", "0"), model).param_groups
-    assert (weights["weight_decay"], others["weight_decay"]) == (1e-4, 0)
-    assert small <= names_in(model, others)
-    large = dict(model.named_parameters())
-    assert all(large[name].ndim >= 2 for name in names_in(model, weights))
-    assert names_in(model, weights) | names_in(model, others) == set(large)
+    weights = dict(model.named_parameters())
+    names = {weight: name for name, weight in weights.items()}
+    for line, decays in (("", [1e-4, 0]), ("--optimizer muon", [0.05, 0.05, 0])):
+        groups = optim.build(asked(*line.split(), "--wd-norm", "0"), model).param_groups
+        assert [group["weight_decay"] for group in groups] == decays
+        *inside, large, vectors = [{names[p] for p in group["params"]} for group in groups]
+        assert set(small.split()) <= vectors
+        assert set(outside.split()) <= large
+        assert all(weights[name].ndim >= 2 for name in large)
+        assert set().union(*inside, large, vectors) == set(weights)
+    assert len(inside[0]) == matrices
 
 
 def test_what_is_frozen_is_not_in_the_optimiser():
@@ -126,27 +129,25 @@ def test_what_is_frozen_is_not_in_the_optimiser():
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_muon_of_a_matrix_is_that_of_torch_bit_for_bit():
+    """And what is no hidden matrix is AdamW's, with its betas."""
+
     def linear():
         torch.manual_seed(0)
         layers = (nn.Linear(a, b) for a, b in itertools.pairwise((192, 24, 16, 30, 5)))
         return nn.Sequential(nn.Flatten(), *layers)
 
     model, plain = linear(), linear()
-    inside = [model[2].weight, model[3].weight]
-    assert hidden_matrices(model) == inside
-    args = asked("--optimizer", "muon", "--wd-norm", "0.01")
-    groups = optim._groups(model, inside, args.weight_decay, args.wd_norm)
-    ours = Muon(groups, args.lr, args.momentum, (0.9, 0.999))
+    line = "--optimizer muon --wd-norm 0.01 --betas 0.8,0.95"
+    ours = optim.build(asked(*line.split()), model)
     ours.dtype = torch.bfloat16
-    matrices = [plain[2].weight, plain[3].weight]
     theirs = torch.optim.Muon(
-        matrices, 1e-3, 0.05, 0.95, nesterov=True, adjust_lr_fn="match_rms_adamw"
+        [plain[2].weight, plain[3].weight], 1e-3, 0.05, 0.95, adjust_lr_fn="match_rms_adamw"
     )
     rest = [
         {"params": [plain[1].weight, plain[4].weight], "weight_decay": 0.05},
         {"params": [layer.bias for layer in plain[1:]], "weight_decay": 0.01},
     ]
-    adamw = torch.optim.AdamW(rest, 1e-3)
+    adamw = torch.optim.AdamW(rest, 1e-3, betas=(0.8, 0.95))
     both = SimpleNamespace(
         step=lambda: (theirs.step(), adamw.step()),
         zero_grad=lambda: (theirs.zero_grad(), adamw.zero_grad()),
@@ -155,25 +156,24 @@ def test_muon_of_a_matrix_is_that_of_torch_bit_for_bit():
 
 
 @pytest.mark.parametrize("decades", [0, 2, 4])  # of singular values, largest to smallest
-@pytest.mark.parametrize("tall", [False, True])
-def test_way_by_gram_matrices_is_as_exact(monkeypatch, decades, tall):
+def test_way_by_gram_matrices_is_as_exact(monkeypatch, decades):
     torch.manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(size, 64).double())[0] for size in (64, 512))
-    matrix = (left * torch.logspace(0, -decades, 64).double()) @ right.T
-    matrix = matrix.T if tall else matrix
+    wide = (left * torch.logspace(0, -decades, 64).double()) @ right.T
 
-    def errors():
+    def errors(matrix):
         found = [orthogonal(matrix, dtype).double() for dtype in (torch.float32, torch.bfloat16)]
         return [(one - exact).norm() / exact.norm() for one in found]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(muon, "WIDE", 1000)
-        exact = orthogonal(matrix, torch.float64)
-        _, usual = errors()
-    single, half = errors()
-    assert single < 1e-4
-    assert half < 1.5 * usual
-    assert half != usual, "another way it is"
+    for matrix in (wide, wide.T):
+        with monkeypatch.context() as patch:
+            patch.setattr(muon, "WIDE", 1000)
+            exact = orthogonal(matrix, torch.float64)
+            _, usual = errors(matrix)
+        single, half = errors(matrix)
+        assert single < 1e-4
+        assert half < 1.5 * usual
+        assert half != usual, "another way it is"
 
 
 def test_a_convolution_is_the_matrix_of_its_filters():
@@ -189,49 +189,27 @@ def test_a_convolution_is_the_matrix_of_its_filters():
     assert 0.4 < values.min() <= values.max() < 1.3
 
 
-@pytest.mark.parametrize(
-    ("arch", "inside", "outside"),
-    [
-        ("resnet18", 19, ("conv1.weight", "fc.weight", "bn1.weight")),
-        ("vit_b_32", 48, ("conv_proj.weight", "heads.head.weight", "class_token")),
-        ("mobilenet_v2", 34, ("features.1.conv.0.0.weight", "classifier.1.weight")),
-    ],
-)
-def test_muon_is_for_matrices_inside(arch, inside, outside):
-    with torch.device("meta"):
-        model = get_model(arch)
-    names = {weight: name for name, weight in model.named_parameters()}
-    found = {names[weight] for weight in hidden_matrices(model)}
-    assert len(found) == inside
-    assert not found & set(outside)
-    assert set(outside) <= set(names.values())
-
-
-# ---- a loss scale that skips steps on the device
-
-
 def test_a_step_that_overflows_leaves_no_trace():
-    """Also the first one; and gradients that carry a scale are divided by it."""
+    """Also the first one; and gradients that carry a scale are divided by it on the device."""
 
     def go(overflows, scale):
         model = network()
         groups = optim._groups(model, hidden_matrices(model), 0.05, None)
-        built = Muon(groups, 1e-3, 0.95, (0.9, 0.999), fused=True)
-        for step, bad in enumerate(overflows):
+        built, good = Muon(groups, 1e-3, 0.95, (0.9, 0.999), fused=True), 0
+        for bad in overflows:
             built.found_inf, built.grad_scale = torch.tensor(float(bad)), torch.tensor(scale)
-            number = sum(not one for one in overflows[:step])  # of the steps that count
-            images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(number))
+            images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(good))
             loss = model(images).square().mean() * scale
             (loss * torch.inf if bad else loss).backward()
             built.step()
             built.zero_grad()
+            good += not bad
         state = [value for entry in built.state.values() for value in entry.values()]
-        return [weight.detach() for weight in model.parameters()], state
+        return [*map(torch.detach, model.parameters()), *state]
 
-    (weights, state), (expected, others) = go([1, 0, 1, 1, 0], 2.0**10), go([0, 0], 1.0)
-    assert same(weights, expected)
-    assert same(state, others)
-    assert not same(weights, network().parameters())
+    found = go([1, 0, 1, 1, 0], 2.0**10)
+    assert same(found, go([0, 0], 1.0))
+    assert not same(found[:2], [*network().parameters()][:2])
 
 
 # ---- snapshots
@@ -239,58 +217,57 @@ def test_a_step_that_overflows_leaves_no_trace():
 ARGS = Namespace(arch="tiny", evaluate=False, start_epoch=None)
 
 
-def state_of(*line: str, **more) -> TrainState:
+def state_of(line: str) -> TrainState:
     model = network()
-    built = optim.build(asked(*line), model)
-    return TrainState(model, built, LossScaler(CPU), global_batch=4, **more)
+    built = optim.build(asked(*line.split()), model)
+    return TrainState(model, built, LossScaler(CPU), global_batch=4)
 
 
-LINES = [
-    ("--optimizer", "adamw", "--wd-norm", "0"),
-    ("--optimizer", "muon"),
-    ("--optimizer", "nesterov", "--wd-norm", "0.01"),
-]
+def saved(state: TrainState, path: Path, **options: str) -> Path:
+    write(snapshot_of(state, {"arch": "tiny", **options}, ["a"], state.full_weights()), path)
+    return path
 
 
-@pytest.mark.parametrize("line", LINES, ids=" ".join)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--optimizer adamw --wd-norm 0",
+        "--optimizer muon",
+        "--optimizer nesterov --wd-norm 0.01",
+    ],
+)
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, line):
-    whole, first, second = (state_of(*line) for _ in range(3))
+    whole, first, second = (state_of(line) for _ in range(3))
     expected = steps(whole.model, whole.optimizer, 0, 5)
     steps(first.model, first.optimizer, 0, 2)
-    path = tmp_path / "snapshot.pt"
-    write(snapshot_of(first, {"arch": "tiny"}, ["a"], first.full_weights()), path)
-    assert resume(second, ARGS, WORLD, path)
+    assert resume(second, ARGS, WORLD, saved(first, tmp_path / "snapshot.pt"))
     assert same(steps(second.model, second.optimizer, 2, 5), expected)
     # Laid out in memory as a fused optimiser wants it.
     for weight, entry in second.optimizer.state.items():
         assert all(t.ndim == 0 or t.stride() == weight.stride() for t in entry.values())
 
 
-@pytest.mark.parametrize(
-    ("saved", "now", "sentence"),
-    [
-        ((), ("--optimizer", "adamw"), "another model, --optimizer"),
-        (("--optimizer", "adamw"), (), "another model, --optimizer"),
-        (("--wd-norm", "0"), (), "of another model, --optimizer, --wd-norm or --freeze"),
-        (("--optimizer", "muon"), ("--optimizer", "adamw"), "of another model, --optimizer"),
-    ],
-)
-def test_the_state_of_another_optimiser_is_refused(tmp_path, saved, now, sentence):
+def test_the_state_of_another_optimiser_is_refused(tmp_path):
     """Also where the snapshot does not say its options, or is another program's."""
-    old, new, path = state_of(*saved), state_of(*now), tmp_path / "snapshot.pt"
-    steps(old.model, old.optimizer)
-    write(snapshot_of(old, {"arch": "tiny"}, ["a"], old.full_weights()), path)
-    with pytest.raises(UserError, match=sentence + ".*--pretrained"):
-        resume(new, ARGS, WORLD, path)
-    if not saved:
-        write(snapshot_of(old, {"optimizer": "sgd"}, ["a"], old.full_weights()), path)
-        args = Namespace(**{**vars(ARGS), "optimizer": "adamw"})
-        with pytest.raises(UserError, match="was made with --optimizer sgd"):
-            resume(new, args, WORLD, path)
-        args.start_epoch = 0  # from its weights alone
-        assert resume(new, args, WORLD, path)
-        assert same(new.model.state_dict().values(), old.model.state_dict().values())
-        assert not new.optimizer.state
+    path = tmp_path / "snapshot.pt"
+    for old, new in (
+        ("", "--optimizer adamw"),
+        ("--optimizer adamw", ""),
+        ("--wd-norm 0", ""),
+        ("--optimizer muon", "--optimizer adamw"),
+    ):
+        state, message = state_of(old), "of another model, --optimizer, --wd-norm or --freeze"
+        steps(state.model, state.optimizer)
+        with pytest.raises(UserError, match=message + ".*--pretrained"):
+            resume(state_of(new), ARGS, WORLD, saved(state, path))
+    saved(state, path, optimizer="muon")
+    new, args = state_of("--optimizer adamw"), Namespace(**{**vars(ARGS), "optimizer": "adamw"})
+    with pytest.raises(UserError, match="was made with --optimizer muon"):
+        resume(new, args, WORLD, path)
+    args.start_epoch = 0  # from its weights alone
+    assert resume(new, args, WORLD, path)
+    assert same(new.model.state_dict().values(), state.model.state_dict().values())
+    assert not new.optimizer.state
 
 
 # ---- options
@@ -308,20 +285,12 @@ def test_what_was_not_typed_is_usual_for_the_optimiser():
     assert (typed.lr, typed.momentum, typed.weight_decay) == (0.5, 0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "more", "sentence"),
-    [
-        ("nesterov", {"momentum": 0.0}, "needs a --momentum"),
-        ("muon", {"opt_level": "O3"}, "--opt-level O2 keeps float32 masters"),
-    ],
-)
-def test_options_that_do_not_fit_are_an_error_message(name, more, sentence):
-    with pytest.raises(UserError, match=sentence):
-        asked("--optimizer", name, **more)
-
-
-@pytest.mark.parametrize("text", ["0.9", "0.9,1", "0.9,x", "0.9,0.9,0.9"])
-def test_betas_that_are_none(capsys, text):
-    with pytest.raises(SystemExit):
-        asked("--betas", text)
-    assert "--betas" in capsys.readouterr().err
+def test_options_that_do_not_fit_are_an_error_message(capsys):
+    with pytest.raises(UserError, match="needs a --momentum"):
+        asked("--optimizer", "nesterov", momentum=0.0)
+    with pytest.raises(UserError, match="--opt-level O2 keeps float32 masters"):
+        asked("--optimizer", "muon", opt_level="O3")
+    for betas in ("0.9", "0.9,1", "0.9,x", "0.9,0.9,0.9"):
+        with pytest.raises(SystemExit):
+            asked("--betas", betas)
+        assert "--betas" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from o2_cases import CPU, contents, groups, level, network, prepare, train, usual
+from o2_cases import CPU, prepare, train
 
 from utils.amp import apex
 
@@ -21,85 +21,71 @@ def real_apex_is_there() -> bool:
 
 
 pytestmark = [
+    pytest.mark.cuda,
     pytest.mark.skipif(not real_apex_is_there(), reason="no NVIDIA Apex with amp is installed"),
     pytest.mark.filterwarnings("ignore"),
 ]
-GPU = torch.device("cuda")
-DEVICES = [
-    pytest.param(CPU, id="cpu"),
-    pytest.param(
-        GPU,
-        id="cuda",
-        marks=[
-            pytest.mark.cuda,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-        ],
-    ),
-]
 
 
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    if request.param == CPU:
-        real_type = torch.Tensor.type
+@pytest.fixture
+def device(monkeypatch):
+    if torch.cuda.is_available():
+        monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+        return torch.device("cuda")
+    real_type = torch.Tensor.type
 
-        def cuda_type(tensor, *arguments, **options):
-            name = real_type(tensor, *arguments, **options)
-            return name.replace("torch.", "torch.cuda.") if isinstance(name, str) else name
+    def cuda_type(tensor, *arguments, **options):
+        name = real_type(tensor, *arguments, **options)
+        return name.replace("torch.", "torch.cuda.") if isinstance(name, str) else name
 
-        monkeypatch.setattr(torch.Tensor, "type", cuda_type)
-        monkeypatch.setattr(torch.cuda, "IntTensor", torch.IntTensor)
-        state = importlib.import_module("apex.amp._amp_state")._amp_state
-        monkeypatch.setattr(state, "allow_incoming_model_not_fp32", True)
-    return request.param
-
-
-def original(device, chosen=None):
-    amp, model = apex.Amp(), network(device)
-    return amp, *amp.initialize(model, usual(groups(model)), **chosen or level())
+    monkeypatch.setattr(torch.Tensor, "type", cuda_type)
+    monkeypatch.setattr(torch.cuda, "IntTensor", torch.IntTensor)
+    state = importlib.import_module("apex.amp._amp_state")._amp_state
+    monkeypatch.setattr(state, "allow_incoming_model_not_fp32", True)
+    return CPU
 
 
-def assert_alike(ours, theirs, where):
-    for a, b in zip(contents(*ours), contents(*theirs), strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b), where
+def contents(amp, model, optimizer):
+    """All that training changes: weights, masters and momentum."""
+    tensors = [p for p in (*model.parameters(), *amp.master_params(optimizer)) if p.requires_grad]
+    trained = set(map(id, tensors))
+    state = [state for p, state in optimizer.state.items() if id(p) in trained]
+    return tensors + [entry["momentum_buffer"] for entry in state]
 
 
-@pytest.mark.parametrize("chosen", [level("O2"), level("O2", keep_batchnorm_fp32=False)])
-def test_o2_is_equal_bit_for_bit(device, chosen):
-    torch.backends.cudnn.deterministic = True
-    weights = [1e6, 1, 1, 1e6, 1e6, 1, 1, 1, 1, 1e6, 1, 1]
-    ours, theirs = prepare(chosen, device), original(device, chosen)
-    for step, weight in enumerate(weights):
-        assert torch.equal(train(*ours, step, weight), train(*theirs, step, weight)), step
-        assert float(ours[0].scaler.value) == theirs[0].scaler.value, step
-        assert_alike(ours, theirs, step)
-    assert theirs[0].scaler.value == 2.0**12
-    assert theirs[0].scaler.skipped == int(ours[0].scaler.skipped) == 4
+def assert_alike(one, other, steps, weights=None):
+    """Also in what they do in further steps."""
+    for step in steps:
+        weight = weights[step] if weights else 1.0
+        assert torch.equal(train(*one, step, weight), train(*other, step, weight)), step
+        for a, b in zip(contents(*one), contents(*other), strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b), step
+        assert float(one[0].scaler.value) == float(other[0].scaler.value), step
 
 
-@pytest.mark.parametrize("name", ["O0", "O3"])
-def test_levels_without_masters_are_equal(device, name):
-    ours, theirs = prepare(level(name), device), original(device, level(name))
-    for step in range(4):
-        assert torch.equal(train(*ours, step), train(*theirs, step))
-        assert_alike(ours, theirs, step)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("O0", {}), ("O2", {}), ("O2", {"keep_batchnorm_fp32": False}), ("O3", {})],
+)
+def test_every_step_is_equal_bit_for_bit(device, name, changes):
+    weights = [1e6, 1, 1, 1e6, 1e6, 1, 1, 1, 1, 1e6, 1, 1] if name == "O2" else [1.0] * 4
+    ours = prepare(name, device, **changes)
+    theirs = prepare(name, device, amp=apex.Amp(), **changes)
+    assert_alike(ours, theirs, range(len(weights)), weights)
+    if name == "O2":
+        assert theirs[0].scaler.value == 2.0**12
+        assert theirs[0].scaler.skipped == int(ours[0].scaler.skipped) == 4
 
 
 def test_a_snapshot_goes_from_one_to_the_other(device):
     """Masters, momentum and scale pass both ways, though Apex makes its masters late."""
-    ours, theirs = prepare(device=device), original(device)
+    source = prepare(device=device, amp=apex.Amp())
     for step in range(3):
-        train(*theirs, step, 1e6 if step == 0 else 1)
-    go_on_alike(theirs, ours)
-    go_on_alike(ours, original(device))
-
-
-def go_on_alike(source, target):
-    target[0].weights.load_state_dict(source[0].weights.state_dict())
-    target[0].scaler.load_state_dict(source[0].scaler.state_dict())
-    target[2].load_state_dict(copy.deepcopy(source[2].state_dict()))
-    assert_alike(source, target, "at once")
-    for step in range(3, 6):
-        assert torch.equal(train(*source, step), train(*target, step))
-        assert_alike(source, target, step)
+        train(*source, step, 1e6 if step == 0 else 1)
+    for target in (prepare(device=device), prepare(device=device, amp=apex.Amp())):
+        target[0].weights.load_state_dict(source[0].weights.state_dict())
+        target[0].scaler.load_state_dict(source[0].scaler.state_dict())
+        target[2].load_state_dict(copy.deepcopy(source[2].state_dict()))
+        assert_alike(source, target, range(3, 6))
+        source = target

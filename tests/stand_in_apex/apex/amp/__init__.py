@@ -12,40 +12,33 @@ overflow_next = False
 
 def initialize(model, optimizer, opt_level="O1", **changes):
     apex.calls.append(("initialize", opt_level, changes))
-    optimizer._masters = None
+    masters = optimizer._masters = {}
 
     def lazy_init():
         """As in Apex, masters come into being with the first backward."""
-        if optimizer._masters is None:
-            apex.calls.append(("masters",))
-            optimizer._masters = {}
-            for group in optimizer.param_groups:
-                for i, weight in enumerate(group["params"]):
-                    master = torch.nn.Parameter(weight.detach().clone())
-                    optimizer._masters[master] = weight
-                    group["params"][i] = master
-                    if weight in optimizer.state:
-                        optimizer.state[master] = optimizer.state.pop(weight)
+        for group in optimizer.param_groups if not masters else ():
+            for i, weight in enumerate(group["params"]):
+                master = group["params"][i] = torch.nn.Parameter(weight.detach().clone())
+                masters[master] = weight
+                if weight in optimizer.state:
+                    optimizer.state[master] = optimizer.state.pop(weight)
 
-    forward = model.forward
+    forward, step = model.forward, optimizer.step
     model.forward = lambda images: forward(images.float())
-    step, zero_grad = optimizer.step, optimizer.zero_grad
 
     def new_step():
+        apex.calls.append(("skip" if optimizer._skip else "step",))
         if optimizer._skip:
-            apex.calls.append(("skip",))
             return
-        apex.calls.append(("step",))
         step()
         with torch.no_grad():
-            for master, weight in optimizer._masters.items():
+            for master, weight in masters.items():
                 weight.copy_(master)
 
     def new_zero_grad():
         apex.calls.append(("zero_grad",))
-        zero_grad()
-        for weight in optimizer._masters.values():
-            weight.grad = None
+        for master, weight in masters.items():
+            master.grad = weight.grad = None
 
     optimizer._amp_lazy_init, optimizer._skip = lazy_init, False
     optimizer.step, optimizer.zero_grad = new_step, new_zero_grad
@@ -60,9 +53,9 @@ def scale_loss(loss, optimizer, delay_unscale=False):
     yield loss * _scaler["loss_scale"]
     if delay_unscale:
         return
-    optimizer._skip, overflow_next = overflow_next, False
     for master, weight in optimizer._masters.items():
         master.grad = None if weight.grad is None else weight.grad / _scaler["loss_scale"]
+    optimizer._skip, overflow_next = overflow_next, False
     if optimizer._skip:
         _scaler.update(loss_scale=_scaler["loss_scale"] / 2, unskipped=0)
     else:
