@@ -1,7 +1,10 @@
 """scripts/bench_network.py: that it measures what it claims to; not how fast anything is."""
 
+import json
 import os
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import bench_network
 import pytest
@@ -9,27 +12,38 @@ from conftest import python
 from running import STAND_IN
 
 BENCH = "scripts/bench_network.py"
+TABLE = """
+fp32 | 51.0 | 200 | 5 | 50% | 1.00
+auto: int8 | 13.0 | 100 | 10 | 100% | 2.00
+"""
 
 
-def figures(ms: float, mb: float = 1.0) -> dict:
-    return {
-        "ms_per_step": ms,
-        "images_per_s": 1000 / ms,
-        "network_mb_per_step": mb,
-        "comm": "int8",
-    }
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_table_is_of_medians_beside_one_node_and_the_first_method(monkeypatch, capsys, rank):
+    took = {"alone": [90, 80, 100], "fp32": [180, 200, 200], "auto": [90, 100, 100]}
+    sent = {"alone": [0] * 3, "fp32": [50, 52, 51], "auto": [13] * 3}
 
+    def run(commands, seconds, late, **options):
+        ((_, script, dummy, *words),) = commands
+        assert (Path(script).name, dummy, words.pop()) == ("imagenet_ddp.py", "--dummy", "case")
+        given = dict(zip(words[::2], words[1::2], strict=False))
+        assert given["--rank"] == str(rank)
+        assert given["--dist-url"] == "tcp://10.0.0.1:29555"
+        assert given["-b"] == "8"
+        method = given["--comm"] if given["--world-size"] == "2" else "alone"
+        ms, mb = took[method].pop(0), sent[method].pop(0)
+        figures = {"ms_per_step": ms, "images_per_s": 1000 / ms, "network_mb_per_step": mb}
+        case = Path(given["--output-dir"], "case")
+        case.mkdir(parents=True)
+        (case / "summary.json").write_text(json.dumps(figures | {"comm": "int8"}))
+        return [SimpleNamespace(returncode=0)]
 
-def test_rows_are_medians_beside_one_node_and_the_first_method():
-    found = {
-        "alone": [figures(90), figures(80), figures(100)],
-        "fp32": [figures(180, 50), figures(200, 52), figures(200, 51)],
-        "auto": [figures(90, 13), figures(100, 13), figures(100, 13)],
-    }
-    assert bench_network.rows_of(4, found) == [
-        ["4", "fp32", "51.0", "200", "5", "50%", "1.00"],
-        ["4", "auto: int8", "13.0", "100", "10", "100%", "2.00"],
-    ]
+    monkeypatch.setattr(bench_network.commands, "run", run)
+    line = ["--methods", "fp32,auto", "--master", "10.0.0.1", "--rank", str(rank), "--", "-b", "8"]
+    assert bench_network.main(line) == 0
+    out = capsys.readouterr().out
+    assert all(row in out for row in TABLE.split("\n")) == (rank == 0)
+    assert took == {"alone": [90, 80, 100] * rank, "fp32": [], "auto": []}
 
 
 @pytest.mark.skipif(
@@ -43,26 +57,22 @@ def test_two_simulated_nodes():
     options = ("-a", "resnet18", "-b", 2, "--image-size", 32, "--classes", 10)
     done = python(BENCH, *line, *options, PYTHONPATH=STAND_IN)
     assert done.code == 0, done.err
-    head, _, *rows = done.out.strip().splitlines()
-    assert head.split(" | ")[2] == "MB sent"
+    _, _, *rows = done.out.strip().splitlines()
     sent = {row.split(" | ")[1]: float(row.split(" | ")[2]) for row in rows}
     values = 11.18  # M, of ResNet-18 with 10 classes
     assert 4 * values < sent["fp32"] < 1.15 * 4 * values
     assert values < sent["int8"] < 1.15 * values
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--methods", "fp32,fp8"), "unknown method fp8"),
-        (("--nodes", "1,2"), "at least 2 nodes"),
-        (("--nodes", "x"), "invalid list of numbers value: 'x'"),
-        (("--nodes", "2,4", "--master", "127.0.0.1"), "one number with --master"),
-        (("--gbit", "0"), "--gbit must be more than 0"),
-    ],
-)
-def test_wrong_options_are_one_error_message(capsys, arguments, sentence):
-    with pytest.raises(SystemExit) as ended:
-        bench_network.parse(list(arguments))
-    assert ended.value.code == 2
-    assert sentence in capsys.readouterr().err
+def test_wrong_options_are_one_error_message(capsys):
+    for line, message in {
+        "--methods fp32,fp8": "unknown method fp8",
+        "--nodes 1,2": "at least 2 nodes",
+        "--nodes x": "invalid list of numbers value: 'x'",
+        "--nodes 2,4 --master 127.0.0.1": "one number with --master",
+        "--gbit 0": "--gbit must be more than 0",
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            bench_network.parse(line.split())
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
