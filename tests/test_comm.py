@@ -26,20 +26,12 @@ CPU = torch.device("cpu")
 METHODS = ("fp32", "fp16", "bf16", "int8", "int4", "powersgd:2")
 
 
-class Alone(Peers):
-    """In place of ``size`` processes with equal gradients, without any."""
-
-    def __init__(self, size: int):
-        super().__init__(0, size, None)
-
-    def sum(self, values: torch.Tensor) -> None:
-        """Nothing to add."""
-
-    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        return parts
-
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        return part.repeat(self.size, *[1] * (part.dim() - 1))
+@pytest.fixture
+def alone():
+    """The collectives of a job of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Peers(0, 1, None)
+    dist.destroy_process_group()
 
 
 # ---- names and bytes
@@ -66,7 +58,7 @@ def test_bytes_that_travel():
         assert methods.parse(name).name == name
         assert methods.wire_bytes(shapes, methods.parse(name)) == pytest.approx(values)
     for bits in (8, 4):
-        codec = Quantised(bits, Alone(2))
+        codec = Quantised(bits, Peers(0, 2, None))
         sent = codec.encode(torch.ones(50, codec.block), torch.zeros(codec.tile, codec.block))
         how = methods.parse(f"int{bits}")
         assert sent.numel() == methods.wire_bytes([(50, codec.block)], how)
@@ -77,20 +69,19 @@ def test_bytes_that_travel():
 # ---- the arithmetic alone, in one process
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_what_is_no_number_stays_none(bits):
-    for bad in (torch.inf, -torch.inf, torch.nan):
+def test_what_is_no_number_stays_none(alone):
+    for bits, bad in itertools.product((8, 4), (torch.inf, -torch.inf, torch.nan)):
         values = torch.ones(5, 300)
         values[2, 7] = bad
-        Quantised(bits, Alone(2)).mean([(0, values)], Step())
+        Quantised(bits, alone).mean([(0, values)], Step())
         assert not torch.isfinite(values).all()
 
 
-def test_powersgd_gets_over_an_overflow_and_a_changed_loss_scale():
+def test_powersgd_gets_over_an_overflow_and_a_changed_loss_scale(alone):
     """Errors are kept in units of the unscaled gradient; a bad step leaves no trace in them."""
     scale = [1.0]
-    scaled = PowerSGD(2, Alone(2), seed=0, scale=lambda one: one * scale[0])
-    plain = PowerSGD(2, Alone(2), seed=0)
+    scaled = PowerSGD(2, alone, seed=0, scale=lambda one: one * scale[0])
+    plain = PowerSGD(2, alone, seed=0)
     gradient = torch.randn(40, 60, generator=torch.Generator().manual_seed(0))
     for factor in (1024.0, torch.inf, 1024.0, 256.0):
         bad = factor == torch.inf
@@ -105,9 +96,9 @@ def test_powersgd_gets_over_an_overflow_and_a_changed_loss_scale():
         torch.testing.assert_close(one / factor, other, rtol=1e-3, atol=1e-4)
 
 
-def test_powersgd_sends_in_the_end_what_it_left_out():
+def test_powersgd_sends_in_the_end_what_it_left_out(alone):
     """Error feedback: the sum of many means of one gradient is that gradient as often."""
-    method, gradient = PowerSGD(2, Alone(1), seed=0), torch.randn(40, 60)
+    method, gradient = PowerSGD(2, alone, seed=0), torch.randn(40, 60)
     total = torch.zeros_like(gradient)
     for _ in range(60):
         one = gradient.clone()
@@ -123,18 +114,6 @@ def test_powersgd_sends_in_the_end_what_it_left_out():
 # ---- auto's choice
 
 
-def search(monkeypatch, seconds: dict[str, float]) -> tuple[auto.Search, list[str]]:
-    """auto's search where steps take so long, and what it uses in its steps."""
-    monkeypatch.setattr(auto.Search, "_slowest", lambda self: seconds[self.method])
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
-    found, used = auto.Search(list(seconds), optimizer, World(CPU)), []
-    while not found.reason:
-        found.begin_step()
-        used += [] if found.reason else [found.method]
-    assert not optimizer._optimizer_step_pre_hooks
-    return found, used
-
-
 @pytest.mark.parametrize(
     ("seconds", "chosen", "says"),
     [
@@ -147,8 +126,15 @@ def search(monkeypatch, seconds: dict[str, float]) -> tuple[auto.Search, list[st
 )
 def test_auto_takes_the_mildest_of_the_fast(monkeypatch, seconds, chosen, says):
     names = ("fp32", "bf16", "int8", "int4")
-    found, used = search(monkeypatch, dict(zip(names, seconds, strict=True)))
-    assert found.method == chosen
+    took = dict(zip(names, seconds, strict=True))
+    monkeypatch.setattr(auto.Search, "_slowest", lambda self: took[self.method])
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    found, used = auto.Search(list(took), optimizer, World(CPU)), []
+    while not found.reason:
+        found.begin_step()
+        used.append(found.method)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert used.pop() == found.method == chosen
     assert found.reason.startswith(f"communication: {chosen}; steps took ")
     assert says in found.reason
     assert ("saves" in found.reason) == (chosen != "fp32")
@@ -176,7 +162,7 @@ def gradients(rank: int) -> list[torch.Tensor]:
     return [torch.randn(s, generator=source) * (i < 3) * 10.0**-i for i, s in enumerate(shapes)]
 
 
-ROUNDS = 60
+ROUNDS = 40
 
 
 def _means(rank: int, size: int) -> dict[str, list]:
@@ -215,7 +201,7 @@ def test_means_are_near_the_exact_ones_on_average_equal_and_the_same_everywhere(
         large, small, single, zeros = found[0][name]
         assert abs(large).max() <= 2
         assert abs(small).max() <= 2, "blocks have a scale of their own"
-        assert abs(large.mean(0)).max() < 0.2
+        assert abs(large.mean(0)).max() < 0.25
         assert large.std() < deviation
         assert abs(single).max() < 1e-3
         assert not zeros.any()

@@ -8,37 +8,30 @@ import torch
 from utils.model.schedules import learning_rate, scale_lr
 
 HALF = math.sqrt(0.5)
+GOLDEN = [
+    (  # x0.1 every 30 epochs and once more at 80
+        {"lr": 0.1, "epochs": 90},
+        [(0, 0.1), (29.99, 0.1), (30, 0.01), (59.99, 0.01), (60, 1e-3), (79.99, 1e-3)]
+        + [(80, 1e-4), (89, 1e-4), (90, 1e-5)],
+    ),
+    ({"lr": 0.1, "epochs": 90, "warmup": 5}, [(0, 0), (1.25, 0.025), (5, 0.1), (30, 0.01)]),
+    (  # past the end it does not rise again
+        {"lr": 0.4, "epochs": 65, "warmup": 5, "schedule": "cosine"},
+        [(0, 0), (1, 0.08), (2.5, 0.2), (5, 0.4), (20, 0.2 * (1 + HALF)), (35, 0.2)]
+        + [(50, 0.2 * (1 - HALF)), (65, 0), (70, 0)],
+    ),
+    (  # warm-up longer than the training
+        {"lr": 1.0, "epochs": 2, "warmup": 4, "schedule": "cosine"},
+        [(0, 0), (1, 0.25), (2, 0.5)],
+    ),
+    (  # the short recipes of ffcv-imagenet
+        {"lr": 0.5, "epochs": 16, "warmup": 2, "schedule": "linear"},
+        [(0, 0), (1, 0.25), (2, 0.5), (9, 0.25), (15.5, 0.25 / 14), (16, 0), (17, 0)],
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (  # x0.1 every 30 epochs and once more at 80
-            {"lr": 0.1, "epochs": 90},
-            [(0, 0.1), (29.99, 0.1), (30, 0.01), (59.99, 0.01), (60, 1e-3), (79.99, 1e-3)]
-            + [(80, 1e-4), (89, 1e-4), (90, 1e-5)],
-        ),
-        ({"lr": 0.1, "epochs": 90, "warmup": 5}, [(0, 0), (1.25, 0.025), (5, 0.1), (30, 0.01)]),
-        (  # past the end it does not rise again
-            {"lr": 0.4, "epochs": 65, "warmup": 5, "schedule": "cosine"},
-            [(0, 0), (1, 0.08), (2.5, 0.2), (5, 0.4), (20, 0.2 * (1 + HALF)), (35, 0.2)]
-            + [(50, 0.2 * (1 - HALF)), (65, 0), (70, 0)],
-        ),
-        (
-            {"lr": 1.0, "epochs": 5, "schedule": "cosine"},
-            [(0, 1), (1.25, 0.5 + HALF / 2), (2.5, 0.5), (5, 0)],
-        ),
-        (  # warm-up longer than the training
-            {"lr": 1.0, "epochs": 2, "warmup": 4, "schedule": "cosine"},
-            [(0, 0), (1, 0.25), (2, 0.5)],
-        ),
-        (  # the short recipes of ffcv-imagenet
-            {"lr": 0.5, "epochs": 16, "warmup": 2, "schedule": "linear"},
-            [(0, 0), (1, 0.25), (2, 0.5), (9, 0.25), (15.5, 0.25 / 14), (16, 0), (17, 0)],
-        ),
-    ],
-    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
-)
+@pytest.mark.parametrize(("options", "expected"), GOLDEN, ids=range(len(GOLDEN)))
 def test_golden_values(options, expected):
     for position, rate in expected:
         assert learning_rate(position, **options) == pytest.approx(rate, rel=1e-12, abs=1e-12)
@@ -60,14 +53,7 @@ def test_one_cycle_is_that_of_torch(warmup):
     assert past == pytest.approx(0.4 / 25 * 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("rule", "factors"),
-    [
-        ("none", {8192: 1}),
-        ("linear", {256: 1, 8192: 32, 64: 0.25}),
-        ("sqrt", {256: 1, 4096: 4, 64: 0.5}),
-    ],
-)
-def test_scaling_with_the_global_batch(rule, factors):
-    for batch, factor in factors.items():
+def test_scaling_with_the_global_batch():
+    factors = {("none", 8192): 1, ("linear", 256): 1, ("linear", 8192): 32, ("sqrt", 4096): 4}
+    for (rule, batch), factor in factors.items():
         assert scale_lr(0.1, batch, rule) == pytest.approx(0.1 * factor)
