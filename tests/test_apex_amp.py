@@ -93,18 +93,16 @@ def parsed(*options):
 
 
 @pytest.mark.parametrize(
-    ("options", "changes"),
+    ("line", "changes"),
     [
-        (("--opt-level", "O3", "--keep-batchnorm-fp32", "True"), {"keep_batchnorm_fp32": True}),
-        (("--opt-level", "O1", "--loss-scale", "128"), {"loss_scale": 128.0}),
-        (("--opt-level", "O3", "--loss-scale", "dynamic"), {"loss_scale": "dynamic"}),
-        (("--keep-batchnorm-fp32", "True", "--loss-scale", "dynamic"), {}),
+        ("--opt-level O3 --keep-batchnorm-fp32 True", {"keep_batchnorm_fp32": True}),
+        ("--opt-level O1 --loss-scale 128", {"loss_scale": 128.0}),
+        ("--keep-batchnorm-fp32 True --loss-scale dynamic", {}),
     ],
 )
-def test_options_reach_apex(site, options, changes):
-    """Only what differs from the level's own is passed on."""
+def test_options_reach_apex_where_they_differ_from_the_level(site, line, changes):
     site(STAND_IN_APEX)
-    args, model = parsed(*options), nn.Linear(2, 2)
+    args, model = parsed(*line.split()), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     overrides = {name: getattr(args, name) for name in ("keep_batchnorm_fp32", "loss_scale")}
     choice.Amp().initialize(model, optimizer, args.opt_level, **overrides)
@@ -158,22 +156,18 @@ def test_torch_is_taken_when_asked_for_though_apex_is_there(site, monkeypatch, c
 # ---- --amp auto: bf16 on CPUs with AMX and images that are large enough, and only there
 
 
-@pytest.mark.parametrize(
-    ("flags", "limit", "expected"),
-    [
-        ("fpu amx_bf16 avx512f amx_tile amx_int8", None, True),
+def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch):
+    info = tmp_path / "cpuinfo"
+    assert not world.has_amx(info)
+    for flags, limit, expected in (
+        ("fpu amx_bf16 avx512f amx_tile amx_int8", "ALL", True),
         ("fpu amx_bf16 amx_tile", "AVX10_1_512_AMX", True),
         ("fpu amx_bf16 amx_tile", "AVX512_CORE_BF16", False),
-        ("fpu avx512f avx512_bf16", None, False),
-        (None, None, False),
-    ],
-)
-def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch, flags, limit, expected):
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit or "ALL")
-    info = tmp_path / "cpuinfo"
-    if flags is not None:
+        ("fpu avx512f avx512_bf16", "ALL", False),
+    ):
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
         info.write_text(f"processor: 0\nflags\t\t: {flags}\nbugs: none\n")
-    assert world.has_amx(info) is expected
+        assert world.has_amx(info) is expected, (flags, limit)
 
 
 @pytest.mark.parametrize(

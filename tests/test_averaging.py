@@ -111,9 +111,6 @@ def test_the_better_one_counts():
     assert state.best == {"epoch": 4, "top1": 60.0, "top5": 90.0, "ema": 0}
 
 
-# ---- evaluation
-
-
 class Few(list):
     """Batches of an evaluation."""
 
@@ -123,27 +120,16 @@ class Few(list):
         self.bad = SimpleNamespace(share=lambda world: None, too_many=False)
 
 
-def evaluate(model, parts, flip):
-    """What `evaluation.evaluate` finds with a model of [n, 3, 4, 4]."""
-    session = SimpleNamespace(
-        args=SimpleNamespace(val_flip=flip),
-        world=WORLD,
-        stop=None,
-        status=None,
-        state=SimpleNamespace(model=model, ema=None),
-        run=SimpleNamespace(console=MagicMock()),
-    )
-    return evaluation.evaluate(session, model, Few(parts))
-
-
-def test_flips_are_the_mean_of_two_views():
+@pytest.mark.parametrize("flip", [True, False])
+def test_flips_are_the_mean_of_two_views(flip):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
     parts = [(torch.randn(n, 3, 4, 4), torch.arange(n) % 3) for n in (6, 3)]
+    session = MagicMock(args=SimpleNamespace(val_flip=flip), world=WORLD, stop=None)
+    session.state.ema, session.state.model, session.state.sharded = None, model, False
+    found = evaluation.evaluate(session, model, Few(parts))
     images, targets = (torch.cat(part) for part in zip(*parts, strict=True))
-    found = evaluate(model, parts, flip=True)
-    logits = (model(images) + model(images.flip(3))) / 2
+    logits = (model(images) + model(images.flip(3))) / 2 if flip else model(images)
     assert found["Loss/val"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)
     hits = (logits.argmax(1) == targets).float()
     assert found["Top1/val"] == pytest.approx(100 * hits.mean().item())
-    assert found["Loss/val"] != evaluate(model, parts, flip=False)["Loss/val"]

@@ -113,15 +113,15 @@ def test_norms_and_biases_have_a_decay_of_their_own(arch, matrices, outside, sma
     assert len(inside[0]) == matrices
 
 
-def test_what_is_frozen_is_not_in_the_optimiser():
+@pytest.mark.parametrize("name", ["sgd", "muon"])
+def test_what_is_frozen_is_not_in_the_optimiser(name):
     model = network()
     for last in (3, 5):
         model[:last].requires_grad_(False)
-        for name in ("sgd", "muon"):
-            built = optim.build(asked("--optimizer", name), model)
-            found = {weight for group in built.param_groups for weight in group["params"]}
-            assert found == {weight for weight in model.parameters() if weight.requires_grad}
-            steps(model, built)
+        built = optim.build(asked("--optimizer", name), model)
+        found = {weight for group in built.param_groups for weight in group["params"]}
+        assert found == {weight for weight in model.parameters() if weight.requires_grad}
+        steps(model, built)
 
 
 # ---- Muon
@@ -228,14 +228,10 @@ def saved(state: TrainState, path: Path, **options: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--optimizer adamw --wd-norm 0",
-        "--optimizer muon",
-        "--optimizer nesterov --wd-norm 0.01",
-    ],
-)
+LINES = ["--optimizer adamw --wd-norm 0", "--optimizer muon", "--optimizer nesterov --wd-norm 0.01"]
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, line):
     whole, first, second = (state_of(line) for _ in range(3))
     expected = steps(whole.model, whole.optimizer, 0, 5)
@@ -249,19 +245,14 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, line):
 
 def test_the_state_of_another_optimiser_is_refused(tmp_path):
     """Also where the snapshot does not say its options, or is another program's."""
-    path = tmp_path / "snapshot.pt"
-    for old, new in (
-        ("", "--optimizer adamw"),
-        ("--optimizer adamw", ""),
-        ("--wd-norm 0", ""),
-        ("--optimizer muon", "--optimizer adamw"),
-    ):
+    path, adamw, muon = tmp_path / "snapshot.pt", "--optimizer adamw", "--optimizer muon"
+    for old, new in (("", adamw), (adamw, ""), ("--wd-norm 0", ""), (muon, adamw)):
         state, message = state_of(old), "of another model, --optimizer, --wd-norm or --freeze"
         steps(state.model, state.optimizer)
         with pytest.raises(UserError, match=message + ".*--pretrained"):
             resume(state_of(new), ARGS, WORLD, saved(state, path))
     saved(state, path, optimizer="muon")
-    new, args = state_of("--optimizer adamw"), Namespace(**{**vars(ARGS), "optimizer": "adamw"})
+    new, args = state_of(adamw), Namespace(**{**vars(ARGS), "optimizer": "adamw"})
     with pytest.raises(UserError, match="was made with --optimizer muon"):
         resume(new, args, WORLD, path)
     args.start_epoch = 0  # from its weights alone
@@ -274,13 +265,10 @@ def test_the_state_of_another_optimiser_is_refused(tmp_path):
 
 
 def test_what_was_not_typed_is_usual_for_the_optimiser():
-    found = {name: asked("--optimizer", name) for name in ("sgd", "adamw", "muon")}
-    values = {name: (a.lr, a.momentum, a.weight_decay) for name, a in found.items()}
-    assert values == {
-        "sgd": (0.1, 0.9, 1e-4),
-        "adamw": (1e-3, 0.9, 0.05),
-        "muon": (1e-3, 0.95, 0.05),
-    }
+    usual = {"sgd": (0.1, 0.9, 1e-4), "adamw": (1e-3, 0.9, 0.05), "muon": (1e-3, 0.95, 0.05)}
+    for name, values in usual.items():
+        args = asked("--optimizer", name)
+        assert (args.lr, args.momentum, args.weight_decay) == values
     typed = asked("--optimizer", "muon", lr=0.5, momentum=0.0, weight_decay=0.0)
     assert (typed.lr, typed.momentum, typed.weight_decay) == (0.5, 0.0, 0.0)
 

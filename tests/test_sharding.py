@@ -2,7 +2,6 @@
 
 import shutil
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,52 +25,40 @@ DDP, FSDP = "imagenet_ddp", "imagenet_fsdp"
 ONE, TWO = ("--epochs", 1), ("--epochs", 2)
 
 
-class Plan:
-    """Jobs that train into ``root``/NAME."""
-
-    def __init__(self, root: Path, data: Path):
-        self.root, self.data = root, data
-        self.jobs: list[Job] = []
-        self.names: list[str] = []
-
-    def add(self, script: str, name: str, *options: object, batch: int = 12, **where: int) -> None:
-        """``batch`` images a step, on however many processes; a run that exists continues."""
-        size = where.get("processes", 2) * where.get("nodes", 1)
-        own = (*RECIPE.split(), "-b", batch // size, "--output-dir", self.root, "--name", name)
-        self.jobs.append(Job(script, (*own, "--resume", "auto", *options, self.data), **where))
-        self.names.append(name)
-
-    def run(self) -> tuple[Path, dict[str, list]]:
-        """The folder of the runs, and for each name what the processes of its jobs returned."""
-        found: dict[str, list] = {}
-        for name, ranks in zip(self.names, run_jobs(self.jobs, self.root), strict=True):
-            found.setdefault(name, []).append(ranks)
-        return self.root, found
-
-
 @pytest.fixture(scope="module")
 def trained(folder, tmp_path_factory):
-    """Trainings on two to four processes, and what each of their processes held.
+    """The folder of some trainings, and for each name what the processes of its jobs held.
 
     60 training images; of 21 to evaluate, the last round does not reach all processes.
     """
-    data = tmp_path_factory.mktemp("sharding") / "data"
+    data, root = tmp_path_factory.mktemp("sharding") / "data", tmp_path_factory.mktemp("runs")
     shutil.copytree(folder, data)
     shutil.copytree(data / "val", data / "test")
-    plan = Plan(tmp_path_factory.mktemp("runs"), data)
-    plan.add(DDP, "ddp", *VIT, *TWO)
-    plan.add(FSDP, "turns", *VIT, *TWO, stop_after=2)
-    plan.add(DDP, "turns", *VIT, *TWO, stop_after=4)
-    plan.add(FSDP, "turns", *VIT, *TWO)
-    plan.add(FSDP, "chain", *VIT, *TWO, stop_after=2)
-    plan.add(FSDP, "chain", *VIT, *TWO, "--reshard", "node", stop_after=2, nodes=2)
-    plan.add(FSDP, "chain", *VIT, *TWO, processes=3)
+    jobs, names = [], []
+
+    def add(script: str, name: str, *options: object, **where: int) -> None:
+        """12 images a step, on however many processes; a run that exists continues."""
+        batch = 12 // (where.get("processes", 2) * where.get("nodes", 1))
+        place = ("-b", batch, "--output-dir", root, "--name", name, "--resume", "auto")
+        jobs.append(Job(script, (*RECIPE.split(), *place, *options, data), **where))
+        names.append(name)
+
+    add(DDP, "ddp", *VIT, *TWO)
+    add(FSDP, "turns", *VIT, *TWO, stop_after=2)
+    add(DDP, "turns", *VIT, *TWO, stop_after=4)
+    add(FSDP, "turns", *VIT, *TWO)
+    add(FSDP, "chain", *VIT, *TWO, stop_after=2)
+    add(FSDP, "chain", *VIT, *TWO, "--reshard", "node", stop_after=2, nodes=2)
+    add(FSDP, "chain", *VIT, *TWO, processes=3)
     for script, *options in ((DDP,), (FSDP, "--reshard", "none")):
-        plan.add(script, f"{script}_resnet", *RESNET, *ONE, *options)
+        add(script, f"{script}_resnet", *RESNET, *ONE, *options)
     for script in (DDP, FSDP):
-        plan.add(script, f"{script}_clip", *VIT, *ONE, "--clip-grad", 0.5, "--accum-steps", 2)
-        plan.add(script, f"{script}_fp16", "-a", "tiny_vit", "--amp", "fp16", *ONE)
-    return plan.run()
+        add(script, f"{script}_clip", *VIT, *ONE, "--clip-grad", 0.5, "--accum-steps", 2)
+        add(script, f"{script}_fp16", "-a", "tiny_vit", "--amp", "fp16", *ONE)
+    found: dict[str, list] = {}
+    for name, ranks in zip(names, run_jobs(jobs, root), strict=True):
+        found.setdefault(name, []).append(ranks)
+    return root, found
 
 
 def test_two_processes_train_a_resnet_as_ddp_bit_for_bit(trained):
