@@ -229,7 +229,7 @@ def test_a_study_is_killed_stopped_and_continued(folder, tmp_path):
     A run has written its summary before it prints its time.
     """
     training = f"imagenet_nd.py -j 0 {folder}"
-    words = study(tmp_path, "--simulate 1 --vary lr=0.05,0.02", training)
+    words = study(tmp_path, "--simulate 1 --env KEY=secret --vary lr=0.05,0.02", training)
     dump = tmp_path / "bin/nvidia-smi"
     dump.parent.mkdir()
     dump.write_text('#!/bin/sh\n[ $# = 0 ] || exit 9\necho "| NVIDIA-SMI of a test |"\n')
@@ -268,8 +268,10 @@ def test_a_study_is_killed_stopped_and_continued(folder, tmp_path):
         "**Simulated: the nodes are processes",
         "| Global Batch Size | 5 |",
         "# this machine\n| NVIDIA-SMI of a test |",
+        "--env KEY --vary",
     ):
         assert text in page
+    assert "secret" not in page
     pictures = sorted(path.name for path in (tmp_path / "book/s").glob("*.png"))
     assert all(f"(s/{name})" in page for name in pictures)
     assert "overlay.png" in pictures
