@@ -2,28 +2,25 @@
 
 import os
 import re
-import signal
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from batches import PLACE, SEED, SIZE, batches_of, noise_index
-from batches import fetch as fetch_of
-from conftest import eval_view, python
-from torch.utils.data._utils import signal_handling
+from batches import PLACE, SEED, SIZE, batches_of, fetch, noise_index
+from conftest import eval_view
 from torchvision.transforms.v2 import functional as tv
 
 from utils import options
-from utils.data import augment
+from utils.data import augment, loaders
 from utils.data import images as im
 from utils.data.dataset import ImageBatches
-from utils.data.loaders import build_loaders
 from utils.data.preprocessing import MEAN, STD
-from utils.data.ring import Worker
 from utils.errors import UserError
 from utils.launch.world import World
 from utils.metrics import UNREADABLE
-from utils.samplers import EvalSampler, TrainSampler
+from utils.samplers import Batch, EvalSampler, TrainSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 IMAGES = 24
@@ -40,20 +37,14 @@ def sampler(rank=0, ranks=1, seed=SEED):
 
 
 def spoil(index, *images):
-    """Make files unreadable, each in another way."""
+    """Make files unreadable, each in another way; the last one is gone."""
     for number, image in enumerate(images):
         os.truncate(index.path(image), (0, 60, 400)[number % 3])
+    os.remove(index.path(images[-1]))
 
 
-def numbers(images):
-    """Which files the rows of a uint8 batch [n, s, s, 3] come from."""
-    blue = images[..., 2].flatten(1)
-    assert (blue == blue[:, :1]).all()
-    return (blue[:, 0] // 10).tolist()
-
-
-def fetch(index, wanted, train=True, epoch=0):
-    return fetch_of(ImageBatches(index, SIZE, SEED, train), wanted, epoch)
+def training(index, **more):
+    return ImageBatches(index, SIZE, SEED, train=True, **more)
 
 
 def epoch_pixels(index, ranks=1, workers=0, epoch=0, seed=SEED, start=0):
@@ -74,124 +65,71 @@ def equal(one, other):
     return [torch.equal(one[i][0], other[i][0]) and one[i][1] == other[i][1] for i in one]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "workers", "start"), [(1, 3, 0), (2, 0, 0), (4, 1, 0), (2, 1, 1)]
-)
+@pytest.mark.parametrize(("ranks", "workers", "start"), [(1, 3, 0), (4, 0, 0), (2, 1, 1)])
 def test_pixels_are_the_same_for_any_workers_ranks_and_first_step(index, ranks, workers, start):
     expected, got = epoch_pixels(index), epoch_pixels(index, ranks, workers, start=start)
     assert sorted(expected) == list(EVERY)
     assert len(got) == IMAGES - 12 * start
     assert all(equal(got, expected)), "bit for bit"
     assert all(target == index.targets[i] for i, (_, target) in got.items())
-
-
-@pytest.mark.parametrize("change", [{"epoch": 1}, {"seed": SEED + 1}])
-def test_pixels_differ_between_epochs_and_seeds(index, change):
-    assert not any(equal(epoch_pixels(index), epoch_pixels(index, **change)))
-
-
-def test_images_of_a_batch_are_cropped_independently(index):
-    """Sixteen times the same picture under other numbers: sixteen different crops, of any area."""
-    for i in range(16):
-        Path(index.path(i)).write_bytes(Path(index.path(0)).read_bytes())
-    images = fetch(index, range(16))[0]
-    assert len({row.numpy().tobytes() for row in images}) == 16
-    whole = ImageBatches(index, SIZE, SEED, train=True, crop_scale=1.0)
-    assert not torch.equal(fetch_of(whole, range(16))[0], images)
+    for change in ({"epoch": 1}, {"seed": SEED + 1}):
+        assert not any(equal(expected, epoch_pixels(index, **change)))
 
 
 def test_views_of_an_image_are_other_crops_of_it(index):
     """Repeated augmentation: index i + v x images is view v of image i."""
-    images, targets, reading = fetch(index, [3, 3 + IMAGES, 3 + 2 * IMAGES, 3])
+    views = [3, 3 + IMAGES, 3 + 2 * IMAGES, 3]
+    images, targets, reading = fetch(training(index), views)
     assert targets.tolist() == [index.targets[3]] * 4
     assert torch.equal(images[0], images[3])
     assert len({image.numpy().tobytes() for image in images}) == 3
     assert not reading.faults
-
-
-def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named(index, monkeypatch):
-    """What comes first is the end of its socket; SIGCHLD, which tells more, comes in the wait."""
-
-    class Broken:
-        def __iter__(self):
-            yield from ()
-            raise EOFError
-
-    def sigchld(seconds):
-        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
-
-    batches = batches_of(index, EvalSampler(IMAGES, 8, (0, 1)))
-    batches.loader = Broken()
-    monkeypatch.setattr("time.sleep", sigchld)
-    with pytest.raises(RuntimeError, match="pid 7"):
-        list(batches)
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_that_meets_a_starting_worker_does_not_end_it(index, monkeypatch, signum):
-    """As from a terminal or scheduler, at once after the fork and once DataLoader is set up."""
-    run, set_up = Worker.run, signal_handling._set_worker_signal_handlers
-
-    def hit(call, *arguments):
-        os.kill(os.getpid(), signum)
-        call(*arguments)
-        os.kill(os.getpid(), signum)
-
-    monkeypatch.setattr(Worker, "run", lambda self: hit(run, self))
-    monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", lambda: hit(set_up))
-    batches = batches_of(index, EvalSampler(IMAGES, 8, (0, 1)), workers=2)
-    assert sum(len(images) for images, _ in batches) == IMAGES
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the training process listens again"
+    assert not torch.equal(fetch(training(index, crop_scale=1.0), views)[0], images)
 
 
 def test_unreadable_image_is_replaced_by_the_next_readable_one(index):
-    intact = fetch(index, EVERY)[0]
-    spoil(index, 4, 5, 15)
-    os.remove(index.path(23))
-    images, targets, reading = fetch(index, EVERY)
-    expected = list(EVERY)
-    expected[4] = expected[5] = 6
-    expected[15], expected[23] = 16, 0
-    assert numbers(images) == expected
-    assert targets.tolist() == [index.targets[i] for i in expected]
-    assert {i for i, _ in reading.faults} == {4, 5, 15, 23}
+    intact, targets, _ = fetch(training(index), EVERY)
+    expected = torch.tensor(EVERY)
+    expected[[4, 5, 15, 23]] = torch.tensor([6, 6, 16, 0])
+    spoil(index, 4, 5, 15, 23)
+    images, found, reading = fetch(training(index), EVERY)
+    assert torch.equal(images[:, 0, 0, 2], 10 * expected), "the blue tells which file it is"
+    assert torch.equal(found, targets[expected])
+    assert [i for i, _ in reading.faults] == [4, 5, 5, 15, 23]
     assert all(reason for _, reason in reading.faults)
-    others = [i for i in EVERY if expected[i] == i]
+    others = expected == torch.tensor(EVERY)
     assert torch.equal(images[others], intact[others]), "no other sample moves"
 
 
-def test_evaluation_marks_unreadable_images(index):
-    intact = fetch(index, EVERY, train=False)[0]
-    bad = [0, 9, 23]
-    spoil(index, *bad)
-    images, targets, reading = fetch(index, EVERY, train=False)
-    good = [i for i in EVERY if i not in bad]
-    assert torch.equal(images[good], intact[good]) and not images[bad].any()
-    assert (targets[good] == index.targets[good]).all() and (targets[bad] == UNREADABLE).all()
-    assert [i for i, _ in reading.faults] == bad
-
-
 @pytest.mark.parametrize("resize", [None, SIZE])
-def test_evaluation_shows_centre_crops(index, resize):
-    dataset = ImageBatches(index, SIZE, SEED, train=False, resize=resize)
-    images, _, _ = fetch_of(dataset, [2, 3], epoch=5)
-    for row, i in zip(images, (2, 3), strict=True):
-        pixels = im.decode(Path(index.path(i)).read_bytes())
-        assert torch.equal(row, eval_view(pixels, SIZE, resize))
+def test_evaluation_shows_centre_crops_and_marks_unreadable_images(index, resize):
+    bad, dataset = [0, 9, 23], ImageBatches(index, SIZE, SEED, train=False, resize=resize)
+    spoil(index, *bad)
+    images = torch.full((IMAGES, SIZE, SIZE, 3), 7, dtype=torch.uint8)  # of the slot's last batch
+    targets, reading = dataset.fill(images, Batch(5, np.array(EVERY)))
+    assert [i for i, _ in reading.faults] == bad
+    for i, (image, target) in enumerate(zip(images, targets, strict=True)):
+        if i in bad:
+            assert target == UNREADABLE and not image.any()
+        else:
+            pixels = im.decode(Path(index.path(i)).read_bytes())
+            assert target == index.targets[i]
+            assert torch.equal(image, eval_view(pixels, SIZE, resize))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_files_are_counted_and_bad_ones_named_once_and_limited(index, logged, workers):
+def test_files_are_counted_and_bad_ones_named_and_limited(index, logged, workers, monkeypatch):
     one = sampler()
     batches = batches_of(index, one, workers, bad_files=3)
+    bad = batches.bad
     list(batches)
     assert batches.reading.files == IMAGES
     assert batches.reading.bytes == sum(os.path.getsize(index.path(i)) for i in EVERY)
     spoil(index, 4, 5, 15)
-    bad = batches.bad
     for epoch in range(2):
         one.start_at(epoch, 0)
         batches.start_count()
+        assert (batches.waited, batches.reading.files) == (0, 0)
         assert sum(len(images) for images, _ in batches) == IMAGES
         reading = batches.reading
         assert reading.files >= IMAGES, "and those in place of bad ones"
@@ -205,10 +143,14 @@ def test_files_are_counted_and_bad_ones_named_once_and_limited(index, logged, wo
     assert bad.too_many
     assert re.search(r"more than 2 image files.*--max-bad-files", str(bad.error()))
     bad.seen.clear()
-    logged.clear()
+    spoil(index, 16, 17, 18, 19)
     list(batches)
-    assert len(bad.seen) == len(logged) == 3, "past the limit nothing more is named"
-    spoil(index, *EVERY)
+    assert len(bad.seen) == 3, "past the limit nothing more is named"
+    bad.limit = 9
+    monkeypatch.setattr(loaders, "gather", lambda seen, _: [seen, {0: "of another rank"}])
+    bad.share(World(PLACE[0]))
+    assert 0 in bad.seen and index.path(0) in logged[-1]
+    spoil(index, *set(EVERY) - {15, 19})
     with pytest.raises(UserError, match="--max-bad-files"):
         list(batches)
 
@@ -222,9 +164,10 @@ def test_normalisation_is_torchvisions_rounded_once(index, layout, dtype):
         for kind in (dtype, torch.float32)
     )
     assert [len(images) for images, _ in batches] == [10, 10, 4]
+    evaluated = ImageBatches(index, SIZE, SEED, train=False)
     for asked, (images, _), (whole, _) in zip(one, batches, exact, strict=True):
-        raw, _, _ = fetch(index, asked.indices, train=False)
-        floats = tv.to_dtype(raw.permute(0, 3, 1, 2), torch.float32, scale=True)
+        raw = fetch(evaluated, asked.indices)[0].permute(0, 3, 1, 2)
+        floats = tv.to_dtype(raw, torch.float32, scale=True)
         torch.testing.assert_close(whole, tv.normalize(floats, MEAN, STD), rtol=0, atol=2e-6)
         assert torch.equal(images, whole.to(dtype))
         assert images.is_contiguous(memory_format=layout)
@@ -233,57 +176,72 @@ def test_normalisation_is_torchvisions_rounded_once(index, layout, dtype):
 
 @pytest.mark.parametrize(("policy", "erasing"), [("ra", 0.0), ("ta_wide", 0.5), (None, 1.0)])
 def test_extra_augmentation_is_a_function_of_seed_epoch_and_image(index, policy, erasing):
-    dataset = ImageBatches(index, SIZE, SEED, train=True)
+    dataset = training(index)
     dataset.augment = augment.build(policy, erasing)
     torch.manual_seed(1)
-    got = fetch_of(dataset, EVERY)[0]
+    got = fetch(dataset, EVERY)[0]
     drawn = torch.rand(3)
-    turned = fetch_of(dataset, EVERY[::-1])[0].flip(0)
-    assert torch.equal(got, turned)
-    assert not torch.equal(got, fetch(index, EVERY)[0])
-    assert not torch.equal(got, fetch_of(dataset, EVERY, epoch=1)[0])
+    assert torch.equal(got, fetch(dataset, EVERY[::-1])[0].flip(0))
+    plain = fetch(training(index), EVERY)[0]
+    assert not torch.equal(got, plain)
+    assert not torch.equal(got, fetch(dataset, EVERY, epoch=1)[0])
     torch.manual_seed(1)
     assert torch.equal(torch.rand(3), drawn), "the training process's own random state"
+    if erasing == 1:
+        grey = (got != plain).any(-1)
+        assert grey.any((1, 2)).all() and not grey.all()
+        assert len({row.numpy().tobytes() for row in grey}) > IMAGES / 2
+        assert (got[grey] == torch.tensor([124, 116, 104])).all(), "0 after normalisation"
     dataset.train = False
-    assert torch.equal(fetch_of(dataset, EVERY)[0], fetch(index, EVERY, train=False)[0])
+    evaluated = ImageBatches(index, SIZE, SEED, train=False)
+    assert torch.equal(fetch(dataset, EVERY)[0], fetch(evaluated, EVERY)[0])
 
 
-def build(root, *line):
+def build(root, *words, **world):
     """The loaders of a command line."""
-    line = ["x", "-b", "4", "-j", "0", "--image-size", "32", *line, str(root)]
+    line = ["x", "-b", "4", "--image-size", "32", *words, str(root)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", line)
+        patch.setattr(loaders, "first_on_node", lambda call, _: call())
+        patch.setattr(loaders, "check_alike", lambda *_: None)
         args = options.parse(options.build_parser("", ""))
-        return build_loaders(args, World(PLACE[0]), torch.float32)
+        return loaders.build_loaders(args, World(PLACE[0], **world), torch.float32)
 
 
 def test_loaders_of_a_folder(folder, tmp_path):
-    loaders = build(folder)
-    assert loaders.classes == ["class_0", "class_1", "class_2"]
-    assert (len(loaders.train), len(loaders.val), loaders.test) == (15, 6, None)
+    found = build(folder)
+    assert found.classes == ["class_0", "class_1", "class_2"]
+    assert (len(found.train), len(found.val), found.test) == (15, 6, None)
     two = build(folder, "--classes", "2", "-e")
     assert (two.classes, two.train, len(two.val)) == (["class_0", "class_1"], None, 4)
     with pytest.raises(UserError, match="60 training images are too few"):
         build(folder, "--accum-steps", "31")
+    with pytest.raises(UserError, match="choose an even -b"):
+        build(folder, "-b", "5", "--mixup", "0.2", rank=1, size=2)
     for part in ("val", "test"):  # without training images
         (tmp_path / part).symlink_to(folder / "val")
-    loaders = build(tmp_path, "-e")
-    assert (loaders.train, len(loaders.val), len(loaders.test)) == (None, 6, 6)
+    found = build(tmp_path, "-e")
+    assert (found.train, len(found.val), len(found.test)) == (None, 6, 6)
     with pytest.raises(UserError, match="train is missing"):
         build(tmp_path)
+    (tmp_path / "train").symlink_to(folder / "train")
+    (tmp_path / "test").unlink()
+    shutil.copytree(folder / "val", tmp_path / "test")
+    (tmp_path / "test" / "other").mkdir()
+    with pytest.raises(UserError, match="different classes: only test has other"):
+        build(tmp_path)
+    assert len(build(tmp_path, "--classes", "2").test) == 4
 
 
-HOLDS_AN_ITERATOR = """
-import sys
-from test_data import build
-batches = iter(build(sys.argv[1], "-j", "2").train)
-next(batches)
-print("done")
-"""
-
-
-@pytest.mark.long
-def test_a_script_that_holds_an_iterator_to_its_end_ends(folder):
-    here = str(Path(__file__).parent)
-    done = python("-c", HOLDS_AN_ITERATOR, folder, PYTHONPATH=here, timeout=100)
-    assert (done.code, done.out) == (0, "done\n"), done.err
+def test_loaders_do_as_the_options_say(folder):
+    words = "-j 5 --seed 9 --crop-scale 0.5 --max-bad-files 7 --random-erasing 0.25 --accum-steps 2"
+    words += " --repeated-aug 3 --epochs 2 --progressive 24,32 --val-image-size 40"
+    found = build(folder, *words.split(), rank=1, size=4, local_rank=1, local_size=2)
+    train, dataset, order = found.train, found.train.dataset, found.train.sampler
+    assert train.loader.slots == found.val.loader.slots == 2 * 3 + 2, "3 workers per process"
+    assert (dataset.seed, dataset.crop_scale, dataset.size, train.bad.limit) == (9, 0.5, 32, 7)
+    assert dataset.augment.transforms[0].p == 0.25
+    assert (order.seed, order.rank, order.ranks, order.accum) == (9, 1, 4, 2)
+    assert (order.views, order.sizes, order.global_batch) == (3, (24, 32), 32)
+    assert (found.val.dataset.size, found.val.dataset.resize) == (40, 46)
+    assert (found.val.sampler.rank, found.val.sampler.ranks) == (1, 4)

@@ -1,9 +1,9 @@
 """The index of an image folder, its cache, and the choice of classes."""
 
 import os
+from unittest import mock
 
 import pytest
-from conftest import python
 
 from utils.data import index
 from utils.data.index import ImageIndex, check_same_classes, class_folders, select_classes
@@ -39,19 +39,18 @@ def test_names_of_any_bytes_and_lengths(tmp_path):
     make(tmp_path, *(f"ü/{name}" for name in names))
     for _ in ("listed", "from the cache"):
         images = ImageIndex(tmp_path, ["ü"])
-        assert sorted(path for path, _ in contents(images)) == sorted(f"ü/{n}" for n in names)
-        assert all(os.path.isfile(images.path(i)) for i in range(len(images)))
+        assert {images.path(i) for i in range(4)} == {str(tmp_path / "ü" / name) for name in names}
 
 
 def test_fingerprint_is_of_the_names(tmp_path):
     """Two nodes may have the data in different folders, but not other files."""
     here = make(tmp_path / "here", "a/1.jpg", "b/1.jpg")
     there = make(tmp_path / "there", "b/1.jpg", "a/1.jpg")
-    other = make(tmp_path / "other", "a/1.jpg", "b/2.jpg")
+    other = make(tmp_path / "other", "a/2.jpg", "b/1.jpg")
     one, same, another = (ImageIndex(root, ["a", "b"]) for root in (here, there, other))
     assert one.fingerprint() == same.fingerprint() != another.fingerprint()
     classes = one.class_fingerprints(), another.class_fingerprints()
-    assert classes[0]["a"] == classes[1]["a"] and classes[0]["b"] != classes[1]["b"]
+    assert classes[0]["a"] != classes[1]["a"] and classes[0]["b"] == classes[1]["b"]
 
 
 @pytest.mark.parametrize(
@@ -60,10 +59,12 @@ def test_fingerprint_is_of_the_names(tmp_path):
         ("empty", "empty has no images"),
         ("gone", "gone: No such file or directory"),
         ("file", "file: Not a directory"),
+        ("loop", r"cannot read .*/loop.*: Too many levels"),
     ],
 )
 def test_class_without_images_is_named(tmp_path, name, message):
-    make(tmp_path, "a/1.jpg", "empty/", "file")
+    make(tmp_path, "a/1.jpg", "empty/", "file", "loop/1.jpg")
+    (tmp_path / "loop" / "me").symlink_to("me")
     with pytest.raises(UserError, match=message):
         ImageIndex(tmp_path, ["a", name])
 
@@ -74,18 +75,8 @@ def test_class_folders(tmp_path):
     with pytest.raises(UserError, match="no class folders"):
         class_folders(tmp_path)
     make(tmp_path, "b/", "a/", "C/", ".hidden/", "readme.txt")
-    assert class_folders(tmp_path) == ["C", "a", "b"]
-
-
-def test_a_link_that_leads_back_to_itself_is_named(tmp_path):
-    make(tmp_path, "loop/b/1.jpg", "up/c/1.jpg", "far/d/1.jpg")
-    (tmp_path / "loop/b/me").symlink_to("me")
-    (tmp_path / "up/c/round").symlink_to("..")
-    for root, name in (("loop", "b"), ("up", "c")):
-        with pytest.raises(UserError, match=r"cannot read .*/(b|c/round).*: Too many levels"):
-            ImageIndex(tmp_path / root, [name])
-    (tmp_path / "far/more").symlink_to("d")
-    assert class_folders(tmp_path / "far") == ["d", "more"], "other links are folders"
+    (tmp_path / "link").symlink_to("a")
+    assert class_folders(tmp_path) == ["C", "a", "b", "link"]
 
 
 # ---- --classes
@@ -100,22 +91,17 @@ FOLDERS = ["ant", "bee", "cat", "dog"]
         ("1", ["ant"]),
         ("4", FOLDERS),
         (" dog , bee,", ["bee", "dog"]),
-        ("cat", ["cat"]),
         (b"dog\r\n\n  ant\ndog\n", ["ant", "dog"]),
-    ],
+    ]
+    + [(wrong, None) for wrong in ("0", "5", "cow", "ant,cow", ",", "-1", b"a\0b", b"\xff\xd8")],
 )
 def test_select_classes(tmp_path, choice, expected):
     if isinstance(choice, bytes):
         (tmp_path / "names.txt").write_bytes(choice)
         choice = str(tmp_path / "names.txt")
-    assert select_classes(choice, FOLDERS) == expected
-
-
-@pytest.mark.parametrize("choice", ["0", "5", "cow", "ant,cow", ",", "-1", b"a\0b", b"\xff\xd8"])
-def test_select_classes_refuses(tmp_path, choice):
-    if isinstance(choice, bytes):
-        (tmp_path / "binary").write_bytes(choice)
-        choice = str(tmp_path / "binary")
+    if expected:
+        assert select_classes(choice, FOLDERS) == expected
+        return
     with pytest.raises(UserError, match=r"--classes .*(there are 4|not a class folder)") as error:
         select_classes(choice, FOLDERS)
     assert str(error.value).isprintable()
@@ -160,10 +146,12 @@ def scans(monkeypatch):
 def test_second_time_nothing_is_listed_and_all_is_the_same(root, scans):
     first = ImageIndex(root, CLASSES)
     assert sorted(scans) == sorted(CLASSES)
-    scans.clear()
     again = ImageIndex(root, CLASSES)
-    assert scans == []
+    assert len(scans) == 3
     assert contents(again) == contents(first) and again.fingerprint() == first.fingerprint()
+    # A Python object for each image would be copied into every worker that looks at it.
+    lists = [value for value in vars(again).values() if isinstance(value, (list, tuple, dict))]
+    assert lists == [CLASSES]
 
 
 def test_sizes_are_asked_of_a_sample(root, monkeypatch):
@@ -172,25 +160,24 @@ def test_sizes_are_asked_of_a_sample(root, monkeypatch):
     os.truncate(root / "b" / "deep" / "z.png", 5)
     second = ImageIndex(root, CLASSES).sample_sizes()
     assert second[0] == 3 and second[1] != first[1]
-    monkeypatch.setattr(index, "SIZES_ASKED", 3)
-    assert ImageIndex(root, CLASSES).sample_sizes()[0] == 0, "the first file of each class"
+    monkeypatch.setattr(index, "SIZES_ASKED", 5)
+    assert ImageIndex(root, CLASSES).sample_sizes()[0] == 1, "every third file"
 
 
 @pytest.mark.parametrize("change", ["add", "remove", "rename"])
 def test_change_lists_that_class_anew(root, scans, change):
     ImageIndex(root, CLASSES)
     scans.clear()
-    folder = root / "b" / ("" if change == "rename" else "deep")
     if change == "add":
-        (folder / "new.jpg").write_bytes(b"")
+        (root / "b" / "deep" / "new.jpg").touch()
+    elif change == "remove":
+        (root / "b" / "deep" / "z.png").unlink()
     else:
-        victim = next(path for path in sorted(folder.iterdir()) if path.is_file())
-        victim.unlink() if change == "remove" else victim.rename(folder / "other.jpg")
-    images = ImageIndex(root, CLASSES)
-    assert scans == ["b"]
-    scans.clear()
-    assert contents(images) == contents(ImageIndex(root, CLASSES))
-    assert scans == ["b"], "a second change in the same tick of the clock would go unnoticed"
+        (root / "b" / "0.jpg").rename(root / "b" / "other.jpg")
+    images = contents(ImageIndex(root, CLASSES))
+    assert images == contents(ImageIndex(root, CLASSES))
+    assert scans == ["b", "b"], "a second change in the same tick of the clock would go unnoticed"
+    assert len(images) == 15 + {"add": 1, "remove": -1, "rename": 0}[change]
 
 
 def test_subset_is_taken_from_the_whole_and_adds_to_it(root, scans):
@@ -211,52 +198,14 @@ def test_damaged_cache_is_made_again(root, scans, damage):
     half = len(data) // 2
     noise = data[:half] + b"\xff" * 64 + data[half + 64 :]
     cache.write_bytes({"cut": data[:half], "noise": noise, "empty": b""}[damage])
-    for classes in (CLASSES, []):
-        scans.clear()
+    for _ in range(2):
         assert contents(ImageIndex(root, CLASSES)) == expected
-        assert sorted(scans) == sorted(classes)
+        assert len(scans) == 6
 
 
 def test_read_only_folder_is_told_and_used(root, capsys, monkeypatch):
-    def refuse(write, path):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(index, "save_atomically", refuse)
-    assert len(ImageIndex(root, CLASSES, shows=True)) == 15
-    assert (
-        f"cannot keep the list of files in {root} (Read-only file system)"
-        in capsys.readouterr().out
-    )
-    ImageIndex(root, CLASSES)
+    monkeypatch.setattr(index, "save_atomically", mock.Mock(side_effect=OSError(30, "Read-only")))
+    assert len(ImageIndex(root, CLASSES)) == 15
     assert capsys.readouterr().out == ""
-
-
-WORKER = """
-import json, sys
-import numpy as np
-from torch.utils.data import DataLoader, Dataset
-from utils.data import index
-count = 300_000
-paths = [b"n%08d/n%08d_%08d.JPEG" % (7, 7, i) for i in range(count)]
-found = index.Listing(b"".join(path + b"\\0" for path in paths), {})
-del paths
-index.listings = lambda root, classes, shows: [found]
-images = index.ImageIndex(sys.argv[1], ["n00000007"])
-def private():
-    lines = open("/proc/self/smaps_rollup").read().split("\\n")
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private"))
-class Touch(Dataset):
-    def __getitems__(self, indices):
-        for i in indices: images.path(i), int(images.targets[i])
-        return private()
-batches = np.random.permutation(count).reshape(-1, 4000)
-loader = DataLoader(Touch(), batch_sampler=batches, num_workers=1, collate_fn=lambda x: x)
-seen = list(loader)
-print(seen[-1] - seen[1])
-"""
-
-
-def test_workers_do_not_grow_over_an_epoch(tmp_path):
-    """300,000 paths as Python strings would cost a worker 40 MB of copied pages."""
-    done = python("-c", WORKER, tmp_path)
-    assert int(done.out) < 5_000, done.err  # kilobytes
+    assert len(ImageIndex(root, CLASSES, shows=True)) == 15
+    assert f"cannot keep the list of files in {root} (Read-only)" in capsys.readouterr().out

@@ -8,35 +8,31 @@ import torch
 
 from utils.data import mixing
 from utils.errors import UserError
-from utils.samplers import TrainSampler
+from utils.samplers import TrainSampler, epoch_order
 
 SIZE, CLASSES = 8, 5
-BOTH = (0.4, 1.0)
 # Columns: see `mixing.draw`.
-GOLDEN = [
-    [0.6015625, 0, 1, 29, 0, 22],
-    [0.012768755, 0.012768755, 21, 21, 11, 11],
-    [0.078125, 0, 11, 21, 24, 32],
-    [0.20440279, 0.20440279, 18, 18, 27, 27],
-]
+GOLDEN = {
+    (0.4, 1.0): [
+        [0.6015625, 0, 1, 29, 0, 22],
+        [0.012768755, 0.012768755, 21, 21, 11, 11],
+        [0.078125, 0, 11, 21, 24, 32],
+        [0.20440279, 0.20440279, 18, 18, 27, 27],
+    ],
+    (0.4, 0.0): [[share] * 2 for share in (0.25723746, 0.012768755, 0.66937012, 0.20440279)],
+    (0.0, 1.0): [
+        [0.140625, 0, 9, 21, 2, 14],
+        [0.31640625, 0, 12, 30, 2, 20],
+        [0.46484375, 0, 2, 30, 15, 32],
+        [0.56640625, 0, 3, 32, 12, 32],
+    ],
+}
 
 
-def test_the_draw_is_the_one_of_earlier_runs():
+@pytest.mark.parametrize("alphas", GOLDEN)
+def test_the_draw_is_the_one_of_earlier_runs(alphas):
     """Golden: a change of NumPy or of the code would spoil the resuming of older runs."""
-    assert np.allclose(mixing.draw((3, 1, 2), 4, 32, BOTH), GOLDEN, atol=1e-6)
-
-
-def test_shares_are_those_of_the_beta_distribution():
-    """By its mean and variance; each of the two ways gets half of the pairs."""
-    pairs, alpha = 20_000, 0.4
-    share = mixing.draw((0, 0, 0), pairs, 32, (alpha, 0.0))[:, 0]
-    assert share.mean() == pytest.approx(0.5, abs=0.01)
-    assert share.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), abs=0.005)
-    plan = mixing.draw((0, 0, 0), pairs, 32, BOTH)
-    boxed = (plan[:, 3] > plan[:, 2]) | (plan[:, 5] > plan[:, 4])
-    assert not plan[boxed, 1].any()
-    assert (plan[:, 1] > 0).mean() == pytest.approx(0.5, abs=0.02)
-    assert np.allclose(plan[~boxed, 0], plan[~boxed, 1])
+    assert np.allclose(mixing.draw((3, 1, 2), 4, 32, alphas), GOLDEN[alphas], atol=1e-6)
 
 
 def pixels(indices):
@@ -67,41 +63,29 @@ def test_pairs_are_blended(dtype, layout):
     assert labels.tolist() == [0, 1, 3, 2, 4]
 
 
-def epoch(ranks, accum, batch=24, images=100):
-    """All mixed batches of an epoch's second half: {image: (its step, pixels, target, label)}."""
-    args = SimpleNamespace(mixup=BOTH[0], cutmix=BOTH[1])
-    found = {}
+@pytest.mark.parametrize(
+    ("images", "batch", "ranks", "accum"),
+    [(100, 24, 1, 1), (100, 6, 4, 1), (100, 8, 1, 3), (100, 2, 6, 2), (37, 16, 3, 1)],
+)
+def test_the_same_images_are_mixed_in_any_slices(images, batch, ranks, accum):
+    """By seed, epoch and step; also the odd last image of a small data set, without a partner."""
+    args, alphas = SimpleNamespace(mixup=0.4, cutmix=1.0), (0.4, 1.0)
+    seed, epoch, order = 7, 3, epoch_order(images, 7, 3).tolist()
     for rank in range(ranks):
-        sampler = TrainSampler(images, batch // (ranks * accum), (rank, ranks), accum, seed=7)
-        first = min(2, sampler.steps_per_epoch - 1)
-        sampler.start_at(3, first)
+        sampler = TrainSampler(images, batch, (rank, ranks), accum, seed)
+        first, size = sampler.steps_per_epoch // 2, sampler.global_batch
+        sampler.start_at(epoch, first)
         mixing.check(args, sampler)
         mix = mixing.build(args, sampler, CLASSES)
-        for micro, part in enumerate(sampler):
-            step = first + micro // accum
-            parts = mix(*pixels(part.indices.tolist()), (3, step, micro % accum))
-            for image, *values in zip(part.indices.tolist(), *parts, strict=True):
-                assert image not in found
-                found[image] = (step, *values)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("ranks", "accum", "size"),
-    [(4, 1, {}), (1, 3, {}), (6, 2, {}), (3, 1, {"batch": 48, "images": 37})],
-)
-def test_the_same_images_are_mixed_in_any_slices(ranks, accum, size):
-    """Also the odd last image of a small data set, which has no partner."""
-    alone, together = epoch(1, 1, **size), epoch(ranks, accum, **size)
-    assert alone.keys() == together.keys()
-    for image, (step, *values) in alone.items():
-        other, *theirs = together[image]
-        assert step == other
-        for one, two in zip(values, theirs, strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
-    plain = {image: pixels([image])[0][0] for image in alone}
-    changed = sum(not torch.equal(alone[image][1], plain[image]) for image in alone)
-    assert changed > len(alone) / 2
+        for number, part in enumerate(sampler):
+            step, micro = first + number // accum, number % accum
+            whole = order[step * size : (step + 1) * size]
+            plan = mixing.draw((seed, epoch, step), size // 2, SIZE, alphas)
+            wanted = mixing.mix(*pixels(whole), plan, CLASSES)
+            low = whole.index(part.indices[0])
+            found = mix(*pixels(part.indices.tolist()), (epoch, step, micro))
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other[low : low + len(one)], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("ranks", "accum", "batch"), [(2, 1, 5), (1, 2, 3), (3, 1, 37)])
@@ -111,5 +95,6 @@ def test_slices_that_cut_pairs_are_refused_where_images_are_mixed(ranks, accum, 
     mixing.check(off, sampler)
     batch = *pixels(range(8)), (0, 0, 0)
     assert mixing.build(off, sampler, CLASSES)(*batch) == (*batch[:2], batch[1])
-    with pytest.raises(UserError, match="choose an even -b"):
-        mixing.check(SimpleNamespace(mixup=0.0, cutmix=1.0), sampler)
+    for mixup, cutmix in ((0.0, 1.0), (0.4, 0.0)):
+        with pytest.raises(UserError, match="choose an even -b"):
+            mixing.check(SimpleNamespace(mixup=mixup, cutmix=cutmix), sampler)

@@ -1,27 +1,32 @@
-"""Images as pretrained weights want them, from the weights' own description to a run and back."""
+"""How images become a model's input: sizes typed, of a checkpoint, and of each epoch."""
 
+import argparse
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from batches import batches_of, fetch, picture
+from batches import PLACE, SEED, batches_of, fetch, noise_index, picture
 from conftest import python, summary
 from PIL import Image
-from running import snapshot, tiny
+from running import tiny
 from torchvision.models import VisionTransformer, get_model_weights
 
 from utils import options
 from utils.data import images as im
-from utils.data.dataset import ImageBatches
+from utils.data import preprocessing
 from utils.data.index import ImageIndex
 from utils.data.preprocessing import IMAGENET, Preprocessing
 from utils.errors import UserError
 from utils.model import models
+from utils.run import checkpoint
 from utils.samplers import EvalSampler, TrainSampler
 from utils.train import loop
 
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 HALVES = (0.5, 0.5, 0.5)
 SIZES = ("image_size", "val_resize_size", "val_image_size")
 
@@ -33,22 +38,16 @@ def test_every_model_of_torchvision_says_what_it_wants():
         assert wanted.resized(None, None) == wanted == Preprocessing.from_dict(wanted.as_dict(), "")
 
 
-@pytest.mark.parametrize(
-    ("share", "short", "named", "taken"),
-    [
+def test_what_weights_of_timm_want(monkeypatch):
+    config = SimpleNamespace(input_size=(3, 224, 224), mean=HALVES, std=HALVES)
+    timm = mock.Mock(get_pretrained_cfg=lambda name: config)
+    monkeypatch.setattr(models, "timm", timm)
+    for config.crop_pct, short, config.interpolation, taken in (
         (0.9, 248, "bilinear", "bilinear"),  # timm rounds down
         (1.0, 224, "lanczos", "bicubic"),
-    ],
-)
-def test_what_weights_of_timm_want(monkeypatch, share, short, named, taken):
-    config = SimpleNamespace(
-        input_size=(3, 224, 224), crop_pct=share, interpolation=named, mean=HALVES, std=HALVES
-    )
-    timm = SimpleNamespace(
-        get_pretrained_cfg=lambda name: config, is_model_pretrained=lambda name: name == "tinynet_e"
-    )
-    monkeypatch.setattr(models, "timm", timm)
-    assert models.preprocessing("tinynet_e") == Preprocessing(HALVES, HALVES, taken, 224, short)
+    ):
+        assert models.preprocessing("tinynet_e") == Preprocessing(HALVES, HALVES, taken, 224, short)
+    timm.is_model_pretrained.return_value = False
     assert models.preprocessing("tinynet_f") is None
 
 
@@ -66,13 +65,13 @@ def index(tmp_path) -> ImageIndex:
 
 def evaluated(index, wanted) -> torch.Tensor:
     """All images as evaluation sees them."""
-    batches = batches_of(index, EvalSampler(len(index), len(index), (0, 1)), 1, size=224)
+    batches = batches_of(index, EvalSampler(len(index), len(index), (0, 1)), size=224)
     batches.use(wanted)
     ((found, _),) = batches
     return found
 
 
-@pytest.mark.parametrize("arch", ["inception_v3", "resnet50", "swin_t", "efficientnet_v2_l"])
+@pytest.mark.parametrize("arch", ["inception_v3", "resnet50", "swin_t"])
 def test_pixels_are_those_of_torchvisions_own_transforms(index, arch):
     found = evaluated(index, models.preprocessing(arch))
     transform = get_model_weights(arch).DEFAULT.transforms()
@@ -84,14 +83,20 @@ def test_pixels_are_those_of_torchvisions_own_transforms(index, arch):
 
 
 @pytest.mark.parametrize("partly", [True, False])
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_training_crops_are_resized_as_asked(index, interpolation, partly):
-    dataset = ImageBatches(index, 224, 0, train=True)
-    dataset.partly, dataset.interpolation = partly, interpolation
+def test_training_crops_are_resized_as_asked(index, partly):
+    batches = batches_of(index, TrainSampler(2, 2, (0, 1), 1, 0), size=224)
+    batches.use(Preprocessing(interpolation="bicubic", image_size=64, val_image_size=96))
+    dataset = batches.dataset
+    dataset.partly = partly
     for number, found in enumerate(fetch(dataset, range(2))[0]):
         image = im.decode(Path(index.path(number)).read_bytes())
-        cut = dataset._cut(tuple(image.shape[1:]), number, 224)
-        assert torch.equal(found, im.view(image, cut, interpolation))
+        cut = dataset._cut(tuple(image.shape[1:]), (SEED << 72) | number, 64)
+        assert torch.equal(found, im.view(image, cut, "bicubic"))
+
+
+def test_a_size_of_evaluation_is_seen_in_evaluation(index):
+    wanted = IMAGENET.resized(64, None, 96)
+    assert torch.equal(evaluated(index, wanted), evaluated(index, IMAGENET.resized(96, 110)))
 
 
 # ---- sizes that somebody types, and what a file says
@@ -102,18 +107,13 @@ def parse(monkeypatch, folder, *line):
     return options.parse(options.build_parser("", "images"))
 
 
-TWO = ("val_resize_size", "val_image_size")
-
-
 @pytest.mark.parametrize(
     ("line", "size", "short", "crop", "untyped"),
     [
         ((), 224, 256, 224, SIZES),
-        (("--image-size", 112), 112, 128, 112, TWO),
-        (("--val-resize-size", 224), 224, 224, 224, ("image_size", "val_image_size")),
-        (("--pretrained",), 299, 342, 299, SIZES),
-        (("--pretrained", "--image-size", 224), 224, 256, 224, TWO),
-        (("--val-image-size", 256), 224, 293, 256, SIZES[:2]),
+        (("--image-size", 112), 112, 128, 112, SIZES[1:]),
+        (("--val-resize-size", 224), 224, 224, 224, SIZES[::2]),
+        (("--pretrained", "--image-size", 224), 224, 256, 224, SIZES[1:]),
         (("--image-size", 160, "--val-image-size", 192), 160, 219, 192, SIZES[1:2]),
         (("--val-image-size", 256, "--val-resize-size", 256), 224, 256, 256, SIZES[:1]),
         (("--pretrained", "--val-image-size", 320), 299, 366, 320, SIZES[:2]),
@@ -131,39 +131,19 @@ def test_typed_sizes_win(monkeypatch, folder, line, size, short, crop, untyped):
     assert found.resized(2 * size, None).crop == 2 * crop
 
 
-def test_a_size_of_evaluation_is_seen_in_evaluation_alone(index):
-    wanted = IMAGENET.resized(64, None, 96)
-    batches = batches_of(index, TrainSampler(2, 2, (0, 1), 1, 0), size=224)
-    batches.use(wanted)
-    assert next(iter(batches))[0].shape == (2, 3, 64, 64)
-    assert torch.equal(evaluated(index, wanted), evaluated(index, IMAGENET.resized(96, 110)))
-
-
-def test_a_size_of_evaluation_that_the_model_does_not_take_is_refused(monkeypatch, folder):
-    args = parse(monkeypatch, folder, "-a", "vit_b_32", "--val-image-size", 256)
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--val-image-size 256", r"vit_b_32 does not take .* 256 .* --val-image-size"),
+        ("--progressive 32:224 --epochs 4", r"images of 32 pixels.*--progressive"),
+        ("--val-resize-size 223", "size 223 is smaller than the crop, --image-size 224"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(monkeypatch, folder, line, message):
     small = VisionTransformer(224, 32, num_layers=1, num_heads=1, hidden_dim=8, mlp_dim=8)
     monkeypatch.setattr(models, "create", lambda *_: small)
-    with pytest.raises(UserError, match=r"vit_b_32 does not take .* 256 .* --val-image-size"):
-        models.build(args, 3)
-
-
-def test_a_crop_larger_than_its_image_is_refused(monkeypatch, folder):
-    with pytest.raises(UserError, match=r"size 280 is smaller than the crop, --image-size 299"):
-        parse(monkeypatch, folder, "-a", "inception_v3", "--pretrained", "--val-resize-size", 280)
-
-
-def settle(args, saved):
-    """What `loop.resume` makes of a checkpoint's preprocessing: the loaders', the run's options."""
-    used, state = [], SimpleNamespace(preprocessing=saved)
-    run = SimpleNamespace(snapshot="best.pt", options={"image_size": args.image_size})
-    session = SimpleNamespace(
-        args=args, state=state, run=run, loaders=SimpleNamespace(use=used.append)
-    )
-    loop._resolve_preprocessing(session)
-    assert Preprocessing.from_dict(state.preprocessing, "") == args.preprocessing == used[0]
-    assert run.options == {"image_size": args.image_size}
-    assert args.image_size == used[0].image_size
-    return used[0]
+    with pytest.raises(UserError, match=message):
+        models.build(parse(monkeypatch, folder, "-a", "vit_b_32", *line.split()), 3)
 
 
 OF_FILE = Preprocessing(HALVES, HALVES, "bicubic", 100, 110)
@@ -172,41 +152,99 @@ OF_FILE = Preprocessing(HALVES, HALVES, "bicubic", 100, 110)
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ((), OF_FILE),
         (("--pretrained",), OF_FILE),
         (("--image-size", 224), Preprocessing(HALVES, HALVES, "bicubic", 224, 246)),
         (("--val-resize-size", 240), Preprocessing(HALVES, HALVES, "bicubic", 100, 240)),
     ],
 )
 def test_a_checkpoint_decides_but_for_typed_sizes(monkeypatch, folder, logged, line, expected):
-    args = parse(monkeypatch, folder, "-a", "inception_v3", *line)
-    assert settle(args, OF_FILE.as_dict()) == expected
+    session = mock.Mock(args=parse(monkeypatch, folder, "-a", "inception_v3", *line))
+    session.state.preprocessing = OF_FILE.as_dict()
+    session.run.snapshot, session.run.options = "best.pt", {}
+    loop._resolve_preprocessing(session)
+    session.loaders.use.assert_called_once_with(expected)
+    assert Preprocessing.from_dict(session.state.preprocessing, "") == expected
+    assert session.args.preprocessing == expected
+    assert session.run.options["image_size"] == session.args.image_size == expected.image_size
     assert logged == [f"preprocessing as in best.pt: {expected}"]
+    for session.state.preprocessing in ([1, 2], {"colour": "blue"}):
+        with pytest.raises(UserError, match=r"best\.pt has unknown preprocessing"):
+            loop._resolve_preprocessing(session)
 
 
-@pytest.mark.parametrize("saved", [[1, 2], {"colour": "blue"}], ids=str)
-def test_a_checkpoint_with_unknown_preprocessing_is_refused(monkeypatch, folder, saved):
-    args = parse(monkeypatch, folder)
-    with pytest.raises(UserError, match=r"best\.pt has unknown preprocessing"):
-        settle(args, saved)
-
-
-@pytest.mark.long  # the functions are tested above
 def test_a_run_evaluates_its_model_with_the_images_that_it_was_trained_on(folder, tmp_path):
     model, env = tiny()
-    line = (*model, "-j", 1, "--output-dir", tmp_path, folder)
-    done = python("imagenet_nd.py", *line, "--pretrained", "--epochs", 1, "--name", "a", **env)
-    assert done.code == 0, done.err
+    command = ("imagenet_nd.py", *model, "-j", 0, "--output-dir", tmp_path, folder)
     told = "40 pixels (evaluation: the centre of 44), bicubic, mean 0.5 0.5 0.5, std 0.5 0.5 0.5"
-    assert f"preprocessing as in the pretrained weights: {told}\n" in done.out
-    run = tmp_path / "a"
-    wanted = Preprocessing(HALVES, HALVES, "bicubic", 40, 44)
-    for name in ("snapshot.pt", "best.pt"):
-        assert Preprocessing.from_dict(snapshot(run, name)["preprocessing"], name) == wanted
-    assert snapshot(run)["options"]["image_size"] == 40
-    best = ("-e", "--resume", run / "best.pt")
-    done = python("imagenet_nd.py", *line, *best, "--name", "e", **env)
-    assert done.code == 0, done.err
-    assert f"preprocessing as in {run / 'best.pt'}: {told}\n" in done.out
+    done = python(*command, "--pretrained", "--epochs", 1, "--name", "a", **env)
+    assert f"preprocessing as in the pretrained weights: {told}\n" in done.out, done.err
+    best = tmp_path / "a" / "best.pt"
+    done = python(*command, "-e", "--resume", best, "--name", "e", **env)
+    assert f"preprocessing as in {best}: {told}\n" in done.out, done.err
     assert "changed since" not in done.out
-    assert summary(tmp_path / "e")["val_loss"] == summary(run)["val_loss"]
+    assert summary(tmp_path / "e")["val_loss"] == summary(tmp_path / "a")["val_loss"]
+
+
+# ---- --progressive: a size for each epoch
+
+
+@pytest.mark.parametrize(
+    ("text", "epochs", "sizes"),
+    [
+        # As by get_resolution of ffcv-imagenet's train_imagenet.py with its ramps of 16 and of 32
+        # epochs: from 11 to 13, and from 23 to 27.
+        ("160:192", 16, (160,) * 12 + (192,) * 4),
+        ("160:192", 32, (160,) * 25 + (192,) * 7),
+        ("96:224", 40, (96,) * 29 + (128, 160, 160, 192) + (224,) * 7),
+        ("24:40", 10, (24,) * 7 + (32,) + (40,) * 2),  # in steps of their greatest common divisor
+        ("96,128,160", 7, (96, 96, 96, 128, 128, 160, 160)),
+        ("192,128", 2, (192, 128)),
+        ("176", 3, (176,) * 3),
+        ("32:64", 1, (32,)),
+        ("32:64", 0, ()),
+    ],
+)
+def test_sizes(text, epochs, sizes):
+    assert preprocessing.progressive(text) == text
+    args = Namespace(progressive=text, epochs=epochs, image_size=48)
+    assert preprocessing.training_sizes(args) == sizes
+    assert preprocessing.largest_size(args) == max(sizes, default=48)
+
+
+@pytest.mark.parametrize("text", ["", "a", "0:32", "64:32", "32:32", "32:48:64", "32,,64", "32:x"])
+def test_what_is_no_plan_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"160:192.*128,160,192"):
+        preprocessing.progressive(text)
+
+
+def test_an_epochs_batches_are_those_of_a_data_set_of_its_size(tmp_path):
+    """The same workers and slots for all sizes; resumed in the middle of the larger one, too."""
+    index, sizes = noise_index(tmp_path, 18, "jpg", 50, 60), (16, 24, 16)
+    sampler = TrainSampler(len(index), 4, (0, 1), 1, SEED)
+    sampler.sizes = sizes
+    batches = batches_of(index, sampler, 1)
+    batches.use(Preprocessing(image_size=20, val_resize_size=20))
+    seen = set()
+    for epoch, step in ((0, 0), (1, 2), (1, 0), (2, 0), (3, 1)):
+        sampler.start_at(epoch, step)
+        got = list(batches)
+        seen.add(batches.loader.ring.images.data_ptr())
+        plain = TrainSampler(len(index), 4, (0, 1), 1, SEED)
+        plain.start_at(epoch, step)
+        alone = batches_of(index, plain, size=sizes[min(epoch, 2)], place=PLACE)
+        for (images, targets), (others, labels) in zip(got, alone, strict=True):
+            assert torch.equal(images, others) and torch.equal(targets, labels)
+    assert len(seen) == 1, "one ring for the whole run"
+    assert batches.loader.ring.images.shape[2:4] == (24, 24)
+
+
+@pytest.mark.parametrize("change", [{"progressive": "96,160"}, {"epochs": 9}])
+def test_a_run_goes_on_with_its_own_sizes(change):
+    """The sizes depend on both, as the steps so far were trained with them."""
+    saved = {"progressive": "96,128", "epochs": 3, "lr_schedule": "step", "seed": 0}
+    (name,) = change
+    with pytest.raises(UserError, match=f"--{name} {saved[name]}: use these options"):
+        checkpoint.changed_options(saved, Namespace(**saved | change), Path("snapshot.pt"))
+    without = saved | {"progressive": None}
+    more = Namespace(**without | {"epochs": 9})
+    assert checkpoint.changed_options(without, more, Path("snapshot.pt")) == ["epochs"]

@@ -3,19 +3,20 @@
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from batches import SEED, SIZE, batches_of, fetch, noise_index
+from torch.utils.data._utils import signal_handling
 
-from utils.data import ring as ring_module
 from utils.data.dataset import ImageBatches
 from utils.data.index import ImageIndex
-from utils.data.ring import Ring, RingLoader
+from utils.data.ring import Ring, Worker
 from utils.errors import UserError
-from utils.metrics import UNREADABLE
-from utils.samplers import Batch, EvalSampler, TrainSampler
+from utils.samplers import Batch, TrainSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 IMAGES, BATCH = 30, 2
@@ -38,69 +39,21 @@ def plain(index):
     return [fetch(dataset, batch.indices)[:2] for batch in sampler()]
 
 
-def same(batches, got, expected):
-    """Whether ``got``, as `Batches` gives it, are the uint8 ones ``expected``."""
-    return [
-        torch.equal(images, batches._normalise(raw)) and torch.equal(targets, wanted)
-        for (images, targets), (raw, wanted) in zip(got, expected, strict=True)
-    ]
+def assert_same(got, expected):
+    for batch, wanted in zip(got, expected, strict=True):
+        assert all(map(torch.equal, batch, wanted))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_consumer_may_keep_batches_leave_and_begin_again(index, workers):
-    batches, expected, kept = batches_of(index, sampler(), workers), plain(index), []
+    batches, kept = batches_of(index, sampler(), workers), []
+    expected = [(batches._normalise(images), targets) for images, targets in plain(index)]
     assert len(sampler()) > batches.loader.slots
     for taken in (1, 2, 7):
-        for number, batch in enumerate(batches, 1):
-            kept.append((batch, expected[number - 1]))
-            if number == taken:
-                break
+        kept += zip(batches, expected[:taken], strict=False)
     for _ in range(2):
-        assert all(same(batches, list(batches), expected))
-    assert all(same(batches, *zip(*kept, strict=True))), "what was kept stays as it was"
-
-
-class LateCopy:
-    """An upload that happens as late as it may: when it is waited for."""
-
-    def __init__(self, source):
-        self.source, self.copy = source, None
-
-    def synchronize(self):
-        """Copy now."""
-        if self.copy is None:
-            self.copy = self.source.clone()
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_no_slot_is_written_before_its_upload_has_passed(index, workers):
-    dataset = ImageBatches(index, SIZE, SEED, train=True)
-    loader, uploads = RingLoader(dataset, sampler(), workers), []
-    for _ in range(2):
-        for filled in loader:
-            uploads.append(LateCopy(loader.ring.images[filled.slot]))
-            loader.ring.free_after(filled.slot, uploads[-1])
-    done = [upload for upload in uploads if upload.copy is not None]
-    assert len(done) >= len(uploads) - loader.slots, "slots have been used again"
-    for upload in uploads:
-        upload.synchronize()
-    for upload, (images, _) in zip(uploads, 2 * plain(index), strict=True):
-        assert torch.equal(upload.copy, images)
-
-
-def test_a_slot_with_an_unreadable_image_shows_nothing_of_the_batch_before(index, tmp_path):
-    (tmp_path / "a").mkdir()
-    for i in range(8):
-        data = Path(index.path(i)).read_bytes()
-        (tmp_path / "a" / f"{i}.jpg").write_bytes(data if i < 6 else b"")
-    few = ImageIndex(tmp_path, ["a"])
-    dataset = ImageBatches(few, SIZE, SEED, train=False)
-    loader, seen = RingLoader(dataset, EvalSampler(8, 1, (0, 1)), 0), []
-    for filled in loader:
-        seen.append((loader.ring.images[filled.slot].clone(), filled.targets.tolist()))
-        loader.ring.free_after(filled.slot)
-    assert [targets for _, targets in seen] == [[0]] * 6 + [[UNREADABLE]] * 2
-    assert [bool(images.any()) for images, _ in seen] == [True] * 6 + [False] * 2
+        assert_same(batches, expected)
+    assert_same(*zip(*kept, strict=True))
 
 
 def test_a_worker_killed_while_it_fills_a_slot_is_named(index):
@@ -114,6 +67,49 @@ def test_a_worker_killed_while_it_fills_a_slot_is_named(index):
     batches.loader.into_ring.dataset = Deadly(index, SIZE, SEED, train=True)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
         list(batches)
+
+
+def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named(index, monkeypatch):
+    """What comes first is the end of its socket; SIGCHLD, which tells more, comes in the wait."""
+
+    def broken():
+        yield from ()
+        raise EOFError
+
+    def sigchld(seconds):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    batches = batches_of(index, sampler())
+    batches.loader = broken()
+    monkeypatch.setattr("time.sleep", sigchld)
+    with pytest.raises(RuntimeError, match="pid 7"):
+        list(batches)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_that_meets_a_starting_worker_does_not_end_it(index, monkeypatch, signum):
+    """As from a terminal or scheduler, at once after the fork and once DataLoader is set up."""
+    run, set_up = Worker.run, signal_handling._set_worker_signal_handlers
+
+    def hit(call, *arguments):
+        os.kill(os.getpid(), signum)
+        call(*arguments)
+        os.kill(os.getpid(), signum)
+
+    monkeypatch.setattr(Worker, "run", lambda self: hit(run, self))
+    monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", lambda: hit(set_up))
+    batches = batches_of(index, sampler(), workers=2)
+    assert sum(len(images) for images, _ in batches) == IMAGES
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the training process listens again"
+
+
+def test_a_process_that_exits_ends_its_workers():
+    """As multiprocessing does at exit; the script would wait for one that goes on."""
+    worker = Worker(target=time.sleep, args=(60,))
+    worker.start()
+    worker.terminate()
+    worker.join(30)
+    assert worker.exitcode == -signal.SIGKILL
 
 
 def test_nothing_lies_in_dev_shm(index):
@@ -131,73 +127,72 @@ def test_no_memory_is_a_sentence():
         Ring(18, 10**9, 224)
 
 
-class Runtime:
-    """Stands in for CUDA's: notes what is page-locked."""
-
-    def __init__(self, answer=0):
-        self.answer, self.locked = answer, []
-
-    def cudaHostRegister(self, place, size, flags):
-        """Note it."""
-        self.locked.append((place, size))
-        return self.answer
-
-    def cudaHostUnregister(self, place):
-        """Forget it."""
-        self.locked = [one for one in self.locked if one[0] != place]
-        return 0
+# ---- the way to a GPU
 
 
 def test_pages_are_locked_and_given_back(monkeypatch, logged):
-    runtime = Runtime()
-    monkeypatch.setattr(ring_module.torch.cuda, "cudart", lambda: runtime)
+    runtime = mock.Mock()
+    runtime.cudaHostRegister.side_effect = [0, 2]
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     ring = Ring(3, 2, 8)
     ring.lock_pages()
-    ((place, size),) = runtime.locked
+    (place, size, _), _ = runtime.cudaHostRegister.call_args
     assert place == ring.images.data_ptr()
     assert place + size == ring.targets.data_ptr() + ring.targets.nbytes
+    runtime.cudaHostUnregister.assert_not_called()
     del ring
-    assert not runtime.locked
-    runtime.answer = 2
+    runtime.cudaHostUnregister.assert_called_once_with(place)
     Ring(3, 2, 8).lock_pages()
     assert "could not be page-locked" in logged[0]
 
 
+class Event(list):
+    """The copies that were issued before it; they happen when it is waited for, at last."""
+
+    def synchronize(self):
+        while self:
+            to, source = self.pop()
+            to.copy_(source)
+
+
 class Stream:
-    """Stands in for a CUDA stream on a machine without one."""
+    """Stands in for a CUDA stream."""
 
     def __init__(self):
-        self.events, self.uploads = [], 0
+        self.copies, self.events = [], []
 
     def upload(self, tensor):
-        """In place of `Tensor.to`: a copy, counted."""
-        self.uploads += 1
-        return tensor.clone()
+        """In place of `Tensor.to`."""
+        self.copies.append((torch.empty_like(tensor), tensor))
+        return self.copies[-1][0]
 
     def record_event(self):
-        """An event that passes when it is waited for; of the uploads that were issued before."""
-        assert self.uploads == 2 * len(self.events) + 2, "images and targets come before the event"
-        self.events.append(LateCopy(torch.zeros(1)))
+        assert len(self.copies) == 2, "of images and of targets"
+        self.events.append(Event(self.copies))
+        self.copies = []
         return self.events[-1]
 
     def wait_stream(self, other):
-        """Nothing to wait for."""
+        pass
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_uploads_through_a_page_locked_ring(index, monkeypatch, workers):
-    """The way to a GPU, with stand-ins for its runtime and streams."""
-    runtime, stream = Runtime(), Stream()
+def test_no_slot_is_written_before_its_upload_has_passed(index, monkeypatch, workers):
+    runtime, stream = mock.Mock(), Stream()
+    runtime.cudaHostRegister.return_value = 0
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    expected = 2 * plain(index)
     batches = batches_of(index, sampler(), workers)
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, **_: stream.upload(x))
     batches.stream, batches.loader.page_locked = stream, True
-    for _ in range(2):
-        assert all(same(batches, list(batches), plain(index)))
-    assert len(runtime.locked) == 1
-    assert len(stream.events) == 2 * len(sampler())
-    waited = [event for event in stream.events if event.copy is not None]
-    assert len(waited) >= len(stream.events) - batches.loader.slots
+    monkeypatch.setattr(batches, "_normalise", lambda images: images)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: stream.upload(tensor))
+    got = [*batches, *batches]
+    runtime.cudaHostRegister.assert_called_once()
+    waiting = [event for event in stream.events if event]
+    assert 0 < len(waiting) <= batches.loader.slots
+    for event in waiting:
+        event.synchronize()
+    assert_same(got, expected)
