@@ -71,7 +71,7 @@ def evaluated(index, wanted) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("arch", ["inception_v3", "resnet50", "swin_t"])
+@pytest.mark.parametrize("arch", ["inception_v3", "resnet50", "swin_t", "efficientnet_v2_l"])
 def test_pixels_are_those_of_torchvisions_own_transforms(index, arch):
     found = evaluated(index, models.preprocessing(arch))
     transform = get_model_weights(arch).DEFAULT.transforms()
