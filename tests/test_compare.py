@@ -93,8 +93,8 @@ def rated(rates):
             (), {"epochs_within": "1,2", "target_h": "2 h,1 h"}, [], id="by default",
         ),
         pytest.param(  # no epoch is lost to the rounding of hours
-            {"c": (epochs_of(1000, 64, range(6)), 57.7 / 6)}, (), {"epochs_within": "6"}, [],
-            id="rounding",
+            {"c": (epochs_of(1000, 64, range(6)), 7.7)}, ("--within", 6 * 7.7 / 3600),
+            {"epochs_within": "6"}, [], id="rounding",
         ),
         pytest.param(  # best.pt has the better of both weights
             {"a": (AVERAGED, 3600), "b": (MODEL, 3600)}, ("--target-top1", 55),

@@ -81,6 +81,15 @@ def test_svg_has_names_units_and_figures(hal):
     assert not any(missing.values()), missing
 
 
+def test_perfect_scaling(tmp_path):
+    plan = pictures.plan(table(write_hal(tmp_path))[2])
+    perfect = [HAL[2] / 2 * gpus for gpus in HAL]
+    (axes,) = plan["scaling"][1]().axes
+    assert list(axes.lines[1].get_ydata()) == pytest.approx(perfect)
+    (axes,) = plan["training_throughput"][1]().axes
+    assert [bar.get_width() for bar in axes.containers[1]] == pytest.approx(perfect)
+
+
 @pytest.mark.parametrize("name", ["top1_val", "overlay"])
 def test_one_legend_in_the_order_of_the_runs(hal, name):
     svg = (hal / "out" / f"{name}.svg").read_text()

@@ -128,7 +128,7 @@ class Run:
 
     def done_within(self, hours: float) -> int | None:
         """Epochs finished by then."""
-        done = [x for x, h in self.hours.items() if h <= hours * (1 + 1e-9)]
+        done = [x for x, h in self.hours.items() if h <= hours * (1 + 1e-6)]
         return max(done, default=0) if self.hours else None
 
 
