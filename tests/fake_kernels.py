@@ -27,14 +27,13 @@ def fused_sgd(
     gpu.optimised.add(params[0].dtype)
 
 
-def fused_adamw(gpu: Any, params: Any, grads: Any, *kept: Any, **flags: Any) -> None:
+def fused_adamw(
+    gpu: Any, params: Any, grads: Any, means: Any, squares: Any, _: Any, steps: Any, **flags: Any
+) -> None:
     """torch's fused AdamW: what it keeps lies beside the weight, the count of steps, too."""
-    means, squares, _, steps = kept
-    for one in zip(params, means, squares, strict=True):
-        alike("fused AdamW", *one)
     alike("counts of steps", params[0].float(), *steps)
-    flags = {name: flags.get(name) for name in ("grad_scale", "found_inf")}
-    fused_sgd(gpu, params, grads, means, **flags)
+    for kept in (means, squares):
+        fused_sgd(gpu, params, grads, kept, **flags)
 
 
 def check_and_unscale(gpu: Any, grads: Any, found_inf: Tensor, inverse: Tensor) -> None:

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import inspect
+import logging
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -120,6 +121,8 @@ def run(
         if "apex" in options:
             stack.callback(_forget, "apex")
             stack.enter_context(mock.patch.object(sys, "path", [f"{STAND_IN}_apex", *sys.path]))
+        logger = logging.getLogger("utils")
+        patch(logger, "handlers", [*logger.handlers])  # a run adds its own
         patch(models, "timm", stand_in("timm"))
         patch(snapshots, "write", write_values)
         patch(ImageBatches, "fill", _unseen(ImageBatches.fill))

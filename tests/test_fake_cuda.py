@@ -57,6 +57,7 @@ def test_one_process(train, script, options, dtype):
     done = train(script, *options.split())
     assert done.dtypes == {dtype}
     assert not done.gpu.unrecorded()
+    assert len(set(done.gpu.seeds)) == len(done.gpu.seeds) > 3  # of each micro-batch another one
     assert summary(done.folder)["hardware"]["GPU/utilisation_rank0"] == 87
     assert ("Amp/scale" in scalars(done.folder)) == (dtype == HALF)
 
@@ -137,7 +138,7 @@ def test_apex_itself_is_called_as_on_a_gpu(train, options):
     [
         (DDP, "--comm powersgd:2 --optimizer adamw"),
         (APEX, "--opt-level O2"),
-        pytest.param(FSDP, "", marks=pytest.mark.long),
+        (FSDP, ""),
     ],
 )
 def test_a_run_continues_and_is_tested(train, data, script, options):
@@ -191,21 +192,6 @@ def test_what_limits_a_run_is_told_once(train, monkeypatch, logged, limit, told)
 )
 def test_architectures(train, script, arch, more):
     assert train.dummy(script, arch, 64, *more.split()).dtypes == {HALF}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("script", [ND, DP, DDP, APEX, FSDP])
-@pytest.mark.parametrize(
-    "arch",
-    split(
-        "alexnet convnext_tiny densenet121 efficientnet_b0 googlenet inception_v3 maxvit_t "
-        "mnasnet1_0 mobilenet_v3_large regnet_y_400mf resnet50 shufflenet_v2_x1_0 squeezenet1_0 "
-        "swin_t swin_v2_t vgg16_bn vit_b_16"
-    ),
-)
-def test_more_architectures(train, script, arch):
-    size = {"inception_v3": 96, "maxvit_t": 224}.get(arch, 64)
-    assert train.dummy(script, arch, size).dtypes == {HALF}
 
 
 # ---- faults in the scripts

@@ -42,21 +42,26 @@ def test_the_parts_after_one_that_fails_are_done(monkeypatch, tmp_path):
     assert "Left out: no time was left" in page
 
 
-def test_without_a_gpu_there_is_an_error_and_without_pytest_no_tests(tmp_path):
-    """`use_environment` with what the tests need fails as without internet."""
-    (tmp_path / "stub.sh").write_text(
-        'use_environment() { [ $# = 0 ] || fail "no internet"; PYTHON=python; }\n'
-    )
-    script = (ROOT / "scripts/gpu_report.sh").read_text()
+@pytest.mark.parametrize("internet", [True, False])
+def test_it_installs_what_the_tests_need_and_goes_on_without(tmp_path, internet):
+    """Here there is no GPU, which is an error."""
+    environment = f"""
+        source {ROOT}/scripts/environment.sh
+        use_environment() {{
+            [ $# = 0 ] || {str(internet).lower()} || fail "no internet"
+            echo "installed $*"
+            PYTHON=python
+        }}
+    """
     line = 'source "$(dirname "$0")/environment.sh"\n'
+    script = (ROOT / "scripts/gpu_report.sh").read_text()
     assert line in script
-    script = script.replace(
-        line, f"source {ROOT}/scripts/environment.sh\nsource {tmp_path}/stub.sh\n"
-    )
-    (tmp_path / "gpu_report.sh").write_text(script)
+    (tmp_path / "gpu_report.sh").write_text(script.replace(line, environment))
     (done,) = shell(f"bash {tmp_path}/gpu_report.sh --out {tmp_path}/out")
     assert done.code == 2
-    assert "error: no internet" in done.err
+    assert ("error: no internet" in done.err) != internet
+    needed = f"installed {ROOT}/tests/requirements.txt" if internet else "installed "
+    assert done.out.splitlines()[-1] == needed
     assert "there is no GPU here" in done.err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
