@@ -138,7 +138,6 @@ class Gpu(TorchDispatchMode):
         self.collectives: Counter[tuple[str, torch.dtype]] = Counter()
         self.quiet: Callable[[], bool] = lambda: False  # whether they are not
         self.excused: tuple[str, ...] = ()  # functions that may wait all the same
-        self.seeds: list[int] = []
         self.optimised: set[torch.dtype] = set()  # of what the fused optimiser has updated
 
     def synchronize(self) -> None:

@@ -42,7 +42,7 @@ CUDA: dict[str, Callable[..., Any]] = {
     "device_count": lambda: gpu().devices,
     "current_device": lambda: 0,
     "set_device": lambda device: None,
-    "manual_seed_all": lambda seed: gpu().seeds.append(seed),  # noqa: PLW0108 (not yet)
+    "manual_seed_all": lambda seed: None,
     "stream": stream_context,
     "current_stream": lambda device=None: gpu().stream,
     "synchronize": synchronize,

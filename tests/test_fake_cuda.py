@@ -57,8 +57,6 @@ def test_one_process(train, script, options, dtype):
     done = train(script, *options.split())
     assert done.dtypes == {dtype}
     assert not done.gpu.unrecorded()
-    _, *seeds = done.gpu.seeds  # the first is the run's
-    assert len(set(seeds)) == len(seeds) > 2, "each micro-batch has its own"
     assert summary(done.folder)["hardware"]["GPU/utilisation_rank0"] == 87
     assert ("Amp/scale" in scalars(done.folder)) == (dtype == HALF)
 
