@@ -109,7 +109,10 @@ def test_a_slower_link_and_more_nodes_never_help(name):
 def test_the_time_of_an_exchange():
     one = Workload(1, 1, (Bucket(1.0, ((1000, 100), (900,))),))
     assert one.wire_bytes == [4 * 100_900]
-    assert replace(one, how=methods.parse("powersgd:2")).wire_bytes == [4 * (1100 * 2 + 900)]
+    twice = replace(one, how=methods.parse("powersgd:2"))
+    assert twice.wire_bytes == [4 * (1100 * 2 + 900)]
+    found = model.forecast(twice, SLOW, 4).exchange_s
+    assert found == pytest.approx(SLOW.exchange_s(twice.wire_bytes[0], 4, collectives=2))
     # 4 T4 per node, two nodes: 179 MB per node and step, 143 ms at 10 Gbit/s (ResNet-50, fp32).
     cluster = replace(QUIET, gpus_per_node=4, latency_s=0, local_latency_s=0)
     size = 25_557_032 * 4
