@@ -1,5 +1,6 @@
 """The pre-flight check before training on several nodes: on one network, and in namespaces."""
 
+import json
 import re
 import shutil
 import signal
@@ -11,6 +12,8 @@ from conftest import ROOT, Result, shell
 from nodes import Nodes, need, type_on_each
 from running import TINY_LINE, Running, eventually, tiny
 
+from utils.errors import UserError
+from utils.launch import network, preflight
 from utils.launch.network import free_port
 
 HERE = "127.0.0.1"
@@ -97,6 +100,27 @@ def test_a_set_up_that_cannot_work_ends_all(line, nodes, words):
     for error in errors(shell(*(line(rank, **more) for rank, more in nodes))):
         for word in words:
             assert word in error
+
+
+def test_a_second_node_0_may_be_there_before_the_first_one_itself(monkeypatch):
+    """Each gets the error that names the mistake, whichever node 0 is the one too many."""
+    port, connect = free_port(), network.connect
+    greeting = {"greeting": preflight.GREETING, "rank": 0, "nodes": 2, "host": "other", "ports": []}
+    said = []
+
+    def after_the_other(*place):
+        other = connect(HERE, port, 10.0)
+        other.sendall(json.dumps(greeting).encode() + b"\n")
+        said.append(other)
+        return connect(*place)
+
+    monkeypatch.setattr(network, "connect", after_the_other)
+    check = preflight.Preflight(0, 2, (HERE, port), 30.0, preflight.Names("-n", "-nr", "port"))
+    check.begin()
+    with pytest.raises(UserError, match="two nodes have -nr 0"):
+        check.finish(1)
+    with said[0], said[0].makefile() as lines:
+        assert "two nodes have -nr 0" in json.loads(list(lines)[1])["end"]
 
 
 def test_a_port_in_use_is_refused_on_every_node(line):

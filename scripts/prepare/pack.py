@@ -87,7 +87,6 @@ def _make(size: int, job: tuple[Path, int, list[str]]) -> tuple[int, list[str]]:
 def _write(files: list[File], size: int, workers: int) -> None:
     for folder in {path.parent for path, *_ in files}:
         folder.mkdir(exist_ok=True)
-        remove_leftovers(folder)
     jobs = ((path, images.start, [index.path(i) for i in images]) for path, images, index in files)
     # A small data set is one file: more workers would be idle.
     work(partial(_make, size), jobs, min(workers, len(files)), len(files), " files")
@@ -126,6 +125,7 @@ def pack_folder(source: Path, out: Path, size: int, workers: int) -> None:
             part = range(start, min(start + pack.IMAGES_PER_FILE, len(index)))
             files.append((out / split / pack.file_name(number), part, index))
     with locked(out, what):
+        remove_leftovers(out, recursive=True)
         if missing := [one for one in files if read_end(one[0]) is None]:
             mark(out, what, False, {})
             _write(missing, size, workers)

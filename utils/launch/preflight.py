@@ -206,6 +206,7 @@ class Preflight:
             self.stop += f" ({address}): give each its own"
         if self.stop:
             link.send(end=self.stop)
+            self._tell_all(end=self.stop)  # now: this link may be node 0's own, whose check ends
             return
         self.peers[rank] = link
         link.send(welcome=True)
