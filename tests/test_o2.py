@@ -43,6 +43,7 @@ def test_a_level_says_what_is_half_precision_and_learns(
     assert len(amp.masters) == masters, "the frozen layer has none"
     momentum = {p.dtype: state["momentum_buffer"].dtype for p, state in optimizer.state.items()}
     assert all(parameter == own for parameter, own in momentum.items())
+    assert float(amp.scaler.value) == (1.0 if name in ("O0", "O3") else 2.0**16)
     seen = set()
     model[0].register_forward_hook(lambda _, inputs, out: seen.add(out.dtype))
     losses = [float(train(amp, model, optimizer, 0)) for _ in range(12)]
