@@ -122,6 +122,34 @@ def test_two_nodes(folder, tmp_path):
     assert "gloo" not in results[1].out
 
 
+PLACE = "--node_rank={rank} --nproc_per_node=1 --nnodes=2 --master_addr=127.0.0.1 --master_port="
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("MASTER_PORT={port} MASTER_ADDR=127.0.0.1 WORLD_SIZE=2 NODE_RANK={rank}"
+         " python imagenet_ddp.py", {"nodes": 2}),
+        (f"torchrun {PLACE}{{port}} imagenet_ddp.py", {"nodes": 2}),
+        (f"python -m torch.distributed.launch {PLACE}{{port}} imagenet_ddp_apex.py --opt-level O0",
+         {"nodes": 2}),
+        ("DATA={data} SCRIPT=imagenet_ddp.py NPROC=1 bash scripts/one_node_train.sh 1.5 mine 8 --",
+         {"nodes": 1, "global_batch": 5}),
+        # AlexNet needs larger images.
+        ("python imagenet_nd.py -a alexnet --lr 0.01 {data} --image-size 64", {"arch": "alexnet"}),
+    ],
+    ids=["environment", "torchrun", "launch", "one_node", "alexnet"],
+)  # fmt: skip
+def test_other_lines(folder, tmp_path, line, wanted):
+    port, ranks = free_port(), range(wanted.get("nodes", 1))
+    options = TINY.replace("-a resnet18 --image-size 32", "") if "alexnet" in line else TINY
+    options += "" if "{data}" in line else f" {folder}"
+    typed = (line.format(rank=rank, port=port, data=folder) for rank in ranks)
+    ends_well(*(f"{one} {options} --output-dir {tmp_path}/{i}" for i, one in enumerate(typed)))
+    assert_trained(only_run(tmp_path / "0"), **wanted)
+
+
 def test_launch_module_with_o2(folder, tmp_path):
     """One step in float16, which is slow on the CPU."""
     ends_well(
