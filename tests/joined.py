@@ -187,10 +187,14 @@ def _run_all(jobs: list[Job], folder: str, rank: int, size: int) -> list[dict[st
 
 
 def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
-    """One job in one of its processes: exit code, bytes of state in the last step, at the end."""
+    """One job in one of its processes: exit code, bytes of state in the last step, at the end; for
+    each micro-batch, whether gradients are exchanged."""
     import torch
     import torch.distributed as dist
     from fake_runs import stand_in
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.modules.module import register_module_forward_pre_hook
+    from torch.nn.parallel import DistributedDataParallel
 
     from utils.launch import network
     from utils.launch.world import local, reshard
@@ -209,7 +213,17 @@ def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
     def bytes_of(tensors: Iterable[Any]) -> int:
         return sum(local(t).numel() * t.element_size() for t in tensors if torch.is_tensor(t))
 
-    found = SimpleNamespace(code=None, bytes={}, calls=0, model=None)
+    found = SimpleNamespace(code=None, bytes={}, calls=0, model=None, synced=[])
+
+    def note(module: Any, _: Any) -> None:
+        if isinstance(module, DistributedDataParallel) and module.training:
+            found.synced.append(module.require_backward_grad_sync)
+
+    request_sync = FSDPModule.set_requires_gradient_sync
+
+    def requested(model: Any, sync: bool) -> None:
+        found.synced.append(sync)
+        request_sync(model, sync)
 
     def watched(*args: Any, **more: Any) -> TrainState:
         state = TrainState(*args, **more)
@@ -244,14 +258,17 @@ def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
         mock.patch.object(dist, "init_process_group", init),
         mock.patch.object(module, "TrainState", watched),
         mock.patch.object(StopRequest, "poll", counted),
+        mock.patch.object(FSDPModule, "set_requires_gradient_sync", requested),
     ):
+        hook = register_module_forward_pre_hook(note)
         try:
             found.code = module.main()
         finally:
+            hook.remove()
             for handler in logging.getLogger("utils").handlers[:]:
                 logging.getLogger("utils").removeHandler(handler)
     at_end = bytes_of(found.model.parameters())
-    return {"code": found.code, "at_end": at_end, **found.bytes}
+    return {"code": found.code, "at_end": at_end, "synced": found.synced, **found.bytes}
 
 
 sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]

@@ -55,7 +55,12 @@ def runs(folder, tmp_path_factory) -> Path:
             Job(f"imagenet_{script}", line, processes, stop_after=steps)
             for steps in {stop: None, None: None}
         ]
-    codes = [{rank["code"] for rank in ranks} for ranks in run_jobs(jobs, root)]
+    found = run_jobs(jobs, root)
+    for job, ranks in zip(jobs, found, strict=True):
+        if "--accum-steps" in job.options and job.processes > 1:
+            synced = ranks[1]["synced"]
+            assert synced and synced == [False, False, False, False, True] * (len(synced) // 5)
+    codes = [{rank["code"] for rank in ranks} for ranks in found]
     assert codes == [{INTERRUPTED if job.stop_after else 0} for job in jobs]
     return root
 
