@@ -185,17 +185,24 @@ def supervise(worker: Callable[[Any], int], args: Any, environments: list[dict[s
             os.environ[LAUNCHER] = str(os.getpid())
             os.environ.update({name: str(value) for name, value in variables.items()})
             child.start()  # it inherits the environment
-        return _wait_for(children)
+        code = _wait_for(children)
     finally:
         for child in children:
             if child.pid and child.is_alive():
                 child.kill()
         os.environ.clear()
         os.environ.update(before)
+    if interrupts > 1:
+        return 128 + signal.SIGINT
+    if code < 0:
+        name = signal.Signals(-code).name
+        print(f"error: a training process was killed by {name}", file=sys.stderr, flush=True)
+        return 128 - code
+    return code
 
 
 def _wait_for(children: list[Any]) -> int:
-    """The first exit code that is not 0, once all have exited."""
+    """The first exit code that is not 0, once all have exited; -N if signal N has killed it."""
     first_code, deadline, running = 0, math.inf, list(children)
     while running:
         # Look each second as well: the sentinel of a dead process stays silent as long as a process
@@ -210,10 +217,6 @@ def _wait_for(children: list[Any]) -> int:
             first_code = first_code or child.exitcode
         if first_code and deadline == math.inf:
             deadline = time.monotonic() + GRACE_SECONDS
-    if first_code < 0:
-        name = signal.Signals(-first_code).name
-        print(f"error: a training process was killed by {name}", file=sys.stderr, flush=True)
-        return 128 - first_code
     return first_code
 
 
