@@ -42,6 +42,8 @@ WAYS = {
     "few": ("nd", 1, FEW, None),
     "few_three": ("ddp", 3, FEW, None),
 }
+HALF = {f"{script}_fp16": script for script in ("nd", "dp", "ddp", "fsdp")}
+WAYS |= {name: (script, 1, [*WHOLE, "--amp", "fp16"], None) for name, script in HALF.items()}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,9 @@ def runs(folder, tmp_path_factory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("way", [name for name in WAYS if name not in ("nd", "plain", "few")])
+@pytest.mark.parametrize(
+    "way", [name for name in WAYS if name not in ("nd", "plain", "few", *HALF)]
+)
 def test_a_step_is_the_same_in_all_modes_and_however_its_batch_is_divided(runs, way):
     """Bit for bit on one process; on several, and with FSDP, but for the order of additions."""
     _, processes, options, stop = WAYS[way]
@@ -82,6 +86,13 @@ def test_a_step_is_the_same_in_all_modes_and_however_its_batch_is_divided(runs, 
     log = (runs / way / "train.log").read_text()
     assert f"global batch {images} " in log
     assert re.findall(r"epoch (\d), step \d+", log) == ["1"] * (stop is not None)
+
+
+@pytest.mark.parametrize("way", HALF)
+def test_a_loss_scale_changes_no_clipped_gradient(runs, way):
+    ours, theirs = (scalars(runs / name)["Loss/train"] for name in (way, "nd"))
+    assert ours == [(x, pytest.approx(y, rel=1e-2)) for x, y in theirs]
+    assert scalars(runs / way)["Amp/scale"][-1][1] > 1
 
 
 def test_what_a_run_says_of_its_batch_and_its_step(runs):
