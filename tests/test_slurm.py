@@ -51,7 +51,8 @@ def test_only_a_job_at_its_time_limit_is_requeued(folder, tmp_path):
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    env = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1"}
+    job_id = os.getpid()  # the master's port depends on it
+    env = {"SLURM_JOB_ID": str(job_id), "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1"}
     env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, **ENV}
     for data, code in ((folder, 0), ("/nowhere", 2)):
         words = ["imagenet_ddp.py", *TINY_LINE.split(), "-p", 1, "--epochs", 10000]
@@ -62,8 +63,8 @@ def test_only_a_job_at_its_time_limit_is_requeued(folder, tmp_path):
             done = job.result()
             assert done.code == code, done.out + done.err
     assert "/nowhere is missing" in done.err
-    assert (tmp_path / "scontrol.log").read_text() == "requeue 77\n"
-    assert summary(tmp_path / "slurm_77")["finished_because"] == "interrupted"
+    assert (tmp_path / "scontrol.log").read_text() == f"requeue {job_id}\n"
+    assert summary(tmp_path / f"slurm_{job_id}")["finished_because"] == "interrupted"
 
 
 @pytest.fixture

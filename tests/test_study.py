@@ -252,7 +252,7 @@ def test_a_study_is_killed_stopped_and_continued(folder, tmp_path):
     assert "run the same command again" in done.out
     assert "1 of 2 arms finished" in (tmp_path / "book/s.md").read_text()
     with run(words, **slow) as started:
-        started.until(f"resumed from {arms[1]}/snapshot.pt: epoch 1, step [2-9]")
+        started.until(f"resumed from {arms[1]}/snapshot.pt: epoch 1, step [1-9]")
         done = started.result()
     assert done.code == 0, done.out + done.err
     before = [(arm / "summary.json").stat().st_mtime_ns for arm in arms]
