@@ -63,6 +63,9 @@ def environment(**changes: str) -> dict[str, str]:
     return clean | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
+AT_START = environment()  # before a test has changed it
+
+
 def activated(**changes: str) -> dict[str, str]:
     """`environment` for a shell in which the virtual environment of this interpreter is active."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"

@@ -15,13 +15,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import running
-from conftest import ROOT, SMALL, TIMEOUT, Result, environment
+from conftest import AT_START, ROOT, SMALL, TIMEOUT, Result, environment
 from running import STAND_IN, Running
 
 from utils.launch.network import free_port
@@ -108,6 +109,8 @@ def _as_command(
 def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["joined", "tensorboard", *SCRIPTS])
+    with mock.patch.dict(os.environ, AT_START, clear=True):  # its children inherit this
+        forkserver.ensure_running()
     return context
 
 
