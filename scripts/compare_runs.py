@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
             table.put(args.results, "compare_runs", title, section)
             print(f"section '{title}' in {args.results}")
     except (UserError, OSError) as error:
-        return report(error if isinstance(error, UserError) else UserError(str(error)))
+        return report(error)
     return 0
 
 

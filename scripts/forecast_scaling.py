@@ -30,7 +30,7 @@ from forecast.model import Cluster, Forecast, Workload  # noqa: E402
 from utils.comm import auto  # noqa: E402
 from utils.comm import methods as comm_methods  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
-from utils.option_types import amount, number, positive  # noqa: E402
+from utils.option_types import amount, list_of, number, positive  # noqa: E402
 
 MOST_COLUMNS = 12
 
@@ -88,7 +88,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--from", dest="runs", nargs="+", type=Path, default=[], metavar="RUN", help=text)
     add("--fit-network", action="store_true", help="fit --protocol to the second of the runs")
     add = parser.add_argument_group("the machines").add_argument
-    nodes = "1,2,4,8,16,32,64,128,256,512,1024"
+    nodes, numbers = "1,2,4,8,16,32,64,128,256,512,1024", list_of(number(int, 1, 100_000))
     add("--nodes", type=numbers, default=nodes, metavar="LIST", help="(%(default)s)")
     text = "or numbers of GPUs, which fill node after node"
     add("--gpus", type=numbers, metavar="LIST", help=text)
@@ -104,14 +104,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         add(f"--{name}", type=kind, default=value, metavar="X", help=f"{text} (%(default)g)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture (PNG, SVG, PDF)")
     return parser.parse_args(argv)
-
-
-def numbers(text: str) -> list[int]:
-    """The type of an option such as 1,2,4."""
-    return [number(int, 1, 100_000)(word) for word in text.split(",")]
-
-
-numbers.__name__ = "list of numbers"
 
 
 def read_runs(paths: list[Path]) -> list[MeasuredRun]:

@@ -126,4 +126,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except (UserError, OSError) as error:
-        sys.exit(report(error if isinstance(error, UserError) else UserError(str(error))))
+        sys.exit(report(error))

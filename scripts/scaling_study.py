@@ -45,7 +45,7 @@ from utils import errors  # noqa: E402
 from utils.errors import INTERRUPTED, UserError  # noqa: E402
 from utils.launch import network, supervise  # noqa: E402
 from utils.model.schedules import REFERENCE_BATCH, USUAL_LR, scale_lr  # noqa: E402
-from utils.option_types import count, number, positive, with_recipe  # noqa: E402
+from utils.option_types import count, list_of, number, positive, with_recipe  # noqa: E402
 
 FINISHED = ("epochs", "desired_acc", "train_time")  # in summary.json: the run did all it was asked
 ONE_NODE = ("imagenet_nd.py", "imagenet_dp.py")
@@ -102,14 +102,6 @@ class Arm:
             return "finished"
         text = self.log.read_text(errors="replace") if self.log.is_file() else ""
         return ": ".join(["not finished", *re.findall(r"error: (.*)", text)[-1:]])
-
-
-def list_of(kind: Callable[[str], int]) -> Callable[[str], list[int]]:
-    def parse(text: str) -> list[int]:
-        return sorted(map(kind, text.split(",")))
-
-    parse.__name__ = "list of numbers"
-    return parse
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:

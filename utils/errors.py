@@ -51,8 +51,10 @@ def is_reported_by_another(error: UserError) -> bool:
     return error.alike and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
-def report(error: UserError) -> int:
+def report(error: UserError | OSError) -> int:
     """Print ``error`` as one line on stderr and return the exit code for it."""
+    if isinstance(error, OSError):
+        error = UserError(str(error))
     if not is_reported_by_another(error):
         show(error)
     return error.code

@@ -63,6 +63,16 @@ def number(
     return parse
 
 
+def list_of(kind: Callable[[str], int]) -> Callable[[str], list[int]]:
+    """The type of an option such as 1,2,4: sorted values of a ``kind``."""
+
+    def parse(text: str) -> list[int]:
+        return sorted(map(kind, text.split(",")))
+
+    parse.__name__ = "list of numbers"
+    return parse
+
+
 def from_environment(name: str, kind: Callable[[str], Any], default: Any = None) -> Any:
     """The environment variable ``name``, of a ``kind`` of this module; ``default`` if unset.
 
