@@ -106,6 +106,7 @@ def run(
         # A slot of the ring is written again when its upload has passed, which was batches ago.
         gpu.excused = (*excused, "take")
         sessions = _watch(stack, gpu)
+        stack.callback(_stop_sampling, sessions)
 
         def patch(place: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(place, name, value))
@@ -159,6 +160,13 @@ def _with_values(content: Any, gpu: Gpu) -> Any:
     if isinstance(content, (list, tuple)):
         return type(content)(_with_values(value, gpu) for value in content)
     return content
+
+
+def _stop_sampling(sessions: list[Any]) -> None:
+    """End the threads of runs that a fault has ended: they would read the GPUs of later tests."""
+    for session in sessions:
+        if session.watch is not None and not session.watch.ended.is_set():
+            session.watch.close()
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
