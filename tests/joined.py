@@ -22,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 import running
-from conftest import AT_START, ROOT, SMALL, TIMEOUT, Result, environment
+from conftest import AT_START, ROOT, SMALL, Result, environment
 from running import STAND_IN, Running
 
 from utils.launch.network import free_port
@@ -47,15 +47,8 @@ class Job:
 
 def command(script: str, *words: object, **env: str) -> Result:
     """Run a script of one process, as `conftest.python` does, but in a fork of the server."""
-    with tempfile.TemporaryDirectory() as folder:
-        line = (script, list(map(str, words)), environment(**env), folder)
-        process = _server().Process(target=_as_command, args=line)
-        process.start()
-        process.join(TIMEOUT)
-        process.kill()
-        process.join()
-        out, err = (Path(folder, name).read_text() for name in ("out", "err"))
-        return Result(process.exitcode, out, err)
+    with _Forked(script, *words, **env) as run:
+        return run.result()
 
 
 class _Forked(Running):
@@ -63,40 +56,37 @@ class _Forked(Running):
 
     def launch(self, script: str, *words: object, **env: str) -> SimpleNamespace:
         self.folder = tempfile.TemporaryDirectory()
-        os.mkfifo(f"{self.folder.name}/out")
-        self.errors = open(f"{self.folder.name}/err", "w+")
-        line = (script.removesuffix(".py"), list(map(str, words)), environment(**env))
-        process = _server().Process(target=_as_command, args=(*line, self.folder.name, True))
+        out, err = f"{self.folder.name}/out", f"{self.folder.name}/err"
+        os.mkfifo(out)
+        self.errors = open(err, "w+")
+        line = (script, list(map(str, words)), environment(**env), (out, err))
+        process = _server().Process(target=_as_command, args=line)
         process.start()
 
         def wait() -> int:
             process.join()
             return process.exitcode
 
-        stdout = open(f"{self.folder.name}/out")
-        return SimpleNamespace(pid=process.pid, kill=process.kill, wait=wait, stdout=stdout)
+        return SimpleNamespace(pid=process.pid, kill=process.kill, wait=wait, stdout=open(out))
 
 
 def start(script: str, *arguments: object, launcher: tuple = (), **env: str) -> Running:
     """Like `running.start`; a script of one process runs in a fork of the server."""
     if launcher or script not in ("imagenet_nd.py", "imagenet_dp.py"):
         return running.start(script, *arguments, launcher=launcher, **env)
-    return _Forked(script, *SMALL, *arguments, **env)
+    return _Forked(script.removesuffix(".py"), *SMALL, *arguments, **env)
 
 
-def _as_command(
-    script: str, words: list[str], env: dict[str, str], folder: str, alone: bool = False
-) -> None:
-    if alone:
-        os.setsid()
+def _as_command(script: str, words: list[str], env: dict[str, str], files: tuple[str, str]) -> None:
+    os.setsid()
+    for number, path in enumerate(files, 1):  # first, as the other side waits until both are open
+        os.dup2(os.open(path, os.O_WRONLY), number)
     import torch
     from fake_runs import stand_in
 
     from utils.launch import supervise
     from utils.model import models
 
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY), number)
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(env)

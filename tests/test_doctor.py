@@ -10,8 +10,8 @@ from pathlib import Path
 
 import doctor
 import pytest
-from conftest import ROOT, TIMEOUT, Result, activated, draw_folder, python
-from nodes import Node, Nodes, need
+from conftest import ROOT, TIMEOUT, Result, draw_folder, python
+from nodes import Node, Nodes, need, type_on_each
 from test_gpus import T4, play
 
 PORT = 8888
@@ -44,22 +44,16 @@ def nodes(pair) -> Iterator[list[Node]]:
 
 
 def ask_doctor(
-    nodes: list[Node], data: Path, *options: object, code: int, line: str = "", env=None
+    nodes: list[Node], data: Path, *options: object, code: int, first: str = "true"
 ) -> list[Result]:
-    """Type the doctor's command on all nodes; on node 1 after a ``line`` and with variables.
+    """Type the doctor's command on both nodes, on node 1 after the commands ``first``.
 
-    All must end with ``code``.
+    Both must end with ``code``.
     """
-    started = []
-    for rank, node in enumerate(nodes):
-        words = [*OPTIONS, "--rank", rank, "--nodes", len(nodes), "--master", nodes[0].ip]
-        command = f"exec python {ROOT}/scripts/doctor.py --data {data} "
-        command += " ".join(map(str, [*words, *options]))
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        more = (f"{line}\n{command}", env) if rank else (command, None)
-        started.append(node.popen(*more, **pipes))
-    results = [Result(None, *one.communicate(timeout=TIMEOUT)) for one in started]
-    assert [one.returncode for one in started] == [code] * len(nodes), results
+    words = [*OPTIONS, "--data", data, *options, "--rank {rank} --nodes {n} --master {ip}"]
+    line = f"[ {{rank}} = 0 ] || {{{{ {first}; }}}}\nexec python scripts/doctor.py "
+    results = type_on_each(nodes, line + " ".join(map(str, words)))
+    assert [one.code for one in results] == [code] * 2, results
     assert not [one for one in results if "Traceback" in one.err + one.out]
     return results
 
@@ -78,7 +72,7 @@ def test_over_ssh_from_one_machine(nodes, data):
     for node in nodes:
         node.start_sshd()
     hosts = nodes[0].folder / "hosts"
-    line = ["bash", str(ROOT / "scripts/doctor.sh"), "--need", "50", str(hosts), *OPTIONS]
+    line = ["bash", str(ROOT / "scripts/doctor.sh"), "--need", "0.01", str(hosts), *OPTIONS]
     line += ["--data", str(data), "--python", sys.executable, "--env", "CUDA_VISIBLE_DEVICES="]
 
     def ask(listed: str, code: int) -> Result:
@@ -109,14 +103,12 @@ def test_faults_of_one_node_are_all_found(nodes, data, tmp_path):
     add = "ip link add side0 type veth peer name side1 && ip address add 10.99.0.2/24 dev side0"
     assert nodes[1].run(f"{add} && ip link set side0 up && ip link set side1 up").code == 0
     play(tmp_path, "470", T4)
-    env = {"GLOO_SOCKET_IFNAME": "side0", "NCCL_SOCKET_IFNAME": "eth7"}
-    env |= {"PATH": f"{tmp_path}:{activated()['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
     # A node of these tests shares the machine's clock: Linux has no namespace for it.
     clock = "import time\nreal = time.time\ntime.time = lambda: real() + 30\n"
     (tmp_path / "sitecustomize.py").write_text(clock)
-    env |= {"PYTHONPATH": str(tmp_path)}
-    line = f"ulimit -n 512; mount --bind {other} {data}"
-    first, second = ask_doctor(nodes, data, line=line, env=env, code=2)
+    line = f"ulimit -n 512; mount --bind {other} {data}; export GLOO_SOCKET_IFNAME=side0 "
+    line += f"NCCL_SOCKET_IFNAME=eth7 CUDA_VISIBLE_DEVICES=0 PATH={tmp_path}:$PATH PYTHONPATH="
+    first, second = ask_doctor(nodes, data, code=2, first=line + str(tmp_path))
     nodes[1].run(f"umount {data}")
     words = [
         "! node 1 (node1): NCCL_SOCKET_IFNAME chooses eth7, which is no interface",
@@ -159,7 +151,7 @@ def test_a_closed_master_port_and_another_torch(nodes, data, tmp_path):
     metadata = tmp_path / "torch-2.13.1.dist-info/METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.1\n")
-    for result in ask_doctor(nodes, data, env={"PYTHONPATH": str(tmp_path)}, code=2):
+    for result in ask_doctor(nodes, data, code=2, first=f"export PYTHONPATH={tmp_path}"):
         assert "2.13 on node1 (node 1)" in bad(result)[0]
 
 
@@ -216,29 +208,28 @@ def test_data_sets_that_differ(data, tmp_path, monkeypatch, change, words):
 
 
 @pytest.mark.parametrize(
-    ("change", "level", "words"),
+    ("rank", "change", "level", "words"),
     [
-        ({"nccl": "2.20"}, 1, "nccl differs: 2.28 on node 0 (a); 2.20 on node 1 (b)"),
-        ({"python": "3.10.4"}, 1, "python differs: 3.11 on node 0"),
-        ({"gpus": ["Tesla T4"]}, 1, "gpus differs"),
-        ({"mtu": "9000"}, 1, "mtu differs"),
-        ({"gpus": ["T4", "T4"], "shm": 64e6}, 1, "/dev/shm has only 64 MB"),
-        ({"disk": 4e8}, 1, "only 0.4 GB of disk"),
-        ({"gpu_trouble": "torch cannot use T4"}, 2, "torch cannot use T4"),
-        ({"gpus": ["NVIDIA A100-SXM4-40GB"]}, 1, "decodes 800 images/s, and will be asked for"),
-        ({}, 0, ""),
+        (1, {"nccl": "2.20"}, 1, "nccl differs: 2.28 on node 0 (a); 2.20 on node 1 (b)"),
+        (1, {"python": "3.10.4"}, 1, "python differs: 3.11 on node 0"),
+        (1, {"gpus": ["Tesla T4"]}, 1, "gpus differs"),
+        (1, {"mtu": "9000"}, 1, "mtu differs"),
+        (1, {"gpus": ["T4", "T4"], "shm": 64e6}, 1, "/dev/shm has only 64 MB"),
+        (1, {"disk": 4e8}, 1, "only 0.4 GB of disk"),
+        (0, {"disk": 4e8}, 2, "only 0.4 GB of disk"),
+        (0, {"disk": 4e9}, 1, "only 4.0 GB of disk"),
+        (1, {"gpu_trouble": "torch cannot use T4"}, 2, "torch cannot use T4"),
+        (1, {"gpus": ["NVIDIA A100-SXM4-40GB"]}, 1, "decodes 800 images/s, and will be asked for"),
+        (1, {"disk": 6e8, "python": "3.11.9"}, 0, ""),
+        (0, {"disk": 6e9}, 0, ""),
     ],
 )
-def test_facts_are_judged(change, level, words):
-    other = FACTS | {"host": "b"} | change
-    found = [*doctor.of_versions(NAMES, [FACTS, other])]
-    found += doctor.of_node(1, NAMES[1], other, ARGS)
+def test_facts_are_judged(rank, change, level, words):
+    """Node 0 needs disk space for snapshots."""
+    everyone = [FACTS, FACTS | {"host": "b"}]
+    everyone[rank] = everyone[rank] | change
+    found = [*doctor.of_versions(NAMES, everyone)]
+    found += doctor.of_node(rank, NAMES[rank], everyone[rank], ARGS)
     wrong = [finding for finding in found if finding.level]
     assert max((finding.level for finding in wrong), default=0) == level
     assert any(words in finding.what for finding in wrong) or not words
-
-
-def test_node_0_needs_disk_space():
-    for free, level in ((4e8, 2), (4e9, 1), (6e9, 0)):
-        found = doctor.of_node(0, NAMES[0], FACTS | {"disk": free}, ARGS)
-        assert max(one.level for one in found) == level

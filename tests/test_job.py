@@ -55,14 +55,9 @@ def start(tmp_path):
 
     def start(names: str, elastic: tuple[int, int] | None = None, wait: float = 60.0) -> Running:
         (tmp_path / "script.py").write_text(SCRIPT)
-        options = {"names": names.split(), "elastic": elastic, "dir": str(tmp_path), "env": None}
-        options |= {
-            "python": sys.executable,
-            "port": None,
-            "grace": 5.0,
-            "ssh": "ssh",
-            "wait": wait,
-        }
+        options = {"names": names.split(), "elastic": elastic, "wait": wait, "env": None}
+        options |= {"dir": str(tmp_path), "python": sys.executable, "ssh": "ssh", "port": None}
+        options["grace"] = 5.0
         return Running("-c", JOB, json.dumps(options))
 
     return start
@@ -80,7 +75,6 @@ def ended(run: Running) -> tuple[int, str]:
     ("codes", "code", "said"),
     [
         ((0, 0), 0, ""),
-        ((None, 2), 2, "b ended with exit code 2; stopping the rest"),
         ((None, 1), 1, "b ended with exit code 1; stopping the rest"),
         ((-9, None), LOST_PEER, "a ended with exit code 137: killed by SIGKILL; stopping the rest"),
         ((None, INTERRUPTED), INTERRUPTED, "b ended with exit code 75; stopping the rest"),

@@ -1,5 +1,6 @@
 """scripts/scaling_study.sh: the plan, its table, and studies: simulated, over ssh, under Slurm."""
 
+import ctypes
 import os
 import re
 import shlex
@@ -18,12 +19,12 @@ from scaling_study import Arm
 from utils.errors import UserError
 
 _, ENV = tiny()
-TRAINING = ("imagenet_ddp.py", "-a", "vgg19", "-b", "32", "--lr", "1e-4", "DATA")
+TRAINING = "imagenet_ddp.py -a vgg19 -b 32 --lr 1e-4 DATA"
 
 
-def plan(*own: object, training=TRAINING) -> list[Arm]:
-    """The arms of a study of 8 simulated nodes with these options of its own."""
-    words = ["--simulate", "8", "--name", "s", *map(str, own), "--", *training]
+def plan(own: str, training: str = TRAINING, where: str = "--simulate 8") -> list[Arm]:
+    """The arms of a study with these options of its own."""
+    words = f"{where} --name s {own} -- {training}".split()
     return scaling_study.plan(*scaling_study.parse(words))
 
 
@@ -35,78 +36,87 @@ def options(arms: list[Arm], name: str) -> list[str]:
 
 def test_weak_scaling_keeps_the_batch_and_scales_the_rate():
     """The learning rates of the published experiment on 1, 2, 4 and 8 nodes."""
-    arms = plan("--hours", 2)
+    arms = plan("--hours 2")
     assert [arm.name for arm in arms] == ["s_1node", "s_2nodes", "s_4nodes", "s_8nodes"]
     assert options(arms, "--lr") == ["1e-4", "0.000141421", "0.0002", "0.000282843"]
     assert options(arms, "-b") == ["32"] * 4
     assert options(arms, "--train-time") == ["2"] * 4
-    assert options(plan("--lr-scaling", "linear"), "--lr")[-1] == "0.0008"
-    other = plan("--nodes", "1,4", training=("imagenet_ddp.py", "--optimizer", "adamw", "DATA"))
-    assert options(other[1:], "--lr") == ["0.002"]
-    # Strong scaling: the batch is shared, the rate is kept.
-    strong = plan("--nodes", "1,2,4", "--global-batch", 96, training=TRAINING[:3] + ("DATA",))
-    assert options(strong, "-b") == ["96", "48", "24"]
-    assert not any("--lr" in arm.command for arm in strong)
+    assert options(plan("--lr-scaling linear"), "--lr")[-1] == "0.0008"
+    arms = plan("", where="--simulate 6")
+    assert [arm.nodes for arm in arms] == [1, 2, 4, 6]
+    for more, lr in (("--optimizer adamw", "0.002"), ("--recipe fast16", "0.85")):
+        _, arm = plan("--nodes 2,8", f"imagenet_ddp.py DATA {more}")
+        assert (options([arm], "--lr"), arm.data) == ([lr], "DATA")
+
+
+def test_strong_scaling_shares_the_batch_and_keeps_the_rate(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=2\nb slots=2\n")
+    for script, where, batches in (
+        ("imagenet_ddp.py", "--simulate 2", ["96", "48"]),
+        ("imagenet_ddp.py", hosts, ["48", "24"]),
+        ("imagenet_ddp.py -g 4", hosts, ["24", "12"]),
+        ("imagenet_dp.py", f"{hosts} --nodes 1", ["96"]),
+    ):
+        arms = plan("--global-batch 96", f"{script} DATA", where)
+        assert options(arms, "-b") == batches
+        assert not any("--lr" in arm.command for arm in arms)
 
 
 def test_a_grid_with_seeds():
     """All of one seed first; the nodes from few to many."""
-    arms = plan("--nodes", "1,2", "--vary", "recipe=tiny,fast16", "--seeds", "0,1")
+    arms = plan("--nodes 1,2 --vary recipe=tiny,fast16 --seeds 0,1")
     assert [arm.name for arm in arms][:3] == [
         *("s_1node_recipe-tiny_seed0", "s_1node_recipe-fast16_seed0", "s_2nodes_recipe-tiny_seed0")
     ]
-    assert [arm.seed for arm in arms] == [0] * 4 + [1] * 4
-    arms = plan("--nodes", "1,2", "--vary", "comm=fp32,powersgd:4")
+    assert options(arms, "--seed") == ["0"] * 4 + ["1"] * 4
+    arms = plan("--nodes 1,2 --vary comm=fp32,powersgd:4")
     assert options(arms, "--comm") == ["fp32", "powersgd:4"] * 2
-    scripts = plan("--nodes", "1", "--vary", "script=imagenet_ddp.py,imagenet_fsdp.py")
+    assert arms[1].name == "s_1node_comm-powersgd-4"
+    scripts = plan("--nodes 1 --vary script=imagenet_ddp.py,imagenet_fsdp.py")
     assert [arm.command[0] for arm in scripts] == ["imagenet_ddp.py", "imagenet_fsdp.py"]
-
-
-@pytest.mark.parametrize(
-    "words",
-    ["--val-flip DATA", "--recipe fast16 DATA", "DATA -b 32", "DATA --compile",
-     "--pretrained --epochs=2 DATA"],
-)  # fmt: skip
-def test_data_is_found_wherever_it_stands(words):
-    (arm,) = plan("--nodes", "1", training=("imagenet_ddp.py", *words.split()))
-    assert arm.data == "DATA"
 
 
 @pytest.mark.parametrize(
     ("own", "training", "words"),
     [
-        ((), (*TRAINING, "--name", "x"), "give --name before the --"),
-        ((), (*TRAINING, "--train-time=2"), "give --hours before the --"),
-        ((), (*TRAINING, "-n", "2"), "give --nodes before the --"),
-        (("--vary", "b=1,2"), TRAINING, "-b among .* give --vary b before the --"),
-        (("--vary", "name=a,b"), TRAINING, "--vary name=a is not possible"),
-        (("--global-batch", 60), TRAINING, "60 is not a multiple of 8"),
-        ((), ("imagenet_dp.py",), "imagenet_dp.py trains on one node"),
-        (("--seeds", "0,1"), (*TRAINING, "--seed", "3"), "give --seeds before"),
-        (("--nodes", "16"), TRAINING, "--nodes 16, but there are 8"),
-        (("--nodes", "2,2"), TRAINING, "two arms would be called s_2nodes"),
-        (("--link", "5"), TRAINING, "--link 5 is not a rate"),
-        (("--slurm",), TRAINING, "give either a HOSTS_FILE"),
-        ((), (), "what to train is missing"),
-        ((), ("train.py",), "train.py is not a training script"),
+        ("", f"{TRAINING} --name x", "give --name before the --"),
+        ("", f"{TRAINING} --train-time=2", "give --hours before the --"),
+        ("", f"{TRAINING} -n 2", "give --nodes before the --"),
+        ("--vary b=1,2", TRAINING, "-b among .* give --vary b before the --"),
+        ("--vary name=a,b", TRAINING, "--vary name=a is not possible"),
+        ("--vary lr=1,", TRAINING, "lr=1, is not of the form OPTION=A,B"),
+        ("--global-batch 60", TRAINING, "60 is not a multiple of 8"),
+        ("", "imagenet_dp.py", "imagenet_dp.py trains on one node"),
+        ("--seeds 0,1", f"{TRAINING} --seed 3", "give --seeds before"),
+        ("--nodes 16", TRAINING, "--nodes 16, but there are 8"),
+        ("--nodes 2,2", TRAINING, "two arms would be called s_2nodes"),
+        ("--link 5", TRAINING, "--link 5 is not a rate"),
+        ("--slurm", TRAINING, "give either a HOSTS_FILE"),
+        ("", "", "what to train is missing"),
+        ("", "train.py", "train.py is not a training script"),
+        ("--slurm --link 5mbit", TRAINING, "with --simulate N"),
+        ("--slurm", TRAINING, "--slurm needs --nodes"),
     ],
 )
-def test_what_does_not_fit_together(own, training, words):
-    with pytest.raises(UserError, match=words):
-        plan(*own, training=training)
+def test_what_does_not_fit_together(capsys, own, training, words):
+    where = "" if words.endswith(("simulate N", "needs --nodes")) else "--simulate 8"
+    with pytest.raises((UserError, SystemExit)) as ended:
+        plan(own, training, where)
+    assert re.search(words, f"{ended.value}{capsys.readouterr().err}")
 
 
 def test_what_has_begun_stays_as_it_is(tmp_path):
     """Arms may be added to a study; those that have begun may not change."""
-    training = (*TRAINING, "--output-dir", str(tmp_path / "runs"))
-    first, more = (plan("--nodes", nodes, training=training) for nodes in ("1,2", "1,2,4"))
+    training = f"{TRAINING} --output-dir {tmp_path}/runs"
+    first, more = (plan(f"--nodes {nodes}", training) for nodes in ("1,2", "1,2,4"))
     with scaling_study.held(tmp_path / "book/s", first), pytest.raises(UserError, match="already"):
         scaling_study.held(tmp_path / "book/s", first).__enter__()
     first[0].run.mkdir(parents=True)
     first[0].begun.write_text(shlex.join(first[0].command))
     with scaling_study.held(tmp_path / "book/s", more):
         pass
-    other = plan("--nodes", "1,2", "--hours", 1, training=training)
+    other = plan("--nodes 1,2 --hours 1", training)
     with pytest.raises(UserError, match="s_1node has begun with other options"):
         scaling_study.held(tmp_path / "book/s", other).__enter__()
 
@@ -121,7 +131,7 @@ def test_a_dry_run_prints_what_can_be_typed_and_does_nothing(tmp_path):
     assert names == ["resnet50_o2", "vgg19", "vit_cifar10"]
     done, slurm, *studies = shell(
         f"bash scripts/scaling_study.sh {hosts} --hours 2 {own} --env SECRET=xyz "
-        "--ssh 'ssh -F file' -- imagenet_ddp.py -a vgg19 DATA",
+        "--ssh 'ssh -F file' --dir code --python py --grace 9 -- imagenet_ddp.py -a vgg19 DATA",
         f"bash scripts/scaling_study.sh --slurm='--time=10 -p gpu' --nodes 1,2 {own} --name s "
         "-- imagenet_ddp.py --output-dir out DATA",
         *(f"bash scripts/studies/{name}.sh {eight} DATA {own}" for name in names),
@@ -131,8 +141,9 @@ def test_a_dry_run_prints_what_can_be_typed_and_does_nothing(tmp_path):
     assert len(typed) == 2
     assert shlex.split(typed[1])[1:] == [
         *("bash", "scripts/train_on_nodes.sh", f"{tmp_path}/book/vgg19/hosts_2", "--fetch"),
-        *("--ssh", "ssh -F file", "--env", "SECRET", "--", "imagenet_ddp.py", "-a", "vgg19"),
-        *("DATA", "--lr", "0.141421", "--train-time", "2"),
+        *("--dir", "code", "--python", "py", "--ssh", "ssh -F file", "--grace", "9"),
+        *("--env", "SECRET", "--", "imagenet_ddp.py", "-a", "vgg19", "DATA"),
+        *("--lr", "0.141421", "--train-time", "2"),
         *("--name", "vgg19_2nodes", "--resume", "auto"),
     ]
     assert (
@@ -176,7 +187,7 @@ def published_run(place: int, more_loss: float = 0.0) -> tuple[Arm, Run]:
     run.facts = {"gpus": nodes, "global_batch": batch, "steps_per_epoch": int(steps)}
     run.hours = {x: 2.0 * x / epochs for x in range(1, last + 1)}
     run.scalars = {
-        "Lr": {1: lr * 1e-4 * 0.999, 2: lr * 1e-4, last: 1e-6},
+        "Lr": {1: 1e-6, 2: ctypes.c_float(lr * 1e-4).value, last: 1e-6},
         "Loss/val": {1: 2.0, 5: loss + more_loss, last: 0.5},
         "Loss/test": {last: test_loss},
         "Top1/test": {last: top1},
@@ -190,13 +201,14 @@ def test_the_published_table_column_for_column():
 
 
 def test_repeats_have_a_mean_and_a_spread():
-    """What a run has not recorded is "-"; an arm that has not begun has a column."""
+    """What a run has not recorded, or not reached, is "-"; an arm to come has a column."""
     columns = {"1 Node": [published_run(0), published_run(0, 0.02)], "2 Nodes": []}
     for _, run in columns["1 Node"]:
         run.scalars.pop("Loss/test")
+        run.hours = {1: 0.1}
     rows = {title: cells for title, *cells in scaling_study.rows(columns, 2.0)}
     assert rows["Best Validation Loss"] == ["0.3895 ± 0.0141", "-"]
-    assert rows["Test Loss"] == ["-", "-"]
+    assert rows["Test Loss"] == rows["Epoch Num @ 2 hr"] == ["-", "-"]
     assert rows["Global Batch Size"] == ["32", "-"]
 
 
@@ -318,6 +330,6 @@ def test_over_ssh_launcher_and_node_are_killed(folder, tmp_path):
         assert done.code == 0, done.out + done.err  # at the second attempt, after a loss
         page = (tmp_path / "book/s.md").read_text()
         assert "3 of 3 arms finished" in page
-        assert "worth it" in page
+        assert "--comm auto takes" in page  # the forecast
         assert "| Global Batch Size | 5 | 10 | 20 |" in page
         assert eventually(lambda: not any(node.processes() for node in nodes[1:]))
