@@ -17,6 +17,8 @@ import pytest
 import torch
 from conftest import ROOT, SMALL, TIMEOUT, Result, environment, scalars
 
+from utils.launch.network import free_port
+
 # A model that costs next to nothing, for a typed line; needs the environment of `tiny`.
 TINY_LINE = "-a tiny_plain --image-size 32 -b 5 -j 1"
 STAND_IN = str(Path(__file__).parent / "stand_in")
@@ -33,6 +35,13 @@ def tiny(full: bool = False, step_seconds: float = 0.0) -> tuple[tuple[str, ...]
     return ("-a", "tiny_full" if full else "tiny_plain"), env
 
 
+def alone() -> dict[str, str]:
+    """The environment of a job's only process, as torchrun sets it."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    place = dict(zip(names, "0011", strict=True))
+    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
 class Running:
     """A command of this interpreter, in its own session, as if in its own terminal.
 
@@ -40,15 +49,16 @@ class Running:
     """
 
     def __init__(self, *arguments: object, **env: str):
+        self.errors = tempfile.TemporaryFile("w+")
         self.process = self.launch(*arguments, **env)
+        self.pid = self.process.pid
         self.seen: list[str] = []
         self.family: set[Process] = set()
-        self.limit = threading.Timer(TIMEOUT, self.process.kill)
+        self.limit = threading.Timer(TIMEOUT, lambda: self.send(signal.SIGKILL))
         self.limit.start()
 
     def launch(self, *arguments: object, **env: str) -> Any:
         """Start the command, with its errors in the file ``errors``."""
-        self.errors = tempfile.TemporaryFile("w+")
         return subprocess.Popen(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
@@ -91,12 +101,14 @@ class Running:
 
     def send(self, signum: int, group: bool = False) -> None:
         """Send a signal to the command, or, as a terminal does, to its whole process group."""
-        (os.killpg if group else os.kill)(self.process.pid, signum)
+        with contextlib.suppress(ProcessLookupError):
+            (os.killpg if group else os.kill)(self.pid, signum)
 
     def result(self) -> Result:
         """Wait for the end of the command."""
         rest = self.process.stdout.read()
         code = self.process.wait()
+        self.limit.cancel()
         return Result(code, "".join(self.seen) + rest, self._error_text())
 
     def meet_family(self) -> "set[Process]":

@@ -9,14 +9,13 @@ import pytest
 import torch
 from conftest import ROOT, SMALL, scalars
 from joined import command
-from running import snapshot, tiny
+from running import alone, snapshot, tiny
 from torch import nn
 
 from utils.amp import apex as choice
 from utils.amp import native, o2
 from utils.errors import UserError
 from utils.launch import world
-from utils.launch.network import free_port
 
 STAND_IN_APEX = str(ROOT / "tests" / "stand_in_apex")
 WORLD = world.World(torch.device("cpu"))
@@ -35,13 +34,10 @@ def test_apex_is_used_as_published_scripts_use_it(tmp_path, folder):
     """Stopped after one epoch of two, a run goes on exactly, though Apex makes its masters late."""
 
     def run(script, name, epochs, *more, code=0, change=""):
-        place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         line = ("-b", 5, "--accum-steps", 2, "-p", 2, "--epochs", epochs, "--resume", "auto")
         where = ("--output-dir", tmp_path, "--name", name, folder)
-        done = command(
-            script, *SMALL, *tiny()[0], *line, *more, *where, **tiny()[1], **place, CHANGE=change
-        )
+        env = alone() | tiny()[1] | {"CHANGE": change}
+        done = command(script, *SMALL, *tiny()[0], *line, *more, *where, **env)
         assert done.code == code, done.out + done.err
         assert ("opt level O2 by NVIDIA Apex" in done.out) == (script == "apex_runner")
         return [eval(line) for line in done.out.splitlines() if line.startswith("('")]

@@ -6,20 +6,17 @@ from pathlib import Path
 import joined
 import pytest
 import torch
-from conftest import ROOT, Result, draw_folder, python, shell
-from running import TORCHRUN, tiny
+from conftest import ROOT, SMALL, Result, draw_folder, python, shell
+from running import TORCHRUN, alone, tiny
 
 from utils.errors import UserError, of_shortage
-from utils.launch.network import free_port
 
-TINY = ("-a", "resnet18", "--image-size", "32", "-b", "5", "-j", "0", "--epochs", "2")
-LAUNCHED = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-LAUNCHED |= {"MASTER_PORT": "29500"}
+TINY = (*SMALL, "-b", "5", "-j", "0", "--epochs", "2")
 
 
-def attempt(script: str, *words: object, **env: str) -> Result:
+def attempt(*words: object) -> Result:
     """Run a script that is bound to fail."""
-    return joined.command(f"imagenet_{script}", *TINY, *words, **env)
+    return joined.command("imagenet_nd", *TINY, *words)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -76,17 +73,15 @@ def test_options_that_cannot_be(folder, parse, capsys, monkeypatch, line, named)
 
 
 @pytest.mark.parametrize(
-    ("line", "env", "named"),
+    ("options", "named"),
     [
-        ("nd --epoch 1", {}, ("--epoch: did you mean --epochs?",)),
-        ("nd --spot-notice", {}, ("http://", "the option goes after DATA")),
-        ("nd --dummy -b 1000000000", {}, ("this machine is out of memory", "bytes", "--accum")),
-        ("ddp", LAUNCHED | {"RANK": "x"}, ("RANK=x", "LOCAL_RANK")),
+        ("--epoch 1", ("--epoch: did you mean --epochs?",)),
+        ("--spot-notice", ("http://", "the option goes after DATA")),
+        ("--dummy -b 1000000000", ("this machine is out of memory", "bytes", "--accum")),
     ],
 )
-def test_an_error_is_one_line(folder, line, env, named):
-    script, *options = line.split()
-    attempt(script, *options, folder, **env).fails_with(*named)
+def test_an_error_is_one_line(folder, options, named):
+    attempt(*options.split(), folder).fails_with(*named)
 
 
 # ---- the data set
@@ -115,7 +110,7 @@ def test_a_data_set_that_cannot_be_trained_on_leaves_no_run(data, spoil, options
     output = data.parent / "output"
     if spoil:
         spoil(data)
-    done = attempt("nd", "--output-dir", output, *options, data)
+    done = attempt("--output-dir", output, *options, data)
     done.fails_with(*(word.format(data=data) for word in named))
     assert not output.exists() or not list(output.iterdir())
 
@@ -156,7 +151,7 @@ def test_a_run_that_cannot_be_continued_is_left_as_it_was(run, folder, spoil, op
     if spoil:
         spoil(run)
     before = contents(run)
-    done = attempt("nd", *options.format(run=run).split(), folder)
+    done = attempt(*options.format(run=run).split(), folder)
     done.fails_with(*(word.format(run=run) for word in named))
     assert contents(run) == before
 
@@ -219,8 +214,7 @@ def spoilt(mode: str, factor: str, *options: object, **more: str) -> Result:
 def test_a_loss_scale_that_falls_without_end_leaves_the_last_snapshot(folder, tmp_path):
     """Every gradient of this loss overflows; weights stay as they were, and nothing is learnt."""
     options = ("--opt-level", "O2", "-b", "1", "-j", "1", "--clip-grad", "1")
-    alone = LAUNCHED | {"MASTER_PORT": str(free_port())}
-    done = spoilt("ddp_apex", "1e30", *options, "--output-dir", tmp_path, folder, **alone)
+    done = spoilt("ddp_apex", "1e30", *options, "--output-dir", tmp_path, folder, **alone())
     done.fails_with("loss scale", "--lr", "last snapshot is intact")
     skipped = [line for line in done.out.splitlines() if line.startswith("Gradient overflow.")]
     scales = [float(line.rsplit(maxsplit=1)[1]) for line in skipped]

@@ -13,7 +13,7 @@ from nodes import Nodes, need, type_on_each
 from running import TINY_LINE, Running, eventually, tiny
 
 from utils.errors import UserError
-from utils.launch import network, preflight
+from utils.launch import network, preflight, supervise
 from utils.launch.network import free_port
 
 HERE = "127.0.0.1"
@@ -121,6 +121,17 @@ def test_a_second_node_0_may_be_there_before_the_first_one_itself(monkeypatch):
         check.finish(1)
     with said[0], said[0].makefile() as lines:
         assert "two nodes have -nr 0" in json.loads(list(lines)[1])["end"]
+
+
+def test_over_ssh_a_master_that_is_up_and_silent_is_an_error(monkeypatch):
+    """A firewall drops what is sent to it; a master that is late would refuse."""
+    monkeypatch.setenv(supervise.MARKER, "guard:run")
+    monkeypatch.setattr(preflight, "SILENT", 0.0)
+    monkeypatch.setattr(network, "connect", lambda *_: _[-1]("no answer"))
+    check = preflight.Preflight(1, 2, (HERE, 8), 30.0, preflight.Names())
+    check.begin()
+    with pytest.raises(UserError, match=r"node 0 is up.*:8 does not answer .*no answer"):
+        check.finish(1)
 
 
 def test_a_port_in_use_is_refused_on_every_node(line):

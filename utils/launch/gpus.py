@@ -18,19 +18,23 @@ from pathlib import Path
 from utils.errors import UserError, report
 
 NEWEST, CUDA12 = "constraints.txt", "constraints-cuda12.txt"  # in scripts/
-# Of old GPUs by name, where the driver does not tell; others are new enough for every torch.
-OLD = {"V100": 70, "GV100": 70, "TITAN V": 70, "P100": 60, "P40": 61, "P4": 61, "M60": 52}
+# Capabilities of old GPUs by name, without nvidia-smi; others are new enough for every torch.
+OLD = {r"\b(G?V100|TITAN V)\b": 70, r"\b(P100|P40|P4|M60)\b": 60}
 PROC = Path("/proc/driver/nvidia")
 LIMIT = 20.0  # seconds; nvidia-smi takes less than 5 with 8 GPUs and no persistence daemon
 HIDE = 'CUDA_VISIBLE_DEVICES="" trains on the CPU'
+REMEDIES = {
+    "version mismatch": "the driver was updated while it was loaded; reboot",
+    "not a valid field": "the driver is older than 510, and torch needs 525 or newer: install that",
+    "": "see whether `nvidia-smi` works in a shell; a reboot often helps",
+}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the driver reports: names of the GPUs, and their capabilities, as 75 for 7.5."""
+    """What the driver reports: name and capability of each GPU, as 75 for 7.5."""
 
-    gpus: tuple[str, ...] = ()
-    capabilities: tuple[int, ...] = ()
+    gpus: tuple[tuple[str, int], ...] = ()
     driver: str = ""
     trouble: str = ""  # why nvidia-smi has failed, and what to do
 
@@ -45,33 +49,29 @@ class Machine:
         return bool(self.gpus or self.trouble)
 
     def __str__(self) -> str:
-        names = " and ".join(dict.fromkeys(self.gpus)) or "NVIDIA GPUs"
+        names = " and ".join(dict(self.gpus)) or "NVIDIA GPUs"
         return f"{names} (driver {self.driver or 'unknown'})"
 
 
 def look(proc: Path = PROC, limit: float = LIMIT) -> Machine:
     """The GPUs of this machine by nvidia-smi, or, where it is missing or fails, by ``proc``."""
     found = loaded(proc)
-    out, fault = _nvidia_smi("compute_cap", limit)
-    if "not a valid field" in out:  # before driver 510
-        out, fault = _nvidia_smi("name", limit)
+    out, fault = _nvidia_smi(limit)
     if "No devices" in out and not found.gpus:
         return found
     if fault:
-        remedy = "see whether `nvidia-smi` works in a shell; a reboot often helps"
-        if "version mismatch" in out:
-            remedy = "the driver was updated while it was loaded; reboot"
+        remedy = next(remedy for words, remedy in REMEDIES.items() if words in out)
         return replace(found, trouble=f"nvidia-smi {fault}: {remedy}")
-    rows = [row for line in out.splitlines() if len(row := re.split(", *", line)) == 3]
+    rows = re.findall(r"^(.+), ([\d.]+), (\d+)\.(\d)$", out, re.MULTILINE)
     if not rows:  # there may be warnings
         return found
-    names, drivers, capabilities = zip(*rows, strict=True)
-    return Machine(names, tuple(map(_capability, names, capabilities)), drivers[0])
+    return Machine(tuple((name, int(x + y)) for name, _, x, y in rows), rows[0][1])
 
 
-def _nvidia_smi(field: str, limit: float) -> tuple[str, str]:
-    """Lines of name, driver and ``field``, and what went wrong; both "" without nvidia-smi."""
-    command = ["nvidia-smi", f"--query-gpu=name,driver_version,{field}", "--format=csv,noheader"]
+def _nvidia_smi(limit: float) -> tuple[str, str]:
+    """Lines of name, driver and capability, and what went wrong; both "" without nvidia-smi."""
+    query = "--query-gpu=name,driver_version,compute_cap"
+    command = ["nvidia-smi", query, "--format=csv,noheader"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
         process = subprocess.Popen(command, text=True, errors="replace", **pipes)
@@ -86,23 +86,17 @@ def _nvidia_smi(field: str, limit: float) -> tuple[str, str]:
     return out, f"failed: {said}" if process.returncode else ""
 
 
-def _capability(name: str, said: str = "") -> int:
-    """The capability that nvidia-smi ``said``, else that of GPUs with this ``name``."""
-    if re.fullmatch(r"\d+\.\d", said):
-        return int(said.replace(".", ""))
-    return next((old for word, old in OLD.items() if re.search(rf"\b{word}\b", name)), 75)
-
-
 def loaded(proc: Path = PROC) -> Machine:
     """The GPUs by the files of the loaded driver, which need no nvidia-smi."""
-    names, driver = [], ""
+    found, driver = [], ""
     with contextlib.suppress(OSError):
-        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", (proc / "version").read_text())
-        driver = found[1] if found else ""
+        version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", (proc / "version").read_text())
+        driver = version[1] if version else ""
         for file in sorted(proc.glob("gpus/*/information")):
             model = re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE)
-            names.append(model[1].strip() if model else "NVIDIA GPU")
-    return Machine(tuple(names), tuple(map(_capability, names)), driver)
+            name = model[1].strip() if model else "NVIDIA GPU"
+            found.append((name, next((OLD[old] for old in OLD if re.search(old, name)), 75)))
+    return Machine(tuple(found), driver)
 
 
 @functools.cache
@@ -123,7 +117,7 @@ def choose(found: Machine) -> tuple[str, str]:
     """
     if not found.has_gpus:
         return NEWEST, "no NVIDIA GPU here"
-    usable = [one for one in found.capabilities if one >= 70]
+    usable = [capability for _, capability in found.gpus if capability >= 70]
     if found.trouble:
         fault = found.trouble
     elif found.major < 525:

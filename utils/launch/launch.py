@@ -36,20 +36,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--sync-bn", action="store_true", help="batch norm over the batches of all GPUs")
 
 
-def single_process() -> Any:
-    """The `World` of a script that runs as one process. Imports torch, which this file does not."""
-    from utils.launch import world
-
-    return world.single_process()
-
-
-def process_group(args: Any) -> Any:
-    """A context with the `World` of this process; see `utils.launch.world.process_group`."""
-    from utils.launch import world
-
-    return world.process_group(args)
-
-
 def run(worker: Callable[[Any], int], args: Any) -> int:
     """Run ``worker(args)`` in each process of this node.
 
@@ -72,7 +58,7 @@ def run(worker: Callable[[Any], int], args: Any) -> int:
         raise UserError(f"-g {processes} asks for more GPUs than the {visible} of this node")
     if nodes > 1:
         if not _begun:
-            _begin_preflight(args, ends_process=False)
+            _begin_preflight(args)
         _begun.pop().finish(processes)
     job = {"WORLD_SIZE": nodes * processes, "LOCAL_WORLD_SIZE": processes}
     job |= {"MASTER_ADDR": host, "MASTER_PORT": number}
@@ -91,10 +77,10 @@ def begin_preflight() -> None:
     add_options(parser)
     args, rest = parser.parse_known_args()
     if not {"-h", "--help"} & set(rest):
-        _begin_preflight(args, ends_process=True)
+        _begin_preflight(args)
 
 
-def _begin_preflight(args: Any, ends_process: bool) -> None:
+def _begin_preflight(args: Any) -> None:
     rank, nodes, master = _node(args)
     if nodes == 1:
         return
@@ -106,9 +92,9 @@ def _begin_preflight(args: Any, ends_process: bool) -> None:
         "port in --dist-url" if args.dist_url else "MASTER_PORT",
     )
     if os.environ.get(supervise.MARKER, "").startswith("launcher"):  # multi_node_train.sh
-        names = preflight.Names("NODES", "NODE_RANK", "MASTER_PORT")
+        names = preflight.Names()
     check = preflight.Preflight(rank, nodes, master, args.dist_timeout, names)
-    check.begin(ends_process)
+    check.begin(ends_process=True)
     _begun.append(check)
 
 

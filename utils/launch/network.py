@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 from utils.errors import UserError
 
-LOOPBACK = "lo"
 _SIOCGIFADDR = 0x8915  # ioctl(2): the IPv4 address of an interface
 
 
@@ -24,10 +23,10 @@ def parse_tcp_url(url: str) -> tuple[str, int]:
     raise UserError(f"--dist-url {url} is not of the form tcp://HOST:PORT")
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago on the address ``host`` ("": on all addresses)."""
+def free_port() -> int:
+    """A TCP port of this machine that was free a moment ago."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
@@ -62,10 +61,10 @@ def interface_towards(host: str) -> str | None:
     return next((name for name, ip in interfaces().items() if ip == own_ip), None)
 
 
-def resolve(host: str, port: int) -> None:
-    """Raise `UserError` unless the master's name ``host`` can be resolved."""
+def resolve(host: str) -> list[tuple]:
+    """What `socket.getaddrinfo` finds for the master's name. Raises: `UserError` if nothing."""
     try:
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as fault:
         raise UserError(
             f"the master's name {host} cannot be resolved ({fault.strerror}): use its IP"
@@ -73,8 +72,8 @@ def resolve(host: str, port: int) -> None:
 
 
 def is_own(host: str) -> bool:
-    """Whether the name or address ``host`` (IPv4 or IPv6) is one of this machine's own."""
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+    """Whether ``host`` (a name, IPv4 or IPv6) is this machine. Raises: `UserError` if unknown."""
+    for family, kind, protocol, _, address in resolve(host):
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.bind(address)
@@ -95,11 +94,11 @@ def connect(
     ``waiting(reason)`` is called after each failed attempt. Raises: `UserError`: unknown host name,
     or nothing there in time.
     """
-    resolve(host, port)
+    resolve(host)
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return socket.create_connection((host, port), timeout=min(2.0, max(seconds, 0.1)))
+            return socket.create_connection((host, port), timeout=2.0)
         except OSError as fault:
             why = reason(fault)
         if time.monotonic() >= deadline:
@@ -116,6 +115,11 @@ def reason(fault: OSError) -> str:
     if isinstance(fault, TimeoutError):
         return "no answer"
     return (fault.strerror or str(fault)).lower()
+
+
+def taken(host: str, port: int, name: str = "port") -> str:
+    """The error message for a port in use, which the user has given as ``name``."""
+    return f"port {port} of {host} is taken by another program: choose another {name} on every node"
 
 
 class Clock:
@@ -145,18 +149,14 @@ def rendezvous(master: str) -> str:
     waits on stderr. Raises: `UserError`.
     """
     host, _, number = master.rpartition(":")
-    resolve(host, int(number))
-    address, clock = address_towards(host), Clock(300.0)
+    here, address, clock = is_own(host), address_towards(host), Clock(300.0)
     if address is None:
         raise UserError(f"no route from here to MASTER_ADDR={host}: is the link up?")
-    if is_own(host):
+    if here:
         try:
             socket.create_server(("", int(number))).close()
         except OSError:
-            raise UserError(
-                f"port {number} is taken by another program: choose another MASTER_PORT on every "
-                "node"
-            ) from None
+            raise UserError(taken(host, int(number), "MASTER_PORT")) from None
         return f"{address} true"
 
     def say(why: str) -> None:

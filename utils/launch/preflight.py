@@ -27,7 +27,6 @@ PATIENCE = 10.0  # seconds for an answer
 LOST = 90.0  # seconds without a message from node 0, which sends one every 15 s while it waits
 SILENT = 12.0  # seconds without an answer from a master that is known to be up
 PORTS = 2  # tried on each node: a firewall may let one through by chance
-LARGEST = 1 << 20  # bytes of a message
 GREETING = "imagenet preflight check"
 PROCESSES = "number of processes per node"
 ALIKE = (PROCESSES, "this code", "torch")  # facts that must be the same on all nodes
@@ -108,7 +107,6 @@ class Preflight:
 
     def _work(self, ends_process: bool) -> None:
         try:
-            network.resolve(*self.master)
             asyncio.run(self._check())
         except UserError as error:
             self.fault = str(error)
@@ -149,12 +147,9 @@ class Preflight:
                 "that of node 0"
             )
         try:
-            server = await asyncio.start_server(self._serve, sock=_listen(port), limit=LARGEST)
+            server = await asyncio.start_server(self._serve, sock=_listen(port))
         except OSError:
-            return (
-                f"port {port} of {host} is taken by another program: choose another "
-                f"{self.names.port} on every node"
-            )
+            return network.taken(host, port, self.names.port)
         self.leading = asyncio.create_task(self._lead(server))
         return None
 
@@ -292,7 +287,7 @@ class Preflight:
             print(f"note: {self.master[0]} is this machine: does node 0 run here, too?", flush=True)
         try:
             connection = network.connect(*self.master, wait, say)
-            link = Link(*await asyncio.open_connection(sock=connection, limit=LARGEST))
+            link = Link(*await asyncio.open_connection(sock=connection))
             link.send(**me)
             told = asyncio.create_task(self._tell_processes(link))
             while "end" not in (message := await link.receive(LOST if welcome else PATIENCE)):

@@ -98,11 +98,9 @@ def _join(args: Any) -> World:
     from utils.launch import network
 
     gpus.check()
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    rank, size, local_rank = (int(os.environ[name]) for name in names)
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    nodes, seconds = max(1, size // local_size), args.dist_timeout
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    rank, size, local_rank, local_size, port = (int(os.environ[name]) for name in names)
+    master, nodes, seconds = os.environ["MASTER_ADDR"], size // local_size, args.dist_timeout
     backend, device = args.dist_backend, torch.device("cpu")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
@@ -127,7 +125,7 @@ def _join(args: Any) -> World:
 
     # gloo looks up this host's own name, which often gives 127.0.1.1 or nothing; NCCL may take
     # Docker's bridge. The interface that leads to the master is right ("=": not a prefix).
-    interface = network.interface_towards(master) if nodes > 1 else network.LOOPBACK
+    interface = network.interface_towards(master) if nodes > 1 else "lo"
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if nodes > 1:
@@ -142,7 +140,7 @@ def _join(args: Any) -> World:
     except (RuntimeError, ValueError, OSError) as fault:
         text = str(fault) or type(fault).__name__
         if "EADDRINUSE" in text or "address already in use" in text.lower():
-            text = f"port {port} of {master} is taken by another program: choose another"
+            text = network.taken(master, port)
         else:
             text = (
                 f"rank {rank} could not join the {size} processes of the job at {master}:{port} "
