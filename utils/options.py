@@ -42,7 +42,8 @@ GONE = {
 }
 
 # Eight wait for a slow disk while one core decodes; thousands would take minutes to start.
-MOST_WORKERS = max(64, 8 * supervise.usable_cores())
+CORES = supervise.usable_cores()
+MOST_WORKERS = max(64, 8 * CORES)
 
 
 def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser:
@@ -61,14 +62,9 @@ def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser
 
 def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
     add = parser.add_argument_group("data").add_argument
+    default = os.environ.get("IMAGENET_DIR", "/data")
     text = "folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG; $IMAGENET_DIR if set, else /data"
-    add(
-        "data",
-        nargs="?",
-        metavar="DATA",
-        default=os.environ.get("IMAGENET_DIR", "/data"),
-        help=text,
-    )
+    add("data", nargs="?", default=default, metavar="DATA", help=text)
     text = "train on some of the class folders: the first N, those listed in FILE, or a list"
     add("--classes", metavar="N|FILE|A,B,C", help=text)
     text = (
@@ -91,14 +87,8 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         f"data loading workers per node, shared by its processes; at most {MOST_WORKERS} here (8 "
         "per core, or 64)"
     )
-    add(
-        "-j",
-        "--workers",
-        type=number(int, 0, MOST_WORKERS),
-        default=supervise.usable_cores(),
-        metavar="N",
-        help=text,
-    )
+    workers = number(int, 0, MOST_WORKERS)
+    add("-j", "--workers", type=workers, default=CORES, metavar="N", help=text)
     text = "stop when more than N image files cannot be read"
     add("--max-bad-files", type=count, default=100, metavar="N", help=text)
     text = "time the training step alone, on synthetic batches that stay on the device"

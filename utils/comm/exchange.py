@@ -153,17 +153,12 @@ class Exchange:
     def collect(self) -> dict[str, Any]:
         """The state of all processes for a snapshot. Collective; only rank 0's result counts."""
         found: dict[str, Any] = {"method": self.method, "nodes": self.world.nodes}
-        if self.has_states:
+        if self.world.size > 1 and methods.parse(self.method or "fp32").rank:
             mine = self.codec.state_dict() if self.codec is not None else {}
             states: list[Any] | None = [None] * self.world.size if self.world.is_main else None
             dist.gather_object(mine, states, group=self.world.control)
             found["states"] = states or []
         return found
-
-    @property
-    def has_states(self) -> bool:
-        """Whether there is more to save than the method's name; the same in all processes."""
-        return self.world.size > 1 and bool(methods.parse(self.method or "fp32").rank)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from a snapshot, in every process.

@@ -114,7 +114,6 @@ class Run:
         self.args, self.world, self.mode = args, world, mode
         self.snapshot = Path(args.resume) if args.resume else None  # the file to resume from
         self.folder: Path | None = None
-        self.lock: Lock | None = None  # in rank 0
         self.store: Any = None  # with --store, in rank 0, a `utils.run.store.Store`
         self.is_writing = not args.evaluate and not args.dummy  # a training
         plain = (int, float, str, type(None))
@@ -140,16 +139,16 @@ class Run:
             return
         args, world = self.args, self.world
         self.folder = from_main(lambda: _directory(args, world, self.mode), world)
-        lock = Lock(self.folder, patient=is_elastic())
+        self.lock = Lock(self.folder, patient=is_elastic())  # rank 0 of a training acquires it
         # In short rounds, as the other ranks wait no longer than --dist-timeout for one.
-        while not from_main(lambda: self._make(lock), world):
+        while not from_main(self._make, world):
             time.sleep(0.5)
         if self.is_writing and is_elastic():
-            self._check_shared(from_main(lambda: lock.text, world))
+            self._check_shared(from_main(lambda: self.lock.text, world))
         self.console = Console(self.folder, world)
         if world.device.type == "cpu" and (note := gpus.unused()):
             log.info(note)
-        if self.lock is not None and self.lock.note:
+        if self.lock.note:
             log.info(self.lock.note)
         self.snapshot = from_main(self._find_snapshot, world)
 
@@ -164,16 +163,14 @@ class Run:
                 "files are intact; free disk space, or choose another --output-dir"
             ) from fault
 
-    def _make(self, lock: Lock) -> bool:
+    def _make(self) -> bool:
         """Make the directory and, to train, acquire its lock. Returns: whether that is done.
 
         Raises: `UserError` while another run holds it.
         """
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.is_writing:
-                self.lock = lock if lock.poll() else None
-        return self.lock is not None or not self.is_writing
+            return not self.is_writing or self.lock.poll()
 
     def _check_shared(self, text: str) -> None:
         """Raise `UserError` unless all nodes see the lock: any may have rank 0 next time."""
@@ -304,8 +301,7 @@ class Run:
             self._write_summary()
             self.upload(self.folder / SUMMARY)
         self.close_store()
-        if self.lock is not None:
-            self.lock.release()
+        self.lock.release()
 
     def _write_summary(self) -> None:
         # JSON has no NaN, and other programs read this file: what was not measured is null.

@@ -83,7 +83,7 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
             state.tick()
             if not math.isfinite(state.sums[0]):  # no line has shown it yet
                 stop.ask(Reason.DIVERGED)
-            elif not _busy(session):
+            elif not from_main(lambda: session.snapshots.busy, world):
                 save_snapshot(session)  # on a slow disk: the next time
         watch.timer.wait()
     lines.flush()
@@ -152,14 +152,6 @@ def save_snapshot(session: Session, is_best: bool = False) -> None:
         fsdp.gather_for_main(files)
     else:
         session.snapshots.save(files)
-
-
-def _busy(session: Session) -> bool:
-    """Whether the last snapshot is still being written; where it matters, the same in all ranks."""
-    state = session.state
-    if state.sharded or (state.comm is not None and state.comm.has_states):
-        return from_main(lambda: session.snapshots.busy, session.world)
-    return session.snapshots is not None and session.snapshots.busy
 
 
 def _seed_dropout(session: Session, *position: int) -> None:

@@ -58,10 +58,9 @@ def _resolve_preprocessing(session: Session) -> None:
     args, state, run = session.args, session.state, session.run
     wanted, source = args.preprocessing, "the pretrained weights"
     if state.preprocessing is not None:
-        names = ("image_size", "val_resize_size", "val_image_size")
-        typed = {name: None if name in args.untyped else getattr(args, name) for name in names}
-        wanted = Preprocessing.from_dict(state.preprocessing, run.snapshot).resized(**typed)
-        source = run.snapshot
+        source, size = run.snapshot, None if "image_size" in args.untyped else args.image_size
+        saved = Preprocessing.from_dict(state.preprocessing, source)
+        wanted = saved.resized(size, args.val_resize_size, args.val_image_size)
     if args.pretrained or wanted != args.preprocessing:
         log.info(f"preprocessing as in {source}: {wanted}")
     session.loaders.use(wanted)
