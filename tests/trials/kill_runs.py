@@ -30,7 +30,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
-from trials.kill_checks import Checks  # noqa: E402
+from conftest import draw_folder, environment, summary  # noqa: E402
+from running import (  # noqa: E402
+    STAND_IN,
+    assert_same_curves,
+    assert_same_weights,
+    wait_for_group,
+)
 
 from utils.launch import supervise  # noqa: E402
 
@@ -45,23 +51,78 @@ TRAINING = re.compile(r"^\d+ images in \d+ classes", re.MULTILINE)  # the line b
 IN_TRAINING = 0.8  # share of the signals that wait for that line
 RECIPE = f"-a tiny_full --image-size 32 -j 1 -p 4 --epochs {EPOCHS} --lr 0.05 --crop-scale 0.5"
 RECIPE += " --resume auto --snapshot-minutes 0.01"
+RESUMED = re.compile(r"^resumed from .*: epoch (\d+), step (\d+)", re.MULTILINE)
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 LIMIT = 120  # seconds that an attempt may take
 
 
 class Case:
-    """The runs of one script."""
+    """The runs of one script in the folder ``root``, and how they differ from an undisturbed one.
+
+    A run NAME has its directory NAME, its output in NAME.log, and what each attempt has seen in
+    each rank in NAME_seen/RANK_TIME, one line per step.
+    """
 
     def __init__(self, name: str, root: Path, data: Path):
         self.name, self.root, self.data = name, root, data
-        self.checks = Checks(root, 1 if name == "nd" else 2, EPOCHS)
+        self.ranks = 1 if name == "nd" else 2
         self.start_seconds = self.train_seconds = 0.0  # of the undisturbed run, until TRAINING
         self.signals: Counter = Counter()
-        self.runs = 0
+        self.runs = self.steps_repeated = 0
+        self.differences: list[str] = []
+
+    # ---- how a run may differ
 
     def differs(self, run: str, how: str) -> None:
         """Note a difference."""
-        self.checks.differences.append(f"{run} {how}, see {self.root}/{run}.log")
+        self.differences.append(f"{run} {how}, see {self.root}/{run}.log")
+
+    def attempts(self, run: str, rank: int) -> list[list[str]]:
+        """What each attempt of a run has seen in one rank, one text per step."""
+        files = (self.root / f"{run}_seen").glob(f"{rank}_*")
+        files = sorted(files, key=lambda file: int(file.name.split("_")[1]))
+        return [file.read_text().splitlines() for file in files]
+
+    def compare(self, run: str, whole: str) -> None:
+        """Note all differences between a run and the undisturbed one."""
+        self.compare_images(run, whole)
+        for what, same in (("weights", assert_same_weights), ("curves", assert_same_curves)):
+            try:
+                same(self.root / run, self.root / whole)
+            except (AssertionError, OSError) as fault:
+                self.differs(run, f"has other {what}: {fault}")
+
+    def compare_images(self, run: str, whole: str) -> None:
+        """Each attempt must begin at the position of its snapshot, and continue step by step."""
+        resumed = RESUMED.findall((self.root / f"{run}.log").read_text())
+        for rank in range(self.ranks):
+            (order,) = self.attempts(whole, rank)
+            per_epoch = len(order) // EPOCHS
+            # After an epoch's last step, evaluated or not, the position is that of the next epoch.
+            stands = {0} | {(int(epoch) - 1) * per_epoch + int(step) for epoch, step in resumed}
+            reached, place = 0, {sums: number for number, sums in enumerate(order)}
+            for number, seen in enumerate(self.attempts(run, rank)):
+                first = place.get(seen[0], -1)
+                if first < 0 or seen != order[first : first + len(seen)]:
+                    self.differs(run, f"saw other images or order in attempt {number}")
+                elif first not in stands or first > reached:
+                    self.differs(run, f"began at another step in attempt {number}")
+                self.steps_repeated += max(0, reached - first) if rank == 0 else 0
+                reached = first + len(seen)
+            if reached != len(order):
+                self.differs(run, f"saw {reached} of {len(order)} steps in rank {rank}")
+
+    def check_epochs(self, whole: str) -> None:
+        """The undisturbed run must see each image once per epoch."""
+        ranks = [self.attempts(whole, rank)[0] for rank in range(self.ranks)]
+        per_epoch = len(ranks[0]) // EPOCHS
+        for epoch in range(EPOCHS):
+            steps = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
+            sums = [one for seen in ranks for line in seen[steps] for one in line.split()]
+            if not len(sums) == len(set(sums)) == IMAGES:
+                self.differs(whole, f"saw {len(set(sums))} images in epoch {epoch + 1}")
+
+    # ---- how it is run
 
     @contextlib.contextmanager
     def attempt(self, run: str, until_training: bool) -> Iterator[subprocess.Popen]:
@@ -69,9 +130,6 @@ class Case:
 
         One that does not end counts as a difference, and is killed.
         """
-        from conftest import environment
-        from running import STAND_IN
-
         seen, path = self.root / f"{run}_seen", self.root / f"{run}.log"
         seen.mkdir(parents=True, exist_ok=True)
         words = f"{SCRIPTS[self.name]} {RECIPE} --name {run} --output-dir {self.root} {self.data}"
@@ -112,9 +170,6 @@ class Case:
 
     def disturb(self, run: str, source: random.Random, kills: int) -> int:
         """Kill a run until it ends by itself, at most ``kills`` times. Returns how often."""
-        from conftest import summary
-        from running import wait_for_group
-
         for done in range(kills):
             signum, in_training = source.choice(SIGNALS), source.random() < IN_TRAINING
             seconds = source.uniform(0, self.train_seconds if in_training else self.start_seconds)
@@ -145,10 +200,10 @@ class Case:
     def kill(self, kills: int, seed: str) -> None:
         """Kill runs ``kills`` times in all, and compare each with the undisturbed one."""
         source = random.Random(seed)
-        while kills > 0 and not self.checks.differences:
+        while kills > 0 and not self.differences:
             run = f"{self.name}_{self.runs}"
             kills -= self.disturb(run, source, kills)
-            self.checks.compare(run, f"{self.name}_whole")
+            self.compare(run, f"{self.name}_whole")
             self.runs += 1
 
 
@@ -160,16 +215,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="keep the runs there")
     args = parser.parse_args()
-    from conftest import draw_folder
-
     with tempfile.TemporaryDirectory(prefix="kill_runs") as temporary:
         root = (args.output_dir or Path(temporary, "runs")).resolve()
         data = draw_folder(Path(temporary, "data"), train=IMAGES // 3)
         cases = [Case(name, root / f"seed{args.seed}_{os.getpid()}", data) for name in SCRIPTS]
         for case in cases:
             case.finish(f"{case.name}_whole")
-            if not case.checks.differences:
-                case.checks.check_epochs(f"{case.name}_whole", IMAGES)
+            if not case.differences:
+                case.check_epochs(f"{case.name}_whole")
         with ThreadPoolExecutor(len(cases)) as pool:  # different scripts at the same time
             kills = [(args.kills + i) // len(cases) for i in range(len(cases))]
             list(pool.map(Case.kill, cases, kills, [f"{args.seed} {name}" for name in SCRIPTS]))
@@ -183,9 +236,9 @@ def summarize(cases: list[Case]) -> int:
     for case in cases:
         signals = [case.signals[name] for name in ("SIGKILL", "SIGTERM", "SIGINT")]
         cells = [SCRIPTS[case.name], sum(signals), *signals, case.runs]
-        cells += [case.checks.steps_repeated, len(case.checks.differences)]
+        cells += [case.steps_repeated, len(case.differences)]
         print("".join(f"| {cell} " for cell in cells) + "|")
-    found = [text for case in cases for text in case.checks.differences]
+    found = [text for case in cases for text in case.differences]
     for text in found:
         print(f"error: {text}", file=sys.stderr)
     return 1 if found else 0
