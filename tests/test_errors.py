@@ -47,6 +47,8 @@ def contents(folder: Path) -> dict[str, bytes]:
         ("nd --random-erasing=1.1", "1.1 is not at least 0 and at most 1"),
         ("nd --betas=0.9,1", "0.9,1 is not two numbers below 1"),
         ("nd -b 0", "0 is not at least 1"),
+        ("nd -b auto", "give -b a number here"),
+        ("nd --memory-limit 2", "is for -b auto"),
         ("nd -j 5000", "argument -j/--workers: 5000 is not at least 0 and at most"),
         ("nd --epochs 2 --warmup-epochs 2.5", "--warmup-epochs 2.5 is longer than --epochs 2"),
         ("nd --resume auto", "--resume auto needs --name"),
@@ -144,8 +146,9 @@ def damage(run: Path) -> None:
         (None, "-a resnet34 --resume {run}/snapshot.pt", ("{run}/snapshot.pt", "resnet18")),
         (damage, "--resume auto --output-dir {run.parent} --name mine", ("{run}/snapshot.pt",)),
         (None, "--output-dir {run}/best.pt", ("{run}/best.pt",)),
+        (None, "--output-dir {run.parent} --name mine", ("{run} holds a run", "--resume")),
     ],
-    ids=["other arch", "damaged snapshot", "no directory"],
+    ids=["other arch", "damaged snapshot", "no directory", "taken name"],
 )
 def test_a_run_that_cannot_be_continued_is_left_as_it_was(run, folder, spoil, options, named):
     if spoil:

@@ -11,7 +11,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import draw_folder, python, scalars, summary, train
+from conftest import draw_folder, scalars, summary, train
 
 from utils import option_types
 from utils.train import report
@@ -93,10 +93,7 @@ def test_curves_have_the_tags_of_older_runs_and_count_what_they_say(ran):
     for tag in TAGS:
         assert [x for x, _ in ran.curves[tag]] == [1, 2, 3], tag
         assert all(map(math.isfinite, curves[tag])), tag
-    for part, images in (("train", 5), ("val", 21 / 5)):  # a step; the last batch has one image
-        assert curves[f"Top5/{part}"] == [100] * 3  # there are 3 classes
-        rates = zip(curves[f"Throughput/{part}"], curves[f"Time/{part}"], strict=True)
-        assert [rate * step for rate, step in rates] == pytest.approx([images] * 3, rel=1e-3)
+    assert curves["Top5/train"] == curves["Top5/val"] == [100] * 3  # there are 3 classes
     assert curves["Lr"] == pytest.approx([0.1] * 3)
     for tag in {"Step/loss"} | {tag for tag in curves if tag.startswith("Step/")}:
         # In thousandths of an epoch of 12 steps, with a line after every fourth.
@@ -183,15 +180,6 @@ def test_the_best_model_is_plain_torchvision_and_as_good_as_the_summary_says(ran
         assert ran.curves[f"{name}/test"] == [(3, pytest.approx(found[f"test_{name.lower()}"]))]
     lines = ran.out.splitlines()
     assert [line for line in lines if line.startswith("test:")] == lines[-2:-1]
-
-
-def test_taken_name_is_refused_and_the_old_run_stays(ran, folder):
-    run, before = ran.folder, {path: path.read_bytes() for path in ran.folder.iterdir()}
-    where = ("--output-dir", run.parent, "--name", run.name, folder)
-    taken = python("imagenet_nd.py", *OPTIONS, *where)
-    assert taken.code == 2
-    taken.fails_with(run.name, "--resume", "--name")
-    assert {path: path.read_bytes() for path in run.iterdir()} == before
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "../x", "x" * 300, "a\n"], ids=repr)
