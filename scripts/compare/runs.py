@@ -242,10 +242,8 @@ def from_name(name: str) -> dict[str, Any]:
 
 def _find_facts(run: Run, sessions: list[Session]) -> None:
     """Take the options of the latest HParams entry; without one, the facts in the folder's name."""
-    named = from_name(run.folder.name)
     entries = [session.options for session in sessions if session.options]
-    run.facts = entries[-1] if entries else named
-    run.facts["generated"] = bool(named)
+    run.facts = entries[-1] if entries else from_name(run.folder.name)
     if entries:
         run.state = sessions[-1].status or "not finished"
     if sessions:
@@ -278,7 +276,7 @@ def _count_hours(run: Run, sessions: list[Session]) -> None:
 def name_runs(runs: list[Run]) -> None:
     """Label each run: by its folder's name or, if a training script generated the name, by the
     facts that differ between the runs (16 GPUs, O2, b208)."""
-    generated = [run for run in runs if run.facts["generated"]]
+    generated = [run for run in runs if GENERATED.search(run.folder.name)]
     several = [
         (key, form)
         for key, form in (("arch", " {}"), ("mode", " {}"), ("batch_per_gpu", " b{:g}"))
