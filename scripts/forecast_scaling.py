@@ -14,6 +14,7 @@ would take. scripts/forecast/model.py describes the model.
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,16 +60,12 @@ def main(argv: list[str] | None = None) -> int:
         print(describe(work, cluster, args), table(rows, measured), sep="\n\n", end="\n\n")
         if several := [row.gpus for row in rows if row.nodes > 1]:
             print(methods(work, cluster, several[:MOST_COLUMNS]), end="\n\n")
-    except UserError as error:
-        return report(error)
-    if args.out:
-        try:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
+        if args.out:
             title = f"{args.arch}, {work.batch} images per GPU, {cluster.network_gbit:g} Gbit/s"
             picture.draw(rows, measured, title, args.out)
-        except (OSError, ValueError) as fault:
-            return report(UserError(f"cannot write {args.out}: {fault}"))
-        print(f"picture: {args.out}")
+            print(f"picture: {args.out}")
+    except UserError as error:
+        return report(error)
     return 0
 
 
@@ -194,7 +191,7 @@ def methods(work: Workload, cluster: Cluster, counts: list[int]) -> str:
     names = dict.fromkeys((*auto.METHODS, work.how.name))  # bf16 costs as fp16 does
     lines = []
     for name in names:
-        one = Workload(work.batch, work.images_per_s, work.buckets, comm_methods.parse(name))
+        one = replace(work, how=comm_methods.parse(name))
         shares = [model.forecast(one, cluster, gpus).efficiency for gpus in counts]
         lines.append([name, *(f"{100 * share:.0f}" for share in shares)])
     lines.append(["--comm auto takes", *(model.choice(work, cluster, n)[1] for n in counts)])

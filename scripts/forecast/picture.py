@@ -4,6 +4,8 @@ from pathlib import Path
 
 from forecast.model import Forecast
 
+from utils.errors import UserError
+
 PARTS = {  # of a step: attribute of `Forecast`, colour, hatch
     "compute": ("compute_s", "#2563a0", ""),
     "waiting for the slowest GPU": ("straggler_s", "#f8d060", "//"),
@@ -19,7 +21,7 @@ CROSS = {"color": "#f28a50", "markersize": 13, "markeredgecolor": "black"}
 def draw(rows: list[Forecast], measured: dict[int, float], title: str, out: Path) -> None:
     """Draw ``rows`` and ``measured`` (seconds per step by number of GPUs) into the file ``out``.
 
-    Raises: OSError or ValueError for a file that cannot be written, or of an unknown kind.
+    Raises: `UserError` for a file that cannot be written, or of an unknown kind.
     """
     import matplotlib.style
     from matplotlib.figure import Figure
@@ -57,4 +59,8 @@ def draw(rows: list[Forecast], measured: dict[int, float], title: str, out: Path
         for axes in (rate, parts):
             axes.legend(loc="upper left")
             axes.grid(axis="y", color="0.9")
-        figure.savefig(out, metadata={"Software": None} if out.suffix == ".png" else None)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(out, metadata={"Software": None} if out.suffix == ".png" else None)
+        except (OSError, ValueError) as fault:
+            raise UserError(f"cannot write {out}: {fault}") from None
