@@ -35,7 +35,7 @@ from bench import commands, namespaces  # noqa: E402
 from compare.table import markdown_table  # noqa: E402
 
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
-from utils.option_types import amount, number, positive  # noqa: E402
+from utils.option_types import list_of, number, positive  # noqa: E402
 
 METHODS = "fp32,fp16,int8,int4,powersgd:4"
 PORT = 29555
@@ -62,30 +62,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--nodes", default=[2], type=_counts, metavar="LIST", help="such as 2,4,8 (2)")
+    counts, above_0 = list_of(number(int, 2)), number(float, 0, exclusive=True)
+    add("--nodes", default=[2], type=counts, metavar="LIST", help="such as 2,4,8 (2)")
     add("--methods", default=METHODS.split(","), type=_methods, metavar="LIST", help=f"({METHODS})")
     add("--rounds", type=positive, default=3, metavar="N", help="(%(default)s)")
     text = "of one run; one that takes longer ends the bench (%(default)s)"
     add("--limit", type=positive, default=600, metavar="SECONDS", help=text)
-    add("--gbit", type=amount, default=10.0, metavar="X", help="of each simulated link, Gbit/s")
+    add("--gbit", type=above_0, default=10.0, metavar="X", help="of each simulated link, Gbit/s")
     group = parser.add_argument_group("between real machines")
     group.add_argument("--master", metavar="IP", help="of rank 0; the links are not limited then")
     group.add_argument("--rank", type=number(int, 0), default=0, metavar="R", help="of this node")
     group.add_argument("--port", type=positive, default=PORT, help="of rank 0 (%(default)s)")
     args = parser.parse_args(argv[:end])
     args.options = argv[end + 1 :]
-    if not args.gbit:
-        parser.error("--gbit must be more than 0")
     if args.master and len(args.nodes) > 1:
         parser.error("--nodes takes one number with --master")
     return args
-
-
-def _counts(text: str) -> list[int]:
-    counts = sorted({int(word) for word in text.split(",")})
-    if counts[0] < 2:
-        raise argparse.ArgumentTypeError(f"{text}: at least 2 nodes")
-    return counts
 
 
 def _methods(text: str) -> list[str]:
@@ -95,9 +87,6 @@ def _methods(text: str) -> list[str]:
         return [word if word == "auto" else methods.parse(word).name for word in text.split(",")]
     except UserError as fault:
         raise argparse.ArgumentTypeError(str(fault)) from None
-
-
-_counts.__name__, _methods.__name__ = "list of numbers", "list of methods"
 
 
 def measure(count: int, args: argparse.Namespace) -> list[list[str]]:
@@ -122,7 +111,7 @@ def places(count: int, args: argparse.Namespace) -> Iterator[tuple[list[list[str
         return
     with namespaces.network(count) as nodes:
         for node in nodes:
-            namespaces.limit(node, f"{int(args.gbit * 1e9)}bit", "256kb", "200ms")
+            namespaces.limit(node, f"{int(args.gbit * 1e9)}bit", "200ms")
         yield [list(node.enter) for node in nodes], namespaces.address(0)
 
 

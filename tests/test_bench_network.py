@@ -67,10 +67,10 @@ def test_two_simulated_nodes():
 def test_wrong_options_are_one_error_message(capsys):
     for line, message in {
         "--methods fp32,fp8": "unknown method fp8",
-        "--nodes 1,2": "at least 2 nodes",
+        "--nodes 1,2": "1 is not at least 2",
         "--nodes x": "invalid list of numbers value: 'x'",
         "--nodes 2,4 --master 127.0.0.1": "one number with --master",
-        "--gbit 0": "--gbit must be more than 0",
+        "--gbit 0": "0 is not more than 0",
     }.items():
         with pytest.raises(SystemExit) as ended:
             bench_network.parse(line.split())

@@ -94,10 +94,10 @@ def plug_in(number: int, node: Namespaces, switch: Namespaces) -> None:
     do(*node.enter, "sh", "-ec", up)
 
 
-def limit(node: Namespaces, rate: str, burst: str = "256kb", latency: str = "20ms") -> None:
+def limit(node: Namespaces, rate: str, latency: str = "20ms") -> None:
     """Limit what a node sends: ``rate`` such as 100mbit, of Ethernet's bytes."""
     do(*node.enter, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate,
-       "burst", burst, "latency", latency)  # fmt: skip
+       "burst", "256kb", "latency", latency)  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -54,9 +54,9 @@ def main() -> int:
     parser.add_argument("--data", type=Path, metavar="DIR", help="with train/ and val/: one epoch")
     args = parser.parse_args()
     cuda, size = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if cuda else None)
-    device = device if cuda else torch.device("cpu")
-    if size > 1 or "RANK" in os.environ:
+    rank = int(os.environ.get("RANK", "0"))
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu")
+    if "RANK" in os.environ:
         dist.init_process_group("nccl" if cuda else "gloo")
     torch.backends.cudnn.benchmark = args.kind == "torchvision"
     classes = len(os.listdir(args.data / "train")) if args.data else 1000
@@ -65,7 +65,6 @@ def main() -> int:
         loop.train(_loader(args, "train"))
         loop.evaluate(_loader(args, "val"))
     else:
-        rank = int(os.environ.get("RANK", "0"))
         control = dist.new_group(backend="gloo") if size > 1 else None
         world = World(device, rank, size, rank, size, 1, control)
         images, targets = dummy.random_batch(args.batch_size, args.image_size, world)
