@@ -26,7 +26,7 @@ from utils.amp import apex, o2
 from utils.comm.exchange import form_buckets
 from utils.data.loaders import build_loaders
 from utils.launch import launch, supervise
-from utils.launch.world import World, process_group
+from utils.launch.world import World
 from utils.model import models, optim
 from utils.run.checkpoint import TrainState
 from utils.run.directory import Run
@@ -45,7 +45,7 @@ def main() -> int:
 
 def worker(args: Namespace) -> int:
     """One process of the job: join the process group, train, leave it."""
-    with process_group(args) as world:  # torch.distributed.init_process_group
+    with launch.process_group(args) as world:  # torch.distributed.init_process_group
         return train(args, world)
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from utils import options
 from utils.amp import native
 from utils.data.loaders import build_loaders
-from utils.launch import supervise
-from utils.launch.world import World, single_process
+from utils.launch import launch, supervise
+from utils.launch.world import World
 from utils.model import models, optim
 from utils.run.checkpoint import TrainState
 from utils.run.directory import Run
@@ -31,7 +31,7 @@ def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step, shared out over the GPUs")
     native.add_options(parser)
     args = options.parse(parser)
-    return train(args, single_process())
+    return train(args, launch.single_process())
 
 
 def train(args: Namespace, world: World) -> int:

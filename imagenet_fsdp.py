@@ -28,7 +28,7 @@ from utils.amp import native
 from utils.comm import fsdp
 from utils.data.loaders import build_loaders
 from utils.launch import launch, supervise
-from utils.launch.world import World, copy_from_main, process_group
+from utils.launch.world import World, copy_from_main
 from utils.model import models, optim
 from utils.run.checkpoint import TrainState
 from utils.run.directory import Run
@@ -47,7 +47,7 @@ def main() -> int:
 
 def worker(args: Namespace) -> int:
     """One process of the job: join the process group, train, leave it."""
-    with process_group(args) as world:  # torch.distributed.init_process_group
+    with launch.process_group(args) as world:  # torch.distributed.init_process_group
         return train(args, world)
 
 

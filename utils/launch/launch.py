@@ -36,6 +36,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--sync-bn", action="store_true", help="batch norm over the batches of all GPUs")
 
 
+def single_process() -> Any:
+    """The `World` of a script that runs as one process. Imports torch, which this file does not."""
+    from utils.launch import world
+
+    return world.single_process()
+
+
+def process_group(args: Any) -> Any:
+    """A context with the `World` of this process; see `utils.launch.world.process_group`."""
+    from utils.launch import world
+
+    return world.process_group(args)
+
+
 def run(worker: Callable[[Any], int], args: Any) -> int:
     """Run ``worker(args)`` in each process of this node.
 
