@@ -59,7 +59,7 @@ class _Forked(Running):
         out, err = f"{self.folder.name}/out", f"{self.folder.name}/err"
         os.mkfifo(out)
         self.errors = open(err, "w+")
-        line = (script, list(map(str, words)), environment(**env), (out, err))
+        line = (script, list(map(str, words)), environment(*words, **env), (out, err))
         process = _server().Process(target=_as_command, args=line)
         process.start()
 

@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, TIMEOUT, Result, environment, scalars
+from conftest import ROOT, SMALL, STAND_IN, TIMEOUT, Result, environment, scalars
 
 from utils.launch.network import free_port
 
 # A model that costs next to nothing, for a typed line; needs the environment of `tiny`.
 TINY_LINE = "-a tiny_plain --image-size 32 -b 5 -j 1"
-STAND_IN = str(Path(__file__).parent / "stand_in")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 # Never the same twice: of an epoch, and of a step.
 SPEED = ("Throughput/", "Time/", "IO/", "CPU/", "GPU/")
@@ -62,7 +61,7 @@ class Running:
         return subprocess.Popen(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
-            env=environment(**env),
+            env=environment(*arguments, **env),
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
@@ -204,28 +203,16 @@ def snapshot(run: Path, name: str = "snapshot.pt") -> dict:
 
 
 def assert_same_weights(one: Path, other: Path, tolerance: float = 0.0) -> None:
-    """The snapshots of two runs hold the same weights, buffers and momentum.
+    """The snapshots of two runs hold the same weights, buffers, momentum and averages.
 
     Bit for bit unless there is a ``tolerance``, relative and absolute.
     """
-    a, b = snapshot(one), snapshot(other)
-    assert a["model"].keys() == b["model"].keys()
-    moments = [x["optimizer"]["state"] for x in (a, b)]
-    assert moments[0].keys() == moments[1].keys()
-    assert moments[0]
-    pairs = {name: (a["model"][name], b["model"][name]) for name in a["model"]}
-    for i in moments[0]:
-        pairs[f"momentum {i}"] = tuple(state[i]["momentum_buffer"] for state in moments)
-    if a["ema"] or b["ema"]:
-        averages = a["ema"].pop("model"), b["ema"].pop("model")
-        assert a["ema"] == b["ema"]
-        pairs |= {f"average of {name}": tuple(x[name] for x in averages) for name in averages[0]}
-    for name, (x, y) in pairs.items():
-        assert x.dtype == y.dtype
-        if tolerance:
-            torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=name)
-        else:
-            assert torch.equal(x, y), name
+    ours, theirs = (
+        {"model": x["model"], "ema": x["ema"], "moments": x["optimizer"]["state"]}
+        for x in (snapshot(one), snapshot(other))
+    )
+    assert ours["moments"]
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def assert_same_curves(run: Path, other: Path, tolerance: float = 0.0) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch._inductor.config
 from conftest import SMALL, python
-from running import tiny
 from torch import nn
 
 from utils.errors import UserError
@@ -31,10 +30,9 @@ sys.exit(code)
 
 
 def test_training_is_compiled_once_for_each_size_and_evaluation_not(folder, tmp_path):
-    model, env = tiny()
-    options = (*SMALL, *model, "-b", "9", "--accum-steps", "2", "--epochs", "2", "--progressive")
-    options += ("24,40", "--compile", "reduce-overhead", "--output-dir", tmp_path, folder)
-    done = python("-c", COUNTED, *options, **env)
+    options = (*SMALL, "-a", "tiny_plain", "-b", "9", "--accum-steps", "2", "--epochs", "2")
+    options += ("--progressive", "24,40", "--compile", "reduce-overhead")
+    done = python("-c", COUNTED, *options, "--output-dir", tmp_path, folder)
     assert done.code == 0, done.err
     assert "mode: reduce-overhead\n" in done.out
     assert "compiled: 2\n" in done.out

@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import SMALL, draw_folder, python, scalars, summary, train
 from PIL import Image
-from running import tiny
 
 MANY = 503  # a prime: no number of processes or batch size divides it
 
@@ -75,10 +74,9 @@ def test_odd_images_are_good_images_and_unreadable_ones_are_named(tmp_path):
     bad = [data / part / "class_1" / "001.JPEG" for part in ("train", "val")]
     bad[0].write_bytes(bad[0].read_bytes()[:300])
     bad[1].write_bytes(b"")
-    model, env = tiny()
-    options = (*model, "-b", "19", "-j", "0", "--epochs", "2", "--max-bad-files", "1")
+    options = ("-a", "tiny_plain", "-b", "19", "-j", "0", "--epochs", "2", "--max-bad-files", "1")
     options += ("--ema", "0.9", "--output-dir", tmp_path, "--name", "odd")
-    done = train("imagenet_nd.py", *options, data, **env)
+    done = train("imagenet_nd.py", *options, data)
     assert f"{3 * (6 + kinds)} images in 3 classes" in done.out
     found = summary(tmp_path / "odd")
     assert (found["epochs_done"], found["finished_because"]) == (2, "epochs")
@@ -95,9 +93,8 @@ def test_validation_without_a_readable_image_is_an_error(tmp_path):
     data = draw_folder(tmp_path / "data", train=6, val=2)
     for path in (data / "val").glob("*/*"):
         path.write_bytes(b"no image")
-    model, env = tiny()
-    line = ("imagenet_nd.py", *SMALL, *model, "-b", "5000", "--epochs", "2", "--output-dir")
-    done = python(*line, tmp_path, "--name", "blind", data, **env)
+    line = ("imagenet_nd.py", *SMALL, "-a", "tiny_plain", "-b", "5000", "--epochs", "2")
+    done = python(*line, "--output-dir", tmp_path, "--name", "blind", data)
     assert done.code == 2
     assert f"none of the 6 images in {data / 'val'} could be read" in done.sentence
     assert "global batch 18 (5000 per process x 1; the whole data set is one step)" in done.out

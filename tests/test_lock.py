@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, python, scalars, summary, train
 from joined import start
-from running import Running, eventually, tiny
+from running import Running, eventually
 
 from utils.errors import UserError
 from utils.run import lock
@@ -26,22 +26,21 @@ def thread_states(pid: int) -> set[str]:
 def test_a_second_training_is_refused_while_the_first_lives_and_takes_its_place_after(
     folder, tmp_path
 ):
-    model, env = tiny(step_seconds=0.05)
     where = ("--output-dir", tmp_path, "--name", "one", "--resume", "auto", folder)
-    line = (*model, "-b", "5", "-p", "1", "--epochs", "2", *where)
+    line = ("imagenet_nd.py", "-a", "tiny_plain", "-b", "5", "-p", "1", "--epochs", "2", *where)
     run = tmp_path / "one"
-    with start("imagenet_nd.py", *line, **env) as first:
+    with start(*line, STEP_SECONDS="0.05") as first:
         first.until(r"Epoch 2/2 step +1/")
         first.send(signal.SIGSTOP)  # what is stopped is not dead, and writes nothing meanwhile
         assert eventually(lambda: thread_states(first.process.pid) == {"T"})
         before = {path: path.read_bytes() for path in run.iterdir()}
-        refused = python("imagenet_nd.py", *line, "--image-size", "32", "-j", "0", **env)
+        refused = python(*line, "--image-size", "32", "-j", "0")
         assert (refused.code, refused.out) == (2, "")
         refused.fails_with(run, f"process {first.process.pid} on {socket.gethostname()}")
         assert {path: path.read_bytes() for path in run.iterdir()} == before
         first.send(signal.SIGKILL)
         first.result()
-    second = train("imagenet_nd.py", *line, **env)
+    second = train(*line)
     assert f"process {first.process.pid} on" in second.out
     assert "resumed from" in second.out
     assert summary(run)["epochs_done"] == 2

@@ -9,7 +9,7 @@ from shlex import split
 import pytest
 from conftest import ROOT, scalars, summary, train
 from joined import Job, run_jobs
-from running import assert_same_weights, tiny
+from running import assert_same_weights
 
 from utils.errors import INTERRUPTED
 
@@ -104,10 +104,8 @@ def test_what_a_run_says_of_its_batch_and_its_step(runs):
 
 
 def test_training_learns_the_classes(folder, tmp_path):
-    model, env = tiny(full=True)
-    recipe = split("-b 10 --epochs 12 --lr 0.05 --crop-scale 0.5 --lr-schedule cosine")
-    place = ("--output-dir", tmp_path, "--name", "run")
-    train("imagenet_nd.py", *model, *recipe, *place, folder, **env)
+    recipe = split("-a tiny_full -b 10 --epochs 12 --lr 0.05 --crop-scale 0.5 --lr-schedule cosine")
+    train("imagenet_nd.py", *recipe, "--output-dir", tmp_path, "--name", "run", folder)
     losses = [y for _, y in scalars(tmp_path / "run")["Loss/train"]]
     assert losses[-1] < 0.7 * losses[0]
     assert summary(tmp_path / "run")["best_top1"] > 60

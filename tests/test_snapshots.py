@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import SMALL, python, summary, train
 from joined import start
-from running import tiny
 from test_checkpoint import ARGS, CLASSES, WORLD, build, ours, same_weights, trained
 
 from utils import atomic
@@ -151,11 +150,10 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_does_not_end_a_training(folder, small_disk):
-    model, env = tiny(full=True, step_seconds=0.05)
     run, ballast = small_disk / "x", small_disk / "ballast"
-    line = (*model, "--epochs", 2, "-b", 5, "-p", 1, "--lr", "0.05")
+    line = ("-a", "tiny_full", "--epochs", 2, "-b", 5, "-p", 1, "--lr", "0.05")
     line += ("--output-dir", small_disk, "--name", "x", folder)
-    with start("imagenet_nd.py", *line, **env) as command:
+    with start("imagenet_nd.py", *line, STEP_SECONDS="0.05") as command:
         command.until(r"Epoch 2/2 step +1/")
         with open(ballast, "wb", buffering=0) as file, pytest.raises(OSError):
             while True:
@@ -167,10 +165,10 @@ def test_a_full_disk_does_not_end_a_training(folder, small_disk):
     warning = r"warning: cannot write \S+snapshot.pt \(No space left on device\)"
     assert re.search(warning, done.out)
     assert read_checkpoint(run / SNAPSHOT)["progress"]["epoch"] == 1
-    again = python("imagenet_nd.py", *SMALL, *line, "--resume", "auto", **env)
+    again = python("imagenet_nd.py", *SMALL, *line, "--resume", "auto")
     assert again.code == 2
     assert "cannot write into the run directory" in again.sentence
     assert read_checkpoint(run / SNAPSHOT)["progress"]["epoch"] == 1
     ballast.unlink()
-    train("imagenet_nd.py", *line, "--resume", "auto", **env)
+    train("imagenet_nd.py", *line, "--resume", "auto")
     assert summary(run)["epochs_done"] == 2

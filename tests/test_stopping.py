@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from conftest import draw_folder, summary, train
 from joined import in_processes, start
-from running import eventually, snapshot, tiny
+from running import eventually, snapshot
 
 from utils.errors import INTERRUPTED
 from utils.launch.network import free_port
@@ -81,19 +81,21 @@ def finished(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("finished")
     data = draw_folder(root / "data")
     shutil.copytree(data / "val", data / "test")
-    model, env = tiny()
-    options = ("-b", "10", "--epochs", "1", "--output-dir", root, "--name", "done")
-    train("imagenet_nd.py", *model, *options, data, **env)
+    train("imagenet_nd.py", *line(root, "done", 1))
     return root
+
+
+def line(root: Path, name: str, epochs: int) -> tuple[object, ...]:
+    """The options of a run in ``root`` on the data there, to begin or to continue it."""
+    options = ("-a", "tiny_plain", "-b", "10", "--epochs", epochs, "--output-dir", root)
+    return (*options, "--name", name, "--resume", "auto", root / "data")
 
 
 def test_a_signal_while_the_test_images_are_evaluated(finished):
     """The run has ended as interrupted; continued, it evaluates them."""
     run = shutil.copytree(finished / "done", finished / "signalled")
-    model, env = tiny()
-    line = (*model, "-b", "10", "--epochs", "1", "--output-dir", finished, "--name", run.name)
-    line += ("--resume", "auto", finished / "data")
-    with start("imagenet_ddp.py", "-g", "2", *line, HOLD_AFTER="0", **env) as command:
+    words = line(finished, run.name, 1)
+    with start("imagenet_ddp.py", "-g", "2", *words, HOLD_AFTER="0") as command:
         command.until("waiting for a signal")
         command.send(signal.SIGTERM)
         result = command.result()
@@ -102,7 +104,7 @@ def test_a_signal_while_the_test_images_are_evaluated(finished):
     found = summary(run)
     assert (found["finished_because"], found["epochs_done"]) == ("interrupted", 1)
     assert "test_top1" not in found
-    train("imagenet_nd.py", *line, **env)
+    train("imagenet_nd.py", *words)
     found = summary(run)
     assert (found["finished_because"], found["test_images"]) == ("epochs", 21)
 
@@ -119,9 +121,7 @@ def test_used_up_time_counts_after_a_resume(finished, used, ended, epochs, step)
     content = snapshot(run)
     content["progress"]["elapsed"] = used
     torch.save(content, run / "snapshot.pt")
-    line = (*tiny()[0], "-b", "10", "--epochs", "2", "--output-dir", finished, "--name", ended)
-    line += ("--resume", "auto", "--train-time", "1", finished / "data")
-    train("imagenet_nd.py", *line, **tiny()[1])
+    train("imagenet_nd.py", *line(finished, ended, 2), "--train-time", "1")
     found, progress = summary(run), snapshot(run)["progress"]
     assert (found["finished_because"], found["epochs_done"]) == (ended, epochs)
     assert (found["test_images"], progress["step"]) == (21, step)
@@ -179,15 +179,15 @@ class Answer(BaseHTTPRequestHandler):
 
 def test_a_spot_notice_for_one_node_stops_both(folder, tmp_path):
     """Node 1 alone is reclaimed; both nodes stop with a snapshot, after the same step."""
-    model, env = tiny(step_seconds=0.05)
-    line = (*model, "-b", "5", "--epochs", "10000", "-p", "1", "--output-dir", tmp_path)
-    line += ("--name", "run", folder, "-n", "2", "-g", "1")
+    line = ("imagenet_ddp.py", "-a", "tiny_plain", "-b", "5", "--epochs", "10000", "-p", "1")
+    line += ("--output-dir", tmp_path, "--name", "run", folder, "-n", "2", "-g", "1")
     line += ("--dist-url", f"tcp://127.0.0.1:{free_port()}", "-nr")
+    slow = {"STEP_SECONDS": "0.05"}
     with (
         Service() as quiet,
         Service() as reclaimed,
-        start("imagenet_ddp.py", *line, 0, "--spot-notice", quiet.url, **env) as main,
-        start("imagenet_ddp.py", *line, 1, "--spot-notice", reclaimed.url, **env) as other,
+        start(*line, 0, "--spot-notice", quiet.url, **slow) as main,
+        start(*line, 1, "--spot-notice", reclaimed.url, **slow) as other,
     ):
         main.until(r"step +3/")
         reclaimed.notice = NOTICE

@@ -10,27 +10,27 @@ import pytest
 from conftest import python, summary, train
 from fsspec.implementations.memory import MemoryFileSystem
 from joined import start
-from running import assert_same_weights, eventually, snapshot, tiny
+from running import assert_same_weights, eventually, snapshot
 
 from utils.errors import INTERRUPTED, UserError
 from utils.run import store
 
-TWO_EPOCHS = ("-b", "10", "--epochs", "2", "-p", "1")
+TWO_EPOCHS = ("-a", "tiny_full", "-b", "10", "--epochs", "2", "-p", "1")
 
 
 def line(folder: Path, runs: Path, name: str | None, *more: object) -> tuple[object, ...]:
     """A command line behind the script's name."""
     named = ("--name", name) if name else ()
-    return (*tiny(full=True)[0], *TWO_EPOCHS, "--output-dir", runs, *named, *more, folder)
+    return (*TWO_EPOCHS, "--output-dir", runs, *named, *more, folder)
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory, folder) -> Path:
     """The undisturbed run "whole", and "half", stopped in epoch 2 and in the store too."""
     runs = tmp_path_factory.mktemp("stopped")
-    train("imagenet_nd.py", *line(folder, runs, "whole"), **tiny()[1])
+    train("imagenet_nd.py", *line(folder, runs, "whole"))
     where = line(folder, runs, "half", "--store", runs / "store")
-    with start("imagenet_nd.py", *where, **tiny()[1], HOLD_AFTER="9") as run:
+    with start("imagenet_nd.py", *where, HOLD_AFTER="9") as run:
         run.until("waiting for a signal")
         run.send(signal.SIGTERM)
         assert run.result().code == INTERRUPTED
@@ -52,7 +52,7 @@ def test_a_new_machine_continues_bit_for_bit(folder, tmp_path, stopped, how):
     if how == "store":
         name, options = "half", ("--resume", "auto", "--store", copy.parent)
     runs = tmp_path / "runs"
-    result = train("imagenet_nd.py", *line(folder, runs, name, *options), **tiny()[1])
+    result = train("imagenet_nd.py", *line(folder, runs, name, *options))
     assert "resumed from" in result.out
     assert [path.name for path in runs.iterdir()] == ["half"]
     assert not list((runs / "half").glob(".*"))
@@ -99,7 +99,7 @@ def test_what_could_overwrite_or_miss_a_run_is_refused(tmp_path, monkeypatch):
 def test_a_failing_store_is_told_once_and_training_ends_well(folder, tmp_path):
     (tmp_path / "file").touch()
     options = ("--image-size", "32", "-j", "1", "--store", tmp_path / "file")
-    result = python("imagenet_nd.py", *line(folder, tmp_path, "run", *options), **tiny()[1])
+    result = python("imagenet_nd.py", *line(folder, tmp_path, "run", *options))
     assert result.code == 0, result.err
     (warning,) = [text for text in result.out.splitlines() if text.startswith("warning")]
     assert f"the store {tmp_path}/file/run cannot be used (" in warning
