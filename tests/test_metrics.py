@@ -13,14 +13,6 @@ from utils.metrics import UNREADABLE, Sums, to_metrics
 CPU = torch.device("cpu")
 
 
-def draw(n, classes, seed=0):
-    source = torch.Generator().manual_seed(seed)
-    logits = torch.randn(n, classes, generator=source)
-    targets = torch.randint(classes, (n,), generator=source)
-    targets[::7] = UNREADABLE
-    return logits, targets
-
-
 def naive(logits, targets):
     """[loss, top-1, top-5, images], image by image."""
     sums = [0.0, 0, 0, 0]
@@ -36,7 +28,10 @@ def naive(logits, targets):
 @pytest.mark.parametrize("classes", [2, 6])
 def test_sums_of_batches_are_the_naive_ones(classes):
     """With few classes every image is a top-5 hit. float32 could not count on from 2^24."""
-    logits, targets = draw(50, classes)
+    source = torch.Generator().manual_seed(0)
+    logits = torch.randn(50, classes, generator=source)
+    targets = torch.randint(classes, (50,), generator=source)
+    targets[::7] = UNREADABLE
     wanted = naive(logits, targets)
     assert (wanted[2] == wanted[3]) == (classes <= 5)
     sums = Sums(CPU, [0.0] + [2.0**24] * 3)

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import threading
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -205,31 +206,11 @@ def watching(device=CPU):
     return Watch(SimpleNamespace(profile=False), World(device), Path("."), nn.Linear(1, 1))
 
 
-@pytest.fixture
-def instruments(monkeypatch):
-    """A `Watch` of a played GPU whose utilisation, also its memory in GiB, is the next of a list.
-
-    There are no samples but those that are asked for.
-    """
-    monkeypatch.setattr(watch, "SECONDS", 1000.0)
-    values = [50.0]
-    sensors = {
-        "device_memory_used": lambda _: values[0] * 2**30,
-        "utilization": lambda _: values.pop(0) if len(values) > 1 else values[0],
-        "temperature": lambda _: 71,
-        "power_draw": lambda _: 65_500,
-    }
-    for name, sensor in sensors.items():
-        monkeypatch.setattr(torch.cuda, name, sensor)
-    one = watching()
-    one.device = GPU
-    yield one, values
-    one.close()
-    assert one.thread not in threading.enumerate()
-
-
-def test_a_gpu_is_read_but_for_the_sensors_that_it_has_not(instruments, monkeypatch):
-    found = {"GPU/utilisation": 50.0, "GPU/memory_gb": 50.0, "GPU/temperature_c": 71.0}
+def test_a_gpu_is_read_but_for_the_sensors_that_it_has_not(monkeypatch):
+    sensors = {"utilization": 50, "device_memory_used": 3 * 2**30, "temperature": 71}
+    for name, value in (sensors | {"power_draw": 65_500}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    found = {"GPU/utilisation": 50.0, "GPU/memory_gb": 3.0, "GPU/temperature_c": 71.0}
     assert watch.read_gpu(GPU) == found | {"GPU/power_w": 65.5}
     monkeypatch.setattr(torch.cuda, "power_draw", lambda _: 1 / 0)
     assert watch.read_gpu(GPU) == found
@@ -241,10 +222,11 @@ def test_samples_in_the_background_and_a_line_without_nvml(logged, monkeypatch):
     one = watching(GPU)
     assert eventually(lambda: len(one.samples["CPU/memory_gb"]) > 3)
     one.close()
+    assert one.thread not in threading.enumerate()
     assert logged == ["GPU utilisation is not recorded: pip install nvidia-ml-py"]
 
 
-def test_an_epochs_values_are_of_all_processes(instruments, monkeypatch):
+def test_an_epochs_values_are_of_all_processes(monkeypatch):
     """Means, and the most memory; beside a rank 1 at 97 %. Of few samples there is no median."""
 
     def gather(own, world):
@@ -252,21 +234,26 @@ def test_an_epochs_values_are_of_all_processes(instruments, monkeypatch):
         others = {"GPU/utilisation_rank1": 97.0}, own[2] + 37
         return [(next(means), *own[1:]), (next(means), *others)]
 
-    monkeypatch.setattr(watch, "gather", gather)
+    def read_gpu(device):
+        return dict.fromkeys(("GPU/utilisation", "GPU/memory_gb"), values.pop(0))
+
     ticks = [(100, 1000), (100, 1000), (150, 1200)]  # idle, all
     monkeypatch.setattr(watch, "cpu_ticks", lambda: ticks.pop(0) if len(ticks) > 1 else ticks[0])
-    one, values = instruments
-    one.ticks = (100, 1000)
-    for samples, busy in ((2, math.inf), (40, 50.0)):
-        values[:] = [1.0, *[20.0, 80.0, 50.0] * samples]
-        one.start_epoch()  # forgets the 1
-        for _ in range(3 * samples - 1):
-            one.sample()
-        found = one.end_epoch()
-        assert (found["GPU/utilisation_rank0"], found["GPU/memory_gb_rank0"]) == (50.0, 80.0)
-        assert found["GPU/utilisation_rank1"] == 97.0
-        assert [found[part] for part in watch.PARTS] == [1.5] * 3
-        assert found["busy"] == busy
-        if samples == 2:
-            assert found["CPU/utilisation_rank0"] == 75.0, "of the sample in which a tick passed"
-        assert 0.01 < found["CPU/memory_gb_rank0"] < 64
+    monkeypatch.setattr(watch, "gather", gather)
+    monkeypatch.setattr(watch, "read_gpu", read_gpu)
+    monkeypatch.setattr(watch, "SECONDS", 1000.0)  # no samples but those that are asked for
+    with closing(watching()) as one:
+        one.device = GPU
+        for samples, busy in ((2, math.inf), (40, 50.0)):
+            values = [1.0, *[20.0, 80.0, 50.0] * samples]
+            one.start_epoch()  # forgets the 1
+            for _ in range(3 * samples - 1):
+                one.sample()
+            found = one.end_epoch()
+            assert (found["GPU/utilisation_rank0"], found["GPU/memory_gb_rank0"]) == (50.0, 80.0)
+            assert found["GPU/utilisation_rank1"] == 97.0
+            assert [found[part] for part in watch.PARTS] == [1.5] * 3
+            assert found["busy"] == busy
+            if samples == 2:
+                assert found["CPU/utilisation_rank0"] == 75.0, "of the sample with a new tick"
+            assert 0.01 < found["CPU/memory_gb_rank0"] < 64
