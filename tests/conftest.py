@@ -184,11 +184,8 @@ def logged() -> Iterator[list[str]]:
     """The lines that modules of utils log meanwhile, as a run prints them."""
     from utils.run.directory import as_line
 
-    class Lines(logging.Handler):
-        def emit(self, record):
-            found.append(as_line(record))
-
-    found, handler, logger = [], Lines(), logging.getLogger("utils")
+    found, handler, logger = [], logging.Handler(), logging.getLogger("utils")
+    handler.emit = lambda record: found.append(as_line(record))
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     yield found
