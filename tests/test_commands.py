@@ -163,28 +163,3 @@ def test_launch_module_with_o2(folder, tmp_path):
     assert options["opt_level"] == "O2"
     weights = torch.load(run / "snapshot.pt", weights_only=True)["model"]
     assert weights["conv1.weight"].dtype == torch.float32
-
-
-# ---- wrappers for the shell
-
-
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("one_node_train.sh", "TRAIN_HOURS SAVE_NAME BATCH_SIZE"),
-        ("one_node_train.sh soon mine 5", "soon"),
-        ("one_node_train.sh 1 mine many", "many"),
-        ("one_node_train.sh 1 mine 5 --epochs 1", "--epochs"),
-        ("multi_node_train.sh 1 0 2 mine", "NODE_RANK"),
-        ("multi_node_train.sh 1 2 2 mine 5", "2"),
-        ("multi_node_train.sh 1 0 2 mine 5", "MASTER_ADDR"),
-        ("elastic_train.sh 1 1:2 mine", "MIN:MAX"),
-        ("elastic_train.sh 1 2 mine 5", "MIN:MAX is 2"),
-        ("elastic_train.sh 1 3:2 mine 5", "3:2"),
-        ("elastic_train.sh 1 1:2 mine 5", "MASTER_ADDR"),
-    ],
-)
-def test_wrappers_name_a_wrong_argument(line, named):
-    (done,) = shell(f"bash scripts/{line}")
-    assert done.code == 2
-    done.fails_with(named)

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Result, shell
+from conftest import ROOT, shell
 from nodes import Nodes, need, type_on_each
 from running import TINY_LINE, Running, eventually, tiny
 
@@ -52,12 +52,6 @@ def line(tmp_path) -> Line:
     return Line(tmp_path)
 
 
-def errors(results: list[Result]) -> list[str]:
-    """The error of each node, all of which ended with code 2 and without a traceback."""
-    assert [result.code for result in results] == [2] * len(results), results
-    return [result.sentence for result in results]
-
-
 def test_nodes_that_agree_meet_and_leave_the_port(line):
     results = shell(line(2, nodes=3, busy=3), line(0, nodes=3), line(1, nodes=3))
     for result in results:
@@ -69,16 +63,14 @@ def test_nodes_that_agree_meet_and_leave_the_port(line):
 
 def test_missing_nodes_are_counted_and_named_on_every_node(line):
     results = shell(line(0, nodes=3, wait=3), line(2, nodes=3))
-    for error in errors(results):
-        assert f"node 1 of 3 did not connect to {HERE}:{line.port} within 3 s" in error
     assert re.search(r"node 2 \(.*\) is here", results[0].out)
     for result in results:
+        result.fails_with(f"node 1 of 3 did not connect to {HERE}:{line.port} within 3 s")
         assert re.search(rf"waiting at {HERE}:{line.port} for node 1 of 3 \(\d", result.out)
     (result,) = shell(line(1, wait=3))
     assert f"waiting for node 0 at {HERE}:{line.port}: connection refused (1 s" in result.out
     assert f"note: {HERE} is this machine" in result.out
-    (error,) = errors([result])
-    assert f"{HERE}:{line.port} cannot be reached after 3 s (connection refused)" in error
+    result.fails_with(f"{HERE}:{line.port} cannot be reached after 3 s (connection refused)")
 
 
 NOWHERE = "nowhere.invalid cannot be resolved"
@@ -97,9 +89,8 @@ NOWHERE = "nowhere.invalid cannot be resolved"
     ids=["nodes", "processes", "rank 1 twice", "rank 0 twice", "no name", "foreign address"],
 )
 def test_a_set_up_that_cannot_work_ends_all(line, nodes, words):
-    for error in errors(shell(*(line(rank, **more) for rank, more in nodes))):
-        for word in words:
-            assert word in error
+    for result in shell(*(line(rank, **more) for rank, more in nodes)):
+        result.fails_with(*words)
 
 
 def test_a_second_node_0_may_be_there_before_the_first_one_itself(monkeypatch):
@@ -137,9 +128,9 @@ def test_over_ssh_a_master_that_is_up_and_silent_is_an_error(monkeypatch):
 def test_a_port_in_use_is_refused_on_every_node(line):
     """The other program accepts and says nothing."""
     with socket.create_server((HERE, line.port)):
-        first, other = errors(shell(line(0), line(1)))
-    assert f"port {line.port} of {HERE} is taken by another program" in first
-    assert f"what answers at {HERE}:{line.port} is not node 0" in other
+        first, other = shell(line(0), line(1))
+    first.fails_with(f"port {line.port} of {HERE} is taken by another program")
+    other.fails_with(f"what answers at {HERE}:{line.port} is not node 0")
 
 
 def test_strangers_at_the_port_are_ignored(line):
@@ -173,8 +164,7 @@ def test_a_node_that_leaves_is_waited_for_and_the_end_of_node_0_ends_all(line, s
         first.until("for nodes 1, 3 of 4")
         first.send(signum)
         assert first.result().code == code
-        (error,) = errors([stays.result()])
-        assert words in error
+        stays.result().fails_with(words)
 
 
 @pytest.mark.parametrize("what", ["code", "torch"])
@@ -202,7 +192,8 @@ def test_closed_data_ports_are_one_error_on_both_nodes(folder, tmp_path):
     with Nodes(2) as nodes:
         nodes[1].block_ports("1024-8887, 8889-65535")
         command += f" {TINY_LINE} --output-dir {tmp_path} {folder}"
-        for error in errors(type_on_each(nodes, command, **tiny()[1])):
-            assert "node0 (node 0) cannot connect to node1 (node 1)" in error
-            assert "open all TCP ports" in error
+        for result in type_on_each(nodes, command, **tiny()[1]):
+            result.fails_with(
+                "node0 (node 0) cannot connect to node1 (node 1)", "open all TCP ports"
+            )
         assert eventually(lambda: not any(node.processes() for node in nodes))

@@ -309,16 +309,16 @@ def explain_collective(
     if not (is_timeout or isinstance(fault, dist.DistError) or re.search(telling, words)):
         return None
     why = next(why for cause, why in _CAUSES.items() if re.search(cause, words))
-    others = {other: peer for other, peer in enumerate(peers) if other != rank}
-    found = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", text)  # as gloo writes it
-    address = found[1] if found else None
-    likely = {other: peer for other, peer in others.items() if peer.address == address} or others
-    nodes = ", ".join(dict.fromkeys(peer.node for peer in likely.values()))
-    who = f"one of the ranks {', '.join(map(str, likely))} on {nodes}"
-    if len(likely) == 1:
-        who = f"rank {next(iter(likely))} on {nodes}, {next(iter(likely.values())).address}"
-    elif not likely or len(likely) > 8:
+    others = [other for other in range(len(peers)) if other != rank]
+    # gloo names the address.
+    likely = [other for other in others if f"[{peers[other].address}]:" in text] or others
+    nodes = ", ".join(dict.fromkeys(peers[other].node for other in likely))
+    if not likely or len(likely) > 8:
         who = "another process of the job"
+    elif len(likely) == 1:
+        who = f"rank {likely[0]} on {nodes}, {peers[likely[0]].address}"
+    else:
+        who = f"one of the ranks {', '.join(map(str, likely))} on {nodes}"
     me = f"rank {rank}" + (f" of {len(peers)} on {peers[rank].node}" if peers else "")
     return (
         f"{me} lost touch with {who}: {why.format(seconds=seconds)}; look for the first error of "
