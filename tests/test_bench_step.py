@@ -7,7 +7,7 @@ import bench_step
 import pytest
 import torch
 from conftest import ROOT, python
-from running import STAND_IN, Running, eventually
+from running import STAND_IN, Running, eventually, wait_for_group
 
 from utils.errors import UserError
 from utils.launch.world import World
@@ -23,12 +23,11 @@ def options(*line):
 @pytest.mark.parametrize(
     ("case", "loop", "more", "processes"),
     [
-        ("ddp+bf16+compile+comm=int8+x2", "ddp",
-         "--amp bf16 --compile default --comm int8", 2),
+        ("ddp+bf16+compile+comm=int8+x2", "ddp", "--amp bf16 --compile default --comm int8", 2),
         ("nd+compile=max-autotune", "nd", "--compile max-autotune", 0),
         ("O2", "O2", "--opt-level O2", 1),
     ],
-)  # fmt: skip
+)
 def test_a_case_is_a_loop_and_what_is_added(case, loop, more, processes):
     wanted = loop, [*SMALL, *more.split()], processes
     assert bench_step.options_of(case, options()) == wanted
@@ -55,26 +54,19 @@ def test_a_bad_line_is_one_error_message(capsys, line, said):
 
 
 def test_a_case_that_takes_too_long_is_ended_with_what_it_has_started(tmp_path):
-    words = ["sh", "-c", "sleep 60 & echo $! > child; wait"]
-    with pytest.raises(UserError, match="longer than --limit 1 seconds: a smaller -b"):
-        bench_step.run(words, options("--limit", "1"), tmp_path)
-    assert eventually(lambda: has_ended(tmp_path / "child"), 30)
+    words = ["sh", "-c", "echo $$ > group; sleep 60 & wait"]
+    with pytest.raises(UserError, match="longer than --limit 5 seconds: a smaller -b"):
+        bench_step.run(words, options("--limit", "5"), tmp_path)
+    assert not wait_for_group(int((tmp_path / "group").read_text()))
 
 
 def test_a_case_ends_with_a_bench_that_is_killed(tmp_path):
-    line = f"cd {tmp_path}; echo $$ > new; mv new child; exec sleep 60"
-    words = ["sh", "-c", line]
+    words = ["sh", "-c", f"cd {tmp_path}; echo $$ > new; mv new group; exec sleep 60"]
     code = f"from bench import commands; commands.run([{words}], 60, '')"
     with Running("-c", code, PYTHONPATH=str(ROOT / "scripts")) as bench:
-        assert eventually((tmp_path / "child").exists)
+        assert eventually((tmp_path / "group").exists)
         bench.process.kill()
-        assert eventually(lambda: has_ended(tmp_path / "child"), 30)
-
-
-def has_ended(file):
-    """Whether the process whose id is in ``file`` has."""
-    stat = Path("/proc", file.read_text().strip(), "stat")
-    return not stat.exists() or stat.read_text().split()[2] == "Z"
+        assert not wait_for_group(int((tmp_path / "group").read_text()))
 
 
 def test_a_peer_that_fails_is_named(tmp_path):

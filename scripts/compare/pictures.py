@@ -30,12 +30,15 @@ MATPLOTLIB = {
 }  # fmt: skip
 # Without dates equal pictures are equal files.
 NO_DATE = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-ACCURACY = {"Top1": "Top-1 accuracy", "Top5": "Top-5 accuracy"}
-PANELS = {  # tag: title of the panel, unit, factor
-    **{f"{tag}/train": (f"{name}, training", "%", 1) for tag, name in ACCURACY.items()},
-    **{f"{tag}/val": (f"{name}, validation", "%", 1) for tag, name in ACCURACY.items()},
+CURVES = {  # tag: title of the panel, unit, factor
+    "Top1/train": ("Top-1 accuracy, training", "%", 1),
+    "Top1/val": ("Top-1 accuracy, validation", "%", 1),
+    "Top5/train": ("Top-5 accuracy, training", "%", 1),
+    "Top5/val": ("Top-5 accuracy, validation", "%", 1),
     "Loss/train": ("Loss, training", "nats", 1),
     "Loss/val": ("Loss, validation", "nats", 1),
+}
+PANELS = CURVES | {
     RATE: ("Throughput, training", "images/s, all processes", 1),
     "IO/wait_share": ("Waiting for data", "share of the time (%)", 100),
     "IO/read_mb_s": ("Reading, all processes", "MB/s", 1),
@@ -44,7 +47,6 @@ PANELS = {  # tag: title of the panel, unit, factor
     "GPU/memory_gb": ("GPU memory, fullest GPU", "GiB", 1),
     "CPU/utilisation": ("CPU utilisation, mean of all nodes", "%", 1),
 }
-CURVES = ("Top1/train", "Top1/val", "Top5/train", "Top5/val", "Loss/train", "Loss/val")
 GROUPS = {  # pictures of several panels: title and tags
     "IO": ("Input", ("IO/wait_share", "IO/read_mb_s", "IO/files_s")),
     "gpu": ("Hardware", ("GPU/utilisation", "GPU/memory_gb", "CPU/utilisation")),

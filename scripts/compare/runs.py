@@ -161,13 +161,12 @@ def _is_event_file(path: Path) -> bool:
 
 
 def read(path: Path) -> Run:
-    """The run at ``path``; where its event files overlap, the later one counts."""
+    """The run at ``path``; where its event files, named by the time, overlap, the later counts."""
     run, sessions = Run(path), []
     for file in sorted(filter(_is_event_file, path.iterdir())) if path.is_dir() else [path]:
         session, fault = _read_session(file)
         sessions += [session] if session.points or session.options else []
         run.notes += [f"{file.name} {fault}"] if fault else []
-    sessions.sort(key=lambda session: session.began)
     _count_epochs_from_1(run, sessions)
     for session in sessions:
         for tag, points in session.points.items():

@@ -285,9 +285,9 @@ def _rows(both: Comparison) -> list[Row]:
     if target is not None:
         rows.append(Row(f"time to top-1 of {target:g} %", "target_h", until_target, duration))
         rows.append(Row("  epochs needed", "target_epochs", lambda run: run.reached(target)))
-    if target is not None and price is not None:
-        title = f"cost to top-1 of {target:g} %"
-        rows.append(Row(title, "target_cost", lambda run: cost(run, until_target(run))))
+        if price is not None:
+            title = f"cost to top-1 of {target:g} %"
+            rows.append(Row(title, "target_cost", lambda run: cost(run, until_target(run))))
     if price is not None:
         rows.append(Row("cost of the whole run", "cost", lambda run: cost(run, run.total_hours)))
     rows.append(usual("waiting for data", "data_wait_share", "IO/wait_share", share))
