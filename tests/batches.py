@@ -48,7 +48,8 @@ def encode(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
 
 def batches_of(index, sampler, workers=0, size=SIZE, place=PLACE, bad_files=0) -> Batches:
     """The batches of ``sampler``: training crops, or centre crops of an `EvalSampler`."""
-    dataset = ImageBatches(index, size, SEED, train=isinstance(sampler, TrainSampler))
+    train = isinstance(sampler, TrainSampler)
+    dataset = ImageBatches(index, size, SEED, train, resize=size)
     return Batches(dataset, sampler, BadFiles(index, bad_files), place, workers)
 
 

@@ -143,20 +143,6 @@ def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def train_view(image, size, draw):
-    """A training crop of a decoded image (uint8 [3, h, w]) by ``draw``: uint8 [size, size, 3]."""
-    from utils.data import images
-
-    return images.view(image, images.train_cut(tuple(image.shape[1:]), size, draw))
-
-
-def eval_view(image, size, short=None):
-    """The centre crop of a decoded image, as evaluation sees it: uint8 [size, size, 3]."""
-    from utils.data import images
-
-    return images.view(image, images.eval_cut(tuple(image.shape[1:]), size, short))
-
-
 def draw_folder(root: Path, train: int = 20, val: int = 7, classes: int = 3) -> Path:
     """Make train/CLASS/*.JPEG and val/CLASS/*.JPEG with that many images per class."""
     for part, count in (("train", train), ("val", val)):

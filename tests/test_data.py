@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from batches import PLACE, SEED, SIZE, batches_of, fetch, noise_index
-from conftest import eval_view
 from torchvision.transforms.v2 import functional as tv
 
 from utils import options
@@ -101,9 +100,8 @@ def test_unreadable_image_is_replaced_by_the_next_readable_one(index):
     assert torch.equal(images[others], intact[others]), "no other sample moves"
 
 
-@pytest.mark.parametrize("resize", [None, SIZE])
-def test_evaluation_shows_centre_crops_and_marks_unreadable_images(index, resize):
-    bad, dataset = [0, 9, 23], ImageBatches(index, SIZE, SEED, train=False, resize=resize)
+def test_evaluation_shows_centre_crops_and_marks_unreadable_images(index):
+    bad, dataset = [0, 9, 23], ImageBatches(index, SIZE, SEED, train=False, resize=18)
     spoil(index, *bad)
     images = torch.full((IMAGES, SIZE, SIZE, 3), 7, dtype=torch.uint8)  # of the slot's last batch
     targets, reading = dataset.fill(images, Batch(5, np.array(EVERY)))
@@ -114,13 +112,12 @@ def test_evaluation_shows_centre_crops_and_marks_unreadable_images(index, resize
         else:
             pixels = im.decode(Path(index.path(i)).read_bytes())
             assert target == index.targets[i]
-            assert torch.equal(image, eval_view(pixels, SIZE, resize))
+            assert torch.equal(image, im.view(pixels, im.eval_cut(pixels.shape[1:], SIZE, 18)))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_files_are_counted_and_bad_ones_named_and_limited(index, logged, workers, monkeypatch):
+def test_files_are_counted_and_bad_ones_named_and_limited(index, logged, monkeypatch):
     one = sampler()
-    batches = batches_of(index, one, workers, bad_files=3)
+    batches = batches_of(index, one, 2, bad_files=3)
     bad = batches.bad
     list(batches)
     assert batches.reading.files == IMAGES
@@ -164,7 +161,7 @@ def test_normalisation_is_torchvisions_rounded_once(index, layout, dtype):
         for kind in (dtype, torch.float32)
     )
     assert [len(images) for images, _ in batches] == [10, 10, 4]
-    evaluated = ImageBatches(index, SIZE, SEED, train=False)
+    evaluated = ImageBatches(index, SIZE, SEED, train=False, resize=SIZE)
     for asked, (images, _), (whole, _) in zip(one, batches, exact, strict=True):
         raw = fetch(evaluated, asked.indices)[0].permute(0, 3, 1, 2)
         floats = tv.to_dtype(raw, torch.float32, scale=True)

@@ -43,6 +43,7 @@ class Reading:
         self.read_seconds += time.perf_counter() - began
 
 
+@dataclass(eq=False)
 class ImageBatches(Dataset):
     """Whole batches of ``index``: training crops if ``train``, else centre crops.
 
@@ -53,22 +54,17 @@ class ImageBatches(Dataset):
     to each training crop (uint8 [3, size, size]) with torch's random state seeded by these three.
     """
 
-    def __init__(
-        self,
-        index: ImageIndex,
-        size: int,
-        seed: int,
-        train: bool,
-        crop_scale: float = im.CROP_SCALE,
-        resize: int | None = None,
-    ):
-        self.index, self.size, self.seed, self.train = index, size, seed, train
-        self.crop_scale, self.resize = crop_scale, resize
-        self.interpolation = "bilinear"
-        self.augment: Callable[[Tensor], Tensor] | None = None
-        self.partly = train  # decode no more than a crop needs, where that is possible
-        self.regions = True  # with the library for it, if it was built
-        self.quietly = False  # discard stderr meanwhile; only in a process without other threads
+    index: ImageIndex
+    size: int
+    seed: int
+    train: bool
+    crop_scale: float = im.CROP_SCALE
+    resize: int = 256  # in evaluation, the short side before the crop
+    interpolation: str = "bilinear"
+    augment: Callable[[Tensor], Tensor] | None = None
+    partly: bool = True  # decode no more than a training crop needs, where that is possible
+    regions: bool = True  # with the library for it, if it was built
+    quietly: bool = False  # discard stderr meanwhile; only in a process without other threads
 
     def __getitems__(self, batch: Batch) -> tuple[Tensor, Tensor, Reading]:
         size = batch.size or self.size
@@ -141,7 +137,7 @@ class ImageBatches(Dataset):
             with open(self.index.path(image), "rb", buffering=0) as file:
                 data = file.read()
         reading.count(len(data), began)
-        if self.partly and (frame := jpeg.frame_of(data)) is not None:
+        if self.train and self.partly and (frame := jpeg.frame_of(data)) is not None:
             cut = self._cut((frame.height, frame.width), key, size)
             found = im.decode_part(data, frame, cut.box, self.regions, self.quietly)
             if found is not None:

@@ -23,7 +23,6 @@ from utils.data.preprocessing import CROP_SCALE
 
 RATIO = (3 / 4, 4 / 3)  # its width : height
 EXTREME = 16  # long side : short side; of a longer image, evaluation looks at the middle alone
-EVAL_RATIO = 256 / 224  # evaluation: short side after the resize : size of the centre crop
 RESIZE = {
     "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
@@ -117,15 +116,11 @@ def train_cut(
     return Cut(box, (size, size), (0, 0, size, size), draw.random() < 0.5)
 
 
-def eval_cut(shape: tuple[int, int], size: int, short: int | None = None) -> Cut:
-    """The centre ``size`` x ``size`` after the short side is resized to ``short`` pixels.
-
-    ``short`` is at least ``size``; default ``size`` * 256/224, rounded.
-    """
+def eval_cut(shape: tuple[int, int], size: int, short: int) -> Cut:
+    """The centre ``size`` x ``size`` after the short side is resized to ``short`` pixels."""
     # With its short side resized, a strip of 1 x 60,000 pixels would take gigabytes.
     height, width = (min(side, EXTREME * min(shape)) for side in shape)
     box = ((shape[0] - height) // 2, (shape[1] - width) // 2, height, width)
-    short = short or round(size * EVAL_RATIO)
     if height <= width:
         target = (short, int(short * width / height))
     else:
