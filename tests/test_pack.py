@@ -1,22 +1,18 @@
 """`prepare_data.py pack`: what it writes, how training reads it, and what damages and kills do."""
 
 import argparse
-import functools
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from batches import batches_of, fetch, picture
-from conftest import ROOT, draw_folder, draw_image, python
+from conftest import draw_folder, python
 from PIL import Image
-from preparing import SCRIPT, fail, run, succeed, times
+from preparing import fail, run, succeed, times, tree
 from running import tiny
 
 from utils.data import pack
@@ -27,6 +23,14 @@ from utils.samplers import EvalSampler, TrainSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 SIZE, ONE = 64, ("--workers", 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_files():
+    """Of 10 images: each part has several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack, "IMAGES_PER_FILE", 10)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +82,7 @@ def test_names_classes_and_reports(source, packed):
     assert done.code == 0
     lines = done.err.splitlines()
     assert sum("stored as it is: " in line for line in lines) == 3
-    assert f"done: {out}: 49 images in 2 files" in done.out
+    assert f"done: {out}: 49 images in 6 files" in done.out
     assert "3 images cannot be decoded" in done.out
     assert class_folders(out / "train") == class_folders(source / "train")
     check_same_classes(out, "val", class_folders(out / "train"), subset=False)
@@ -120,7 +124,7 @@ def test_pixels_are_those_of_a_careful_reduction(tmp_path):
 
 def damage(root, kind):
     part = root / "train"
-    path = part / ("pack.npz" if "index" in kind else "00000.pixels")
+    path = part / ("pack.npz" if "index" in kind else "00001.pixels")
     data = path.read_bytes()
     if kind.startswith("no "):
         path.unlink()
@@ -134,8 +138,8 @@ def damage(root, kind):
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        ("no file", "00000.pixels is missing or has not [0-9,]+ bytes"),
-        ("cut file", "00000.pixels is missing or has not [0-9,]+ bytes"),
+        ("no file", "00001.pixels is missing or has not [0-9,]+ bytes"),
+        ("cut file", "00001.pixels is missing or has not [0-9,]+ bytes"),
         ("no index", "pack.npz is missing: packing was not finished, or"),
         ("cut index", "pack.npz is damaged"),
         ("noise in the index", "pack.npz is damaged"),
@@ -153,23 +157,38 @@ def test_a_file_cut_while_it_is_in_use_has_unreadable_images(copy):
     dataset = ImageBatches(index, 24, seed=0, train=True)
     place = index.pack.records["place"]
     intact = fetch(dataset, [30, 34])[0]
-    os.truncate(copy / "train" / "00000.pixels", int(place[35]) + 9)
+    os.truncate(copy / "train" / "00003.pixels", int(place[35]) + 9)
     images, targets, reading = fetch(dataset, [30, 34, 35])
-    lost = dict.fromkeys((35, 36), "00000.pixels ends before the image does")
+    lost = dict.fromkeys((35, 36), "00003.pixels ends before the image does")
     assert dict(reading.faults) == lost and targets.tolist() == index.targets[[30, 34, 0]].tolist()
     assert torch.equal(images[:2], intact)
 
 
-def test_damaged_pixels_are_found_by_verify_and_made_again(source, copy, packed):
+def test_damaged_pixels_are_found_by_verify(copy):
+    assert "6 files are as they were written" in succeed("verify", copy, *ONE)
     damage(copy, "noise")
     done = run("verify", copy, *ONE)
-    assert done.code == 2 and f"damaged: {copy}/train/00000.pixels\n" in done.err
-    assert "1 of 2 files are damaged" in done.sentence
-    (copy / "train" / "00000.pixels").unlink()
-    (copy / "val" / "pack.npz").unlink()
-    assert run("pack", source, copy, "--size", SIZE, *ONE).code == 0
-    assert "2 files are as they were written" in succeed("verify", copy, *ONE)
-    assert np.array_equal(*(index_of(one).pack.records["crc"] for one in (copy, packed[0])))
+    assert done.code == 2 and f"damaged: {copy}/train/00001.pixels\n" in done.err
+    assert "1 of 6 files are damaged" in done.sentence
+
+
+def test_what_is_interrupted_or_removed_is_made_and_no_more(source, packed, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    command, train = ("pack", source, out, "--size", SIZE, *ONE), out / "train"
+    with monkeypatch.context() as patch:
+        patch.setattr("prepare.pack._join", mock.Mock(side_effect=KeyboardInterrupt))
+        assert run(*command).code == 130
+    with pytest.raises(UserError, match="packing was not finished"):
+        class_folders(train)
+    (train / "00000.pixels").unlink()
+    os.truncate(train / "00002.pixels", 5000)
+    (train / ".77.tmp").write_bytes(b"half")
+    before = times(out)
+    assert run(*command).code == 0
+    assert tree(out) == tree(packed[0])
+    made = [path.name for path, changed in times(out).items() if before.get(path) != changed]
+    assert sorted(name for name in made if "pixels" in name) == ["00000.pixels", "00002.pixels"]
+    assert "nothing to do" in succeed(*command)
 
 
 def test_what_is_refused(source, copy, tmp_path):
@@ -181,67 +200,22 @@ def test_what_is_refused(source, copy, tmp_path):
     other = shutil.copytree(source, tmp_path / "other")
     assert "that this command did not make" in fail("pack", source, other)
     assert not new.exists()
-
-
-def test_finished_work_is_not_repeated_and_a_changed_source_refused(copy, source):
-    (copy / "train" / "pack.npz").unlink()
-    before = times(copy / "val")
-    assert "nothing to do" in succeed("pack", source, copy, "--size", SIZE)
-    assert len(index_of(copy)) == 37, "but an index that is missing is written"
-    marker = copy / ".prepared.json"
-    marker.write_text(marker.read_text().replace("train 37 images", "train 36 images"))
-    assert "train 36 images in 3 classes" in fail("pack", source, copy, "--size", SIZE)
-    pixels = copy / "val" / "00000.pixels"
-    assert times(copy / "val")[pixels] == before[pixels]
-
-
-# ---------------------------------------------------------------------------- interruptions
-
-
-def test_killed_while_packing_it_keeps_what_is_whole_and_finishes(tmp_path, monkeypatch):
-    folder, out = tmp_path / "many" / "train" / "a", tmp_path / "out"
-    folder.mkdir(parents=True)
-    images = pack.IMAGES_PER_FILE + 50
-    draw_image(folder / "00000.JPEG", 0, "x")
-    for i in range(1, images):
-        os.link(folder / "00000.JPEG", folder / f"{i:05}.JPEG")
-    # Each worker makes a file; the second one is the smaller.
-    first = out / "train" / pack.file_name(1)
-    process = subprocess.Popen(
-        [sys.executable, ROOT / SCRIPT, "pack", tmp_path / "many", out], stdout=subprocess.DEVNULL
-    )
+    (source / "train" / "class_0" / "new.JPEG").touch()
     try:
-        while not first.exists():
-            assert process.poll() is None
-            time.sleep(0.003)
+        assert "holds pack (source" in fail("pack", source, copy, "--size", SIZE)
     finally:
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-    with pytest.raises(UserError, match="packing was not finished"):
-        class_folders(out / "train")
-    (out / "train" / ".77.tmp").write_bytes(b"half")
-    written = first.stat().st_mtime_ns, first.stat().st_ino
-    text = succeed("pack", tmp_path / "many", out)
-    assert f"{images} images in 2 files" in text
-    assert (first.stat().st_mtime_ns, first.stat().st_ino) == written
-    assert sorted(os.listdir(out / "train")) == ["00000.pixels", "00001.pixels", "pack.npz"]
-    assert sorted(os.listdir(out)) == [".prepared.json", "train"]
-    found = index_of(out).pack
-    with Image.open(folder / "00000.JPEG") as picture:
-        expected = picture.convert("RGB").tobytes()
-    monkeypatch.setattr(pack, "_open", functools.lru_cache(1)(pack._open.__wrapped__))
-    assert all(found.file(i) == expected for i in [*range(0, images, 97), 0])
+        (source / "train" / "class_0" / "new.JPEG").unlink()
 
 
-@pytest.mark.parametrize("evaluates", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_script_trains_and_evaluates_on_a_pack(packed, tmp_path, evaluates):
-    out, (options, env) = packed[0], tiny()
+# ---------------------------------------------------------------------------- who reads it
+
+
+def test_a_script_trains_on_a_pack(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(pack, "IMAGES_PER_FILE", 4096)
+    out, (options, env) = tmp_path / "out", tiny()
+    assert run("pack", source, out, *ONE).code == 0
     options = (*options, "--image-size", 32, "-j", 1, "-b", 12, "--output-dir", tmp_path)
-    if evaluates:
-        done = python("imagenet_nd.py", *options, "-e", "--name", "x", out, **env)
-        assert done.code == 0 and "(12 images)" in done.out, done.err
-        return
-    done = python("imagenet_nd.py", *options, "--epochs", 1, "--name", "x", out, **env)
+    done = python("imagenet_nd.py", *options, "--epochs", 1, out, **env)
     assert done.code == 0, done.err
     assert done.out.count("unreadable image") == 3
     assert f"unreadable image {out}/train/class_1/004.JPEG: the file is empty" in done.out
