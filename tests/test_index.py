@@ -11,12 +11,15 @@ from utils.errors import UserError
 
 
 def make(root, *names):
-    """Empty files of these names (a name that ends with / is a folder)."""
+    """Empty files of these names (a name that ends with / is a folder), made an hour ago."""
     for name in names:
         path = root / name
         (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
         if not name.endswith("/"):
             path.touch()
+    for folder, _, _ in os.walk(root):
+        past = os.stat(folder).st_mtime - 3600
+        os.utime(folder, (past, past))
     return root
 
 
@@ -29,17 +32,12 @@ def test_images_are_sorted_and_numbered_by_the_given_order_of_classes(tmp_path):
     """Hidden and other files are left out, sub-folders are not."""
     make(tmp_path, "b/2.JPEG", "b/10.jpg", "a/z.png", "a/a.webp", "c/more/deep/5.Png", "c/4.jpeg")
     make(tmp_path, "a/.2.JPEG", "a/._1.JPEG", "a/Thumbs.db", "a/list.txt", "a/jpg", "a/.x/3.jpg")
+    names = [f"ü/{'x' * 200}.jpg", "ü/ä b.jpg", "ü/字.jpg", os.fsdecode(b"\xc3\xbc/\xff\xfe.jpg")]
+    make(tmp_path, *names)  # of any bytes and lengths
     named = [("c/4.jpeg", 0), ("c/more/deep/5.Png", 0), ("a/a.webp", 1), ("a/z.png", 1)]
-    named += [("b/10.jpg", 2), ("b/2.JPEG", 2)]
-    assert contents(ImageIndex(tmp_path, ["c", "a", "b"])) == named
-
-
-def test_names_of_any_bytes_and_lengths(tmp_path):
-    names = ["ä b.jpg", "字.jpg", "x" * 200 + ".jpg", os.fsdecode(b"\xff\xfe.jpg")]
-    make(tmp_path, *(f"ü/{name}" for name in names))
+    named += [("b/10.jpg", 2), ("b/2.JPEG", 2), *((name, 3) for name in names)]
     for _ in ("listed", "from the cache"):
-        images = ImageIndex(tmp_path, ["ü"])
-        assert {images.path(i) for i in range(4)} == {str(tmp_path / "ü" / name) for name in names}
+        assert contents(ImageIndex(tmp_path, ["c", "a", "b", "ü"])) == named
 
 
 def test_fingerprint_is_of_the_names(tmp_path):
@@ -125,13 +123,10 @@ CLASSES = ["a", "b", "Ünï côde"]
 
 @pytest.fixture
 def root(tmp_path):
-    """Three classes, one with a sub-folder, last changed an hour ago."""
+    """Three classes, each with a sub-folder."""
     for name in CLASSES:
         make(tmp_path, *(f"{name}/{i}.jpg" for i in range(4)), f"{name}/deep/z.png")
         (tmp_path / name / "deep" / "z.png").write_bytes(b"y" * 20)
-    for folder, _, _ in os.walk(tmp_path):
-        past = os.stat(folder).st_mtime - 3600
-        os.utime(folder, (past, past))
     return tmp_path
 
 
