@@ -22,10 +22,6 @@ CLOTHES = (
     *("tshirt_top", "trouser", "pullover", "dress", "coat"),
     *("sandal", "shirt", "sneaker", "bag", "ankle_boot"),
 )
-ANIMALS_AND_VEHICLES = (
-    *("airplane", "automobile", "bird", "cat", "deer"),
-    *("dog", "frog", "horse", "ship", "truck"),
-)
 
 
 @pytest.fixture
@@ -79,7 +75,7 @@ def test_fashion_mnist(no_sums, tmp_path):
 
 def test_cifar10(monkeypatch, tmp_path):
     numbers, pixels = np.random.default_rng(0), {}
-    files = {"batches.meta": pickle.dumps({"label_names": list(ANIMALS_AND_VEHICLES)})}
+    files = {"batches.meta": pickle.dumps({"label_names": list("abcdefghij")})}
     for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
         pixels[name] = numbers.integers(0, 256, (10, 3072), dtype=np.uint8)
         files[name] = pickle.dumps({"data": pixels[name], "labels": list(range(10))})
@@ -98,7 +94,7 @@ def test_cifar10(monkeypatch, tmp_path):
     expected = np.concatenate(list(pixels.values())).reshape(-1, 3, 32, 32)
     for number, channels in enumerate(expected):
         split, i = ("train", number) if number < 50 else ("val", number - 50)
-        label = ANIMALS_AND_VEHICLES[number % 10]
+        label = "abcdefghij"[number % 10]
         with Image.open(tmp_path / "out0" / split / label / f"{i:05d}.png") as image:
             assert np.array_equal(np.asarray(image), channels.transpose(1, 2, 0))
     archive.unlink()  # finished is finished, though the source is gone
