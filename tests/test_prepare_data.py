@@ -55,9 +55,9 @@ def test_folders_of_something_else_are_left_alone(sample, tmp_path):
     assert "seed 5" in fail("sample", sample, *SAMPLE, "--seed", 5)
     assert "not cifar10" in fail("cifar10", sample, "--source", tmp_path)
     assert tree(sample) == before
-    put(tmp_path, {"foreign/train/a/x": b"", "file": b"", "bad/.prepared.json": b"{"})
+    put(tmp_path, {"foreign/test/a/x": b"", "file": b"", "bad/.prepared.json": b"{"})
     for name, message in {
-        "foreign": "has a train folder that this command did not make",
+        "foreign": "has a test folder that this command did not make",
         "file": "file: File exists",
         "bad": "is damaged",
     }.items():

@@ -34,8 +34,7 @@ def sampler() -> TrainSampler:
 
 def plain(index):
     """The batches of the epoch without workers, ring, or partial decoding."""
-    dataset = ImageBatches(index, SIZE, SEED, train=True)
-    dataset.partly = False
+    dataset = ImageBatches(index, SIZE, SEED, train=True, partly=False)
     return [fetch(dataset, batch.indices)[:2] for batch in sampler()]
 
 

@@ -151,9 +151,8 @@ class ThisSuite:
     """The input path of this repository, up to the slots of its ring or, without, a DataLoader."""
 
     def __init__(self, index: ImageIndex, regions: bool = False, ring: bool = True):
-        self.dataset = ImageBatches(index, SIZE, seed=0, train=True)
-        self.dataset.regions = regions
-        self.dataset.quietly = True  # in this process, too, as it has no other threads
+        # Quietly in this process, too, as it has no other threads.
+        self.dataset = ImageBatches(index, SIZE, 0, train=True, regions=regions, quietly=True)
         self.ring = ring
 
     def __call__(self, batches: list[Batch], workers: int) -> Iterator[Any]:

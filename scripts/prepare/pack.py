@@ -83,14 +83,6 @@ def _make(size: int, job: tuple[Path, int, list[str]]) -> tuple[int, list[str]]:
     return 1, notes
 
 
-def _write(files: list[File], size: int, workers: int) -> None:
-    for folder in {path.parent for path, *_ in files}:
-        folder.mkdir(exist_ok=True)
-    jobs = ((path, images.start, [index.path(i) for i in images]) for path, images, index in files)
-    # A small data set is one file: more workers would be idle.
-    work(partial(_make, size), jobs, min(workers, len(files)), len(files), " files")
-
-
 def _join(folder: Path, files: list[Path], index: ImageIndex, size: int) -> np.ndarray:
     """Write the index of a split whose ``files`` are all complete. Returns its records."""
     records = np.concatenate([read_end(path) for path in files])
@@ -127,7 +119,13 @@ def pack_folder(source: Path, out: Path, size: int, workers: int) -> None:
         remove_leftovers(out, recursive=True)
         if missing := [one for one in files if read_end(one[0]) is None]:
             mark(out, what, False, {})
-            _write(missing, size, workers)
+            for split in splits:
+                (out / split).mkdir(exist_ok=True)
+            jobs = (
+                (path, part.start, [index.path(i) for i in part]) for path, part, index in missing
+            )
+            # A small data set is one file: more workers would be idle.
+            work(partial(_make, size), jobs, min(workers, len(missing)), len(missing), " files")
         faults = 0
         for split, index in indices.items():
             own = [path for path, _, other in files if other is index]

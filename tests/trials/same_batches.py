@@ -11,6 +11,7 @@ that is printed does not change from one release of this repository to the next.
 import argparse
 import sys
 import zlib
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,12 +40,11 @@ def main() -> int:
     torch.set_num_threads(1)
     index = ImageIndex(root, class_folders(root))
     sampler = TrainSampler(len(index), BATCH, (0, 1), 1, SEED)
-    plain = ImageBatches(index, SIZE, SEED, train=True)
-    plain.partly = False
-    different = 0
-    loaders = {"whole rows": RingLoader(_images(index, regions=False), sampler, workers=2)}
+    make = partial(ImageBatches, index, SIZE, SEED, train=True)
+    plain, different = make(partly=False), 0
+    loaders = {"whole rows": RingLoader(make(regions=False), sampler, workers=2)}
     if jpeg.has_library():
-        loaders["regions"] = RingLoader(_images(index, regions=True), sampler, workers=2)
+        loaders["regions"] = RingLoader(make(), sampler, workers=2)
     for epoch in range(args.epochs):
         sampler.start_at(epoch, 0)
         checksum, batches = 0, 0
@@ -62,12 +62,6 @@ def main() -> int:
             flush=True,
         )
     return 1 if different else 0
-
-
-def _images(index: ImageIndex, regions: bool) -> ImageBatches:
-    images = ImageBatches(index, SIZE, SEED, train=True)
-    images.regions = regions
-    return images
 
 
 if __name__ == "__main__":

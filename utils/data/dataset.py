@@ -143,7 +143,7 @@ class ImageBatches(Dataset):
             if found is not None:
                 return found[0], cut._replace(box=found[1])
         pixels = im.decode(data)
-        return pixels, self._cut(tuple(pixels.shape[1:]), key, size)
+        return pixels, self._cut(pixels.shape[1:], key, size)
 
     def _cut(self, shape: tuple[int, int], key: int, size: int) -> im.Cut:
         if not self.train:

@@ -102,9 +102,9 @@ def random_box(draw: random.Random, height: int, width: int, smallest: float = C
             return top, int((width - w + 1) * draw.random()), h, w
     w, h = width, height
     if width / height < RATIO[0]:
-        h = max(1, round(width / RATIO[0]))
+        h = round(width / RATIO[0])
     elif width / height > RATIO[1]:
-        w = max(1, round(height * RATIO[1]))
+        w = round(height * RATIO[1])
     return (height - h) // 2, (width - w) // 2, h, w
 
 
