@@ -21,7 +21,6 @@ from utils.launch.world import World
 from utils.metrics import UNREADABLE
 from utils.samplers import Batch, EvalSampler, TrainSampler
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 IMAGES = 24
 EVERY = range(IMAGES)
 

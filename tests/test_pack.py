@@ -21,7 +21,6 @@ from utils.data.index import ImageIndex, check_same_classes, class_folders
 from utils.errors import UserError
 from utils.samplers import EvalSampler, TrainSampler
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 SIZE, ONE = 64, ("--workers", 1)
 
 

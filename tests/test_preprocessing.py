@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from batches import PLACE, SEED, batches_of, fetch, noise_index, picture
+from batches import SEED, batches_of, fetch, noise_index, picture
 from conftest import python, summary
 from PIL import Image
 from running import tiny
@@ -19,23 +19,21 @@ from utils import options
 from utils.data import images as im
 from utils.data import preprocessing
 from utils.data.index import ImageIndex
-from utils.data.preprocessing import IMAGENET, Preprocessing
+from utils.data.preprocessing import IMAGENET, SIZES, Preprocessing
 from utils.errors import UserError
 from utils.model import models
 from utils.run import checkpoint
 from utils.samplers import EvalSampler, TrainSampler
 from utils.train import loop
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 HALVES = (0.5, 0.5, 0.5)
-SIZES = ("image_size", "val_resize_size", "val_image_size")
 
 
 def test_every_model_of_torchvision_says_what_it_wants():
     assert models.preprocessing("alexnet") == IMAGENET
     for arch in models.names():
         wanted = models.preprocessing(arch)
-        assert wanted.resized(None, None) == wanted == Preprocessing.from_dict(wanted.as_dict(), "")
+        assert wanted.resized(None, None) == wanted
 
 
 def test_what_weights_of_timm_want(monkeypatch):
@@ -228,7 +226,7 @@ def test_an_epochs_batches_are_those_of_a_data_set_of_its_size(tmp_path):
         seen.add(batches.loader.ring.images.data_ptr())
         plain = TrainSampler(len(index), 4, (0, 1), 1, SEED)
         plain.start_at(epoch, step)
-        alone = batches_of(index, plain, size=sizes[min(epoch, 2)], place=PLACE)
+        alone = batches_of(index, plain, size=sizes[min(epoch, 2)])
         for (images, targets), (others, labels) in zip(got, alone, strict=True):
             assert torch.equal(images, others) and torch.equal(targets, labels)
     assert len(seen) == 1, "one ring for the whole run"

@@ -18,7 +18,6 @@ from utils.data.ring import Ring, Worker
 from utils.errors import UserError
 from utils.samplers import Batch, TrainSampler
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 IMAGES, BATCH = 30, 2
 
 
