@@ -22,7 +22,7 @@ from utils.data.index import ImageIndex
 
 SIZE = 64
 OPTIONS = ("--size", SIZE, "--quality", 85, "--workers", 2)
-BAD = ["cut.JPEG", "empty.jpg", "text.JPEG"]  # what cannot be read
+BAD = ("cut.JPEG", "small_cut.JPEG", "empty.jpg", "text.JPEG")  # what cannot be read
 
 
 def shrink(*arguments):
@@ -65,6 +65,7 @@ def source(tmp_path_factory):
         "exact.JPEG": encode(picture(64, 64)),
         "small.bmp": encode(picture(20, 70), "BMP"),
         "cut.JPEG": large[:-900],
+        "small_cut.JPEG": encode(picture(60, 50))[:-900],
         "text.JPEG": b"<html>404</html>",
         "empty.jpg": b"",
     }
@@ -92,7 +93,7 @@ def shrunk(source, tmp_path_factory):
 def test_names_and_pixels(source, shrunk):
     """Small and unreadable files are copied; all others are reduced, without any metadata."""
     before, after = images(source), images(shrunk[0])
-    assert len(after) == 31 and before.keys() - after.keys() == {"README", "train/a/notes.txt"}
+    assert len(after) == 32 and before.keys() - after.keys() == {"README", "train/a/notes.txt"}
     assert tree(shrunk[0]).keys() - after.keys() == {".prepared.json"}
     for split in ("train", "val", "test"):
         assert (shrunk[0] / split / "nothing").is_dir()
@@ -126,7 +127,7 @@ def test_files_that_cannot_be_decoded_are_named_and_counted(source, shrunk):
     assert len(lines) == len(BAD)
     assert all(f"{source}/train/a/{name}: " in done.err for name in BAD)
     assert "truncated" in done.err and "it is not an image" in done.err
-    assert "3 images cannot be decoded, and were copied as they are" in done.out
+    assert "4 images cannot be decoded, and were copied as they are" in done.out
 
 
 # ---------------------------------------------------------------------------- interruptions
