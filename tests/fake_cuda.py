@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fake_kernels import KERNELS
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -43,6 +44,13 @@ aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default}
 # What a tensor core would do; the dtypes in which they ran are counted in `Gpu.heavy`.
 HEAVY = {"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"}
+# Kernels that change rows of tensors in place, which torch cannot play on fake ones.
+FUSED = {
+    aten._fused_sgd_,
+    aten._fused_adamw_,
+    aten._amp_foreach_non_finite_check_and_unscale_,
+    aten._amp_update_scale_,
+}
 
 
 class Wait(AssertionError):
@@ -59,20 +67,24 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0):
         self.count, self.seen = 0, {}
 
+    def now(self) -> dict["Stream", int]:
+        """How far all streams are known to be when what this one has now is done."""
+        return self.seen | {self: self.count}
+
     def knows(self, other: "Stream", count: int) -> bool:
         """Whether what ``other`` did until ``count`` is done before what this stream does next."""
         return other is self or self.seen.get(other, 0) >= count
 
-    def learn(self, other: "Stream", count: int, seen: dict[Any, int]) -> None:
-        """Have waited for ``other`` at ``count``, when it knew what is ``seen``."""
-        for stream, number in (*seen.items(), (other, count)):
-            self.seen[stream] = max(self.seen.get(stream, 0), number)
+    def learn(self, seen: dict["Stream", int]) -> None:
+        """Have waited until all streams were as far as ``seen``."""
+        for stream, count in seen.items():
+            self.seen[stream] = max(self.seen.get(stream, 0), count)
 
     def wait_stream(self, stream: "Stream") -> None:
-        self.learn(stream, stream.count, stream.seen)
+        self.learn(stream.now())
 
     def wait_event(self, event: "Event") -> None:
-        self.learn(*event.at)
+        self.learn(event.at)
 
     def record_event(self) -> "Event":
         event = Event()
@@ -87,22 +99,22 @@ class Event:
         self.enable_timing = enable_timing
 
     def record(self, stream: Stream | None = None) -> None:
-        stream = stream or gpu().stream
-        self.at, self.asked = (stream, stream.count, dict(stream.seen)), False
+        self.stream, self.asked = stream or gpu().stream, False
+        self.at = self.stream.now()
 
     def passed(self) -> bool:
-        return gpu().host.knows(*self.at[:2])
+        return gpu().host.knows(self.stream, self.at[self.stream])
 
     def query(self) -> bool:
         if self.asked:
-            gpu().host.learn(*self.at)
+            gpu().host.learn(self.at)
         self.asked = True
         return self.passed()
 
     def synchronize(self) -> None:
         if not self.passed():
             gpu().wait("Event.synchronize()")
-            gpu().host.learn(*self.at)
+            gpu().host.learn(self.at)
 
     def elapsed_time(self, end_event: "Event") -> float:
         for event in (self, end_event):
@@ -130,12 +142,14 @@ class Gpu(TorchDispatchMode):
     def __init__(self, devices: int):
         super().__init__()
         self.devices = devices
-        self.host, self.main = Stream(), Stream()
+        self.host, self.main, self.nccl = Stream(), Stream(), Stream()
         self.stream = self.main  # the current one
         self.memory: dict[int, Memory] = {}
         self.locked: list[range] = []  # addresses that were page-locked where they lie
         self.heavy: Counter[tuple[str, torch.dtype]] = Counter()
-        self.collectives: Counter[tuple[str, torch.dtype]] = Counter()
+        self.collectives: set[tuple[str, torch.dtype]] = set()
+        self.gloo: set[str] = set()  # names of process groups
+        self.sent: list[Tensor] = []  # the result of the last collective
         self.quiet: Callable[[], bool] = lambda: False  # whether they are not
         self.excused: tuple[str, ...] = ()  # functions that may wait all the same
         self.optimised: set[torch.dtype] = set()  # of what the fused optimiser has updated
@@ -151,8 +165,6 @@ class Gpu(TorchDispatchMode):
         names, frame = [], sys._getframe(1) if self.quiet() else None
         while frame is not None:
             code = frame.f_code
-            if code.co_filename.endswith("torch/nn/modules/_functions.py"):
-                return  # SyncBatchNorm, in each forward pass, unless a CUDA graph is recorded
             if "site-packages" not in code.co_filename:
                 names.append((Path(code.co_filename).name, code.co_name))
             frame = frame.f_back
@@ -211,6 +223,8 @@ class Gpu(TorchDispatchMode):
             return args[0].device
         kwargs = dict(kwargs or {})
         tensors = list(tensors_in((*args, *kwargs.values())))
+        if func.namespace == "c10d" and not self._on_host(args, tensors):
+            return self._collective(func, args, tensors)
         device = kwargs.get("device")
         on_gpu = device is not None and torch.device(device).type == "cuda"
         pinned = bool(kwargs.get("pin_memory"))
@@ -229,8 +243,8 @@ class Gpu(TorchDispatchMode):
             self.wait("a choice by a mask")
             return args[0].clone()  # as if all were chosen
         try:
-            kernel = KERNELS.get(func.overloadpacket)
-            out = kernel(self, *args, **kwargs) if kernel else func(*args, **kwargs)
+            fused = func.overloadpacket in FUSED
+            out = self._fused(func, args, tensors) if fused else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise Wait(f"{func} waits for the device") from None
         name = func.overloadpacket.__name__
@@ -252,6 +266,35 @@ class Gpu(TorchDispatchMode):
         if func in COPIES:
             self._copy(func, args, kwargs, out)
         return out
+
+    def _fused(self, func: Any, args: tuple, tensors: list[Tensor]) -> None:
+        """Check what a fused kernel demands: one device, and one dtype for what goes together."""
+        assert len({tensor.device for tensor in tensors}) == 1, f"{func} on several devices"
+        lists = [value for value in args if isinstance(value, list) and value]
+        for row in zip(*lists, strict=True):
+            (dtype,) = {tensor.dtype for tensor in row if tensor.ndim}
+            if len(row) > 1:  # an optimiser's
+                self.optimised.add(dtype)
+
+    def _on_host(self, args: tuple, tensors: list[Tensor]) -> bool:
+        """Whether a collective is of a group of gloo's. NCCL and gloo want tensors of their own."""
+        group = next(value for value in args if isinstance(value, torch.ScriptObject))
+        on_host = dist.ProcessGroup.unbox(group).group_name in self.gloo
+        kinds = {tensor.device.type for tensor in tensors}
+        assert kinds == {"cpu" if on_host else "cuda"}, f"a collective of tensors on {kinds}"
+        return on_host
+
+    def _collective(self, func: Any, args: tuple, tensors: list[Tensor]) -> Any:
+        """A collective of NCCL's, in a stream of its own."""
+        (dtype,) = {tensor.dtype for tensor in tensors}
+        self.collectives.add((func.__name__, dtype))
+        self.nccl.wait_stream(self.stream)
+        self.nccl.count += 1
+        self.sent = list(tensors_in(args[:1]))
+        for tensor in tensors:
+            self.use(tensor, any(tensor is one for one in self.sent), self.nccl)
+        work = FakeWork().boxed()
+        return (args[0], work) if len(func._schema.returns) == 2 else work
 
     def _read(self, tensor: Tensor) -> Any:
         if tensor.device.type == "cuda":

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT
 from fake_cuda import Gpu
-from fake_nccl import Future
 from fake_torch import fake_cuda
 from running import STAND_IN
 from torch.utils._python_dispatch import _disable_current_modes
@@ -90,13 +89,12 @@ def run(
     *options: Any,
     job: tuple[int, int] = (1, 1),
     excused: tuple[str, ...] = (),
-    inside: Callable[[Gpu], None] = lambda gpu: None,
 ) -> Ran:
     """Run a script on ``job`` = (nodes, GPUs of each), as its rank 0, and return when it ends.
 
     From the end of the first step of an epoch to the end of the last but one, and between the
     batches of an evaluation, the host must not wait for the device, save in functions of the names
-    ``excused``. ``inside`` is called on the machine, before the script begins.
+    ``excused``.
     """
     module = load(script) if isinstance(script, str) else script
     with ExitStack() as stack:
@@ -128,10 +126,6 @@ def run(
         patch(snapshots, "write", write_values)
         patch(ImageBatches, "fill", _unseen(ImageBatches.fill))
         patch(supervise, "die_with_parent", lambda *_: None)
-        for utils in [m for name, m in sys.modules.items() if name.startswith("utils.")]:
-            if getattr(utils, "Future", None) is REAL_FUTURE:
-                patch(utils, "Future", Future)
-        inside(gpu)
         code = module.main()
         if faults:
             raise faults[0]
@@ -183,9 +177,6 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 def _forget(package: str) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         del sys.modules[name]
-
-
-REAL_FUTURE = torch.futures.Future
 
 
 def _watch(stack: ExitStack, gpu: Gpu) -> list[Any]:

@@ -1,4 +1,7 @@
-"""What stands in for torch.cuda and its users in torch on the GPU of tests/fake_cuda.py."""
+"""What stands in for torch.cuda and its users in torch on the GPU of tests/fake_cuda.py.
+
+Among them DistributedDataParallel's reducer, which is in C++.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -6,18 +9,44 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import fake_fsdp
 import torch
 import torch.distributed as dist
-from fake_cuda import Event, Gpu, Stream, as_device, fake_gpus, gpu, stream_context
-from fake_nccl import DISTRIBUTED, Future, ddp_forward, ddp_hook, ddp_init
+from fake_cuda import Event, Gpu, Stream, as_device, fake_gpus, gpu, stream_context, tensors_in
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses import fake_tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from utils.comm import fsdp, ordered
 
 UUID = "11111111-2222-3333-4444-555555555555"
 PROPERTIES = SimpleNamespace(total_memory=2**34, multi_processor_count=40, uuid=UUID)
 NO_GRAPH = SimpleNamespace(is_capturing=lambda: False)  # a stream, as optimisers look at it
+ANSWERS = {  # of functions of torch.cuda
+    "is_available": True,
+    "is_initialized": True,
+    "current_device": 0,
+    "set_device": None,
+    "manual_seed_all": None,
+    "get_device_properties": PROPERTIES,
+    "get_device_name": "Fake",
+    "get_device_capability": (8, 0),
+    "max_memory_allocated": 2**30,
+    "reset_peak_memory_stats": None,
+    "memory_reserved": 2**30,
+    "mem_get_info": (2**33, 2**34),
+    "empty_cache": None,
+    "utilization": 87,
+    "device_memory_used": 3 * 2**30,
+    "power_draw": 65_500,
+    "temperature": 71,
+    "get_rng_state": None,
+    "set_rng_state": None,
+    "is_bf16_supported": True,
+    "is_current_stream_capturing": False,
+}
 
 
 def synchronize(device: Any = None) -> None:
@@ -36,38 +65,6 @@ class Cudart:
         return 0
 
 
-CUDA: dict[str, Callable[..., Any]] = {
-    "is_available": lambda: True,
-    "is_initialized": lambda: True,
-    "device_count": lambda: gpu().devices,
-    "current_device": lambda: 0,
-    "set_device": lambda device: None,
-    "manual_seed_all": lambda seed: None,
-    "stream": stream_context,
-    "current_stream": lambda device=None: gpu().stream,
-    "synchronize": synchronize,
-    "get_device_properties": lambda device=None: PROPERTIES,
-    "get_device_name": lambda device=None: "Fake",
-    "get_device_capability": lambda device=None: (8, 0),
-    "max_memory_allocated": lambda device=None: 2**30,
-    "reset_peak_memory_stats": lambda device=None: None,
-    "memory_reserved": lambda device=None: 2**30,
-    "mem_get_info": lambda device=None: (2**33, 2**34),
-    "empty_cache": lambda: None,
-    "utilization": lambda device=None: 87,
-    "device_memory_used": lambda device=None: 3 * 2**30,
-    "power_draw": lambda device=None: 65_500,
-    "temperature": lambda device=None: 71,
-    "get_rng_state": lambda device=None: None,
-    "set_rng_state": lambda new_state, device=None: None,
-    "is_bf16_supported": lambda including_emulation=True: True,
-    "is_current_stream_capturing": lambda: False,
-    "cudart": Cudart,
-    "Stream": Stream,
-    "Event": Event,
-}
-
-
 def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
     copy = tensor.clone()
     gpu().known(copy).pinned = True
@@ -75,13 +72,7 @@ def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
 
 
 def record_stream(tensor: Tensor, s: Stream) -> None:
-    assert tensor.device.type == "cuda"
     gpu().known(tensor).recorded.add(s)
-
-
-def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **more: Any) -> Tensor:
-    """scaled_dot_product_attention; torch, without its kernels, takes float32 products."""
-    return query @ key.transpose(-2, -1) @ value
 
 
 class Generator(torch.Generator):
@@ -96,18 +87,142 @@ def dp_forward(self: nn.DataParallel, images: Tensor) -> Tensor:
     return torch.cat([self.module(part) for part in images.chunk(gpu().devices)])
 
 
+# ---- torch.distributed: torch's own fake group in place of NCCL's and gloo's
+
+ORIGINAL = SimpleNamespace(init=dist.init_process_group, new_group=dist.new_group, parts=fsdp.parts)
+
+
+def init_process_group(backend: str, rank: int, world_size: int, **_: Any) -> None:
+    assert backend == "nccl"
+    ORIGINAL.init("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+
+def new_group(ranks: list[int] | None = None, backend: str = "", **_: Any) -> dist.ProcessGroup:
+    group = ORIGINAL.new_group(ranks)
+    if backend == "gloo":
+        gpu().gloo.add(group.group_name)
+    return group
+
+
+def all_gather_object(found: list[Any] | None, value: Any, group: Any = None) -> None:
+    """What this process has, from all."""
+    if found is not None:
+        found[:] = [value] * len(found)
+
+
+class Future:
+    """torch.futures.Future; what waits for it goes on in the stream, not on the host."""
+
+    def __init__(self, *, devices: list | None = None):
+        self.devices = [as_device(device) for device in devices or []]
+
+    def set_result(self, result: Any) -> None:
+        for tensor in tensors_in([result]):
+            assert tensor.device in self.devices, "a future has to know its tensors' devices"
+        self.result, self.at = result, gpu().stream.now()
+
+    def value(self) -> Any:
+        return self.result
+
+    def wait(self) -> Any:
+        gpu().stream.learn(self.at)
+        return self.result
+
+    def then(self, callback: Callable[["Future"], Any]) -> "Future":
+        after = Future(devices=self.devices)
+        with stream_context(Stream()):
+            self.wait()
+            after.set_result(callback(self))
+        return after
+
+
+def work_wait(work: FakeWork, timeout: Any = None) -> bool:
+    gpu().stream.wait_stream(gpu().nccl)
+    return True
+
+
+def work_future(work: FakeWork) -> Future:
+    future = Future(devices=[0])
+    with stream_context(gpu().nccl):
+        future.set_result(gpu().sent)
+    return future
+
+
+class Bucket:
+    """torch.distributed.GradBucket, of one gradient."""
+
+    def __init__(self, weight: nn.Parameter):
+        self.weight, self.flat = weight, weight.grad.reshape(-1).clone()
+
+    def parameters(self) -> list[Tensor]:
+        return [self.weight]
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def gradients(self) -> list[Tensor]:
+        return [self.flat.view(self.weight.shape)]
+
+
+def ddp_init(
+    self: DistributedDataParallel, module: nn.Module, device_ids: list | None = None, **_: Any
+) -> None:
+    """DistributedDataParallel.__init__: each gradient is exchanged as soon as it is there."""
+    nn.Module.__init__(self)
+    self.module, self.device_ids, self.require_backward_grad_sync = module, device_ids, True
+    self.hook = dist.group.WORLD, allreduce_hook
+    means: list[tuple[nn.Parameter, Future]] = []
+
+    @torch.no_grad()
+    def exchange(weight: nn.Parameter) -> None:
+        if self.require_backward_grad_sync:
+            if not means:
+                torch.autograd.Variable._execution_engine.queue_callback(finish)
+            state, hook = self.hook
+            means.append((weight, hook(state, Bucket(weight))))
+
+    @torch.no_grad()
+    def finish() -> None:
+        """Backward ends: it waits for all means."""
+        for weight, future in means:
+            mean = future.wait()
+            assert mean.dtype == weight.dtype, f"a hook made {mean.dtype} of its gradients"
+            weight.grad.copy_(mean.view(weight.shape))
+        means.clear()
+
+    for weight in module.parameters():
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(exchange)
+
+
+def ddp_forward(self: DistributedDataParallel, images: Tensor) -> Tensor:
+    return self.module(images)
+
+
+def ddp_hook(self: DistributedDataParallel, state: object, hook: Callable) -> None:
+    self.hook = state, hook
+
+
 @contextmanager
 def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
     """A machine with that many GPUs, on which torch can do all that training asks of it."""
+    answers = {name: mock.Mock(return_value=value) for name, value in ANSWERS.items()}
     with ExitStack() as stack:
 
         def patch(place: Any, **values: Any) -> None:
             stack.enter_context(mock.patch.multiple(place, **values))
 
-        patch(torch.cuda, **CUDA)
-        patch(dist, **DISTRIBUTED)
-        for place, name, value in fake_fsdp.PATCHES:
-            patch(place, **{name: value})
+        patch(
+            torch.cuda,
+            device_count=lambda: devices,
+            stream=stream_context,
+            current_stream=lambda device=None: gpu().stream,
+            synchronize=synchronize,
+            cudart=Cudart,
+            Stream=Stream,
+            Event=Event,
+            **answers,
+        )
         patch(
             torch.accelerator,
             is_available=lambda: True,
@@ -117,12 +232,23 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
         )
         patch(torch.cuda.nccl, version=lambda: (2, 27, 3))
         patch(torch, Generator=Generator)
-        patch(torch.futures, Future=Future)
         patch(fake_tensor, init_gpu_context=lambda device: None)
         patch(fake_tensor.FakeTensorMode, avoid_device_init=True)
         patch(Tensor, pin_memory=pin_memory, record_stream=record_stream)
-        patch(nn.functional, scaled_dot_product_attention=attention)
         patch(nn.DataParallel, forward=dp_forward)
+        patch(nn.SyncBatchNorm, forward=nn.BatchNorm2d.forward)
+        patch(
+            dist,
+            init_process_group=init_process_group,
+            new_group=new_group,
+            all_gather_object=all_gather_object,
+            gather_object=lambda value, found, group: all_gather_object(found, value),
+            broadcast_object_list=lambda objects, src, group: None,
+        )
+        patch(FakeWork, wait=work_wait, get_future=work_future)
+        patch(ordered, Future=Future)
+        # FSDP cannot exchange the data of fake tensors: it gets a model that has been moved.
+        patch(fsdp, parts=lambda model, dtype: ORIGINAL.parts(model.to("cuda"), dtype))
         patch(
             DistributedDataParallel,
             __init__=ddp_init,
