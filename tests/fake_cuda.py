@@ -1,16 +1,13 @@
 """A GPU that computes nothing: tensors on ``cuda`` with shapes, dtypes and devices, on any machine.
 
-    with fake_cuda() as gpu:  # of tests/fake_torch.py, which stands in for the rest
-        code = run("imagenet_ddp.py", "-a", "resnet18", ...)
-
 torch's FakeTensorMode gives tensors on ``cuda`` without storage; what mixes devices or dtypes
 raises as on a GPU. What is on the CPU stays real, so that loaders, samplers and files run as they
-are. On top of that, `Gpu` sees each operation and raises
+are. On top of that, `Gpu` sees each operation and raises an AssertionError
 
-    Wait   where the host waits for the device in a place that should not: ``.item()``, a copy that
+    where the host waits for the device in a place that should not: ``.item()``, a copy that
            blocks (also one from or to memory that is not pinned), ``synchronize``
-    Race   where a stream uses what another one has written, or overwrites what another one reads,
-           without having waited for it; or the host what is still on its way
+    where a stream uses what another one has written, or overwrites what another one reads, without
+           having waited for it; or the host what is still on its way
 
 Values that are read where waiting is allowed are made up: 1. Only the first GPU computes.
 """
@@ -18,11 +15,11 @@ Values that are read where waiting is allowed are made up: 1. Only the first GPU
 import ctypes
 import platform
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import extract_stack
 from typing import Any
 
 import torch
@@ -42,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default}
-# What a tensor core would do; the dtypes in which they ran are counted in `Gpu.heavy`.
+# What a tensor core would do; `Gpu.heavy` has the dtypes.
 HEAVY = {"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"}
 # Kernels that change rows of tensors in place, which torch cannot play on fake ones.
 FUSED = {
@@ -51,14 +48,6 @@ FUSED = {
     aten._amp_foreach_non_finite_check_and_unscale_,
     aten._amp_update_scale_,
 }
-
-
-class Wait(AssertionError):
-    """The host waits for the device where it should not."""
-
-
-class Race(AssertionError):
-    """Two streams, or the host and a stream, use the same memory without an order."""
 
 
 class Stream:
@@ -146,7 +135,7 @@ class Gpu(TorchDispatchMode):
         self.stream = self.main  # the current one
         self.memory: dict[int, Memory] = {}
         self.locked: list[range] = []  # addresses that were page-locked where they lie
-        self.heavy: Counter[tuple[str, torch.dtype]] = Counter()
+        self.heavy: set[torch.dtype] = set()
         self.collectives: set[tuple[str, torch.dtype]] = set()
         self.gloo: set[str] = set()  # names of process groups
         self.sent: list[Tensor] = []  # the result of the last collective
@@ -161,16 +150,13 @@ class Gpu(TorchDispatchMode):
             self.host.wait_stream(stream)
 
     def wait(self, what: str) -> None:
-        """The host waits for the device. Raises `Wait` where it should not."""
-        names, frame = [], sys._getframe(1) if self.quiet() else None
-        while frame is not None:
-            code = frame.f_code
-            if "site-packages" not in code.co_filename:
-                names.append((Path(code.co_filename).name, code.co_name))
-            frame = frame.f_back
-        if names and not any(name in self.excused for _, name in names):
-            place = next((":".join(n) for n in names if not n[0].startswith("fake_cuda")), "?")
-            raise Wait(f"{what} waits for the device in {place}")
+        """The host waits for the device."""
+        if not self.quiet():
+            return
+        calls = [call for call in extract_stack() if "site-packages" not in call.filename]
+        if not any(call.name in self.excused for call in calls):
+            place = [call for call in calls if "fake_" not in call.filename][-1]
+            raise AssertionError(f"{what} waits for the device in {place.name}")
 
     # ---- memory
 
@@ -191,14 +177,14 @@ class Gpu(TorchDispatchMode):
         stream = stream or self.stream
         memory = self.known(tensor, stream if tensor.device.type == "cuda" else None)
         if memory.written and not self.ordered(stream, *memory.written):
-            raise Race("something is used that is still written elsewhere: nobody has waited")
+            raise AssertionError("used while it is written elsewhere: nobody has waited")
         if memory.home is not stream:
             memory.strangers.add(stream)
         if not writes:
             memory.read[stream] = stream.count
             return
         if any(not self.ordered(stream, *reader) for reader in memory.read.items()):
-            raise Race("something is overwritten that is still read elsewhere: nobody has waited")
+            raise AssertionError("overwritten while it is read elsewhere: nobody has waited")
         memory.written, memory.read = (stream, stream.count), {}
 
     def is_pinned(self, tensor: Tensor) -> bool:
@@ -238,20 +224,16 @@ class Gpu(TorchDispatchMode):
         self.stream.count += 1
         if func is aten._local_scalar_dense.default:
             return self._read(tensors[0])
-        masks = args[1] if func is aten.index.Tensor else ()
-        if any(mask is not None and mask.dtype is torch.bool for mask in masks):
-            self.wait("a choice by a mask")
-            return args[0].clone()  # as if all were chosen
         try:
             fused = func.overloadpacket in FUSED
             out = self._fused(func, args, tensors) if fused else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            raise Wait(f"{func} waits for the device") from None
+            raise AssertionError(f"{func} waits for the device") from None
         name = func.overloadpacket.__name__
         if name in HEAVY and tensors[0].device.type == "cuda":
             dtypes = {tensor.dtype for tensor in tensors}
             assert len(dtypes) == 1, f"{name} of {' and '.join(map(str, dtypes))}"
-            self.heavy[name, tensors[0].dtype] += 1
+            self.heavy |= dtypes
         written = mutated(func, args)
         for tensor in tensors:
             if tensor.device.type == "cuda":

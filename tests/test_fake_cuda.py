@@ -10,11 +10,16 @@ from unittest import mock
 import pytest
 import torch
 from conftest import draw_folder, scalars, summary
-from fake_cuda import Race, Wait, playable
-from fake_runs import EVERYTHING, MIXED, Runs, changed, load
+from fake_cuda import playable
+from fake_runs import EVERYTHING, MIXED, Runs, changed
 from running import snapshot
 from torch.nn.modules.batchnorm import _BatchNorm
 
+import imagenet_ddp
+import imagenet_ddp_apex
+import imagenet_dp
+import imagenet_fsdp
+import imagenet_nd
 import utils.metrics
 from utils.amp.loss_scale import LossScaler
 from utils.comm import auto
@@ -22,7 +27,7 @@ from utils.comm.ordered import OrderedCollectives
 from utils.data.loaders import Batches
 from utils.model import optim
 from utils.run import snapshots
-from utils.train import evaluation, largest_batch, report, watch
+from utils.train import dummy, evaluation, largest_batch, report, watch
 
 pytestmark = pytest.mark.skipif(not playable(), reason="needs Linux on x86-64 or aarch64")
 
@@ -55,7 +60,7 @@ def train(data, tmp_path):
 )
 def test_one_process(train, script, options, dtype):
     done = train(script, *options.split())
-    assert done.dtypes == {dtype}
+    assert done.gpu.heavy == {dtype}
     assert not done.gpu.unrecorded()
     assert summary(done.folder)["hardware"]["GPU/utilisation_rank0"] == 87
     assert ("Amp/scale" in scalars(done.folder)) == (dtype == HALF)
@@ -75,13 +80,13 @@ def test_one_process(train, script, options, dtype):
 def test_several_processes(train, options, dtype, travels):
     # A method makes its buffers for a bucket, and says once on the device what is where.
     done = train(DDP, *options.split(), excused=("_prepare",))
-    assert done.dtypes - ({FLOAT} if "powersgd" in options else set()) == {dtype}
+    assert done.gpu.heavy - ({FLOAT} if "powersgd" in options else set()) == {dtype}
     assert travels in {sort for _, sort in done.gpu.collectives}
 
 
 def test_a_model_in_parts(train):
     done = train(FSDP, *split(f"--sync-bn --reshard node {EVERYTHING}"))
-    assert done.dtypes == {HALF}
+    assert done.gpu.heavy == {HALF}
     for kind, dtypes in (("_allgather_base_", {HALF, FLOAT}), ("_reduce_scatter_base_", {FLOAT})):
         assert {sort for name, sort in done.gpu.collectives if name.startswith(kind)} == dtypes
     assert done.gpu.optimised == {FLOAT}
@@ -97,7 +102,7 @@ def test_comm_auto_measures_and_chooses(train):
 def test_one_node_of_four(train):
     """And the learning rate of the last step, 2/3 through the warm-up, is that of the curve."""
     done = train(DDP, "--comm", "int8", "--warmup-epochs", 1, job=(1, 4))
-    assert done.dtypes == {HALF}
+    assert done.gpu.heavy == {HALF}
     (group,) = {group["lr"] for group in done.session.state.optimizer.param_groups}
     ((_, drawn),) = scalars(done.folder)["Lr"]
     assert (drawn, group) == (pytest.approx(group), pytest.approx(0.1 * 2 / 3))
@@ -116,7 +121,7 @@ def test_one_node_of_four(train):
 )
 def test_opt_levels(train, options, dtype):
     done = train(APEX, "--amp-impl", "torch", *options.split())
-    assert done.dtypes == {dtype}
+    assert done.gpu.heavy == {dtype}
     level = options.split()[1]
     kept = (level == "O2") ^ ("--keep-batchnorm-fp32" in options)
     for module in done.session.state.model.modules():
@@ -185,64 +190,54 @@ def test_what_limits_a_run_is_told_once(train, monkeypatch, logged, limit, told)
         assert words in note
 
 
-@pytest.mark.parametrize(
-    ("script", "arch", "more"),
-    [(DP, "resnet18", "--activation-checkpointing"), (DDP, "alexnet", "")],
-)
-def test_architectures(train, script, arch, more):
-    assert train.dummy(script, arch, 64, *more.split()).dtypes == {HALF}
+def test_the_step_alone(train):
+    few = {"WARMUP_STEPS": 1, "TIMED_STEPS": 1, "AHEAD": 1, "_host_waits": lambda step: []}
+    with mock.patch.multiple(dummy, **few):
+        done = train(DDP, "--dummy", "-a", "tiny_resnet", "--activation-checkpointing")
+    assert HALF in done.gpu.heavy
 
 
-# ---- faults in the scripts
+# ---- faults that must be found
 
-LOSS, END = "criterion(logits, targets)", "return loss, logits"
+STEP, END = "criterion(logits, targets)", "return loss, logits"
 PLACE = "    # ---- distributed data parallelism"
 WEIGHT = f"    model[0].weight = nn.Parameter(model[0].weight.float())\n{PLACE}"
-ITEM = (END, f"loss.item(); {END}")
-
-
-@pytest.mark.parametrize(
-    ("scripts", "old", "new", "found", "message"),
-    [
-        ((ND, DDP), LOSS, "criterion(logits, torch.zeros_like(targets, device='cpu'))",
-         RuntimeError, "device"),
-        ((ND, DP, DDP, APEX, FSDP), *ITEM, Wait, "reading a value waits .* in .*train_step"),
-        ((APEX,), PLACE, WEIGHT, AssertionError, "convolution of"),
-        ((ND,), "enabled=amp_dtype is not None", "enabled=False", RuntimeError, "Input type"),
-        ((ND,), END, f"torch.cuda.synchronize(); {END}", Wait, None),
-        ((ND,), END, f"loss.cpu(); {END}", Wait, None),
-        ((ND,), END, f"targets.new_tensor([1.0]); {END}", Wait, None),
-        ((ND,), END, f"logits[targets == 0]; {END}", Wait, None),
-        ((ND,), "if update:", "if update and loss > 0:", Wait, None),
-    ],
-)  # fmt: skip
-def test_a_fault_in_the_step(train, scripts, old, new, found, message):
-    for script in scripts:
-        with pytest.raises(found, match=message):
-            train(load(script, (old, new)), "--name", script)
-
-
-# ---- and around it
+SCRIPTS = {ND: imagenet_nd, DP: imagenet_dp, DDP: imagenet_ddp, FSDP: imagenet_fsdp}
+SCRIPTS[APEX] = imagenet_ddp_apex
+WAIT, RACE = "waits for the device", "nobody has waited"
 
 
 @pytest.mark.parametrize(
     ("line", "function", "old", "new", "found"),
     [
-        (ND, Batches.__init__, "page_locked=cuda", "page_locked=False", Wait),
+        *((name, script.train, END, f"loss.item(); {END}", "a value waits .* in train_step")
+          for name, script in SCRIPTS.items()),
+        (ND, imagenet_nd.train, STEP, "criterion(logits, targets.cpu())", "device"),
+        (ND, imagenet_nd.train, "enabled=amp_dtype is not None", "enabled=False", "Input type"),
+        (ND, imagenet_nd.train, END, f"torch.cuda.synchronize(); {END}", WAIT),
+        (ND, imagenet_nd.train, END, f"loss.cpu(); {END}", WAIT),
+        (ND, imagenet_nd.train, END, f"targets.new_tensor([1.0]); {END}", WAIT),
+        (ND, imagenet_nd.train, END, f"logits[targets == 0]; {END}", WAIT),
+        (ND, imagenet_nd.train, "if update:", "if update and loss > 0:", WAIT),
+        (APEX, imagenet_ddp_apex.train, PLACE, WEIGHT, "convolution of"),
+        (ND, Batches.__init__, "page_locked=cuda", "page_locked=False", WAIT),
         (ND, Batches._upload, "images = images.to(self.device, non_blocking=True)",
-         "images = images.to(self.device)", Wait),
-        (ND, Batches._upload, "current.wait_stream(self.stream)", "pass", Race),
-        (ND, utils.metrics.Sums.add, "hits = ", "hits = loss_sum.item(); hits = ", Wait),
-        (ND, optim.sgd, "fused = weights[0].is_cuda", "fused = False", Wait),
-        (ND, evaluation.measure, "sums.add(", "loss.item(); sums.add(", Wait),
-        (ND, snapshots.SnapshotWriter.save, "torch.cuda.synchronize()", "pass", Race),
-        (f"{DDP} --comm int8", OrderedCollectives.submit, "self.stream.wait_stream", "id", Race),
-        (APEX, LossScaler._watch, "not event.query()", "False", Race),
-        (APEX, LossScaler.unscale, '"_step_supports_amp_scaling"', '"not_there"', Wait),
+         "images = images.to(self.device)", WAIT),
+        (ND, Batches._upload, "current.wait_stream(self.stream)", "pass", RACE),
+        (ND, utils.metrics.Sums.add, "hits = ", "hits = loss_sum.item(); hits = ", WAIT),
+        (ND, optim.sgd, "fused = weights[0].is_cuda", "fused = False", WAIT),
+        (ND, evaluation.measure, "sums.add(", "loss.item(); sums.add(", WAIT),
+        (ND, snapshots.SnapshotWriter.save, "torch.cuda.synchronize()", "pass", RACE),
+        (f"{DDP} --comm int8", OrderedCollectives.submit, "self.stream.wait_stream", "id", RACE),
+        (APEX, LossScaler._watch, "not event.query()", "False", RACE),
+        (APEX, LossScaler.unscale, '"_step_supports_amp_scaling"', '"not_there"', WAIT),
     ],
 )  # fmt: skip
-def test_a_fault_around_the_step(train, line, function, old, new, found):
-    with changed(function, old, new), pytest.raises(found):
+def test_a_fault(train, line, function, old, new, found):
+    with (
+        changed(function, old, new),
+        pytest.raises((AssertionError, RuntimeError), match=found),
+    ):
         train(*line.split())
 
 

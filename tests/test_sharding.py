@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import scalars, summary
-from fake_runs import stand_in
 from joined import Job, run_jobs
 from running import assert_same_weights, snapshot
+from torchvision.models import get_model
 
 from utils.comm import fsdp
 from utils.launch.world import World
-from utils.model import models
+from utils.model import blocks
 
 CURVES = ("Loss/train", "Top1/train", "Top5/train", "Loss/val", "Top1/val", "Top5/val", "Lr")
 RECIPE = "--image-size 32 -j 0 -p 1 --lr 0.01 --label-smoothing 0.1 --warmup-epochs 1 --ema 0.9"
@@ -134,22 +134,21 @@ def test_bytes_that_travel(reshard, precision, sent):
 
 
 @pytest.mark.parametrize(
-    ("arch", "chosen", "rest"),
+    ("arch", "repeated", "chosen", "rest"),
     [
-        ("vit_b_32", {"EncoderBlock": 12, "Conv2d": 1}, 0.01),
-        ("swin_t", {"SwinTransformerBlock": 12, "PatchMerging": 2}, 0.04),
-        ("convnext_tiny", {"CNBlock": 15, "Conv2d": 1}, 0.05),
-        ("resnet50", {"Bottleneck": 13, "Linear": 1}, 0.01),
-        ("vgg19", {"Conv2d": 8, "Linear": 3}, 0.02),
-        ("maxvit_t", {"MaxVitLayer": 11}, 0.03),
-        ("tiny_plain", {}, 1),
+        ("vit_b_32", 12, {"EncoderBlock": 12, "Conv2d": 1}, 0.01),
+        ("swin_t", 15, {"SwinTransformerBlock": 12, "PatchMerging": 2}, 0.04),
+        ("convnext_tiny", 18, {"CNBlock": 15, "Conv2d": 1}, 0.05),
+        ("resnet50", 16, {"Bottleneck": 13, "Linear": 1}, 0.01),
+        ("vgg19", 0, {"Conv2d": 8, "Linear": 3}, 0.02),
+        ("maxvit_t", 11, {"MaxVitLayer": 11}, 0.03),
+        ("densenet121", 58, {"_DenseLayer": 32, "Linear": 1}, 0.4),
     ],
 )
-def test_blocks_are_found_by_the_models_structure(arch, chosen, rest, monkeypatch):
-    monkeypatch.setattr(models, "timm", stand_in("timm"))
-    monkeypatch.setattr(models, "_check_image_size", lambda *_: None)
+def test_blocks_are_found_by_the_models_structure(arch, repeated, chosen, rest):
     with torch.device("meta"):
-        model = models.create(arch, 1000, 224)
+        model = get_model(arch)
+    assert len(blocks.repeated(model)) == repeated
     found = fsdp.units(model)
     assert Counter(type(block).__name__ for block in found) == chosen
     assert fsdp.size(model) - sum(map(fsdp.size, found)) <= rest * fsdp.size(model)
