@@ -16,11 +16,12 @@ import ctypes
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import extract_stack
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -120,7 +121,7 @@ class Memory:
     home: Stream | None = None  # where it was allocated
     written: tuple[Stream, int] | None = None
     read: dict[Stream, int] = field(default_factory=dict)
-    strangers: set[Stream] = field(default_factory=set)  # other streams that use it
+    users: set[Stream] = field(default_factory=set)
     recorded: set[Stream] = field(default_factory=set)  # by Tensor.record_stream
     pinned: bool = False
 
@@ -128,9 +129,8 @@ class Memory:
 class Gpu(TorchDispatchMode):
     """Sees each operation; see the module."""
 
-    def __init__(self, devices: int):
+    def __init__(self) -> None:
         super().__init__()
-        self.devices = devices
         self.host, self.main, self.nccl = Stream(), Stream(), Stream()
         self.stream = self.main  # the current one
         self.memory: dict[int, Memory] = {}
@@ -178,8 +178,7 @@ class Gpu(TorchDispatchMode):
         memory = self.known(tensor, stream if tensor.device.type == "cuda" else None)
         if memory.written and not self.ordered(stream, *memory.written):
             raise AssertionError("used while it is written elsewhere: nobody has waited")
-        if memory.home is not stream:
-            memory.strangers.add(stream)
+        memory.users.add(stream)
         if not writes:
             memory.read[stream] = stream.count
             return
@@ -195,7 +194,7 @@ class Gpu(TorchDispatchMode):
 
     def unrecorded(self) -> list[Memory]:
         """Memory that a stream has used on which it was not allocated, without record_stream."""
-        found = [m for m in self.memory.values() if m.home and m.strangers - m.recorded]
+        found = [m for m in self.memory.values() if m.home and m.users - m.recorded - {m.home}]
         return [m for m in found if m.alive.expired()]
 
     # ---- operations
@@ -326,14 +325,6 @@ def mutated(func: Any, args: tuple) -> set[int]:
     return {id(tensor) for tensor in tensors_in(values)}
 
 
-def as_device(device: Any) -> torch.device:
-    """A device with its number."""
-    if device is None or isinstance(device, int):
-        return torch.device("cuda", device or 0)
-    device = torch.device(device)
-    return device if device.index is not None else torch.device(device.type, 0)
-
-
 # ---- the GPU that is on
 
 _on: list[Gpu] = []
@@ -344,24 +335,19 @@ def gpu() -> Gpu:
     return _on[-1]
 
 
-@contextmanager
-def stream_context(stream: Stream) -> Iterator[None]:
+def in_stream(stream: Stream) -> AbstractContextManager:
     """torch.cuda.stream."""
-    before, gpu().stream = gpu().stream, stream
-    try:
-        yield
-    finally:
-        gpu().stream = before
+    return mock.patch.object(gpu(), "stream", stream)
 
 
 @contextmanager
-def fake_gpus(devices: int = 1) -> Iterator[Gpu]:
+def fake_gpus() -> Iterator[Gpu]:
     """Tensors on ``cuda`` are fake. Nothing else is stood in for."""
     with ExitStack() as stack:
         stack.enter_context(autograd_without_accelerator())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        _on.append(stack.enter_context(Gpu(devices)))
+        _on.append(stack.enter_context(Gpu()))
         stack.callback(_on.pop)
         yield _on[-1]
 

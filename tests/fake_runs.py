@@ -1,6 +1,5 @@
 """The training scripts from their command lines to their ends on a GPU that is played."""
 
-import functools
 import importlib
 import inspect
 import logging
@@ -19,8 +18,9 @@ import torch
 import torch.distributed as dist
 from fake_cuda import Gpu
 from fake_torch import fake_cuda
-from running import STAND_IN
+from running import STAND_IN, alone
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from utils.data.dataset import ImageBatches
 from utils.launch import supervise
@@ -94,9 +94,7 @@ class Runs:
         batch = self.batch // processes // (2 if "--accum-steps" in options else 1)
         line = f"{script}.py -a tiny_full --image-size 32 -b {batch} -j 0 --epochs 1 --name run"
         argv = [*line.split(), "--output-dir", self.folder, *options, self.data]
-        # As under torchrun.
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "0", "LOCAL_RANK": "0"}
-        env |= {"WORLD_SIZE": str(nodes * gpus), "LOCAL_WORLD_SIZE": str(gpus)}
+        env = alone() | {"WORLD_SIZE": str(nodes * gpus), "LOCAL_WORLD_SIZE": str(gpus)}
         main = importlib.import_module(script).main
         with ExitStack() as stack:
 
@@ -119,13 +117,14 @@ class Runs:
                     faults.append(fault)
 
             if "apex" in options:
-                stack.callback(_forget, "apex")
+                stack.callback(forget, "apex")
                 patch(sys, "path", [f"{STAND_IN}_apex", *sys.path])
             logger = logging.getLogger("utils")
             patch(logger, "handlers", [*logger.handlers])  # a run adds its own
             patch(models, "timm", stand_in("timm"))
             patch(snapshots, "write", write_values)
-            patch(ImageBatches, "fill", _unseen(ImageBatches.fill))
+            # Done by a worker, which has no GPU to look at.
+            patch(ImageBatches, "fill", _disable_current_modes()(ImageBatches.fill))
             patch(supervise, "die_with_parent", lambda *_: None)
             assert main() == 0
             if faults:
@@ -159,30 +158,20 @@ def _watch(stack: ExitStack, gpu: Gpu) -> list[Any]:
 
 def _with_values(content: Any, gpu: Gpu) -> Any:
     """What a snapshot holds, with zeros for the values that there are not."""
-    if isinstance(content, torch.Tensor):
+
+    def zeros(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
         # Its `device` is another one while another thread is in the middle of an operation.
-        device = getattr(content, "fake_device", content.device)
+        device = getattr(leaf, "fake_device", leaf.device)
         assert device.type == "cpu", "a snapshot of what is on the device"
-        gpu.use(content, False, gpu.host)
-        return torch.empty_strided(content.shape, content.stride(), dtype=content.dtype).zero_()
-    if isinstance(content, dict):
-        return {key: _with_values(value, gpu) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return type(content)(_with_values(value, gpu) for value in content)
-    return content
+        gpu.use(leaf, False, gpu.host)
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).zero_()
+
+    return tree_map(zeros, content)
 
 
-def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a worker does: it has no GPU to look at, and here it is quicker so."""
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args)
-
-    return call
-
-
-def _forget(package: str) -> None:
+def forget(package: str) -> None:
+    """Have a package imported anew."""
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         del sys.modules[name]

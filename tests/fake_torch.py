@@ -3,7 +3,7 @@
 Among them DistributedDataParallel's reducer, which is in C++.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fake_cuda import Event, Gpu, Stream, as_device, fake_gpus, gpu, stream_context, tensors_in
+from fake_cuda import Event, Gpu, Stream, fake_gpus, gpu, in_stream, tensors_in
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses import fake_tensor
@@ -84,7 +84,7 @@ class Generator(torch.Generator):
 
 def dp_forward(self: nn.DataParallel, images: Tensor) -> Tensor:
     """DataParallel.forward, one part after the other, on one GPU."""
-    return torch.cat([self.module(part) for part in images.chunk(gpu().devices)])
+    return torch.cat([self.module(part) for part in images.chunk(torch.cuda.device_count())])
 
 
 # ---- torch.distributed: torch's own fake group in place of NCCL's and gloo's
@@ -113,8 +113,8 @@ def all_gather_object(found: list[Any] | None, value: Any, group: Any = None) ->
 class Future:
     """torch.futures.Future; what waits for it goes on in the stream, not on the host."""
 
-    def __init__(self, *, devices: list | None = None):
-        self.devices = [as_device(device) for device in devices or []]
+    def __init__(self, *, devices: Sequence[torch.device] = ()):
+        self.devices = devices
 
     def set_result(self, result: Any) -> None:
         for tensor in tensors_in([result]):
@@ -130,7 +130,7 @@ class Future:
 
     def then(self, callback: Callable[["Future"], Any]) -> "Future":
         after = Future(devices=self.devices)
-        with stream_context(Stream()):
+        with in_stream(Stream()):
             self.wait()
             after.set_result(callback(self))
         return after
@@ -142,26 +142,10 @@ def work_wait(work: FakeWork, timeout: Any = None) -> bool:
 
 
 def work_future(work: FakeWork) -> Future:
-    future = Future(devices=[0])
-    with stream_context(gpu().nccl):
+    future = Future(devices=[gpu().sent[0].device])
+    with in_stream(gpu().nccl):
         future.set_result(gpu().sent)
     return future
-
-
-class Bucket:
-    """torch.distributed.GradBucket, of one gradient."""
-
-    def __init__(self, weight: nn.Parameter):
-        self.weight, self.flat = weight, weight.grad.reshape(-1).clone()
-
-    def parameters(self) -> list[Tensor]:
-        return [self.weight]
-
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def gradients(self) -> list[Tensor]:
-        return [self.flat.view(self.weight.shape)]
 
 
 def ddp_init(
@@ -178,8 +162,14 @@ def ddp_init(
         if self.require_backward_grad_sync:
             if not means:
                 torch.autograd.Variable._execution_engine.queue_callback(finish)
+            flat = weight.grad.reshape(-1).clone()
+            bucket = SimpleNamespace(  # torch.distributed.GradBucket, of one gradient
+                parameters=lambda: [weight],
+                buffer=lambda: flat,
+                gradients=lambda: [flat.view(weight.shape)],
+            )
             state, hook = self.hook
-            means.append((weight, hook(state, Bucket(weight))))
+            means.append((weight, hook(state, bucket)))
 
     @torch.no_grad()
     def finish() -> None:
@@ -215,7 +205,7 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
         patch(
             torch.cuda,
             device_count=lambda: devices,
-            stream=stream_context,
+            stream=in_stream,
             current_stream=lambda device=None: gpu().stream,
             synchronize=synchronize,
             cudart=Cudart,
@@ -226,7 +216,7 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
         patch(
             torch.accelerator,
             is_available=lambda: True,
-            current_accelerator=lambda check_available=False: as_device(0),
+            current_accelerator=lambda check_available=False: torch.device("cuda", 0),
             synchronize=synchronize,
             current_stream=lambda device=None: NO_GRAPH,
         )
@@ -255,4 +245,4 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
             forward=ddp_forward,
             register_comm_hook=ddp_hook,
         )
-        yield stack.enter_context(fake_gpus(devices))
+        yield stack.enter_context(fake_gpus())

@@ -3,11 +3,11 @@
 import argparse
 import importlib
 import re
-import sys
 
 import pytest
 import torch
 from conftest import ROOT, SMALL, scalars
+from fake_runs import forget
 from joined import command
 from running import alone, snapshot, tiny
 from torch import nn
@@ -70,16 +70,12 @@ def test_apex_is_used_as_published_scripts_use_it(tmp_path, folder):
 def site(monkeypatch):
     """Puts a folder with a package apex in front of all others."""
 
-    def forget():
-        for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
-            del sys.modules[name]
-
     def use(folder):
-        forget()
+        forget("apex")
         monkeypatch.syspath_prepend(folder)
 
     yield use
-    forget()
+    forget("apex")
 
 
 def parsed(*options):

@@ -69,14 +69,6 @@ def test_bytes_that_travel():
 # ---- the arithmetic alone, in one process
 
 
-def test_what_is_no_number_stays_none(alone):
-    for bits, bad in itertools.product((8, 4), (torch.inf, -torch.inf, torch.nan)):
-        values = torch.ones(5, 300)
-        values[2, 7] = bad
-        Quantised(bits, alone).mean([(0, values)], Step())
-        assert not torch.isfinite(values).all()
-
-
 def test_powersgd_gets_over_an_overflow_and_a_changed_loss_scale(alone):
     """Errors are kept in units of the unscaled gradient; a bad step leaves no trace in them."""
     scale = [1.0]

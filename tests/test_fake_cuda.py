@@ -132,9 +132,9 @@ def test_opt_levels(train, options, dtype):
     assert done.gpu.optimised == (masters if level == "O3" else {FLOAT})
 
 
-@pytest.mark.parametrize("options", ["--optimizer adamw", f"--sync-bn {EVERYTHING}"])
-def test_apex_itself_is_called_as_on_a_gpu(train, options):
-    train(APEX, "--amp-impl", "apex", "--opt-level", "O2", *options.split())
+def test_apex_itself_is_called_as_on_a_gpu(train):
+    options = f"--amp-impl apex --opt-level O2 --optimizer adamw --sync-bn {EVERYTHING}"
+    train(APEX, *options.split())
 
 
 @pytest.mark.parametrize(

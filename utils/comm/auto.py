@@ -1,14 +1,12 @@
 """``--comm auto``: try each method in a few real steps, and keep a fast and exact one."""
 
 import math
-import time
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from utils.launch.world import World
+from utils.launch.world import Clock, Mark, World
 
 # What auto chooses among, the most exact first.
 METHODS = ("fp32", "fp16", "int8", "int4", "powersgd:32")
@@ -28,14 +26,15 @@ class Search:
     def __init__(self, candidates: list[str], optimizer: torch.optim.Optimizer, world: World):
         """``candidates``: names of methods, the most exact first, which is plain float32."""
         self.left, self.world, self.reason = list(candidates), world, ""
+        self.clock = Clock(world.device)
         self.seconds: dict[str, float] = {}  # per step, by method
-        self.hook = optimizer.register_step_pre_hook(lambda *_: self.ends.append(self._mark()))
+        self.hook = optimizer.register_step_pre_hook(lambda *_: self.ends.append(self.clock.mark()))
         self._try_next(FIRST_WARM_UP)
 
     def _try_next(self, warm_up: int) -> None:
         self.method, self.steps_left = self.left.pop(0), warm_up + STEPS
-        self.begins: list[Any] = []
-        self.ends: list[Any] = []
+        self.begins: list[Mark] = []
+        self.ends: list[Mark] = []
 
     def begin_step(self) -> None:
         """Begin a step. Collective; all processes see the same times and so choose the same."""
@@ -46,22 +45,14 @@ class Search:
                 return
             self._try_next(WARM_UP)
         self.steps_left -= 1
-        self.begins[len(self.ends) :] = [self._mark()]  # not of a step that was skipped
-
-    def _mark(self) -> Any:
-        if self.world.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.world.device))
-        return event
+        self.begins[len(self.ends) :] = [self.clock.mark()]  # not of a step that was skipped
 
     def _slowest(self) -> float:
         """Seconds of a step: the median, of the slowest process."""
-        cuda = self.world.device.type == "cuda"
-        if cuda:
+        if self.clock.cuda:
             torch.cuda.synchronize(self.world.device)
         pairs = [*zip(self.begins, self.ends, strict=False)][-STEPS:]
-        times = [a.elapsed_time(b) / 1000 if cuda else b - a for a, b in pairs]
+        times = [self.clock.seconds(*pair) for pair in pairs]
         # None: a loss scaler has skipped all steps.
         found = torch.tensor(median(times) if times else math.inf)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.world.control)

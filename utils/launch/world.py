@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,6 +161,30 @@ def choose_kernels(device: torch.device) -> None:
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = True
         torch.set_float32_matmul_precision("high")
+
+
+Mark = Any  # a torch.cuda.Event, or seconds of the clock
+
+
+class Clock:
+    """Marks in the current stream of a GPU; on the CPU, where calls return when their work is done,
+    readings of the clock."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.cuda = device, device.type == "cuda"
+
+    def mark(self) -> Mark:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        return begin.elapsed_time(end) / 1000 if self.cuda else end - begin
+
+    def passed(self, mark: Mark) -> bool:
+        return not self.cuda or mark.query()
 
 
 def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
