@@ -31,6 +31,7 @@ from utils.train import epoch, evaluation
 # What changes the step, but not its precision.
 EVERYTHING = "--accum-steps 2 --clip-grad 1 --label-smoothing 0.1 --no-channels-last --ema 0.9"
 MIXED = "--mixup 0.2 --cutmix 1 --val-flip"  # of pairs, which four processes would cut
+BATCH = 8  # of all processes; three times that in DATA/train
 JOBS = {"imagenet_nd": (1, 1), "imagenet_dp": (1, 2)}  # nodes, GPUs of each
 
 
@@ -67,69 +68,62 @@ class Ran:
     folder: Path
 
 
-@dataclass
-class Runs:
-    """Runs scripts on the images of ``data``, into ``folder``/run, a tiny model for an epoch."""
+def run(
+    data: Path,
+    folder: Path,
+    script: str,
+    *options: Any,
+    job: tuple[int, int] | None = None,
+    excused: tuple[str, ...] = (),
+) -> Ran:
+    """Run a script on the images of ``data``, into ``folder``/run, a tiny model for an epoch.
 
-    data: Path
-    folder: Path
-    batch: int = 8  # of all processes; three times that in DATA/train
+    It runs on ``job`` = (nodes, GPUs of each), as its rank 0, until it ends. From the end of the
+    first step of an epoch to the end of the last but one, and between the batches of an evaluation,
+    the host must not wait for the device, save in functions of the names ``excused``.
+    """
+    nodes, gpus = job or JOBS.get(script, (2, 2))
+    processes = nodes * gpus if script not in JOBS else 1
+    # Three steps: in the middle one nobody may wait.
+    batch = BATCH // processes // (2 if "--accum-steps" in options else 1)
+    line = f"{script}.py -a tiny_full --image-size 32 -b {batch} -j 0 --epochs 1 --name run"
+    argv = [*line.split(), "--output-dir", folder, *options, data]
+    env = alone() | {"WORLD_SIZE": str(nodes * gpus), "LOCAL_WORLD_SIZE": str(gpus)}
+    main = importlib.import_module(script).main
+    with ExitStack() as stack:
 
-    def __call__(
-        self,
-        script: str,
-        *options: Any,
-        job: tuple[int, int] | None = None,
-        excused: tuple[str, ...] = (),
-    ) -> Ran:
-        """Run a script on ``job`` = (nodes, GPUs of each), as its rank 0, until it ends.
+        def patch(place: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(place, name, value))
 
-        From the end of the first step of an epoch to the end of the last but one, and between the
-        batches of an evaluation, the host must not wait for the device, save in functions of the
-        names ``excused``.
-        """
-        nodes, gpus = job or JOBS.get(script, (2, 2))
-        processes = nodes * gpus if script not in JOBS else 1
-        # Three steps: in the middle one nobody may wait.
-        batch = self.batch // processes // (2 if "--accum-steps" in options else 1)
-        line = f"{script}.py -a tiny_full --image-size 32 -b {batch} -j 0 --epochs 1 --name run"
-        argv = [*line.split(), "--output-dir", self.folder, *options, self.data]
-        env = alone() | {"WORLD_SIZE": str(nodes * gpus), "LOCAL_WORLD_SIZE": str(gpus)}
-        main = importlib.import_module(script).main
-        with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict("os.environ", env))
+        patch(sys, "argv", [*map(str, argv)])
+        gpu = stack.enter_context(fake_cuda(gpus))
+        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+        # A slot of the ring is written again when its upload has passed: batches ago.
+        gpu.excused = (*excused, "take")
+        sessions, faults = _watch(stack, gpu), []
+        write = snapshots.write
 
-            def patch(place: Any, name: str, value: Any) -> None:
-                stack.enter_context(mock.patch.object(place, name, value))
+        def write_values(content: Any, path: Path) -> None:
+            try:
+                write(_with_values(content, gpu), path)
+            except Exception as fault:  # in the thread that writes
+                faults.append(fault)
 
-            stack.enter_context(mock.patch.dict("os.environ", env))
-            patch(sys, "argv", [*map(str, argv)])
-            gpu = stack.enter_context(fake_cuda(gpus))
-            stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
-            # A slot of the ring is written again when its upload has passed: batches ago.
-            gpu.excused = (*excused, "take")
-            sessions, faults = _watch(stack, gpu), []
-            write = snapshots.write
-
-            def write_values(content: Any, path: Path) -> None:
-                try:
-                    write(_with_values(content, gpu), path)
-                except Exception as fault:  # in the thread that writes
-                    faults.append(fault)
-
-            if "apex" in options:
-                stack.callback(forget, "apex")
-                patch(sys, "path", [f"{STAND_IN}_apex", *sys.path])
-            logger = logging.getLogger("utils")
-            patch(logger, "handlers", [*logger.handlers])  # a run adds its own
-            patch(models, "timm", stand_in("timm"))
-            patch(snapshots, "write", write_values)
-            # Done by a worker, which has no GPU to look at.
-            patch(ImageBatches, "fill", _disable_current_modes()(ImageBatches.fill))
-            patch(supervise, "die_with_parent", lambda *_: None)
-            assert main() == 0
-            if faults:
-                raise faults[0]
-            return Ran(gpu, sessions[-1] if sessions else None, self.folder / "run")
+        if "apex" in options:
+            stack.callback(forget, "apex")
+            patch(sys, "path", [f"{STAND_IN}_apex", *sys.path])
+        logger = logging.getLogger("utils")
+        patch(logger, "handlers", [*logger.handlers])  # a run adds its own
+        patch(models, "timm", stand_in("timm"))
+        patch(snapshots, "write", write_values)
+        # Done by a worker, which has no GPU to look at.
+        patch(ImageBatches, "fill", _disable_current_modes()(ImageBatches.fill))
+        patch(supervise, "die_with_parent", lambda *_: None)
+        assert main() == 0
+        if faults:
+            raise faults[0]
+        return Ran(gpu, sessions[-1] if sessions else None, folder / "run")
 
 
 def _watch(stack: ExitStack, gpu: Gpu) -> list[Any]:

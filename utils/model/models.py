@@ -187,7 +187,6 @@ def _check_image_size(
     model: nn.Module, arch: str, image_size: int, option: str = "--image-size"
 ) -> None:
     """Try the forward pass on the meta device: shapes are checked, nothing is computed."""
-    training = model.training
     model.eval()
     try:
         # Not of the state dict, which lacks some buffers.
@@ -199,7 +198,7 @@ def _check_image_size(
     except (RuntimeError, AssertionError, ValueError) as fault:
         raise _unfit(arch, image_size, fault, option) from fault
     finally:
-        model.train(training)
+        model.train()
 
 
 def _unfit(arch: str, image_size: int, fault: Exception, option: str = "--image-size") -> UserError:
