@@ -380,10 +380,9 @@ def autograd_without_accelerator() -> Iterator[None]:
     def write(texts: list[bytes]) -> None:
         for place, text in zip(places, texts, strict=True):
             first = ctypes.c_void_p(place - place % PAGE)
-            for access in (7, 5):  # read, write, execute; then no write
-                assert not libc.mprotect(first, ctypes.c_size_t(2 * PAGE), access)
-                if access == 7:
-                    ctypes.memmove(place, text, len(text))
+            # Read, write, execute.
+            assert not libc.mprotect(first, ctypes.c_size_t(2 * PAGE), 7)
+            ctypes.memmove(place, text, len(text))
 
     write([code] * len(places))
     try:

@@ -69,7 +69,11 @@ def amp_and_parallel(args: argparse.Namespace, world: World) -> tuple[Any, Any]:
     if world.is_main:
         by = f"plain PyTorch (utils/amp/o2.py): {reason}" if reason else "NVIDIA Apex"
         print(f"opt level {args.opt_level} by {by}", flush=True)
-    return (o2.Amp(world), o2) if reason else (Amp(), parallel())
+    if reason:
+        return o2.Amp(world), o2
+    parallel = importlib.import_module("apex.parallel")
+    parallel.DistributedDataParallel.no_sync = _no_sync
+    return Amp(), parallel
 
 
 def _why_not(args: argparse.Namespace) -> str | None:
@@ -164,10 +168,3 @@ def _no_sync(replica: Any) -> Iterator[None]:
         yield
     finally:
         replica.enable_allreduce()
-
-
-def parallel() -> Any:
-    """The module ``apex.parallel``, its replicas with torch's ``no_sync()``."""
-    found = importlib.import_module("apex.parallel")
-    found.DistributedDataParallel.no_sync = _no_sync
-    return found
