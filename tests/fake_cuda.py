@@ -2,12 +2,12 @@
 
 torch's FakeTensorMode gives tensors on ``cuda`` without storage; what mixes devices or dtypes
 raises as on a GPU. What is on the CPU stays real, so that loaders, samplers and files run as they
-are. On top of that, `Gpu` sees each operation and raises an AssertionError
+are. On top of that, `Gpu` sees each operation and raises an AssertionError where
 
-    where the host waits for the device in a place that should not: ``.item()``, a copy that
-           blocks (also one from or to memory that is not pinned), ``synchronize``
-    where a stream uses what another one has written, or overwrites what another one reads, without
-           having waited for it; or the host what is still on its way
+    the host waits for the device and should not: ``.item()``, a copy that blocks (also one from or
+        to memory that is not pinned), ``synchronize``
+    a stream uses what another one has written, or overwrites what another one reads, without
+        having waited for it; or the host what is still on its way
 
 Values that are read where waiting is allowed are made up: 1. Only the first GPU computes.
 """

@@ -195,7 +195,7 @@ def test_the_step_alone(train):
 
 # ---- faults that must be found
 
-STEP, END = "criterion(logits, targets)", "return loss, logits"
+LOSS, END = "criterion(logits, targets)", "return loss, logits"
 PLACE = "    # ---- distributed data parallelism"
 WEIGHT = f"    model[0].weight = nn.Parameter(model[0].weight.float())\n{PLACE}"
 SCRIPTS = {ND: imagenet_nd, DP: imagenet_dp, DDP: imagenet_ddp, FSDP: imagenet_fsdp}
@@ -208,7 +208,8 @@ WAIT, RACE = "waits for the device", "nobody has waited"
     [
         *((name, script.train, END, f"loss.item(); {END}", "a value waits .* in train_step")
           for name, script in SCRIPTS.items()),
-        (ND, imagenet_nd.train, STEP, "criterion(logits, targets.cpu())", "device"),
+        (ND, imagenet_nd.train, LOSS, "criterion(logits, torch.zeros_like(targets, device='cpu'))",
+         "two devices"),
         (ND, imagenet_nd.train, "enabled=amp_dtype is not None", "enabled=False", "Input type"),
         (ND, imagenet_nd.train, END, f"torch.cuda.synchronize(); {END}", WAIT),
         (ND, imagenet_nd.train, END, f"loss.cpu(); {END}", WAIT),
