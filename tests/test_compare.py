@@ -224,8 +224,8 @@ def test_resumed_run(tmp_path):
     write(run, epochs_of(100, 416, (10, 20, 90, 95)), seconds=3600)
     # Two days later, from the snapshot after 2 epochs.
     write(run, epochs_of(100, 416, (30, 40), first=3), began=BEGAN + 2 * 86400, seconds=1800)
-    cells, _, both = table(run)
-    assert (cells["best_top1"], cells["epoch_h"]) == (["40.00"], ["1 h"])
+    cells, notes, both = table(run)
+    assert (cells["best_top1"], cells["epoch_h"], notes) == (["40.00"], ["1 h"], [])
     assert both.runs[0].hours == {1: 1.0, 2: 2.0, 3: 2.5, 4: 3.0}
     # Killed after one epoch, and resumed once more: what was lost stays lost.
     later = BEGAN + 4 * 86400

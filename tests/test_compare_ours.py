@@ -61,8 +61,7 @@ def tensorboard(ours):
     url = server.launch()
 
     def ask(path: str, body: dict | None = None) -> dict:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} if data else {}
+        data, headers = body and json.dumps(body).encode(), {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{url}data/{path}", data, headers)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
@@ -85,8 +84,6 @@ def test_tensorboard_shows_one_line_per_run(tensorboard):
     assert found == ("one", "one", "STATUS_SUCCESS", "resnet18")
     metrics = {metric["name"]["tag"]: metric["trainingStep"] for metric in group["metricValues"]}
     assert metrics["Top1/val"] == metrics["Throughput/train"] == 2
-    enabled = {name for name, p in tensorboard("plugins_listing").items() if p["enabled"]}
-    assert {"hparams", "custom_scalars", "scalars"} <= enabled
 
 
 def test_tensorboard_has_the_layout_once(tensorboard):
