@@ -70,6 +70,7 @@ def test_bars_are_as_long_as_the_medians_beside_perfect_scaling(tmp_path):
     lines = [list(one.get_ydata()) for one in axes.lines]
     (axes,) = plan["training_throughput"][1]().axes
     bars = [[bar.get_width() for bar in group] for group in axes.containers]
+    assert axes.yaxis_inverted(), "the first run is on top"
     assert lines == bars == [pytest.approx(rates), pytest.approx(perfect)]
 
 
@@ -179,6 +180,8 @@ def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path, c
         "Waiting for data", "Reading, all processes", "Files read, all processes",
         "GPU utilisation, mean of all GPUs", "GPU memory, fullest GPU",
     ]  # fmt: skip
+    (axes,) = figures["training_throughput"].axes
+    assert [text.get_text() for text in axes.texts] == ["100  x 1.00"] * 3, "known figures alone"
     ends = {"GPU/memory_gb": 12.0, "GPU/utilisation": 91.0, "IO/wait_share": 25.0}
     for tag, end in ends.items():
         assert pictures.line(both.runs[0], tag, "epochs") == dict.fromkeys((1, 2, 3, 4), end)
