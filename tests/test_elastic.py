@@ -9,13 +9,14 @@ import pytest
 import torch.distributed as dist
 from conftest import SMALL, summary
 from joined import command
-from running import alone, descendants, start, tiny
+from running import TORCHRUN, alone, descendants, start
 
 from utils.errors import UserError
 from utils.launch.world import Peer, explain_collective, process_group
 from utils.run import checkpoint
 
-RESTARTS = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1")
+RESTARTS = (*TORCHRUN, "--max-restarts=1", "--nproc_per_node=2")
+NAMED = ("--name", "a", "--resume", "auto")
 PEERS = [Peer("a (node 0)", "10.0.0.1"), Peer("a (node 0)", "10.0.0.1")]
 PEERS += [Peer("b (node 1)", "10.0.0.2"), Peer("b (node 1)", "10.0.0.2")]
 CLOSED = "[/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1234"
@@ -66,12 +67,10 @@ def test_other_faults_are_left_alone(fault):
 
 
 def test_torchrun_restarts_continue_from_the_snapshot(folder, tmp_path):
-    model, env = tiny(step_seconds=0.05)
-    options = ("-b", "5", "-p", "1", "--epochs", "2", "--output-dir", tmp_path, folder)
-    launcher = (*RESTARTS, "--nproc_per_node=2")
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    line = (*model, "--name", "one", "--resume", "auto", *options)
-    with start("imagenet_ddp.py", *line, launcher=launcher, **env) as run:
+    env = {"STEP_SECONDS": "0.05", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    line = ("-a", "tiny_plain", "-b", "5", "-p", "1", "--epochs", "2", *NAMED)
+    where = ("--output-dir", tmp_path, folder)
+    with start("imagenet_ddp.py", *line, *where, launcher=RESTARTS, **env) as run:
         run.until(r"Epoch 2/2 step +3/")
         family = descendants(run.process.pid)
         killed = min(one.pid for one in family if " -u imagenet_ddp.py" in one.command)
@@ -80,11 +79,8 @@ def test_torchrun_restarts_continue_from_the_snapshot(folder, tmp_path):
     assert result.code == 0, result.out + result.err
     assert f"process {killed} on" in result.out
     assert re.search(r"resumed from \S+: epoch 2, step 0", result.out)
-    found = summary(tmp_path / "one")
+    found = summary(tmp_path / "a")
     assert (found["finished_because"], found["epochs_done"]) == ("epochs", 2)
-
-
-NAMED = ("--name", "a", "--resume", "auto")
 
 
 @pytest.mark.parametrize("more", [(), NAMED[:2], (*NAMED, "--start-epoch", "1")])

@@ -6,8 +6,8 @@ from pathlib import Path
 import joined
 import pytest
 import torch
-from conftest import ROOT, SMALL, Result, draw_folder, python, shell
-from running import TORCHRUN, alone, tiny
+from conftest import ROOT, SMALL, STAND_IN, Result, draw_folder, python, shell
+from running import TORCHRUN, alone
 
 from utils.errors import UserError, of_shortage
 
@@ -208,10 +208,9 @@ supervise.run_main(script.main)
 
 def spoilt(mode: str, factor: str, *options: object, **more: str) -> Result:
     """A training whose loss is multiplied by ``factor``."""
-    _, env = tiny(step_seconds=0.1)
-    env["PYTHONPATH"] += f":{ROOT}"
     words = ("-a", "tiny_plain", "--image-size", "32", "--name", "one", *options)
-    return python("-c", SPOILT.format(mode=mode, factor=factor), *words, **env, **more)
+    env = {"STEP_SECONDS": "0.1", "PYTHONPATH": f"{STAND_IN}:{ROOT}"} | more
+    return python("-c", SPOILT.format(mode=mode, factor=factor), *words, **env)
 
 
 def test_a_loss_scale_that_falls_without_end_leaves_the_last_snapshot(folder, tmp_path):

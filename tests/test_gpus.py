@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from conftest import ROOT, shell, train
-from running import alone, tiny
+from running import alone
 
 from utils.amp import native
 from utils.errors import UserError
@@ -221,10 +221,9 @@ def test_wrappers_end_with_the_error_and_without_gpus_the_log_says_so(bin_folder
     set_up = f"export CUDA_VISIBLE_DEVICES=0 MASTER_ADDR=127.0.0.1 PATH={bin_folder}:$PATH"
     for result in shell(*(f"{set_up}; bash scripts/{one} name 4 -- {folder}" for one in wrappers)):
         result.fails_with("Tesla T4 (driver 515.54)", "driver 525")
-    model, env = tiny()
+    options = ("-a", "tiny_plain", "-b", 20, "--epochs", 1)
     where = ("--output-dir", tmp_path, "--name", "cpu", folder)
-    env["PATH"] = f"{bin_folder}:/usr/bin:/bin"
-    done = train("imagenet_nd.py", *model, "-b", 20, "--epochs", 1, *where, **env)
+    done = train("imagenet_nd.py", *options, *where, PATH=f"{bin_folder}:/usr/bin:/bin")
     first = (tmp_path / "cpu/train.log").read_text().splitlines()[0]
     assert first == done.out.splitlines()[0]
     assert "Tesla T4 (driver 515.54)" in first

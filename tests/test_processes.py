@@ -11,27 +11,26 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, python, summary
-from running import TORCHRUN, Process, Running, eventually, everyone, start, tiny
+from running import TORCHRUN, Process, Running, eventually, everyone, start
 
 from utils.launch import supervise
 
 INTERRUPTED = 75
+SHORT = ("--dist-timeout", "60")
 WAYS = {
     "nd": ("imagenet_nd.py", (), ()),
-    "spawn": ("imagenet_ddp.py", ("-g", "2"), ()),
-    "torchrun": ("imagenet_fsdp.py", (), (*TORCHRUN, "--nproc_per_node=2")),
+    "spawn": ("imagenet_ddp.py", ("-g", "2", *SHORT), ()),
+    "torchrun": ("imagenet_fsdp.py", SHORT, (*TORCHRUN, "--nproc_per_node=2")),
 }
 
 
 def endless(way: str, folder: Path, runs: Path, step_seconds: float = 0.05, **more: str) -> Running:
     """A run with two loader workers that goes on until something ends it."""
     script, options, launcher = WAYS[way]
-    model, env = tiny(step_seconds=step_seconds)
-    lasting = ("-b", "5", "--epochs", "10000", "-p", "1", "-j", "2", "--dist-timeout", "60")
-    if way == "nd":
-        lasting = lasting[:-2]
+    lasting = ("-a", "tiny_plain", "-b", "5", "--epochs", "10000", "-p", "1", "-j", "2")
     where = ("--output-dir", runs, "--name", "run", folder)
-    return start(script, *options, *model, *lasting, *where, launcher=launcher, **env, **more)
+    more["STEP_SECONDS"] = str(step_seconds)
+    return start(script, *options, *lasting, *where, launcher=launcher, **more)
 
 
 def ranks(run: Running) -> list[Process]:
