@@ -16,22 +16,21 @@ nftables. If one is missing, the test is skipped and says so.
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
-import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-from bench.namespaces import Namespaces, address, children, do, limit, make_bridge, plug_in
-from conftest import ROOT, TIMEOUT, Result, activated
+from bench.namespaces import Namespaces, address, children, do, make_bridge, plug_in
+from conftest import ROOT, Result, activated
 from running import Process, Running, eventually, everyone
 
 from utils.errors import UserError
 
 _NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--ipc")
 _SSHD = "/usr/sbin/sshd"
-_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "sshd": "openssh-server"}
+_PACKAGES = {"ip": "iproute2", "nft": "nftables", "sshd": "openssh-server"}
 
 
 def need(*programs: str) -> None:
@@ -62,10 +61,9 @@ class Node:
         self.files: dict[str, str] = {}  # that it has its own versions of
         self.spaces = spaces(*_NAMESPACES)
 
-    def set_up(self, rate: str | None) -> None:
+    def set_up(self) -> None:
         """Plug the node in, and give it its name, address and private folders."""
         plug_in(self.number, self.spaces, self.switch)
-        self.rate = rate
         script = f"""
             hostname {self.name}
             mkdir -p {self.folder}/cgroup
@@ -78,9 +76,6 @@ class Node:
             mount -t tmpfs tmpfs /dev/shm
         """
         do(*self.spaces.enter, "bash", "-ec", script)
-        if rate:
-            need("tc")
-            limit(self.spaces, rate)
 
     def kill(self) -> None:
         """Switch the node off: nothing in it has time to say goodbye to the others."""
@@ -91,7 +86,7 @@ class Node:
     def start_again(self) -> None:
         """Boot a node that was killed; its sshd is not started."""
         self.spaces = spaces(*_NAMESPACES)
-        self.set_up(self.rate)
+        self.set_up()
         for path, text in self.files.items():
             self.replace(path, text)
 
@@ -114,20 +109,14 @@ class Node:
         first = [*self.spaces.enter, "setsid", "env", "-C", str(cwd)]
         return subprocess.Popen([*first, *map(str, line)], env=activated(**(env or {})), **how)
 
-    def run(self, command: str | list[str], env=None, cwd=ROOT, timeout: float = TIMEOUT) -> Result:
+    def run(self, command: str | list[str], env=None, cwd=ROOT) -> Result:
         """Run a command inside, wait for it, and return its exit code, output and error output."""
-        how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with self.popen(command, env, cwd, text=True, **how) as started:
-            try:
-                out, err = started.communicate(timeout=timeout)
-            except subprocess.TimeoutExpired:
-                os.killpg(inside(started), signal.SIGKILL)
-                raise
-        return Result(started.returncode, out, err)
+        with Typed(self, command, cwd, **(env or {})) as typed:
+            return typed.result()
 
-    def type(self, command: str | list[str], cwd=ROOT, **env: str) -> "Typed":
+    def type(self, command: str | list[str], **env: str) -> "Typed":
         """Start a command inside whose lines can be waited for; see `running.Running`."""
-        return Typed(self, command, cwd, env)
+        return Typed(self, command, ROOT, **env)
 
     def processes(self) -> set[Process]:
         """What lives in here, except what belongs to the node itself: its first program, sshd."""
@@ -183,19 +172,14 @@ def inside(started: subprocess.Popen) -> int:
 class Typed(Running):
     """A command typed at a node's terminal; it ends, at the latest, with the node."""
 
-    def __init__(self, node: Node, command: str | list[str], cwd: Path, env: dict[str, str]):
-        self.errors = tempfile.TemporaryFile("w+")
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": self.errors}
-        self.process = node.popen(command, env, cwd, text=True, **pipes)
-        self.seen, self.family = [], set()
+    def __init__(self, node: Node, command: str | list[str], cwd: Path, **env: str):
+        super().__init__(node, command, cwd, **env)
         self.pid = inside(self.process)
-        self.limit = threading.Timer(TIMEOUT, lambda: self.send(signal.SIGKILL))
-        self.limit.start()
 
-    def send(self, signum: int, group: bool = False) -> None:
-        """Send a signal to the command, or, as a terminal does, to its whole process group."""
-        with contextlib.suppress(ProcessLookupError):
-            (os.killpg if group else os.kill)(self.pid, signum)
+    def launch(self, node: Node, command: str | list[str], cwd: Path, **env: str) -> Any:
+        """Start the command."""
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": self.errors}
+        return node.popen(command, env, cwd, text=True, **pipes)
 
 
 def type_on_each(nodes: list[Node], line: str, **env: str) -> list[Result]:
@@ -213,12 +197,11 @@ def type_on_each(nodes: list[Node], line: str, **env: str) -> list[Result]:
 class Nodes:
     """``count`` nodes named node0, node1, ... that reach each other; a list of `Node` in ``with``.
 
-    ``rate`` limits what each can send ("1gbit"). Each node's /etc/ssh/ssh_config lets root in, by
-    name, at nodes after `Node.start_sshd`.
+    Each node's /etc/ssh/ssh_config lets root in, by name, at nodes after `Node.start_sshd`.
     """
 
-    def __init__(self, count: int, rate: str | None = None):
-        self.count, self.rate = count, rate
+    def __init__(self, count: int):
+        self.count = count
 
     def __enter__(self) -> list[Node]:
         need()
@@ -231,7 +214,7 @@ class Nodes:
             for number in range(self.count):
                 nodes.append(Node(number, switch, self.folder))
                 stack.callback(lambda node=nodes[-1]: node.spaces.close())
-                nodes[-1].set_up(self.rate)
+                nodes[-1].set_up()
             hosts = "127.0.0.1 localhost\n" + "".join(f"{n.ip} {n.name}\n" for n in nodes)
             for node in nodes:
                 node.replace("/etc/hosts", hosts)
