@@ -40,8 +40,6 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
     stop.begin_phase()
     if args.compile and not session.epochs:
         train_step = first_step_timed(train_step, args, world.device)
-    if not first:
-        state.printed = None
     began = time.perf_counter()
     lines = Lines(session)
     mix = mixing.build(args, batches.sampler, len(session.loaders.classes))
@@ -98,7 +96,6 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
         session.fault, stop.reason = batches.bad.error(), stop.reason or Reason.BAD_FILES
     if stop.reason:
         return None
-    state.printed = None
     record = {
         **to_metrics(state.sums).tags("train"),
         "Throughput/train": done * session.global_batch / seconds if done else math.nan,

@@ -47,7 +47,7 @@ def resume(session: Session) -> None:
         state.ema = Average(state.model, args.ema, masters)
     session.resumed = checkpoint.resume(state, args, session.world, run.snapshot, classes)
     if args.start_epoch is not None and not args.evaluate:
-        state.epoch, state.step, state.sums = args.start_epoch, 0, None
+        state.epoch, state.step, state.sums, state.printed = args.start_epoch, 0, None, None
     _resolve_preprocessing(session)
     for note in () if session.resumed else args.model_notes:
         log.info(note)
@@ -120,7 +120,7 @@ def close_epoch(
 
 def _add_to_history(state: TrainState, record: dict[str, float]) -> bool:
     """Add an epoch's record and move on to the next. Returns whether it is the best so far."""
-    state.epoch, state.step, state.sums = state.epoch + 1, 0, None
+    state.epoch, state.step, state.sums, state.printed = state.epoch + 1, 0, None, None
     state.history.append({"epoch": state.epoch, **record})
     which = better(record)
     top1, top5 = record[f"Top1/{which}"], record[f"Top5/{which}"]
