@@ -135,8 +135,7 @@ def run_name(text: str) -> str:
     return text
 
 
-accuracy.__name__, batch_size.__name__ = "accuracy", "whole number"
-betas.__name__ = "pair of numbers"
+batch_size.__name__, betas.__name__ = "whole number", "pair of numbers"
 count, positive = number(int, 0), number(int, 1)
 share, amount = number(float, 0, 1), number(float, 0)
 ema_decay = number(float, 0, 0.9999999, exclusive=True)  # 1 would keep the first weights

@@ -23,8 +23,6 @@ from torch.utils.tensorboard.summary import hparams
 
 from utils.atomic import save_atomically
 
-Value = int | float | str | bool | None
-
 # The columns of the HParams page, which has room for few; the entry itself has all options.
 COLUMNS = {
     **dict.fromkeys(("arch", "mode", "precision", "comm"), ""),
@@ -82,7 +80,7 @@ def _show_other_faults(fault: threading.ExceptHookArgs) -> None:
         _show_fault(fault)
 
 
-def entry(options: Mapping[str, Value]) -> list[Summary]:
+def entry(options: Mapping[str, Any]) -> list[Summary]:
     """The summaries that open a run's HParams entry: which columns there are, and its values."""
     return [hparams(COLUMNS, dict.fromkeys(METRICS))[0], hparams(dict(options), {})[1]]
 
