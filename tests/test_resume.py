@@ -196,17 +196,8 @@ def test_signals_end_in_snapshots_and_change_nothing(place):
     assert "epoch 3, step 0 (all 2 epochs are done)" in (run / "train.log").read_text()
 
 
-def test_points_past_the_snapshot_are_drawn_again(place):
-    """As after a crash between writing an epoch's points and writing its snapshot."""
-    run = shutil.copytree(place.root / "whole", place.root / "ahead")
-    for name in ("snapshot.pt", "best.pt"):
-        shutil.copy(place.root / "half" / name, run / name)
-    place.finish("ahead", *ONE)
-    assert resumed_at(run) == [(2, 12)]
-    assert_same_run(run, place.root / "whole")
-
-
 def test_another_start_epoch_trains_from_there(place):
+    """Its points are drawn again."""
     run = shutil.copytree(place.root / "half", place.root / "anew")
     place.finish("anew", *ONE, "--start-epoch", "0")
     assert resumed_at(run) == [(1, 0)]

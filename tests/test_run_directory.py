@@ -186,7 +186,7 @@ def test_the_best_model_is_plain_torchvision_and_as_good_as_the_summary_says(ran
     assert [line for line in lines if line.startswith("test:")] == lines[-2:-1]
 
 
-@pytest.mark.parametrize("name", ["..", "a/b", "../x", "x" * 300, "a\n"], ids=repr)
+@pytest.mark.parametrize("name", ["..", "a/b", "x" * 300, "a\n"], ids=repr)
 def test_a_name_that_is_no_folder_name_is_refused(name):
     with pytest.raises(argparse.ArgumentTypeError):
         option_types.run_name(name)
