@@ -1,7 +1,6 @@
 """How images become a model's input: sizes typed, of a checkpoint, and of each epoch."""
 
 import argparse
-import sys
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from PIL import Image
 from running import tiny
 from torchvision.models import VisionTransformer, get_model_weights
 
-from utils import options
 from utils.data import images as im
 from utils.data import preprocessing
 from utils.data.index import ImageIndex
@@ -97,11 +95,6 @@ def test_a_size_of_evaluation_is_seen_in_evaluation(index):
 # ---- sizes that somebody types, and what a file says
 
 
-def parse(monkeypatch, folder, *line):
-    monkeypatch.setattr(sys, "argv", ["imagenet_nd.py", *map(str, line), str(folder)])
-    return options.parse(options.build_parser("", "images"))
-
-
 @pytest.mark.parametrize(
     ("line", "size", "short", "crop", "untyped"),
     [
@@ -114,8 +107,8 @@ def parse(monkeypatch, folder, *line):
         (("--pretrained", "--val-image-size", 320), 299, 366, 320, SIZES[:2]),
     ],
 )
-def test_typed_sizes_win(monkeypatch, folder, line, size, short, crop, untyped):
-    args = parse(monkeypatch, folder, "-a", "inception_v3", *line)
+def test_typed_sizes_win(parse, folder, line, size, short, crop, untyped):
+    args = Namespace(**parse("imagenet_nd", "-a", "inception_v3", *line, folder))
     found = args.preprocessing
     assert (found.image_size, found.val_resize_size, found.crop) == (size, short, crop)
     assert (args.image_size, args.untyped) == (size, untyped)
@@ -134,11 +127,12 @@ def test_typed_sizes_win(monkeypatch, folder, line, size, short, crop, untyped):
         ("--val-resize-size 223", "size 223 is smaller than the crop, --image-size 224"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(monkeypatch, folder, line, message):
+def test_sizes_that_do_not_fit_are_refused(monkeypatch, parse, folder, line, message):
     small = VisionTransformer(224, 32, num_layers=1, num_heads=1, hidden_dim=8, mlp_dim=8)
     monkeypatch.setattr(models, "create", lambda *_: small)
     with pytest.raises(UserError, match=message):
-        models.build(parse(monkeypatch, folder, "-a", "vit_b_32", *line.split()), 3)
+        parsed = parse("imagenet_nd", "-a", "vit_b_32", *line.split(), folder)
+        models.build(Namespace(**parsed), 3)
 
 
 OF_FILE = Preprocessing(HALVES, HALVES, "bicubic", 100, 110)
@@ -152,8 +146,8 @@ OF_FILE = Preprocessing(HALVES, HALVES, "bicubic", 100, 110)
         (("--val-resize-size", 240), Preprocessing(HALVES, HALVES, "bicubic", 100, 240)),
     ],
 )
-def test_a_checkpoint_decides_but_for_typed_sizes(monkeypatch, folder, logged, line, expected):
-    session = mock.Mock(args=parse(monkeypatch, folder, "-a", "inception_v3", *line))
+def test_a_checkpoint_decides_but_for_typed_sizes(parse, folder, logged, line, expected):
+    session = mock.Mock(args=Namespace(**parse("imagenet_nd", "-a", "inception_v3", *line, folder)))
     session.state.preprocessing = OF_FILE.as_dict()
     session.run.snapshot, session.run.options = "best.pt", {}
     loop._resolve_preprocessing(session)

@@ -69,17 +69,11 @@ def test_a_worker_killed_while_it_fills_a_slot_is_named(index):
 
 def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named(index, monkeypatch):
     """What comes first is the end of its socket; SIGCHLD, which tells more, comes in the wait."""
-
-    def broken():
-        yield from ()
-        raise EOFError
-
-    def sigchld(seconds):
-        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
-
     batches = batches_of(index, sampler())
-    batches.loader = broken()
-    monkeypatch.setattr("time.sleep", sigchld)
+    batches.loader = mock.MagicMock()
+    batches.loader.__iter__.side_effect = EOFError
+    told = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+    monkeypatch.setattr("time.sleep", mock.Mock(side_effect=told))
     with pytest.raises(RuntimeError, match="pid 7"):
         list(batches)
 

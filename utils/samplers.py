@@ -128,12 +128,13 @@ class EvalSampler:
         """Set the images per batch. Before the first iteration."""
         self.batch = batch
         self.largest = max(1, min(batch, self.images))  # images in a batch
+        self.starts = range(self.rank * batch, self.images, self.ranks * batch)
         # The ranks' highest number of batches.
         self.rounds = -(-self.images // (batch * self.ranks))
 
     def __len__(self) -> int:
-        return len(range(self.rank * self.batch, self.images, self.ranks * self.batch))
+        return len(self.starts)
 
     def __iter__(self) -> Iterator[Batch]:
-        for start in range(self.rank * self.batch, self.images, self.ranks * self.batch):
+        for start in self.starts:
             yield Batch(0, np.arange(start, min(start + self.batch, self.images)))
