@@ -128,7 +128,10 @@ def test_eval_cut_is_resize_and_centre_crop(shape, size, short):
 
 @pytest.mark.parametrize(("smallest", "checksum"), [((), 2201022641), ((0.35,), 1064679953)])
 def test_crops_are_those_of_earlier_runs(smallest, checksum):
-    """Golden: at this commit their areas, ratios and places had the exact distributions."""
+    """Golden: at this commit their areas, ratios and places had the exact distributions.
+
+    Tiny and very long images have room for few boxes, or for none.
+    """
     draw, shapes = random.Random(2), [(300, 900), (1, 1), (3, 2), (2, 5000), (5000, 2)]
     cuts = [im.train_cut(shape, 224, draw, *smallest) for shape in shapes for _ in range(1000)]
     assert zlib.crc32(repr([(cut.box, cut.mirrored) for cut in cuts]).encode()) == checksum
