@@ -11,6 +11,7 @@ import build_region_decode
 import pytest
 import torch
 from batches import encode, picture
+from test_images import ODD
 
 from utils.data import images as im
 from utils.data import jpeg as part_of
@@ -120,9 +121,7 @@ def test_others_are_left_to_whole_decoding():
     data = of_kind("4:2:0")
     at = part_of.frame_of(data).at
     others = {
-        "progressive": encode(picture(), progressive=True),
-        "CMYK": encode(picture().convert("CMYK")),
-        "PNG": encode(picture(), "PNG"),
+        **{kind: ODD[kind] for kind in ("progressive", "cmyk", "png")},
         "cut": data[:150],
         "no end": data[:-500],
         "no height": data[:at] + bytes(2) + data[at + 2 :],  # it follows behind the pixels
