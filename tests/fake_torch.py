@@ -148,12 +148,10 @@ def work_future(work: FakeWork) -> Future:
     return future
 
 
-def ddp_init(
-    self: DistributedDataParallel, module: nn.Module, device_ids: list | None = None, **_: Any
-) -> None:
+def ddp_init(self: DistributedDataParallel, module: nn.Module, **_: Any) -> None:
     """DistributedDataParallel.__init__: each gradient is exchanged as soon as it is there."""
     nn.Module.__init__(self)
-    self.module, self.device_ids, self.require_backward_grad_sync = module, device_ids, True
+    self.module, self.require_backward_grad_sync = module, True
     self.hook = dist.group.WORLD, allreduce_hook
     means: list[tuple[nn.Parameter, Future]] = []
 
