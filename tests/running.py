@@ -202,6 +202,12 @@ def snapshot(run: Path, name: str = "snapshot.pt") -> dict:
     return torch.load(run / name, weights_only=True)
 
 
+def same(one: Any, other: Any) -> bool:
+    """Whether two dictionaries or sequences hold the same tensors, bit for bit."""
+    a, b = (x if isinstance(x, dict) else dict(enumerate(x)) for x in (one, other))
+    return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
+
+
 def assert_same_weights(one: Path, other: Path, tolerance: float = 0.0) -> None:
     """The snapshots of two runs hold the same weights, buffers, momentum and averages.
 

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT, SMALL, scalars
 from fake_runs import forget
 from joined import command
-from running import alone, snapshot, tiny
+from running import alone, same, snapshot, tiny
 from torch import nn
 
 from utils.amp import apex as choice
@@ -56,8 +56,7 @@ def test_apex_is_used_as_published_scripts_use_it(tmp_path, folder):
     assert again[2][:1] == ("load_state_dict",)
     one, other = (snapshot(tmp_path / name) for name in ("whole", "parts"))
     assert other["progress"]["epoch"] == 2
-    for name, value in one["model"].items():
-        assert torch.equal(value, other["model"][name]), name
+    assert same(one["model"], other["model"])
     assert one["scaler"] == other["scaler"] == {"scale": 32768, "clean_steps": 11, "skipped": 1}
     # What Apex has saved goes on with what Apex is not.
     run("imagenet_ddp_apex", "parts", 3, "--opt-level", "O0")

@@ -1,5 +1,6 @@
 """Averaged weights: the arithmetic, precision, snapshots, and which of two models is the best."""
 
+import copy
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from o2_cases import prepare, train
+from running import same
 from test_checkpoint import ARGS, CLASSES, OPTIONS, WORLD, build, save_best, save_snapshot
 from torch import nn
 
@@ -17,10 +19,6 @@ from utils.run.checkpoint import resume
 from utils.train import evaluation, loop
 
 
-def copied(state):
-    return {name: value.clone() for name, value in state.items()}
-
-
 @pytest.mark.parametrize(("level", "most"), [("O0", 0.9), ("O0", 0.3), ("O2", 0.9)])
 def test_the_average_is_the_formula_and_the_model_gets_its_own_bits_back(level, most):
     """The first steps are below the decay that --ema asks for, with 0.3 some above.
@@ -28,7 +26,7 @@ def test_the_average_is_the_formula_and_the_model_gets_its_own_bits_back(level, 
     A float16 model is averaged by its masters.
     """
     amp, model, optimizer = prepare(level)
-    start = copied(amp.weights.state_dict())
+    start = amp.weights.state_dict()
     expected = {name: x.double() for name, x in start.items() if x.is_floating_point()}
     ema = Average(model, most, amp.weights.named_masters())
     for number in range(1, 8):
@@ -37,17 +35,16 @@ def test_the_average_is_the_formula_and_the_model_gets_its_own_bits_back(level, 
         decay, state = min(most, (1 + number) / (10 + number)), amp.weights.state_dict()
         for name, average in expected.items():
             expected[name] = decay * average + (1 - decay) * state[name].double()
-    assert ema.averages.keys() == expected.keys(), "statistics of batch norm, too"
-    for name, value in ema.averages.items():
-        assert value.dtype == torch.float32
-        torch.testing.assert_close(value.double(), expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert {average.dtype for average in ema.averages.values()} == {torch.float32}
+    limits = {"rtol": 1e-5, "atol": 1e-6, "check_dtype": False}
+    torch.testing.assert_close(ema.averages, expected, **limits)  # statistics of batch norm, too
     assert ema.steps == 7
-    own = copied(model.state_dict())
+    own = copy.deepcopy(model.state_dict())
     with ema.in_model():
         for name, value in model.state_dict().items():
             wanted = ema.averages.get(name, own[name])
             assert torch.equal(value, wanted.to(value.dtype)), name
-    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+    assert same(model.state_dict(), own)
 
 
 # ---- in snapshots
@@ -79,7 +76,7 @@ def test_averages_of_a_snapshot_are_restored_if_they_fit(tmp_path):
     save_snapshot(old, tmp_path, OPTIONS)
     resume(new, ARGS, WORLD, path)
     assert new.ema.steps == 3
-    assert all(torch.equal(x, old.ema.averages[name]) for name, x in new.ema.averages.items())
+    assert same(new.ema.averages, old.ema.averages)
     content = read_checkpoint(path)
     for averages, message in (([], "does not fit this program"), ({}, "of another model")):
         content["ema"]["model"] = averages
@@ -96,8 +93,7 @@ def test_best_pt_has_the_averages_where_they_are_better(tmp_path):
         save_best(state, tmp_path, "tiny", CLASSES)
         best = read_checkpoint(tmp_path / "best.pt")
         assert best["weights"] == weights
-        assert best["state_dict"].keys() == own.keys()
-        assert all(torch.equal(x, wanted[name]) for name, x in best["state_dict"].items())
+        assert same(best["state_dict"], wanted)
 
 
 def test_the_better_one_counts():

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from joined import in_processes
 from o2_cases import CPU, batch, groups, network, prepare, train, usual
+from running import same
 from torch import nn
 
 from utils.amp import o2
@@ -116,7 +117,7 @@ def test_o2_equals_the_recipe_bit_for_bit(fixed, build, original):
         assert torch.equal(train(amp, model, optimizer, step, weights[step]), loss), step
         assert float(amp.scaler.value) == scale, step
         for ours, theirs in zip((trained(optimizer), model.parameters()), tensors, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), step
+            assert same(ours, theirs), step
     assert scale == (fixed or 2.0**12), "the overflows did happen"
     assert int(amp.scaler.skipped) == 4
     assert not any(torch.equal(a, b) for a, b in zip(start, trained(optimizer), strict=True))
@@ -202,8 +203,7 @@ def test_state_dict_is_float32_from_the_masters():
     assert torch.equal(state["4.weight"], network()[4].weight.half().float()), "frozen"
     other, *_ = prepare()
     other.weights.load_state_dict(state)
-    for name, value in other.weights.state_dict().items():
-        assert torch.equal(value, state[name]), name
+    assert same(other.weights.state_dict(), state)
 
 
 def level_of(*arguments):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from running import same
 from torch import nn
 from torchvision.models import get_model
 
@@ -51,10 +52,6 @@ def steps(model, optimizer, first=0, last=3):
         optimizer.step()
         optimizer.zero_grad()
     return [weight.detach().clone() for weight in model.parameters()]
-
-
-def same(one, other) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 USUAL = {"momentum": 0.9, "weight_decay": 1e-4}

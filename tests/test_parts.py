@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from running import same
 from torch import nn
 from torchvision.models import get_model, resnet
 from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
@@ -33,10 +34,6 @@ def small_vit(classes=5, size=16, seed=0):
 def typed(parse, folder):
     """A function that gives the options of words in front of the data."""
     return lambda *words: Namespace(**parse("imagenet_nd", *words, folder))
-
-
-def same(one, other) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 # ---- --pretrained FILE

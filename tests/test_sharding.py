@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import scalars, summary
 from joined import Job, run_jobs
-from running import assert_same_weights, snapshot
+from running import assert_same_weights, same, snapshot
 from torchvision.models import get_model
 
 from utils.comm import fsdp
@@ -73,9 +73,7 @@ def test_two_processes_train_a_resnet_as_ddp_bit_for_bit(trained):
     assert snapshot(one)["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.008)
     assert summary(one)["val_images"] == summary(one)["test_images"] == 21
     assert summary(one)["communication_s"] > 0
-    best, same = (torch.load(run / "best.pt", weights_only=True) for run in (one, other))
-    assert best["state_dict"].keys() == same["state_dict"].keys()
-    assert all(torch.equal(best["state_dict"][n], w) for n, w in same["state_dict"].items())
+    assert same(*(snapshot(run, "best.pt")["state_dict"] for run in (one, other)))
 
 
 def test_fsdp_ddp_and_fsdp_in_turns_are_ddp_bit_for_bit(trained):
