@@ -30,6 +30,7 @@ def test_the_table_is_of_medians_beside_one_node_and_the_first_method(monkeypatc
         assert given["--rank"] == str(rank)
         assert given["--dist-url"] == "tcp://10.0.0.1:29555"
         assert given["-b"] == "8"
+        assert given["--comm"] in ("fp32", "auto")
         method = given["--comm"] if given["--world-size"] == "2" else "alone"
         ms, mb = took[method].pop(0), sent[method].pop(0)
         figures = {"ms_per_step": ms, "images_per_s": 1000 / ms, "network_mb_per_step": mb}

@@ -218,8 +218,10 @@ def test_published_runs_are_forecast_within_15_percent(forecast, tmp_path):
 
 def test_columns_and_a_method_with_a_parameter(forecast):
     arguments = ("-a", "vgg19", "--classes", "20", "--gpu-images-per-s", "160", "-b", "32")
-    done = forecast(*arguments, "--nodes", "8,1,3", "--gpus-per-node", 2)
+    own = ("--nodes", "8,1,3", "--gpus-per-node", 2, "--protocol", 1, "--jitter", 0)
+    done = forecast(*arguments, *own)
     assert list(rows_of(done)) == [2, 6, 16]
+    assert "Gbit/s x 1, 25 us per hop; in a node 80 Gbit/s; jitter 0\n" in done.out
     done = forecast(*arguments, "--comm", "powersgd:2")
     assert list(rows_of(done)) == [2**k for k in range(11)]
     assert "\npowersgd:2 " in done.out
