@@ -26,10 +26,8 @@ PROPERTIES = SimpleNamespace(total_memory=2**34, multi_processor_count=40, uuid=
 NO_GRAPH = SimpleNamespace(is_capturing=lambda: False)  # a stream, as optimisers look at it
 ANSWERS = {  # of functions of torch.cuda
     "is_available": True,
-    "is_initialized": True,
     "current_device": 0,
     "set_device": None,
-    "manual_seed_all": None,
     "get_device_properties": PROPERTIES,
     "get_device_name": "Fake",
     "get_device_capability": (8, 0),
@@ -37,7 +35,6 @@ ANSWERS = {  # of functions of torch.cuda
     "reset_peak_memory_stats": None,
     "memory_reserved": 2**30,
     "mem_get_info": (2**33, 2**34),
-    "empty_cache": None,
     "utilization": 87,
     "device_memory_used": 3 * 2**30,
     "power_draw": 65_500,
@@ -215,7 +212,6 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
             torch.accelerator,
             is_available=lambda: True,
             current_accelerator=lambda check_available=False: torch.device("cuda", 0),
-            synchronize=synchronize,
             current_stream=lambda device=None: NO_GRAPH,
         )
         patch(torch.cuda.nccl, version=lambda: (2, 27, 3))
