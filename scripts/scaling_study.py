@@ -254,11 +254,9 @@ def start_of(arm: Arm, args: argparse.Namespace, folder: Path) -> list[str]:
 
 def reach(args: argparse.Namespace) -> list[str]:
     """The options that say how to reach the hosts. No values of --env: they may be secrets."""
-    words = [] if args.dir == hosts.default_directory() else ["--dir", args.dir]
-    words += ["--python", args.python] if args.python else []
-    words += ["--ssh", args.ssh] if args.ssh != "ssh" else []
-    words += ["--grace", f"{args.grace:g}"] if args.grace != 20 else []
-    return [*words, *(word for name, _ in args.env or () for word in ("--env", name))]
+    given = [(name, getattr(args, name)) for name in ("dir", "python", "ssh", "grace")]
+    words = [f"--{name}={value}" for name, value in given if value is not None]
+    return [*words, *(f"--env={name}" for name, _ in args.env or ())]
 
 
 class Runner:

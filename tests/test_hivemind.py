@@ -24,7 +24,7 @@ RECIPE = f"{TINY_LINE} --lr 0.004 --epochs {EPOCHS}".split()
 _, ENV = tiny(step_seconds=0.25)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def has_hivemind() -> None:
     done = subprocess.run([PYTHON, "-c", "import hivemind"], capture_output=True, check=False)
     if done.returncode:
@@ -46,7 +46,7 @@ def peer(name: str, runs, images, *more: str) -> Running:
     return run
 
 
-def test_peers_come_and_go(has_hivemind, images, tmp_path):
+def test_peers_come_and_go(images, tmp_path):
     """... and reach what one process reaches with as many images; nothing of them is left."""
     one = ("imagenet_nd.py", *RECIPE, "--accum-steps", TARGET // 5, "--name", "one")
     done = python(*one, "--output-dir", tmp_path, images, **tiny()[1])
@@ -84,7 +84,7 @@ def test_peers_come_and_go(has_hivemind, images, tmp_path):
     assert not re.search(r"Epoch \d+/\d+  train", results[1].out)  # one peer evaluates
 
 
-def test_a_peer_that_is_interrupted_continues(has_hivemind, images, tmp_path):
+def test_a_peer_that_is_interrupted_continues(images, tmp_path):
     """Ctrl-C writes a snapshot; with --resume the only peer goes on from there."""
     with peer("alone", tmp_path, images) as run:
         run.until(r"Epoch 2/\d+ step")
@@ -99,7 +99,7 @@ def test_a_peer_that_is_interrupted_continues(has_hivemind, images, tmp_path):
     assert summary(tmp_path / "alone")["epochs_done"] == EPOCHS
 
 
-def test_peers_that_do_not_answer_are_a_one_line_error(has_hivemind, images, tmp_path):
+def test_peers_that_do_not_answer_are_a_one_line_error(images, tmp_path):
     peers = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWBvRVrAvNnKUNfEhWZUv33SQaHLPZkL7yGvpWQWQGQnJn"
     with peer("lost", tmp_path, images, "--peers", peers) as run:
         result = run.result()

@@ -22,8 +22,9 @@ _, ENV = tiny()
 TRAINING = "imagenet_ddp.py -a vgg19 -b 32 --lr 1e-4 DATA"
 
 
-def plan(own: str, training: str = TRAINING, where: str = "--simulate 8") -> list[Arm]:
-    """The arms of a study with these options of its own."""
+def plan(own: str, training: str = TRAINING) -> list[Arm]:
+    """The arms of a study with these options of its own; by default, of 8 simulated nodes."""
+    where = "" if re.search("/hosts|--simulate|--slurm", own) else "--simulate 8"
     words = f"{where} --name s {own} -- {training}".split()
     return scaling_study.plan(*scaling_study.parse(words))
 
@@ -42,8 +43,7 @@ def test_weak_scaling_keeps_the_batch_and_scales_the_rate():
     assert options(arms, "-b") == ["32"] * 4
     assert options(arms, "--train-time") == ["2"] * 4
     assert options(plan("--lr-scaling linear"), "--lr")[-1] == "0.0008"
-    arms = plan("", where="--simulate 6")
-    assert [arm.nodes for arm in arms] == [1, 2, 4, 6]
+    assert [arm.nodes for arm in plan("--simulate 6")] == [1, 2, 4, 6]
     for more, lr in (("--optimizer adamw", "0.002"), ("--recipe fast16", "0.85")):
         _, arm = plan("--nodes 2,8", f"imagenet_ddp.py DATA {more}")
         assert (options([arm], "--lr"), arm.data) == ([lr], "DATA")
@@ -52,13 +52,13 @@ def test_weak_scaling_keeps_the_batch_and_scales_the_rate():
 def test_strong_scaling_shares_the_batch_and_keeps_the_rate(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=2\nb slots=2\n")
-    for script, where, batches in (
-        ("imagenet_ddp.py", "--simulate 2", ["96", "48"]),
-        ("imagenet_ddp.py", hosts, ["48", "24"]),
-        ("imagenet_ddp.py -g 4", hosts, ["24", "12"]),
-        ("imagenet_dp.py", f"{hosts} --nodes 1", ["96"]),
+    for own, script, batches in (
+        ("--simulate 2", "imagenet_ddp.py", ["96", "48"]),
+        (hosts, "imagenet_ddp.py", ["48", "24"]),
+        (hosts, "imagenet_ddp.py -g 4", ["24", "12"]),
+        (f"{hosts} --nodes 1", "imagenet_dp.py", ["96"]),
     ):
-        arms = plan("--global-batch 96", f"{script} DATA", where)
+        arms = plan(f"{own} --global-batch 96", f"{script} DATA")
         assert options(arms, "-b") == batches
         assert not any("--lr" in arm.command for arm in arms)
 
@@ -92,7 +92,7 @@ def test_a_grid_with_seeds():
         ("--nodes 16", TRAINING, "--nodes 16, but there are 8"),
         ("--nodes 2,2", TRAINING, "two arms would be called s_2nodes"),
         ("--link 5", TRAINING, "--link 5 is not a rate"),
-        ("--slurm", TRAINING, "give either a HOSTS_FILE"),
+        ("--slurm --simulate 8", TRAINING, "give either a HOSTS_FILE"),
         ("", "", "what to train is missing"),
         ("", "train.py", "train.py is not a training script"),
         ("--slurm --link 5mbit", TRAINING, "with --simulate N"),
@@ -100,9 +100,8 @@ def test_a_grid_with_seeds():
     ],
 )
 def test_what_does_not_fit_together(capsys, own, training, words):
-    where = "" if words.endswith(("simulate N", "needs --nodes")) else "--simulate 8"
     with pytest.raises((UserError, SystemExit)) as ended:
-        plan(own, training, where)
+        plan(own, training)
     assert re.search(words, f"{ended.value}{capsys.readouterr().err}")
 
 
@@ -141,9 +140,8 @@ def test_a_dry_run_prints_what_can_be_typed_and_does_nothing(tmp_path):
     assert len(typed) == 2
     assert shlex.split(typed[1])[1:] == [
         *("bash", "scripts/train_on_nodes.sh", f"{tmp_path}/book/vgg19/hosts_2", "--fetch"),
-        *("--dir", "code", "--python", "py", "--ssh", "ssh -F file", "--grace", "9"),
-        *("--env", "SECRET", "--", "imagenet_ddp.py", "-a", "vgg19", "DATA"),
-        *("--lr", "0.141421", "--train-time", "2"),
+        *("--dir=code", "--python=py", "--ssh=ssh -F file", "--grace=9.0", "--env=SECRET", "--"),
+        *("imagenet_ddp.py", "-a", "vgg19", "DATA", "--lr", "0.141421", "--train-time", "2"),
         *("--name", "vgg19_2nodes", "--resume", "auto"),
     ]
     assert (

@@ -82,7 +82,6 @@ def test_runs_of_other_hosts(tmp_path, by):
     [
         ("nowhere", {}, "cannot read the hosts file nowhere"),
         ("a b", {}, "at most one HOSTS_FILE"),
-        ("pytest.ini", {}, "pytest.ini, line 2: 'testpaths = tests' is not"),
         ("", {"PORT": "x"}, "PORT=x is not a number"),
         ("", {"EVERY": "0"}, "EVERY=0 is not a whole number of seconds"),
         ("", {}, "is taken: choose another"),

@@ -191,7 +191,12 @@ def train(args: Namespace, world: World) -> int:
                 loop.close_epoch(session, None, None)
                 break
             done = (swarm.local_epoch - first) * args.target_batch
-            trained = record(session, sums, done / (time.monotonic() - began))
+            trained = {
+                **to_metrics(sums.total(world)).tags("train"),  # on this peer's images
+                "Throughput/train": done / (time.monotonic() - began),  # of all peers
+                "Lr": optimizer.param_groups[0]["lr"],
+                **epoch.loss_scale(state),
+            }
             # Hivemind begins a step when it expects the target to be reached: some have fewer.
             seen = {"Swarm/samples": float(swarm.local_epoch * args.target_batch)}
             seen |= {"Swarm/peers": float(peers_of(swarm)), "Swarm/own_samples": own}
@@ -227,17 +232,6 @@ def endless(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
     for number in itertools.count():
         batches.sampler.start_at(number, 0)
         yield from batches
-
-
-def record(session: Session, sums: Sums, rate: float) -> dict[str, float]:
-    """An epoch's record: loss and accuracy on this peer's images, images/s of all peers."""
-    state = session.state
-    return {
-        **to_metrics(sums.total(session.world)).tags("train"),
-        "Throughput/train": rate,
-        "Lr": state.optimizer.param_groups[0]["lr"],
-        **epoch.loss_scale(state),
-    }
 
 
 def peers_of(swarm: "hivemind.Optimizer") -> int:

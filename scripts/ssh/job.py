@@ -100,12 +100,12 @@ class Node:
     @property
     def lost(self) -> bool:
         """Whether the connection has ended without an exit code of the guard's."""
-        return self.code == SSH_FAILED or (self.code or 0) < 0
+        return self.code == SSH_FAILED or self.code < 0
 
     @property
     def signal(self) -> str:
         """The signal that ended the processes there."""
-        with suppress(ValueError, TypeError):
+        with suppress(ValueError):
             return signal.Signals(self.code - 128).name
         return ""
 
@@ -172,9 +172,8 @@ class Job:
                 node.pipe.terminate()
         return code
 
-    def show(self, node: Node, text: bytes, stream: Any = None) -> None:
+    def show(self, node: Node, text: bytes, stream: Any) -> None:
         """Print a line of a node; it is dropped if nobody reads our output any more."""
-        stream = stream or sys.stdout
         label = f"[{node.host.name}]".ljust(max(len(one.host.name) for one in self.nodes) + 2)
         if stream.isatty() and "NO_COLOR" not in os.environ:
             label = f"\033[{node.colour}m{label}\033[0m"
@@ -282,7 +281,7 @@ class Job:
             shown = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
             shown += [f"{key}=***" for key in given]  # it may be a secret, and this is kept in logs
             line = f"+ cd {options.dir}; {' '.join(shown)} python {shlex.join(command)}"
-            self.show(node, line.encode())
+            self.show(node, line.encode(), sys.stdout)
             job = {"command": command, "folder": options.dir, "python": options.python}
             job |= {"environment": environment | given, "grace": options.grace}
             node.say(json.dumps(job).encode() + b"\n")

@@ -48,14 +48,8 @@ class Line(NamedTuple):
     text: str
 
 
-class Outcome(NamedTuple):
-    """A row of the table: ``seconds`` from the fault to the first step after it on ``nodes``."""
-
-    fault: str
-    what: str
-    nodes: int
-    seconds: float
-    restarts: int
+# Of the table: fault, what happens, nodes afterwards, seconds to the next step, restarts.
+Row = tuple[str, str, int, float, int]
 
 
 class Trial:
@@ -148,50 +142,48 @@ class Trial:
             raise UserError(f"{self.name}: node{number} is not training; see {self.path}")
         return found[0]
 
-    def outcome(
-        self, fault: str, what: str, nodes: int, began: float, since: float | None = None
-    ) -> Outcome:
+    def row(self, fault: str, what: str, nodes: int, began: float, since: float = 0.0) -> Row:
         """Wait until training continues after ``since``; the fault was at ``began``."""
         first = self.wait_for_steps(nodes, since or began)
         starts = [line for line in self.lines if line.time > began and START.match(line.text)]
-        return Outcome(fault, what, nodes, first - began, len(starts))
+        return fault, what, nodes, first - began, len(starts)
 
 
-def worker_killed(trial: Trial) -> list[Outcome]:
+def worker_killed(trial: Trial) -> list[Row]:
     os.kill(trial.worker(1), signal.SIGKILL)
     now = time.monotonic()
-    return [trial.outcome("worker killed (-9)", "both nodes start it again", 2, now)]
+    return [trial.row("worker killed (-9)", "both nodes start it again", 2, now)]
 
 
-def node_killed(trial: Trial) -> list[Outcome]:
+def node_killed(trial: Trial) -> list[Row]:
     trial.nodes[1].kill()
-    found = trial.outcome("node killed", "the other continues alone", 1, time.monotonic())
+    found = trial.row("node killed", "the other continues alone", 1, time.monotonic())
     trial.nodes[1].start_again()
     now = time.monotonic()
     trial.start(1)
     what = "it joins; time from typing its command again"
-    return [found, trial.outcome("... and started again", what, 2, now)]
+    return [found, trial.row("... and started again", what, 2, now)]
 
 
-def node_back_soon(trial: Trial) -> list[Outcome]:
+def node_back_soon(trial: Trial) -> list[Row]:
     now = time.monotonic()
     trial.nodes[1].kill()
     time.sleep(AWAY)
     trial.nodes[1].start_again()
     trial.start(1)
     what = f"node killed, started again after {AWAY} s"
-    return [trial.outcome(what, "both nodes start it again", 2, now)]
+    return [trial.row(what, "both nodes start it again", 2, now)]
 
 
-def link_down(trial: Trial) -> list[Outcome]:
+def link_down(trial: Trial) -> list[Row]:
     now = time.monotonic()
     trial.nodes[1].link(False)
     time.sleep(LINK_DOWN)
     trial.nodes[1].link(True)
-    return [trial.outcome(f"link down {LINK_DOWN} s", "both continue", 2, now, time.monotonic())]
+    return [trial.row(f"link down {LINK_DOWN} s", "both continue", 2, now, time.monotonic())]
 
 
-def master_killed(trial: Trial) -> list[Outcome]:
+def master_killed(trial: Trial) -> list[Row]:
     now = time.monotonic()
     trial.nodes[0].kill()
     trial.wait(lambda: any("lost touch" in line.text for line in list(trial.lines)), "an error")
@@ -205,35 +197,33 @@ def master_killed(trial: Trial) -> list[Outcome]:
         f"the other reports it after {noticed - now:.1f} s; cleanup.sh --name, then the same "
         "command with its own MASTER_ADDR (time from typing it)"
     )
-    found = trial.outcome("master node killed", what, 1, now, ended)
-    return [found._replace(seconds=found.seconds - (ended - now))]
+    return [trial.row("master node killed", what, 1, ended)]
 
 
-def rank0_killed(trial: Trial) -> list[Outcome]:
+def rank0_killed(trial: Trial) -> list[Row]:
     found = []
     for left in range(KILLS, 0, -1):
         name = next(line.node for line in reversed(trial.lines) if STEP.match(line.text))
         next(node for node in trial.nodes if node.name == name).kill()
         now, what = time.monotonic(), "over ssh, the other nodes continue"
-        found.append(trial.outcome(f"{name} killed, which had rank 0", what, left, now))
+        found.append(trial.row(f"{name} killed, which had rank 0", what, left, now))
     for node in trial.nodes[1 : KILLS + 1]:
         node.start_again()
         node.start_sshd(**ENV)
     now, what = time.monotonic(), "all nodes switched on again"
-    return [*found, trial.outcome(what, "over ssh, they join", KILLS + 1, now)]
+    return [*found, trial.row(what, "over ssh, they join", KILLS + 1, now)]
 
 
 ALL = (worker_killed, node_killed, node_back_soon, link_down, master_killed, rank0_killed)
 FAULTS = {fault.__name__: fault for fault in ALL}
 
 
-def try_fault(name: str, output_dir: Path, dist_timeout: float) -> list[Outcome]:
+def try_fault(name: str, args: argparse.Namespace) -> list[Row]:
     """Train on several nodes, cause the fault, and see what comes of it."""
     from conftest import draw_folder
     from nodes import Nodes
 
-    output_dir.mkdir(parents=True, exist_ok=True)
-    args = argparse.Namespace(output_dir=output_dir.resolve(), dist_timeout=dist_timeout)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
     count = KILLS + 1 if name == "rank0_killed" else 2
     with tempfile.TemporaryDirectory() as folder, Nodes(count + (count > 2)) as nodes:
         args.data = draw_folder(Path(folder) / "data", train=IMAGES // CLASSES, classes=CLASSES)
@@ -255,6 +245,7 @@ def main() -> int:
     parser.add_argument("--dist-timeout", type=float, default=30, metavar="S", help="(%(default)s)")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "runs", metavar="DIR")
     args = parser.parse_args()
+    args.output_dir = args.output_dir.resolve()
     if os.geteuid() != 0:
         raise UserError("network namespaces need root: sudo python tests/trials/faults.py")
     if unknown := set(args.only.split(",")) - set(FAULTS):
@@ -262,9 +253,7 @@ def main() -> int:
     print("| fault | what happens | then nodes | s to the next step | restarts |")
     print("|---|---|---|---|---|", flush=True)
     for name in args.only.split(","):
-        for fault, what, nodes, seconds, restarts in try_fault(
-            name, args.output_dir, args.dist_timeout
-        ):
+        for fault, what, nodes, seconds, restarts in try_fault(name, args):
             print(f"| {fault} | {what} | {nodes} | {seconds:.1f} | {restarts} |", flush=True)
     return 0
 
