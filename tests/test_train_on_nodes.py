@@ -101,19 +101,11 @@ def test_two_nodes_sync_and_fetch(nodes, folder, tmp_path):
     assert empty(nodes)
 
 
-def silent(nodes: list[Node], folder: Path, tmp_path: Path, seconds: float, grace=0) -> Typed:
-    """A training on node1 and node2 that never ends and prints nothing.
-
-    By default, ``grace`` leaves time for a snapshot where the steps, of so many seconds, do.
-    """
-    grace = grace or (100 if seconds < 1 else 20)
-    launcher = f"--grace {grace} --env STEP_SECONDS={seconds} --env SECRET"
-    hosts, training = (
-        "# ssh names\nnode1\nroot@node2  # another user\n",
-        "--epochs 100000 -p 1000000",
-    )
-    command = line(hosts, f"{training} {folder}", tmp_path, launcher)
-    started = nodes[0].type(command, SECRET=SECRET)
+def silent(nodes: list[Node], folder: Path, tmp_path: Path, launcher: str) -> Typed:
+    """A training on node1 and node2 that never ends and prints nothing."""
+    hosts = "# ssh names\nnode1\nroot@node2  # another user\n"
+    training = f"--epochs 100000 -p 1000000 {folder}"
+    started = nodes[0].type(line(hosts, training, tmp_path, launcher), SECRET=SECRET)
     log = tmp_path / "run" / "train.log"
     assert eventually(lambda: log.exists() and "steps per epoch" in log.read_text(), TIMEOUT / 2)
     assert len(ours(nodes[1:])) >= 6  # guards, scripts, ranks
@@ -127,7 +119,10 @@ def silent(nodes: list[Node], folder: Path, tmp_path: Path, seconds: float, grac
 @pytest.mark.parametrize(("fault", "seconds", "code"), ENDS)
 def test_nothing_is_left(nodes, folder, tmp_path, fault, seconds, code):
     """Whatever ends: the launcher, a link, a process on a node. Ctrl-Z does not stop it."""
-    with silent(nodes, folder, tmp_path, seconds, 600 if " SIG" in fault else 0) as run:
+    # Time for a snapshot where the steps are short; a second Ctrl-C does not wait for its end.
+    grace = 600 if " SIG" in fault else 100 if seconds < 1 else 20
+    launcher = f"--grace {grace} --env STEP_SECONDS={seconds} --env SECRET"
+    with silent(nodes, folder, tmp_path, launcher) as run:
         run.send(signal.SIGTSTP)
         if fault.startswith("link"):
             cut = nodes[int(fault[-1])]
