@@ -97,7 +97,7 @@ def test_names_classes_and_reports(source, packed):
         ImageIndex(out / "train", ["elsewhere"])
 
 
-def test_pixels_are_those_of_a_careful_reduction(tmp_path):
+def test_pixels_are_those_of_a_careful_reduction(tmp_path, monkeypatch):
     """Also that the boxes of crops are those in the shrunk copy: the shapes are the same."""
     folder = tmp_path / "large" / "train" / "a"
     folder.mkdir(parents=True)
@@ -106,6 +106,8 @@ def test_pixels_are_those_of_a_careful_reduction(tmp_path):
     for command in ("pack", "shrink"):
         succeed(command, tmp_path / "large", tmp_path / command, "--size", SIZE, *ONE)
     index, shrunk = index_of(tmp_path / "pack"), index_of(tmp_path / "shrink")
+    real = os.preadv  # one read may give less than was asked for
+    monkeypatch.setattr(os, "preadv", lambda file, rooms, at: real(file, [rooms[0][:999]], at))
     for image in range(4):
         rgb = Image.open(folder / f"{image}.JPEG").convert("RGB")
         factor = min(1, SIZE / min(rgb.size))
