@@ -42,7 +42,8 @@ UNWRITABLE = {"closed pipe": "exec > >(:); wait $!", "full disk": "exec > /dev/f
 
 def written_to(stdout, line, **env):
     """Exit code and error output of a command whose stdout cannot be written."""
-    (done,) = shell(f"{UNWRITABLE[stdout]}; python {line}", **env)
+    # Without a buffer, argparse would drop the error that the exit reports.
+    (done,) = shell(f"{UNWRITABLE[stdout]}; python {line}", PYTHONUNBUFFERED="", **env)
     return done.code, done.err
 
 
