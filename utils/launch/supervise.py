@@ -168,6 +168,8 @@ def supervise(worker: Callable[[Any], int], args: Any, environments: list[dict[s
     def pass_on(signum: int, frame: Any) -> None:
         nonlocal interrupts
         interrupts += signum == signal.SIGINT
+        if interrupts > 1:  # a third one, while Python ends, would replace the exit code
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         for child in children:
             # It may be gone since; and this may interrupt the very call that notices its end.
             if child.pid and child.exitcode is None:
