@@ -125,7 +125,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     text = "repeat each arm with these seeds; the table has means and standard deviations"
     add("--seeds", type=list_of(count), help=text)
     text = "train with each value of an option; again for another one. script=A,B varies the script"
-    add("--vary", action="append", default=[], type=varied, metavar="OPTION=A,B", help=text)
+    add("--vary", action="append", type=varied, metavar="OPTION=A,B", help=text)
     text = "keep the global batch (strong scaling); default: keep -b, per process (weak scaling)"
     add("--global-batch", type=positive, metavar="N", help=text)
     text = "how --lr, meant for the fewest nodes, grows with the global batch of more"
@@ -141,6 +141,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError("what to train is missing: ... -- imagenet_ddp.py OPTIONS DATA")
     if args.slurm is not None and not args.nodes:
         raise UserError("--slurm needs --nodes, such as --nodes 1,2,4")
+    args.vary = args.vary or []
     args.machines = hosts.read(args.hosts) if args.hosts else []
     most = args.simulate or len(args.machines) or args.nodes[-1]
     args.nodes = args.nodes or sorted({2**i for i in range(20) if 2**i <= most} | {most})
@@ -253,9 +254,10 @@ def start_of(arm: Arm, args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def reach(args: argparse.Namespace) -> list[str]:
-    """The options that say how to reach the hosts. No values of --env: they may be secrets."""
-    given = [(name, getattr(args, name)) for name in ("dir", "python", "ssh", "grace")]
-    words = [f"--{name}={value}" for name, value in given if value is not None]
+    """The given options of how to reach the hosts. No values of --env: they may be secrets."""
+    usual = {"dir": hosts.default_directory(), "python": None, "ssh": "ssh", "grace": 20.0}
+    given = {name: getattr(args, name) for name in usual}
+    words = [f"--{name}={value}" for name, value in given.items() if value != usual[name]]
     return [*words, *(f"--env={name}" for name, _ in args.env or ())]
 
 

@@ -18,7 +18,7 @@ TORCH_FREE = (
     *("run.lock", "run.provenance"),
     "data.preprocessing",
 )
-LINES = 9_820  # of utils/, whatever its files; 7,800 are the goal
+LINES = 9_760  # of utils/, whatever its files; 7,800 are the goal
 MODULES = 45  # that `import imagenet_nd` loads
 # Sent to nodes as single files, whose Python may be 3.7 and have no package.
 SENT_TO_NODES = ("guard", "status", "cleanup")
