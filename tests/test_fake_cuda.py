@@ -209,7 +209,7 @@ WAIT, RACE = "waits for the device", "nobody has waited"
         *((name, script.train, END, f"loss.item(); {END}", "a value waits .* in train_step")
           for name, script in SCRIPTS.items()),
         (ND, imagenet_nd.train, LOSS, "criterion(logits, torch.zeros_like(targets, device='cpu'))",
-         "two devices"),
+         "two (different )?devices"),
         (ND, imagenet_nd.train, "enabled=amp_dtype is not None", "enabled=False", "Input type"),
         (ND, imagenet_nd.train, END, f"torch.cuda.synchronize(); {END}", WAIT),
         (ND, imagenet_nd.train, END, f"loss.cpu(); {END}", WAIT),
