@@ -161,7 +161,7 @@ def _is_event_file(path: Path) -> bool:
 
 
 def read(path: Path) -> Run:
-    """The run at ``path``; where its event files, named by the time, overlap, the later counts."""
+    """The run at ``path``; where event files overlap, the later one (by name) counts."""
     run, sessions = Run(path), []
     for file in sorted(filter(_is_event_file, path.iterdir())) if path.is_dir() else [path]:
         session, fault = _read_session(file)

@@ -18,7 +18,7 @@ from pathlib import Path
 from utils.errors import UserError, report
 
 NEWEST, CUDA12 = "constraints.txt", "constraints-cuda12.txt"  # in scripts/
-# Capabilities of old GPUs by name, without nvidia-smi; others are new enough for every torch.
+# Capabilities of old GPUs by name, without nvidia-smi (60: too old); others suit every torch.
 OLD = {r"\b(G?V100|TITAN V)\b": 70, r"\b(P100|P40|P4|M60)\b": 60}
 PROC = Path("/proc/driver/nvidia")
 LIMIT = 20.0  # seconds; nvidia-smi takes less than 5 with 8 GPUs and no persistence daemon
