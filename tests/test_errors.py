@@ -33,29 +33,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     [
         ("nd -a resnet5", "resnet50"),
         ("nd --learning-speed 1", "unknown option --learning-speed"),
-        ("nd --epoch 1", "unknown option --epoch: did you mean --epochs?"),
         ("nd --desired-acc=175", "175 is neither a share"),
-        ("nd --desired-acc=0", "0 is neither a share"),
-        (
-            "nd --seed=9223372036854775808",
-            "--seed: 9223372036854775808 is not at least 0 and at most",
-        ),
-        ("nd --lr fast", "argument --lr/--learning-rate: invalid number value: 'fast'"),
+        ("nd --seed=9223372036854775808", "9223372036854775808 is not at least 0 and at most"),
         ("nd --mixup=inf", "argument --mixup"),
-        ("nd --mixup=-1", "-1 is not at least 0"),
-        ("nd --ema=0", "0 is not more than 0"),
-        ("nd --random-erasing=1.1", "1.1 is not at least 0 and at most 1"),
-        ("nd --betas=0.9,1", "0.9,1 is not two numbers below 1"),
         ("nd -b 0", "0 is not at least 1"),
-        ("nd -b auto", "give -b a number here"),
-        ("nd --memory-limit 2", "is for -b auto"),
         ("nd -j 5000", "argument -j/--workers: 5000 is not at least 0 and at most"),
         ("nd --epochs 2 --warmup-epochs 2.5", "--warmup-epochs 2.5 is longer than --epochs 2"),
         ("nd --resume auto", "--resume auto needs --name"),
-        ("nd --dummy --classes a,b", "give --classes a number"),
-        ("nd --profile --evaluate", "leave out --dummy and --evaluate"),
         ("nd --optimizer lamb", "--optimizer lamb was removed: use adamw or muon"),
-        ("ddp --comm=localsgd:4", "--comm localsgd was removed: --comm powersgd"),
         ("ddp --dist-timeout=0", "0 is not at least 1"),
     ],
 )
@@ -74,16 +59,10 @@ def test_options_that_cannot_be(folder, parse, capsys, monkeypatch, line, named)
         assert bool(printed) <= (local_rank == "0")
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ("--epoch 1", ("--epoch: did you mean --epochs?",)),
-        ("--spot-notice", ("http://", "the option goes after DATA")),
-        ("--dummy -b 1000000000", ("this machine is out of memory", "bytes", "--accum")),
-    ],
-)
-def test_an_error_is_one_line(folder, options, named):
-    attempt(*options.split(), folder).fails_with(*named)
+def test_an_error_is_one_line(folder):
+    attempt("--epoch", 1, folder).fails_with("--epoch: did you mean --epochs?")
+    words = ("this machine is out of memory", "bytes", "--accum")
+    attempt("--dummy", "-b", 1000000000, folder).fails_with(*words)
 
 
 # ---- the data set
@@ -96,23 +75,19 @@ def data(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "options", "named"),
+    ("spoil", "named"),
     [
-        (shutil.rmtree, (), ("{data} is missing",)),
+        (shutil.rmtree, ("{data} is missing",)),
         (
             lambda data: (data / "val" / "class_2").rename(data / "val" / "class_x"),
-            (),
             ("class_2", "class_x", "train", "val"),
         ),
-        (None, ("--classes", "class_1,dog"), ("dog",)),
-        (None, ("-a", "alexnet", "--image-size", "32"), ("alexnet", "32", "--image-size")),
     ],
 )
-def test_a_data_set_that_cannot_be_trained_on_leaves_no_run(data, spoil, options, named):
+def test_a_data_set_that_cannot_be_trained_on_leaves_no_run(data, spoil, named):
     output = data.parent / "output"
-    if spoil:
-        spoil(data)
-    done = attempt("--output-dir", output, *options, data)
+    spoil(data)
+    done = attempt("--output-dir", output, data)
     done.fails_with(*(word.format(data=data) for word in named))
     assert not output.exists() or not list(output.iterdir())
 

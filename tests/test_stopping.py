@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from conftest import draw_folder, summary, train
 from joined import in_processes, start
-from running import eventually, snapshot
+from running import snapshot
 
 from utils.errors import INTERRUPTED
 from utils.launch.network import free_port
@@ -136,10 +136,10 @@ NOTICE = json.dumps({"action": "terminate", "time": "2026-11-21T08:22:00Z"})
 class Service(ThreadingHTTPServer):
     """A server on loopback that plays EC2's instance metadata service, token and all."""
 
-    def __init__(self) -> None:
+    def __init__(self, fails: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.notice: str | None = None
+        self.fails, self.notice = fails, ""
         self.asked = 0  # questions with its token
 
     def __enter__(self) -> "Service":
@@ -159,13 +159,13 @@ class Answer(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         seconds = int(self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "0"))
         is_right = self.path == "/latest/api/token" and 1 <= seconds <= 21600
-        self._send(200 if is_right else 400, "secret")
+        self._send(503 if self.server.fails else 200 if is_right else 400, "secret")
 
     def do_GET(self) -> None:
         is_known = self.headers.get("X-aws-ec2-metadata-token") == "secret"
         self.server.asked += is_known
         is_right = self.path == "/latest/meta-data/spot/instance-action" and self.server.notice
-        self._send((200 if is_right else 404) if is_known else 401, self.server.notice or "")
+        self._send((200 if is_right else 404) if is_known else 401, self.server.notice)
 
     def _send(self, code: int, text: str) -> None:
         self.send_response(code)
@@ -178,19 +178,23 @@ class Answer(BaseHTTPRequestHandler):
 
 
 def test_a_spot_notice_for_one_node_stops_both(folder, tmp_path):
-    """Node 1 alone is reclaimed; both nodes stop with a snapshot, after the same step."""
+    """Node 1 alone is reclaimed; both nodes stop with a snapshot, after the same step.
+
+    Its service fails at first, and is asked again.
+    """
     line = ("imagenet_ddp.py", "-a", "tiny_plain", "-b", "5", "--epochs", "10000", "-p", "1")
     line += ("--output-dir", tmp_path, "--name", "run", folder, "-n", "2", "-g", "1")
     line += ("--dist-url", f"tcp://127.0.0.1:{free_port()}", "-nr")
     slow = {"STEP_SECONDS": "0.05"}
     with (
         Service() as quiet,
-        Service() as reclaimed,
+        Service(fails=True) as reclaimed,
         start(*line, 0, "--spot-notice", quiet.url, **slow) as main,
         start(*line, 1, "--spot-notice", reclaimed.url, **slow) as other,
     ):
         main.until(r"step +3/")
-        reclaimed.notice = NOTICE
+        other.until(r"\[rank 1\] warning: http.* did not answer")
+        reclaimed.fails, reclaimed.notice = False, NOTICE
         other.until(r'\[rank 1\] spot notice: .*"terminate", "time": "2026-11-21T08:22:00Z"')
         results = [main.result(), other.result()]
     assert [result.code for result in results] == [INTERRUPTED] * 2, results
@@ -201,21 +205,3 @@ def test_a_spot_notice_for_one_node_stops_both(folder, tmp_path):
     steps = [text.removeprefix("[rank 1] ").split("  ")[0] for text in last]
     assert steps[0] == steps[1]
     assert steps[0].endswith(f" {snapshot(tmp_path / 'run')['progress']['step']}/6")
-
-
-def test_a_spot_service_that_comes_late_is_heard(monkeypatch, logged):
-    """It has nothing to say at first; then comes a notice that cannot be read, but is one."""
-    monkeypatch.setattr(stopping, "SPOT_INTERVAL", 0.01)
-    monkeypatch.setattr(stopping, "_SIGNALS", ())
-    real, missing = stopping._spot_notice, f"http://127.0.0.1:{free_port()}"
-    stop = StopRequest(World(torch.device("cpu")), None, 0.0)
-    stop.watch_spot(missing)
-    assert eventually(lambda: logged)
-    with Service() as service:
-        monkeypatch.setattr(stopping, "_spot_notice", lambda _: real(service.url))
-        assert eventually(lambda: service.asked > 3)
-        assert stop.poll() is None
-        service.notice = "no JSON"
-        assert eventually(lambda: stop.poll() is Reason.INTERRUPTED)
-    stop.close()
-    assert len(logged) == 2
