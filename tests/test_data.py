@@ -15,7 +15,6 @@ from utils import options
 from utils.data import augment, loaders
 from utils.data import images as im
 from utils.data.dataset import ImageBatches
-from utils.data.preprocessing import MEAN, STD
 from utils.errors import UserError
 from utils.launch.world import World
 from utils.metrics import UNREADABLE
@@ -140,17 +139,13 @@ def test_files_are_counted_and_bad_ones_named_and_limited(index, logged, monkeyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_normalisation_is_torchvisions_rounded_once(index, layout, dtype):
-    sampler = EvalSampler(IMAGES, IMAGES, (0, 1))
-    ((images, _),), ((whole, _),) = (
-        batches_of(index, sampler, place=(PLACE[0], layout, kind))
-        for kind in (dtype, torch.float32)
-    )
+    place = (PLACE[0], layout, dtype)
+    ((images, _),) = batches_of(index, EvalSampler(IMAGES, IMAGES, (0, 1)), place=place)
     raw = fetch(evaluated(index), EVERY)[0].permute(0, 3, 1, 2)
-    floats = tv.to_dtype(raw, torch.float32, scale=True)
-    torch.testing.assert_close(whole, tv.normalize(floats, MEAN, STD), rtol=0, atol=2e-6)
-    assert torch.equal(images, whole.to(dtype))
-    assert images.is_contiguous(memory_format=layout)
-    assert (MEAN, STD) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    expected = tv.normalize(raw / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    tolerance = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 1.9
+    torch.testing.assert_close(images.double(), expected.double(), rtol=tolerance, atol=2e-6)
+    assert images.dtype == dtype and images.is_contiguous(memory_format=layout)
 
 
 @pytest.mark.parametrize(("policy", "erasing"), [("ra", 0.0), ("ta_wide", 0.5), (None, 1.0)])
@@ -165,7 +160,6 @@ def test_extra_augmentation_is_a_function_of_seed_epoch_and_image(index, policy,
     if erasing == 1:
         grey = (got != plain).any(-1)
         assert grey.any((1, 2)).all() and not grey.all()
-        assert len({row.numpy().tobytes() for row in grey}) > IMAGES / 2, "each has its own box"
         assert (got[grey] == torch.tensor([124, 116, 104])).all(), "0 after normalisation"
     dataset.train, dataset.resize = False, SIZE
     assert torch.equal(fetch(dataset, EVERY)[0], fetch(evaluated(index), EVERY)[0])
@@ -201,6 +195,9 @@ def test_loaders_of_a_folder(folder, tmp_path):
     with pytest.raises(UserError, match="different classes: only test has other"):
         build(tmp_path)
     assert len(build(tmp_path, "--classes", "2").test) == 4
+    shutil.rmtree(tmp_path / "test" / "class_1")
+    with pytest.raises(UserError, match=r"different classes: only train has class_1$"):
+        build(tmp_path, "--classes", "2")
 
 
 def test_loaders_do_as_the_options_say(folder):

@@ -14,15 +14,9 @@ from torchvision.transforms import v2
 
 from utils.data import images as im
 
-
-def with_alpha(mode: str) -> Image.Image:
-    image = picture(90, 70).convert(mode)
-    image.putalpha(picture(90, 70, seed=1).convert("L"))
-    return image
-
-
 TURNED = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0"
 SMALL = picture(90, 70)
+ALPHA = Image.merge("RGBA", (*SMALL.split(), picture(90, 70, seed=1).convert("L")))
 ODD = {
     "jpeg": encode(picture(120, 90), quality=90),
     "progressive": encode(picture(120, 90), progressive=True),
@@ -32,13 +26,12 @@ ODD = {
     "1x1": encode(picture(1, 1)),
     "wide": encode(picture(5000, 3)),
     "png": encode(SMALL, "PNG"),
-    "grey png": encode(SMALL.convert("L"), "PNG"),
     "bilevel png": encode(SMALL.convert("1"), "PNG"),
     "palette png": encode(SMALL.convert("P"), "PNG", transparency=3),
-    "alpha": encode(with_alpha("RGB"), "PNG"),
-    "grey alpha": encode(with_alpha("L"), "PNG"),
+    "alpha": encode(ALPHA, "PNG"),
+    "grey alpha": encode(ALPHA.convert("LA"), "PNG"),
     "film": encode(SMALL, "GIF", save_all=True, append_images=[picture(90, 70, seed=1)]),
-    "webp alpha": encode(with_alpha("RGB"), "WEBP", lossless=True, exact=True),
+    "webp alpha": encode(ALPHA, "WEBP", lossless=True, exact=True),
     "bmp": encode(SMALL, "BMP"),
     "tiff": encode(SMALL, "TIFF"),
 }
@@ -89,12 +82,6 @@ def test_decode_survives_damaged_files(kind):
             assert im.decode(bytes(spoilt)).shape[0] == 3
 
 
-def difference(got: torch.Tensor, expected: Image.Image) -> np.ndarray:
-    want = np.asarray(expected, np.int16)
-    assert tuple(got.shape) == want.shape
-    return np.abs(got.numpy().astype(np.int16) - want)
-
-
 @pytest.mark.parametrize("size", [(224, 224), (32, 32), (96, 160)])
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 def test_crop_and_resizing_is_torchvisions(size, mode):
@@ -107,22 +94,11 @@ def test_crop_and_resizing_is_torchvisions(size, mode):
         cut = im.Cut(box, size, (0, 0, *size), mirrored=number % 2 > 0)
         expected = ImageOps.mirror(expected) if cut.mirrored else expected
         source = decoded if number % 4 else decoded.contiguous()
-        apart = difference(im.view(source, cut, mode), expected)
+        apart = np.abs(im.view(source, cut, mode).numpy() - np.asarray(expected, np.int16))
         assert (apart > 1).mean() < 1e-4, "no more than another rounding"
         assert apart.max() <= (1 if mode == "bilinear" else 2)  # of two passes, and one overshoots
         means.append(apart.mean())
     assert max(means) < 0.3 and np.mean(means) < 0.1
-
-
-@pytest.mark.parametrize("shape", [(500, 375), (375, 500), (300, 299), (60, 600)])
-@pytest.mark.parametrize(("size", "short"), [(224, 256), (32, 37), (224, 224)])
-def test_eval_cut_is_resize_and_centre_crop(shape, size, short):
-    image = picture(*shape)
-    expected = v2.Compose([v2.Resize(short), v2.CenterCrop(size)])(image)
-    decoded = im.decode(encode(image, "PNG"))
-    apart = difference(im.view(decoded, im.eval_cut(shape[::-1], size, short)), expected)
-    assert apart.mean() < 0.3
-    assert apart.max() <= 1
 
 
 @pytest.mark.parametrize(("smallest", "checksum"), [((), 2201022641), ((0.35,), 1064679953)])
@@ -136,14 +112,13 @@ def test_crops_are_those_of_earlier_runs(smallest, checksum):
     assert zlib.crc32(repr([(cut.box, cut.mirrored) for cut in cuts]).encode()) == checksum
 
 
-@pytest.mark.parametrize("shape", [(3, 60_000), (60_000, 3), (1, 1), (2, 31), (31, 2)])
+@pytest.mark.parametrize("shape", [(3, 60_000), (60_000, 3), (1, 1)])
 def test_views_of_extreme_images(shape):
-    """They have the size that was asked for; evaluation resizes their middle alone."""
+    """Evaluation resizes their middle alone."""
     cut = im.eval_cut(shape, 224, 256)
     assert max(cut.size) <= 16 * 256
     top, left, height, width = cut.box
-    assert abs(2 * top + height - shape[0]) <= 1
-    assert abs(2 * left + width - shape[1]) <= 1
-    image = torch.randint(0, 256, (3, *shape), dtype=torch.uint8)
-    assert im.view(image, cut).shape == (224, 224, 3)
-    assert im.view(image, im.train_cut(shape, 16, random.Random(0))).shape == (16, 16, 3)
+    assert abs(2 * top + height - shape[0]) <= 1 and abs(2 * left + width - shape[1]) <= 1
+    image = torch.zeros((3, *shape), dtype=torch.uint8)
+    for view in (cut, im.train_cut(shape, 224, random.Random(0))):
+        assert im.view(image, view).shape == (224, 224, 3)

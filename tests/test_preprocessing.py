@@ -1,15 +1,14 @@
 """How images become a model's input: sizes typed, of a checkpoint, and of each epoch."""
 
 import argparse
+import json
 from argparse import Namespace
-from unittest import mock
 
 import pytest
 import torch
 from batches import SEED, batches_of, fetch, noise_index, picture
 from conftest import python, summary
 from PIL import Image
-from running import tiny
 from torchvision.models import VisionTransformer, get_model_weights
 
 from utils.data import preprocessing
@@ -19,19 +18,13 @@ from utils.data.preprocessing import IMAGENET, SIZES, Preprocessing
 from utils.errors import UserError
 from utils.model import models
 from utils.samplers import EvalSampler, TrainSampler
-from utils.train import loop
-
-HALVES = (0.5, 0.5, 0.5)
-
-
-# ---- pixels
 
 
 @pytest.fixture
 def index(tmp_path) -> ImageIndex:
-    """A photograph-like JPEG, upright, and one lying on its side."""
+    """JPEG files like photographs: upright, lying on its side, and a small long one."""
     (tmp_path / "c").mkdir()
-    for number, shape in enumerate([(640, 480), (500, 700)]):
+    for number, shape in enumerate([(640, 480), (500, 700), (61, 600)]):
         picture(*shape, seed=number).save(tmp_path / "c" / f"{number}.jpg", quality=95)
     return ImageIndex(tmp_path, ["c"])
 
@@ -48,7 +41,7 @@ def evaluated(index, wanted) -> torch.Tensor:
 def test_pixels_are_those_of_torchvisions_own_transforms(index, arch):
     found = evaluated(index, models.preprocessing(arch))
     transform = get_model_weights(arch).DEFAULT.transforms()
-    for number in range(2):
+    for number in range(len(index)):
         expected = transform(Image.open(index.path(number)).convert("RGB"))
         levels = (found[number] - expected).abs() * 255 * torch.tensor(transform.std)[:, None, None]
         assert levels.mean() < 0.3
@@ -83,8 +76,6 @@ def test_typed_sizes_win(parse, folder, line, size, short, crop, untyped):
     assert (found.image_size, found.val_resize_size, found.crop) == (size, short, crop)
     assert (args.image_size, args.untyped) == (size, untyped)
     assert Preprocessing.from_dict(found.as_dict(), "") == found
-    if crop != size:
-        assert f"(evaluation: {crop} from the centre of {short})" in str(found)
     # What a checkpoint says stays in proportion to a size that is typed.
     assert found.resized(2 * size, None).crop == 2 * crop
 
@@ -105,42 +96,21 @@ def test_sizes_that_do_not_fit_are_refused(monkeypatch, parse, folder, line, mes
         models.build(Namespace(**parsed), 3)
 
 
-OF_FILE = Preprocessing(HALVES, HALVES, "bicubic", 100, 110)
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (("--pretrained",), OF_FILE),
-        (("--image-size", 224), Preprocessing(HALVES, HALVES, "bicubic", 224, 246)),
-    ],
-)
-def test_a_checkpoint_decides_but_for_typed_sizes(parse, folder, logged, line, expected):
-    session = mock.Mock(args=Namespace(**parse("imagenet_nd", "-a", "inception_v3", *line, folder)))
-    session.state.preprocessing = OF_FILE.as_dict()
-    session.run.snapshot, session.run.options = "best.pt", {}
-    loop._resolve_preprocessing(session)
-    session.loaders.use.assert_called_once_with(expected)
-    assert Preprocessing.from_dict(session.state.preprocessing, "") == expected
-    assert session.args.preprocessing == expected
-    assert session.run.options["image_size"] == session.args.image_size == expected.image_size
-    assert logged == [f"preprocessing as in best.pt: {expected}"]
-    session.state.preprocessing = [1, 2]
-    with pytest.raises(UserError, match=r"best\.pt has unknown preprocessing"):
-        loop._resolve_preprocessing(session)
-
-
 def test_a_run_evaluates_its_model_with_the_images_that_it_was_trained_on(folder, tmp_path):
-    model, env = tiny()
-    command = ("imagenet_nd.py", *model, "-j", 0, "--output-dir", tmp_path, folder)
-    told = "40 pixels (evaluation: the centre of 43), bicubic, mean 0.5 0.5 0.5, std 0.5 0.5 0.5"
-    done = python(*command, "--pretrained", "--epochs", 1, "--name", "a", **env)
-    assert f"preprocessing as in the pretrained weights: {told}\n" in done.out, done.err
-    best = tmp_path / "a" / "best.pt"
-    done = python(*command, "-e", "--resume", best, "--name", "e", **env)
-    assert f"preprocessing as in {best}: {told}\n" in done.out, done.err
+    """The checkpoint says how, but for sizes that are typed."""
+    command = ("imagenet_nd.py", "-a", "tiny_plain", "-j", 0, "--output-dir", tmp_path, folder)
+    told = "40 pixels (evaluation: the centre of 43), bicubic, mean 0.5 0.5 0.5, std 0.5 0.5 0.5\n"
+    done = python(*command, "--pretrained", "--epochs", 1, "--name", "a")
+    assert f"preprocessing as in the pretrained weights: {told}" in done.out, done.err
+    evaluate = (*command, "-e", "--resume", tmp_path / "a" / "best.pt", "--name")
+    done = python(*evaluate, "e")
+    assert f"preprocessing as in {tmp_path}/a/best.pt: {told}" in done.out, done.err
     assert "changed since" not in done.out
     assert summary(tmp_path / "e")["val_loss"] == summary(tmp_path / "a")["val_loss"]
+    done = python(*evaluate, "larger", "--image-size", 80)
+    assert ": 80 pixels (evaluation: the centre of 86), bicubic, mean" in done.out, done.err
+    options = [(tmp_path / name / "options.json").read_text() for name in ("a", "larger")]
+    assert [json.loads(text)["image_size"] for text in options] == [40, 80]
 
 
 # ---- --progressive: a size for each epoch
@@ -149,9 +119,7 @@ def test_a_run_evaluates_its_model_with_the_images_that_it_was_trained_on(folder
 @pytest.mark.parametrize(
     ("text", "epochs", "sizes"),
     [
-        # As by get_resolution of ffcv-imagenet's train_imagenet.py with its ramps of 16 and of 32
-        # epochs: from 11 to 13, and from 23 to 27.
-        ("160:192", 16, (160,) * 12 + (192,) * 4),
+        # As get_resolution of ffcv-imagenet's train_imagenet.py with its ramp, epochs 23 to 27.
         ("160:192", 32, (160,) * 25 + (192,) * 7),
         ("96:224", 40, (96,) * 29 + (128, 160, 160, 192) + (224,) * 7),
         ("24:40", 10, (24,) * 7 + (32,) + (40,) * 2),  # in steps of their greatest common divisor
