@@ -11,7 +11,6 @@ from running import TINY_LINE, tiny
     ("line", "package"),
     [
         ("imagenet_ddp.py --help", "torch"),
-        ("imagenet_ddp_apex.py --help", "torch"),
         ("imagenet_fsdp.py --help", "torch"),
         ("scripts/bench_input.py", "numpy"),
         ("scripts/prepare_data.py sample nowhere", "numpy"),

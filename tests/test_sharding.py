@@ -68,9 +68,6 @@ def test_two_processes_train_a_resnet_as_ddp_bit_for_bit(trained):
     ours, theirs = scalars(one), scalars(other)
     for tag in (*CURVES, "Loss/ema", "Step/loss", "Loss/test", "Top1/test"):
         assert ours[tag] == theirs[tag], tag
-    # The fifth of five steps that warm up.
-    assert ours["Lr"] == [(1, pytest.approx(0.008))]
-    assert snapshot(one)["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.008)
     assert summary(one)["val_images"] == summary(one)["test_images"] == 21
     assert summary(one)["communication_s"] > 0
     assert same(*(snapshot(run, "best.pt")["state_dict"] for run in (one, other)))
@@ -85,8 +82,6 @@ def test_fsdp_ddp_and_fsdp_in_turns_are_ddp_bit_for_bit(trained):
     records = [snapshot(runs / name)["progress"]["history"] for name in ("turns", "ddp")]
     for ours, theirs in zip(*records, strict=True):
         assert [ours[tag] for tag in CURVES] == [theirs[tag] for tag in CURVES]
-    log = (runs / "turns" / "train.log").read_text()
-    assert "--reshard full, 2 processes: 3 x EncoderBlock each by itself" in log
 
 
 @pytest.mark.parametrize(("case", "tolerance"), [("clip", 1e-6), ("fp16", 1e-3)])
@@ -103,7 +98,8 @@ def test_a_run_goes_from_two_to_two_by_two_to_three_processes(trained):
     codes = [[one["code"] for one in ranks] for ranks in found["chain"]]
     assert codes == [[INTERRUPTED] * 2, [INTERRUPTED] * 4, [0] * 3]
     assert_same_weights(runs / "chain", runs / "ddp", tolerance=1e-4)
-    assert "--reshard node, 2 x 2 processes: " in (runs / "chain" / "train.log").read_text()
+    log = (runs / "chain" / "train.log").read_text()
+    assert "--reshard node, 2 x 2 processes: 3 x EncoderBlock each by itself" in log
 
 
 def test_each_process_holds_its_part(trained):
@@ -136,10 +132,8 @@ def test_bytes_that_travel(reshard, precision, sent):
     [
         ("vit_b_32", 12, {"EncoderBlock": 12, "Conv2d": 1}, 0.01),
         ("swin_t", 15, {"SwinTransformerBlock": 12, "PatchMerging": 2}, 0.04),
-        ("convnext_tiny", 18, {"CNBlock": 15, "Conv2d": 1}, 0.05),
         ("resnet50", 16, {"Bottleneck": 13, "Linear": 1}, 0.01),
         ("vgg19", 0, {"Conv2d": 8, "Linear": 3}, 0.02),
-        ("maxvit_t", 11, {"MaxVitLayer": 11}, 0.03),
         ("densenet121", 58, {"_DenseLayer": 32, "Linear": 1}, 0.4),
     ],
 )
