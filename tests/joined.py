@@ -28,7 +28,6 @@ from running import STAND_IN, Running
 from utils.launch.network import free_port
 
 SCRIPTS = ("imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_fsdp")
-LIMIT = 600  # seconds; against hangs
 
 
 @dataclass(frozen=True)
@@ -110,14 +109,11 @@ def run_jobs(jobs: Iterable[Job], folder: Path) -> list[list[dict[str, Any]]]:
     most = max(job.processes * job.nodes for job in jobs)
     with mock.patch.dict(os.environ, environment(), clear=True):
         found = in_processes(most, functools.partial(_run_all, jobs, str(folder)), join=False)
-    return [
-        [found[rank][number] for rank in range(job.processes * job.nodes)]
-        for number, job in enumerate(jobs)
-    ]
+    return [[one for one in ranks if one] for ranks in zip(*found, strict=True)]
 
 
 def in_processes(
-    size: int, work: Callable[[int, int], Any], join: bool = True, limit: float = LIMIT
+    size: int, work: Callable[[int, int], Any], join: bool = True, limit: float = 600.0
 ) -> list[Any]:
     """What ``work(rank, size)`` returns (plain values) in each of ``size`` processes, by rank.
 

@@ -29,8 +29,6 @@ from running import Process, Running, eventually, everyone
 from utils.errors import UserError
 
 _NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--ipc")
-_SSHD = "/usr/sbin/sshd"
-_PACKAGES = {"ip": "iproute2", "nft": "nftables", "sshd": "openssh-server"}
 
 
 def need(*programs: str) -> None:
@@ -39,7 +37,7 @@ def need(*programs: str) -> None:
         pytest.skip("several nodes on one machine (network namespaces) need root")
     for program in ("unshare", "nsenter", "setpriv", "ip", *programs):
         if not shutil.which(program, path=activated()["PATH"]):
-            pytest.skip(f"{program} is missing: apt-get install {_PACKAGES.get(program, program)}")
+            pytest.skip(f"{program} is missing: see tests/nodes.py")
 
 
 def spaces(*kinds: str) -> Namespaces:
@@ -98,7 +96,7 @@ class Node:
         do(*self.spaces.enter, "mount", "--bind", str(own), path)
 
     def popen(self, command: str | list[str], env=None, cwd=ROOT, **how) -> subprocess.Popen:
-        """Start a command (if it is a text, in bash) inside; `inside` has its process id.
+        """Start a command (if it is a text, in bash) inside.
 
         ``env``: changes to `conftest.activated`. The command gets a session of its own, as if at a
         terminal of its own; the exit code of this Popen is that of the command.
@@ -139,34 +137,20 @@ class Node:
         new = f'iifname "eth0" tcp flags & (syn | ack) == syn tcp dport {{ {ports} }} drop'
         hook = "type filter hook input priority 0"
         rules = f"table inet tests {{\n chain input {{\n {hook}\n {new}\n }}\n }}\n"
-        self.unblock_ports()
         do(*self.spaces.enter, "nft", rules)
-
-    def unblock_ports(self) -> None:
-        """Open all ports again."""
-        away = [*self.spaces.enter, "nft", "delete table inet tests"]
-        subprocess.run(away, capture_output=True, check=False)
 
     def start_sshd(self, **env: str) -> None:
         """Let root in with the key in ssh_config; logins find the variables ``env`` set."""
         need("sshd")
-        config = self.folder / "sshd_config"
-        key = self.folder / "host_key"
-        if not key.exists():  # it has been switched off
-            do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+        config, key = self.folder / "sshd_config", self.folder.parent / "key"
         given = " ".join(f'"{name}={value}"' for name, value in env.items())
         config.write_text(
             f"Port {self.port}\nHostKey {key}\nPidFile none\nUsePAM no\nStrictModes no\n"
             f"PermitRootLogin prohibit-password\nLogLevel ERROR\n"
-            f"AuthorizedKeysFile {self.folder.parent}/key.pub\n" + (given and f"SetEnv {given}\n")
+            f"AuthorizedKeysFile {key}.pub\n" + (given and f"SetEnv {given}\n")
         )
-        do(*self.spaces.enter, "setsid", _SSHD, "-f", str(config), "-E", f"{self.folder}/sshd_log")
-
-
-def inside(started: subprocess.Popen) -> int:
-    """The process id, outside the node, of what `Node.popen` has started."""
-    assert eventually(lambda: children(started.pid) or started.poll() is not None)
-    return (children(started.pid) or [started.pid])[0]
+        command = ["setsid", "/usr/sbin/sshd", "-f", str(config), "-E", f"{self.folder}/sshd_log"]
+        do(*self.spaces.enter, *command)
 
 
 class Typed(Running):
@@ -174,7 +158,9 @@ class Typed(Running):
 
     def __init__(self, node: Node, command: str | list[str], cwd: Path, **env: str):
         super().__init__(node, command, cwd, **env)
-        self.pid = inside(self.process)
+        outside = self.process
+        assert eventually(lambda: children(outside.pid) or outside.poll() is not None)
+        self.pid = (children(outside.pid) or [outside.pid])[0]
 
     def launch(self, node: Node, command: str | list[str], cwd: Path, **env: str) -> Any:
         """Start the command."""
@@ -184,14 +170,12 @@ class Typed(Running):
 
 def type_on_each(nodes: list[Node], line: str, **env: str) -> list[Result]:
     """Type the line on every node, with {rank}, {n} and {ip} of node 0 filled in; how they end."""
-    typed: list[Typed] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        typed = []
         for rank, node in enumerate(nodes):
-            typed.append(node.type(line.format(rank=rank, n=len(nodes), ip=nodes[0].ip), **env))
+            command = line.format(rank=rank, n=len(nodes), ip=nodes[0].ip)
+            typed.append(stack.enter_context(node.type(command, **env)))
         return [one.result() for one in typed]
-    finally:
-        for one in typed:
-            one.__exit__()
 
 
 class Nodes:
