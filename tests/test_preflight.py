@@ -1,19 +1,17 @@
-"""The pre-flight check before training on several nodes: on one network, and in namespaces."""
+"""The pre-flight check before training on several nodes; in namespaces: test_wrappers."""
 
-import json
 import re
 import shutil
 import signal
 import socket
-from pathlib import Path
+import threading
 
 import pytest
 from conftest import ROOT, shell
-from nodes import Nodes, need, type_on_each
-from running import TINY_LINE, Running, eventually, tiny
+from running import Running
 
 from utils.errors import UserError
-from utils.launch import network, preflight, supervise
+from utils.launch import network
 from utils.launch.network import free_port
 
 HERE = "127.0.0.1"
@@ -31,49 +29,47 @@ supervise.run_main(main)
 """
 
 
-class Line:
-    """The check alone, as it is called before torch is imported, at a port of its own."""
-
-    def __init__(self, folder: Path):
-        self.script, self.port = folder / "check.py", free_port()
-        self.script.write_text(CHECK)
-
-    def words(self, rank, nodes=2, processes=1, wait=60, master=HERE, busy=0) -> list[str]:
-        """The words of node ``rank``."""
-        numbers = rank, nodes, self.port, processes, wait, busy
-        return [str(self.script), master, *map(str, numbers)]
-
-    def __call__(self, rank: int, **more: int | str) -> str:
-        return " ".join(["python", *self.words(rank, **more)])
+@pytest.fixture
+def port() -> int:
+    return free_port()
 
 
 @pytest.fixture
-def line(tmp_path) -> Line:
-    return Line(tmp_path)
+def line(tmp_path, port):
+    """Gives the command of the check alone, as it is called before torch is imported."""
+    script = tmp_path / "check.py"
+    script.write_text(CHECK)
+
+    def typed(rank, nodes=2, processes=1, wait=60, master=HERE, busy=0):
+        return f"python {script} {master} {rank} {nodes} {port} {processes} {wait} {busy}"
+
+    return typed
 
 
-def test_nodes_that_agree_meet_and_leave_the_port(line):
+def begun(line: str) -> Running:
+    """The command in the background."""
+    return Running(*line.split()[1:])
+
+
+def test_nodes_that_agree_meet_and_leave_the_port(line, port):
     results = shell(line(2, nodes=3, busy=3), line(0, nodes=3), line(1, nodes=3))
     for result in results:
         assert (result.code, result.err) == (0, "")
         assert "for the processes of node 2 of 3: all nodes are connected (1 s, at" in result.out
     assert "all 3 nodes are here" in results[1].out
-    socket.create_server((HERE, line.port)).close()
+    socket.create_server((HERE, port)).close()
 
 
-def test_missing_nodes_are_counted_and_named_on_every_node(line):
+def test_missing_nodes_are_counted_and_named_on_every_node(line, port):
     results = shell(line(0, nodes=3, wait=3), line(2, nodes=3))
     assert re.search(r"node 2 \(.*\) is here", results[0].out)
     for result in results:
-        result.fails_with(f"node 1 of 3 did not connect to {HERE}:{line.port} within 3 s")
-        assert re.search(rf"waiting at {HERE}:{line.port} for node 1 of 3 \(\d", result.out)
+        result.fails_with(f"node 1 of 3 did not connect to {HERE}:{port} within 3 s")
+        assert re.search(rf"waiting at {HERE}:{port} for node 1 of 3 \(\d", result.out)
     (result,) = shell(line(1, wait=3))
-    assert f"waiting for node 0 at {HERE}:{line.port}: connection refused (1 s" in result.out
+    assert f"waiting for node 0 at {HERE}:{port}: connection refused (1 s" in result.out
     assert f"note: {HERE} is this machine" in result.out
-    result.fails_with(f"{HERE}:{line.port} cannot be reached after 3 s (connection refused)")
-
-
-NOWHERE = "nowhere.invalid cannot be resolved"
+    result.fails_with(f"{HERE}:{port} cannot be reached after 3 s (connection refused)")
 
 
 @pytest.mark.parametrize(
@@ -83,60 +79,27 @@ NOWHERE = "nowhere.invalid cannot be resolved"
         ([(0, {}), (1, {"processes": 2})], ("processes per node differs", "1 on", "2 on")),
         ([(r, {"nodes": 3}) for r in (0, 1, 1)], ("two nodes have -nr 1", "its own")),
         ([(0, {}), (0, {})], ("two nodes have -nr 0", "its own")),
-        ([(rank, {"master": "nowhere.invalid"}) for rank in (0, 1)], (NOWHERE,)),
+        ([(0, {"master": "no.invalid"}), (1, {"master": "no.invalid"})], ("cannot be resolved",)),
         ([(0, {"master": "192.0.2.1"})], ("192.0.2.1 is not an address of this machine",)),
     ],
-    ids=["nodes", "processes", "rank 1 twice", "rank 0 twice", "no name", "foreign address"],
 )
 def test_a_set_up_that_cannot_work_ends_all(line, nodes, words):
     for result in shell(*(line(rank, **more) for rank, more in nodes)):
         result.fails_with(*words)
 
 
-def test_a_second_node_0_may_be_there_before_the_first_one_itself(monkeypatch):
-    """Each gets the error that names the mistake, whichever node 0 is the one too many."""
-    port, connect = free_port(), network.connect
-    greeting = {"greeting": preflight.GREETING, "rank": 0, "nodes": 2, "host": "other", "ports": []}
-    said = []
-
-    def after_the_other(*place):
-        other = connect(HERE, port, 10.0)
-        other.sendall(json.dumps(greeting).encode() + b"\n")
-        said.append(other)
-        return connect(*place)
-
-    monkeypatch.setattr(network, "connect", after_the_other)
-    check = preflight.Preflight(0, 2, (HERE, port), 30.0, preflight.Names("-n", "-nr", "port"))
-    check.begin()
-    with pytest.raises(UserError, match="two nodes have -nr 0"):
-        check.finish(1)
-    with said[0], said[0].makefile() as lines:
-        assert "two nodes have -nr 0" in json.loads(list(lines)[1])["end"]
-
-
-def test_over_ssh_a_master_that_is_up_and_silent_is_an_error(monkeypatch):
-    """A firewall drops what is sent to it; a master that is late would refuse."""
-    monkeypatch.setenv(supervise.MARKER, "guard:run")
-    monkeypatch.setattr(preflight, "SILENT", 0.0)
-    monkeypatch.setattr(network, "connect", lambda *_: _[-1]("no answer"))
-    check = preflight.Preflight(1, 2, (HERE, 8), 30.0, preflight.Names())
-    check.begin()
-    with pytest.raises(UserError, match=r"node 0 is up.*:8 does not answer .*no answer"):
-        check.finish(1)
-
-
-def test_a_port_in_use_is_refused_on_every_node(line):
+def test_a_port_in_use_is_refused_on_every_node(line, port):
     """The other program accepts and says nothing."""
-    with socket.create_server((HERE, line.port)):
+    with socket.create_server((HERE, port)):
         first, other = shell(line(0), line(1))
-    first.fails_with(f"port {line.port} of {HERE} is taken by another program")
-    other.fails_with(f"what answers at {HERE}:{line.port} is not node 0")
+    first.fails_with(f"port {port} of {HERE} is taken by another program")
+    other.fails_with(f"what answers at {HERE}:{port} is not node 0")
 
 
-def test_strangers_at_the_port_are_ignored(line):
-    with Running(*line.words(0)) as first:
+def test_strangers_at_the_port_are_ignored(line, port):
+    with begun(line(0)) as first:
         first.until("waiting at")
-        strangers = [socket.create_connection((HERE, line.port)) for _ in range(100)]
+        strangers = [socket.create_connection((HERE, port)) for _ in range(100)]
         said = (b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[" * 100_000 + b"\n", b'{"greeting": 1}\n')
         for text, stranger in zip(said, strangers, strict=False):
             stranger.sendall(text)
@@ -154,9 +117,9 @@ def test_strangers_at_the_port_are_ignored(line):
     ],
 )
 def test_a_node_that_leaves_is_waited_for_and_the_end_of_node_0_ends_all(line, signum, code, words):
-    with Running(*line.words(0, nodes=4)) as first, Running(*line.words(2, nodes=4)) as stays:
+    with begun(line(0, nodes=4)) as first, begun(line(2, nodes=4)) as stays:
         first.until("node 2 .* is here")
-        with Running(*line.words(1, nodes=4)) as leaves:
+        with begun(line(1, nodes=4)) as leaves:
             first.until("node 1 .* is here")
             leaves.send(signal.SIGINT)
             assert leaves.result().code == 130
@@ -167,33 +130,53 @@ def test_a_node_that_leaves_is_waited_for_and_the_end_of_node_0_ends_all(line, s
         stays.result().fails_with(words)
 
 
-@pytest.mark.parametrize("what", ["code", "torch"])
-def test_nodes_with_other_code_or_another_torch(line, tmp_path, what):
-    """On the second node a file has changed, or the installed torch is of another release."""
-    code, words = ROOT, ("torch differs", "1.99 on", "install the same")
-    other = tmp_path / "other"
-    if what == "torch":
-        (other / "torch-1.99.0.dist-info").mkdir(parents=True)
-        metadata = "Metadata-Version: 2.1\nName: torch\nVersion: 1.99.0\n"
-        (other / "torch-1.99.0.dist-info/METADATA").write_text(metadata)
-    else:
-        code, words = other, ("this code differs", "utils/samplers.py", "copy it")
-        for part in ("utils", "scripts/recipes"):
-            shutil.copytree(ROOT / part, other / part)
-        with open(other / "utils" / "samplers.py", "a") as file:
-            file.write("# a change that git does not know of\n")
-    for result in shell(line(0), f"cd {code} && PYTHONPATH={other} {line(1)}"):
+OTHER_TORCH = "Metadata-Version: 2.1\nName: torch\nVersion: 1.99.0\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "more", "words"),
+    [
+        ("utils/samplers.py", "# more\n", ("this code differs", "utils/samplers.py", "copy it")),
+        ("torch-1.99.0.dist-info/METADATA", OTHER_TORCH, ("torch differs", "1.99 on", "install")),
+    ],
+)
+def test_nodes_with_other_code_or_another_torch(line, tmp_path, file, more, words):
+    other = tmp_path / "other"  # of the second node
+    for part in ("utils", "scripts/recipes"):
+        shutil.copytree(ROOT / part, other / part)
+    (other / file).parent.mkdir(exist_ok=True)
+    with open(other / file, "a") as changed:
+        changed.write(more)
+    for result in shell(line(0), f"cd {other} && PYTHONPATH={other} {line(1)}"):
         result.fails_with("(node 1)", *words)
 
 
-def test_closed_data_ports_are_one_error_on_both_nodes(folder, tmp_path):
-    need("nft")
-    command = "MASTER_ADDR={ip} NPROC=1 bash scripts/multi_node_train.sh 1 {rank} 2 run 5 --"
-    with Nodes(2) as nodes:
-        nodes[1].block_ports("1024-8887, 8889-65535")
-        command += f" {TINY_LINE} --output-dir {tmp_path} {folder}"
-        for result in type_on_each(nodes, command, **tiny()[1]):
-            result.fails_with(
-                "node0 (node 0) cannot connect to node1 (node 1)", "open all TCP ports"
-            )
-        assert eventually(lambda: not any(node.processes() for node in nodes))
+# ---- questions about the network
+
+WRONG = ["10.0.0.1:80", "tcp://:80", "http://10.0.0.1:80"]
+WRONG += [f"tcp://10.0.0.1{port}" for port in ("", ":0", ":65536", ":port", ":80/path")]
+
+
+def test_urls_of_the_master():
+    assert network.parse_tcp_url("tcp://localhost:65535/") == ("localhost", 65535)
+    assert network.parse_tcp_url("tcp://[fe80::1]:80") == ("fe80::1", 80)
+    for url in WRONG:
+        with pytest.raises(UserError, match=f"{re.escape(url)} is not of the form tcp://HOST:PORT"):
+            network.parse_tcp_url(url)
+
+
+def test_a_master_that_starts_late_is_waited_for(port, monkeypatch, capsys):
+    servers = []
+    late = threading.Timer(1.5, lambda: servers.append(socket.create_server((HERE, port))))
+    late.start()
+    monkeypatch.setattr(network, "is_own", lambda _: False)
+    assert network.rendezvous(f"{HERE}:{port}") == f"{HERE} false"
+    assert servers, "it was not waited for"
+    said = capsys.readouterr().err
+    assert f"waiting for {HERE}:{port}: connection refused (1 s, at most 300)" in said
+    late.join()
+    monkeypatch.undo()
+    with servers[0], pytest.raises(UserError, match=f"port {port} of .* MASTER_PORT"):
+        network.rendezvous(f"{HERE}:{port}")  # on the master, another program's
+    with pytest.raises(UserError, match=r"no\.invalid cannot be resolved"):
+        network.connect("no.invalid", port, 60.0)
