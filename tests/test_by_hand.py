@@ -50,6 +50,7 @@ def run(line: str, env: dict[str, str], visible: int) -> list[dict]:
 LINE = "-n 2 -nr 1 --dist-url tcp://a:6 -g 2"
 TYPED = ("--world-size (-n)", "--rank (-nr)", "port in --dist-url")
 BY_WRAPPER = MASTER | {supervise.MARKER: "launcher:run"}
+WRAPPERS = ("NODES", *VARIABLES[1:])
 ELSEWHERE = MASTER | {"WORLD_SIZE": "9", "NODE_RANK": "5"}
 DEFAULT_PORT = {"WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "b"}
 
@@ -58,17 +59,10 @@ DEFAULT_PORT = {"WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "b"}
     ("line", "env", "visible", "places", "names"),
     [
         ("", {}, 0, "0/1 0/1 127.0.0.1:7", None),
-        ("", {}, 2, "0/2 0/2 127.0.0.1:7, 1/2 1/2 127.0.0.1:7", None),
         ("-g 2", MASTER, 3, "0/2 0/2 b:8, 1/2 1/2 b:8", None),
         (LINE, ELSEWHERE, 0, "2/4 0/2 a:6, 3/4 1/2 a:6", TYPED),
         ("", DEFAULT_PORT, 2, "2/4 0/2 b:29500, 3/4 1/2 b:29500", VARIABLES),
-        (
-            "--world-size 2 --rank 1",
-            BY_WRAPPER,
-            2,
-            "2/4 0/2 b:8, 3/4 1/2 b:8",
-            ("NODES", *VARIABLES[1:]),
-        ),
+        ("--world-size 2 --rank 1", BY_WRAPPER, 2, "2/4 0/2 b:8, 3/4 1/2 b:8", WRAPPERS),
     ],
 )
 def test_places_by_hand(clean, line, env, visible, places, names):
@@ -88,16 +82,10 @@ def test_places_by_hand(clean, line, env, visible, places, names):
         ("-g 3", {}, "-g 3 asks for more GPUs than the 2 of"),
         ("-n 2 -nr 2", MASTER, "--rank 2 is not one of the node ranks 0 to 1"),
         ("", {"WORLD_SIZE": "2"}, "--dist-url tcp://IP:PORT"),
-        ("--dist-url b:8", {}, "--dist-url b:8 is not of the form tcp://"),
-        ("", MASTER | {"NODE_RANK": "x"}, "NODE_RANK=x is wrong: 'x' is not a whole"),
         ("", MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is wrong: "),
         ("", LAUNCHED | {"RANK": "x"}, "RANK=x"),
         ("", LAUNCHED | {"RANK": "2"}, "RANK=2"),
-        ("", LAUNCHED | {"RANK": "0"}, "RANK=0"),
-        ("", LAUNCHED | {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_WORLD_SIZE=1"),
-        ("", LAUNCHED | {"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3"),
         ("", LAUNCHED | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
-        ("", LAUNCHED | {"MASTER_ADDR": ""}, "MASTER_ADDR= "),
     ],
 )
 def test_places_that_cannot_be(clean, line, env, words):
@@ -105,90 +93,76 @@ def test_places_that_cannot_be(clean, line, env, words):
         run(line, env, 2)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("visible", [0, 2])
+def join(patch, visible: int, calls: mock.Mock, sync_bn: bool) -> world.World:
+    """Join the job that the environment names; ``calls`` notes what it calls."""
+    patch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    patch.setattr(torch.cuda, "device_count", lambda: visible)
+    patch.setattr(supervise, "usable_cores", lambda: 6)
+    patch.setattr(network, "interface_towards", {"b": "eth7"}.get)
+    patch.setattr(torch, "set_num_threads", calls.set_num_threads)
+    patch.setattr(torch.cuda, "set_device", calls.set_device)
+    patch.setattr(network, "connect", calls.connect)
+    patch.setattr(world, "choose_kernels", calls.choose_kernels)
+    patch.setattr(dist, "init_process_group", calls.init_process_group)
+    patch.setattr(dist, "new_group", calls.new_group)
+    return world._join(SimpleNamespace(dist_backend=None, dist_timeout=9.0, sync_bn=sync_bn))
+
+
+@pytest.mark.parametrize(("nodes", "visible"), [(1, 0), (1, 2), (2, 0), (2, 2)])
 def test_a_process_joins_by_its_own_device_threads_interface_and_limit(clean, nodes, visible):
-    """Under every launcher; with ``visible`` GPUs."""
-    calls = []
-
-    def note(name, result=None):
-        return lambda *words, **more: calls.append((name, *words, *more.values())) or result
-
-    place = {"RANK": 2 * nodes - 1, "WORLD_SIZE": 2 * nodes, "LOCAL_RANK": 1} | MASTER
-    os.environ.update({name: str(value) for name, value in place.items()}, LOCAL_WORLD_SIZE="2")
-    clean.setattr(torch.cuda, "is_available", lambda: visible > 0)
-    clean.setattr(torch.cuda, "device_count", lambda: visible)
-    clean.setattr(torch.cuda, "set_device", note("device"))
-    clean.setattr(torch, "set_num_threads", note("threads"))
-    clean.setattr(supervise, "usable_cores", lambda: 6)
-    clean.setattr(network, "interface_towards", lambda host: {"b": "eth7"}[host])
-    clean.setattr(network, "connect", note("connect", mock.Mock()))
-    clean.setattr(world, "choose_kernels", note("kernels"))
-    clean.setattr(dist, "init_process_group", note("init"))
-    clean.setattr(dist, "new_group", note("control", "control group"))
-    args = SimpleNamespace(dist_backend=None, dist_timeout=9.0, sync_bn=bool(visible))
-    found = world._join(args)
-    assert (found.rank, found.size, found.local_rank) == (2 * nodes - 1, 2 * nodes, 1)
-    assert (found.local_size, found.nodes, found.control) == (2, nodes, "control group")
-    assert found.device == torch.device("cuda:1" if visible else "cpu")
-    limit, gpu = world.timedelta(seconds=9), torch.device("cuda:1")
-    assert calls == [
-        *([("device", gpu), ("kernels", gpu)] if visible else [("threads", 3)]),
-        ("connect", "b", 8, 9.0),
-        ("init", "nccl" if visible else "gloo", 2 * nodes - 1, 2 * nodes, limit),
-        ("control", "gloo", limit),
+    """Under every launcher."""
+    rank, size, calls = 2 * nodes - 1, 2 * nodes, mock.Mock()
+    os.environ.update(LAUNCHED, RANK=str(rank), WORLD_SIZE=str(size))
+    found = join(clean, visible, calls, sync_bn=bool(visible))
+    limit, device = world.timedelta(seconds=9), torch.device("cuda:1" if visible else "cpu")
+    assert found == world.World(device, rank, size, 1, 2, nodes, calls.new_group.return_value)
+    gpu = [mock.call.set_device(device), mock.call.choose_kernels(device)]
+    backend = "nccl" if visible else "gloo"
+    assert calls.mock_calls == [
+        *(gpu if visible else [mock.call.set_num_threads(3)]),
+        mock.call.connect("b", 8, 9.0),
+        mock.call.connect().close(),
+        mock.call.init_process_group(backend, rank=rank, world_size=size, timeout=limit),
+        mock.call.new_group(backend="gloo", timeout=limit),
     ]
     assert os.environ["GLOO_SOCKET_IFNAME"] == ("eth7" if nodes > 1 else "lo")
     assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=eth7" if nodes > 1 else None)
 
 
 @pytest.mark.parametrize(
-    ("visible", "more", "fault", "words"),
+    ("visible", "fault", "words"),
     [
-        (1, {}, None, "2 processes on this node, but it has only 1 GPUs"),
-        (0, {"sync_bn": True}, None, "--sync-bn needs GPUs"),
-        (0, {}, RuntimeError("EADDRINUSE"), "port 8 of b is taken by another program"),
-        (
-            0,
-            {},
-            RuntimeError("timed out\nin C++"),
-            r"rank 1 could not.* 2 .*b:8 within 9 s.*out\)$",
-        ),
+        (1, None, "2 processes on this node, but it has only 1 GPUs"),
+        (0, None, "--sync-bn needs GPUs"),
+        (0, RuntimeError("EADDRINUSE"), "port 8 of b is taken by another program"),
+        (0, RuntimeError("timed out\nin C++"), r"rank 1 could not.* b:8 within 9 s.*out\)$"),
     ],
 )
-def test_a_process_that_cannot_join_says_why(clean, visible, more, fault, words):
+def test_a_process_that_cannot_join_says_why(clean, visible, fault, words):
     os.environ.update(LAUNCHED)
-    clean.setattr(torch.cuda, "is_available", lambda: visible > 0)
-    clean.setattr(torch.cuda, "device_count", lambda: visible)
-    clean.setattr(network, "connect", mock.Mock())
-    clean.setattr(dist, "init_process_group", mock.Mock(side_effect=fault))
-    args = {"dist_backend": None, "dist_timeout": 9.0, "sync_bn": False} | more
+    calls = mock.Mock(**{"init_process_group.side_effect": fault})
     with pytest.raises(UserError, match=words):
-        world._join(SimpleNamespace(**args))
+        join(clean, visible, calls, sync_bn=not fault)
 
 
-def test_options_have_the_names_and_defaults_that_people_know(folder, parse):
-    line = "--b 7 -nr 3 -n 4 -g 2 --local_rank 1 --learning-rate 3 --weight-decay 1"
-    wanted = {"batch_size": 7, "rank": 3, "world_size": 4, "gpus": 2, "local_rank": 1, "lr": 3.0}
-    wanted |= {"weight_decay": 1.0, "epochs": 90, "warmup_epochs": 0.0, "seed": 0}
-    wanted |= {"momentum": 0.9, "dist_timeout": 300.0, "snapshot_minutes": 10.0}
-    found = parse("imagenet_ddp_apex", *line.split(), folder)
-    assert wanted.items() <= found.items()
-    line = "--batch-size 7 --rank 3 --world-size 4 --gpus 2 --local-rank 1 --lr 3 --wd 1"
-    assert parse("imagenet_ddp_apex", *line.split(), folder) == found
+def test_options_have_the_names_that_people_know(folder, parse):
+    lines = (
+        "--b 7 -nr 3 -n 4 -g 2 --local_rank 1 --learning-rate 3 --weight-decay 1",
+        "--batch-size 7 --rank 3 --world-size 4 --gpus 2 --local-rank 1 --lr 3 --wd 1",
+    )
+    one, other = (parse("imagenet_ddp_apex", *line.split(), folder) for line in lines)
+    assert one == other
+    assert (one["seed"], one["dist_timeout"], one["snapshot_minutes"]) == (0, 300, 10)
 
 
 # ---- what differs between the nodes: one error on each, before anything is built
 
-LINE = "the command line differs between the nodes: --"
+DIFFERS = "the command line differs between the nodes: --"
+MANY = f"{DIFFERS}amp: auto on {{0}}, off on {{1}} (and 6 more)"
 DIFFERENT = [
-    ("--lr 0.3", "--lr 0.4", f"{LINE}lr: 0.3 on {{0}}, 0.4 on {{1}}"),
-    (
-        "--seed 1 --mixup 0.2 --comm int8 -b 6 -a resnet34 --image-size 32 --amp off",
-        "",
-        f"{LINE}amp: off on {{0}}, auto on {{1}} (and 6 more)",
-    ),
-    ("--resume a.pt", "", f"{LINE}resume: True on {{0}}, False on {{1}}"),
+    ("--lr 0.3", "--lr 0.4", f"{DIFFERS}lr: 0.3 on {{0}}, 0.4 on {{1}}"),
+    ("--seed 1 --mixup 0.2 --comm int8", "-b 6 --amp off -a vgg11 --image-size 64", MANY),
+    ("--resume a.pt", "", f"{DIFFERS}resume: True on {{0}}, False on {{1}}"),
     # Not typed, but what two functions of `agreement` find.
     ("code=1", "code=2", "this code differs between the nodes: a.py: 1 on {0}, 2 on {1}"),
     ("release=2.13", "release=2.14", "torch differs between the nodes: 2.13 on {0}, 2.14 on {1}"),
@@ -208,21 +182,20 @@ def _ends(lines: list[tuple], folder: Path, rank: int, size: int) -> list[str]:
     from utils.model import models
 
     found: list[str] = []
-    environment = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(environment, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    os.environ.update(LAUNCHED, RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     for number, words in enumerate(lines):
         how = functools.partial(dist.init_process_group, init_method=f"file://{folder}/{number}")
-        facts = dict(word.split("=") for word in words[rank].split() if "=" in word)
-        typed = () if facts else words[rank].split()
-        code = {"a.py": facts.get("code", "1")}
+        facts = {"code": "1", "release": "2.14", "data": "folder"}
+        facts |= dict(word.split("=") for word in words[rank].split() if "=" in word)
+        typed = [word for word in words[rank].split() if "=" not in word]
+        line = ["imagenet_ddp.py", *typed, str(folder / facts["data"])]
         with (
-            mock.patch.object(
-                sys, "argv", ["imagenet_ddp.py", *typed, str(folder / facts.get("data", "folder"))]
-            ),
+            mock.patch.object(sys, "argv", line),
             mock.patch.object(dist, "init_process_group", how),
             mock.patch.object(network, "connect"),
-            mock.patch.object(agreement, "code", return_value=code),
-            mock.patch.object(agreement, "release", return_value=facts.get("release", "2.14")),
+            mock.patch.object(agreement, "code", return_value={"a.py": facts["code"]}),
+            mock.patch.object(agreement, "release", return_value=facts["release"]),
             mock.patch.object(models, "build", side_effect=Built),
         ):
             try:

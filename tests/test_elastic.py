@@ -40,30 +40,22 @@ def test_a_process_that_lost_a_peer_has_an_exit_code_of_its_own(monkeypatch):
     ("fault", "peers", "words"),
     [
         (RuntimeError(CLOSED), PEERS, ("rank 0 of 4 on a", "ranks 2, 3 on b", "was killed")),
-        (RuntimeError(CLOSED), PEERS[:1] + PEERS[2:3], ("rank 1 on b (node 1), 10.0.0.2",)),
         (RuntimeError("gloo: Timed out waiting 5000ms"), PEERS[1:3], ("rank 1", "within 9 s")),
-        (
-            RuntimeError("gloo: No route to host"),
-            PEERS,
-            ("the link to it", "ranks 1, 2, 3"),
-        ),
-        (dist.DistBackendError(REMOTE), PEERS, ("has ended",)),
+        (dist.DistBackendError(REMOTE), PEERS, ("ranks 1, 2, 3", "has ended")),
         (dist.DistBackendError("unhandled cuda error"), PEERS, ("CUDA failed",)),
         (dist.DistStoreError("wait timeout after 9000ms"), [], ("rank 0 lost", "within 9 s")),
-        (TimeoutError("the store"), PEERS * 4, ("another process of the job",)),
+        (RuntimeError("shapes differ"), PEERS, ()),
+        (TimeoutError(110, "NFS"), PEERS, ()),
     ],
 )
 def test_a_failed_collective_is_explained(fault, peers, words):
+    """Other faults keep their traceback."""
     sentence = explain_collective(fault, 0, peers, 9)
-    assert "/src/gloo" not in sentence
-    assert "--resume" in sentence
+    assert (sentence is not None) == bool(words)
     for word in words:
         assert word in sentence
-
-
-@pytest.mark.parametrize("fault", [RuntimeError("shapes differ"), TimeoutError(110, "NFS")])
-def test_other_faults_are_left_alone(fault):
-    assert explain_collective(fault, 0, PEERS, 9) is None
+        assert "--resume" in sentence
+        assert "/src/gloo" not in sentence
 
 
 def test_torchrun_restarts_continue_from_the_snapshot(folder, tmp_path):
