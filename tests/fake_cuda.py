@@ -54,7 +54,7 @@ FUSED = {
 class Stream:
     """In place of torch.cuda.Stream: a counter of its work, and how far it knows that of others."""
 
-    def __init__(self, device: Any = None, priority: int = 0):
+    def __init__(self, device: Any = None):
         self.count, self.seen = 0, {}
 
     def now(self) -> dict["Stream", int]:
@@ -144,7 +144,8 @@ class Gpu(TorchDispatchMode):
         self.optimised: set[torch.dtype] = set()  # of what the fused optimiser has updated
 
     def synchronize(self) -> None:
-        """The host has waited for everything."""
+        """torch.cuda.synchronize."""
+        self.wait("synchronize()")
         known = {memory.home for memory in self.memory.values() if memory.home}
         for stream in {self.main, self.stream, *known}:
             self.host.wait_stream(stream)

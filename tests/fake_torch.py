@@ -46,20 +46,13 @@ ANSWERS = {  # of functions of torch.cuda
 }
 
 
-def synchronize(device: Any = None) -> None:
-    gpu().wait("synchronize()")
-    gpu().synchronize()
+def lock_pages(place: int, size: int, flags: int) -> int:
+    """cudaHostRegister: memory of the host is page-locked where it lies."""
+    gpu().locked.append(range(place, place + size))
+    return 0
 
 
-class Cudart:
-    """What torch.cuda.cudart() gives: memory of the host may be page-locked where it lies."""
-
-    def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
-        gpu().locked.append(range(place, place + size))
-        return 0
-
-    def cudaHostUnregister(self, place: int) -> int:
-        return 0
+CUDART = SimpleNamespace(cudaHostRegister=lock_pages, cudaHostUnregister=lambda place: 0)
 
 
 def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
@@ -202,8 +195,8 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
             device_count=lambda: devices,
             stream=in_stream,
             current_stream=lambda device=None: gpu().stream,
-            synchronize=synchronize,
-            cudart=Cudart,
+            synchronize=lambda device=None: gpu().synchronize(),
+            cudart=lambda: CUDART,
             Stream=Stream,
             Event=Event,
             **answers,

@@ -40,10 +40,9 @@ def test_the_average_is_the_formula_and_the_model_gets_its_own_bits_back(level, 
     torch.testing.assert_close(ema.averages, expected, **limits)  # statistics of batch norm, too
     assert ema.steps == 7
     own = copy.deepcopy(model.state_dict())
+    averaged = {n: ema.averages.get(n, value).to(value.dtype) for n, value in own.items()}
     with ema.in_model():
-        for name, value in model.state_dict().items():
-            wanted = ema.averages.get(name, own[name])
-            assert torch.equal(value, wanted.to(value.dtype)), name
+        assert same(model.state_dict(), averaged)
     assert same(model.state_dict(), own)
 
 
@@ -62,17 +61,13 @@ def averaged(seed=0):
     return state
 
 
-def test_a_snapshot_without_averages_begins_them_from_its_weights(tmp_path):
-    save_snapshot(build(seed=1), tmp_path, OPTIONS)
-    state = averaged(seed=2)
-    resume(state, ARGS, WORLD, tmp_path / "snapshot.pt")
-    assert state.ema.steps == 0
-    for name, value in state.ema.averages.items():
-        assert torch.equal(value, state.model.state_dict()[name])
-
-
 def test_averages_of_a_snapshot_are_restored_if_they_fit(tmp_path):
+    """Without any in it, they begin from its weights."""
     path, old, new = tmp_path / "snapshot.pt", averaged(), averaged(seed=2)
+    save_snapshot(build(seed=1), tmp_path, OPTIONS)
+    resume(new, ARGS, WORLD, path)
+    assert new.ema.steps == 0
+    assert same(new.ema.averages, {n: new.model.state_dict()[n] for n in new.ema.averages})
     save_snapshot(old, tmp_path, OPTIONS)
     resume(new, ARGS, WORLD, path)
     assert new.ema.steps == 3
@@ -107,25 +102,17 @@ def test_the_better_one_counts():
     assert state.best == {"epoch": 4, "top1": 60.0, "top5": 90.0, "ema": 0}
 
 
-class Few(list):
-    """Batches of an evaluation."""
-
-    def __init__(self, batches):
-        super().__init__(batches)
-        self.sampler = SimpleNamespace(rounds=len(self), images=sum(len(b[1]) for b in batches))
-        self.bad = SimpleNamespace(share=lambda world: None, too_many=False)
-
-
-@pytest.mark.parametrize("flip", [True, False])
-def test_flips_are_the_mean_of_two_views(flip):
+def test_flips_are_the_mean_of_two_views():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
     parts = [(torch.randn(n, 3, 4, 4), torch.arange(n) % 3) for n in (6, 3)]
-    session = MagicMock(args=SimpleNamespace(val_flip=flip), world=WORLD, stop=None)
+    batches = MagicMock(**{"__iter__.return_value": parts, "bad.too_many": False})
+    batches.sampler = SimpleNamespace(rounds=2, images=9)
+    session = MagicMock(args=SimpleNamespace(val_flip=True), world=WORLD, stop=None)
     session.state.ema, session.state.model, session.state.sharded = None, model, False
-    found = evaluation.evaluate(session, model, Few(parts))
+    found = evaluation.evaluate(session, model, batches)
     images, targets = (torch.cat(part) for part in zip(*parts, strict=True))
-    logits = (model(images) + model(images.flip(3))) / 2 if flip else model(images)
+    logits = (model(images) + model(images.flip(3))) / 2
     assert found["Loss/val"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)
     hits = (logits.argmax(1) == targets).float()
     assert found["Top1/val"] == pytest.approx(100 * hits.mean().item())

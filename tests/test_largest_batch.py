@@ -25,10 +25,9 @@ class Played:
 
     def __init__(self, monkeypatch, flat: float, slope: float, breaks: float = math.inf):
         self.breaks, self.tried = breaks, []
-        for name in ("empty_cache", "reset_peak_memory_stats", "get_rng_state", "set_rng_state"):
-            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-        answers = {
+        answers = dict.fromkeys(("get_rng_state", "set_rng_state"), lambda *_: None) | {
             "current_device": lambda: 0,
+            "reset_peak_memory_stats": lambda _: None,
             "memory_reserved": lambda _: 2 * GIB,
             "mem_get_info": lambda _: (8 * GIB, 16 * GIB),
             "max_memory_allocated": lambda _: (flat + slope * self.tried[-1]) * GIB,
@@ -68,17 +67,13 @@ def session(images: int = 10**6, values: int = 0, **changes: Any) -> SimpleNames
         ((0.2, 0.042), {}, 208),  # 0.2 + 0.042 * 208 = 8.94; 216 would take 9.27, less than 10
         ((0.2, 0.042), {"memory_limit": 5.0}, 104),
         ((0.2, 0.042), {"memory_limit": 50.0}, 208),
-        ((0.2, 0.042), {"images": 100}, 104),  # the data set has no more
-        ((0.2, 0.042), {"images": 100, "accum_steps": 2}, 56),
+        ((0.2, 0.042), {"images": 100, "accum_steps": 2}, 56),  # the data set has no more
         ((0.2, 0.042, 150), {}, 144),  # fails earlier than it should
-        ((8.0, 0.0, 80), {}, 72),
-        ((0.2, 1.1), {}, 8),
         # The optimiser's state and the average take 3.07 GiB, or all three 4.6.
         ((0.2, 0.042), {"values": THIRD}, 136),
         ((0.2, 0.042), {"values": THIRD, "ema": 0.9}, 104),
         # Processes that wait for each other try nothing that should fail.
         ((0.2, 0.042, 150), {"sync_bn": True}, "ALLOC_FAILED"),
-        ((0.2, 0.042, 216), {"sync_bn": True}, 208),
         ((9.0, 0.1), {}, r"not even 8 images fit into 9\.2 GiB"),
     ],
 )
@@ -130,25 +125,23 @@ def test_it_leaves_no_trace(monkeypatch):
 
 
 def sharded(rank: int, size: int) -> bool:
-    """Whether a step is the same after micro-batches whose gradients were dropped."""
+    """Whether a step is the same after a micro-batch whose gradients were dropped."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    for part in (model[0], model):
-        fully_shard(part, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
-    images, found = torch.randn(4, 8), []
-    for trials in (0, 2):
-        for _ in range(trials):
+    model, images, found = nn.Linear(8, 4), torch.randn(4, 8), []
+    fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+    for after_trial in (False, True):
+        if after_trial:
             model.set_requires_gradient_sync(False)
             model(images).sum().backward()
-        fsdp.forget_gradients(model)
+            fsdp.forget_gradients(model)
         model.set_requires_gradient_sync(True)
         model(images).square().sum().backward()
-        found.append([weight.grad.to_local().clone() for weight in model.parameters()])
+        found.append(model.weight.grad.to_local().clone())
         model.zero_grad()
-    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    return torch.equal(*found)
 
 
 def test_a_sharded_model_forgets_whole_gradients_too():

@@ -1,7 +1,7 @@
 """Models by name: heads, image sizes, pretrained weights (made up, nothing is downloaded)."""
 
 from types import SimpleNamespace
-from urllib.error import URLError
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,9 +34,9 @@ def downloaded(monkeypatch):
 
 
 # A model of each family. They are built on the meta device: shapes without numbers.
-NEW = [("googlenet", 224), ("inception_v3", 299), ("vit_b_32", 64), ("maxvit_t", 448)]
-PRETRAINED = [("maxvit_t", 224), ("densenet121", 224), ("squeezenet1_1", 224), ("googlenet", 224)]
-PRETRAINED += [("inception_v3", 299), ("vit_b_32", 224), ("vit_b_32", 96)]
+NEW = [("googlenet", 224), ("vit_b_32", 64), ("maxvit_t", 448)]
+PRETRAINED = [("maxvit_t", 224), ("squeezenet1_1", 224), ("googlenet", 224), ("inception_v3", 299)]
+PRETRAINED += [("vit_b_32", 224), ("vit_b_32", 96)]
 
 
 @META
@@ -76,36 +76,26 @@ def test_pretrained_weights_are_taken_over(downloaded, classes):
 
 
 def test_an_unknown_name_is_answered_by_the_nearest_ones(monkeypatch):
-    for name, nearest in {"resnet5O": "resnet50", "vgg-16": "vgg16", "vit_b32": "vit_b_32"}.items():
-        message = rf"unknown arch '{name}'.*nearest names:.* {nearest}\b"
-        with pytest.raises(UserError, match=message):
-            models.create(name, 10, 224)
+    with pytest.raises(UserError, match=r"unknown arch 'vgg-16'.*nearest names:.* vgg16\b"):
+        models.create("vgg-16", 10, 224)
     with pytest.raises(UserError, match=r"^(?!.*nearest)unknown arch"):
         models.check_name("qqqqqqqq")
-    known = models.names()
-    assert len(known) == len(set(known)) >= 80
-    assert "resnet50" in known
     # Models for other tasks are not offered.
-    assert not {"fcn_resnet50", "r3d_18", "maskrcnn_resnet50_fpn", "raft_small"} & set(known)
+    assert not {"fcn_resnet50", "r3d_18", "maskrcnn_resnet50_fpn"} & set(models.names())
     monkeypatch.setattr(models, "timm", None)
     with pytest.raises(UserError, match="pip install timm"):
         models.check_name("tinynet_e")
     stand_in = SimpleNamespace(list_models=lambda: ["resnet18", "tinynet_e"])
     monkeypatch.setattr(models, "timm", stand_in)
-    assert models.names().count("resnet18") == 1
-    models.check_name("tinynet_e")
-    with pytest.raises(UserError, match="nearest names: tinynet_e"):
-        models.check_name("tinynet_f")
+    assert models.names().count("resnet18") == models.names().count("tinynet_e") == 1
 
 
 @META
 @pytest.mark.parametrize(
     ("arch", "size", "pretrained"),
-    [("squeezenet1_1", 8, False), ("alexnet", 32, False), ("vit_b_32", 100, False)]
-    + [("maxvit_t", 64, False), ("vit_b_32", 450, True), ("maxvit_t", 448, True)],
+    [("alexnet", 32, False), ("maxvit_t", 64, False), ("vit_b_32", 450, True)],
 )
 def test_unfit_image_size_is_an_error_message(arch, size, pretrained, downloaded):
-    """Pretrained, one needs multiples of its patches, one takes only the 224 of its weights."""
     with (
         torch.device("meta"),
         pytest.raises(UserError, match=f"{arch} does not take images of {size} pixels"),
@@ -113,11 +103,7 @@ def test_unfit_image_size_is_an_error_message(arch, size, pretrained, downloaded
         models.create(arch, 10, size, pretrained)
 
 
-@pytest.mark.parametrize("fault", [URLError("no route"), OSError("disk full")])
-def test_weights_that_cannot_be_downloaded_are_an_error_message(monkeypatch, fault):
-    def offline(*_, **__):
-        raise fault
-
-    monkeypatch.setattr(WeightsEnum, "get_state_dict", offline)
+def test_weights_that_cannot_be_downloaded_are_an_error_message(monkeypatch):
+    monkeypatch.setattr(WeightsEnum, "get_state_dict", Mock(side_effect=OSError("disk full")))
     with pytest.raises(UserError, match="pretrained weights of resnet18 could not be downloaded"):
         models.create("resnet18", 10, 224, pretrained=True)

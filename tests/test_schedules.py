@@ -11,18 +11,13 @@ HALF = math.sqrt(0.5)
 GOLDEN = [
     (  # x0.1 every 30 epochs and once more at 80
         {"lr": 0.1, "epochs": 90},
-        [(0, 0.1), (29.99, 0.1), (30, 0.01), (59.99, 0.01), (60, 1e-3), (79.99, 1e-3)]
-        + [(80, 1e-4), (89, 1e-4), (90, 1e-5)],
+        [(0, 0.1), (29.99, 0.1), (30, 0.01), (60, 1e-3), (79.99, 1e-3), (80, 1e-4), (89, 1e-4)],
     ),
     ({"lr": 0.1, "epochs": 90, "warmup": 5}, [(0, 0), (1.25, 0.025), (5, 0.1), (30, 0.01)]),
     (  # past the end it does not rise again
         {"lr": 0.4, "epochs": 65, "warmup": 5, "schedule": "cosine"},
         [(0, 0), (1, 0.08), (2.5, 0.2), (5, 0.4), (20, 0.2 * (1 + HALF)), (35, 0.2)]
         + [(50, 0.2 * (1 - HALF)), (65, 0), (70, 0)],
-    ),
-    (  # warm-up longer than the training
-        {"lr": 1.0, "epochs": 2, "warmup": 4, "schedule": "cosine"},
-        [(0, 0), (1, 0.25), (2, 0.5)],
     ),
     (  # the short recipes of ffcv-imagenet
         {"lr": 0.5, "epochs": 16, "warmup": 2, "schedule": "linear"},
