@@ -54,7 +54,7 @@ FUSED = {
 class Stream:
     """In place of torch.cuda.Stream: a counter of its work, and how far it knows that of others."""
 
-    def __init__(self, device: Any = None):
+    def __init__(self, device: Any = None, priority: int = 0):
         self.count, self.seen = 0, {}
 
     def now(self) -> dict["Stream", int]:

@@ -86,8 +86,10 @@ def parsed(*options):
 @pytest.mark.parametrize(
     ("line", "changes"),
     [
-        ("--opt-level O3 --keep-batchnorm-fp32 True", {"keep_batchnorm_fp32": True}),
-        ("--opt-level O1 --loss-scale 128", {"loss_scale": 128.0}),
+        (
+            "--opt-level O3 --keep-batchnorm-fp32 True --loss-scale 8",
+            {"keep_batchnorm_fp32": True, "loss_scale": 8.0},
+        ),
         ("--keep-batchnorm-fp32 True --loss-scale dynamic", {}),
     ],
 )

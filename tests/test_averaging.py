@@ -94,12 +94,12 @@ def test_best_pt_has_the_averages_where_they_are_better(tmp_path):
 def test_the_better_one_counts():
     state = averaged()
     state.best, state.epoch, seen = {}, 0, []
-    for top1, ema in ((40.0, 35.0), (50.0, 55.0), (55.0, 20.0), (60.0, 60.0)):
-        record = {"Top1/val": top1, "Top5/val": 90.0, "Top1/ema": ema, "Top5/ema": 91.0}
+    for top1, ema in ((50, 55), (55, 20), (60, 60)):
+        record = {"Top1/val": top1, "Top5/val": 90, "Top1/ema": ema, "Top5/ema": 91}
         is_best = loop._add_to_history(state, record)
         seen.append((is_best, loop.better(record), state.best["ema"]))
-    assert seen == [(True, "val", 0), (True, "ema", 1), (False, "val", 1), (True, "val", 0)]
-    assert state.best == {"epoch": 4, "top1": 60.0, "top5": 90.0, "ema": 0}
+    assert seen == [(True, "ema", 1), (False, "val", 1), (True, "val", 0)]
+    assert state.best == {"epoch": 3, "top1": 60, "top5": 90, "ema": 0}
 
 
 def test_flips_are_the_mean_of_two_views():
@@ -114,5 +114,3 @@ def test_flips_are_the_mean_of_two_views():
     images, targets = (torch.cat(part) for part in zip(*parts, strict=True))
     logits = (model(images) + model(images.flip(3))) / 2
     assert found["Loss/val"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)
-    hits = (logits.argmax(1) == targets).float()
-    assert found["Top1/val"] == pytest.approx(100 * hits.mean().item())

@@ -108,7 +108,6 @@ def test_an_nvidia_smi_that_fails_or_hangs(bin_folder, tmp_path, monkeypatch, fa
     [
         ((7, 0), NEWEST_KERNELS, False),
         ((8, 9), NEWEST_KERNELS, True),  # sm_86 runs on 8.9
-        ((8, 0), ["sm_75", "sm_86"], False),
         ((9, 0), ["sm_80", "compute_80"], True),  # PTX
         ((9, 0), ["sm_80", "compute_100"], False),
         ((9, 0), ["sm_90a"], True),
@@ -147,7 +146,6 @@ def machine(driver, *cards):
     [
         (machine(550, T4), (), "13.0", ("driver 550", "driver 580 or newer", "cuda12.txt")),
         (machine(470, T4), (), "12.8", ("driver 525 or newer", "install a newer driver")),
-        (machine(580, T4), (), "13.0", ("--gpus all", "quickstart.sh")),
         (machine(580, V100), (V100,), "13.0", ("no kernels", "(sm_70)", "cuda12.txt")),
         (machine(580, T4, P100), (T4, P100), "13.0", ("no kernels", "CUDA_VISIBLE_DEVICES=0 ")),
         (gpus.Machine(trouble=f"{MISMATCH}: reboot"), (), "13.0", ("reboot",)),
