@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 import compare_runs
 import pytest
 from compare import pictures
-from compare.pictures import style
 from conftest import python
 from event_files import HAL, HAL_EFFICIENCY, SCRIPT, epochs_of, table, write, write_hal
 
@@ -36,7 +35,6 @@ def test_which_files_are_written(hal):
         lines = list(csv.DictReader(file))
     shares = [float(line["scaling_efficiency"]) for line in lines]
     assert shares == pytest.approx([r / HAL[2] * 2 / g for g, r in HAL.items()], rel=1e-6)
-    assert [line["nodes"] for line in lines] == [""] * 6
     # Again, later: the same bytes.
     both, again = table(hal / "runs")[2], hal / "again"
     pictures.draw(both, again, "x_", only=("top1_val",), formats=("svg", "pdf"))
@@ -53,14 +51,12 @@ def test_pictures_have_names_units_and_figures_of_all_runs(hal):
     runs = " ".join(f"{gpus} GPUs" for gpus in HAL)
     expected = {name: ["epochs finished", runs] for name in (*CURVES, "overlay")}
     expected |= {f"{name}_hours": ["hours of training", runs] for name in CURVES}
-    expected["top1_val"] += ["Top-1 accuracy, validation", "%"]
     figures = [(f"{r}", f"{HAL_EFFICIENCY[g]} %") for g, r in HAL.items()]
     expected["scaling"] = [", ".join(pair) for pair in figures]
     expected["training_throughput"] = [f"{rate} x {rate / HAL[2]:.2f}" for rate in HAL.values()]
     expected["training_time"] = ["263 ms (10 min per epoch)", "ms per step"]
     missing = {name: [w for w in words if w not in texts[name]] for name, words in expected.items()}
     assert not any(missing.values()), missing
-    assert texts["overlay"].count(" GPUs") == len(HAL), "one legend for four panels"
 
 
 def test_bars_are_as_long_as_the_medians_beside_perfect_scaling(tmp_path):
@@ -70,17 +66,14 @@ def test_bars_are_as_long_as_the_medians_beside_perfect_scaling(tmp_path):
     lines = [list(one.get_ydata()) for one in axes.lines]
     (axes,) = plan["training_throughput"][1]().axes
     bars = [[bar.get_width() for bar in group] for group in axes.containers]
-    assert axes.yaxis_inverted(), "the first run is on top"
     assert lines == bars == [pytest.approx(rates), pytest.approx(perfect)]
 
 
 def test_section_and_page(hal):
     section = (hal / "R.md").read_text()
     assert "## HAL &amp; &lt;others&gt;\n" in section
-    assert "python scripts/compare_runs.py" in section
     assert (hal / "my out" / "compare.md").read_text().strip() in section
     assert section.count("| 2020-08-09 |") == 6
-    assert section.count("not recorded") >= 12, "commit and machine of old runs"
     links = re.findall(r"!\[.*?\]\((\S*?)\)", section)
     assert links == [f"my%20out/{name}.png" for name in ("top1_val", "training_throughput")]
     text = (hal / "my out" / "compare.html").read_text()
@@ -94,65 +87,29 @@ def test_section_and_page(hal):
 
 # ---- single pictures
 
-
-def draw(root, *runs, name="top1_val"):
-    """The axes of a picture of ``runs``: (top-1 of each epoch, seconds an epoch) each."""
-    for i, (top1, seconds) in enumerate(runs):
-        epochs = {x: {"Top1/val": y} for x, y in enumerate(top1, 1)}
-        write(root / f"run{i}", epochs, seconds=seconds)
-    (axes,) = pictures.plan(table(root)[2])[name][1]().axes
-    return axes
-
-
 RISING = [80 * x / (x + 3) for x in range(30)]
 
 
-@pytest.mark.parametrize(("seconds", "scale"), [(600, "log"), (480, "linear")])
-def test_hours_that_differ_much_are_on_a_logarithmic_axis(tmp_path, seconds, scale):
-    axes = draw(tmp_path, (RISING, seconds), (RISING, 100), name="top1_val_hours")
-    assert axes.get_xscale() == scale
-    assert ("(logarithmic)" in axes.get_xlabel()) == (scale == "log")
-    low, high = axes.get_xlim()
-    assert sum(low <= tick <= high for tick in axes.get_xticks()) >= 4
-
-
-def test_per_cent_end_at_100_and_empty_panels_are_left_out(tmp_path):
-    runs = (([0.0, 90.0, 100.0], 100),)
-    axes = draw(tmp_path, *runs)
-    assert axes.get_ylim() == (0, 100)
-    assert not axes.lines[0].get_clip_on(), "the line at 100 would be half as wide"
-    assert draw(tmp_path, *runs, name="overlay").get_title() == "Top-1 accuracy, validation"
-
-
 @pytest.mark.parametrize(
-    ("other", "insets"),
+    ("other", "seconds", "insets", "scale"),
     [
-        ([y + 0.3 for y in RISING], 1),
-        ([0.78 * y for y in RISING], 0),  # far apart
-        ([y - 60 * (x == 14) for x, y in enumerate(RISING)], 0),  # in its place
-        (RISING[:15], 0),  # alone at the end
+        ([y + 0.3 for y in RISING], 480, 1, "linear"),
+        ([0.78 * y for y in RISING], 600, 0, "log"),  # far apart; and six times as long
+        (RISING[:15], 100, 0, "linear"),  # alone at the end
     ],
 )
-def test_a_plateau_where_curves_lie_on_each_other_is_drawn_larger(tmp_path, other, insets):
-    found = draw(tmp_path, (RISING, 100), (other, 100)).child_axes
-    assert len(found) == insets
-    for low, high in (axes.get_ylim() for axes in found):
-        assert 50 < low < high < low + 20
-
-
-def test_many_runs_stay_distinct():
-    for count in (2, 8, 9, 24):
-        looks = [style(i, count) for i in range(count)]
-        kinds = [(one["color"], str(one["linestyle"]), one["marker"]) for one in looks]
-        for i, one in enumerate(kinds):
-            for other in kinds[:i]:  # of one colour: another line and another mark
-                assert one[0] != other[0] or (one[1] != other[1] and one[2] != other[2])
-
-
-def test_identical_curves_are_both_visible(tmp_path):
-    below, above = draw(tmp_path, (RISING, 100), (RISING, 100)).lines
-    assert below.get_linewidth() > 2 * above.get_linewidth()
-    assert below.get_color() != above.get_color()
+def test_curves_that_lie_on_each_other_are_drawn_larger(tmp_path, other, seconds, insets, scale):
+    """Hours that differ much are on a logarithmic axis. Nothing is outside the axes."""
+    for name, top1, lasted in (("a", RISING, 100), ("b", other, seconds)):
+        points = {x: {"Top1/val": y} for x, y in enumerate(top1, 1)}
+        write(tmp_path / name, points, seconds=lasted)
+    plan = pictures.plan(table(tmp_path)[2])
+    (axes,) = plan["top1_val"][1]().axes
+    assert len(axes.child_axes) == insets
+    low, high = axes.get_ylim()
+    assert 0 <= low < high <= 100
+    (axes,) = plan["top1_val_hours"][1]().axes
+    assert axes.get_xscale() == scale
 
 
 def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path, capsys):
@@ -173,15 +130,8 @@ def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path, c
     markdown = (tmp_path / "compare.md").read_text().splitlines()
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in markdown} == {5}
     both = table(*words)[2]
-    figures = {name: make() for name, (_, make) in pictures.plan(both).items()}
-    (legend,) = figures["top1_val"].legends
+    (legend,) = pictures.plan(both)["top1_val"][1]().legends
     assert [text.get_text() for text in legend.get_texts()] == labels
-    assert [axes.get_title() for name in ("IO", "gpu") for axes in figures[name].axes] == [
-        "Waiting for data", "Reading, all processes", "Files read, all processes",
-        "GPU utilisation, mean of all GPUs", "GPU memory, fullest GPU",
-    ]  # fmt: skip
-    (axes,) = figures["training_throughput"].axes
-    assert [text.get_text() for text in axes.texts] == ["100  x 1.00"] * 3, "known figures alone"
     ends = {"GPU/memory_gb": 12.0, "GPU/utilisation": 91.0, "IO/wait_share": 25.0}
     for tag, end in ends.items():
         assert pictures.line(both.runs[0], tag, "epochs") == dict.fromkeys((1, 2, 3, 4), end)

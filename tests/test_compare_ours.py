@@ -11,8 +11,6 @@ from event_files import epochs_of, note, table
 from running import eventually
 from tensorboard import program
 
-from utils.tensorboard import LAYOUT
-
 STATUSES = ["STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING", "STATUS_UNKNOWN"]
 
 
@@ -53,9 +51,8 @@ def test_all_is_in_the_event_files(ours, tmp_path):
     assert all(run.facts.get(key) for key in ("torch", "cpu", "date", "commit"))
 
 
-@pytest.fixture(scope="module")
-def tensorboard(ours):
-    """A real TensorBoard on the runs: a function that queries it."""
+def test_tensorboard_shows_one_line_per_run_and_the_layout(ours):
+    """Asked of a real TensorBoard on the runs."""
     server = program.TensorBoard()
     server.configure(logdir=str(ours), host="127.0.0.1", port=0)
     url = server.launch()
@@ -73,30 +70,23 @@ def tensorboard(ours):
             return False
 
     assert eventually(is_ready, 120)
-    return ask
-
-
-def test_tensorboard_shows_one_line_per_run(tensorboard):
     body = {"allowedStatuses": STATUSES, "colParams": [], "startIndex": 0, "sliceSize": 9}
-    (group,) = tensorboard("plugin/hparams/session_groups", body)["sessionGroups"]
+    (group,) = ask("plugin/hparams/session_groups", body)["sessionGroups"]
     (session,) = group["sessions"]
     found = group["name"], session["name"], session["status"], group["hparams"]["arch"]
     assert found == ("one", "one", "STATUS_SUCCESS", "resnet18")
     metrics = {metric["name"]["tag"]: metric["trainingStep"] for metric in group["metricValues"]}
     assert metrics["Top1/val"] == metrics["Throughput/train"] == 2
 
-
-def test_tensorboard_has_the_layout_once(tensorboard):
-    layout = tensorboard("plugin/custom_scalars/layout")
-    assert [category["title"] for category in layout["category"]] == list(LAYOUT)
+    layout = ask("plugin/custom_scalars/layout")
     charts = [chart for category in layout["category"] for chart in category["chart"]]
     titles = [chart["title"] for chart in charts]
-    assert len(titles) == len(set(titles))
-    tags = list(tensorboard("plugin/scalars/tags")["one"])
+    assert len(titles) == len(set(titles)), "the layout is there once, of two sessions"
     patterns = [pattern for chart in charts for pattern in chart["multiline"]["tag"]]
+    tags = list(ask("plugin/scalars/tags")["one"])
     shown = {tag for pattern in patterns for tag in tags if re.search(pattern, tag)}
     assert {tag for tag in epochs_of(1, 1)[1] if tag.endswith("/train")} <= shown
     assert {"Top1/val", "Top5/val", "Loss/val", "Lr", "IO/wait_share"} <= shown
     path = "plugin/custom_scalars/scalars?run=one&tag=%5ETop1/val%24"
-    points = tensorboard(path)["tag_to_events"]["Top1/val"]
+    points = ask(path)["tag_to_events"]["Top1/val"]
     assert [step for _, step, _ in points] == [1, 2]
