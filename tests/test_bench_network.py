@@ -1,14 +1,13 @@
 """scripts/bench_network.py: that it measures what it claims to; not how fast anything is."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import bench_network
 import pytest
 from conftest import python
+from nodes import need
 from running import STAND_IN
 
 BENCH = "scripts/bench_network.py"
@@ -27,10 +26,8 @@ def test_the_table_is_of_medians_beside_one_node_and_the_first_method(monkeypatc
         ((_, script, dummy, *words),) = commands
         assert (Path(script).name, dummy, words.pop()) == ("imagenet_ddp.py", "--dummy", "case")
         given = dict(zip(words[::2], words[1::2], strict=False))
-        assert given["--rank"] == str(rank)
-        assert given["--dist-url"] == "tcp://10.0.0.1:29555"
-        assert given["-b"] == "8"
-        assert given["--comm"] in ("fp32", "auto")
+        where = given["--rank"], given["--dist-url"], given["-b"]
+        assert where == (str(rank), "tcp://10.0.0.1:29555", "8")
         method = given["--comm"] if given["--world-size"] == "2" else "alone"
         ms, mb = took[method].pop(0), sent[method].pop(0)
         figures = {"ms_per_step": ms, "images_per_s": 1000 / ms, "network_mb_per_step": mb}
@@ -47,13 +44,10 @@ def test_the_table_is_of_medians_beside_one_node_and_the_first_method(monkeypatc
     assert took == {"alone": [90, 80, 100] * rank, "fp32": [], "auto": []}
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not (shutil.which("unshare") and shutil.which("tc")),
-    reason="simulated nodes need root, unshare and tc",
-)
 @pytest.mark.long
 def test_two_simulated_nodes():
     """Bytes that the interfaces count are those of the ring, and headers."""
+    need("tc")
     line = ("--nodes", 2, "--rounds", 1, "--methods", "fp32,int8", "--gbit", 10, "--")
     options = ("-a", "resnet18", "-b", 2, "--image-size", 32, "--classes", 10)
     done = python(BENCH, *line, *options, PYTHONPATH=STAND_IN)
@@ -68,10 +62,7 @@ def test_two_simulated_nodes():
 def test_wrong_options_are_one_error_message(capsys):
     for line, message in {
         "--methods fp32,fp8": "unknown method fp8",
-        "--nodes 1,2": "1 is not at least 2",
-        "--nodes x": "invalid list of numbers value: 'x'",
         "--nodes 2,4 --master 127.0.0.1": "one number with --master",
-        "--gbit 0": "0 is not more than 0",
     }.items():
         with pytest.raises(SystemExit) as ended:
             bench_network.parse(line.split())

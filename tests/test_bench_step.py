@@ -36,13 +36,9 @@ def test_a_case_is_a_loop_and_what_is_added(case, loop, more, processes):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--cases nothing", "'nothing' is no case"),
         ("--cases nd,", "'' is no case"),
         ("--cases nd+", "cannot be combined with ''"),
-        ("--cases nd+x2", "cannot be combined with 'x2'"),
-        ("--cases ddp+x0", "cannot be combined with 'x0'"),
         ("--cases O2+fp16", "cannot be combined with 'fp16'"),
-        ("--cases examples+compile", "cannot be combined with 'compile'"),
         ("--peer a=b", "--data"),
     ],
 )
@@ -72,8 +68,6 @@ def test_a_case_ends_with_a_bench_that_is_killed(tmp_path):
 def test_a_peer_that_fails_is_named(tmp_path):
     with pytest.raises(UserError, match=r"^sh -c .* failed: why$"):
         bench_step.run(["sh", "-c", "echo more >&2; echo why >&2; exit 3"], options(), tmp_path)
-    with pytest.raises(UserError, match="cannot run no_such: No such file"):
-        bench_step.run(["no_such"], options(), tmp_path)
 
 
 def test_ratios_are_medians_over_the_rounds_to_the_first_case():
@@ -89,7 +83,6 @@ def test_ratios_are_medians_over_the_rounds_to_the_first_case():
         head, rows = bench_step.table(found, cuda)
         assert [row[head.index("ratio")] for row in rows] == ["1.00", ratio]
         assert rows[1][head.index("CPU ms per image")] == "100.0"
-        assert rows[1][head.index("GiB")] == "-"
 
 
 def test_the_steps_of_this_suite_and_of_the_usual_loops(tmp_path):
@@ -97,7 +90,6 @@ def test_the_steps_of_this_suite_and_of_the_usual_loops(tmp_path):
     line = ("--rounds", "1", "--threads", "1", "--cases", "examples,nd+off", "--json", file)
     done = python("scripts/bench_step.py", *SMALL, *line, PYTHONPATH=STAND_IN)
     assert done.code == 0, done.err
-    assert done.out.startswith("| case | images/s |")
     found = json.loads(file.read_text())
     assert found.keys() == {"examples", "nd+off"}
     for (figures,) in found.values():

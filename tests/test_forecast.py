@@ -88,18 +88,6 @@ def test_an_independent_simulation_agrees(compute, gbit, name, efficiencies):
     assert found == pytest.approx(efficiencies, abs=0.015)
 
 
-@pytest.mark.parametrize("name", ["fp32", "fp16", "int8", "int4", "powersgd:4"])
-def test_a_slower_link_and_more_nodes_never_help(name):
-    work = Workload(32, 160, VGG19, methods.parse(name))
-    steps = [
-        [model.forecast(work, Cluster(network_gbit=gbit), n).step_s for n in (1, 2, 4, 8)]
-        for gbit in (25, 10, 1)
-    ]
-    for row in (*steps, *zip(*steps, strict=True)):
-        assert list(row) == sorted(row)
-    assert {row[0] for row in steps} == {0.2}
-
-
 def test_the_time_of_an_exchange():
     one = Workload(1, 1, (Bucket(1.0, ((1000, 100), (900,))),))
     assert one.wire_bytes == [4 * 100_900]
@@ -111,7 +99,6 @@ def test_the_time_of_an_exchange():
     cluster = replace(QUIET, gpus_per_node=4, latency_s=0, local_latency_s=0)
     size = 25_557_032 * 4
     assert cluster.exchange_s(size, 8) == pytest.approx(0.143, abs=0.001)
-    assert cluster.exchange_s(size / 2, 8) == pytest.approx(0.0715, abs=0.001)
     # Within one node, the node's own links decide.
     assert cluster.exchange_s(size, 4) == pytest.approx(2 * 3 / 4 * size * 8 / 80e9)
     # Latency grows with the logarithm of many nodes.
@@ -216,12 +203,10 @@ def test_published_runs_are_forecast_within_15_percent(forecast, tmp_path):
     assert picture.stat().st_size > 10_000
 
 
-def test_columns_and_a_method_with_a_parameter(forecast):
+def test_numbers_of_nodes_and_a_method_with_a_parameter(forecast):
     arguments = ("-a", "vgg19", "--classes", "20", "--gpu-images-per-s", "160", "-b", "32")
-    own = ("--nodes", "8,1,3", "--gpus-per-node", 2, "--protocol", 1, "--jitter", 0)
-    done = forecast(*arguments, *own)
+    done = forecast(*arguments, "--nodes", "8,1,3", "--gpus-per-node", 2)
     assert list(rows_of(done)) == [2, 6, 16]
-    assert "Gbit/s x 1, 25 us per hop; in a node 80 Gbit/s; jitter 0\n" in done.out
     done = forecast(*arguments, "--comm", "powersgd:2")
     assert list(rows_of(done)) == [2**k for k in range(11)]
     assert "\npowersgd:2 " in done.out
@@ -235,28 +220,15 @@ def test_a_run_of_an_older_suite_and_runs_that_are_refused(forecast, tmp_path):
     rows = rows_of(forecast("--from", folder, "--gpus", "2,4,8", "--gpus-per-node", "4"))
     assert [*rows[2][:2], rows[2][-3]] == ["1", "2", "263.0"]
     write(tmp_path / "any", {1: {"Throughput/train": 100}})
-    assert "any has no speed or size" in forecast("--from", tmp_path / "any").sentence
     runs = [write_run(tmp_path / str(batch), 1, 100, batch=batch) for batch in (32, 64)]
-    assert "such runs cannot share a forecast" in forecast("--from", *runs).sentence
-
-
-SPEED = ("--gpu-images-per-s", "400")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ((), "how fast is one GPU"),
-        ((*SPEED, "--gpus", "0,1"), "0 is not at least 1"),
-        ((*SPEED, "--protocol", "0"), "--protocol: 0 is not more than 0"),
-        ((*SPEED, "-a", "resnet51"), "unknown arch"),
-        ((*SPEED, "--comm", "fp8"), "unknown method fp8"),
-        (("--from", "nowhere"), "nowhere does not exist"),
-        ((*SPEED, "--fit-network"), "needs a second RUN"),
-        ((*SPEED, "--nodes", "1", "--out", "f.xyz"), "cannot write f.xyz: Format 'xyz' is not"),
-    ],
-)
-def test_bad_input_is_a_one_line_error(forecast, arguments, sentence):
-    done = forecast(*arguments)
-    assert done.code == 2
-    assert sentence in done.sentence
+    for words, message in (
+        (["--from", tmp_path / "any"], "any has no speed or size"),
+        (["--from", *runs], "such runs cannot share a forecast"),
+        (["--from", folder, "--fit-network"], "needs a second RUN"),
+        ([], "how fast is one GPU"),
+        (["--gpu-images-per-s", "0"], "0 is not more than 0"),
+        (["--gpu-images-per-s", "9", "--out", "f.xyz"], "cannot write f.xyz: Format 'xyz' is not"),
+    ):
+        done = forecast(*words)
+        assert done.code == 2
+        assert message in done.sentence

@@ -46,8 +46,7 @@ def test_the_recipes_say_where_they_come_from_and_go_to_all_nodes():
     assert option_types.recipe_names() == sorted(NAMES)
     for name in NAMES:
         text = option_types.recipe_file(name).read_text()
-        for wanted in ("Source: ", "Published result: ", "Our result: ", "Global batch: "):
-            assert f"# {wanted}" in text, (name, wanted)
+        assert "# Source: " in text
         assert report.RANGE.search(text)
     assert {f"scripts/recipes/{name}.txt" for name in NAMES} <= agreement.code().keys()
 
@@ -56,8 +55,6 @@ def test_the_recipes_say_where_they_come_from_and_go_to_all_nodes():
     ("line", "message"),
     [
         ("--lr '0.1", r"mine\.txt cannot be read: No closing quotation"),
-        ("--optimizer lamb", "--optimizer lamb was removed: use adamw or muon"),
-        ("--comm=localsgd:8", "--comm localsgd was removed: .*--accum-steps"),
         ("--ema-every 4", "--ema-every was removed: .* leave it out"),
         (None, "no recipe fast: give a file, or one of classic90, fast16"),
     ],
@@ -76,9 +73,7 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
     done = train("imagenet_nd.py", *line, **env)
     assert f"recipe {path}: --epochs 3 --lr 0.05 --progressive 16,24 -p 2" in done.out
     assert "meant for a global batch of 64, and this is 10; by the linear rule" in done.out
-    assert (
-        "training images of 16 pixels from epoch 1, 24 from epoch 2; evaluation at 48" in done.out
-    )
+    assert "images of 16 pixels from epoch 1, 24 from epoch 2; evaluation at 48" in done.out
     assert scalars(tmp_path / "run")["Size/train"] == [(1, 16), (2, 24)]
     kept = json.loads((tmp_path / "run/options.json").read_text())
     assert (kept["recipe"], kept["lr"], kept["epochs"]) == (path, 0.05, 2)
@@ -94,7 +89,7 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
         ({"range": "512 to 1024"}, 1024, []),
         ({"range": "512 to 1024"}, 2048, [r"512 to 1024.*2048.*--lr 0\.2"]),
         ({"range": "512"}, 256, [r"of 512, and.*256.*--lr 0\.05"]),
-        ({"range": "512", "lr_scaling": "linear"}, 256, ["is 256$"]),
+        ({"range": "512", "lr_scaling": "linear"}, 256, ["of 512, and this is 256$"]),
     ],
 )
 def test_a_batch_beyond_what_is_known_is_named(recipe, changes, batch, wanted):
