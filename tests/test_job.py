@@ -5,25 +5,30 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
-from running import Running, descendants
+from running import Process, Running, descendants, eventually
 
 INTERRUPTED, LOST_PEER = 75, 69
 # In place of an ssh, a guard; none while there is a file NAME_away. Waiting times are short.
 JOB = """
 import argparse, json, os, subprocess, sys
 sys.path.insert(0, "scripts/ssh")
-import hosts, job
+import guard, hosts, job
 
 for name in ("RETRY_SECONDS", "JOIN_SECONDS", "LOST_SECONDS", "END_SECONDS"):
     setattr(job, name, 1.0)
+guard.HEARTBEAT_SECONDS = 0.5
 options = argparse.Namespace(**json.loads(sys.argv[1]))
 
 class Local(job.Job):
     wait_seconds = options.wait
 
     def open(self, host, program):
+        usual, now = b"SILENCE_SECONDS = 15.0", b"SILENCE_SECONDS = %d.0" % options.silence
+        assert program.count(usual) == 1
+        program = program.replace(usual, now)
         away = os.path.exists(f"{options.dir}/{host.name}_away")
         words = [sys.executable, "-uc", "exit(255)" if away else hosts.BOOTSTRAP, host.name]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -35,10 +40,20 @@ class Local(job.Job):
 machines = [hosts.Host(name, 2, "10.0.0.1") for name in options.names]
 hosts.end_with(Local(options, ["script.py"], machines, "").run)
 """
-# It ends as the file of its node says: with an exit code, or below 0 by a signal.
+# It ends as the file of its node says: with an exit code, or below 0 by a signal. The file "mode"
+# gives it a worker that ignores SIGTERM, and "stubborn" lets it do so itself.
 SCRIPT = """
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+import os, signal, subprocess, sys, time
+def end(*_):
+    open("snapshot", "w").close()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+mode = open("mode").read()
+if mode:
+    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    subprocess.Popen(["sleep", "600"], **quiet)
+if mode != "stubborn":
+    signal.signal(signal.SIGTERM, end)
 print("rank", os.environ["NODE_RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:],
       os.environ["MASTER_ADDR"], "attempt", os.environ.get("IMAGENET_ELASTIC"), flush=True)
 while not os.path.exists(os.environ["NODE"]):
@@ -52,22 +67,33 @@ sys.exit(code) if code >= 0 else os.kill(os.getpid(), -code)
 @pytest.fixture
 def start(tmp_path):
     """A function that starts a job on nodes of these names."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "mode").touch()
+    # A guard finds the interpreter as on a node: in the folder of the code.
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
 
-    def start(names: str, elastic: tuple[int, int] | None = None, wait: float = 60.0) -> Running:
-        (tmp_path / "script.py").write_text(SCRIPT)
-        options = {"names": names.split(), "elastic": elastic, "wait": wait, "env": None}
-        options |= {"dir": str(tmp_path), "python": sys.executable, "ssh": "ssh", "port": None}
-        options["grace"] = 5.0
+    def start(
+        names: str, elastic: tuple[int, int] | None = None, wait=60.0, silence=15, grace=60.0
+    ) -> Running:
+        options = {"names": names.split(), "elastic": elastic, "wait": wait, "silence": silence}
+        options |= {"dir": str(tmp_path), "ssh": "ssh", "grace": grace}
+        options |= dict.fromkeys(("env", "port", "python"))
         return Running("-c", JOB, json.dumps(options))
 
     return start
+
+
+def guard_of(run: Running, name: str) -> Process:
+    (guard,) = [one for one in run.meet_family() if one.command.endswith(f" {name} ")]
+    return guard
 
 
 def ended(run: Running) -> tuple[int, str]:
     """Exit code and messages; nothing is left behind."""
     result = run.result()
     assert "Traceback" not in result.err
-    assert not descendants(run.process.pid)
+    assert eventually(lambda: not any(one.lives() for one in run.family))
     return result.code, result.err
 
 
@@ -83,20 +109,47 @@ def ended(run: Running) -> tuple[int, str]:
 def test_the_exit_code_of_a_job(start, tmp_path, codes, code, said):
     with start("a b") as run:
         run.until(r"^\[b\] rank 1 of 2 -g 2 10.0.0.1 attempt None")
+        assert len(run.meet_family()) >= 4
         for name, own in zip("ab", codes, strict=True):
             if own is not None:
                 (tmp_path / name).write_text(str(own))
-        assert ended(run)[0] == code
-        assert said in run.result().err
+        found, messages = ended(run)
+    assert found == code
+    assert said in messages
 
 
-def test_ctrl_c_asks_for_a_snapshot(start):
-    with start("a b") as run:
-        run.until("rank 1 of 2")
-        run.send(signal.SIGINT)
-        code, said = ended(run)
-    assert code == INTERRUPTED
-    assert "asking all nodes to stop with a snapshot within 5 s" in said
+WAYS = ["launcher SIGSTOP", "launcher SIGKILL", "launcher SIGINT", "launcher SIGHUP"]
+WAYS += ["guard SIGTERM", "guard SIGKILL"]
+
+
+@pytest.mark.parametrize("job", ["willing", "stubborn"])
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_outlives_a_job(start, tmp_path, way, job):
+    """Its launcher hangs or dies, or a signal comes. Ctrl-Z stops neither launcher nor guard."""
+    (tmp_path / "mode").write_text(job)
+    silent = way == "launcher SIGSTOP"  # its time for a snapshot is not that of --grace
+    grace = 1.0 if job == "stubborn" and not silent else 600.0
+    with start("a", silence=2 if silent else 15, grace=grace) as run:
+        run.until("rank 0 of 1")
+        guard = guard_of(run, "a")
+        for one in (run, guard):
+            (ignored,) = re.findall(r"SigIgn:\s+(\w+)", Path(f"/proc/{one.pid}/status").read_text())
+            assert int(ignored, 16) & 1 << (signal.SIGTSTP - 1)
+        family = descendants(guard.pid)  # the script and its worker
+        assert len(family) == 2
+        who, name = way.split()
+        os.kill(guard.pid if who == "guard" else run.pid, getattr(signal, name))
+        # The script's own children are those of the suite, which die with their parents.
+        own = [one for one in family if one.parent == guard.pid or way != "guard SIGKILL"]
+        assert eventually(lambda: not any(one.lives() for one in own))
+        saved = job == "willing" and way != "guard SIGKILL"
+        assert (tmp_path / "snapshot").exists() == saved
+        run.send(signal.SIGCONT)
+        result = run.result()
+    assert "Traceback" not in result.err
+    assert ("asking all nodes to stop" in result.err) == (name in ("SIGINT", "SIGHUP"))
+    died = way == "launcher SIGKILL"
+    assert result.code == (-signal.SIGKILL if died else INTERRUPTED if saved else LOST_PEER)
 
 
 def test_a_node_without_an_answer(start, tmp_path):
@@ -122,8 +175,7 @@ def test_a_lost_node_is_taken_in_again_unless_it_is_broken(start, tmp_path, back
     with start("a b", (1, 2)) as run:
         run.until("rank 1 of 2")
         (tmp_path / "b_away").touch()
-        (guard,) = [one for one in descendants(run.process.pid) if one.command.endswith(" b ")]
-        os.kill(guard.pid, signal.SIGKILL)
+        os.kill(guard_of(run, "b").pid, signal.SIGKILL)
         run.until(r"^\[a\] rank 0 of 1 .* attempt 2")
         (tmp_path / "b_away").unlink()
         if back == "broken":
@@ -136,14 +188,13 @@ def test_a_lost_node_is_taken_in_again_unless_it_is_broken(start, tmp_path, back
         (tmp_path / "a").write_text("0")
         code, said = ended(run)
     assert code == 0
-    again = ["launcher: lost the connection to b; will keep trying"]
-    again += ["launcher: training begins again on 1 of 2 nodes: a", "launcher: b is back"]
-    again += ["launcher: stopping with a snapshot, to go on with b"]
-    again += ["launcher: training begins again on 2 of 2 nodes: a, b"]
-    if back == "broken":
-        again += ["launcher: going on without b (the reason is above)"]
-        again += ["launcher: training begins again on 1 of 2 nodes: a"]
-    assert [line for line in said.splitlines() if line in again] == again
+    alone = "training begins again on 1 of 2 nodes: a"
+    again = ["lost the connection to b; will keep trying", alone, "b is back"]
+    again += ["stopping with a snapshot, to go on with b"]
+    again += ["training begins again on 2 of 2 nodes: a, b"]
+    again += ["going on without b (the reason is above)", alone] if back == "broken" else []
+    lines = [line.removeprefix("launcher: ") for line in said.splitlines()]
+    assert [line for line in lines if line in again] == again
 
 
 def test_bad_input_and_repeated_failures_end_an_elastic_job(start, tmp_path):
