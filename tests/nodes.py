@@ -143,11 +143,12 @@ class Node:
         """Let root in with the key in ssh_config; logins find the variables ``env`` set."""
         need("sshd")
         config, key = self.folder / "sshd_config", self.folder.parent / "key"
+        env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | env
         given = " ".join(f'"{name}={value}"' for name, value in env.items())
         config.write_text(
             f"Port {self.port}\nHostKey {key}\nPidFile none\nUsePAM no\nStrictModes no\n"
             f"PermitRootLogin prohibit-password\nLogLevel ERROR\n"
-            f"AuthorizedKeysFile {key}.pub\n" + (given and f"SetEnv {given}\n")
+            f"AuthorizedKeysFile {key}.pub\nSetEnv {given}\n"
         )
         command = ["setsid", "/usr/sbin/sshd", "-f", str(config), "-E", f"{self.folder}/sshd_log"]
         do(*self.spaces.enter, *command)
