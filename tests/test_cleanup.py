@@ -21,6 +21,7 @@ def program(handler: str) -> str:
 
 STUBBORN, WILLING = program("signal.SIG_IGN"), program("lambda *_: sys.exit('saved')")
 OURS = "IMAGENET_SUITE=training"
+ORPHAN = "(%s & ) ; sleep 1000"  # what started it is gone, and the node's first process has it
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +43,7 @@ def clean(node: Node, options: str = "", code: int = 0) -> str:
     return done.out
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "imagenet_ddp.py -g 2",
-        pytest.param(
-            f"{' '.join(TORCHRUN)} --nproc_per_node=2 imagenet_ddp.py", marks=pytest.mark.long
-        ),
-    ],
-)
-def test_a_training_typed_by_hand_gets_time_for_its_snapshot(nodes, folder, tmp_path, command):
+def test_a_training_typed_by_hand_gets_time_for_its_snapshot(nodes, folder, tmp_path):
     """An orphan ends, too; other Python programs, and other users', stay."""
     node = nodes[0]
     waiting = "import time; time.sleep(600)"
@@ -59,13 +51,13 @@ def test_a_training_typed_by_hand_gets_time_for_its_snapshot(nodes, folder, tmp_
     bystander.write_text(waiting)
     stranger = STUBBORN.replace("python", "python3").replace("600", "601")
     stranger = f"PATH=/usr/bin:/bin; {OURS} setpriv --reuid=65534 {stranger}"
+    command = f"python {' '.join(TORCHRUN)} --nproc_per_node=2 imagenet_ddp.py {LASTING}"
     with (
         node.type(["python", bystander, "imagenet_ddp.py", "--rank", "0"]),
         node.type(["python", "-c", waiting, "bystander of torch.distributed.run"]),
         node.type(stranger) as other,
-        # An orphan: what started it is gone, and the first process of the node has adopted it.
-        node.type(f"({OURS} {WILLING} & ) ; sleep 1000") as shell,
-        node.type(f"python {command} {LASTING} --output-dir {tmp_path} {folder}", **ENV) as run,
+        node.type(ORPHAN % f"{OURS} {WILLING}") as shell,
+        node.type(f"{command} --output-dir {tmp_path} {folder}", **ENV) as run,
     ):
         run.until(r"step +3/")
         shell.until("up")
@@ -78,39 +70,21 @@ def test_a_training_typed_by_hand_gets_time_for_its_snapshot(nodes, folder, tmp_
         assert before <= node.processes()
         done = clean(node, "--grace 60")
         # torchrun has no code of its own for an interruption.
-        assert run.result().code == (1 if "torch" in command else 75), done + run.result().err
+        assert run.result().code == 1, done + run.result().err
         assert "killing" not in done, done
         assert summary(tmp_path / "run")["finished_because"] == "interrupted"
         assert (tmp_path / "run" / "snapshot.pt").is_file()
         assert len(commands(node, "bystander")) >= 2
         assert commands(node, "601")
         assert "nothing of this suite" in clean(node)
-        assert not commands(node, "spawn_main")
-
-
-def test_on_the_hosts_of_a_file(nodes, tmp_path):
-    """Ends what runs on them, not here."""
-    hosts = tmp_path / "hosts"
-    hosts.write_text("node1\nnode0\n")
-    orphan = f"({OURS} {STUBBORN} & ) ; sleep 1000"
-    with nodes[0].type(orphan) as here, nodes[1].type(orphan) as there:
-        here.until("up")
-        there.until("up")
-        done = clean(nodes[0], f"{hosts} --grace 0.5", code=2)
-        assert "[node1] ending " in done
-        assert "[node1] killing " in done
-        assert "ssh to node0 failed" in done
-        assert not commands(nodes[1])
-        assert commands(nodes[0])
 
 
 def test_one_run_by_its_name(nodes, folder, tmp_path):
     """Typed by hand, and marked by a launcher, though stopped; another run goes on."""
     node = nodes[0]
+    command = f"python imagenet_nd.py {LASTING} --output-dir {tmp_path} {folder}"
     with (
-        node.type(
-            f"python imagenet_nd.py {LASTING} --output-dir {tmp_path} {folder}", **ENV
-        ) as run,
+        node.type(command, **ENV) as run,
         node.type(f"IMAGENET_SUITE=guard:other {STUBBORN}") as stays,
         node.type(f"IMAGENET_SUITE=guard:run {WILLING}; exit $?") as marked,
     ):
@@ -125,17 +99,29 @@ def test_one_run_by_its_name(nodes, folder, tmp_path):
         assert run.result().code == 75
         assert marked.result().err == "saved\n"
         assert stays.process.poll() is None
-        assert "nothing of nosuch is running" in clean(node, "--name nosuch")
 
 
-@pytest.mark.parametrize("answer", ["n", "y", "--yes"])
-def test_on_a_terminal_it_asks(nodes, answer):
+def test_on_hosts_of_a_file_and_asked_on_a_terminal(nodes, tmp_path):
+    """It ends what runs on the hosts, not here; here, after an answer."""
     need("script")
-    command = f"bash scripts/cleanup.sh --grace 0.2 {'--yes' * (answer == '--yes')}"
-    with nodes[0].type(f"{OURS} {STUBBORN}") as run:
-        run.until("up")
-        done = nodes[0].run(f"echo {answer} | script -qec '{command}' /dev/null")
-        assert done.code == 0, done.out
-        assert ("End these processes? [y/N]" in done.out) == (answer != "--yes")
-        assert ("nothing was ended" in done.out) == (answer == "n")
-        assert bool(commands(nodes[0])) == (answer == "n")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node1\nnode0\n")
+    asked = "bash scripts/cleanup.sh --grace 0.2"
+    with (
+        nodes[0].type(ORPHAN % f"{OURS} {STUBBORN}") as here,
+        nodes[1].type(ORPHAN % f"{OURS} {STUBBORN}") as there,
+    ):
+        here.until("up")
+        there.until("up")
+        done = clean(nodes[0], f"{hosts} --grace 0.5", code=2)
+        assert "[node1] ending " in done
+        assert "[node1] killing " in done
+        assert "ssh to node0 failed" in done
+        assert not commands(nodes[1])
+        for answer, said in (("n", "nothing was ended"), ("y", "killing")):
+            assert commands(nodes[0])
+            done = nodes[0].run(f"echo {answer} | script -qec '{asked}' /dev/null")
+            assert done.code == 0, done.out
+            assert "End these processes? [y/N]" in done.out
+            assert said in done.out
+        assert not commands(nodes[0])

@@ -13,8 +13,6 @@ from running import TINY_LINE, Process, tiny
 sys.path.append(str(ROOT / "scripts/ssh"))
 import status
 
-GPU = "GPU-11111111-2222-3333-4444-555555555555"
-
 
 @pytest.fixture(scope="module")
 def nodes():
@@ -26,13 +24,15 @@ def nodes():
         yield both
 
 
-def ask(node: Node, hosts: object = "", code: int = 0) -> tuple[dict[int, str], str]:
-    """The line of each rank in what status.sh prints, and all of it."""
+def ask(node: Node, hosts: object = "", code: int = 0) -> str:
+    """What status.sh prints, with single spaces."""
     done = node.run(f"bash scripts/status.sh {hosts}")
     assert done.code == code, done.err
-    lines = [line.split() for line in done.out.splitlines() if line.startswith("   ")]
-    ranks = [words for words in lines if words and words[0].isdecimal()]
-    return {int(words[0]): " ".join(words[1:]) for words in ranks}, done.out
+    return re.sub(" +", " ", done.out)
+
+
+# Of a rank that has ended its first epoch: its number, the time it computes, whether others wait.
+ROW = r"(?m)^ (\d) node\1 (?:[2-9]|\d\d+)/100000 \S+ \S+ \S+ ([\d.]+) .*?(<< straggler)?$"
 
 
 def test_ranks_of_a_run_and_a_straggler(nodes, folder, tmp_path):
@@ -44,51 +44,43 @@ def test_ranks_of_a_run_and_a_straggler(nodes, folder, tmp_path):
         typed.append(nodes[rank].type(line, **tiny(step_seconds=seconds)[1]))
     with typed[0], typed[1]:
         typed[0].until(r"Epoch 2/100000 step +4/6")
-        found, out = ask(nodes[1], hosts)
-        assert set(found) == {0, 1}, out
-        assert found[1].endswith("<< straggler")
-        assert "straggler" not in found[0]
-        for rank, line in found.items():
-            assert re.search(rf"^node{rank} ([2-9]|\d\d+)/100000 ", line), out
+        out = ask(nodes[1], hosts)
+        assert f"\n{tmp_path}/run (tiny_plain, ddp)\n" in out
+        (first, fast, waits), (second, slow, waited_for) = re.findall(ROW, out)
+        assert (first, waits, second, waited_for) == ("0", "", "1", "<< straggler")
         # The fast one computes for a fifth of the slow one's time, and waits for the rest.
-        compute = [float(found[rank].split()[5]) for rank in (0, 1)]
-        assert 0.05 <= compute[0] < 0.6 * compute[1]
-        assert compute[1] >= 0.25
-        assert str(tmp_path / "run") in out
-        assert re.search(r"snapshot .* ago; disk ", out)
-        found, out = ask(nodes[1])
-        assert set(found) == {1}, out
-        assert "not seen here: rank 0" in out
+        assert 0.05 <= float(fast) < 0.6 * float(slow)
+        assert float(slow) >= 0.25
+        assert [row[0] for row in re.findall(ROW, ask(nodes[1]))] == ["1"]
         typed[0].send(15)
         assert [one.result().code for one in typed] == [75, 75]
         for node in nodes:
             shared = f"/proc/{node.spaces.first}/root/dev/shm/imagenet-suite-{os.getuid()}"
             assert os.listdir(shared) == []
-        assert ask(nodes[1], hosts)[0] == {}
     hosts.write_text("node0\nnode7\n")
-    out = ask(nodes[0], hosts, code=2)[1]
+    out = ask(nodes[0], hosts, code=2)
     assert "node7: no answer" in out
     assert "node0: no runs" in out
 
 
-def test_a_run_without_a_snapshot_and_the_file_of_a_killed_process(tmp_path, monkeypatch):
+def test_the_lines_of_a_run_and_the_file_of_a_killed_process(tmp_path, monkeypatch):
     """nvidia-smi's answer is found for the GPU of a rank."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\necho 'GPU-0, 1, 2, 3'; echo '{GPU}, 97, 11000, 15360'\n")
+    tool.write_text("#!/bin/sh\necho 'GPU-0, 1, 2, 3'; echo 'GPU-7, 97, 11000, 15360'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(status, "FOLDER", str(tmp_path))
     own = Process(os.getpid())
-    rank = {"pid": own.pid, "started": str(own.started), "run": str(tmp_path), "gpu": GPU, "at": 0}
-    rank |= {"rank": 3, "size": 4, "epoch": 1, "epochs": 9, "phase": "starting", "arch": "a"}
-    files = [tmp_path / "0.json", tmp_path / "1.json"]
-    files[0].write_text(json.dumps(rank | {"rank": 0, "mode": "ddp"}))
-    files[1].write_text(json.dumps(rank | {"started": "1"}))
-    for saved in ("no snapshot yet", "snapshot 0 s ago"):
-        lines = [*status.describe([("here", status.node())])]
-        assert f"  {saved}; disk " in "\n".join(lines)
-        assert [file.exists() for file in files] == [True, False]
-        assert lines[-1] == "  not seen here: rank 1, 2, 3"
-        assert lines[-2].split()[:5] == ["0", "here", "2/9", "starting", "-"]
-        assert lines[-2].split()[7:9] == ["97", "11000/15360"]
+    rank = {"pid": own.pid, "started": str(own.started), "run": str(tmp_path), "gpu": "GPU-7"}
+    rank |= {"rank": 0, "size": 4, "epoch": 1, "epochs": 9, "phase": "starting"}
+    rank |= {"arch": "a", "mode": "ddp", "at": 0}
+    (tmp_path / "0.json").write_text(json.dumps(rank))
+    (tmp_path / "1.json").write_text(json.dumps(rank | {"started": "1"}))
+    for saved in ("no snapshot yet", r"snapshot \d+ s ago"):
+        _, run, disk, _, line, missing = status.describe([("here", status.node())])
+        assert run == f"\n{tmp_path} (a, ddp)"
+        assert re.match(f"  {saved}; disk ", disk)
+        assert re.match("0 here 2/9 starting - - - 97 11000/15360 ", " ".join(line.split()))
+        assert missing == "  not seen here: rank 1, 2, 3"
+        assert not (tmp_path / "1.json").exists()
         (tmp_path / "snapshot.pt").touch()
