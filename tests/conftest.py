@@ -143,26 +143,24 @@ def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def draw_folder(root: Path, train: int = 20, val: int = 7, classes: int = 3) -> Path:
-    """Make train/CLASS/*.JPEG and val/CLASS/*.JPEG with that many images per class."""
-    for part, count in (("train", train), ("val", val)):
-        for number in range(classes):
-            folder = root / part / f"class_{number}"
-            folder.mkdir(parents=True)
-            for i in range(count):
-                draw_image(folder / f"{i:03}.JPEG", number, seed=f"{part}{i}")
+def draw_folder(root: Path, train: int = 20, val: int = 7) -> Path:
+    """Make train/CLASS/*.JPEG and val/CLASS/*.JPEG with that many images in each of 3 classes.
+
+    48 x 40 pixels: noise over a colour and a shape of the class.
+    """
+    images = [("train", number, i) for number in range(3) for i in range(train)]
+    images += [("val", number, i) for number in range(3) for i in range(val)]
+    for part, number, i in images:
+        source = random.Random(f"{number}{part}{i}")
+        colour = [40, 40, 40]
+        colour[number] += 150
+        image = Image.new("RGB", (48, 40), tuple(c + source.randrange(40) for c in colour))
+        pen, x = ImageDraw.Draw(image), source.randrange(20)
+        (pen.ellipse if number % 2 else pen.rectangle)((x, 8, x + 20, 28), fill=(240, 240, 240))
+        folder = root / part / f"class_{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        image.save(folder / f"{i:03}.JPEG", "JPEG", quality=90)
     return root
-
-
-def draw_image(path: Path, number: int, seed: str) -> None:
-    """A 48 x 40 picture of class ``number``: noise over a colour and a shape of its own."""
-    source = random.Random(f"{number}{seed}")
-    colour = [40, 40, 40]
-    colour[number % 3] += 150
-    image = Image.new("RGB", (48, 40), tuple(c + source.randrange(40) for c in colour))
-    pen, x = ImageDraw.Draw(image), source.randrange(20)
-    (pen.ellipse if number % 2 else pen.rectangle)((x, 8, x + 20, 28), fill=(240, 240, 240))
-    image.save(path, "JPEG", quality=90)
 
 
 @pytest.fixture
@@ -183,19 +181,18 @@ def parse(monkeypatch) -> Callable[..., dict]:
     """A function that gives the options of a script with the words of a command line."""
     from utils import options
 
-    class Parsed(Exception):
-        pass
+    real, found = options.parse, []
 
     def keep(parser):
-        raise Parsed(vars(real(parser)))
+        found.append(vars(real(parser)))
+        sys.exit()
 
     def parsed(script: str, *words: object) -> dict:
         monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
-        with pytest.raises(Parsed) as caught:
+        with pytest.raises(SystemExit):
             importlib.import_module(script).main()
-        return caught.value.args[0]
+        return found.pop()
 
-    real = options.parse
     monkeypatch.setattr(options, "parse", keep)
     return parsed
 

@@ -9,7 +9,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,12 @@ TINY_LINE = "-a tiny_plain --image-size 32 -b 5 -j 1"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 # Never the same twice: of an epoch, and of a step.
 SPEED = ("Throughput/", "Time/", "IO/", "CPU/", "GPU/")
-PARTS = ("Step/data_s", "Step/compute_s", "Step/communication_s")
-MEASURED = (*SPEED, "Step/throughput", *PARTS)
+MEASURED = (*SPEED, "Step/throughput", "Step/data_s", "Step/compute_s", "Step/communication_s")
 
 
-def tiny(full: bool = False, step_seconds: float = 0.0) -> tuple[tuple[str, ...], dict[str, str]]:
+def tiny(step_seconds: float = 0.0) -> tuple[tuple[str, ...], dict[str, str]]:
     """Options and environment for a model from tests/stand_in; see there."""
-    env = {"PYTHONPATH": STAND_IN, "STEP_SECONDS": str(step_seconds)}
-    return ("-a", "tiny_full" if full else "tiny_plain"), env
+    return ("-a", "tiny_plain"), {"PYTHONPATH": STAND_IN, "STEP_SECONDS": str(step_seconds)}
 
 
 def alone() -> dict[str, str]:
@@ -105,10 +104,10 @@ class Running:
 
     def result(self) -> Result:
         """Wait for the end of the command."""
-        rest = self.process.stdout.read()
+        self.seen.append(self.process.stdout.read())
         code = self.process.wait()
         self.limit.cancel()
-        return Result(code, "".join(self.seen) + rest, self._error_text())
+        return Result(code, "".join(self.seen), self._error_text())
 
     def meet_family(self) -> "set[Process]":
         """The living processes that the command has started, directly or not."""
@@ -125,22 +124,18 @@ def start(script: str, *arguments: object, launcher: tuple = (), **env: str) -> 
     return Running(*launcher, script, *SMALL, *arguments, **env)
 
 
+@dataclass(init=False, unsafe_hash=True)
 class Process:
     """A process; its start time distinguishes it from a later one with the same id."""
+
+    pid: int
+    started: int
+    command: str = field(compare=False)
 
     def __init__(self, pid: int):
         self.pid = pid
         _, self.parent, self.group, self.started = _stat(pid)
         self.command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Process) and hash(self) == hash(other)
-
-    def __hash__(self) -> int:
-        return hash((self.pid, self.started))
-
-    def __repr__(self) -> str:
-        return f"{self.pid}: {self.command}"
 
     def lives(self) -> bool:
         """Whether it still runs; a dead one whose exit code nobody has collected does not."""
@@ -194,7 +189,8 @@ def wait_for_group(group: int, seconds: float = 60.0) -> list[Process]:
     def living() -> list[Process]:
         return [one for one in everyone() if one.group == group and one.lives()]
 
-    return [] if eventually(lambda: not living(), seconds) else living()
+    eventually(lambda: not living(), seconds)
+    return living()
 
 
 def snapshot(run: Path, name: str = "snapshot.pt") -> dict:
@@ -223,36 +219,22 @@ def assert_same_weights(one: Path, other: Path, tolerance: float = 0.0) -> None:
 
 def assert_same_curves(run: Path, other: Path, tolerance: float = 0.0) -> None:
     """The same points, each once."""
-    ours, theirs = scalars(run), scalars(other)
     # A run that was on two processes for a while has curves of the second one's hardware.
     of_ranks = ("CPU/", "GPU/", "Memory/")
-    hardware = {tag for tag in ours.keys() | theirs.keys() if tag.startswith(of_ranks)}
-    assert ours.keys() - hardware == theirs.keys() - hardware
-    assert "Step/loss" in ours
-    assert "Top1/val" in ours
-    for tag in ours:
-        x = [x for x, _ in ours[tag]]
-        assert x == sorted(set(x)), f"{tag} runs backward"
-        if tag.startswith(SPEED) or (tag in hardware and tag not in theirs):
+    ours, theirs = (
+        {
+            tag: tuple(zip(*points, strict=True))
+            for tag, points in scalars(one).items()
+            if not tag.startswith(of_ranks)
+        }
+        for one in (run, other)
+    )
+    assert ours.keys() == theirs.keys() >= {"Step/loss", "Top1/val"}
+    for tag, (x, y) in ours.items():
+        assert list(x) == sorted(set(x)), f"{tag} runs backward"
+        if tag.startswith(SPEED):
             continue  # an epoch that was resumed after its last step has no speed
-        assert x == [x for x, _ in theirs[tag]], tag
+        assert x == theirs[tag][0], tag
         if not tag.startswith(MEASURED):
-            wanted = [y for _, y in theirs[tag]]
-            near = pytest.approx(wanted, rel=tolerance, abs=tolerance / 100)  # a step's loss is ~0
-            assert [y for _, y in ours[tag]] == near, tag
-
-
-@contextlib.contextmanager
-def no_longer_than(seconds: int) -> Iterator[None]:
-    """Fail instead of hanging. Not by an OSError, which a reader takes for an unreadable file."""
-
-    def handler(*_: object) -> None:
-        pytest.fail("it hangs")
-
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+            near = {"rel": tolerance, "abs": tolerance / 100}  # a step's loss is ~0
+            assert y == pytest.approx(theirs[tag][1], **near), tag

@@ -3,12 +3,13 @@
 import io
 import os
 import pickle
+import signal
 from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 import torch
-from running import no_longer_than, same
+from running import same
 from torch import nn
 
 from utils.amp.loss_scale import LossScaler
@@ -241,6 +242,10 @@ def test_a_file_that_is_no_checkpoint_is_one_clear_message(tmp_path, monkeypatch
 
 def test_what_is_missing_or_no_file_is_told(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "missing", tmp_path / "pipe"):
-        with no_longer_than(20), pytest.raises(UserError, match=f"there is no file {path}: name"):
-            read_checkpoint(path)
+    signal.alarm(60)  # the end of pytest, if this waits for somebody to write into the pipe
+    try:
+        for path in (tmp_path / "missing", tmp_path / "pipe"):
+            with pytest.raises(UserError, match=f"there is no file {path}: name"):
+                read_checkpoint(path)
+    finally:
+        signal.alarm(0)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What happens when part of a run on several nodes fails, and how long it takes to continue.
 
-    sudo python tests/trials/faults.py [--only node_killed,link_down] [--dist-timeout 30]
+    sudo python tests/trials/faults.py [--only node_killed link_down]
 
 The nodes are simulated (tests/nodes.py; needs root, iproute2, openssh-server and pytest), each with
 one process: two of scripts/elastic_train.sh, 1:2 nodes; for rank0_killed four of
@@ -14,103 +14,74 @@ import argparse
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, STDOUT
-from typing import NamedTuple
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT / "tests"))
 
-from utils.errors import UserError, end_with  # noqa: E402
+from conftest import draw_folder  # noqa: E402
+from nodes import Nodes  # noqa: E402
+from running import eventually, tiny  # noqa: E402
 
-IMAGES, CLASSES, BATCH = 600, 3, 5  # images per epoch; classes; images per step and process
+IMAGES, BATCH = 600, 5  # images per epoch, and per step and process
 LIMIT = 300  # seconds after which a trial that does not continue is given up
 STEADY = 15  # seconds for which training has to continue, as one restart may follow another
 LINK_DOWN, AWAY = 20, 10  # seconds
 START = re.compile(r"\S+; processes: \d+, nodes: (\d+)")
 STEP = re.compile(r"Epoch \d+/\d+ step ")
 KILLS = 3  # of rank 0's node, in rank0_killed
-ENV = {"PYTHONPATH": str(ROOT / "tests" / "stand_in"), "STEP_SECONDS": "0.1"}
-ENV |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-class Line(NamedTuple):
-    """A line that a node printed, and when (seconds, monotonic)."""
-
-    time: float
-    node: str
-    text: str
-
-
-# Of the table: fault, what happens, nodes afterwards, seconds to the next step, restarts.
-Row = tuple[str, str, int, float, int]
+ENV = tiny(step_seconds=0.1)[1]
 
 
 class Trial:
     """A run on several nodes, and all the lines that it has printed so far."""
 
-    def __init__(self, nodes: list, name: str, args: argparse.Namespace):
-        self.nodes, self.name, self.args = nodes, name, args
-        self.master = 0  # the node where they meet
-        self.lines: list[Line] = []
-        self.path = args.output_dir / f"{name}.log"
-        self.path.unlink(missing_ok=True)
-        self.began = time.monotonic()
-        self.typed: dict[int, subprocess.Popen] = {}
+    def __init__(self, nodes: list, name: str, data: Path, output_dir: Path):
+        self.nodes, self.name, self.data = nodes, f"faults_{name}_{os.getpid()}", data
+        self.lines: list[tuple[float, str, str]] = []  # when (monotonic), on which node, the text
+        self.log = open(output_dir / f"{self.name}.log", "w", buffering=1)
+        self.typed: dict[int, Popen] = {}
         self.options = (
-            f"--image-size 32 -j 1 -p 1 --epochs 10000 --dist-timeout {args.dist_timeout:g}"
-            f" --snapshot-minutes 0.05 --output-dir {args.output_dir}"
+            f"--image-size 32 -j 1 -p 1 --epochs 10000 --dist-timeout 30"
+            f" --snapshot-minutes 0.05 --output-dir {output_dir}"
         )
 
-    def start(self, number: int) -> None:
-        """Type the command of elastic_train.sh on a node."""
-        env = {"MASTER_ADDR": self.nodes[self.master].ip, "DATA": str(self.args.data)}
+    def start(self, number: int, master: int = 0) -> None:
+        """Type the command of elastic_train.sh on a node; they meet on the node ``master``."""
+        env = {"MASTER_ADDR": self.nodes[master].ip, "DATA": str(self.data), "NPROC": "1"}
         wrapper = f"bash scripts/elastic_train.sh 1 1:2 {self.name} {BATCH} -- {self.options}"
-        self.type(number, wrapper, ENV | env | {"ARCH": "tiny_plain", "NPROC": "1"})
+        self.type(number, wrapper, ENV | env | {"ARCH": "tiny_plain"})
 
     def start_over_ssh(self) -> None:
         """Type the command of train_on_nodes.sh on node 0, for all others."""
-        hosts = self.args.data.parent / "hosts"
+        hosts = self.data.parent / "hosts"
         hosts.write_text("".join(f"{node.name}\n" for node in self.nodes[1:]))
         for node in self.nodes[1:]:
             node.start_sshd(**ENV)
         launcher = f"bash scripts/train_on_nodes.sh {hosts} --dir {ROOT} --python {sys.executable}"
         script = f"imagenet_ddp.py -a tiny_plain -b {BATCH} --name {self.name} {self.options}"
-        self.type(0, f"{launcher} --elastic 1:{KILLS + 1} -- {script} {self.args.data}", {})
+        self.type(0, f"{launcher} --elastic 1:{KILLS + 1} -- {script} {self.data}", {})
 
     def type(self, number: int, command: str, env: dict[str, str]) -> None:
         """Type a command on a node."""
         how = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT, "text": True}
         self.typed[number] = self.nodes[number].popen(command, env, **how)
-        self.say(f"typed on node{number}: {command}")
+        self.log.write(f"typed on node{number}: {command}\n")
         threading.Thread(target=self._read, args=(number, self.typed[number]), daemon=True).start()
 
-    def _read(self, number: int, typed: subprocess.Popen) -> None:
-        for text in typed.stdout:
+    def _read(self, number: int, typed: Popen) -> None:
+        for line in typed.stdout:
             # The launcher over ssh puts the node's name in front.
-            found = re.match(r"(?:\[(node\d+)\] )?(.*)", text)
-            self.lines.append(Line(time.monotonic(), found[1] or f"node{number}", found[2]))
-            self.say(f"{self.lines[-1].node}: {found[2]}")
+            found = re.match(r"(?:\[(node\d+)\] )?(.*)", line)
+            node, text = found[1] or f"node{number}", found[2]
+            self.lines.append((time.monotonic(), node, text))
+            self.log.write(f"{self.lines[-1][0]:.2f} {node}: {text}\n")
         typed.wait()
-
-    def say(self, text: str) -> None:
-        """Write a line into the trial's log."""
-        with open(self.path, "a") as log:
-            log.write(f"{time.monotonic() - self.began:7.2f} {text}\n")
-
-    def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until ``condition`` holds. Raises: `UserError` if that takes too long."""
-        end = time.monotonic() + LIMIT
-        while not condition():
-            if time.monotonic() > end:
-                raise UserError(f"{self.name}: waited {LIMIT} s for {what}; see {self.path}")
-            time.sleep(0.1)
 
     def wait_for_steps(self, nodes: int, since: float = 0.0) -> float:
         """Wait until training has been under way for a while, after ``since``, on so many nodes.
@@ -122,141 +93,123 @@ class Trial:
         def steady() -> bool:
             times.clear()
             now = 0  # nodes, as rank 0 has printed at the last start
-            for line in list(self.lines):
-                if match := START.match(line.text):
+            for moment, _, text in list(self.lines):
+                if match := START.match(text):
                     now = int(match[1])
                     times.clear()
-                elif STEP.match(line.text) and line.time > since:
-                    times.append(line.time)
+                elif STEP.match(text) and moment > since:
+                    times.append(moment)
             return now == nodes and bool(times) and times[-1] - times[0] > STEADY
 
-        self.wait(steady, f"steps on {nodes} nodes")
+        assert eventually(steady, LIMIT), f"no steps on {nodes} nodes; see {self.log.name}"
         return times[0]
 
-    def worker(self, number: int) -> int:
-        """The process id of a node's training process."""
-        ours = self.nodes[number].processes()
-        torchrun = {one.pid for one in ours if " -m torch.distributed.run " in one.command}
-        found = [one.pid for one in ours if one.parent in torchrun and " -u " in one.command]
-        if len(found) != 1:
-            raise UserError(f"{self.name}: node{number} is not training; see {self.path}")
-        return found[0]
-
-    def row(self, fault: str, what: str, nodes: int, began: float, since: float = 0.0) -> Row:
+    def row(self, fault: str, what: str, nodes: int, began: float, since: float = 0.0) -> None:
         """Wait until training continues after ``since``; the fault was at ``began``."""
-        first = self.wait_for_steps(nodes, since or began)
-        starts = [line for line in self.lines if line.time > began and START.match(line.text)]
-        return fault, what, nodes, first - began, len(starts)
+        seconds = self.wait_for_steps(nodes, since or began) - began
+        starts = sum(moment > began and bool(START.match(text)) for moment, _, text in self.lines)
+        assert starts or since, f"nothing was started again; see {self.log.name}"
+        print(f"| {fault} | {what} | {nodes} | {seconds:.1f} | {starts} |", flush=True)
 
 
-def worker_killed(trial: Trial) -> list[Row]:
-    os.kill(trial.worker(1), signal.SIGKILL)
+def worker_killed(trial: Trial) -> None:
+    processes = trial.nodes[1].processes()
+    torchrun = {one.pid for one in processes if " -m torch.distributed.run " in one.command}
+    (worker,) = [x for x in processes if x.parent in torchrun and " -u " in x.command]
     now = time.monotonic()
-    return [trial.row("worker killed (-9)", "both nodes start it again", 2, now)]
+    os.kill(worker.pid, signal.SIGKILL)
+    trial.row("worker killed (-9)", "both nodes start it again", 2, now)
 
 
-def node_killed(trial: Trial) -> list[Row]:
+def node_killed(trial: Trial) -> None:
     trial.nodes[1].kill()
-    found = trial.row("node killed", "the other continues alone", 1, time.monotonic())
+    trial.row("node killed", "the other continues alone", 1, time.monotonic())
     trial.nodes[1].start_again()
     now = time.monotonic()
     trial.start(1)
-    what = "it joins; time from typing its command again"
-    return [found, trial.row("... and started again", what, 2, now)]
+    trial.row("... and started again", "it joins; time from typing its command again", 2, now)
 
 
-def node_back_soon(trial: Trial) -> list[Row]:
+def node_back_soon(trial: Trial) -> None:
     now = time.monotonic()
     trial.nodes[1].kill()
     time.sleep(AWAY)
     trial.nodes[1].start_again()
     trial.start(1)
     what = f"node killed, started again after {AWAY} s"
-    return [trial.row(what, "both nodes start it again", 2, now)]
+    trial.row(what, "both nodes start it again", 2, now)
 
 
-def link_down(trial: Trial) -> list[Row]:
+def link_down(trial: Trial) -> None:
     now = time.monotonic()
     trial.nodes[1].link(False)
     time.sleep(LINK_DOWN)
     trial.nodes[1].link(True)
-    return [trial.row(f"link down {LINK_DOWN} s", "both continue", 2, now, time.monotonic())]
+    trial.row(f"link down {LINK_DOWN} s", "both continue", 2, now, time.monotonic())
 
 
-def master_killed(trial: Trial) -> list[Row]:
+def master_killed(trial: Trial) -> None:
     now = time.monotonic()
     trial.nodes[0].kill()
-    trial.wait(lambda: any("lost touch" in line.text for line in list(trial.lines)), "an error")
+    assert eventually(lambda: any("lost touch" in text for *_, text in list(trial.lines)), LIMIT)
     noticed = time.monotonic()
     # torchrun itself waits for its rendezvous for many minutes.
     trial.nodes[1].run(f"bash scripts/cleanup.sh --name {trial.name} --grace 5")
     trial.typed[1].wait()
-    trial.master, ended = 1, time.monotonic()
-    trial.start(1)
+    ended = time.monotonic()
+    trial.start(1, master=1)
     what = (
         f"the other reports it after {noticed - now:.1f} s; cleanup.sh --name, then the same "
         "command with its own MASTER_ADDR (time from typing it)"
     )
-    return [trial.row("master node killed", what, 1, ended)]
+    trial.row("master node killed", what, 1, ended)
 
 
-def rank0_killed(trial: Trial) -> list[Row]:
-    found = []
+def rank0_killed(trial: Trial) -> None:
     for left in range(KILLS, 0, -1):
-        name = next(line.node for line in reversed(trial.lines) if STEP.match(line.text))
+        name = next(node for _, node, text in reversed(trial.lines) if STEP.match(text))
         next(node for node in trial.nodes if node.name == name).kill()
         now, what = time.monotonic(), "over ssh, the other nodes continue"
-        found.append(trial.row(f"{name} killed, which had rank 0", what, left, now))
+        trial.row(f"{name} killed, which had rank 0", what, left, now)
     for node in trial.nodes[1 : KILLS + 1]:
         node.start_again()
         node.start_sshd(**ENV)
     now, what = time.monotonic(), "all nodes switched on again"
-    return [*found, trial.row(what, "over ssh, they join", KILLS + 1, now)]
+    trial.row(what, "over ssh, they join", KILLS + 1, now)
 
 
 ALL = (worker_killed, node_killed, node_back_soon, link_down, master_killed, rank0_killed)
 FAULTS = {fault.__name__: fault for fault in ALL}
 
 
-def try_fault(name: str, args: argparse.Namespace) -> list[Row]:
-    """Train on several nodes, cause the fault, and see what comes of it."""
-    from conftest import draw_folder
-    from nodes import Nodes
-
-    args.output_dir.mkdir(parents=True, exist_ok=True)
+def try_fault(name: str, output_dir: Path) -> None:
+    """Train on several nodes, cause the fault, and print what comes of it."""
     count = KILLS + 1 if name == "rank0_killed" else 2
     with tempfile.TemporaryDirectory() as folder, Nodes(count + (count > 2)) as nodes:
-        args.data = draw_folder(Path(folder) / "data", train=IMAGES // CLASSES, classes=CLASSES)
-        trial = Trial(nodes, f"faults_{name}_{os.getpid()}", args)
+        data = draw_folder(Path(folder) / "data", train=IMAGES // 3)
+        trial = Trial(nodes, name, data, output_dir)
         if count > 2:
             trial.start_over_ssh()
         else:
             trial.start(0)
             trial.start(1)
         trial.wait_for_steps(count)
-        trial.say(f"fault: {name}")
-        return FAULTS[name](trial)
+        trial.log.write(f"fault: {name}\n")
+        FAULTS[name](trial)
 
 
-def main() -> int:
+def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--only", default=",".join(FAULTS), metavar="LIST", help="(%(default)s)")
-    parser.add_argument("--dist-timeout", type=float, default=30, metavar="S", help="(%(default)s)")
+    parser.add_argument("--only", nargs="+", choices=FAULTS, default=FAULTS)
     parser.add_argument("--output-dir", type=Path, default=ROOT / "runs", metavar="DIR")
     args = parser.parse_args()
-    args.output_dir = args.output_dir.resolve()
-    if os.geteuid() != 0:
-        raise UserError("network namespaces need root: sudo python tests/trials/faults.py")
-    if unknown := set(args.only.split(",")) - set(FAULTS):
-        raise UserError(f"--only {unknown.pop()} is not one of {', '.join(FAULTS)}")
+    args.output_dir.mkdir(parents=True, exist_ok=True)
     print("| fault | what happens | then nodes | s to the next step | restarts |")
     print("|---|---|---|---|---|", flush=True)
-    for name in args.only.split(","):
-        for fault, what, nodes, seconds, restarts in try_fault(name, args):
-            print(f"| {fault} | {what} | {nodes} | {seconds:.1f} | {restarts} |", flush=True)
-    return 0
+    for name in args.only:
+        try_fault(name, args.output_dir.resolve())
 
 
 if __name__ == "__main__":
-    end_with(main)
+    main()

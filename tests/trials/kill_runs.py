@@ -23,16 +23,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT / "tests"))
 
-from conftest import draw_folder, environment, summary  # noqa: E402
+from conftest import draw_folder, summary  # noqa: E402
 from running import (  # noqa: E402
-    STAND_IN,
+    Running,
     assert_same_curves,
     assert_same_weights,
     wait_for_group,
@@ -47,7 +46,7 @@ SCRIPTS = {
     "fsdp": "imagenet_fsdp.py -g 2 -b 5",
 }
 IMAGES, EPOCHS = 300, 4
-TRAINING = re.compile(r"^\d+ images in \d+ classes", re.MULTILINE)  # the line before the first step
+TRAINING = r"^\d+ images in \d+ classes"  # the line before the first step
 IN_TRAINING = 0.8  # share of the signals that wait for that line
 RECIPE = f"-a tiny_full --image-size 32 -j 1 -p 4 --epochs {EPOCHS} --lr 0.05 --crop-scale 0.5"
 RECIPE += " --resume auto --snapshot-minutes 0.01"
@@ -60,13 +59,12 @@ class Case:
     """The runs of one script in the folder ``root``, and how they differ from an undisturbed one.
 
     A run NAME has its directory NAME, its output in NAME.log, and what each attempt has seen in
-    each rank in NAME_seen/RANK_TIME, one line per step.
+    each rank in NAME_seen/RANK_TIME, one line per step. The undisturbed one is "whole".
     """
 
     def __init__(self, name: str, root: Path, data: Path):
         self.name, self.root, self.data = name, root, data
         self.ranks = 1 if name == "nd" else 2
-        self.start_seconds = self.train_seconds = 0.0  # of the undisturbed run, until TRAINING
         self.signals: Counter = Counter()
         self.runs = self.steps_repeated = 0
         self.differences: list[str] = []
@@ -83,20 +81,20 @@ class Case:
         files = sorted(files, key=lambda file: int(file.name.split("_")[1]))
         return [file.read_text().splitlines() for file in files]
 
-    def compare(self, run: str, whole: str) -> None:
+    def compare(self, run: str) -> None:
         """Note all differences between a run and the undisturbed one."""
-        self.compare_images(run, whole)
+        self.compare_images(run)
         for what, same in (("weights", assert_same_weights), ("curves", assert_same_curves)):
             try:
-                same(self.root / run, self.root / whole)
+                same(self.root / run, self.root / "whole")
             except (AssertionError, OSError) as fault:
                 self.differs(run, f"has other {what}: {fault}")
 
-    def compare_images(self, run: str, whole: str) -> None:
+    def compare_images(self, run: str) -> None:
         """Each attempt must begin at the position of its snapshot, and continue step by step."""
         resumed = RESUMED.findall((self.root / f"{run}.log").read_text())
         for rank in range(self.ranks):
-            (order,) = self.attempts(whole, rank)
+            (order,) = self.attempts("whole", rank)
             per_epoch = len(order) // EPOCHS
             # After an epoch's last step, evaluated or not, the position is that of the next epoch.
             stands = {0} | {(int(epoch) - 1) * per_epoch + int(step) for epoch, step in resumed}
@@ -112,132 +110,84 @@ class Case:
             if reached != len(order):
                 self.differs(run, f"saw {reached} of {len(order)} steps in rank {rank}")
 
-    def check_epochs(self, whole: str) -> None:
-        """The undisturbed run must see each image once per epoch."""
-        ranks = [self.attempts(whole, rank)[0] for rank in range(self.ranks)]
-        per_epoch = len(ranks[0]) // EPOCHS
-        for epoch in range(EPOCHS):
-            steps = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
-            sums = [one for seen in ranks for line in seen[steps] for one in line.split()]
-            if not len(sums) == len(set(sums)) == IMAGES:
-                self.differs(whole, f"saw {len(set(sums))} images in epoch {epoch + 1}")
-
     # ---- how it is run
 
-    @contextlib.contextmanager
-    def attempt(self, run: str, until_training: bool) -> Iterator[subprocess.Popen]:
-        """Start or resume a run, in its own process group; its output goes to its log.
+    def attempt(
+        self, run: str, seconds: float = LIMIT, signum: int = signal.SIGKILL, begun: bool = False
+    ) -> int | None:
+        """Start or resume a run; send it a signal after ``seconds``, if ``begun`` of training.
 
-        One that does not end counts as a difference, and is killed.
+        Returns: its exit code; None if it got the signal. What it leaves behind is a difference.
         """
-        seen, path = self.root / f"{run}_seen", self.root / f"{run}.log"
+        seen = self.root / f"{run}_seen"
         seen.mkdir(parents=True, exist_ok=True)
         words = f"{SCRIPTS[self.name]} {RECIPE} --name {run} --output-dir {self.root} {self.data}"
-        env = {"PYTHONPATH": STAND_IN, "STEP_SECONDS": "0.04", "SEEN_IMAGES": str(seen)}
+        env = {"STEP_SECONDS": "0.04", "SEEN_IMAGES": str(seen)}
         env[supervise.LAUNCHER] = str(os.getpid())  # it ends with this trial
-        with open(path, "a") as log:
-            before = len(TRAINING.findall(path.read_text()))
-            process = subprocess.Popen(
-                [sys.executable, *words.split()],
-                cwd=ROOT,
-                env=environment(**env),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        while until_training and process.poll() is None:
-            if len(TRAINING.findall(path.read_text())) > before:
-                break
-            time.sleep(0.01)
-        yield process
-        try:
-            process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            self.differs(run, "hung")
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-    def finish(self, run: str) -> None:
-        """Train to the end undisturbed."""
-        began = time.monotonic()
-        with self.attempt(run, until_training=True) as process:
-            start = time.monotonic() - began
-        if not self.train_seconds:
-            self.start_seconds, self.train_seconds = start, time.monotonic() - began - start
-        if process.returncode:
-            self.differs(run, f"ended with code {process.returncode}")
-
-    def disturb(self, run: str, source: random.Random, kills: int) -> int:
-        """Kill a run until it ends by itself, at most ``kills`` times. Returns how often."""
-        for done in range(kills):
-            signum, in_training = source.choice(SIGNALS), source.random() < IN_TRAINING
-            seconds = source.uniform(0, self.train_seconds if in_training else self.start_seconds)
-            sent = False
-            with self.attempt(run, in_training) as process:
-                try:
-                    process.wait(seconds)
-                except subprocess.TimeoutExpired:
-                    sent = True
-                    with contextlib.suppress(ProcessLookupError):
-                        send = os.kill if signum == signal.SIGTERM else os.killpg
-                        send(process.pid, signum)
-            if left := wait_for_group(process.pid):
+        with Running(*words.split(), **env) as started:
+            if begun:
+                with contextlib.suppress(AssertionError):  # it has ended before
+                    started.until(TRAINING)
+            try:
+                code = started.process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                code = None
+                started.send(signum, group=signum != signal.SIGTERM)
+            if left := wait_for_group(started.pid, LIMIT):
                 self.differs(run, f"has left processes: {left}")
-            if process.returncode == 0:
-                return done
-            if not sent:
-                self.differs(run, "failed by itself")
-                return done
-            self.signals[signum.name] += 1
-            folder = self.root / run
-            if (folder / "summary.json").is_file() and summary(folder)["epochs_done"] == EPOCHS:
-                self.finish(run)  # the signal came after its last step
-                return done + 1
-        self.finish(run)
-        return kills
+                started.send(signal.SIGKILL, group=True)
+            result = started.result()
+        with open(self.root / f"{run}.log", "a") as log:
+            log.write(result.out + result.err)
+        return code
 
     def kill(self, kills: int, seed: str) -> None:
-        """Kill runs ``kills`` times in all, and compare each with the undisturbed one."""
-        source = random.Random(seed)
-        while kills > 0 and not self.differences:
-            run = f"{self.name}_{self.runs}"
-            kills -= self.disturb(run, source, kills)
-            self.compare(run, f"{self.name}_whole")
+        """Send ``kills`` signals in all, and compare each run with the undisturbed one."""
+        source, began = random.Random(seed), time.monotonic()
+        if self.attempt("whole") != 0:
+            self.differs("whole", "failed, or hung")
+            return
+        train_seconds = summary(self.root / "whole")["elapsed_seconds"]
+        start_seconds = time.monotonic() - began - train_seconds
+        while self.signals.total() < kills and not self.differences:
+            run = f"run_{self.runs}"
+            signum, begun = source.choice(SIGNALS), source.random() < IN_TRAINING
+            seconds = source.uniform(0, train_seconds if begun else start_seconds)
+            code = self.attempt(run, seconds, signum, begun)
+            if code is None:
+                self.signals[signum] += 1
+                file = self.root / run / "summary.json"
+                over = file.is_file() and summary(file.parent)["epochs_done"] == EPOCHS
+                if not over and self.signals.total() < kills:
+                    continue
+                code = self.attempt(run)
+            if code != 0:
+                self.differs(run, "failed, or hung")
+            self.compare(run)
             self.runs += 1
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--kills", type=int, default=100, help="of all scripts together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="keep the runs there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kill_runs") as temporary:
-        root = (args.output_dir or Path(temporary, "runs")).resolve()
+        root = (args.output_dir or Path(temporary, "runs")).resolve() / f"{args.seed}_{os.getpid()}"
         data = draw_folder(Path(temporary, "data"), train=IMAGES // 3)
-        cases = [Case(name, root / f"seed{args.seed}_{os.getpid()}", data) for name in SCRIPTS]
-        for case in cases:
-            case.finish(f"{case.name}_whole")
-            if not case.differences:
-                case.check_epochs(f"{case.name}_whole")
+        cases = [Case(name, root / name, data) for name in SCRIPTS]
         with ThreadPoolExecutor(len(cases)) as pool:  # different scripts at the same time
-            kills = [(args.kills + i) // len(cases) for i in range(len(cases))]
-            list(pool.map(Case.kill, cases, kills, [f"{args.seed} {name}" for name in SCRIPTS]))
-        return summarize(cases)
-
-
-def summarize(cases: list[Case]) -> int:
-    """Print a table, and what differs. Returns the exit code."""
+            kills, seed = args.kills // len(cases), args.seed
+            list(pool.map(lambda case: case.kill(kills, f"{seed} {case.name}"), cases))
     print("| script | kills | SIGKILL | SIGTERM | SIGINT | runs | steps repeated | differences |")
     print("|---|---|---|---|---|---|---|---|")
     for case in cases:
-        signals = [case.signals[name] for name in ("SIGKILL", "SIGTERM", "SIGINT")]
-        cells = [SCRIPTS[case.name], sum(signals), *signals, case.runs]
-        cells += [case.steps_repeated, len(case.differences)]
-        print("".join(f"| {cell} " for cell in cells) + "|")
+        cells = [SCRIPTS[case.name], case.signals.total()]
+        cells += [case.signals[signum] for signum in SIGNALS[1:]]
+        cells += [case.runs, case.steps_repeated, len(case.differences)]
+        print("| " + " | ".join(map(str, cells)) + " |")
     found = [text for case in cases for text in case.differences]
     for text in found:
         print(f"error: {text}", file=sys.stderr)
