@@ -3,6 +3,8 @@
 import copy
 import functools
 import itertools
+import math
+import re
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +25,8 @@ from utils.errors import UserError
 from utils.launch.world import World
 
 CPU = torch.device("cpu")
-METHODS = ("fp32", "fp16", "bf16", "int8", "int4", "powersgd:2")
+# Methods, and how far from the exact weights they end, as a share of the way from the start.
+NEAR = {"fp32": 0, "fp16": 0.01, "bf16": 0.05, "int8": 0.05, "int4": 0.5, "powersgd:2": 0.9}
 
 
 @pytest.fixture
@@ -38,16 +41,13 @@ def alone():
 
 
 def test_an_unknown_method_is_refused(parse, tmp_path):
-    for name in ("", "fp8", "fp16:2", "powersgd:", "powersgd:0", "powersgd:x", "localsgd:8"):
-        with pytest.raises(UserError, match=r"unknown method .*powersgd\[:RANK\]"):
-            methods.parse(name)
-    with pytest.raises(UserError, match="unknown method int7"):
-        parse("imagenet_ddp", "--comm", "int7", tmp_path)
+    for name in ("int7", "fp16:2", "powersgd:0", "powersgd:x"):
+        with pytest.raises(UserError, match=rf"unknown method {name}: .*powersgd\[:RANK\]"):
+            parse("imagenet_ddp", "--comm", name, tmp_path)
 
 
 def test_bytes_that_travel():
     shapes = [(1000, 10, 10), (100,), (6, 6)]
-    assert methods.parse("powersgd").name == "powersgd:4"
     for name, values in (
         ("fp32", 4 * 100_136),
         ("bf16", 2 * 100_136),
@@ -55,13 +55,12 @@ def test_bytes_that_travel():
         ("int4", (1 / 2 + 4 / 128) * 100_136),
         ("powersgd:2", 4 * (2 * 1100 + 136)),  # the small matrix would be no smaller as factors
     ):
-        assert methods.parse(name).name == name
-        assert methods.wire_bytes(shapes, methods.parse(name)) == pytest.approx(values)
-    for bits in (8, 4):
-        codec = Quantised(bits, Peers(0, 2, None))
-        sent = codec.encode(torch.ones(50, codec.block), torch.zeros(codec.tile, codec.block))
-        how = methods.parse(f"int{bits}")
-        assert sent.numel() == methods.wire_bytes([(50, codec.block)], how)
+        how = methods.parse(name)
+        assert methods.wire_bytes(shapes, how) == pytest.approx(values)
+        if how.bits:
+            codec = Quantised(how.bits, Peers(0, 2, None))
+            sent = codec.encode(torch.ones(50, codec.block), torch.zeros(codec.tile, codec.block))
+            assert sent.numel() == methods.wire_bytes([(50, codec.block)], how)
     # A ring: each process sends all but its own part, twice.
     assert [methods.sent_bytes(120, n) for n in (1, 2, 3, 4, 8)] == [0, 120, 160, 180, 210]
 
@@ -107,31 +106,16 @@ def test_powersgd_sends_in_the_end_what_it_left_out(alone):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "chosen", "says"),
+    ("seconds", "chosen"),
     [
-        ((2.0, 1.04, 1.0, 1.01), "bf16", "2000 ms with fp32, 1040 ms with bf16, 1000 ms"),
-        ((2.0, 1.06, 1.0, 1.01), "int8", "saves 50%"),
-        ((1.0, 1.0, 1.0, 0.97), "fp32", "970 ms with int4"),
-        ((torch.inf, 1.0, torch.inf, torch.inf), "bf16", "inf ms with fp32"),
-        ((torch.inf,) * 4, "fp32", "inf ms"),  # a loss scaler skipped all steps
+        ((2.0, 1.04, 1.0, 1.01), "bf16"),
+        ((2.0, 1.06, 1.0, 1.01), "int8"),
+        ((math.inf, 1.0, math.inf, math.inf), "bf16"),
+        ((math.inf,) * 4, "fp32"),  # a loss scaler skipped all steps
     ],
 )
-def test_auto_takes_the_mildest_of_the_fast(monkeypatch, seconds, chosen, says):
-    names = ("fp32", "bf16", "int8", "int4")
-    took = dict(zip(names, seconds, strict=True))
-    monkeypatch.setattr(auto.Search, "_slowest", lambda self: took[self.method])
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
-    found, used = auto.Search(list(took), optimizer, World(CPU)), []
-    while not found.reason:
-        found.begin_step()
-        used.append(found.method)
-    assert not optimizer._optimizer_step_pre_hooks
-    assert used.pop() == found.method == chosen
-    assert found.reason.startswith(f"communication: {chosen}; steps took ")
-    assert says in found.reason
-    assert ("saves" in found.reason) == (chosen != "fp32")
-    each = auto.WARM_UP + auto.STEPS
-    assert [used.count(name) for name in names] == [auto.FIRST_WARM_UP + auto.STEPS, *[each] * 3]
+def test_auto_takes_the_mildest_of_the_fast(seconds, chosen):
+    assert auto.mildest(dict(zip(("fp32", "bf16", "int8", "int4"), seconds, strict=True))) == chosen
 
 
 # ---- with processes
@@ -238,13 +222,13 @@ def world_of(rank: int, size: int, local_size: int = 1) -> World:
 STOP, BAD, STEPS = 5, 6, 8
 
 
-def _resumes(rank: int, size: int, local_size: int) -> dict[str, Any]:
+def _resumes(rank: int, size: int) -> dict[str, Any]:
     """By each method, weights at the start and after each step, and in the end when resumed.
 
-    In step `BAD` the gradients of rank 1 overflow.
+    On two nodes. In step `BAD` the gradients of rank 1 overflow.
     """
-    world, found = world_of(rank, size, local_size), {}
-    for comm in METHODS:
+    world, found = world_of(rank, size, size // 2), {}
+    for comm in NEAR:
         first, second = Training(comm, world), Training(comm, world)
         weights = [first.weights()]
         for number in range(STEPS):
@@ -266,15 +250,11 @@ def _resumes(rank: int, size: int, local_size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("size", "local_size"), [(4, 2), pytest.param(3, 1, marks=pytest.mark.long)]
-)
-def test_weights_stay_equal_in_all_processes_and_resume_exactly(size, local_size):
+def test_weights_stay_equal_in_all_processes_and_resume_exactly():
     """And an overflow in one process skips the step in all."""
-    found = in_processes(size, functools.partial(_resumes, local_size=local_size))
+    found = in_processes(4, _resumes)
     start, plain = (torch.from_numpy(found[0]["fp32"][step]) for step in (0, STEPS))
-    near = {"fp32": 0, "fp16": 0.01, "bf16": 0.05, "int8": 0.05, "int4": 0.5, "powersgd:2": 0.9}
-    for comm, share in near.items():
+    for comm, share in NEAR.items():
         for other in found[1:]:
             for one, two in zip(found[0][comm], other[comm], strict=True):
                 assert (one == two).all(), comm
@@ -313,8 +293,9 @@ def test_auto_tries_methods_in_training_and_keeps_one():
     assert len(set(one["weights"])) == len(one["weights"])
     *before, why, last = one["reasons"]
     assert {*before, last} == {None}
-    assert why.startswith("communication: int8; steps took ")
+    assert re.search(r"^communication: int8; steps took \d+ ms with fp32, .*: saves ", why)
     assert one["kept"] == ({"method": "int8", "nodes": 2}, "int8", None)
     wanted = ["bf16" if name == "fp16" else name for name in auto.METHODS]  # no loss scale
-    assert list(dict.fromkeys(one["methods"])) == wanted
-    assert one["methods"][-2:] == ["int8"] * 2
+    steps = [auto.FIRST_WARM_UP + auto.STEPS] + [auto.WARM_UP + auto.STEPS] * 4
+    tried = [name for name, count in zip(wanted, steps, strict=True) for _ in range(count)]
+    assert one["methods"] == [*tried, "int8", "int8"]

@@ -20,8 +20,7 @@ def ends_well(*lines: str, **env: str) -> list[Result]:
     results = shell(*lines, **env)
     for result in results:
         assert result.code == 0, result.out + result.err
-        assert "Traceback" not in result.err, result.err
-        assert "error" not in result.err, result.err
+        assert not re.search("Traceback|error", result.err), result.err
     return results
 
 
@@ -46,12 +45,8 @@ def assert_trained(run: Path, **wanted: object) -> None:
 @pytest.mark.parametrize(
     ("line", "name", "wanted"),
     [
-        ("imagenet_dp.py -a resnet50", "gpux1_b5_cpu0_dp", {"mode": "dp", "arch": "resnet50"}),
-        (
-            "imagenet_ddp.py -n 1 -g 2 -nr 0",
-            "gpux2_b5_cpu0_ddp",
-            {"mode": "ddp", "world_size": 2, "nodes": 1, "global_batch": 10},
-        ),
+        ("imagenet_dp.py", "gpux1_b5_cpu0_dp", {"mode": "dp", "global_batch": 5}),
+        ("imagenet_ddp.py -n 1 -g 2 -nr 0", "gpux2_b5_cpu0_ddp", {"nodes": 1, "global_batch": 10}),
     ],
     ids=["dp", "ddp"],
 )
@@ -67,9 +62,7 @@ def test_one_line(folder, tmp_path, line, name, wanted):
     assert not any(name.startswith("module.") for name in weights)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("0.75", 75), ("75", 75), ("0.01", 1), ("1", 100), ("1.5", 1.5)]
-)
+@pytest.mark.parametrize(("text", "value"), [("0.75", 75), ("75", 75), ("1", 100)])
 def test_an_accuracy_is_a_share_or_per_cent(folder, parse, text, value):
     assert parse("imagenet_nd", "--desired-acc", text, folder)["desired_acc"] == value
 
@@ -80,25 +73,19 @@ def test_dummy_needs_no_data(tmp_path):
     found = summary(only_run(tmp_path))
     assert (done.code, found["finished_because"]) == (0, "dummy")
     assert found["images_per_s"] > 0
-    told = (
-        r"(?s)timing 20 steps of 2 images, after 5 to warm up.*"
-        r"first step took [\d.]+ s: done in \d+ s at most.*"
-    )
-    assert re.search(told + rf"{found['images_per_s']:.1f} images/s", done.out)
+    assert "timing 20 steps of 2 images, after 5 to warm up" in done.out
+    assert f" {found['images_per_s']:.1f} images/s" in done.out
 
 
 @pytest.mark.parametrize("mode", ["nd", "dp", "ddp", "ddp_apex", "fsdp"])
-def test_help_has_groups_and_defaults(mode):
+def test_help_has_groups_defaults_and_examples(mode):
     done = joined.command(f"imagenet_{mode}", "--help", COLUMNS="200")
     assert (done.code, done.err) == (0, "")
-    groups = {line for line in done.out.splitlines() if line.endswith(":") and line[0] != " "}
-    wanted = {"data:", "model:", "training:", "run:"}
-    wanted |= {"processes and nodes:"} if mode not in ("nd", "dp") else set()
-    wanted |= {"Apex mixed precision:"} if mode == "ddp_apex" else {"mixed precision:"}
-    assert wanted <= groups
-    for default in ("128", "resnet18", "90", "0.1", "0.9", "0.0001", "runs"):
-        assert f"(default: {default})" in done.out, default
-    assert f"imagenet_{mode}.py" in done.out.partition("data:")[0].partition("\n\n")[2]  # examples
+    wanted = ["data:", "model:", "training:", "run:", "(default: resnet18)"]
+    wanted += [f" imagenet_{mode}.py -a "]  # an example
+    wanted += ["processes and nodes:"] if mode not in ("nd", "dp") else []
+    wanted += ["Apex mixed precision:"] if mode == "ddp_apex" else ["mixed precision:"]
+    assert not [words for words in wanted if words not in done.out]
 
 
 # ---- several processes

@@ -42,22 +42,17 @@ def test_every_image_counts_once_on_any_number_of_processes(tmp_path):
 
 
 def odd_images(folder: Path, number: int) -> int:
-    """Write one image of every odd kind, named as in ImageNet. Returns their number."""
+    """Write images of odd kinds, named as in ImageNet; test_images.py has more.
+
+    Returns: their number.
+    """
     colour = [60, 60, 60]
     colour[number] = 200
     plain = Image.new("RGB", (48, 40), tuple(colour))
-    rotated = Image.Exif()
-    rotated[0x0112] = 6  # Orientation: turn by 90 degrees
     plain.convert("L").save(folder / "grey.JPEG", "JPEG")
     plain.convert("CMYK").save(folder / "cmyk.JPEG", "JPEG")
     plain.save(folder / "png.JPEG", "PNG")
-    plain.convert("P").save(folder / "palette.PNG")
     plain.convert("RGBA").save(folder / "alpha.png")
-    plain.convert("I;16").save(folder / "sixteen_bits.png")
-    plain.save(folder / "progressive.jpg", "JPEG", progressive=True)
-    plain.save(folder / "turned.JPEG", "JPEG", exif=rotated)
-    plain.save(folder / "webp.webp")
-    plain.save(folder / "bitmap.bmp")
     plain.resize((1, 1)).save(folder / "dot.JPEG", "JPEG")
     plain.resize((200, 3)).save(folder / "line.JPEG", "JPEG")
     plain.resize((4000, 3000)).save(folder / "huge.JPEG", "JPEG")

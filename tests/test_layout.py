@@ -45,7 +45,6 @@ def graph() -> dict[str, set[str]]:
 
 def test_no_import_leads_in_a_circle_or_up():
     modules = graph()
-    assert len(modules) > 40
     between = {}  # one in the hall is a room of its own
     for module, names in modules.items():
         room = module.split(".")[1]
@@ -55,15 +54,8 @@ def test_no_import_leads_in_a_circle_or_up():
     assert sorted(FLOORS) == ROOMS
     for number, floor in enumerate(FLOORS):
         assert not between[floor] & set(FLOORS[:number]), f"{floor} imports from above"
-    for path in UTILS.rglob("*.py"):
-        up = [name for name in imports(path) if name.startswith(("imagenet", "scripts", "tests"))]
-        assert not up, f"{path} imports {up}"
-
-
-def test_a_room_says_what_it_is_for_and_no_more():
-    for name in ROOMS:
-        (sentence,) = ast.parse((UTILS / name / "__init__.py").read_text()).body
-        assert sentence.value.value.endswith("."), f"utils/{name}/__init__.py has code in it"
+    all_names = set().union(*map(imports, UTILS.rglob("*.py")))
+    assert not [name for name in all_names if name.startswith(("imagenet", "scripts", "tests"))]
 
 
 def test_what_runs_without_torch_does_not_import_it():

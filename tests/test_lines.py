@@ -2,6 +2,7 @@
 
 from collections import Counter
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -49,21 +50,13 @@ def steps_of(monkeypatch, lag, steps=5, loss=1.0):
 
     begin_total = Sums.begin_total
     monkeypatch.setattr(Sums, "begin_total", total)
-    run = SimpleNamespace(
-        scalars=lambda tags, x: places.append(x),
-        step=lambda place, step, values: printed.append((place, values)),
-    )
-    session = SimpleNamespace(
-        world=World(CPU),
-        watch=SimpleNamespace(timer=SimpleNamespace(clock=clock, recent=Counter)),
-        state=SimpleNamespace(step=0, epoch=1, printed=None),
-        train=SimpleNamespace(sampler=SimpleNamespace(steps_per_epoch=steps), waited=0.0),
-        run=run,
-        stop=SimpleNamespace(ask=asked.append),
-        args=SimpleNamespace(epochs=3),
-        print_freq=2,
-        global_batch=4,
-    )
+    session = mock.Mock(world=World(CPU), print_freq=2, global_batch=4)
+    session.watch.timer = SimpleNamespace(clock=clock, recent=Counter)
+    session.state = SimpleNamespace(step=0, epoch=1, printed=None)
+    session.train.sampler.steps_per_epoch, session.train.waited = steps, 0.0
+    session.args.epochs, session.stop.ask = 3, asked.append
+    session.run.scalars = lambda tags, x: places.append(x)
+    session.run.step = lambda place, step, values: printed.append((place, values))
     lines, sums = Lines(session), Sums(CPU)
     for step in range(1, steps + 1):
         clock.now = session.state.step = step

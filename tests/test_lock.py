@@ -126,17 +126,6 @@ def test_of_two_that_take_over_one_gets_the_lock(tmp_path):
     assert not path.exists()
 
 
-def test_a_copy_of_a_run_directory_has_no_owner(tmp_path):
-    (tmp_path / "copy").mkdir()
-    one, copy = lock.Lock(tmp_path), lock.Lock(tmp_path / "copy")
-    assert one.poll()
-    copy.path.write_text(one.path.read_text())
-    assert not copy.poll()
-    assert copy.poll()
-    copy.release()
-    one.release()
-
-
 def test_an_owner_whose_place_was_taken_ends(tmp_path):
     """It was held up, and must not write beside the new one."""
     code = (
