@@ -177,6 +177,16 @@ def logged() -> Iterator[list[str]]:
 
 
 @pytest.fixture
+def process_group() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def parse(monkeypatch) -> Callable[..., dict]:
     """A function that gives the options of a script with the words of a command line."""
     from utils import options

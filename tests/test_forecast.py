@@ -50,22 +50,18 @@ def test_buckets_hold_all_parameters_and_when_they_are_ready(monkeypatch):
     assert buckets.trace("mobilenet_v2", image_size=96)[0].ready == pytest.approx(1 / 3, abs=0.02)
 
 
-def test_buckets_are_those_of_ddp(tmp_path):
+def test_buckets_are_those_of_ddp(process_group):
     resnet, seen = torchvision.models.resnet18(num_classes=10), []
 
     def watch(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         seen.append(bucket.buffer().numel())
         return default_hooks.allreduce_hook(None, bucket)
 
-    dist.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
-        replica = DistributedDataParallel(resnet)
-        replica.register_comm_hook(None, watch)
-        for _ in range(2):  # the first step finds the order
-            seen.clear()
-            replica(torch.randn(2, 3, 32, 32)).sum().backward()
-    finally:
-        dist.destroy_process_group()
+    replica = DistributedDataParallel(resnet)
+    replica.register_comm_hook(None, watch)
+    for _ in range(2):  # the first step finds the order
+        seen.clear()
+        replica(torch.randn(2, 3, 32, 32)).sum().backward()
     assert [one.values for one in buckets.trace("resnet18", 10)] == seen
 
 

@@ -1,24 +1,24 @@
-"""The parts of a step, marked in the right order and read late; GPU and CPU; what limits a run."""
+"""The parts of a step and printed lines, which are read late; GPU and CPU; what limits a run."""
 
-import copy
-import json
 import math
 import re
 import threading
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import scalars, summary, train
 from running import eventually
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.launch.world import World
+from utils.metrics import Sums
 from utils.train import epoch, report, watch
+from utils.train.stopping import Reason
 from utils.train.watch import StepTimer, Watch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -91,15 +91,7 @@ def test_parts_add_up_and_reports_are_no_part(timer):
     assert watch.per_step(total, "a/", "_s") == wanted
 
 
-@pytest.fixture
-def group(tmp_path):
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_the_marks_stand_around_the_wait_for_buckets_and_change_no_weight(group):
+def test_the_marks_stand_around_the_wait_for_buckets(process_group):
     def reduce_late(state, bucket):
         """An all-reduce that ends only after local backward: when its mark is there."""
         future = torch.futures.Future()
@@ -112,33 +104,21 @@ def test_the_marks_stand_around_the_wait_for_buckets_and_change_no_weight(group)
         threading.Thread(target=finish).start()
         return future
 
-    def steps(model, forward):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for images in torch.ones(3, 2, 8):
-            yield forward(images).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    torch.manual_seed(0)
     model, seen = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), []
-    plain = copy.deepcopy(model)
     replica = DistributedDataParallel(model)
     timer = StepTimer(model, CPU, distributed=True)
     replica.register_comm_hook(None, reduce_late)
     timer.start()
-    timer.begin()
-    for _ in steps(model, replica):
+    for images in torch.ones(3, 2, 8):
+        timer.begin()
+        replica(images).sum().backward()
         data, own, wait = timer.now
         assert (data[0], own[0], wait[0]) == ("data", "own", "communication")
         assert data[2] == own[1] <= own[2] == wait[1] <= wait[2]
         timer.end(update=True)
-        timer.begin()
     assert seen == [True] * 3
     total = timer.stop()
     assert (total["steps"], total["communication"] > 0) == (3, True)
-    list(steps(plain, DistributedDataParallel(plain)))
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 # ---- in a run
@@ -152,10 +132,9 @@ def test_curves_summary_and_trace_of_two_processes(folder, tmp_path):
     assert "ERROR" not in done.err
     points, found = scalars(tmp_path / "x"), summary(tmp_path / "x")
     for part in ("data", "compute", "communication"):
-        assert len(points[f"Step/{part}_s"]) == 6
-        assert all(value > 0 for _, value in points[f"Step/{part}_s"])
+        values = [value for _, value in points[f"Step/{part}_s"]]
+        assert (len(values), min(values) > 0, found[f"{part}_s"] > 0) == (6, True, True)
         assert [x for x, _ in points[f"Time/{part}"]] == [1, 2]
-        assert found[f"{part}_s"] > 0
     for part, images in (("train", 10), ("val", 21 / 3)):
         rates, seconds = points[f"Throughput/{part}"], points[f"Time/{part}"]
         for (_, rate), (_, step) in zip(rates, seconds, strict=True):
@@ -163,51 +142,37 @@ def test_curves_summary_and_trace_of_two_processes(folder, tmp_path):
     assert [x for x, _ in points["CPU/utilisation_rank1"]] == [1, 2]
     assert 0 < found["hardware"]["CPU/memory_gb_rank0"] < 8
     assert 0 <= found["hardware"]["CPU/utilisation_rank1"] <= 100
-
     (trace,) = (tmp_path / "x").glob("*.pt.trace.json")
-    names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
     # Each epoch has six steps: the fifth and later of the run are in it, across the epochs' border.
-    steps = {name for name in names if name.startswith("ProfilerStep#")}
-    assert steps == {f"ProfilerStep#{number}" for number in (4, 5, 6, 7)}
-    assert any("DistributedDataParallel.forward" in name for name in names)
+    steps = set(re.findall(r'"ProfilerStep#(\d+)"', trace.read_text()))
+    assert steps == set("4567")
 
 
 @pytest.mark.parametrize(
-    ("seconds", "nodes", "comm", "busy", "told"),
+    ("seconds", "comm", "told"),
     [
-        (0.09, 2, "fp32", 96.0, None),
-        (0.45, 2, "fp32", 60.0, "45% of each step; try --comm auto.* or --comm fp16: .* 29% more"),
-        (0.45, 2, "int8", 96.0, "45% of each step; a larger -b"),
+        (0.09, "fp32", []),
+        (0.45, "fp32", ["45% of each step; try --comm auto", "or --comm fp16:", " 29% more"]),
+        (0.45, "int8", ["45% of each step; a larger -b"]),
     ],
 )
-def test_what_limits_a_run_is_told(logged, seconds, nodes, comm, busy, told):
-    session = SimpleNamespace(world=SimpleNamespace(nodes=nodes), args=SimpleNamespace(comm=comm))
+def test_a_run_that_waits_for_communication_says_what_helps(logged, seconds, comm, told):
+    session = SimpleNamespace(world=SimpleNamespace(nodes=2), args=SimpleNamespace(comm=comm))
     record = {"Time/data": 0.1, "Time/compute": 0.9 - seconds, "Time/communication": seconds}
-    report.bottleneck(session, record | {"busy": busy})
-    assert (len(logged) == 1 and re.search(told, logged[0])) if told else not logged
-
-
-def test_input_is_waited_for_by_the_slowest_and_read_by_all(monkeypatch):
-    """However long: a share of the time is at most 1."""
-    reading = SimpleNamespace(bytes=6e6, files=30)
-    session = SimpleNamespace(world=None, train=SimpleNamespace(waited=1.0, reading=reading))
-    for waited, share in ((2.5, 0.5), (7.0, 1.0)):
-        monkeypatch.setattr(epoch, "gather", lambda own, _, more=waited: [own, (more, 4e6, 10)])
-        found = epoch._input_rates(session, 5.0)
-        assert found == {"IO/wait_share": share, "IO/read_mb_s": 2.0, "IO/files_s": 8.0}
+    report.bottleneck(session, record | {"busy": 96.0})
+    assert len(logged) == bool(told)
+    assert all(words in logged[0] for words in told)
 
 
 # ---- GPU and CPU
 
 
 def test_a_gpu_is_read_but_for_the_sensors_that_it_has_not(monkeypatch):
-    sensors = {"utilization": 50, "device_memory_used": 3 * 2**30, "temperature": 71}
-    for name, value in (sensors | {"power_draw": 65_500}).items():
-        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
-    found = {"GPU/utilisation": 50.0, "GPU/memory_gb": 3.0, "GPU/temperature_c": 71.0}
-    assert watch.read_gpu(GPU) == found | {"GPU/power_w": 65.5}
-    monkeypatch.setattr(torch.cuda, "power_draw", lambda _: 1 / 0)
-    assert watch.read_gpu(GPU) == found
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda _: 65_500)
+    for name in ("utilization", "temperature"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 1 / 0)
+    assert watch.read_gpu(GPU) == {"GPU/memory_gb": 3.0, "GPU/power_w": 65.5}
 
 
 def test_an_epochs_values_are_of_all_processes(logged, monkeypatch):
@@ -221,8 +186,7 @@ def test_an_epochs_values_are_of_all_processes(logged, monkeypatch):
         tags = ("GPU/utilisation", "GPU/memory_gb")
         return dict.fromkeys(tags, values.pop(0)) if values else {}  # at first, as without NVML
 
-    values, ticks = [], [(100, 1000), (100, 1000), (150, 1200)]  # idle, all
-    monkeypatch.setattr(watch, "cpu_ticks", lambda: ticks.pop(0) if len(ticks) > 1 else ticks[0])
+    values = []
     monkeypatch.setattr(watch, "gather", gather)
     monkeypatch.setattr(watch, "read_gpu", read_gpu)
     monkeypatch.setattr(watch, "SECONDS", 1000.0)  # no samples but those that are asked for
@@ -236,11 +200,66 @@ def test_an_epochs_values_are_of_all_processes(logged, monkeypatch):
             for _ in range(3 * samples - 1):
                 one.sample()
             found = one.end_epoch()
-            assert (found["GPU/utilisation_rank0"], found["GPU/memory_gb_rank0"]) == (50.0, 80.0)
-            assert found["GPU/utilisation_rank1"] == 97.0
-            assert [found[part] for part in watch.PARTS] == [1.5] * 3
-            assert found["busy"] == busy
-            if samples == 2:
-                assert found["CPU/utilisation_rank0"] == 75.0, "of the sample with a new tick"
-            assert 0.01 < found["CPU/memory_gb_rank0"] < 64
+            wanted = {"GPU/utilisation_rank0": 50.0, "GPU/memory_gb_rank0": 80.0, "busy": busy}
+            wanted |= {"GPU/utilisation_rank1": 97.0, **dict.fromkeys(watch.PARTS, 1.5)}
+            assert found | wanted == found
     assert one.thread not in threading.enumerate()
+
+
+# ---- printed lines, which wait for no step
+
+
+def steps_of(monkeypatch, lag, steps=5, loss=1.0):
+    """Which lines have been printed after each step, what they show, and reasons to stop.
+
+    The device is ``lag`` steps behind. The loss of a step is ``loss`` times its number, and a
+    quarter of a step is spent waiting.
+    """
+    printed, after, asked, places = [], [], [], []
+    clock = SimpleNamespace(now=0, mark=lambda: clock.now, seconds=lambda begin, end: end - begin)
+    monkeypatch.setattr(epoch, "show_status", lambda *_, **__: None)
+
+    def total(sums, world):
+        """Its copy to the host is there when the device has come so far."""
+        found, ready = begin_total(sums, world), clock.now + lag
+        found.event = SimpleNamespace(query=lambda: clock.now >= ready, synchronize=lambda: None)
+        return found
+
+    begin_total = Sums.begin_total
+    monkeypatch.setattr(Sums, "begin_total", total)
+    session = mock.Mock(world=World(CPU), print_freq=2, global_batch=4)
+    session.watch.timer = SimpleNamespace(clock=clock, recent=watch.Times)
+    session.state = SimpleNamespace(step=0, epoch=1, printed=None)
+    session.train.sampler.steps_per_epoch, session.train.waited = steps, 0.0
+    session.args.epochs, session.stop.ask = 3, asked.append
+    session.run.scalars = lambda tags, x: places.append(x)
+    session.run.step = lambda place, step, values: printed.append((place, values))
+    lines, sums = epoch.Lines(session), Sums(CPU)
+    for step in range(1, steps + 1):
+        clock.now = session.state.step = step
+        session.train.waited += 0.25
+        sums.add(torch.tensor(4 * loss * step), torch.eye(4), torch.arange(4))
+        lines.after_step(sums)
+        after.append(len(printed))
+    monkeypatch.undo()
+    assert places == [1400, 1800, 2000]
+    return after, printed, asked
+
+
+def test_a_line_is_printed_when_the_device_has_come_so_far(monkeypatch):
+    """And shows the steps up to its own, however late it is."""
+    at_once, lines, asked = steps_of(monkeypatch, lag=0)
+    assert at_once == [0, 1, 1, 2, 3]
+    common = {"top-1": 100.0, "top-5": 100.0, "images/s": 4.0, "s/step": 1.0, "waiting %": 25.0}
+    assert lines == [
+        (f"Epoch 2/3 step {step}/5", {"loss": loss} | common)
+        for step, loss in ((2, 1.5), (4, 3.5), (5, 5.0))
+    ]
+    assert steps_of(monkeypatch, lag=1) == ([0, 0, 1, 1, 3], lines, asked)
+    assert steps_of(monkeypatch, lag=9) == ([0, 0, 0, 1, 3], lines, asked)
+    assert asked == []
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_ends_the_run(monkeypatch, loss):
+    assert set(steps_of(monkeypatch, lag=1, loss=loss)[2]) == {Reason.DIVERGED}
