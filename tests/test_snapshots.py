@@ -1,19 +1,23 @@
-"""Snapshots written in the background, with faults at every place of the write."""
+"""Files that exist as a whole or not at all; snapshots, with faults at every place of a write."""
 
+import copy
 import os
 import re
 import signal
 import subprocess
 import threading
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import pytest
-import torch
 from conftest import SMALL, python, summary, train
 from joined import start
+from running import same
 from test_checkpoint import ARGS, CLASSES, WORLD, build, ours, same_weights, trained
 
 from utils import atomic
-from utils.atomic import read_checkpoint
+from utils.atomic import link_atomically, read_checkpoint, save_atomically
 from utils.errors import UserError
 from utils.run import snapshots
 from utils.run.checkpoint import resume
@@ -21,9 +25,7 @@ from utils.run.snapshots import PREVIOUS, SNAPSHOT, SnapshotWriter, read_latest,
 
 
 def save_epoch(folder, epoch):
-    state = trained(seed=epoch)
-    state.epoch = epoch
-    write(ours(state), folder / SNAPSHOT)
+    write(ours(replace(trained(seed=epoch), epoch=epoch)), folder / SNAPSHOT)
 
 
 def epoch_of(path):
@@ -40,7 +42,6 @@ def flip_a_weight(path):
 
 DAMAGES = {
     "flipped": flip_a_weight,
-    "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
     "missing": lambda path: path.unlink(),
 }
 
@@ -52,8 +53,7 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(tmp_path, logged, damage
     path = tmp_path / SNAPSHOT
     DAMAGES[damage](path)
     assert snapshots.latest(tmp_path) == (path if damage != "missing" else tmp_path / PREVIOUS)
-    state = build(seed=9)
-    state.global_batch = 32
+    state = replace(build(seed=9), global_batch=32)
     assert resume(state, ARGS, WORLD, path, CLASSES)
     assert same_weights(state, trained(seed=1))
     assert re.search(
@@ -64,7 +64,60 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(tmp_path, logged, damage
         read_latest(path)
 
 
-# ---- faults at every call of a write
+# ---- the calls of a write, and faults at each of them
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The system calls for durable files, in order: names, with what they were made on."""
+    found, fsync, replace = [], os.fsync, os.replace
+
+    def note_fsync(handle):
+        path, size = Path(os.readlink(f"/proc/self/fd/{handle}")), os.fstat(handle).st_size
+        found.append(f"fsync {path}" if path.is_dir() else f"fsync {size} bytes")
+        fsync(handle)
+
+    def note_replace(source, target):
+        found.append(f"name {Path(target).name}")
+        replace(source, target)
+
+    monkeypatch.setattr(atomic.os, "fsync", note_fsync)
+    monkeypatch.setattr(atomic.os, "replace", note_replace)
+    return found
+
+
+def test_a_durable_file_is_flushed_before_it_has_its_name_and_the_name_after(tmp_path, calls):
+    """In any other order a power cut may leave an empty file, or the old one."""
+    long = "x" * 255  # as the file system allows
+    save_atomically(lambda file: file.write(b"abc"), tmp_path / long, durable=False)
+    assert (tmp_path / long).read_bytes() == b"abc"
+    save_atomically(lambda file: file.write(b"abc"), tmp_path / "safe")
+    assert calls == [f"name {long}", "fsync 3 bytes", "name safe", f"fsync {tmp_path}"]
+    for step in (1, 2, 3):
+        calls.clear()
+        snapshots.write({"step": step}, tmp_path / "snapshot.pt")
+    size = (tmp_path / "snapshot.pt").stat().st_size
+    kept = "name snapshot_previous.pt"
+    assert calls == [f"fsync {size} bytes", kept, "name snapshot.pt", f"fsync {tmp_path}"]
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {long, "safe", "snapshot.pt", "snapshot_previous.pt"}
+    assert snapshots.read_latest(tmp_path / "snapshot.pt") == {"step": 3}
+    assert snapshots.read_latest(tmp_path / "snapshot_previous.pt") == {"step": 2}
+
+
+@pytest.mark.parametrize("by_link", [True, False])
+def test_linked_or_copied(tmp_path, monkeypatch, by_link):
+    if not by_link:
+        refuse = mock.Mock(side_effect=OSError(18, "Invalid cross-device link"))
+        monkeypatch.setattr(atomic.os, "link", refuse)
+    source, path = tmp_path / "source", tmp_path / "path"
+    source.write_bytes(b"new")
+    (tmp_path / "symbolic").symlink_to(source)
+    for _ in range(2):
+        link_atomically(tmp_path / "symbolic", path)
+        assert (path.read_bytes(), path.is_symlink()) == (b"new", False)
+        assert path.samefile(source) == by_link
+        assert sorted(os.listdir(tmp_path)) == ["path", "source", "symbolic"]
 
 
 @pytest.mark.parametrize("name", ["fsync", "link", "replace", "open", "unlink"])
@@ -107,7 +160,7 @@ def test_a_fault_at_any_call_leaves_a_readable_snapshot(tmp_path, name, deadly):
 def test_what_is_written_is_the_state_at_the_call(tmp_path, monkeypatch):
     """Training goes on while the thread is held up; the file has none of it."""
     gate, state = threading.Event(), trained()
-    before = {name: value.clone() for name, value in state.model.state_dict().items()}
+    before = copy.deepcopy(state.model.state_dict())
     monkeypatch.setattr(snapshots, "write", lambda *a: gate.wait(60) and write(*a))
     writer = SnapshotWriter(tmp_path)
     writer.save({SNAPSHOT: ours(state)})
@@ -120,9 +173,8 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path, monkeypatch):
     writer.wait()
     assert not writer.busy
     found = read_checkpoint(tmp_path / SNAPSHOT)
-    assert found["progress"]["epoch"] == 2
-    assert len(found["progress"]["history"]) == 2
-    assert all(torch.equal(found["model"][name], value) for name, value in before.items())
+    assert (found["progress"]["epoch"], len(found["progress"]["history"])) == (2, 2)
+    assert same(found["model"], before)
     writer.save({SNAPSHOT: ours(state)})  # into the same buffers
     writer.wait()
     assert not read_checkpoint(tmp_path / SNAPSHOT)["model"]["0.weight"].any()
@@ -131,12 +183,11 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path, monkeypatch):
 
 def test_a_failing_write_is_reported_once_until_it_works_again(tmp_path, logged):
     writer = SnapshotWriter(tmp_path)
-    for folder in ("missing", "missing", "", "missing"):
+    for folder in ("missing", "missing", ""):
         writer.folder = tmp_path / folder
         writer.save({SNAPSHOT: ours()})
         assert bool(writer.wait()) == bool(folder)
-    words = ["warning:", f"{tmp_path / SNAPSHOT}", "warning:"]
-    assert [line.split()[0] for line in logged] == words
+    assert [line.split()[0] for line in logged] == ["warning:", f"{tmp_path / SNAPSHOT}"]
 
 
 @pytest.fixture
