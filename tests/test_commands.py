@@ -35,29 +35,20 @@ def assert_trained(run: Path, **wanted: object) -> None:
     found = summary(run)
     wanted = {"epochs_done": 1, "finished_because": "epochs", "val_images": 21} | wanted
     assert {key: found[key] for key in wanted} == wanted
-    assert (run / "snapshot.pt").is_file()
-    assert (run / "best.pt").is_file()
+    assert {path.name for path in run.iterdir()} >= {"snapshot.pt", "best.pt"}
 
 
 # ---- one line
 
 
-@pytest.mark.parametrize(
-    ("line", "name", "wanted"),
-    [
-        ("imagenet_dp.py", "gpux1_b5_cpu0_dp", {"mode": "dp", "global_batch": 5}),
-        ("imagenet_ddp.py -n 1 -g 2 -nr 0", "gpux2_b5_cpu0_ddp", {"nodes": 1, "global_batch": 10}),
-    ],
-    ids=["dp", "ddp"],
-)
-def test_one_line(folder, tmp_path, line, name, wanted):
+def test_one_line(folder, tmp_path):
     """DATA comes from $IMAGENET_DIR, and runs go into "runs"; in other tests both are typed."""
-    script, _, options = line.partition(" ")
-    ends_well(f"cd {tmp_path} && python {ROOT}/{script} {TINY} {options}", IMAGENET_DIR=str(folder))
+    line = f"cd {tmp_path} && python {ROOT}/imagenet_ddp.py {TINY} -n 1 -g 2 -nr 0"
+    ends_well(line, IMAGENET_DIR=str(folder))
     run = only_run(only_run(tmp_path))
     assert run.parent.name == "runs"
-    assert run.name.endswith(name)
-    assert_trained(run, **wanted)
+    assert run.name.endswith("gpux2_b5_cpu0_ddp")
+    assert_trained(run, mode="ddp", world_size=2, nodes=1, global_batch=10)
     weights = torch.load(run / "snapshot.pt", weights_only=True)["model"]
     assert not any(name.startswith("module.") for name in weights)
 
@@ -73,7 +64,6 @@ def test_dummy_needs_no_data(tmp_path):
     found = summary(only_run(tmp_path))
     assert (done.code, found["finished_because"]) == (0, "dummy")
     assert found["images_per_s"] > 0
-    assert "timing 20 steps of 2 images, after 5 to warm up" in done.out
     assert f" {found['images_per_s']:.1f} images/s" in done.out
 
 
@@ -123,15 +113,12 @@ PLACE = "--node_rank={rank} --nproc_per_node=1 --nnodes=2 --master_addr=127.0.0.
          {"nodes": 2}),
         ("DATA={data} SCRIPT=imagenet_ddp.py NPROC=1 bash scripts/one_node_train.sh 1.5 mine 8 --",
          {"nodes": 1, "global_batch": 5}),
-        # AlexNet needs larger images.
-        ("python imagenet_nd.py -a alexnet --lr 0.01 {data} --image-size 64", {"arch": "alexnet"}),
     ],
-    ids=["environment", "torchrun", "launch", "one_node", "alexnet"],
+    ids=["environment", "torchrun", "launch", "one_node"],
 )  # fmt: skip
 def test_other_lines(folder, tmp_path, line, wanted):
     port, ranks = free_port(), range(wanted.get("nodes", 1))
-    options = TINY.replace("-a resnet18 --image-size 32", "") if "alexnet" in line else TINY
-    options += "" if "{data}" in line else f" {folder}"
+    options = TINY if "{data}" in line else f"{TINY} {folder}"
     typed = (line.format(rank=rank, port=port, data=folder) for rank in ranks)
     ends_well(*(f"{one} {options} --output-dir {tmp_path}/{i}" for i, one in enumerate(typed)))
     assert_trained(only_run(tmp_path / "0"), **wanted)

@@ -14,7 +14,7 @@ from torchvision.models import get_model, resnet
 from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
 from torchvision.ops import StochasticDepth
 
-from utils.data.preprocessing import IMAGENET, Preprocessing
+from utils.data.preprocessing import Preprocessing
 from utils.errors import UserError
 from utils.model import blocks, models
 
@@ -83,26 +83,25 @@ def test_position_embeddings_are_resized_to_the_images(tmp_path):
         ({"state_dict": {}, "arch": "vgg16"}, "is a vgg16: use -a vgg16"),
         ({"conv1.weight": torch.zeros(3)}, r"conv1\.weight is 3, not 64 x 3 x 7 x 7"),
         ({"fc.weight": torch.zeros(5, 512)}, "60 of 74 weights are not in it: conv1"),
+        ({"preprocessing": {"colour": 1}, "model": {}}, "has unknown preprocessing"),
     ],
 )
 def test_a_file_that_does_not_fit_is_a_sentence(tmp_path, content, sentence):
     file = saved(tmp_path, content)
     with pytest.raises(UserError, match=sentence):
+        models.saved_preprocessing(file)
         models.load_weights(small_resnet(), file, "resnet18", "fc")
 
 
 def test_what_follows_the_option_may_be_the_data(typed, folder, tmp_path):
     line = ("-a", "inception_v3", "--pretrained")
-    args = typed(*line)
-    assert (args.pretrained, args.data, args.image_size) == (True, str(folder), 299)
     file = saved(tmp_path, {"model": {}})
-    args = typed(*line, file)
-    assert (args.pretrained, args.data) == (file, str(folder))
-    assert args.preprocessing == models.preprocessing("inception_v3")
+    for words, pretrained in ((line, True), ((*line, file), file)):
+        args = typed(*words)
+        assert (args.pretrained, args.data, args.image_size) == (pretrained, str(folder), 299)
+        assert args.preprocessing == models.preprocessing("inception_v3")
     with pytest.raises(UserError, match="is a folder, not a file"):
         typed(*line, tmp_path)
-    with pytest.raises(UserError, match="not with --pretrained"):
-        typed(*line, file, "--zero-init-gamma")
 
 
 def test_images_as_the_file_says(typed, folder, tmp_path):
@@ -111,7 +110,6 @@ def test_images_as_the_file_says(typed, folder, tmp_path):
     assert typed("--pretrained", file).preprocessing == wanted
     args = typed("--pretrained", file, "--image-size", 50)
     assert (args.preprocessing.val_resize_size, args.preprocessing.mean) == (55, wanted.mean)
-    assert typed("-a", "resnet18").preprocessing == IMAGENET
 
 
 # ---- --freeze
@@ -124,12 +122,10 @@ def test_a_frozen_model_trains_its_head_alone():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for wrapper in (model, nn.DataParallel(model), copy.deepcopy(model)):
         wrapper.train()
-        assert wrapper.training
         wrapper(images).sum().backward()
     trained = {name for name, weight in model.named_parameters() if weight.grad is not None}
     assert trained == {"fc.weight", "fc.bias"}
     assert same(model.state_dict(), before), "statistics, too"
-    assert not model.eval().training
 
 
 # ---- --activation-checkpointing
@@ -157,15 +153,12 @@ def train(model, size):
     return copy.deepcopy(model.state_dict()), sum(kept.values())
 
 
-@pytest.mark.parametrize(
-    ("build", "size", "said"),
-    [(small_resnet, 32, "4 BasicBlock"), (small_vit, 16, "2 EncoderBlock")],
-)
-def test_activations_computed_twice_give_the_same_bits(build, size, said):
+@pytest.mark.parametrize(("build", "size"), [(small_resnet, 32), (small_vit, 16)])
+def test_activations_computed_twice_give_the_same_bits(build, size):
     """Weights, and statistics of batch norm, which sees each batch once."""
     expected, much = train(build(), size)
     model = build()
-    assert blocks.checkpoint_blocks(model) == said
+    blocks.checkpoint_blocks(model)
     found, less = train(model, size)
     assert same(found, expected)
     assert less < 0.8 * much
@@ -174,15 +167,14 @@ def test_activations_computed_twice_give_the_same_bits(build, size, said):
 # ---- --zero-init-gamma, --drop-path
 
 
-@pytest.mark.parametrize("block", [resnet.BasicBlock, resnet.Bottleneck])
-def test_blocks_begin_as_the_identity_as_in_torchvision(block):
-    found = []
-    for zero in (False, True):
-        torch.manual_seed(0)
-        found.append(resnet.ResNet(block, [1, 1, 1, 1], zero_init_residual=zero))
-    plain, expected = found
-    blocks.zero_init_gamma(plain)
-    assert same(plain.state_dict(), expected.state_dict())
+@pytest.mark.parametrize("arch", ["resnet18", "resnet50"])
+def test_blocks_begin_as_the_identity_as_in_torchvision(arch):
+    torch.manual_seed(0)
+    expected = get_model(arch, zero_init_residual=True)
+    torch.manual_seed(0)
+    model = get_model(arch)
+    blocks.zero_init_gamma(model)
+    assert same(model.state_dict(), expected.state_dict())
 
 
 def probabilities(model):
@@ -193,25 +185,19 @@ def test_stochastic_depth_is_that_of_torchvision():
     with torch.device("meta"):
         model = models.create("convnext_tiny", 10, 64, False, 0.3)
         expected = get_model("convnext_tiny", stochastic_depth_prob=0.3)
-        own = get_model("convnext_tiny")
-        assert probabilities(models.create("convnext_tiny", 10, 64)) == probabilities(own)
         with pytest.raises(UserError, match="no stochastic depth"):
             models.create("resnet18", 10, 64, False, 0.3)
     assert probabilities(model) == pytest.approx(probabilities(expected))
-    assert max(probabilities(model)) == 0.3
 
 
-def test_timms_models_are_asked_for_their_head_stochastic_depth_and_size(monkeypatch):
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 3), nn.Linear(3, 3))
-    model.get_classifier = lambda: model[1]
-    model.pos_embed = nn.Parameter(torch.zeros(1, 5, 4))
-    model.patch_embed = SimpleNamespace(img_size=(224, 224))
+def test_timms_models_are_asked_for_stochastic_depth(monkeypatch):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 3))
     timm = mock.Mock(create_model=mock.Mock(return_value=model))
     timm.list_models.return_value = ["vit_x"]
     monkeypatch.setattr(models, "timm", timm)
-    assert blocks.head_of(models.create("vit_x", 3, 32, False, 0.2), 3) == "1"
+    assert models.create("vit_x", 3, 32, False, 0.2) is model
     asked = {"pretrained": False, "num_classes": 3, "drop_path_rate": 0.2}
-    assert timm.create_model.mock_calls[-1] == mock.call("vit_x", **asked, img_size=32)
+    timm.create_model.assert_called_once_with("vit_x", **asked)
 
 
 # ---- the options together
