@@ -86,9 +86,9 @@ def test_names_classes_and_reports(source, packed):
     one, other = index_of(source), index_of(out)
     assert one.blob == other.blob and (one.targets == other.targets).all()
     assert one.fingerprint() != other.fingerprint(), "nodes with other pixels are refused"
-    some = ImageIndex(out / "train", ["class_2", "class_0"])
-    expected = ImageIndex(source / "train", ["class_2", "class_0"])
-    assert some.blob == expected.blob and some.targets.tolist() == [0] * 12 + [1] * 12
+    some = ImageIndex(out / "train", ["class_2", "class_1"])
+    expected = ImageIndex(source / "train", ["class_2", "class_1"])
+    assert some.blob == expected.blob and some.targets.tolist() == [0] * 12 + [1] * 13
     evaluated = (ImageBatches(index, 24, 0, train=False) for index in (some, expected))
     assert torch.equal(*(fetch(dataset, [1, 14])[0] for dataset in evaluated))
     looked_at = doctor.data_set(argparse.Namespace(data=str(out), rank=0, image_size=32))

@@ -49,7 +49,7 @@ def source(tmp_path_factory):
         "small.JPEG": encode(picture(63, 300)),
         "exact.JPEG": encode(picture(64, 64)),
         "cut.JPEG": large[:-900],
-        "small_cut.JPEG": encode(picture(60, 50))[:-900],
+        "small_cut.JPEG": encode(picture(60, 50))[:-200],
         "text.JPEG": b"<html>404</html>",
         "empty.jpg": b"",
     }
