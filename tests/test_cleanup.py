@@ -11,15 +11,10 @@ from running import TINY_LINE, TORCHRUN, tiny
 
 _, ENV = tiny(step_seconds=0.05)
 LASTING = f"{TINY_LINE} -j 2 --epochs 100000 -p 1 --name run"
-
-
-def program(handler: str) -> str:
-    """The shell command of a program that handles SIGTERM so, and says when it is up."""
-    code = f"import signal, sys, time; signal.signal(15, {handler}); print('up', flush=True)"
-    return f'python -c "{code}; time.sleep(600)"'
-
-
-STUBBORN, WILLING = program("signal.SIG_IGN"), program("lambda *_: sys.exit('saved')")
+# A program that handles SIGTERM so, and says when it is up.
+PROGRAM = "import signal, sys, time; signal.signal(15, %s); print('up', flush=True); "
+PROGRAM = f'python -c "{PROGRAM} time.sleep(600)"'
+STUBBORN, WILLING = PROGRAM % "signal.SIG_IGN", PROGRAM % "lambda *_: sys.exit('saved')"
 OURS = "IMAGENET_SUITE=training"
 ORPHAN = "(%s & ) ; sleep 1000"  # what started it is gone, and the node's first process has it
 
@@ -69,8 +64,9 @@ def test_a_training_typed_by_hand_gets_time_for_its_snapshot(nodes, folder, tmp_
         assert not re.search("bystander|sleep 1000|601", seen)
         assert before <= node.processes()
         done = clean(node, "--grace 60")
-        # torchrun has no code of its own for an interruption.
-        assert run.result().code == 1, done + run.result().err
+        # torchrun, which would kill its workers soon, is not asked; it has no code for this.
+        result = run.result()
+        assert (result.code, "SignalException" in result.err) == (1, False), done + result.err
         assert "killing" not in done, done
         assert summary(tmp_path / "run")["finished_because"] == "interrupted"
         assert (tmp_path / "run" / "snapshot.pt").is_file()
@@ -118,7 +114,7 @@ def test_on_hosts_of_a_file_and_asked_on_a_terminal(nodes, tmp_path):
         assert "[node1] killing " in done
         assert "ssh to node0 failed" in done
         assert not commands(nodes[1])
-        for answer, said in (("n", "nothing was ended"), ("y", "killing")):
+        for answer, said in (("", "nothing was ended"), ("y", "killing")):
             assert commands(nodes[0])
             done = nodes[0].run(f"echo {answer} | script -qec '{asked}' /dev/null")
             assert done.code == 0, done.out
