@@ -57,14 +57,3 @@ def test_two_simulated_nodes():
     values = 11.18  # M, of ResNet-18 with 10 classes
     assert 4 * values < sent["fp32"] < 1.15 * 4 * values
     assert values < sent["int8"] < 1.15 * values
-
-
-def test_wrong_options_are_one_error_message(capsys):
-    for line, message in {
-        "--methods fp32,fp8": "unknown method fp8",
-        "--nodes 2,4 --master 127.0.0.1": "one number with --master",
-    }.items():
-        with pytest.raises(SystemExit) as ended:
-            bench_network.parse(line.split())
-        assert ended.value.code == 2
-        assert message in capsys.readouterr().err
