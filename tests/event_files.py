@@ -15,9 +15,8 @@ from utils.tensorboard import entry
 
 SCRIPT = "scripts/compare_runs.py"
 BEGAN = 1_596_976_425.0  # 9 August 2020
-# Published for ResNet-50 on a cluster of V100: images/s by number of GPUs, and efficiency in %.
+# Published for ResNet-50 on a cluster of V100: images/s by number of GPUs.
 HAL = {2: 1582, 4: 3003, 8: 5819, 16: 11257, 32: 19490, 64: 32619}
-HAL_EFFICIENCY = {2: 100, 4: 95, 8: 92, 16: 89, 32: 77, 64: 64}
 
 
 def folder_name(gpus: int, batch: int = 208, mode: str = "O2", arch: str = "resnet50") -> str:
@@ -54,7 +53,7 @@ def write(
 def epochs_of(
     rate: float, batch: int, top1: Sequence[float] = (20, 40, 60, 75), first: int = 1
 ) -> dict[int, dict[str, float]]:
-    """All tags of 2020 for some epochs of ``rate`` images/s with a global ``batch``; the first
+    """The tags of 2020 for some epochs of ``rate`` images/s with a global ``batch``; the first
     epoch is slow."""
     found = {}
     for e, accuracy in enumerate(top1):
@@ -67,19 +66,10 @@ def epochs_of(
             "Top5/train": (accuracy + 100) / 2 - 2,
             "Top5/val": (accuracy + 100) / 2,
             "Throughput/train": speed,
-            "Throughput/val": 2 * speed,
             "Time/train": batch / speed,
-            "Time/val": batch / speed / 2,
             "Lr": 0.1 * 10.0 ** -(e // 2),
         }
     return found
-
-
-def write_hal(root: Path, seconds: float = 100.0) -> Path:
-    """The six runs of the cluster, in ``root``."""
-    for gpus, rate in HAL.items():
-        write(root / folder_name(gpus), epochs_of(rate, 208 * gpus), seconds=seconds)
-    return root
 
 
 def table(*arguments: object) -> tuple[dict[str, list[str]], list[str], Comparison]:

@@ -7,10 +7,9 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -59,15 +58,6 @@ def stand_in(name: str) -> ModuleType:
     return module
 
 
-@dataclass
-class Ran:
-    """A run that has ended."""
-
-    gpu: Gpu
-    session: Any
-    folder: Path
-
-
 def run(
     data: Path,
     folder: Path,
@@ -75,12 +65,13 @@ def run(
     *options: Any,
     job: tuple[int, int] | None = None,
     excused: tuple[str, ...] = (),
-) -> Ran:
+) -> SimpleNamespace:
     """Run a script on the images of ``data``, into ``folder``/run, a tiny model for an epoch.
 
     It runs on ``job`` = (nodes, GPUs of each), as its rank 0, until it ends. From the end of the
     first step of an epoch to the end of the last but one, and between the batches of an evaluation,
-    the host must not wait for the device, save in functions of the names ``excused``.
+    the host must not wait for the device, save in functions of the names ``excused``. Returns: the
+    gpu, the session and the folder.
     """
     nodes, gpus = job or JOBS.get(script, (2, 2))
     processes = nodes * gpus if script not in JOBS else 1
@@ -123,7 +114,8 @@ def run(
         assert main() == 0
         if faults:
             raise faults[0]
-        return Ran(gpu, sessions[-1] if sessions else None, folder / "run")
+        session = sessions[-1] if sessions else None
+        return SimpleNamespace(gpu=gpu, session=session, folder=folder / "run")
 
 
 def _watch(stack: ExitStack, gpu: Gpu) -> list[Any]:

@@ -20,54 +20,40 @@ def options(*line):
     return bench_step.parse([*SMALL, *line])
 
 
-@pytest.mark.parametrize(
-    ("case", "loop", "more", "processes"),
-    [
+def test_a_case_is_a_loop_and_what_is_added(capsys):
+    for case, loop, more, processes in (
         ("ddp+bf16+compile+comm=int8+x2", "ddp", "--amp bf16 --compile default --comm int8", 2),
         ("nd+compile=max-autotune", "nd", "--compile max-autotune", 0),
         ("O2", "O2", "--opt-level O2", 1),
-    ],
-)
-def test_a_case_is_a_loop_and_what_is_added(case, loop, more, processes):
-    wanted = loop, [*SMALL, *more.split()], processes
-    assert bench_step.options_of(case, options()) == wanted
+    ):
+        wanted = loop, [*SMALL, *more.split()], processes
+        assert bench_step.options_of(case, options()) == wanted
+    for case, said in (
+        ("nd,", "'' is no case"),
+        ("nd+", "cannot be combined with ''"),
+        ("O2+fp16", "cannot be combined with 'fp16'"),
+    ):
+        assert bench_step.main(["--cases", case]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("--cases nd,", "'' is no case"),
-        ("--cases nd+", "cannot be combined with ''"),
-        ("--cases O2+fp16", "cannot be combined with 'fp16'"),
-        ("--peer a=b", "--data"),
-    ],
-)
-def test_a_bad_line_is_one_error_message(capsys, line, said):
-    assert bench_step.main(line.split()) == 2
-    captured = capsys.readouterr()
-    assert said in captured.err
-    assert len(captured.err.splitlines()) == 1
-
-
-def test_a_case_that_takes_too_long_is_ended_with_what_it_has_started(tmp_path):
-    words = ["sh", "-c", "echo $$ > group; sleep 60 & wait"]
+def test_a_case_that_fails_or_takes_too_long_is_ended_with_what_it_has_started(tmp_path):
+    with pytest.raises(UserError, match=r"^sh -c .* failed: why$"):
+        bench_step.run(["sh", "-c", "echo more >&2; echo why >&2; exit 3"], options(), tmp_path)
+    words = ["sh", "-c", "echo $$ > group; sleep 600 & wait"]
     with pytest.raises(UserError, match="longer than --limit 5 seconds: a smaller -b"):
         bench_step.run(words, options("--limit", "5"), tmp_path)
     assert not wait_for_group(int((tmp_path / "group").read_text()))
 
 
 def test_a_case_ends_with_a_bench_that_is_killed(tmp_path):
-    words = ["sh", "-c", f"cd {tmp_path}; echo $$ > new; mv new group; exec sleep 60"]
+    words = ["sh", "-c", f"cd {tmp_path}; echo $$ > new; mv new group; exec sleep 600"]
     code = f"from bench import commands; commands.run([{words}], 60, '')"
     with Running("-c", code, PYTHONPATH=str(ROOT / "scripts")) as bench:
         assert eventually((tmp_path / "group").exists)
         bench.process.kill()
         assert not wait_for_group(int((tmp_path / "group").read_text()))
-
-
-def test_a_peer_that_fails_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"^sh -c .* failed: why$"):
-        bench_step.run(["sh", "-c", "echo more >&2; echo why >&2; exit 3"], options(), tmp_path)
 
 
 def test_ratios_are_medians_over_the_rounds_to_the_first_case():

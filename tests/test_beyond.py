@@ -53,18 +53,13 @@ ELASTIC = "-- imagenet_ddp.py --name a"
     [
         ("launcher", "FILE -- imagenet_ddp.py", "a\nb slot=2", "line 2"),
         ("launcher", "FILE -- imagenet_ddp.py", "a\nroot@a", "twice"),
-        ("launcher", "FILE -- imagenet_ddp.py", "# none", "no host"),
         ("launcher", "FILE -- imagenet_nd.py", "a\nb", "one node"),
         ("launcher", "FILE --fetch -- imagenet_nd.py", "a", "--name"),
         ("launcher", f"FILE --elastic 2:1 {ELASTIC}", "a", "MIN:MAX"),
-        ("launcher", f"FILE --elastic 2:2 {ELASTIC}", "a", "names 1"),
-        ("launcher", "FILE --elastic 1:1 -- imagenet_ddp.py", "a", "--name"),
         ("launcher", "FILE -- imagenet_ddp.py", "a slots=2\nb slots=1", "slots"),
-        ("launcher", "FILE -H a:2 -- imagenet_ddp.py", "a\nb", "either"),
         ("launcher", "-H a:2,b:2 -np 3 -- imagenet_ddp.py", "", "-np 3"),
         ("launcher", "FILE --env NOT_SET -- imagenet_ddp.py", "a", "NOT_SET has no value"),
         ("ray_train", "--nodes 2 -- imagenet_ddp.py --name a DATA", "", "pip install ray"),
-        ("hivemind_train", "-b 5 --target-batch 12 FILE", "", "multiple"),
         ("hivemind_train", "FILE", "", "pip install hivemind"),
     ],
 )
