@@ -76,8 +76,11 @@ def ours(state=None, options=OPTIONS):
 
 
 def test_position_moves_to_another_global_batch(tmp_path):
-    state, is_ours = resumed(tmp_path, ours(), batch=64)
+    old = trained()
+    state, is_ours = resumed(tmp_path, ours(old), batch=64)
     assert is_ours
+    for name in ("best", "elapsed", "history", "sums"):
+        assert getattr(state, name) == getattr(old, name), name
     assert (state.epoch, state.step, state.global_batch) == (2, 3, 64)
     assert [group["lr"] for group in state.optimizer.param_groups] == [0.025], "as typed"
     with pytest.raises(UserError, match=r"after 192 images.*of 80: .*global batch 32"):

@@ -27,7 +27,6 @@ def attempt(*words: object) -> Result:
     ("line", "named"),
     [
         ("nd -a resnet5", "resnet50"),
-        ("nd --learning-speed 1", "unknown option --learning-speed"),
         ("nd --desired-acc=175", "175 is neither a share"),
         ("nd --seed=9223372036854775808", "9223372036854775808 is not at least 0 and at most"),
         ("nd --mixup=inf", "argument --mixup"),
