@@ -199,8 +199,10 @@ def parse(monkeypatch) -> Callable[..., dict]:
 
     def parsed(script: str, *words: object) -> dict:
         monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as end:
             importlib.import_module(script).main()
+        if end.value.code:  # of an error in the command line
+            raise end.value
         return found.pop()
 
     monkeypatch.setattr(options, "parse", keep)
