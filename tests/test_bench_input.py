@@ -38,7 +38,7 @@ def test_one_row_per_pipeline_and_kind_of_images(tmp_path):
     Image.effect_noise((1440, 1200), 50).convert("RGB").save(tmp_path / "photograph.jpg")
     done = python(BENCH, *small, "--photographs", tmp_path, "--cache", tmp_path / "cache")
     assert done.code == 0, done.err
-    lines = [line for line in done.out.splitlines() if line[:1] == "|"]
+    lines = [line for line in done.out.splitlines() if line[:2] == "| "]
     names = [line.strip("| ").split(" | ")[:2] for line in lines]
     for kind in ("originals", "shrunk to 256"):
         usual = {"pytorch/examples", "torchvision v2", "this suite", "this suite, without its ring"}
