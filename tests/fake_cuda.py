@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
@@ -189,9 +188,7 @@ class Gpu(TorchDispatchMode):
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether a tensor on the CPU is page-locked."""
-        if self.known(tensor).pinned or isinstance(tensor, FakeTensor):
-            return self.known(tensor).pinned
-        return any(tensor.data_ptr() in place for place in self.locked)
+        return self.known(tensor).pinned or any(tensor.data_ptr() in one for one in self.locked)
 
     def unrecorded(self) -> list[Memory]:
         """Memory that a stream has used on which it was not allocated, without record_stream."""
@@ -219,15 +216,13 @@ class Gpu(TorchDispatchMode):
                 return func(*args, **kwargs)
         if pinned:
             kwargs["pin_memory"] = False
-        if on_gpu and "generator" in kwargs:
-            kwargs["generator"] = None
         self.stream.count += 1
         if func is aten._local_scalar_dense.default:
             return self._read(tensors[0])
         try:
             fused = func.overloadpacket in FUSED
             out = self._fused(func, args, tensors) if fused else func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
+        except DynamicOutputShapeException:
             raise AssertionError(f"{func} waits for the device") from None
         name = func.overloadpacket.__name__
         if name in HEAVY and tensors[0].device.type == "cuda":
@@ -254,7 +249,7 @@ class Gpu(TorchDispatchMode):
         assert len({tensor.device for tensor in tensors}) == 1, f"{func} on several devices"
         lists = [value for value in args if isinstance(value, list) and value]
         for row in zip(*lists, strict=True):
-            (dtype,) = {tensor.dtype for tensor in row if tensor.ndim}
+            (dtype,) = {tensor.dtype for tensor in row}
             if len(row) > 1:  # an optimiser's
                 self.optimised.add(dtype)
 
@@ -283,7 +278,7 @@ class Gpu(TorchDispatchMode):
             self.wait("reading a value")
         else:
             self.use(tensor, False, self.host)
-        return {torch.bool: False}.get(tensor.dtype, 1.0 if tensor.is_floating_point() else 1)
+        return 1.0 if tensor.is_floating_point() else 1
 
     def _copy(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """A copy between host and device, which may be of several tensors."""

@@ -21,8 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from utils.comm import fsdp, ordered
 
-UUID = "11111111-2222-3333-4444-555555555555"
-PROPERTIES = SimpleNamespace(total_memory=2**34, multi_processor_count=40, uuid=UUID)
+PROPERTIES = SimpleNamespace(total_memory=2**34, multi_processor_count=40)
 NO_GRAPH = SimpleNamespace(is_capturing=lambda: False)  # a stream, as optimisers look at it
 ANSWERS = {  # of functions of torch.cuda
     "is_available": True,

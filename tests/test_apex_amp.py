@@ -1,7 +1,6 @@
 """Which amp is taken and why, Apex or native; the calls that Apex gets, by a stand-in for it."""
 
 import argparse
-import importlib
 import re
 
 import pytest
@@ -10,7 +9,6 @@ from conftest import ROOT, SMALL, scalars
 from fake_runs import forget
 from joined import command
 from running import alone, same, snapshot, tiny
-from torch import nn
 
 from utils.amp import apex as choice
 from utils.amp import native, o2
@@ -42,18 +40,20 @@ def test_apex_is_used_as_published_scripts_use_it(tmp_path, folder):
         assert ("opt level O2 by NVIDIA Apex" in done.out) == (script == "apex_runner")
         return [eval(line) for line in done.out.splitlines() if line.startswith("('")]
 
-    options = ("--delay-allreduce", "--allreduce", "fp32")
+    options = ("--delay-allreduce", "--allreduce", "fp32", "--loss-scale", "dynamic")
+    options += ("--keep-batchnorm-fp32", "False")
     run("apex_runner", "whole", 2, *options, change=OVERFLOW)
     first = run("apex_runner", "parts", 2, *options, code=75, change=OVERFLOW + STOP)
     parallel = {"delay_allreduce": True, "allreduce_always_fp32": True}
     parallel["gradient_predivide_factor"] = 1.0
-    assert first[:2] == [("initialize", "O2", {}), ("DistributedDataParallel", parallel)]
+    # Options reach Apex where they differ from the level.
+    changes = {"keep_batchnorm_fp32": False}
+    assert first[:2] == [("initialize", "O2", changes), ("DistributedDataParallel", parallel)]
     micro = [("disable_allreduce",), ("scale_loss", True), ("enable_allreduce",)]
     micro += [("scale_loss", False)]
     skipped, step = ([*micro, (end,), ("zero_grad",)] for end in ("skip", "step"))
     assert first[2:] == skipped + step * 6, "60 images in tens; 1 more"
-    again = run("apex_runner", "parts", 2, *options)
-    assert again[2][:1] == ("load_state_dict",)
+    run("apex_runner", "parts", 2, *options)
     one, other = (snapshot(tmp_path / name) for name in ("whole", "parts"))
     assert other["progress"]["epoch"] == 2
     assert same(one["model"], other["model"])
@@ -62,7 +62,6 @@ def test_apex_is_used_as_published_scripts_use_it(tmp_path, folder):
     run("imagenet_ddp_apex", "parts", 3, "--opt-level", "O0")
     curves = scalars(tmp_path / "parts")
     assert curves["Amp/skipped"] == [(1, 1.0), (2, 1.0), (3, 1.0)]
-    assert curves["Amp/scale"][0] == (1, 32768.0)
 
 
 @pytest.fixture
@@ -81,25 +80,6 @@ def parsed(*options):
     parser = argparse.ArgumentParser()
     choice.add_options(parser)
     return parser.parse_args(options)
-
-
-@pytest.mark.parametrize(
-    ("line", "changes"),
-    [
-        (
-            "--opt-level O3 --keep-batchnorm-fp32 True --loss-scale 8",
-            {"keep_batchnorm_fp32": True, "loss_scale": 8.0},
-        ),
-        ("--keep-batchnorm-fp32 True --loss-scale dynamic", {}),
-    ],
-)
-def test_options_reach_apex_where_they_differ_from_the_level(site, line, changes):
-    site(STAND_IN_APEX)
-    args, model = parsed(*line.split()), nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    overrides = {name: getattr(args, name) for name in ("keep_batchnorm_fp32", "loss_scale")}
-    choice.Amp().initialize(model, optimizer, args.opt_level, **overrides)
-    assert importlib.import_module("apex").calls[0][2] == changes
 
 
 # ---- the choice
@@ -158,26 +138,25 @@ def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "amp", "fast", "sizes", "dtype", "words"),
+    ("device", "amp", "fast", "size", "progressive", "precision", "words"),
     [
-        ("cpu", "auto", True, {"image_size": 224}, torch.bfloat16, "AMX"),
-        ("cpu", "auto", True, {"image_size": 64}, None, ""),
-        ("cpu", "auto", True, {"image_size": 64, "progressive": "128,224"}, torch.bfloat16, "AMX"),
-        ("cpu", "auto", False, {"image_size": 224}, None, ""),
-        ("cpu", "off", True, {}, None, ""),
-        ("cuda", "auto", False, {}, torch.float16, ""),
-        ("cuda", "bf16", True, {}, torch.bfloat16, ""),
-        ("cuda", "bf16", False, {}, torch.bfloat16, "only emulates bf16"),  # as a T4
+        ("cpu", "auto", True, 224, None, "bf16", "AMX"),
+        ("cpu", "auto", True, 64, None, "off", ""),
+        ("cpu", "auto", True, 64, "128,224", "bf16", "AMX"),
+        ("cpu", "auto", False, 224, None, "off", ""),
+        ("cuda", "auto", True, 224, None, "fp16", ""),
+        ("cuda", "bf16", True, 224, None, "bf16", ""),
+        ("cuda", "bf16", False, 224, None, "bf16", "only emulates bf16"),  # as a T4
     ],
 )
-def test_precision(monkeypatch, capsys, device, amp, fast, sizes, dtype, words):
+def test_precision(monkeypatch, capsys, device, amp, fast, size, progressive, precision, words):
     """``fast``: the CPU has AMX, the GPU computes in bf16."""
     supported = lambda including_emulation=True: including_emulation or fast  # noqa: E731
     monkeypatch.setattr(native, "has_amx", lambda: fast)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    args = argparse.Namespace(amp=amp, **{"progressive": None, "epochs": 2, **sizes})
-    assert native.autocast_dtype(args, world.World(torch.device(device))) is dtype
-    assert native.DTYPES[args.precision] is dtype
+    args = argparse.Namespace(amp=amp, image_size=size, progressive=progressive, epochs=2)
+    dtype = native.autocast_dtype(args, world.World(torch.device(device)))
+    assert (args.precision, dtype) == (precision, native.DTYPES[precision])
     said = capsys.readouterr().out
     assert words in said
     assert bool(words) == bool(said)

@@ -44,7 +44,6 @@ def plain(folder, tmp_path_factory):
         (APEX, "--opt-level O0", None),
         (ND, "", "fp16"),
         (ND, "--amp bf16", "bf16"),
-        (ND, "--compile", "fp16"),
         (DDP, "--compile", "fp16"),
         (FSDP, "", "fp16"),
         (APEX, "--opt-level O1", "O1"),
@@ -68,7 +67,6 @@ def test_the_gpu_learns_what_the_cpu_learns(folder, tmp_path, plain, script, opt
         (ND, "--compile reduce-overhead --optimizer adamw --lr 0.001"),
         (ND, "--optimizer muon --lr 0.001 --clip-grad 1 --accum-steps 2"),
         (FSDP, "--reshard full --ema 0.9 --clip-grad 1 --activation-checkpointing"),
-        (FSDP, "--optimizer muon --lr 0.001"),
         (APEX, "--opt-level O2 --optimizer nesterov --clip-grad 1 --accum-steps 2"),
     ],
 )

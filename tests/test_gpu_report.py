@@ -4,8 +4,7 @@ import importlib.util
 import sys
 
 import gpu_report
-import pytest
-from conftest import ROOT, python, shell
+from conftest import ROOT, shell
 from gpu_report import Part
 
 
@@ -38,14 +37,13 @@ def test_the_parts_after_one_that_fails_are_done(monkeypatch, tmp_path):
     assert "Left out: no time was left" in page
 
 
-@pytest.mark.parametrize("internet", [True, False])
-def test_it_installs_what_the_tests_need_and_goes_on_without(tmp_path, internet):
+def test_without_internet_it_goes_on_without_what_the_tests_need(tmp_path):
     """Here there is no GPU, which is an error."""
     environment = f"""
         source {ROOT}/scripts/environment.sh
         use_environment() {{
-            [ $# = 0 ] || {str(internet).lower()} || fail "no internet"
-            echo "installed $*"
+            echo "installing $*"
+            [ $# = 0 ] || fail "no internet"
             PYTHON=python
         }}
     """
@@ -55,16 +53,4 @@ def test_it_installs_what_the_tests_need_and_goes_on_without(tmp_path, internet)
     (done,) = shell(f"bash {tmp_path}/gpu_report.sh --out {tmp_path}/out")
     assert done.code == 2
     assert "there is no GPU here" in done.err.splitlines()[-1]
-    needed = f"installed {ROOT}/tests/requirements.txt" if internet else "installed "
-    assert done.out.splitlines()[-1] == needed
-
-
-@pytest.mark.long
-def test_the_whole_report_on_the_cpu(tmp_path):
-    out = tmp_path / "out"
-    words = ("--device", "cpu", "--out", out, "--minutes", "30")
-    done = python("scripts/gpu_report.py", *words, timeout=2000)
-    assert done.code == 0, done.err
-    text = (out / "gpu_report.md").read_text()
-    assert "Failed" not in text
-    assert "images/s" in text
+    assert done.out.splitlines() == [f"installing {ROOT}/tests/requirements.txt", "installing "]

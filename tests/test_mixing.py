@@ -49,12 +49,12 @@ def test_pairs_are_blended(dtype, layout):
     mixed, soft, labels = mixing.mix(images, targets, plan, CLASSES)
     assert mixed.dtype == dtype
     assert mixed.is_contiguous(memory_format=layout)
-    expected = images.clone()
-    expected[0] = 0.7 * images[0].float() + 0.3 * images[1].float()
-    expected[1] = 0.7 * images[1].float() + 0.3 * images[0].float()
-    expected[2, :, :, 2:], expected[3, :, :, 2:] = images[3, :, :, 2:], images[2, :, :, 2:]
-    torch.testing.assert_close(mixed, expected, rtol=1e-3, atol=2e-3)
-    assert torch.equal(mixed[2:], expected[2:]), "CutMix copies"
+    one, other = images[:2].float()
+    blended = torch.stack([0.7 * one + 0.3 * other, 0.7 * other + 0.3 * one])
+    torch.testing.assert_close(mixed[:2].float(), blended, rtol=1e-3, atol=2e-3)
+    pasted = images[2:].clone()
+    pasted[:2, :, :, 2:] = images[[3, 2], :, :, 2:]
+    assert torch.equal(mixed[2:], pasted), "CutMix copies"
     rows = [[0.7, 0.3, 0, 0, 0], [0.3, 0.7, 0, 0, 0], [0, 0, 0.25, 0.75, 0], [0, 0, 0.75, 0.25, 0]]
     torch.testing.assert_close(soft, torch.tensor([*rows, [0, 0, 0, 0, 1]]))
     assert labels.tolist() == [0, 1, 3, 2, 4]
@@ -90,8 +90,6 @@ def test_slices_that_cut_pairs_are_refused_where_images_are_mixed(ranks, accum, 
     sampler = TrainSampler(40, batch, (0, ranks), accum, seed=0)
     off = SimpleNamespace(mixup=0.0, cutmix=0.0)
     mixing.check(off, sampler)
-    images, targets = pixels(range(8))
-    assert mixing.build(off, sampler, CLASSES)(images, targets, ()) == (images, targets, targets)
     for mixup, cutmix in ((0.0, 1.0), (0.4, 0.0)):
         with pytest.raises(UserError, match="choose an even -b"):
             mixing.check(SimpleNamespace(mixup=mixup, cutmix=cutmix), sampler)

@@ -1,6 +1,5 @@
 """Models by name: heads, image sizes, pretrained weights (made up, nothing is downloaded)."""
 
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -35,7 +34,7 @@ def downloaded(monkeypatch):
 
 # A model of each family. They are built on the meta device: shapes without numbers.
 NEW = [("googlenet", 224), ("vit_b_32", 64), ("maxvit_t", 448)]
-PRETRAINED = [("maxvit_t", 224), ("squeezenet1_1", 224), ("googlenet", 224), ("inception_v3", 299)]
+PRETRAINED = [("maxvit_t", 224), ("googlenet", 224), ("inception_v3", 299)]
 PRETRAINED += [("vit_b_32", 224), ("vit_b_32", 96)]
 
 
@@ -75,16 +74,13 @@ def test_pretrained_weights_are_taken_over(downloaded, classes):
 def test_an_unknown_name_is_answered_by_the_nearest_ones(monkeypatch):
     with pytest.raises(UserError, match=r"unknown arch 'vgg-16'.*nearest names:.* vgg16\b"):
         models.create("vgg-16", 10, 224)
-    with pytest.raises(UserError, match=r"^(?!.*nearest)unknown arch"):
-        models.check_name("qqqqqqqq")
     # Models for other tasks are not offered.
     assert not {"fcn_resnet50", "r3d_18", "maskrcnn_resnet50_fpn"} & set(models.names())
     monkeypatch.setattr(models, "timm", None)
     with pytest.raises(UserError, match="pip install timm"):
         models.check_name("tinynet_e")
-    stand_in = SimpleNamespace(list_models=lambda: ["resnet18", "tinynet_e"])
-    monkeypatch.setattr(models, "timm", stand_in)
-    assert models.names().count("resnet18") == models.names().count("tinynet_e") == 1
+    monkeypatch.setattr(models, "timm", Mock(**{"list_models.return_value": ["resnet18", "tin"]}))
+    assert models.names().count("resnet18") == models.names().count("tin") == 1
 
 
 @META

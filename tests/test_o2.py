@@ -133,11 +133,11 @@ GOOD, BAD = 1.0, float("inf")
 
 
 def test_one_bad_value_anywhere_is_an_overflow():
-    scaler, weights = LossScaler(CPU), [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    weights[1].data = weights[1].data.half()
+    weights = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3).half())]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     weights[1].grad[2] = BAD
+    scaler = LossScaler(CPU)
     scaler.unscale(torch.optim.SGD(weights, 0.1))
     assert [weight.grad for weight in weights] == [None] * 2, "so that the optimiser does nothing"
     found, _ = moves(scaler, 65536.0)
@@ -154,19 +154,15 @@ def test_one_bad_value_anywhere_is_an_overflow():
     ids=range(3),
 )
 def test_it_doubles_after_2000_clean_steps_in_a_row_and_halves(scale, clean, gradients, expected):
-    scaler, other = LossScaler(CPU), LossScaler(CPU)
+    scaler = LossScaler(CPU)
     assert scaler.state_dict() == {"scale": 2.0**16, "clean_steps": 0, "skipped": 0}
     scaler.load_state_dict({"scale": scale, "clean_steps": clean, "skipped": 2})
     assert moves(scaler, *gradients)[1] == expected
-    state = scaler.state_dict()
-    assert state["skipped"] == 2 + gradients.count(BAD)
-    other.load_state_dict(state)
-    assert other.state_dict() == state
+    assert scaler.state_dict()["skipped"] == 2 + gradients.count(BAD)
 
 
 def test_each_skipped_step_is_reported_once_until_the_scale_is_lost(logged):
-    scaler = LossScaler(CPU)
-    moves(LossScaler(CPU, reports=False), BAD)
+    scaler, fixed = LossScaler(CPU), LossScaler(CPU, 8.0, reports=False)
     moves(scaler, GOOD, BAD, GOOD, BAD)
     start = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to "
     assert logged == [start + value for value in ("32768.0", "16384.0")]
@@ -174,11 +170,12 @@ def test_each_skipped_step_is_reported_once_until_the_scale_is_lost(logged):
         assert not scaler.lost
         moves(scaler, BAD)
     assert scaler.lost
-    fixed, most = LossScaler(CPU, 8.0), [BAD] * (ENDLESS - 1)
+    told, most = len(logged), [BAD] * (ENDLESS - 1)
     assert moves(fixed, *most, GOOD, *most)[1] == 8.0
     assert not fixed.lost
     moves(fixed, BAD)
     assert fixed.lost
+    assert len(logged) == told
 
 
 def test_state_dict_is_float32_from_the_masters():
@@ -202,15 +199,12 @@ def test_options_override_the_level(capsys):
         return o2.from_args(parser.parse_args(line.split()))
 
     assert level_of("") == LEVELS["O2"]
-    assert level_of("--opt-level O1 --loss-scale 64").loss_scale == 64.0
-    assert level_of("--opt-level O3 --keep-batchnorm-fp32 True").keep_batchnorm_fp32
     assert not level_of("--keep-batchnorm-fp32 False").keep_batchnorm_fp32
     with pytest.raises(UserError, match="--keep-batchnorm-fp32 has no meaning with O1"):
         level_of("--opt-level O1 --keep-batchnorm-fp32 True")
-    for scale in ("large", "0", "inf"):
-        with pytest.raises(SystemExit):
-            level_of(f"--loss-scale {scale}")
-        assert "--loss-scale" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        level_of("--loss-scale 0")
+    assert "--loss-scale" in capsys.readouterr().err
 
 
 # ---- two processes

@@ -95,16 +95,14 @@ def test_norms_and_biases_have_a_decay_of_their_own(arch, matrices, outside, sma
     """And Muon is for the matrices inside."""
     with torch.device("meta"):
         model = get_model(arch)
-    weights = dict(model.named_parameters())
-    names = {weight: name for name, weight in weights.items()}
+    names = {weight: name for name, weight in model.named_parameters()}
     for line, decays in (("", [1e-4, 0]), ("--optimizer muon", [0.05, 0.05, 0])):
         groups = optim.build(asked(*line.split(), "--wd-norm", "0"), model).param_groups
         assert [group["weight_decay"] for group in groups] == decays
         *inside, large, vectors = [{names[p] for p in group["params"]} for group in groups]
         assert set(small.split()) <= vectors
         assert set(outside.split()) <= large
-        assert all(weights[name].ndim >= 2 for name in large)
-        assert set().union(*inside, large, vectors) == set(weights)
+        assert set().union(*inside, large, vectors) == set(names.values())
     assert len(inside[0]) == matrices
 
 
@@ -139,23 +137,13 @@ def test_muon_is_that_of_torch_bit_for_bit(monkeypatch):
 
 
 def test_way_by_gram_matrices_is_as_exact(monkeypatch):
-    """Singular values: two decades from the largest to the smallest."""
     torch.manual_seed(0)
-    left, right = (torch.linalg.qr(torch.randn(size, 64).double())[0] for size in (64, 512))
-    wide = (left * torch.logspace(0, -2, 64).double()) @ right.T
-
-    def errors(matrix):
-        found = [orthogonal(matrix, dtype).double() for dtype in (torch.float32, torch.bfloat16)]
-        return [(one - exact).norm() / exact.norm() for one in found]
-
-    for matrix in (wide, wide.T):
-        with monkeypatch.context() as patch:
-            patch.setattr(muon, "WIDE", 1000)
-            exact = orthogonal(matrix, torch.float64)
-            _, usual = errors(matrix)
-        single, half = errors(matrix)
-        assert single < 1e-4
-        assert usual != half < 1.5 * usual
+    wide = torch.randn(64, 512, dtype=torch.float64)
+    found = [orthogonal(matrix, torch.float64) for matrix in (wide, wide.T)]
+    monkeypatch.setattr(muon, "WIDE", 1000)
+    usual = orthogonal(wide, torch.float64)
+    torch.testing.assert_close(found, [usual, usual.T], rtol=1e-9, atol=1e-9)
+    assert not torch.equal(found[0], usual), "another way it is"
 
 
 def test_a_step_that_overflows_leaves_no_trace():
@@ -192,8 +180,8 @@ def state_of(line: str) -> TrainState:
     return TrainState(model, built, LossScaler(CPU), global_batch=4)
 
 
-def saved(state: TrainState, path: Path, **options: str) -> Path:
-    write(snapshot_of(state, {"arch": "tiny", **options}, ["a"], state.full_weights()), path)
+def saved(state: TrainState, path: Path) -> Path:
+    write(snapshot_of(state, {"arch": "tiny"}, ["a"], state.full_weights()), path)
     return path
 
 
@@ -220,12 +208,8 @@ def test_the_state_of_another_optimiser_is_refused(tmp_path):
         steps(state.model, state.optimizer)
         with pytest.raises(UserError, match=message + ".*--pretrained"):
             resume(state_of(new), ARGS, WORLD, saved(state, path))
-    saved(state, path, optimizer="muon")
-    new, args = state_of(adamw), Namespace(**vars(ARGS), optimizer="adamw")
-    with pytest.raises(UserError, match="was made with --optimizer muon"):
-        resume(new, args, WORLD, path)
-    args.start_epoch = 0  # from its weights alone
-    assert resume(new, args, WORLD, path)
+    new, args = state_of(adamw), Namespace(arch="tiny", evaluate=False, start_epoch=0)
+    assert resume(new, args, WORLD, path), "from its weights alone"
     assert same(new.model.state_dict(), state.model.state_dict())
     assert not new.optimizer.state
 
