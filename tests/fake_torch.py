@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from utils.comm import fsdp, ordered
 
-PROPERTIES = SimpleNamespace(total_memory=2**34, multi_processor_count=40)
+PROPERTIES = SimpleNamespace(total_memory=2**34, multi_processor_count=40, uuid="")
 NO_GRAPH = SimpleNamespace(is_capturing=lambda: False)  # a stream, as optimisers look at it
 ANSWERS = {  # of functions of torch.cuda
     "is_available": True,

@@ -180,8 +180,8 @@ def state_of(line: str) -> TrainState:
     return TrainState(model, built, LossScaler(CPU), global_batch=4)
 
 
-def saved(state: TrainState, path: Path) -> Path:
-    write(snapshot_of(state, {"arch": "tiny"}, ["a"], state.full_weights()), path)
+def saved(state: TrainState, path: Path, **options: str) -> Path:
+    write(snapshot_of(state, {"arch": "tiny", **options}, ["a"], state.full_weights()), path)
     return path
 
 
@@ -208,8 +208,12 @@ def test_the_state_of_another_optimiser_is_refused(tmp_path):
         steps(state.model, state.optimizer)
         with pytest.raises(UserError, match=message + ".*--pretrained"):
             resume(state_of(new), ARGS, WORLD, saved(state, path))
-    new, args = state_of(adamw), Namespace(arch="tiny", evaluate=False, start_epoch=0)
-    assert resume(new, args, WORLD, path), "from its weights alone"
+    saved(state, path, optimizer="muon")
+    new, args = state_of(adamw), Namespace(**vars(ARGS), optimizer="adamw")
+    with pytest.raises(UserError, match="was made with --optimizer muon"):
+        resume(new, args, WORLD, path)
+    args.start_epoch = 0  # from its weights alone
+    assert resume(new, args, WORLD, path)
     assert same(new.model.state_dict(), state.model.state_dict())
     assert not new.optimizer.state
 
