@@ -106,6 +106,14 @@ def test_norms_and_biases_have_a_decay_of_their_own(arch, matrices, outside, sma
     assert len(inside[0]) == matrices
 
 
+@pytest.mark.parametrize("name", ["sgd", "muon"])
+def test_what_is_frozen_is_not_in_the_optimiser(name):
+    model = network()
+    model[:5].requires_grad_(False)
+    (group,) = optim.build(asked("--optimizer", name), model).param_groups
+    assert group["params"] == [*model[5].parameters()]
+
+
 # ---- Muon
 
 
