@@ -35,16 +35,6 @@ def test_hosts_of_a_file_and_as_horovod_lists_them(tmp_path, typed, hosts):
     assert command == DDP
 
 
-def test_what_ray_is_asked_to_train():
-    training = ["imagenet_ddp.py", "--name", "a", "DATA"]
-    options, command = ray_train.parse(["--nodes", "1:4", "--gpus", "2", "--", *training])
-    assert (options.elastic, options.gpus, options.cpus) == ((1, 4), 2, 1)
-    assert command == ["imagenet_ddp.py", "--resume", "auto", "--name", "a", "DATA"]
-    options, command = ray_train.parse(["--nodes", "2", "--", *training, "--resume", "x.pt"])
-    assert options.elastic == (2, 2)
-    assert command == [*training, "--resume", "x.pt"]
-
-
 ELASTIC = "-- imagenet_ddp.py --name a"
 
 

@@ -171,15 +171,6 @@ def test_published_runs_are_forecast_within_15_percent(forecast, tmp_path):
     assert picture.stat().st_size > 10_000
 
 
-def test_numbers_of_nodes_and_a_method_with_a_parameter(forecast):
-    arguments = ("-a", "vgg19", "--classes", "20", "--gpu-images-per-s", "160", "-b", "32")
-    done = forecast(*arguments, "--nodes", "8,1,3", "--gpus-per-node", 2)
-    assert list(rows_of(done)) == [2, 6, 16]
-    done = forecast(*arguments, "--comm", "powersgd:2", "--nodes", "1,2,4,8")
-    assert "\npowersgd:2 " in done.out
-    assert "--comm auto takes       int8  int4  int4" in done.out
-
-
 def test_a_run_of_an_older_suite_and_runs_that_are_refused(forecast, tmp_path):
     """The folder's name tells the rest."""
     folder = tmp_path / "Dec01_21-13-35_hal02_resnet50_gpux2_b208_cpu20_opt02"

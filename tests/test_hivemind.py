@@ -5,7 +5,6 @@ Needs Hivemind, in this environment or in that of the interpreter $HIVEMIND_PYTH
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -74,17 +73,6 @@ def test_peers_come_and_go(images, tmp_path):
     behind = scalars(tmp_path / "one")["Loss/val"][-2][1]  # by an epoch, at most
     assert found["val_loss"] <= behind
     assert scalars(tmp_path / "first")["Swarm/samples"][-1] == (EPOCHS, EPOCHS * 300)
-
-
-def test_a_peer_that_is_interrupted_continues(images, tmp_path):
-    with peer("alone", tmp_path, images) as run:
-        run.until(r"Epoch 2/\d+ step")
-        run.send(signal.SIGINT)
-        result = run.result()
-    assert result.code == 75, result.out + result.err
-    with peer("alone", tmp_path, images, "--resume", "auto") as run:
-        assert "epoch 2" in run.until("resumed from")
-        assert re.match(r"Epoch [23]/", run.until(r"Epoch \d+/\d+ step"))
 
 
 def test_peers_that_do_not_answer_are_a_one_line_error(images, tmp_path):

@@ -1,9 +1,13 @@
-"""The rooms: imports point down, and what must do without torch does."""
+"""Imports point down; documents are short, their commands parse, their options and files exist."""
 
 import ast
+import os
+import re
+import shlex
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
 from conftest import ROOT, python
 
 UTILS = ROOT / "utils"
@@ -76,3 +80,83 @@ def test_a_script_of_one_process_loads_few_modules():
     loaded = set(python("-c", code).out.split())
     assert 20 < len(loaded) <= MODULES, sorted(loaded)
     assert "utils.launch.preflight" not in loaded
+
+
+# ---- documents
+
+LIMITS = {"README.md": 200, "utils/README.md": 200, "scripts/README.md": 200, "RESULTS.md": 400}
+CODE = [*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py"), *(ROOT / "scripts").rglob("*.*")]
+CODE += [*(ROOT / "tests" / "trials").glob("*.py")]
+# Options of other programs: torchrun, Slurm, scripts that benches run beside ours, git and pip.
+FOREIGN = {
+    *("--nnodes", "--node_rank", "--nproc_per_node", "--master_addr", "--master_port"),
+    *("--gpus-per-node", "--time", "--nodes", "--val-split", "--model", "--num-classes"),
+    *("--device", "--opt", "--no-build-isolation", "--branch"),
+}
+# Phrases that a reader in a hurry stumbles over, and what to write instead.
+WORDS = {
+    r"\bwhat you type wins\b": "options on the command line take precedence",
+    r"\b[Ww]ho reaches\b": "anyone who can reach",
+    r"\bone sentence\b|\ba sentence\b": "one line, an error message",
+    r"\broll call\b": "pre-flight check",
+    r"\bmeeting point\b": "rendezvous",
+    r"\bthe same line\b|\bthat line again\b": "the same command",
+    r"\bas if nothing were\b": "continue unaffected",
+    r"\bthat are namespaces\b": "simulated nodes",
+    r"\bsign of life\b": "heartbeat",
+    r"\bmade of whatever\b|\bby whatever\b": "if it is interrupted",
+    r"\bof all kinds\b": "say which",
+    r"\bnow and then\b": "how often",
+    r"\bis gone:": "was removed:",
+}
+
+
+def commands(document: str) -> list[str]:
+    """The commands in the bash blocks of a document, each on one line."""
+    found = re.findall(r"```bash\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+    lines = "\n".join(found).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+def training_commands() -> list[str]:
+    found = [line for document in LIMITS for line in commands(document)]
+    found = [line for line in found if re.search(r"\bimagenet_\w+\.py", line)]
+    return [x for x in found if not x.startswith(("diff", "sbatch")) and "$OPTIONS" not in x]
+
+
+def test_training_commands_parse(parse, monkeypatch):
+    """As far as the script's own options: launchers and their options stand before its name."""
+    is_folder, words = os.path.isdir, []
+    monkeypatch.setattr("os.path.isdir", lambda path: path in (*words, "/data") or is_folder(path))
+    for line in training_commands():
+        words = shlex.split(line, comments=True)
+        place = next(i for i, word in enumerate(words) if re.fullmatch(r"imagenet_\w+\.py", word))
+        assert parse(words[place].removesuffix(".py"), *words[place + 1 :]), line
+
+
+@pytest.mark.parametrize("document", LIMITS)
+def test_documents_are_short_and_their_options_and_files_exist(document):
+    """But in blocks of text: they show outputs, and commands of earlier commits."""
+    whole = (ROOT / document).read_text()
+    assert whole.count("\n") <= LIMITS[document]
+    text = re.sub(r"```text\n.*?```", "", whole, flags=re.DOTALL)
+    code = "\n".join(path.read_text() for path in CODE if path.suffix in (".py", ".sh", ".sbatch"))
+    option = r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]"
+    known = set(re.findall(option, code)) | FOREIGN
+    known |= {f"--{name}" for name in re.findall(r'\("([a-z-]+)", ', code)}  # of tables of options
+    missing = set(re.findall(option, text)) - known
+    assert not missing, f"{document} names options that no command has"
+    places = set(re.findall(r"(?<![\w/.-])(?:scripts|utils|tests|figures)/[\w./-]*\w", text))
+    assert not {place for place in places if not (ROOT / place).exists()}
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert ((ROOT / document).parent / link).exists(), f"{document} links {link}"
+
+
+def test_documents_messages_and_comments_use_the_terms_of_the_field():
+    files = [*(ROOT / document for document in LIMITS), *CODE, *(ROOT / "tests").glob("*.py")]
+    for path in {path for path in files if path.suffix in (".md", ".py", ".sh", ".txt", ".c")}:
+        if path.name == "test_layout.py":
+            continue
+        for pattern, better in WORDS.items():
+            found = re.search(pattern, path.read_text())
+            assert not found, f"{path.relative_to(ROOT)}: {found[0]!r}: better {better!r}"

@@ -4,7 +4,6 @@ import copy
 import sys
 from argparse import Namespace
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -188,16 +187,6 @@ def test_stochastic_depth_is_that_of_torchvision():
         with pytest.raises(UserError, match="no stochastic depth"):
             models.create("resnet18", 10, 64, False, 0.3)
     assert probabilities(model) == pytest.approx(probabilities(expected))
-
-
-def test_timms_models_are_asked_for_stochastic_depth(monkeypatch):
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 3))
-    timm = mock.Mock(create_model=mock.Mock(return_value=model))
-    timm.list_models.return_value = ["vit_x"]
-    monkeypatch.setattr(models, "timm", timm)
-    assert models.create("vit_x", 3, 32, False, 0.2) is model
-    asked = {"pretrained": False, "num_classes": 3, "drop_path_rate": 0.2}
-    timm.create_model.assert_called_once_with("vit_x", **asked)
 
 
 # ---- the options together

@@ -1,14 +1,26 @@
-"""`prepare_data.py sample`, and which folders all commands leave alone."""
+"""`prepare_data.py sample` and `shrink`: pixels, names, interruptions and refusals."""
 
 import fcntl
+import io
 import os
+import signal
+import time
 
 import numpy as np
 import pytest
+from batches import encode, picture
+from conftest import shell
 from PIL import Image
-from preparing import fail, images, put, run, succeed, times, tree
+from preparing import SCRIPT, fail, images, put, run, said, succeed, times, tree
+from running import Running, wait_for_group
+from test_images import ODD
+
+from utils.data import images as decoding
 
 SAMPLE = ("--classes", "4", "--train", "30", "--val", "5")
+SIZE = 64
+OPTIONS = ("--size", SIZE, "--quality", 85, "--workers", 2)
+BAD = ("cut.JPEG", "small_cut.JPEG", "empty.jpg", "text.JPEG")  # what cannot be read
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +72,171 @@ def test_folders_of_something_else_are_left_alone(sample, tmp_path):
     os.close(handle)
 
 
-def test_wrong_numbers_are_refused(tmp_path):
-    done = run("shrink", tmp_path / "in", tmp_path / "out", "--quality", 101)
-    assert done.code == 2 and "--quality: 101 is not at least 1" in done.err
+# ---- shrink
+
+
+def pixels(data):
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(image.convert("RGB"), float)
+
+
+def reference(data, size, quality):
+    """Reduced after a full decode, without any shortcut."""
+    with Image.open(io.BytesIO(data)) as image:
+        rgb = image.convert("RGB")
+    factor = size / min(rgb.size)
+    small = rgb.resize([round(side * factor) for side in rgb.size], Image.Resampling.BICUBIC)
+    small.info = {}
+    return encode(small, quality=quality)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """An image folder with most of the oddities that such folders have been seen to hold."""
+    folder = tmp_path_factory.mktemp("source") / "images"
+    grey = np.linspace(0, 65535, 150 * 100).reshape(100, 150).astype(np.uint16)
+    # Blocks of one colour: leaving out pixels in a reduction shows.
+    dots = Image.fromarray(np.random.default_rng(0).integers(0, 256, (65, 86, 3), np.uint8))
+    blocks = dots.resize((683, 513), Image.Resampling.NEAREST)
+    large = ODD["jpeg"]
+    copied = {
+        "small.JPEG": encode(picture(63, 300)),
+        "exact.JPEG": encode(picture(64, 64)),
+        "cut.JPEG": large[:-900],
+        "small_cut.JPEG": encode(picture(60, 50))[:-200],
+        "text.JPEG": b"<html>404</html>",
+        "empty.jpg": b"",
+    }
+    reduced = {
+        "tall.jpg": encode(picture(70, 121)),
+        "huge.JPEG": encode(blocks, quality=92, subsampling=0),
+        "deep.png": encode(Image.fromarray(grey), "PNG"),
+    }
+    put(folder / "train" / "a", copied | reduced | {"sub/deep/wide.JPEG": large})
+    put(folder / "train" / "odd", {f"{kind}.JPEG": data for kind, data in ODD.items()})
+    put(folder, {f"{split}/{label}/x.JPEG": large for split in ("val", "test") for label in "ab"})
+    for split in ("train", "val", "test"):
+        (folder / split / "nothing").mkdir()
+    put(folder, {"train/a/.hidden.JPEG": b"x", "train/a/notes.txt": b"x", "README": b"x"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shrunk(source, tmp_path_factory):
+    """The finished copy, and what was printed."""
+    out = tmp_path_factory.mktemp("shrunk") / "out"
+    return out, run("shrink", source, out, *OPTIONS)
+
+
+def test_names_and_pixels(source, shrunk):
+    """Small and unreadable files are copied; all others are reduced, without any metadata."""
+    before, after = images(source), images(shrunk[0])
+    assert len(after) == 30 and before.keys() - after.keys() == {"README", "train/a/notes.txt"}
+    assert tree(shrunk[0]).keys() - after.keys() == {".prepared.json"}
+    for split in ("train", "val", "test"):
+        assert (shrunk[0] / split / "nothing").is_dir()
+    changed = {name for name, data in after.items() if before[name] != data}
+    assert len(changed) == 22
+    for name in changed:
+        assert min(pixels(before[name]).shape[:2]) > SIZE
+        if name not in ("train/a/huge.JPEG", "train/a/deep.png"):
+            assert after[name] == reference(before[name], SIZE, 85), name
+    # The huge one is decoded at a quarter of its size, which must hardly be seen: the difference
+    # is 5.3 of 255; at an eighth, which is just enough for the size that is wanted, it is 10.8.
+    huge, ours = before["train/a/huge.JPEG"], pixels(after["train/a/huge.JPEG"])
+    careful = pixels(reference(huge, SIZE, 85))
+    assert careful.shape == ours.shape and np.abs(careful - ours).mean() < 8
+    # 16 bits a pixel: the training scales what Pillow's conversion would clip to white.
+    deep = [decoding.decode(each["train/a/deep.png"]).float() for each in (before, after)]
+    assert deep[1].shape == (3, 64, 96) and abs(deep[0].mean() - deep[1].mean()) < 3
+    # What cannot be read is named and counted.
+    done = shrunk[1]
+    assert (done.code, done.err.count("copied as it is: ")) == (0, len(BAD))
+    assert all(f"{source}/train/a/{name}: " in done.err for name in BAD)
+    assert "4 images cannot be decoded" in done.out
+
+
+# ---------------------------------------------------------------------------- interruptions
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """A folder of 360 images."""
+    data = [encode(picture(800, 600, seed)) for seed in range(4)]
+    folders = ("train/a", "train/b/sub", "val/a")
+    files = {f"{folder}/{i:03d}.JPEG": data[i % 4] for folder in folders for i in range(120)}
+    return put(tmp_path_factory.mktemp("many"), files)
+
+
+def written(out):
+    return [path for path in out.rglob("*.JPEG") if path.name[0] != "."]
+
+
+def interrupt(how, source, out):
+    """Start a command, interrupt it after some images, and wait until all its processes end."""
+    before = len(written(out))
+    with Running(SCRIPT, "shrink", source, out, *OPTIONS) as command:
+        workers, pid = [], command.process.pid
+        while len(written(out)) < before + 12 or not workers:
+            assert command.process.poll() is None, command.result()
+            if len(written(out)) > before and not workers:  # asking for them takes a while
+                workers = [one.pid for one in command.meet_family() if "spawn_main" in one.command]
+            time.sleep(0.003)
+        assert len(workers) == 2
+        if how == "kill":
+            command.process.kill()
+        elif how == "worker":  # as the system does when the memory is short
+            os.kill(workers[0], signal.SIGKILL)
+        else:  # a terminal sends Ctrl-C to all processes
+            command.send(signal.SIGINT, group=True)
+        command.process.wait(30)
+        assert not wait_for_group(pid, 30), "processes outlive the one that started them"
+        done = command.result()
+    return done.code, said(done.err)
+
+
+def test_interrupted_again_and_again_it_still_finishes(many, tmp_path):
+    out = tmp_path / "out"
+    assert interrupt("kill", many, out)[0] == -signal.SIGKILL
+    code, (line,) = interrupt("worker", many, out)
+    assert code == 2 and "error: a worker process died" in line
+    code, (line,) = interrupt("Ctrl-C", many, out)
+    assert code == 130 and "same command" in line
+    assert len(written(out)) < 360
+    left = dict.fromkeys(("train/b/sub/.7f.tmp", "val/a/.8f.tmp"), b"half")
+    put(out, {**left, "train/b/sub/001.JPEG": b""})
+    succeed("shrink", many, out, *OPTIONS)
+    succeed("shrink", many, tmp_path / "undisturbed", *OPTIONS)
+    assert tree(out) == tree(tmp_path / "undisturbed")
+
+
+def test_full_disk_leaves_no_half_image(many, tmp_path):
+    options = " ".join(map(str, OPTIONS))
+    (done,) = shell(f"ulimit -f 1; python {SCRIPT} shrink {many} {tmp_path}/out {options}")
+    (error,) = said(done.err)
+    assert done.code == 2 and "File too large" in error and "same command" in error
+    assert not written(tmp_path)
+
+
+# ---------------------------------------------------------------------------- refusals
+
+
+def test_folders_that_cannot_be_copied_are_refused(shrunk, tmp_path):
+    begun = b'{"what": "sample", "finished": false, "counts": {}}'
+    put(tmp_path, {"data/train/a/y.JPEG": encode(picture(90, 90)), "flat/train/x.JPEG": b"x"})
+    put(tmp_path, {"begun/train/a/x.JPEG": b"x", "begun/.prepared.json": begun})
+    (tmp_path / "data/train/a/x.JPEG").symlink_to(tmp_path / "gone")
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    before, of_copy = tree(tmp_path), tree(shrunk[0])
+    message = fail("shrink", tmp_path / "data", shrunk[0])
+    assert f"not shrink (source {tmp_path}/data, size 256, quality 90)" in message
+    assert tree(shrunk[0]) == of_copy
+    for folder, out, message in (
+        *(("data", out, "overlap") for out in ("data", ".", "link/small")),
+        ("flat", "out", "has no images in train/CLASS/"),
+        ("begun", "out", "is not finished"),
+    ):
+        assert message in fail("shrink", tmp_path / folder, tmp_path / out), (folder, out)
+    assert tree(tmp_path) == before and not (tmp_path / "out").exists()
+    message = fail("shrink", tmp_path / "data", tmp_path / "out")
+    assert "data/train/a/x.JPEG: No such file" in message and "same command" in message

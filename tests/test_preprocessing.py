@@ -1,6 +1,5 @@
 """How images become a model's input: sizes typed, of a checkpoint, and of each epoch."""
 
-import argparse
 import json
 from argparse import Namespace
 
@@ -133,12 +132,6 @@ def test_sizes(text, epochs, sizes):
     args = Namespace(progressive=text, epochs=epochs, image_size=48)
     assert preprocessing.training_sizes(args) == sizes
     assert preprocessing.largest_size(args) == max(sizes, default=48)
-
-
-@pytest.mark.parametrize("text", ["0:32", "32:32", "32:48:64", "32,,64"])
-def test_what_is_no_plan_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match=r"160:192.*128,160,192"):
-        preprocessing.progressive(text)
 
 
 def test_an_epochs_batches_are_those_of_a_data_set_of_its_size(tmp_path):

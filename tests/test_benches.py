@@ -1,12 +1,21 @@
-"""scripts/bench_step.py: its cases, its table, and small runs of its real parts."""
+"""The benches measure what they claim to, not how fast anything is; gpu_report goes on."""
 
+import importlib.util
 import json
+import sys
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
+import bench_input
+import bench_network
 import bench_step
+import gpu_report
 import pytest
 import torch
+from batches import noise_index
 from conftest import ROOT, python
+from gpu_report import Part
 from running import STAND_IN, Running, eventually, wait_for_group
 
 from utils.errors import UserError
@@ -14,6 +23,13 @@ from utils.launch.world import World
 from utils.train import dummy
 
 SMALL = ("-a", "tiny_full", "-b", "4", "--image-size", "32")
+TABLE = """
+fp32 | 51.0 | 200 | 5 | 50% | 1.00
+auto: int8 | 13.0 | 100 | 10 | 100% | 2.00
+"""
+
+
+# ---- bench_step.py
 
 
 def options(*line):
@@ -119,3 +135,93 @@ def test_from_files_what_few_images_cost_is_taken_off(monkeypatch, folder, tmp_p
     found = bench_step.difference("slow", {"slow": "train {data}"}, args, folders)
     wanted = {"cpu_ms_per_image": 50, "images_per_s": 10, "ms_per_step": 400}
     assert found == pytest.approx(wanted)
+
+
+# ---- bench_input.py, bench_network.py
+
+
+def test_ratios_are_of_cpu_time_to_the_first_row_and_round_by_round(monkeypatch, tmp_path):
+    """The second pipeline is three times as fast; a round that warms up is not counted."""
+    index, played = noise_index(tmp_path, images=3), []
+
+    def time_it(make, batches, workers):
+        played.append((make, len(batches)))
+        images = 64 * len(batches)
+        slow = 10 if len(played) == 5 else 100 if len(played) <= 2 else 1
+        return slow * images / make, 2 * images / make
+
+    monkeypatch.setattr(bench_input, "time_it", time_it)
+    rows = [
+        {"names": (name, "x"), "make": speed, "index": index, "batches": 4}
+        for name, speed in (("one", 100), ("other", 300))
+    ]
+    table = bench_input.compare(rows, Namespace(rounds=3, batches=4, workers=1))
+    # After the first, all rounds take about as long.
+    assert played == [(100, 4), (300, 4)] + 3 * [(100, 4), (300, 12)]
+    assert table == [("one", "x", "50", "10.00", "1.00"), ("other", "x", "150", "3.33", "3.00")]
+
+
+def test_without_photographs_it_says_what_to_install(tmp_path):
+    done = python(
+        "scripts/bench_input.py", "--photographs", tmp_path, "--cache", tmp_path / "cache"
+    )
+    assert done.code == 2 and "apt-get install" in done.sentence
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_table_is_of_medians_beside_one_node_and_the_first_method(monkeypatch, capsys, rank):
+    took = {"alone": [90, 80, 100], "fp32": [180, 200, 200], "auto": [90, 100, 100]}
+    sent = {"alone": [0] * 3, "fp32": [50, 52, 51], "auto": [13] * 3}
+
+    def run(commands, seconds, late, **options):
+        ((_, script, dummy, *words),) = commands
+        assert (Path(script).name, dummy, words.pop()) == ("imagenet_ddp.py", "--dummy", "case")
+        given = dict(zip(words[::2], words[1::2], strict=False))
+        where = given["--rank"], given["--dist-url"], given["-b"]
+        assert where == (str(rank), "tcp://10.0.0.1:29555", "8")
+        method = given["--comm"] if given["--world-size"] == "2" else "alone"
+        ms, mb = took[method].pop(0), sent[method].pop(0)
+        figures = {"ms_per_step": ms, "images_per_s": 1000 / ms, "network_mb_per_step": mb}
+        case = Path(given["--output-dir"], "case")
+        case.mkdir(parents=True)
+        (case / "summary.json").write_text(json.dumps(figures | {"comm": "int8"}))
+        return [SimpleNamespace(returncode=0)]
+
+    monkeypatch.setattr(bench_network.commands, "run", run)
+    line = ["--methods", "fp32,auto", "--master", "10.0.0.1", "--rank", str(rank), "--", "-b", "8"]
+    assert bench_network.main(line) == 0
+    out = capsys.readouterr().out
+    assert all(row in out for row in TABLE.split("\n")) == (rank == 0)
+    assert took == {"alone": [90, 80, 100] * rank, "fp32": [], "auto": []}
+
+
+# ---- gpu_report.sh
+
+
+def test_the_parts_after_one_that_fails_are_done(monkeypatch, tmp_path):
+    def report(parts, *options):
+        """The exit code and the page of a report on the CPU."""
+        words = ["gpu_report.py", "--device", "cpu", "--out", str(tmp_path / "out"), *options]
+        monkeypatch.setattr(gpu_report, "PARTS", parts)
+        monkeypatch.setattr(sys, "argv", words)
+        return gpu_report.main(), (tmp_path / "out/gpu_report.md").read_text()
+
+    parts = [
+        Part("One", "-c print('well')", 100),
+        Part("Two", "-c exit('no_such_kernel')", 100),
+        Part("Three", "-c __import__('time').sleep(1000)", 6),
+        Part("Four", "-c print(1)", 100, gpus=2),
+        Part("Five", "-m pytest", 100),
+    ]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, page = report(parts)
+    assert code == 1
+    found = dict(part.partition("\n\n")[::2] for part in page.split("\n## ")[1:])
+    assert "\nwell\n" in found["One"]
+    assert found["Two"].startswith("**Failed:** exit code 1: no_such_kernel")
+    assert found["Three"].startswith("**Failed:** it did not end within 6 s")
+    assert found["Four"].startswith("Left out: it needs 2 GPUs, and there are 0")
+    assert found["Five"].startswith("Left out: pytest is not installed")
+    code, page = report(parts[:1], "--minutes", "0.01")
+    assert code == 0
+    assert "Left out: no time was left" in page
