@@ -72,6 +72,9 @@ class Stream:
     def wait_stream(self, stream: "Stream") -> None:
         self.learn(stream.now())
 
+    def wait_event(self, event: "Event") -> None:
+        self.learn(event.at)
+
     def record_event(self) -> "Event":
         event = Event()
         event.record(self)

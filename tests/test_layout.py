@@ -105,8 +105,6 @@ WORDS = {
     r"\bthat are namespaces\b": "simulated nodes",
     r"\bsign of life\b": "heartbeat",
     r"\bmade of whatever\b|\bby whatever\b": "if it is interrupted",
-    r"\bof all kinds\b": "say which",
-    r"\bnow and then\b": "how often",
     r"\bis gone:": "was removed:",
 }
 

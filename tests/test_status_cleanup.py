@@ -176,7 +176,7 @@ def test_on_hosts_of_a_file_and_asked_on_a_terminal(nodes, tmp_path):
     """It ends what runs on the hosts, not here; here, after an answer."""
     need("script")
     hosts = tmp_path / "hosts"
-    hosts.write_text("node1\nnode0\n")
+    hosts.write_text("node1\nnode7\n")
     asked = "bash scripts/cleanup.sh --grace 0.2"
     with (
         nodes[0].type(ORPHAN % f"{OURS} {STUBBORN}") as here,
@@ -187,7 +187,7 @@ def test_on_hosts_of_a_file_and_asked_on_a_terminal(nodes, tmp_path):
         done = clean(nodes[0], f"{hosts} --grace 0.5", code=2)
         assert "[node1] ending " in done
         assert "[node1] killing " in done
-        assert "ssh to node0 failed" in done
+        assert "ssh to node7 failed" in done
         assert not commands(nodes[1])
         for answer, said in (("", "nothing was ended"), ("y", "killing")):
             assert commands(nodes[0])
