@@ -160,6 +160,7 @@ def test_extra_augmentation_is_a_function_of_seed_epoch_and_image(index, policy,
     if erasing == 1:
         grey = (got != plain).any(-1)
         assert grey.any((1, 2)).all() and not grey.all()
+        assert len({row.numpy().tobytes() for row in grey}) > IMAGES / 2
         assert (got[grey] == torch.tensor([124, 116, 104])).all(), "0 after normalisation"
     dataset.train, dataset.resize = False, SIZE
     assert torch.equal(fetch(dataset, EVERY)[0], fetch(evaluated(index), EVERY)[0])
