@@ -57,8 +57,8 @@ PICTURES = ("overlay", "training_throughput", "scaling", "loss_val_hours", "top1
 LEGEND = (
     "Learning rate: the highest that was reached. Epoch time: evaluation included, the first epoch "
     "left out if there are others. Epochs at a time: finished by then. Scaling efficiency: epoch "
-    "time x processes of the first column, divided by the same of this one. Test figures: of the "
-    "best model on DATA/test."
+    "time x processes of the first column, divided by the same of this one. Validation loss and "
+    "test figures: of the model in best.pt, which --best-by chooses."
 )
 
 
@@ -366,7 +366,7 @@ def rows(columns: dict[str, list[tuple[Arm, Run]]], hours: float | None) -> list
         ("Avg Epoch Time (min)", lambda _, run: runs.ratio(run.epoch_seconds, 60), minutes),
         (f"Epoch Num{of}", epochs, lambda x: f"{x:.3g}" if x % 1 else f"{x:.0f}"),
         ("Scaling Efficiency", efficiency, "{:.2f}".format),
-        ("Best Validation Loss", lambda _, run: run.best("Loss/val")[0], "{:.4f}".format),
+        ("Best Validation Loss", lambda _, run: run.of_best("Loss"), "{:.4f}".format),
         ("Test Loss", lambda _, run: run.last("Loss/test"), "{:.4f}".format),
         ("Top1 Test Accuracy", lambda _, run: run.last("Top1/test"), "{:.2f}%".format),
     ]  # fmt: skip

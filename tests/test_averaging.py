@@ -1,6 +1,7 @@
 """Averaged weights: the arithmetic, precision, snapshots, and which of two models is the best."""
 
 import copy
+import math
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -92,14 +93,30 @@ def test_best_pt_has_the_averages_where_they_are_better(tmp_path):
 
 
 def test_the_better_one_counts():
-    state = averaged()
-    state.best, state.epoch, seen = {}, 0, []
-    for top1, ema in ((50, 55), (55, 20), (60, 60)):
-        record = {"Top1/val": top1, "Top5/val": 90, "Top1/ema": ema, "Top5/ema": 91}
-        is_best = loop._add_to_history(state, record)
-        seen.append((is_best, loop.better(record), state.best["ema"]))
-    assert seen == [(True, "ema", 1), (False, "val", 1), (True, "val", 0)]
-    assert state.best == {"epoch": 3, "top1": 60, "top5": 90, "ema": 0}
+    """By accuracy or by loss; of equal ones the first."""
+    epochs = [  # top-1 and loss of the model, and of the averaged weights
+        (50, 0.9, 55, 0.8),
+        (55, 0.8, 20, 1.0),
+        (60, 1.0, 60, 0.5),
+        (61, math.nan, 61, math.nan),
+    ]
+    wanted = {
+        "top1": [(True, 55, 0.8, 1), (False, 55, 0.8, 1), (True, 60, 1.0, 0), (True, 61, None, 0)],
+        "loss": [(True, 55, 0.8, 1), (False, 55, 0.8, 1), (True, 60, 0.5, 1), (False, 60, 0.5, 1)],
+    }
+    for best_by, expected in wanted.items():
+        state = averaged()
+        state.best, state.epoch = {}, 0
+        for (top1, loss, ema_top1, ema_loss), (is_best, *best) in zip(
+            epochs, expected, strict=True
+        ):
+            record = {"Top1/val": top1, "Top5/val": 90, "Loss/val": loss}
+            record |= {"Top1/ema": ema_top1, "Top5/ema": 91, "Loss/ema": ema_loss}
+            assert loop.add_to_history(state, record, best_by) == is_best
+            found = [state.best["top1"], state.best["loss"], state.best["ema"]]
+            assert found[::2] == best[::2]
+            assert best[1] is None or found[1] == best[1]
+            assert state.best["top5"] == (91 if state.best["ema"] else 90)
 
 
 def test_flips_are_the_mean_of_two_views():

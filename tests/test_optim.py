@@ -264,6 +264,7 @@ GOLDEN = [
         {"lr": 0.4, "epochs": 65, "warmup": 5, "schedule": "cosine"},
         [(0, 0), (2.5, 0.2), (5, 0.4), (20, 0.2 * (1 + HALF)), (35, 0.2), (65, 0), (70, 0)],
     ),
+    ({"lr": 0.1, "epochs": 90, "warmup": 2, "schedule": "constant"}, [(1, 0.05), (89, 0.1)]),
     (  # the short recipes of ffcv-imagenet
         {"lr": 0.5, "epochs": 16, "warmup": 2, "schedule": "linear"},
         [(1, 0.25), (2, 0.5), (9, 0.25), (16, 0), (17, 0)],
@@ -277,6 +278,11 @@ GOLDEN = [
         [(0, 0.016), (25, 0.208), (50, 0.4), (100, 1.6e-6)],
     ),
 ]
+
+
+def test_an_unknown_schedule_is_an_error():
+    with pytest.raises(ValueError, match="no learning-rate schedule 'linaer'"):
+        learning_rate(1, lr=0.1, epochs=2, schedule="linaer")
 
 
 @pytest.mark.parametrize(("options", "expected"), GOLDEN, ids=range(len(GOLDEN)))

@@ -151,3 +151,23 @@ def test_the_best_model_is_plain_torchvision_and_as_good_as_the_summary_says(ran
         assert ran.curves[f"{name}/test"] == [(3, pytest.approx(found[f"test_{name.lower()}"]))]
     lines = ran.out.splitlines()
     assert [line for line in lines if line.startswith("test:")] == lines[-2:-1]
+
+
+def test_the_best_model_may_be_that_of_the_lowest_loss(ran, tmp_path):
+    """All epochs have the same accuracy, so that by accuracy the first one would be the best."""
+    shutil.copytree(ran.data / "train", tmp_path / "data/train")
+    for part in ("val", "test"):
+        shutil.copytree(ran.data / "val", tmp_path / "data" / part)
+    options = ("-a", "tiny_plain", "-b", "5", "--epochs", "3", "--best-by", "loss")
+    options += ("--lr", "0.01", "--momentum", "0", "--wd", "10")  # the weights shrink
+    where = ("--output-dir", tmp_path, "--name")
+    train("imagenet_nd.py", *options, *where, "a", tmp_path / "data")
+    losses, found = dict(scalars(tmp_path / "a")["Loss/val"]), summary(tmp_path / "a")
+    epoch = min(losses, key=losses.get)
+    assert epoch > 1, losses
+    assert (found["best_epoch"], found["best_loss"]) == (epoch, pytest.approx(losses[epoch]))
+    # DATA/test has the images of DATA/val.
+    assert found["test_loss"] == pytest.approx(found["best_loss"])
+    best = ("-a", "tiny_plain", "-e", "--resume", tmp_path / "a/best.pt")
+    train("imagenet_nd.py", *best, *where, "b", tmp_path / "data")
+    assert summary(tmp_path / "b")["val_loss"] == pytest.approx(found["best_loss"])

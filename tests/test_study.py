@@ -168,6 +168,7 @@ def published_run(place: int, more_loss: float = 0.0) -> tuple[Arm, Run]:
     nodes, last = 2**place, int(epochs) + 2
     run = Run(Path(f"runs/{nodes}"), epoch_seconds=60 * minutes)
     run.facts = {"gpus": nodes, "global_batch": batch, "steps_per_epoch": int(steps)}
+    run.facts["best_by"] = "loss"
     run.hours = {x: 2.0 * x / epochs for x in range(1, last + 1)}
     run.scalars = {
         "Lr": {1: 1e-6, 2: ctypes.c_float(lr * 1e-4).value, last: 1e-6},
@@ -181,6 +182,21 @@ def published_run(place: int, more_loss: float = 0.0) -> tuple[Arm, Run]:
 def test_the_published_table_column_for_column():
     columns = {f"{2**place} Nodes": [published_run(place)] for place in range(4)}
     assert scaling_study.rows(columns, 2.0) == CELLS
+
+
+def test_the_validation_loss_is_that_of_the_model_that_is_tested():
+    """--best-by chooses it, also between a model and its averaged weights."""
+    arm, run = published_run(0)
+    run.scalars |= {
+        "Loss/val": {1: 0.7, 2: 0.5, 3: 0.6},
+        "Top1/val": {1: 71.0, 2: 70.0, 3: 72.0},
+        "Loss/ema": {1: 0.9, 2: 0.8, 3: 0.75},
+        "Top1/ema": {1: 60.0, 2: 74.0, 3: 74.0},
+    }
+    for best_by, loss in (("top1", "0.8000"), ("loss", "0.5000")):
+        run.facts["best_by"] = best_by
+        rows = {title: cells for title, *cells in scaling_study.rows({"1 Node": [(arm, run)]}, 2.0)}
+        assert rows["Best Validation Loss"] == [loss]
 
 
 def test_repeats_have_a_mean_and_a_spread():

@@ -157,8 +157,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--channels-last", action=argparse.BooleanOptionalAction, default=True, help=text)
     text = (
         "keep an exponential moving average of the weights, over about 1/(1-DECAY) steps, and "
-        "evaluate it beside the model; best.pt is the better of the two. 0.9999 suits long "
-        "trainings, 0.998 or less short ones"
+        "evaluate it beside the model; best.pt is the better of the two (see --best-by). 0.9999 "
+        "suits long trainings, 0.998 or less short ones"
     )
     add("--ema", type=ema_decay, metavar="DECAY", help=text)
 
@@ -190,10 +190,11 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     text = "weight decay of norms, biases and position embeddings; 0 is common; default: --wd"
     add("--wd-norm", type=amount, metavar="D", help=text)
     text = (
-        "step: x0.1 every 30 epochs and once more at 80; cosine, linear: to 0 at the last epoch; "
-        "onecycle: up in 30 %% of the epochs, or in --warmup-epochs, then to 0"
+        "step: x0.1 every 30 epochs and once more at 80; constant: --lr in all epochs; cosine, "
+        "linear: to 0 at the last epoch; onecycle: up in 30 %% of the epochs, or in "
+        "--warmup-epochs, then to 0"
     )
-    add("--lr-schedule", choices=("step", *schedules.TO_THE_END), default="step", help=text)
+    add("--lr-schedule", choices=schedules.NAMES, default="step", help=text)
     add("--warmup-epochs", type=amount, default=0.0, metavar="N", help="linear warm-up from 0")
     text = "scale --lr with the global batch: linear, lr x batch/256; sqrt, lr x (batch/256)^0.5"
     add("--lr-scaling", choices=("none", "linear", "sqrt"), default="none", help=text)
@@ -231,6 +232,11 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--val-image-size", type=positive, metavar="PX", help=text)
     text = "average the logits of each image and its mirror image in evaluation"
     add("--val-flip", action="store_true", help=text)
+    text = (
+        "what makes an epoch's model the best one, which best.pt holds and DATA/test is evaluated "
+        "with: the highest validation top-1, or the lowest validation loss"
+    )
+    add("--best-by", choices=("top1", "loss"), default="top1", help=text)
     text = "stop when this validation top-1 is reached; 0.75 and 75 mean the same"
     add("--desired-acc", type=accuracy, metavar="A", help=text)
     text = "stop after this many hours, with a snapshot"

@@ -117,6 +117,21 @@ class Run:
         epoch = max(points, key=lambda x: (sign * points[x], -x), default=None)
         return (None, None) if epoch is None else (points[epoch], epoch)
 
+    def of_best(self, name: str) -> float | None:
+        """``name`` (Loss, Top1 or Top5) on the validation images, of the model in best.pt."""
+        by_loss = self.facts.get("best_by") == "loss"
+        by, sign = ("Loss", -1) if by_loss else ("Top1", 1)
+        # Of equal ones the first epoch's, and there the plain model before the averaged one.
+        places = [
+            (sign * value, -epoch, model == "val", f"{name}/{model}")
+            for model in ("val", "ema")
+            for epoch, value in self.points(f"{by}/{model}").items()
+        ]
+        if not places:
+            return None
+        _, epoch, _, tag = max(places)
+        return self.points(tag).get(-epoch)
+
     def last(self, tag: str) -> float | None:
         points = self.points(tag)
         return points[max(points)] if points else None

@@ -12,6 +12,7 @@ RISE, FIRST, LAST = 0.3, 1 / 25, 1e-4
 USUAL_LR = {"sgd": 0.1, "nesterov": 0.1, "adamw": 1e-3, "muon": 1e-3}
 # Schedules that end with the last epoch, so that a run that is under way cannot change it.
 TO_THE_END = ("cosine", "linear", "onecycle")
+NAMES = ("step", "constant", *TO_THE_END)
 
 
 def scale_lr(lr: float, global_batch: int, rule: str) -> float:
@@ -30,8 +31,9 @@ def learning_rate(
     """Learning rate at ``position``, in epochs since the start (1.5: in the middle of the second).
 
     During the first ``warmup`` epochs it grows linearly from 0 to what the schedule gives.
-    "step": x0.1 every 30 epochs and once more at epoch 80. "cosine": half a cosine from the end of
-    warm-up to 0 at ``epochs`` (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts).
+    "step": x0.1 every 30 epochs and once more at epoch 80. "constant": lr in all epochs.
+    "cosine": half a cosine from the end of warm-up to 0 at ``epochs`` (Loshchilov and Hutter 2017,
+    arXiv:1608.03983, without restarts).
     "linear": a straight line from there to 0 (Li et al. 2020, arXiv:1905.04753; the short recipes
     of ffcv-imagenet). "onecycle": half a cosine up from lr / 25 in the first 30 % of the epochs, or
     in those of ``warmup`` instead, and half a cosine down to lr / 250,000 at ``epochs`` (Smith and
@@ -45,8 +47,12 @@ def learning_rate(
         planned = lr * 0.1**decays
     elif schedule == "cosine":
         planned = lr * 0.5 * (1.0 + math.cos(math.pi * done))
-    else:  # linear
+    elif schedule == "linear":
         planned = lr * (1.0 - done)
+    elif schedule == "constant":
+        planned = lr
+    else:
+        raise ValueError(f"there is no learning-rate schedule {schedule!r}")
     return planned * min(1.0, position / warmup) if warmup > 0 else planned
 
 

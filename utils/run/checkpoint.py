@@ -132,6 +132,7 @@ def best_of(
         "epoch": state.best["epoch"],
         "top1": state.best["top1"],
         "top5": state.best["top5"],
+        "loss": state.best.get("loss"),
         "preprocessing": state.preprocessing,
     }
 

@@ -1,6 +1,7 @@
 """Start, advance and finish a run; the loop itself is in the scripts, like DDP, AMP and Apex."""
 
 import logging
+import math
 import time
 
 from utils.data.preprocessing import Preprocessing
@@ -107,34 +108,41 @@ def close_epoch(
             save_snapshot(session)
         return
     seconds = time.monotonic() - session.epoch_began
-    is_best = _add_to_history(state, {**trained, **evaluated, "Seconds": seconds})
+    record = {**trained, **evaluated, "Seconds": seconds}
+    is_best = add_to_history(state, record, args.best_by)
     session.run.epoch(state.history[-1], report.time_left(args, state))
     session.epochs += 1
     if session.epochs == 1:
         report.bottleneck(session, trained)
     save_snapshot(session, is_best)
-    top1 = evaluated[f"Top1/{better(evaluated)}"]
+    top1 = max(evaluated["Top1/val"], evaluated.get("Top1/ema", 0.0))
     if args.desired_acc is not None and top1 >= args.desired_acc:
         session.ended_because = Reason.DESIRED_ACC
 
 
-def _add_to_history(state: TrainState, record: dict[str, float]) -> bool:
-    """Add an epoch's record and move on to the next. Returns whether it is the best so far."""
+def add_to_history(state: TrainState, record: dict[str, float], best_by: str) -> bool:
+    """Add an epoch's record and move on to the next. Returns whether it has the best model so far.
+
+    Of an epoch's two models, the plain one and the averaged one, the better one counts.
+    ``best_by``: "top1", the highest validation top-1, or "loss", the lowest validation loss.
+    """
     state.epoch, state.step, state.sums, state.printed = state.epoch + 1, 0, None, None
     state.history.append({"epoch": state.epoch, **record})
-    which = better(record)
-    top1, top5 = record[f"Top1/{which}"], record[f"Top5/{which}"]
-    if top1 <= state.best.get("top1", -1.0):
-        return False
-    state.best = {"epoch": state.epoch, "top1": top1, "top5": top5}
-    if state.ema is not None:
-        state.best["ema"] = int(which == "ema")
-    return True
-
-
-def better(record: dict[str, float]) -> str:
-    """Which has the higher top-1 in an epoch's record: "val", the model, or "ema"."""
-    return "ema" if record.get("Top1/ema", -1.0) > record["Top1/val"] else "val"
+    is_best = False
+    for model in ("val", "ema"):
+        if f"Top1/{model}" not in record:
+            continue
+        names = {"top1": "Top1", "top5": "Top5", "loss": "Loss"}
+        found = {key: record[f"{name}/{model}"] for key, name in names.items()}
+        if best_by == "top1":
+            is_better = found["top1"] > state.best.get("top1", -1.0)
+        else:
+            is_better = found["loss"] < state.best.get("loss", math.inf)
+        if is_better:
+            is_best, state.best = True, {"epoch": state.epoch, **found}
+            if state.ema is not None:
+                state.best["ema"] = int(model == "ema")
+    return is_best
 
 
 def end(session: Session, predict: Predict) -> int:

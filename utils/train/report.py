@@ -289,7 +289,8 @@ def end(
     pauses = session.snapshots.pauses if session.snapshots else []
     results = setting(session) | {
         "classes": len(session.loaders.classes),
-        **{f"best_{name}": state.best.get(name) for name in ("top1", "top5", "epoch")},
+        **{f"best_{name}": state.best.get(name) for name in ("top1", "top5", "loss", "epoch")},
+        "best_by": session.args.best_by,
         "epochs_done": state.epoch,
         "images_per_s": mean.get("Throughput/train"),
         "epoch_seconds": mean.get("Seconds"),
@@ -316,7 +317,10 @@ def end(
     best = "no epoch finished"
     if state.best:
         averaged = ", averaged weights" * bool(state.best.get("ema"))
-        best = f"best top-1 {state.best['top1']:.2f} % (epoch {state.best['epoch']}{averaged})"
+        best = f"best top-1 {state.best['top1']:.2f} %"
+        if session.args.best_by == "loss":
+            best = f"best loss {state.best['loss']:.4f}, top-1 {state.best['top1']:.2f} %"
+        best += f" (epoch {state.best['epoch']}{averaged})"
     rate = mean.get("Throughput/train")
     speed = "" if rate is None else f", {rate:.1f} images/s"
     log.info(f"Training time {_duration(state.elapsed)}, {best}{speed}: {WHY[reason]}")
