@@ -161,7 +161,7 @@ def decode_speed(index: Any, args: argparse.Namespace) -> float:
 
     torch.set_num_threads(1)
     order = np.random.default_rng().permutation(len(index))
-    batches = ImageBatches(index, args.image_size, 0, train=True, quietly=True)  # as in a worker
+    batches = ImageBatches(index, args.image_size, 0, train=True)
     batches.__getitems__(Batch(0, order[:4]))  # the first ones load libraries
     images, began, used = 0, time.perf_counter(), time.process_time()
     while time.perf_counter() - began < SECONDS:

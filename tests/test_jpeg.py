@@ -8,15 +8,17 @@ from types import SimpleNamespace
 from unittest import mock
 
 import build_region_decode
+import numpy as np
 import pytest
 import torch
-from batches import encode, picture
+from batches import encode, noise_index, picture
 from test_images import ODD
 
 from utils.data import images as im
 from utils.data import jpeg as part_of
-from utils.data.dataset import Reading
+from utils.data.dataset import ImageBatches, Reading
 from utils.errors import UserError
+from utils.samplers import Batch
 from utils.train import report
 
 KINDS = {
@@ -66,18 +68,14 @@ def not_built(tmp_path, monkeypatch):
     monkeypatch.setattr(part_of, "LIBRARY", tmp_path / part_of.LIBRARY.name)
 
 
-@pytest.fixture(params=["region", "rows"])
-def way(request, tmp_path, monkeypatch):
-    """With the library, and without it."""
-    found = request.getfixturevalue("library") if request.param == "region" else tmp_path / "none"
-    monkeypatch.setattr(part_of, "LIBRARY", found)
-    return request.param
+@pytest.fixture
+def built(library, monkeypatch):
+    monkeypatch.setattr(part_of, "LIBRARY", library)
 
 
 def decode_part(data, box):
     """The pixels of ``box``, and the number of rows decoded; None where that is left alone."""
-    frame = part_of.frame_of(data)
-    if frame is None or (found := im.decode_part(data, frame, box, quietly=True)) is None:
+    if part_of.shape_of(data) is None or (found := im.decode_part(data, box)) is None:
         return None
     pixels, (top, left, height, width) = found
     assert pixels.stride(0) == 1, "channels-last, as decode gives it"
@@ -86,47 +84,51 @@ def decode_part(data, box):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [(173, 131), (16, 300), (9, 9)])
-def test_pixels_are_those_of_the_whole_image(way, kind, size, capfd):
-    data, draw, decoded = of_kind(kind, *size), random.Random(0), 0
+def test_pixels_are_those_of_the_whole_image(built, kind, size, capfd):
+    data, draw = of_kind(kind, *size), random.Random(0)
     whole = im.decode(data)
     for _ in range(60):
         box = top, left, height, width = im.random_box(draw, *whole.shape[1:], smallest=1e-4)
-        if found := decode_part(data, box):
-            part, rows = found
-            assert torch.equal(part, whole[:, top : top + height, left : left + width])
-            assert rows == height if way == "region" else rows < whole.shape[1]
-            decoded += 1
-    # Without the library there is hardly anything to leave out of 9 rows.
-    assert decoded == 60 if way == "region" else (decoded > 10) == (size != (9, 9))
-    os.write(2, b"heard again")
-    assert capfd.readouterr().err == "heard again", "no warning of bytes that are not needed"
+        part, rows = decode_part(data, box)
+        assert torch.equal(part, whole[:, top : top + height, left : left + width])
+        assert rows == height
+    assert capfd.readouterr().err == "", "no warning of bytes that are not needed"
 
 
-def test_damaged_files_are_what_they_are_to_whole_decoding(way):
+def test_damaged_files_are_what_they_are_to_whole_decoding(built):
     decoded = 0
     for number in range(250):
         data = damaged(number)
         top, left = number % 3 * 25, number % 4 * 9
         if found := decode_part(data, (top, left, 20, 25)):
-            with part_of.silent_stderr():
-                whole = im.decode(data)  # raises ValueError where nobody may decode it
+            whole = im.decode(data)  # raises ValueError where nobody may decode it
             assert torch.equal(found[0], whole[:, top : top + 20, left : left + 25])
             decoded += 1
     assert 5 < decoded < 250, "some damage is seen, some makes another image of it"
 
 
+def test_a_node_without_the_library_trains_on_the_same_pixels(library, tmp_path, monkeypatch):
+    batches = ImageBatches(noise_index(tmp_path, 6, "jpg", 90, 70), 32, 0, train=True)
+    made = {}
+    for path in (library, tmp_path / "none"):
+        monkeypatch.setattr(part_of, "LIBRARY", path)
+        made[path], targets, reading = batches.__getitems__(Batch(0, np.arange(6)))
+        assert targets.tolist() == batches.index.targets.tolist() and not reading.faults
+    assert torch.equal(*made.values())
+
+
 def test_others_are_left_to_whole_decoding():
     data = of_kind("4:2:0")
-    at = part_of.frame_of(data).at
+    at = data.index(b"\xff\xc0") + 5  # of the height, in the frame header
     others = {
         **{kind: ODD[kind] for kind in ("progressive", "cmyk", "png")},
         "no end": data[:-500],
         "no height": data[:at] + bytes(2) + data[at + 2 :],  # it follows behind the pixels
         "sparse colour": data[: at + 6] + b"\x14" + data[at + 7 :],  # of every fourth row
     }
-    assert part_of.frame_of(data) == (131, 173, at)
+    assert part_of.shape_of(data) == (131, 173)
     for kind, other in others.items():
-        assert part_of.frame_of(other) is None, kind
+        assert part_of.shape_of(other) is None, kind
 
 
 def test_pixels_that_the_file_has_not_got_are_refused_silently(library, capfd):

@@ -131,8 +131,7 @@ class Dali:
             return fn.flip(images, horizontal=fn.random.coin_flip()), targets
 
         built = crops()
-        with jpeg.silent_stderr():  # it complains about each codec for GPUs that is not there
-            built.build()
+        built.build()
         for _ in range(4):  # until its queues are full
             built.run()
         return built
@@ -151,8 +150,7 @@ class ThisSuite:
     """The input path of this repository, up to the slots of its ring or, without, a DataLoader."""
 
     def __init__(self, index: ImageIndex, regions: bool = False, ring: bool = True):
-        # Quietly in this process, too, as it has no other threads.
-        self.dataset = ImageBatches(index, SIZE, 0, train=True, regions=regions, quietly=True)
+        self.dataset = ImageBatches(index, SIZE, 0, train=True, regions=regions)
         self.ring = ring
 
     def __call__(self, batches: list[Batch], workers: int) -> Iterator[Any]:

@@ -40,8 +40,8 @@ def main() -> int:
     index = ImageIndex(root, class_folders(root))
     sampler = TrainSampler(len(index), BATCH, (0, 1), 1, SEED)
     make = partial(ImageBatches, index, SIZE, SEED, train=True)
-    plain, different = make(partly=False), 0
-    loaders = {"whole rows": RingLoader(make(regions=False), sampler, workers=2)}
+    plain, different = make(regions=False), 0
+    loaders = {"whole images": RingLoader(make(regions=False), sampler, workers=2)}
     if jpeg.has_library():
         loaders["regions"] = RingLoader(make(), sampler, workers=2)
     for epoch in range(args.epochs):

@@ -62,9 +62,7 @@ class ImageBatches(Dataset):
     resize: int = 256  # in evaluation, the short side before the crop
     interpolation: str = "bilinear"
     augment: Callable[[Tensor], Tensor] | None = None
-    partly: bool = True  # decode no more than a training crop needs, where that is possible
-    regions: bool = True  # with the library for it, if it was built
-    quietly: bool = False  # discard stderr meanwhile; only in a process without other threads
+    regions: bool = True  # decode no more than a training crop, where the library can
 
     def __getitems__(self, batch: Batch) -> tuple[Tensor, Tensor, Reading]:
         size = batch.size or self.size
@@ -137,11 +135,11 @@ class ImageBatches(Dataset):
             with open(self.index.path(image), "rb", buffering=0) as file:
                 data = file.read()
         reading.count(len(data), began)
-        if self.train and self.partly and (frame := jpeg.frame_of(data)) is not None:
-            cut = self._cut((frame.height, frame.width), key, size)
-            found = im.decode_part(data, frame, cut.box, self.regions, self.quietly)
-            if found is not None:
-                return found[0], cut._replace(box=found[1])
+        in_part = self.train and self.regions and jpeg.has_library()
+        if in_part and (shape := jpeg.shape_of(data)) is not None:
+            cut = self._cut(shape, key, size)
+            if (decoded := im.decode_part(data, cut.box)) is not None:
+                return decoded[0], cut._replace(box=decoded[1])
         pixels = im.decode(data)
         return pixels, self._cut(pixels.shape[1:], key, size)
 

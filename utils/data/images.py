@@ -4,7 +4,6 @@ That is faster than Pillow with float tensors: with the decoder's channels-last 
 antialiased resize takes its vectorised path.
 """
 
-import contextlib
 import io
 import math
 import random
@@ -63,22 +62,17 @@ def decode(data: bytes) -> Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def decode_part(
-    data: bytes, frame: jpeg.Frame, box: Box, regions: bool = True, quietly: bool = False
-) -> tuple[Tensor, Box] | None:
+def decode_part(data: bytes, box: Box) -> tuple[Tensor, Box] | None:
     """A part of an image, decoded as by `decode`, and the place of ``box`` in it.
 
-    ``regions``: use the library, if it was built. ``quietly``: stderr may be discarded meanwhile.
-    None if the whole image should be decoded, because ``box`` is nearly all of it or it is damaged.
+    ``data`` is a file that `jpeg.shape_of` accepts. None if the whole image has to be decoded,
+    because there is no library for it or the image is damaged.
     """
-    top, left, height, width = box
-    if regions and (found := jpeg.decode_region(data, box)) is not None:
-        pixels, column = found
-        return torch.from_numpy(pixels).permute(2, 0, 1), (0, left - column, height, width)
-    if quietly and (part := jpeg.lowered(data, frame, top + height)) is not None:
-        with contextlib.suppress(RuntimeError), jpeg.silent_stderr():
-            return _decode_jpeg(part), box
-    return None
+    _, left, height, width = box
+    if (decoded := jpeg.decode_region(data, box)) is None:
+        return None
+    pixels, column = decoded
+    return torch.from_numpy(pixels).permute(2, 0, 1), (0, left - column, height, width)
 
 
 def _decode_jpeg(data: bytearray) -> Tensor:

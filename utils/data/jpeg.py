@@ -1,23 +1,17 @@
 """Decode only the part of a JPEG file that a crop shows; the pixels are those of the whole image.
 
 The library made of region_decode.c decodes that part alone. `scripts/build_region_decode.py`
-builds it where there is a C compiler; nodes with and without it train on the same batches.
-
-Without the library, the rows below the crop are left out: a decoder stops after the height in the
-frame header. With a lower one the pixels above are the same, as each row of blocks is transformed
-by itself, and only the upsampling of colour looks at rows beside it.
+builds it where there is a C compiler. Nodes without it decode whole images. All nodes train on the
+same batches.
 
 This file does without torch, whose import takes seconds in each process.
 """
 
-import contextlib
 import ctypes
 import functools
-import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -33,23 +27,12 @@ JPEG_MAGIC, JPEG_END = b"\xff\xd8", b"\xff\xd9"
 SEQUENTIAL = (0xC0, 0xC1)  # SOF0 and SOF1; progressive files are smoothed across rows of blocks
 # APP0 to APP15, COM, tables and the restart interval: what may stand before the frame header.
 BEFORE_FRAME = {*range(0xE0, 0xF0), 0xFE, 0xDB, 0xC4, 0xDD}
-# Upsampling doubles colour vertically, and looks at one row of it below: two of pixels.
-MARGIN = 2
-LEAST = 16  # rows; leaving out fewer gains nothing, as whole rows of blocks are decoded
 
 Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 
 
-class Frame(NamedTuple):
-    """Height and width in the frame header of a JPEG file, and the place of the height in it."""
-
-    height: int
-    width: int
-    at: int
-
-
-def frame_of(data: bytes) -> Frame | None:
-    """The frame of a JPEG file that can be decoded in part; None for any other file.
+def shape_of(data: bytes) -> tuple[int, int] | None:
+    """Height and width of a JPEG file that can be decoded in part; None for any other file.
 
     Others are progressive, lossless or arithmetic coded, CMYK, of unusual subsampling, not standard
     up to the frame header, or without their end (but for padding), which decoders make up for.
@@ -60,56 +43,27 @@ def frame_of(data: bytes) -> Frame | None:
     while at < end and data[at] == 0xFF:
         marker, length = data[at + 1], data[at + 2] << 8 | data[at + 3]
         if marker in SEQUENTIAL:
-            return _read_frame(data[at + 4 : at + 2 + length], at + 5)
+            return _read_frame(data[at + 4 : at + 2 + length])
         if marker not in BEFORE_FRAME or length < 2:
             return None
         at += 2 + length
     return None
 
 
-def _read_frame(header: bytes, at: int) -> Frame | None:
+def _read_frame(header: bytes) -> tuple[int, int] | None:
     # precision, height (2), width (2), components; id, sampling factors, table of each
     if len(header) < 9 or header[0] != 8 or header[5] not in (1, 3):
         return None
     if len(header) != 6 + 3 * header[5] or max(factor & 15 for factor in header[7::3]) > 2:
         return None
     height, width = header[1] << 8 | header[2], header[3] << 8 | header[4]
-    return Frame(height, width, at) if height and width else None
-
-
-def lowered(data: bytes, frame: Frame, rows: int) -> bytearray | None:
-    """A copy of ``data`` that decodes to little more than the first ``rows`` rows.
-
-    None where that leaves out hardly anything.
-    """
-    height = rows + MARGIN
-    if height + LEAST > frame.height:
-        return None
-    copy = bytearray(data)
-    copy[frame.at : frame.at + 2] = height.to_bytes(2, "big")
-    return copy
-
-
-@contextlib.contextmanager
-def silent_stderr() -> Iterator[None]:
-    """Discard what libraries write to stderr: libjpeg warns of the bytes that it does not need.
-
-    It affects the whole process: no other thread may write to stderr meanwhile.
-    """
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+    return (height, width) if height and width else None
 
 
 def decode_region(data: bytes, box: Box, path: Path | None = None) -> tuple[np.ndarray, int] | None:
     """The rows of ``box``, and the column of the image that they begin with.
 
-    ``data`` is a file that `frame_of` accepts, ``path`` the library (`LIBRARY`). Returns: uint8
+    ``data`` is a file that `shape_of` accepts, ``path`` the library (`LIBRARY`). Returns: uint8
     [height, n, 3], with n at least the width; None without the library, and for a file that is
     damaged or too small for the box.
     """

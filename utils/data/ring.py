@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from utils.data.dataset import ImageBatches, Reading
 from utils.errors import UserError
@@ -148,7 +148,6 @@ class RingLoader:
             num_workers=workers,
             prefetch_factor=PREFETCH if workers else None,
             collate_fn=lambda filled: filled,
-            worker_init_fn=_begin_worker,
             # A spawned process would spawn its workers, and each would import torch.
             multiprocessing_context=WorkerContext() if workers else None,
             persistent_workers=workers > 0,
@@ -193,10 +192,6 @@ class _IntoRing(Dataset):
     def __getitems__(self, batch: Batch) -> Filled:
         images = self.ring.room(batch.slot, len(batch.indices), batch.size)
         return Filled(batch.slot, *self.dataset.fill(images, batch), batch.size)
-
-
-def _begin_worker(_: int) -> None:
-    get_worker_info().dataset.dataset.quietly = True
 
 
 class Worker(ForkProcess):
