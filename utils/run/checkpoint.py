@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from utils.errors import UserError
 from utils.launch.world import World, from_main, is_elastic, is_sharded
-from utils.model.models import plain_weights
+from utils.model.foreign import plain_weights
 from utils.model.schedules import TO_THE_END
 from utils.run.snapshots import read_latest
 
@@ -142,9 +142,9 @@ def resume(
 ) -> bool:
     """Load ``path`` (as rank 0 finds it) into every process's ``state``.
 
-    Takes our snapshots and best models, checkpoints of pytorch/examples, of the Apex example, of
-    torchvision's references and of timm, and bare state dicts. ``args`` and ``classes`` are
-    compared with what the file says of itself. Returns: whether it was a full snapshot of ours.
+    Of any other file than our snapshots, the weights alone are loaded (see `utils.model.foreign`).
+    ``args`` and ``classes`` are compared with what the file says of itself. Returns: whether it was
+    a full snapshot of ours.
     Raises: `UserError`.
     """
     content = from_main(lambda: read_latest(path) if path else None, world)
@@ -192,20 +192,17 @@ def _restore(
         if averages is not None:
             averages["model"] = fsdp.shards_like(averages["model"], state.ema.averages)
         state.ema.restore(averages)
+    if not is_ours:
+        tell(
+            f"note: {path} is not a snapshot: only its weights are loaded, and training begins at "
+            f"epoch {args.start_epoch or 0}"
+        )
+        return False
     begins_anew = args.start_epoch is not None and {*changed} & {*_OPTIMISER}
-    if "optimizer" in content and not begins_anew:
+    if not begins_anew:
         moments = _optimizer_state(content["optimizer"], state.optimizer, path)
         state.optimizer.load_state_dict(moments)
-    state.scaler.load_state_dict(_loss_scale(content, state.scaler.state_dict()))
-    if not is_ours:
-        # pytorch/examples counts finished epochs. Torchvision's references, whose files have an
-        # "lr_scheduler", and timm, from version 2 of its files on, number the last one from 0.
-        from_zero = "lr_scheduler" in content or content.get("version", 0) > 1
-        state.epoch = int(content.get("epoch", 0)) + from_zero if "optimizer" in content else 0
-        if (best := content.get("best_acc1", content.get("best_prec1"))) is not None:
-            # Perhaps of other images, and then no epoch here might ever be better.
-            tell(f"note: best.pt will be the best epoch from here on; {path} had {best:.2f} %")
-        return False
+    state.scaler.load_state_dict(_loss_scale(content["scaler"], state.scaler.state_dict()))
     if state.comm is not None and content.get("comm"):
         state.comm.restore(content["comm"])
     global_batch = state.global_batch
@@ -278,12 +275,10 @@ def _optimizer_state(
     return {"state": state, "param_groups": groups}
 
 
-def _loss_scale(content: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """A scaler's ``state`` with the loss scale that any script, or Apex or timm, has saved."""
-    saved = content.get("scaler") or content.get("amp") or content.get("amp_scaler") or {}
-    saved = saved.get("loss_scaler0", saved)
-    clean = ("clean_steps", "_growth_tracker", "unskipped")
-    alike = {"scale": ("scale", "loss_scale"), "clean_steps": clean, "_growth_tracker": clean}
+def _loss_scale(saved: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """A scaler's ``state`` with the loss scale that any of our scripts has ``saved``."""
+    clean = ("clean_steps", "_growth_tracker")
+    alike = {"clean_steps": clean, "_growth_tracker": clean}
     found = {key: saved[name] for key in state for name in alike.get(key, (key,)) if name in saved}
     return {**state, **found}
 
