@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +42,7 @@ class Job:
     processes: int = 2
     nodes: int = 1
     stop_after: int | None = None
+    env: dict[str, str] = field(default_factory=dict)
 
 
 def command(script: str, *words: object, **env: str) -> Result:
@@ -197,6 +198,7 @@ def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
     module = importlib.import_module(job.script)
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % job.processes}
     place |= {"LOCAL_WORLD_SIZE": job.processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    place |= job.env
     init = functools.partial(dist.init_process_group, init_method=f"file://{store}")
 
     def bytes_of(tensors: Iterable[Any]) -> int:

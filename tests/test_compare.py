@@ -1,5 +1,7 @@
 """scripts/compare_runs.py: what it reads from event files of 2020, and its table."""
 
+import csv
+import io
 import math
 
 import compare_runs
@@ -225,6 +227,13 @@ def test_labels_and_order(tmp_path):
     found = table(*files)[2].runs
     assert [run.best("Top1/val")[0] for run in found] == [30, 20]
     assert [run.label for run in found] == [f"a/{file.name}" for file in files]
+
+
+def test_text_with_commas_and_quotes_is_one_cell_of_the_csv(tmp_path):
+    write(tmp_path / "a", epochs_of(9, 64), options=ONE | {"arch": "x,y"})
+    text = table(tmp_path / "a", "--labels", 'a, "b"')[2].as_csv()
+    (row,) = csv.DictReader(io.StringIO(text))
+    assert (row["label"], row["arch"]) == ('a, "b"', "x,y")
 
 
 def test_bad_input_is_a_one_line_error(tmp_path, monkeypatch, capsys):

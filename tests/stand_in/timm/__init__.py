@@ -8,14 +8,15 @@ STEP_SECONDS in the environment makes a forward pass take that long, without usi
 a signal can meet it half-way. With HOLD_AFTER=N the forward pass after N training batches waits
 until the process has been asked to stop; in rank R alone with HOLD_RANK=R. With SEEN_IMAGES=FOLDER
 each process keeps a file there, <rank>_<start>, with a line for each training batch that it has
-seen: the checksums of its images, which crop and flip make different in each epoch.
+seen: the checksums of its images, which crop and flip make different in each epoch. With
+SEEN_SEEDS=FOLDER it does the same with torch's seeds. In rank R the clock jumps forward by an hour
+in the second training batch with CLOCK_JUMPS_IN=R.
 """
 
 import os
 import signal
 import time
 import zlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -46,7 +47,13 @@ class Tiny(nn.Sequential):
             if seconds >= LONG:
                 os.write(1, b"a long step begins\n")  # one write: lines of two ranks stay apart
             if self.training and "SEEN_IMAGES" in os.environ:
-                note(images, Path(os.environ["SEEN_IMAGES"]))
+                pixels = (image.contiguous().numpy() for image in images.float().cpu())
+                note(os.environ["SEEN_IMAGES"], *(zlib.crc32(one.tobytes()) for one in pixels))
+            if self.training and "SEEN_SEEDS" in os.environ:
+                note(os.environ["SEEN_SEEDS"], torch.initial_seed())
+            if self.trained == 2 and os.environ.get("CLOCK_JUMPS_IN") == rank:
+                now = time.monotonic
+                time.monotonic = lambda: now() + 3600
             time.sleep(seconds)
         return super().forward(images)
 
@@ -59,11 +66,10 @@ def wait_for_a_signal() -> None:
         time.sleep(0.01)
 
 
-def note(images: Tensor, folder: Path) -> None:
-    """Add a batch to this process's file."""
-    sums = [zlib.crc32(image.contiguous().numpy().tobytes()) for image in images.float().cpu()]
-    with open(folder / f"{os.environ.get('RANK', '0')}_{STARTED}", "a") as file:
-        file.write(" ".join(map(str, sums)) + "\n")
+def note(folder: str, *numbers: int) -> None:
+    """Add a line to this process's file."""
+    with open(f"{folder}/{os.environ.get('RANK', '0')}_{STARTED}", "a") as file:
+        print(*numbers, file=file)
 
 
 def list_models() -> list[str]:
