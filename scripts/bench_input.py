@@ -33,7 +33,8 @@ import torch  # noqa: E402
 from bench import photographs, pipelines  # noqa: E402
 from compare.table import markdown_table  # noqa: E402
 
-from utils.data.index import ImageIndex, class_folders  # noqa: E402
+from utils.data.folder import Source  # noqa: E402
+from utils.data.parts import class_folders, open_source  # noqa: E402
 from utils.errors import UserError  # noqa: E402
 from utils.launch import supervise  # noqa: E402
 from utils.option_types import count, positive  # noqa: E402
@@ -54,7 +55,7 @@ def main() -> int:
         sets[title] = prepared(command, originals, Path(args.cache) / f"{command}_{name:08x}")
     rows = []
     for title, root in sets.items():
-        index = ImageIndex(root / "train", class_folders(root / "train"))
+        index = open_source(root / "train", class_folders(root / "train"))
         print(f"{title}: {len(index)} images, {index.sample_sizes()[0] / 1000:.0f} KB on average")
         rows += [
             {"names": (name, title), "make": pipeline, "index": index, "batches": args.batches}
@@ -115,7 +116,7 @@ def prepared(command: str, originals: Path, out: Path) -> Path:
     return out
 
 
-def batches_of(index: ImageIndex, number: int, epoch: int) -> list[Batch]:
+def batches_of(index: Source, number: int, epoch: int) -> list[Batch]:
     order = np.resize(epoch_order(len(index), 0, epoch), number * BATCH)
     return [Batch(epoch, part) for part in np.split(order, number)]
 

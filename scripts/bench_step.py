@@ -41,7 +41,7 @@ from bench import commands  # noqa: E402
 from compare.table import markdown_table  # noqa: E402
 
 from utils.atomic import save_atomically  # noqa: E402
-from utils.data.index import SUFFIXES  # noqa: E402
+from utils.data.folder import SUFFIXES  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 from utils.launch import gpus, supervise  # noqa: E402
 from utils.option_types import count, positive  # noqa: E402

@@ -113,14 +113,14 @@ def facts(args: argparse.Namespace) -> Facts:
 
 def data_set(args: argparse.Namespace) -> Facts:
     """Fingerprints of train and val, and how fast images come in; or a run's own "error"."""
-    from utils.data.index import ImageIndex, check_same_classes, class_folders
+    from utils.data.parts import check_same_classes, class_folders, open_source
 
     root, found = Path(args.data), {}
     try:
         classes = class_folders(root / "train")
         check_same_classes(root, "val", classes, subset=False)
         for part in ("train", "val"):
-            index = ImageIndex(root / part, classes, shows=args.rank == 0)
+            index = open_source(root / part, classes, shows=args.rank == 0)
             found[part] = {
                 "fingerprint": index.fingerprint(),
                 "of_classes": index.class_fingerprints(),

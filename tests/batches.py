@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from utils.data.dataset import ImageBatches
-from utils.data.index import ImageIndex
+from utils.data.folder import Folder
 from utils.data.loaders import BadFiles, Batches
 from utils.samplers import Batch, TrainSampler
 
@@ -15,7 +15,7 @@ SIZE, SEED = 16, 3
 PLACE = (torch.device("cpu"), torch.contiguous_format, torch.float32)
 
 
-def noise_index(root, images=24, suffix="png", height=20, width=30) -> ImageIndex:
+def noise_index(root, images=24, suffix="png", height=20, width=30) -> Folder:
     """Noise in 3 classes, but the blue of every pixel of image i is 10 * i, however it is cropped.
 
     Image i is ``height`` + i pixels high.
@@ -27,7 +27,7 @@ def noise_index(root, images=24, suffix="png", height=20, width=30) -> ImageInde
         path = root / f"class_{3 * i // images}" / f"{i:02}.{suffix}"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)
-    return ImageIndex(root, ["class_0", "class_1", "class_2"])
+    return Folder(root, ["class_0", "class_1", "class_2"])
 
 
 def picture(width=500, height=375, seed=0) -> Image.Image:

@@ -5,8 +5,9 @@ from unittest import mock
 
 import pytest
 
-from utils.data import index
-from utils.data.index import ImageIndex, class_folders, select_classes
+from utils.data import folder
+from utils.data.folder import Folder
+from utils.data.parts import class_folders, select_classes
 from utils.errors import UserError
 
 
@@ -17,9 +18,9 @@ def make(root, *names):
         (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
         if not name.endswith("/"):
             path.touch()
-    for folder, _, _ in os.walk(root):
-        past = os.stat(folder).st_mtime - 3600
-        os.utime(folder, (past, past))
+    for place, _, _ in os.walk(root):
+        past = os.stat(place).st_mtime - 3600
+        os.utime(place, (past, past))
     return root
 
 
@@ -37,13 +38,13 @@ def test_images_are_sorted_and_numbered_by_the_given_order_of_classes(tmp_path):
     named = [("c/4.jpeg", 0), ("c/more/deep/5.Png", 0), ("a/a.webp", 1), ("a/z.png", 1)]
     named += [("b/10.jpg", 2), ("b/2.JPEG", 2), *((name, 3) for name in names)]
     for _ in ("listed", "from the cache"):
-        assert contents(ImageIndex(tmp_path, ["c", "a", "b", "ü"])) == named
+        assert contents(Folder(tmp_path, ["c", "a", "b", "ü"])) == named
 
 
 def test_fingerprint_is_of_the_names(tmp_path):
     """Two nodes may have the data in different folders, but not other files."""
     one, same, another = (
-        ImageIndex(make(tmp_path / place, f"a/{name}.jpg", "b/1.jpg"), ["a", "b"])
+        Folder(make(tmp_path / place, f"a/{name}.jpg", "b/1.jpg"), ["a", "b"])
         for place, name in (("here", 1), ("there", 1), ("other", 2))
     )
     assert one.fingerprint() == same.fingerprint() != another.fingerprint()
@@ -66,7 +67,7 @@ def test_class_folders(tmp_path):
         ("b", r"cannot read .*/b.*: Too many levels"),
     ):
         with pytest.raises(UserError, match=message):
-            ImageIndex(tmp_path, ["a", name])
+            Folder(tmp_path, ["a", name])
 
 
 # ---- --classes
@@ -113,16 +114,16 @@ def root(tmp_path):
 @pytest.fixture
 def scans(monkeypatch):
     """The names of the classes that are listed from now on."""
-    seen, real = [], index.list_class
-    monkeypatch.setattr(index, "list_class", lambda root, n: seen.append(n) or real(root, n))
+    seen, real = [], folder.list_class
+    monkeypatch.setattr(folder, "list_class", lambda root, n: seen.append(n) or real(root, n))
     return seen
 
 
 def test_no_class_is_listed_twice_and_all_is_the_same(root, scans):
     """A subset of the classes adds to the cache, and is taken from it."""
-    ImageIndex(root, CLASSES[:1])
-    first, again = ImageIndex(root, CLASSES), ImageIndex(root, CLASSES)
-    some = contents(ImageIndex(root, CLASSES[1:]))
+    Folder(root, CLASSES[:1])
+    first, again = Folder(root, CLASSES), Folder(root, CLASSES)
+    some = contents(Folder(root, CLASSES[1:]))
     assert sorted(scans) == sorted(CLASSES)
     assert contents(again) == contents(first)
     assert some == [(path, number - 1) for path, number in contents(first)[5:]]
@@ -132,37 +133,37 @@ def test_no_class_is_listed_twice_and_all_is_the_same(root, scans):
 
 
 def test_other_sizes_of_files_are_noticed(root):
-    mean, first = ImageIndex(root, CLASSES).sample_sizes()
+    mean, first = Folder(root, CLASSES).sample_sizes()
     assert mean == 4
     os.truncate(root / "b" / "deep" / "z.png", 5)
-    assert ImageIndex(root, CLASSES).sample_sizes()[1] != first
+    assert Folder(root, CLASSES).sample_sizes()[1] != first
 
 
 def test_change_lists_that_class_anew(root, scans):
-    ImageIndex(root, CLASSES)
+    Folder(root, CLASSES)
     scans.clear()
     (root / "b" / "deep" / "z.png").rename(root / "b" / "deep" / "new.jpg")
-    images = contents(ImageIndex(root, CLASSES))
+    images = contents(Folder(root, CLASSES))
     assert images[9] == ("b/deep/new.jpg", 1) and len(images) == 15
-    assert images == contents(ImageIndex(root, CLASSES))
+    assert images == contents(Folder(root, CLASSES))
     assert scans == ["b", "b"], "a second change in the same tick of the clock would go unnoticed"
 
 
 def test_damaged_cache_is_made_again(root, scans):
-    expected = contents(ImageIndex(root, CLASSES))
-    data = (root / index.CACHE).read_bytes()
+    expected = contents(Folder(root, CLASSES))
+    data = (root / folder.CACHE).read_bytes()
     half = len(data) // 2
     for damaged in (data[:half], data[:half] + b"\xff" * 64 + data[half + 64 :], b""):
-        (root / index.CACHE).write_bytes(damaged)
+        (root / folder.CACHE).write_bytes(damaged)
         scans.clear()
         for _ in range(2):
-            assert contents(ImageIndex(root, CLASSES)) == expected
+            assert contents(Folder(root, CLASSES)) == expected
             assert len(scans) == 3
 
 
 def test_read_only_folder_is_told_and_used(root, capsys, monkeypatch):
-    monkeypatch.setattr(index, "save_atomically", mock.Mock(side_effect=OSError(30, "Read-only")))
-    assert len(ImageIndex(root, CLASSES)) == 15
+    monkeypatch.setattr(folder, "save_atomically", mock.Mock(side_effect=OSError(30, "Read-only")))
+    assert len(Folder(root, CLASSES)) == 15
     assert capsys.readouterr().out == ""
-    assert len(ImageIndex(root, CLASSES, shows=True)) == 15
+    assert len(Folder(root, CLASSES, shows=True)) == 15
     assert f"cannot keep the list of files in {root} (Read-only)" in capsys.readouterr().out

@@ -113,7 +113,7 @@ def test_a_node_without_the_library_trains_on_the_same_pixels(library, tmp_path,
     for path in (library, tmp_path / "none"):
         monkeypatch.setattr(part_of, "LIBRARY", path)
         made[path], targets, reading = batches.__getitems__(Batch(0, np.arange(6)))
-        assert targets.tolist() == batches.index.targets.tolist() and not reading.faults
+        assert targets.tolist() == batches.source.targets.tolist() and not reading.faults
     assert torch.equal(*made.values())
 
 
@@ -184,7 +184,9 @@ def test_what_is_missing_is_said(not_built, monkeypatch, capsys):
 def test_a_run_that_waits_for_decoding_is_told(not_built, logged):
     session = mock.MagicMock(args=SimpleNamespace(workers=1))
     session.train.reading = Reading(10, 800_000, 0.1, 1.0)
-    session.train.bad.index = mock.MagicMock(pack=None, path=lambda image: "x.JPEG")
+    session.train.bad.source = mock.MagicMock(
+        shape=lambda image: None, reads_parts=False, path=lambda image: "x.JPEG"
+    )
     report.bottleneck(session, {"IO/wait_share": 0.05})
     assert not logged
     report.bottleneck(session, {"IO/wait_share": 0.5})

@@ -17,7 +17,7 @@ from preparing import fail, run, succeed, times, tree
 
 from utils.data import pack
 from utils.data.dataset import ImageBatches
-from utils.data.index import ImageIndex, check_same_classes, class_folders
+from utils.data.parts import check_same_classes, class_folders, open_source
 from utils.errors import UserError
 from utils.samplers import EvalSampler, TrainSampler
 
@@ -59,7 +59,7 @@ def copy(packed, tmp_path):
 
 
 def index_of(root, part="train"):
-    return ImageIndex(root / part, class_folders(root / part))
+    return open_source(root / part, class_folders(root / part))
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -84,11 +84,11 @@ def test_names_classes_and_reports(source, packed):
     assert class_folders(out / "train") == class_folders(source / "train")
     check_same_classes(out, "val", class_folders(out / "train"), subset=False)
     one, other = index_of(source), index_of(out)
-    assert one.blob == other.blob and (one.targets == other.targets).all()
+    assert one.paths == other.paths and (one.targets == other.targets).all()
     assert one.fingerprint() != other.fingerprint(), "nodes with other pixels are refused"
-    some = ImageIndex(out / "train", ["class_2", "class_1"])
-    expected = ImageIndex(source / "train", ["class_2", "class_1"])
-    assert some.blob == expected.blob and some.targets.tolist() == [0] * 12 + [1] * 13
+    some = open_source(out / "train", ["class_2", "class_1"])
+    expected = open_source(source / "train", ["class_2", "class_1"])
+    assert some.paths == expected.paths and some.targets.tolist() == [0] * 12 + [1] * 13
     evaluated = (ImageBatches(index, 24, 0, train=False) for index in (some, expected))
     assert torch.equal(*(fetch(dataset, [1, 14])[0] for dataset in evaluated))
     looked_at = doctor.data_set(argparse.Namespace(data=str(out), rank=0, image_size=32))
@@ -110,9 +110,9 @@ def test_pixels_are_those_of_a_careful_reduction(tmp_path, monkeypatch):
         if (factor := SIZE / min(rgb.size)) < 1:
             wanted = [round(side * factor) for side in rgb.size]
             rgb = rgb.resize(wanted, Image.Resampling.BICUBIC)
-        assert index.pack.shape(image) == rgb.size[::-1]
-        assert index.pack.file(image) == rgb.tobytes()
-        assert np.array_equal(index.pack.rows(image, 7, 11), np.asarray(rgb)[7:18])
+        assert index.shape(image) == rgb.size[::-1]
+        assert index.read(image) == rgb.tobytes()
+        assert np.array_equal(index.rows(image, 7, 11), np.asarray(rgb)[7:18])
 
 
 # ---------------------------------------------------------------------------- damages
@@ -135,7 +135,7 @@ def test_a_file_cut_while_it_is_in_use_has_unreadable_images(copy):
     index = index_of(copy)
     dataset = ImageBatches(index, 24, seed=0, train=True)
     intact = fetch(dataset, [30, 34])[0]
-    os.truncate(copy / "train" / "00003.pixels", int(index.pack.records["place"][35]) + 9)
+    os.truncate(copy / "train" / "00003.pixels", int(index.records["place"][35]) + 9)
     images, targets, reading = fetch(dataset, [30, 34, 35])
     lost = dict.fromkeys((35, 36), "00003.pixels ends before the image does")
     assert dict(reading.faults) == lost and targets.tolist() == index.targets[[30, 34, 0]].tolist()

@@ -12,7 +12,7 @@ from torchvision.models import VisionTransformer, get_model_weights
 
 from utils.data import preprocessing
 from utils.data.dataset import ImageBatches
-from utils.data.index import ImageIndex
+from utils.data.folder import Folder
 from utils.data.preprocessing import IMAGENET, SIZES, Preprocessing
 from utils.errors import UserError
 from utils.model import models
@@ -20,12 +20,12 @@ from utils.samplers import EvalSampler, TrainSampler
 
 
 @pytest.fixture
-def index(tmp_path) -> ImageIndex:
+def index(tmp_path) -> Folder:
     """JPEG files like photographs: upright, lying on its side, and a small long one."""
     (tmp_path / "c").mkdir()
     for number, shape in enumerate([(645, 480), (500, 700), (61, 600)]):
         picture(*shape, seed=number).save(tmp_path / "c" / f"{number}.jpg", quality=95)
-    return ImageIndex(tmp_path, ["c"])
+    return Folder(tmp_path, ["c"])
 
 
 def evaluated(index, wanted) -> torch.Tensor:

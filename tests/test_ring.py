@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from utils.data.dataset import ImageBatches
-from utils.data.index import ImageIndex
+from utils.data.folder import Folder
 from utils.data.ring import Ring, Worker
 from utils.errors import UserError
 from utils.samplers import Batch, TrainSampler
@@ -23,7 +23,7 @@ IMAGES, BATCH = 30, 2
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory) -> ImageIndex:
+def index(tmp_path_factory) -> Folder:
     return noise_index(tmp_path_factory.mktemp("ring"), IMAGES, "jpg", 90, 70)
 
 

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 
 from utils.data import jpeg
 from utils.data.dataset import ImageBatches
-from utils.data.index import ImageIndex
+from utils.data.folder import Source
 from utils.data.preprocessing import MEAN, STD
 from utils.data.ring import RingLoader
 from utils.samplers import Batch
@@ -28,7 +28,7 @@ Pipeline = Callable[[list[Batch], int], Iterator[Any]]
 class Usual(Dataset):
     """What pytorch/examples does: Pillow, float tensors, normalised in the worker, collated."""
 
-    def __init__(self, index: ImageIndex):
+    def __init__(self, index: Source):
         self.index = index
         self.collate: Callable[[list[Any]], Any] = default_collate
         self.transform: Callable[[Any], Any] = transforms.Compose(
@@ -68,7 +68,7 @@ def _as_is(batch: Any) -> Any:
 class V2Uint8(Usual):
     """torchvision's v2 transforms on uint8 tensors, normalised on the device."""
 
-    def __init__(self, index: ImageIndex):
+    def __init__(self, index: Source):
         super().__init__(index)
         self.transform = v2.Compose(
             [v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip()]
@@ -81,7 +81,7 @@ class V2Uint8(Usual):
 class Timm(Usual):
     """timm's transform and its collating for a GPU, where normalisation follows."""
 
-    def __init__(self, index: ImageIndex):
+    def __init__(self, index: Source):
         from timm.data import create_transform
         from timm.data.loader import fast_collate
 
@@ -99,7 +99,7 @@ class Dali:
     of this process; they are started once, which is not counted.
     """
 
-    def __init__(self, index: ImageIndex):
+    def __init__(self, index: Source):
         self.index = index
         self.built: Any = None
 
@@ -149,7 +149,7 @@ class Fixed(list):
 class ThisSuite:
     """The input path of this repository, up to the slots of its ring or, without, a DataLoader."""
 
-    def __init__(self, index: ImageIndex, regions: bool = False, ring: bool = True):
+    def __init__(self, index: Source, regions: bool = False, ring: bool = True):
         self.dataset = ImageBatches(index, SIZE, 0, train=True, regions=regions)
         self.ring = ring
 
@@ -163,10 +163,10 @@ class ThisSuite:
             loader.ring.free_after(filled.slot)
 
 
-def all_of(index: ImageIndex) -> dict[str, Pipeline]:
+def all_of(index: Source) -> dict[str, Pipeline]:
     """The pipelines by name; ratios are to the first."""
     suite: dict[str, Pipeline] = {"this suite": ThisSuite(index)}
-    if index.pack is not None:  # the others read image files
+    if index.shape(0) is not None:  # the others read image files
         return suite
     if jpeg.has_library():
         suite["this suite, with region decode"] = ThisSuite(index, regions=True)

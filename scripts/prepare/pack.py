@@ -22,11 +22,12 @@ from tqdm import tqdm
 
 from utils.atomic import remove_leftovers, save_atomically
 from utils.data import pack
-from utils.data.index import ImageIndex, class_folders
+from utils.data.folder import Folder
 from utils.data.jpeg import to_rgb
+from utils.data.parts import class_folders, is_pack
 from utils.errors import UserError
 
-File = tuple[Path, range, ImageIndex]  # of a pack: its path, and its images in this index
+File = tuple[Path, range, Folder]  # of a pack: its path, and its images in this index
 
 
 def end_of_file(records: np.ndarray) -> bytes:
@@ -83,7 +84,7 @@ def _make(size: int, job: tuple[Path, int, list[str]]) -> tuple[int, list[str]]:
     return 1, notes
 
 
-def _join(folder: Path, files: list[Path], index: ImageIndex, size: int) -> np.ndarray:
+def _join(folder: Path, files: list[Path], index: Folder, size: int) -> np.ndarray:
     """Write the index of a split whose ``files`` are all complete. Returns its records."""
     records = np.concatenate([read_end(path) for path in files])
     arrays = {
@@ -91,7 +92,7 @@ def _join(folder: Path, files: list[Path], index: ImageIndex, size: int) -> np.n
         "size": size,
         "classes": np.frombuffer(b"\0".join(map(os.fsencode, index.classes)), np.uint8),
         "counts": np.bincount(index.targets, minlength=len(index.classes)),
-        "paths": np.frombuffer(index.blob, np.uint8),
+        "paths": np.frombuffer(index.paths, np.uint8),
         "records": records,
         "file_bytes": np.array([path.stat().st_size for path in files], np.int64),
     }
@@ -106,7 +107,7 @@ def pack_folder(source: Path, out: Path, size: int, workers: int) -> None:
     being written; and what `check_places` raises.
     """
     source, out, splits = check_places(source, out)
-    indices = {s: ImageIndex(source / s, class_folders(source / s), shows=True) for s in splits}
+    indices = {s: Folder(source / s, class_folders(source / s), shows=True) for s in splits}
     # The fingerprints change when files are added, removed or renamed.
     images = ", ".join(f"{split} {index.fingerprint()}" for split, index in indices.items())
     what = f"pack (source {source}, size {size}, {images})"
@@ -154,8 +155,8 @@ def _check(path: Path) -> tuple[int, list[str]]:
 def verify(out: Path, workers: int) -> None:
     """Read a whole pack, compare checksums and name damaged files. Raises: `UserError`."""
     paths = []
-    for folder in filter(pack.is_pack, (out / split for split in SPLITS)):
-        pack.load(folder)
+    for folder in filter(is_pack, (out / split for split in SPLITS)):
+        pack.Pack(folder)
         paths += sorted(folder.glob(f"*{pack.SUFFIX}"))
     if not paths:
         raise UserError(f"{out} holds no packed pixels")

@@ -21,7 +21,7 @@ import torch  # noqa: E402
 
 from utils.data import jpeg  # noqa: E402
 from utils.data.dataset import ImageBatches  # noqa: E402
-from utils.data.index import ImageIndex, class_folders  # noqa: E402
+from utils.data.parts import class_folders, open_source  # noqa: E402
 from utils.data.ring import RingLoader  # noqa: E402
 from utils.launch import supervise  # noqa: E402
 from utils.samplers import TrainSampler  # noqa: E402
@@ -37,7 +37,7 @@ def main() -> int:
     args = parser.parse_args()
     root = args.data / "train"
     torch.set_num_threads(1)
-    index = ImageIndex(root, class_folders(root))
+    index = open_source(root, class_folders(root))
     sampler = TrainSampler(len(index), BATCH, (0, 1), 1, SEED)
     make = partial(ImageBatches, index, SIZE, SEED, train=True)
     plain, different = make(regions=False), 0

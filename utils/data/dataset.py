@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from utils.data import images as im
 from utils.data import jpeg
-from utils.data.index import ImageIndex
+from utils.data.folder import Source
 from utils.metrics import UNREADABLE
 from utils.samplers import Batch
 
@@ -45,16 +45,16 @@ class Reading:
 
 @dataclass(eq=False)
 class ImageBatches(Dataset):
-    """Whole batches of ``index``: training crops if ``train``, else centre crops.
+    """Whole batches of ``source``: training crops if ``train``, else centre crops.
 
     A batch is (images uint8 [n, size, size, 3], targets int64 [n], `Reading`); ``size`` is the side
     where the batch does not name another. A training image that cannot be read is replaced by the
-    next readable one in the index, so that no other sample moves; in evaluation it is black, with
+    next readable one, so that no other sample moves; in evaluation it is black, with
     target `UNREADABLE`. Augmentation is a function of (seed, epoch, image). ``augment`` is applied
     to each training crop (uint8 [3, size, size]) with torch's random state seeded by these three.
     """
 
-    index: ImageIndex
+    source: Source
     size: int
     seed: int
     train: bool
@@ -83,7 +83,7 @@ class ImageBatches(Dataset):
             if found is None:
                 images[row].zero_()
             else:
-                targets[row] = self.index.targets[found]
+                targets[row] = self.source.targets[found]
         reading.seconds = time.perf_counter() - began
         return targets, reading
 
@@ -92,10 +92,10 @@ class ImageBatches(Dataset):
 
         Returns: the index of the image; None if none is readable.
         """
-        for step in range(len(self.index) if self.train else 1):
+        for step in range(len(self.source) if self.train else 1):
             if len(reading.faults) >= LONGEST_SEARCH:
                 break
-            found = (wanted + step) % len(self.index)
+            found = (wanted + step) % len(self.source)
             try:
                 self._view(found, (self.seed << 72) | (epoch << 48) | wanted, out, reading)
                 return found
@@ -119,21 +119,17 @@ class ImageBatches(Dataset):
 
     def _pixels(self, image: int, key: int, size: int, reading: Reading) -> tuple[Tensor, im.Cut]:
         """The pixels that the view of an image needs, and how to cut the view out of them."""
-        pack = self.index.pack
-        if pack is not None and (shape := pack.shape(image)) is not None:
+        source = self.source
+        if (shape := source.shape(image)) is not None:
             cut = self._cut(shape, key, size)
             top, left, height, width = cut.box
             began = time.perf_counter()
-            rows = pack.rows(image, top, height)
+            rows = source.rows(image, top, height)
             reading.count(rows.nbytes, began)
             box = (0, left, height, width)
             return torch.from_numpy(rows).permute(2, 0, 1), cut._replace(box=box)
         began = time.perf_counter()
-        if pack is not None:
-            data = pack.file(image)
-        else:
-            with open(self.index.path(image), "rb", buffering=0) as file:
-                data = file.read()
+        data = source.read(image)
         reading.count(len(data), began)
         in_part = self.train and self.regions and jpeg.has_library()
         if in_part and (shape := jpeg.shape_of(data)) is not None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from utils.data import mixing
 from utils.data.dataset import ImageBatches, Reading
-from utils.data.index import ImageIndex, check_same_classes, class_folders, select_classes
+from utils.data.folder import Source
+from utils.data.parts import check_same_classes, class_folders, open_source, select_classes
 from utils.data.preprocessing import MEAN, STD, Channels, Preprocessing, training_sizes
 from utils.data.ring import Filled, RingLoader
 from utils.errors import UserError
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 class BadFiles:
     """Unreadable files of one loader: each is logged once; more than ``limit`` are `too_many`."""
 
-    index: ImageIndex
+    source: Source
     limit: int
     seen: dict[int, str] = field(default_factory=dict)  # image: reason
 
@@ -42,7 +43,7 @@ class BadFiles:
         for image, reason in faults:
             if image not in self.seen and not self.too_many:
                 self.seen[image] = reason
-                log.info(f"unreadable image {self.index.path(image)}: {reason}; skipped")
+                log.info(f"unreadable image {self.source.path(image)}: {reason}; skipped")
 
     def share(self, world: World) -> None:
         """Let every rank know what all have seen, so that rank 0's log names each file."""
@@ -51,7 +52,7 @@ class BadFiles:
 
     def error(self) -> UserError:
         """The error for too many, to raise in every rank after `share`."""
-        last = self.index.path(list(self.seen)[-1])
+        last = self.source.path(list(self.seen)[-1])
         return UserError(
             f"more than {self.limit} image files could not be read (--max-bad-files), the last "
             f"one {last}: check the disk and the copy of the data set",
@@ -214,22 +215,22 @@ def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torc
     """The batches of DATA/``part``: training crops of train, else centre crops."""
     root, train = Path(args.data) / part, part == "train"
     # The first process of a node lists the folder; the others read its cache.
-    index = first_on_node(lambda: ImageIndex(root, classes, shows=world.local_rank == 0), world)
+    source = first_on_node(lambda: open_source(root, classes, world.local_rank == 0), world)
     check_alike(
-        f"the data set's {root.name} folder", index.fingerprint(), world, index.class_fingerprints
+        f"the data set's {root.name} folder", source.fingerprint(), world, source.class_fingerprints
     )
-    dataset = ImageBatches(index, args.image_size, args.seed, train, args.crop_scale)
+    dataset = ImageBatches(source, args.image_size, args.seed, train, args.crop_scale)
     ranks = (world.rank, world.size)
     batch = 1 if args.batch_size == AUTO else args.batch_size  # until `Loaders.use_batch`
-    sampler: TrainSampler | EvalSampler = EvalSampler(len(index), batch, ranks)
+    sampler: TrainSampler | EvalSampler = EvalSampler(len(source), batch, ranks)
     if train:
-        if len(index) < 2 * world.size * args.accum_steps:
+        if len(source) < 2 * world.size * args.accum_steps:
             raise UserError(
-                f"{len(index)} training images are too few for {world.size} processes x "
+                f"{len(source)} training images are too few for {world.size} processes x "
                 f"{args.accum_steps} accumulation steps (at least 2 for each)",
                 alike=True,
             )
-        sampler = TrainSampler(len(index), batch, ranks, args.accum_steps, args.seed)
+        sampler = TrainSampler(len(source), batch, ranks, args.accum_steps, args.seed)
         sampler.views, sampler.sizes = args.repeated_aug, training_sizes(args)
         if args.batch_size != AUTO:  # else when it is known
             mixing.check(args, sampler)
@@ -239,4 +240,4 @@ def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torc
             dataset.augment = augment.build(args.auto_augment, args.random_erasing)
     place = (world.device, args.memory_format, dtype)
     workers = -(-args.workers // world.local_size)
-    return Batches(dataset, sampler, BadFiles(index, args.max_bad_files), place, workers)
+    return Batches(dataset, sampler, BadFiles(source, args.max_bad_files), place, workers)

@@ -12,11 +12,13 @@ is an `OSError`, an unreadable image, where a memory-mapped file would kill the 
 import functools
 import io
 import os
-from dataclasses import dataclass, field, replace
+import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from utils.data.folder import Source, path_starts
 from utils.errors import UserError
 
 INDEX = "pack.npz"
@@ -33,47 +35,45 @@ RECORD = np.dtype(
 )
 
 
-def is_pack(root: Path | str) -> bool:
-    """Whether ``root`` (DATA/train, say) holds packed pixels, whole or not."""
-    return os.path.exists(os.path.join(root, INDEX)) or any(Path(root).glob(f"*{SUFFIX}"))
-
-
 def file_name(number: int) -> str:
     """Name of the file with images ``number`` * `IMAGES_PER_FILE` and on."""
     return f"{number:05d}{SUFFIX}"
 
 
-def path_starts(paths: bytes) -> np.ndarray:
-    """The start of each path (each ends with a zero byte), and the end of the last: int64 [n+1]."""
-    ends = np.flatnonzero(np.frombuffer(paths, np.uint8) == 0)
-    return np.concatenate([[0], ends + 1])
+class Pack(Source):
+    """The images of a packed part, with the paths of the folder that it was made from, as if they
+    were in ``root``. Not for several threads."""
 
+    reads_parts = True
 
-@dataclass
-class Pack:
-    """The images of a packed part, by class, and by path in a class. Not for several threads."""
+    def __init__(self, root: Path, classes: list[str] | None = None):
+        """Read the index, and check that all files are there and as long as they should be.
 
-    root: str
-    size: int  # largest short side, pixels
-    classes: list[str]
-    counts: np.ndarray  # int64 [classes]: images of each
-    paths: bytes  # relative to the part, each followed by a zero byte
-    records: np.ndarray  # `RECORD` [n]
-    _buffer: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
-
-    def of_classes(self, classes: list[str]) -> "Pack":
-        """The images of ``classes``, in this order. Raises: `UserError`."""
-        if unknown := [name for name in classes if name not in self.classes]:
+        ``classes``: those to take, in this order; None: all. Raises: `UserError` for an incomplete
+        or damaged pack, or one without a class.
+        """
+        index = _read_index(root)
+        self.size = index.size
+        chosen = index.classes if classes is None else classes
+        if unknown := [name for name in chosen if name not in index.classes]:
             raise UserError(f"the pack has no class {unknown[0]}", alike=True)
-        numbers = [self.classes.index(name) for name in classes]
-        ends = np.cumsum(self.counts)
-        rows = [np.arange(ends[n] - self.counts[n], ends[n]) for n in numbers]
-        starts = path_starts(self.paths)
-        paths = b"".join(self.paths[starts[row[0]] : starts[row[-1] + 1]] for row in rows)
-        records = self.records[np.concatenate(rows)]
-        return replace(
-            self, classes=classes, counts=self.counts[numbers], paths=paths, records=records
-        )
+        numbers = [index.classes.index(name) for name in chosen]
+        ends, counts = np.cumsum(index.counts), index.counts[numbers]
+        rows = [np.arange(ends[n] - index.counts[n], ends[n]) for n in numbers]
+        self.records = index.records[np.concatenate(rows)]
+        starts = path_starts(index.paths)
+        paths = b"".join(index.paths[starts[row[0]] : starts[row[-1] + 1]] for row in rows)
+        super().__init__(root, chosen, paths, counts.tolist())
+        self._buffer = np.empty(0, np.uint8)
+
+    def fingerprint(self) -> str:
+        """Equal on two nodes with equal file names and sizes of pixels."""
+        return f"{super().fingerprint()}, packed with {self.size} pixels"
+
+    def sample_sizes(self) -> tuple[float, str]:
+        """Mean size, and a fingerprint of the contents."""
+        crcs = f"{zlib.crc32(self.records['crc'].tobytes()):08x}"
+        return float(self.records["bytes"].mean()), crcs
 
     def shape(self, image: int) -> tuple[int, int] | None:
         """Height and width of ``image``; None if the bytes of its file are stored."""
@@ -88,8 +88,8 @@ class Pack:
         width = int(self.records[image]["width"])
         return self._read(image, 3 * width * top, 3 * width * height).reshape(height, width, 3)
 
-    def file(self, image: int) -> bytes:
-        """All stored bytes of an image, pixels or a file. Raises: OSError."""
+    def read(self, image: int) -> bytes:
+        """All stored bytes of an image: those of its file, or its pixels. Raises: OSError."""
         return self._read(image, 0, int(self.records[image]["bytes"])).tobytes()
 
     def stored(self, image: int) -> tuple[str, int, int]:
@@ -120,11 +120,22 @@ def _open(path: str) -> io.FileIO:
     return file
 
 
-def load(root: Path | str) -> Pack:
-    """The pack ``root``, whose files are all there and as long as they should be.
+class _Index(NamedTuple):
+    """The content of `INDEX`."""
 
-    Raises: `UserError` for an incomplete or damaged pack.
-    """
+    size: int  # largest short side, pixels
+    classes: list[str]
+    counts: np.ndarray  # int64 [classes]: images of each
+    paths: bytes  # relative to the part, each followed by a zero byte
+    records: np.ndarray  # `RECORD` [n]
+
+
+def classes_of(root: Path) -> list[str]:
+    """The classes of a whole pack. Raises: `UserError`."""
+    return _read_index(root).classes
+
+
+def _read_index(root: Path) -> _Index:
     place = os.path.join(root, INDEX)
     if not os.path.exists(place):
         raise _broken(f"{place} is missing: packing was not finished, or the copy is incomplete")
@@ -133,16 +144,16 @@ def load(root: Path | str) -> Pack:
             version, file_bytes = int(file["version"]), file["file_bytes"].tolist()
             classes = [os.fsdecode(name) for name in file["classes"].tobytes().split(b"\0")]
             paths, records = file["paths"].tobytes(), file["records"]
-            found = Pack(str(root), int(file["size"]), classes, file["counts"], paths, records)
+            index = _Index(int(file["size"]), classes, file["counts"], paths, records)
     except Exception as fault:  # zipfile and numpy report damage by half a dozen types
         raise _broken(f"{place} is damaged ({fault})") from None
     if version != VERSION:
         raise _broken(f"{place} is of version {version}, not {VERSION}")
-    for number, wanted in enumerate(file_bytes):
+    for number, size in enumerate(file_bytes):
         path = os.path.join(root, file_name(number))
-        if not os.path.exists(path) or os.path.getsize(path) != wanted:
-            raise _broken(f"{path} is missing or has not {wanted:,} bytes")
-    return found
+        if not os.path.exists(path) or os.path.getsize(path) != size:
+            raise _broken(f"{path} is missing or has not {size:,} bytes")
+    return index
 
 
 def _broken(what: str) -> UserError:

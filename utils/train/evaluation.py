@@ -86,7 +86,7 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
     unreadable = sampler.images - metrics.images
     if unreadable:
         log.warning(
-            f"{unreadable} of {sampler.images} images in {bad.index.root} could not be read; the "
+            f"{unreadable} of {sampler.images} images in {bad.source.root} could not be read; the "
             "accuracy is that of the others"
         )
     return {
@@ -100,8 +100,8 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
 
 def _all_bad(bad: BadFiles) -> UserError:
     return UserError(
-        f"none of the {len(bad.index)} images in {bad.index.root} could be read, the last one "
-        f"{bad.index.path(max(bad.seen))}: check the disk and the copy of the data set",
+        f"none of the {len(bad.source)} images in {bad.source.root} could be read, the last one "
+        f"{bad.source.path(max(bad.seen))}: check the disk and the copy of the data set",
         alike=True,
     )
 

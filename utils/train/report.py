@@ -140,7 +140,7 @@ def facts(session: Session) -> dict[str, Any]:
         "train_images": sampler.images,
         "val_images": session.loaders.val.sampler.images,
         "class_count": len(session.loaders.classes),
-        "data_id": session.train.bad.index.fingerprint(),
+        "data_id": session.train.bad.source.fingerprint(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         **provenance.describe(world.device),
     }
@@ -247,17 +247,19 @@ def bottleneck(session: Session, record: dict[str, float]) -> None:
 
 def _faster_input(session: Session) -> list[str]:
     """What would help a run that waits for images."""
-    reading, index = session.train.reading, session.train.bad.index
+    reading, source = session.train.reading, session.train.bad.source
     cores = supervise.usable_cores()
     of_reading = reading.read_seconds / max(reading.seconds, 1e-9)
-    packed = index.pack is not None  # of which only the rows of the crops have been read
-    is_jpeg = not packed and index.path(0).lower().endswith((".jpg", ".jpeg"))
+    packed = source.shape(0) is not None
+    is_jpeg = not packed and source.path(0).lower().endswith((".jpg", ".jpeg"))
     advice = []
     if slow_disk := of_reading > 0.5:
-        mean = index.sample_sizes()[0] if packed else reading.bytes / max(reading.files, 1)
+        mean = reading.bytes / max(reading.files, 1)
+        if source.reads_parts:
+            mean = source.sample_sizes()[0]
         advice.append(
             f"the workers spent {of_reading:.0%} of their time reading files: a faster disk (local "
-            f"NVMe), or memory that holds the {len(index) * mean / 2**30:.3g} GiB of the data set"
+            f"NVMe), or memory that holds the {len(source) * mean / 2**30:.3g} GiB of the data set"
         )
     elif is_jpeg and not jpeg.has_library():
         advice.append("faster decoding, on each node: python scripts/build_region_decode.py")

@@ -1,4 +1,7 @@
-"""The images of a data set: DATA/train/CLASS/*.JPEG and DATA/val/CLASS/*.JPEG, or packs of them.
+"""What training reads images from: a `Source`. A folder of files, CLASS/*.JPEG, is the usual one.
+
+A source of another kind derives from `Source`, overrides what differs, and gets a line in
+utils/data/parts.py. Nothing else asks which kind it is.
 
 Listing 1.28 million files takes seconds on a warm local disk and minutes on a cold network disk.
 So the list is cached in the folder itself, class by class, with the modification times of its
@@ -19,7 +22,6 @@ import numpy as np
 from tqdm import tqdm
 
 from utils.atomic import save_atomically
-from utils.data import pack
 from utils.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
@@ -32,6 +34,80 @@ THREADS = 8  # a network disk serves many requests at once
 SIZES_ASKED = 10_000  # files, spread over the data set, that estimate the mean size
 
 
+class Source:
+    """The images of one part of a data set (DATA/train, say), numbered from 0, class by class.
+
+    ``targets``: int64 [n], the class of each image by the order of ``classes``. The names are in
+    one byte string: 1.28 million Python strings would be copied into the memory of every loader
+    worker as their reference counts change.
+    """
+
+    reads_parts = False  # whether reading a crop takes only the rows that it shows
+
+    def __init__(self, root: Path | str, classes: list[str], paths: bytes, counts: list[int]):
+        """``paths`` of all images, relative to ``root``, class by class, each followed by a zero
+        byte; ``counts``: how many images each class has. Raises: `UserError` for a class without
+        images."""
+        self.root, self.classes, self.paths = str(root), classes, paths
+        for name, count in zip(classes, counts, strict=True):
+            if not count:
+                text = f"class folder {root}/{name} has no images ({' '.join(SUFFIXES)})"
+                raise UserError(text, alike=True)
+        self.starts = path_starts(paths)
+        self.targets = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def path(self, image: int) -> str:
+        """The path that messages name."""
+        name = self.paths[self.starts[image] : self.starts[image + 1] - 1]
+        return os.path.join(self.root, os.fsdecode(name))
+
+    def read(self, image: int) -> bytes:
+        """The image file. Raises: OSError."""
+        with open(self.path(image), "rb", buffering=0) as file:
+            return file.read()
+
+    def shape(self, image: int) -> tuple[int, int] | None:
+        """Height and width, if pixels are stored, which `rows` reads; None: `read` gives a file."""
+        return None
+
+    def rows(self, image: int, top: int, height: int) -> np.ndarray:
+        """Rows of an image that has a `shape`: uint8 [height, width, 3], until the next call.
+
+        Raises: OSError.
+        """
+        raise OSError(f"{self.path(image)} is stored as a file")
+
+    def stored(self, image: int) -> tuple[str, int, int | None]:
+        """The file that holds ``image``, its offset there, and its bytes (None: to the end)."""
+        return self.path(image), 0, None
+
+    def fingerprint(self) -> str:
+        """A short text, equal on two nodes with equal file names."""
+        number = f"{len(self)} images in {len(self.classes)} classes"
+        return f"{number} ({zlib.crc32(self.paths):08x})"
+
+    def class_fingerprints(self) -> dict[str, str]:
+        """The fingerprint of each class, by its name, to find one that differs."""
+        ends, prints = np.searchsorted(self.targets, np.arange(len(self.classes) + 1)), {}
+        for name, start, end in zip(self.classes, ends[:-1], ends[1:], strict=True):
+            names = self.paths[self.starts[start] : self.starts[end]]
+            prints[name] = f"{end - start} images ({zlib.crc32(names):08x})"
+        return prints
+
+    def sample_sizes(self) -> tuple[float, str]:
+        """Mean size of an image in bytes, and a fingerprint of the sizes."""
+        raise OSError(f"the sizes of the images in {self.root} are not known")
+
+
+def path_starts(paths: bytes) -> np.ndarray:
+    """The start of each path (each ends with a zero byte), and the end of the last: int64 [n+1]."""
+    ends = np.flatnonzero(np.frombuffer(paths, np.uint8) == 0)
+    return np.concatenate([[0], ends + 1])
+
+
 class Listing(NamedTuple):
     """The images of one class, sorted by path."""
 
@@ -39,70 +115,21 @@ class Listing(NamedTuple):
     folders: dict[str, int]  # relative to the root: st_mtime_ns, or 0: list it again next time
 
 
-class ImageIndex:
-    """The images below ``root``/CLASS/: paths, and class numbers by the order of ``classes``.
-
-    ``root`` may also be a pack (see `utils.data.pack`), with the paths of the folder that it was
-    made from, as if they were in ``root``. Paths are in one byte string: 1.28 million Python
-    strings would be copied into the memory of every loader worker as their reference counts change.
-    """
+class Folder(Source):
+    """The image files below ``root``/CLASS/, sub-folders included."""
 
     def __init__(self, root: Path, classes: list[str], shows: bool = False):
         """List the folder, or read the list that an earlier run has cached.
 
         ``shows``: draw a progress bar. Raises: `UserError` for a class folder that is missing or
-        has no image, or an incomplete pack.
+        has no image.
         """
-        self.root, self.classes = str(root), classes
-        self.pack: pack.Pack | None = None  # the source of the pixels, if not files
-        if pack.is_pack(root):
-            self.pack = pack.load(root).of_classes(classes)
-            self.blob, counts = self.pack.paths, self.pack.counts.tolist()
-        else:
-            found = listings(root, classes, shows)
-            self.blob = b"".join(listing.paths for listing in found)
-            counts = [listing.paths.count(b"\0") for listing in found]
-        for name, count in zip(classes, counts, strict=True):
-            if not count:
-                text = f"class folder {root}/{name} has no images ({' '.join(SUFFIXES)})"
-                raise UserError(text, alike=True)
-        self.starts = pack.path_starts(self.blob)
-        self.targets = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def path(self, index: int) -> str:
-        """Path of image ``index``."""
-        name = self.blob[self.starts[index] : self.starts[index + 1] - 1]
-        return os.path.join(self.root, os.fsdecode(name))
-
-    def stored(self, image: int) -> tuple[str, int, int | None]:
-        """The file of ``image``, its offset there, and its bytes (None: to the end)."""
-        return self.pack.stored(image) if self.pack else (self.path(image), 0, None)
-
-    def fingerprint(self) -> str:
-        """A short text, equal on two nodes with equal file names (and pixels, if packed)."""
-        packed = f", packed with {self.pack.size} pixels" if self.pack else ""
-        number = f"{len(self)} images in {len(self.classes)} classes"
-        return f"{number}{packed} ({zlib.crc32(self.blob):08x})"
-
-    def class_fingerprints(self) -> dict[str, str]:
-        """The fingerprint of each class, by its name, to find one that differs."""
-        ends, found = np.searchsorted(self.targets, np.arange(len(self.classes) + 1)), {}
-        for name, start, end in zip(self.classes, ends[:-1], ends[1:], strict=True):
-            names = self.blob[self.starts[start] : self.starts[end]]
-            found[name] = f"{end - start} images ({zlib.crc32(names):08x})"
-        return found
+        found = listings(root, classes, shows)
+        paths = b"".join(listing.paths for listing in found)
+        super().__init__(root, classes, paths, [one.paths.count(b"\0") for one in found])
 
     def sample_sizes(self) -> tuple[float, str]:
-        """Mean size in bytes, and a fingerprint of the sizes (of the contents of a pack).
-
-        In a folder, of `SIZES_ASKED` files evenly spread over it.
-        """
-        if self.pack is not None:
-            records = self.pack.records
-            return float(records["bytes"].mean()), f"{zlib.crc32(records['crc'].tobytes()):08x}"
+        """Of `SIZES_ASKED` files evenly spread over the folder."""
         count = min(len(self), SIZES_ASKED)
         chosen = (np.arange(count) * len(self) // count).tolist()
         with ThreadPoolExecutor(THREADS) as pool:
@@ -114,54 +141,6 @@ class ImageIndex:
             return os.stat(self.path(image)).st_size
         except OSError:
             return 0  # a dangling link: reading it will show that
-
-
-def class_folders(root: Path) -> list[str]:
-    """Sorted names of the class folders in ``root``. Raises `UserError` if there are none."""
-    if not root.is_dir():
-        raise UserError(
-            f"folder {root} is missing: DATA must hold train/CLASS/*.JPEG and val/CLASS/*.JPEG "
-            "(scripts/prepare_data.py makes them of known data sets)",
-            alike=True,
-        )
-    found = pack.load(root).classes if pack.is_pack(root) else class_names(root)
-    if not found:
-        raise UserError(f"folder {root} has no class folders in it", alike=True)
-    return found
-
-
-def select_classes(choice: str | None, folders: list[str]) -> list[str]:
-    """The classes named by ``--classes``: a number, a file of names, one per line, or a,b,c."""
-    if not choice:
-        return folders
-    if choice.isdecimal():
-        if not 0 < int(choice) <= len(folders):
-            raise UserError(f"--classes {choice}: there are {len(folders)} classes", alike=True)
-        return folders[: int(choice)]
-    wanted = choice.split(",")
-    if os.path.isfile(choice):
-        wanted = Path(choice).read_text(encoding="utf-8", errors="replace").split("\n")
-    wanted = sorted({name.strip() for name in wanted} - {""})
-    unknown = [name for name in wanted if name not in folders]
-    if unknown or not wanted:
-        named = ", ".join(ascii(name[:60]) for name in unknown[:3]) or "nothing"
-        raise UserError(f"--classes names {named}, which is not a class folder", alike=True)
-    return wanted
-
-
-def check_same_classes(root: Path, part: str, classes: list[str], subset: bool) -> None:
-    """Raise `UserError` unless ``root/part`` has the folders ``classes``, or more for a subset."""
-    found = set(class_folders(root / part))
-    missing = [name for name in classes if name not in found]
-    extra = [] if subset else sorted(found - set(classes))
-    only = [
-        f"only {where} has {', '.join(names[:3])}"
-        for where, names in (("train", missing), (part, extra))
-        if names
-    ]
-    if only:
-        text = f"{root}/train and {root}/{part} have different classes: {'; '.join(only)}"
-        raise UserError(text, alike=True)
 
 
 def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listing]:
