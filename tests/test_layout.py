@@ -86,13 +86,15 @@ def test_a_script_of_one_process_loads_few_modules():
 # ---- documents
 
 LIMITS = {"README.md": 200, "utils/README.md": 200, "scripts/README.md": 200, "RESULTS.md": 400}
+LIMITS |= {"utils/MODES.md": 100, "scripts/AWS.md": 120}
 CODE = [*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py"), *(ROOT / "scripts").rglob("*.*")]
 CODE += [*(ROOT / "tests" / "trials").glob("*.py")]
-# Options of other programs: torchrun, Slurm, scripts that benches run beside ours, git and pip.
+# Options of other programs: torchrun, Slurm, scripts that benches run beside ours, git, pip, aws.
 FOREIGN = {
     *("--nnodes", "--node_rank", "--nproc_per_node", "--master_addr", "--master_port"),
     *("--gpus-per-node", "--time", "--nodes", "--val-split", "--model", "--num-classes"),
     *("--device", "--opt", "--no-build-isolation", "--branch"),
+    *("--group-id", "--protocol", "--source-group", "--info"),
 }
 # Phrases that a reader in a hurry stumbles over, and what to write instead.
 WORDS = {
@@ -127,6 +129,7 @@ def test_training_commands_parse(parse, monkeypatch):
     """As far as the script's own options: launchers and their options stand before its name."""
     is_folder, words = os.path.isdir, []
     monkeypatch.setattr("os.path.isdir", lambda path: path in (*words, "/data") or is_folder(path))
+    monkeypatch.setattr("fsspec.get_filesystem_class", lambda protocol: None)  # s3fs may be missing
     for line in training_commands():
         words = shlex.split(line, comments=True)
         place = next(i for i, word in enumerate(words) if re.fullmatch(r"imagenet_\w+\.py", word))
@@ -159,3 +162,10 @@ def test_documents_messages_and_comments_use_the_terms_of_the_field():
         for pattern, better in WORDS.items():
             found = re.search(pattern, path.read_text())
             assert not found, f"{path.relative_to(ROOT)}: {found[0]!r}: better {better!r}"
+
+
+def test_the_picture_of_the_modes_is_drawn(tmp_path):
+    done = python("scripts/draw_modes.py", "--out", tmp_path / "modes.svg")
+    assert done.code == 0, done.err
+    drawn = (tmp_path / "modes.svg").read_text()
+    assert drawn.count('id="axes_') == 4
