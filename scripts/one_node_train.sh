@@ -14,5 +14,13 @@ show_help "$@"
 
 [ $# -ge 3 ] || fail "usage: bash scripts/one_node_train.sh TRAIN_HOURS SAVE_NAME BATCH_SIZE" \
     "[-- TRAINING OPTIONS]"
+if [[ $# -ge 5 && $2 =~ ^[0-9]+$ && $3 =~ ^[0-9]+$ && $4 != -* ]]; then
+    given=MASTER_ADDR=${MASTER_ADDR:-IP}
+    for name in DATA ARCH SCRIPT NPROC; do
+        [ -z "${!name:-}" ] || printf -v given '%s %s=%q' "$given" "$name" "${!name}"
+    done
+    fail "these are arguments of multi_node_train.sh (IP is the address of node 0):" \
+        "$given bash $root/scripts/multi_node_train.sh$(printf ' %q' "$@")"
+fi
 unset MASTER_ADDR MASTER_PORT WORLD_SIZE NODE_RANK # of a job on several nodes
 launch "$@"

@@ -39,6 +39,8 @@ def attempt(*words: object) -> Result:
         (f"nd --name={'x' * 201}", "is longer than 200 bytes"),
         ("nd --optimizer lamb", "--optimizer lamb was removed: use adamw or muon"),
         ("ddp --dist-timeout=0", "0 is not at least 1"),
+        ("ddp --opt-level O2", "--opt-level is an option of imagenet_ddp_apex.py"),
+        ("nd -g 2", "-g is an option of imagenet_ddp.py"),
     ],
 )
 def test_options_that_cannot_be(folder, parse, capsys, monkeypatch, line, named):

@@ -160,6 +160,8 @@ WRONG += [f"tcp://10.0.0.1{port}" for port in ("", ":0", ":65536", ":port", ":80
 def test_urls_of_the_master():
     assert network.parse_tcp_url("tcp://localhost:65535/") == ("localhost", 65535)
     assert network.parse_tcp_url("tcp://[fe80::1]:80") == ("fe80::1", 80)
+    with pytest.raises(UserError, match="in place of MASTER_IP and MASTER_PORT, such as tcp://"):
+        network.parse_tcp_url("tcp://MASTER_IP:MASTER_PORT")
     for url in WRONG:
         with pytest.raises(UserError, match=f"{re.escape(url)} is not of the form tcp://HOST:PORT"):
             network.parse_tcp_url(url)

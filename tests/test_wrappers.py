@@ -38,6 +38,7 @@ def typed(command: str, folder: Path, **env: str) -> Result:
         ("one_node_train.sh soon mine 5", "soon"),
         ("one_node_train.sh 1 mine 5 --epochs 1", "--epochs"),
         ("one_node_train.sh 1 ../../out 5", "../../out"),
+        ("one_node_train.sh 3.0 0 4 multi_node 32", "multi_node_train.sh 3.0 0 4 multi_node 32"),
         ("multi_node_train.sh 1 2 2 mine 5", "2"),
         ("multi_node_train.sh 1 0 2 mine 5", "MASTER_ADDR"),
         ("elastic_train.sh 1 3:2 mine 5", "3:2"),

@@ -19,11 +19,17 @@ RECIPES = Path(__file__).resolve().parents[1] / "scripts" / "recipes"
 class Parser(argparse.ArgumentParser):
     """A wrong option is a one-line error; under torchrun, one process of a node prints it."""
 
+    elsewhere: Mapping[str, str] = {}  # options of other programs: the program that has it
+
     def error(self, message: str) -> NoReturn:
         """End with ``message``; raises `UserError` where another process prints it."""
-        if found := re.match(r"unrecognized arguments: (--[\w-]+)", message):
+        if found := re.match(r"unrecognized arguments: (?:[^-]\S* )*(--?[\w-]+)", message):
             message = f"unknown option {found[1]}"
-            if similar := difflib.get_close_matches(found[1], self._option_string_actions, 1):
+            if found[1] in self.elsewhere:
+                message = (
+                    f"{found[1]} is an option of {self.elsewhere[found[1]]}, not of this script"
+                )
+            elif similar := difflib.get_close_matches(found[1], self._option_string_actions, 1):
                 message += f": did you mean {similar[0]}?"
         error = UserError(message, alike=True)
         if is_reported_by_another(error):

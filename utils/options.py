@@ -41,6 +41,15 @@ GONE = {
     "--optimizer lars": "use sgd, nesterov or muon",
 }
 
+# Options that not all scripts have, and the script to use for each.
+_DDP = "-n --world-size -nr --rank -g --gpus --dist-url --dist-backend --sync-bn --comm --amp"
+_APEX = "--opt-level --keep-batchnorm-fp32 --loss-scale --amp-impl --delay-allreduce --allreduce"
+ELSEWHERE = {
+    **dict.fromkeys(_DDP.split(), "imagenet_ddp.py"),
+    **dict.fromkeys(_APEX.split(), "imagenet_ddp_apex.py"),
+    "--reshard": "imagenet_fsdp.py",
+}
+
 # Eight wait for a slow disk while one core decodes; thousands would take minutes to start.
 CORES = supervise.usable_cores()
 MOST_WORKERS = max(64, 8 * CORES)
@@ -52,6 +61,7 @@ def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser
     parser = Parser(
         usage=usage, description=description, formatter_class=Formatter, allow_abbrev=False
     )
+    parser.elsewhere = ELSEWHERE
     _add_data_options(parser, batch)
     _add_augmentation_options(parser)
     _add_model_options(parser)

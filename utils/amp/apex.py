@@ -18,10 +18,10 @@ from utils.errors import UserError
 from utils.launch.world import World
 from utils.option_types import number
 
+USE_TORCH = "use --amp-impl torch, which computes the same"
 HOW_TO_GET_APEX = (
     "install the last Apex that has it (git clone --branch 25.04 https://github.com/NVIDIA/apex, "
-    "then pip install --no-build-isolation ./apex), or take --amp-impl torch, which computes the "
-    "same"
+    f"then pip install --no-build-isolation ./apex), or {USE_TORCH}"
 )
 
 
@@ -80,7 +80,7 @@ def _why_not(args: argparse.Namespace) -> str | None:
     """Why Apex's amp is not used; None if it is."""
     if args.amp_impl == "torch":
         return "as --amp-impl says"
-    reason = None if _has_gpu() else "Apex's amp needs a CUDA GPU"
+    reason = None if _has_gpu() else "Apex's amp needs an NVIDIA GPU, and torch sees none here"
     try:
         if not reason:
             importlib.import_module("apex.amp")
@@ -90,7 +90,8 @@ def _why_not(args: argparse.Namespace) -> str | None:
     except Exception as fault:  # whatever a module built for another torch raises
         reason = f"Apex cannot be imported ({fault!r:.200})"
     if reason and args.amp_impl == "apex":
-        raise UserError(f"--amp-impl apex: {reason}: {HOW_TO_GET_APEX}", alike=True)
+        remedy = HOW_TO_GET_APEX if _has_gpu() else USE_TORCH
+        raise UserError(f"--amp-impl apex: {reason}: {remedy}", alike=True)
     return reason
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import re
 import socket
 import struct
 import sys
@@ -11,11 +12,15 @@ from urllib.parse import urlsplit
 
 from utils.errors import UserError
 
+PLACEHOLDERS = ("MASTER_IP", "MASTER_ADDR", "MASTER_PORT", "HOST", "IP", "PORT")  # of documents
 _SIOCGIFADDR = 0x8915  # ioctl(2): the IPv4 address of an interface
 
 
 def parse_tcp_url(url: str) -> tuple[str, int]:
     """Return host and port of ``tcp://HOST:PORT``. Raises `UserError` for any other text."""
+    if words := [word for word in re.split("[/:]", url) if word in PLACEHOLDERS]:
+        numbers = f"put numbers in place of {' and '.join(words)}, such as tcp://172.31.0.10:8888"
+        raise UserError(f"--dist-url {url}: {numbers}")
     with contextlib.suppress(ValueError):  # of .port, for what is not a port
         parts = urlsplit(url)
         if parts.scheme == "tcp" and parts.hostname and parts.port and parts.path in ("", "/"):
