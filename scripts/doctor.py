@@ -459,7 +459,6 @@ def examine(args: argparse.Namespace) -> int:
     if args.nodes > 1:
         typed, master = preflight.Names("--nodes", "--rank", "--port"), (args.master, args.port)
         check = preflight.Preflight(args.rank, args.nodes, master, args.wait, typed)
-        check.begin()
     else:
         args.port = network.free_port()
     import utils.launch.installed  # noqa: F401 (a missing package is a one-line error)
@@ -467,7 +466,7 @@ def examine(args: argparse.Namespace) -> int:
     everyone, between = [], {}
     try:
         if check:
-            check.finish(1)
+            check.meet(1)
         everyone, between = together(args)
         found = sorted(judge(everyone, between, args), key=lambda one: one.level)
     except (UserError, RuntimeError) as fault:

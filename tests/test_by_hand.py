@@ -72,8 +72,8 @@ def test_places_by_hand(clean, line, env, visible, places, names):
     form = "{RANK}/{WORLD_SIZE} {LOCAL_RANK}/{LOCAL_WORLD_SIZE} {MASTER_ADDR}:{MASTER_PORT}"
     assert ", ".join(form.format(**place) for place in run(line, env, visible)) == places
     host, port = places.rpartition(" ")[2].split(":")
-    calls = [mock.call(1, 2, (host, int(port)), 9.0, names), mock.call().begin(ends_process=True)]
-    assert check.mock_calls == ([*calls, mock.call().finish(2)] if names else [])
+    calls = [mock.call(1, 2, (host, int(port)), 9.0, names), mock.call().meet(2)]
+    assert check.mock_calls == (calls if names else [])
 
 
 @pytest.mark.parametrize(

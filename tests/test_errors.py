@@ -12,6 +12,7 @@ from conftest import ROOT, SMALL, STAND_IN, Result, draw_folder, python, shell, 
 from running import TINY_LINE, TORCHRUN, alone, tiny
 
 from utils.errors import UserError, of_shortage
+from utils.launch.network import free_port
 
 TINY = (*SMALL, "-b", "5", "-j", "0", "--epochs", "2")
 
@@ -60,6 +61,10 @@ def test_options_that_cannot_be(folder, parse, capsys, monkeypatch, line, named)
 
 def test_an_error_is_one_line(folder):
     attempt("--epoch", 1, folder).fails_with("--epoch: did you mean --epochs?")
+    line = ("imagenet_ddp.py", "-n", 2, "-nr", 0, "--dist-url", f"tcp://127.0.0.1:{free_port()}")
+    done = python(*line, "--dist-timeout", 9, "--epoch", 1, folder)
+    done.fails_with("--epoch: did you mean --epochs?")
+    assert not done.out, "it waited for another node first"
     words = ("this machine is out of memory", "bytes", "--accum")
     attempt("--dummy", "-b", 1000000000, folder).fails_with(*words)
 

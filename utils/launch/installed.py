@@ -7,7 +7,6 @@ from types import TracebackType
 from utils.errors import UserError, report
 from utils.launch import supervise
 
-DISTRIBUTED = ("imagenet_ddp.py", "imagenet_ddp_apex.py", "imagenet_fsdp.py")
 # The packages of requirements.txt, by the name under which they are imported.
 REQUIRED = {name: name for name in ("torch", "torchvision", "tensorboard", "numpy", "tqdm")}
 REQUIRED |= {"matplotlib": "matplotlib", "PIL": "pillow", "google": "protobuf"}
@@ -29,10 +28,4 @@ def _report_missing(
 
 
 sys.excepthook = _report_missing
-if not supervise.die_with_launcher() and Path(sys.argv[0]).name in DISTRIBUTED:
-    from utils.launch import launch
-
-    try:
-        launch.begin_preflight()
-    except UserError as error:
-        sys.exit(report(error))
+supervise.die_with_launcher()

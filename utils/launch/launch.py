@@ -11,9 +11,7 @@ from typing import Any
 
 from utils.errors import UserError
 from utils.launch import supervise
-from utils.option_types import Parser, count, from_environment, port, positive, seconds
-
-_begun: list[Any] = []  # the pre-flight check that has begun already
+from utils.option_types import count, from_environment, port, positive, seconds
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -71,9 +69,10 @@ def run(worker: Callable[[Any], int], args: Any) -> int:
     if visible and processes > visible:
         raise UserError(f"-g {processes} asks for more GPUs than the {visible} of this node")
     if nodes > 1:
-        if not _begun:
-            _begin_preflight(args)
-        _begun.pop().finish(processes)
+        from utils.launch import preflight
+
+        check = preflight.Preflight(rank, nodes, (host, number), args.dist_timeout, _names(args))
+        check.meet(processes)
     job = {"WORLD_SIZE": nodes * processes, "LOCAL_WORLD_SIZE": processes}
     job |= {"MASTER_ADDR": host, "MASTER_PORT": number}
     ranks = [
@@ -82,34 +81,17 @@ def run(worker: Callable[[Any], int], args: Any) -> int:
     return supervise.supervise(worker, args, ranks)
 
 
-def begin_preflight() -> None:
-    """Begin the pre-flight check, if this command runs on several nodes.
+def _names(args: Any) -> Any:
+    """What the pre-flight check calls the values of this command line."""
+    from utils.launch.preflight import Names
 
-    It names missing nodes while torch is imported, which takes seconds. Raises: `UserError`.
-    """
-    parser = Parser(add_help=False, allow_abbrev=False)
-    add_options(parser)
-    args, rest = parser.parse_known_args()
-    if not {"-h", "--help"} & set(rest):
-        _begin_preflight(args)
-
-
-def _begin_preflight(args: Any) -> None:
-    rank, nodes, master = _node(args)
-    if nodes == 1:
-        return
-    from utils.launch import preflight
-
-    names = preflight.Names(
+    if os.environ.get(supervise.MARKER, "").startswith("launcher"):  # multi_node_train.sh
+        return Names()
+    return Names(
         "WORLD_SIZE" if args.world_size is None else "--world-size (-n)",
         "NODE_RANK" if args.rank is None else "--rank (-nr)",
         "port in --dist-url" if args.dist_url else "MASTER_PORT",
     )
-    if os.environ.get(supervise.MARKER, "").startswith("launcher"):  # multi_node_train.sh
-        names = preflight.Names()
-    check = preflight.Preflight(rank, nodes, master, args.dist_timeout, names)
-    check.begin(ends_process=True)
-    _begun.append(check)
 
 
 def _node(args: Any) -> tuple[int, int, tuple[str, int]]:

@@ -13,14 +13,13 @@ import asyncio
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from utils.errors import UserError, report
+from utils.errors import UserError
 from utils.launch import agreement, network, supervise
 
 PATIENCE = 10.0  # seconds for an answer
@@ -68,33 +67,25 @@ class Link:
 
 
 class Preflight:
-    """The check of one node: of rank ``node`` of ``nodes``; ``master`` is node 0's host and port.
-
-    `begin` it before torch is imported, and `finish` it once the number of processes is known.
-    """
+    """The check of one node, rank ``node`` of ``nodes``; ``master`` is node 0's host and port."""
 
     def __init__(self, node: int, nodes: int, master: tuple[str, int], wait: float, names: Names):
         self.node, self.nodes, self.master, self.names = node, nodes, master, names
         self.there = f"{master[0]}:{master[1]}"
         self.clock = network.Clock(wait)
-        self.processes: int | None = None
         self.peers: dict[int, Link] = {}  # in node 0: all nodes, by rank
         self.closed: list[str] = []  # in node 0: the closed ports between nodes
         self.stop: str | None = None  # in node 0: the error that ends the waiting
         self.fault: str | None = None
         self.done = threading.Event()
 
-    def begin(self, ends_process: bool = False) -> None:
-        """Start to wait for the other nodes. An error before `finish` may end this process."""
-        threading.Thread(target=self._work, args=(ends_process,), daemon=True).start()
-
-    def finish(self, processes: int) -> None:
+    def meet(self, processes: int) -> None:
         """Return when all nodes are here and agree; this one has so many ``processes``.
 
         Raises: `UserError`, on every node, when a node does not come in time, ranks or numbers
         contradict each other, nodes differ in code or torch, or ports between them are closed.
         """
-        self.processes = processes
+        threading.Thread(target=self._work, args=(processes,), daemon=True).start()
         try:
             self.done.wait()
         except KeyboardInterrupt:
@@ -105,20 +96,16 @@ class Preflight:
         if self.fault:
             raise UserError(self.fault)
 
-    def _work(self, ends_process: bool) -> None:
+    def _work(self, processes: int) -> None:
         try:
-            asyncio.run(self._check())
+            asyncio.run(self._check(processes))
         except UserError as error:
             self.fault = str(error)
         except Exception as fault:  # in a thread, it would be lost
             self.fault = f"the pre-flight check failed: {fault!r}"
-        if self.fault and ends_process and self.processes is None:
-            code = report(UserError(self.fault))
-            sys.stdout.flush()
-            os._exit(code)  # the import of torch would take seconds more
         self.done.set()
 
-    async def _check(self) -> None:
+    async def _check(self, processes: int) -> None:
         doors = [_listen(0) for _ in range(PORTS)]  # the kernel answers
         me = {
             "greeting": GREETING,
@@ -126,6 +113,7 @@ class Preflight:
             "nodes": self.nodes,
             "host": socket.gethostname(),
             "ports": [door.getsockname()[1] for door in doors],
+            PROCESSES: processes,
             "this code": agreement.code(),
             "torch": agreement.installed_torch(),
         }
@@ -209,23 +197,16 @@ class Preflight:
             print(f"node {rank} ({host}, {address}) is here", flush=True)
 
     async def _gather(self) -> None:
-        """Wait until all nodes are here and know their number of processes."""
-        while True:
-            missing = [rank for rank in range(self.nodes) if rank not in self.peers]
-            late = missing or [r for r, p in self.peers.items() if PROCESSES not in p.facts]
-            if not late:
-                return
-            names = f"node{'s' * (len(late) > 1)} {', '.join(map(str, late))} of {self.nodes}"
+        """Wait until all nodes are here."""
+        while missing := [rank for rank in range(self.nodes) if rank not in self.peers]:
+            names = f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.nodes}"
             if self.clock.seconds >= self.clock.limit:
                 raise UserError(
                     f"{names} did not connect to {self.there} within {self.clock.limit:g} s: is "
                     "training started there, with this address, and does the firewall let the "
                     "port through?"
                 )
-            what = f"at {self.there} for {names}"
-            if not missing:
-                what = f"for the processes of {names}: all nodes are connected"
-            if line := self.clock.line(f"waiting {what}"):
+            if line := self.clock.line(f"waiting at {self.there} for {names}"):
                 self._tell_all(print=line)
             await self._pause()
 
@@ -289,13 +270,11 @@ class Preflight:
             connection = network.connect(*self.master, wait, say)
             link = Link(*await asyncio.open_connection(sock=connection))
             link.send(**me)
-            told = asyncio.create_task(self._tell_processes(link))
             while "end" not in (message := await link.receive(LOST if welcome else PATIENCE)):
                 welcome = welcome or "welcome" in message
                 if "print" in message:
                     print(message["print"], flush=True)
                 if "connect" in message:
-                    await told
                     name = f"{me['host']} (node {self.node})"
                     link.send(closed=await asyncio.to_thread(try_ports, message["connect"], name))
         except (OSError, ValueError, UserError) as problem:
@@ -312,11 +291,6 @@ class Preflight:
             ) from None
         if message["end"]:
             raise UserError(message["end"])
-
-    async def _tell_processes(self, link: Link) -> None:
-        while self.processes is None:  # until `finish`
-            await asyncio.sleep(0.05)
-        link.send(**{PROCESSES: self.processes})
 
 
 def _listen(port: int) -> socket.socket:
