@@ -480,7 +480,8 @@ def examine(args: argparse.Namespace) -> int:
     levels = [one.level for one in found]
     code, total = max(levels), f"all is well ({len(found)} checks)"
     if code:
-        total = f"{levels.count(FAULT)} faults, {levels.count(WARNING)} warnings"
+        numbers = {"fault": levels.count(FAULT), "warning": levels.count(WARNING)}
+        total = ", ".join(f"{n} {word}{'s' * (n != 1)}" for word, n in numbers.items())
     print(f"node {args.rank}: {total}" + " (see node 0)" * (args.rank > 0), flush=True)
     return code
 

@@ -16,7 +16,7 @@ show_help "$@"
 runs=${RUNS:-$root/runs} port=${PORT:-6006} every=${EVERY:-60} hosts=${1:-}
 [[ $port =~ ^[0-9]+$ ]] || fail "PORT=$port is not a number"
 [[ $every =~ ^[1-9][0-9]*$ ]] || fail "EVERY=$every is not a whole number of seconds"
-use_environment
+choose_python
 [ -z "$hosts" ] || listed=$("$PYTHON" "$root/scripts/ssh/hosts.py" "$hosts") || exit
 mkdir -p "$runs" || fail "cannot make the folder $runs"
 runs=$(cd "$runs" && pwd)

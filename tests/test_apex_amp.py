@@ -85,6 +85,21 @@ def parsed(*options):
 # ---- the choice
 
 
+def test_float16_on_a_cpu_comes_with_a_warning(monkeypatch, capsys):
+    """It draws no random numbers: weights stay as the seed makes them."""
+    monkeypatch.setattr(native, "SLOW", 0.0)  # whatever this CPU is
+    before = torch.get_rng_state()
+    choice.amp_and_parallel(parsed("--opt-level", "O0"), WORLD)
+    native.autocast_dtype(argparse.Namespace(amp="off"), WORLD)
+    assert "float16 is slow" not in capsys.readouterr().out
+    choice.amp_and_parallel(parsed("--opt-level", "O2"), WORLD)
+    native.autocast_dtype(argparse.Namespace(amp="fp16"), WORLD)
+    said = capsys.readouterr().out
+    assert re.search(r"float16 is slow on this CPU: .* [\d.]+ times .*use --opt-level O0", said)
+    assert re.search(r"float16 is slow on this CPU: .* [\d.]+ times .*use --amp off", said)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(
     ("init", "has_gpu", "reason", "remedy"),
     [

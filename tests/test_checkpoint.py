@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import signal
+import sys
 from argparse import Namespace
 from dataclasses import replace
 
@@ -97,12 +98,16 @@ def test_evaluation_loads_the_weights_alone(tmp_path):
     assert not any(moment.any() for moment in momentum(state))
 
 
-def test_harmless_changes_are_logged(tmp_path, logged):
+def test_harmless_changes_are_logged(tmp_path, logged, monkeypatch):
     """Another last epoch is none where learning rate or image size depend on it."""
     saved = {"arch": "tiny", "epochs": 2, "lr": 0.1, "workers": 1, "name": "a"}
+    saved["command"] = "imagenet_ddp.py --lr 0.1 DATA"
+    monkeypatch.setattr(sys, "argv", ["/code/imagenet_fsdp.py"])
     now = Namespace(**vars(ARGS) | {"epochs": 3, "lr": 0.01, "workers": 2, "name": "b"})
-    assert resumed(tmp_path, ours(options=saved), now)[1]
-    changes = "--epochs 3 (was 2), --lr 0.01 (was 0.1), --workers 2 (was 1)"
+    assert resumed(tmp_path, ours(options=saved), now, batch=16)[1]
+    changes = "the script is imagenet_fsdp.py (was imagenet_ddp.py), "
+    changes += "the global batch is 16 (was 32), --epochs 3 (was 2), --lr 0.01 (was 0.1), "
+    changes += "--workers 2 (was 1)"
     assert logged == [f"changed since the snapshot: {changes}"]
     for more in ({"lr_schedule": "cosine"}, {"progressive": "96,128"}):
         with pytest.raises(UserError, match="was made with --epochs 2: use"):

@@ -126,6 +126,7 @@ def test_the_speed_of_a_link_and_the_forecast_from_it(nodes, folder):
     results = ask_doctor(nodes, folder, "--need", "50", code=1)
     (line,) = bad(results[0])
     assert line.startswith("! forecast for resnet50, 16 images per process")
+    assert "node 0: 0 faults, 1 warning\n" in results[0].out
     gbit = re.search(r"all-reduce reaches (\S+) Gbit/s, ", results[0].out)[1]
     assert 0.1 < float(gbit) < 0.22
     # 102 MB of gradients at 25 MB/s against 16 images at 50 images/s.

@@ -198,7 +198,8 @@ def test_torchrun_tells_what_the_slowest_process_was_to_tell(tmp_path):
     slow.write_text(FOUND_BY.format(seconds="4 * (os.environ['LOCAL_RANK'] == '0')", more=""))
     done = python(*TORCHRUN, "--nproc_per_node=2", slow, PYTHONPATH=str(ROOT))
     assert done.code != 0
-    assert done.err.count("error: the data folder is missing") == 1, done.err
+    assert done.err.count("error: the data folder is missing") == 2, "at once, and at the end"
+    assert done.err.strip("=\n").endswith("error: the data folder is missing"), done.err
 
 
 def test_a_fault_that_the_first_process_does_not_find_is_told_by_the_other():

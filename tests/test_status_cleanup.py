@@ -90,7 +90,8 @@ def test_the_lines_of_a_run_and_the_file_of_a_killed_process(tmp_path, monkeypat
     (tmp_path / "0.json").write_text(json.dumps(rank))
     (tmp_path / "1.json").write_text(json.dumps(rank | {"started": "1"}))
     for saved in ("no snapshot yet", r"snapshot \d+ s ago"):
-        _, run, disk, _, line, missing = status.describe([("here", status.node())])
+        ranks, run, disk, _, line, missing = status.describe([("here", status.node())])
+        assert ranks == "here: 1 rank"
         assert run == f"\n{tmp_path} (a, ddp)"
         assert re.match(f"  {saved}; disk ", disk)
         assert re.match("0 here 2/9 starting - - - 97 11000/15360 ", " ".join(line.split()))

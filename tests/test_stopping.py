@@ -58,6 +58,12 @@ def polled(rank: int, size: int) -> dict[str, Any]:
     found["stopped after"] = polls(200, 0.001)
     found["reason"] = stop.reason
     stop.close()
+    stop = StopRequest(World(torch.device("cpu"), rank, size), None, 0.0)
+    polls(3, 10.0)
+    if rank == 1:
+        stop.ask(Reason.INTERRUPTED)
+    found["slow steps after"] = polls(5, 10.0)
+    stop.close()
     return found
 
 
@@ -69,6 +75,7 @@ def test_two_ranks_vote_at_some_steps_and_stop_at_the_same():
     assert one["fast again"] < 15
     assert one["stopped after"] <= FARTHEST + 1
     assert one["reason"] is Reason.INTERRUPTED
+    assert one["slow steps after"] == 0, "the step that ends next is the last"
     assert len(one["due"]) == 3, "every minute of 200 seconds"
 
 

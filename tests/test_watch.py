@@ -153,7 +153,7 @@ def test_curves_summary_and_trace_of_two_processes(folder, tmp_path):
     [
         (0.09, "fp32", []),
         (0.45, "fp32", ["45% of each step; try --comm auto", "or --comm fp16:", " 29% more"]),
-        (0.45, "int8", ["45% of each step; a larger -b"]),
+        (0.45, "int8", ["45% of each step; try a larger -b"]),
     ],
 )
 def test_a_run_that_waits_for_communication_says_what_helps(logged, seconds, comm, told):

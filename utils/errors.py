@@ -1,10 +1,13 @@
 """Errors that the user can fix: a one-line message, a non-zero exit code, no traceback."""
 
+import contextlib
 import errno
 import io
+import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -65,6 +68,18 @@ def show(error: UserError) -> None:
     rank = os.environ.get("RANK")
     where = f" (rank {rank})" if rank and not error.alike else ""
     print(f"error{where}: {error}", file=sys.stderr, flush=True)
+    tell_torchrun(f"error{where}: {error}")
+
+
+def tell_torchrun(text: str) -> None:
+    """Have torchrun end its report with ``text``; after the error it prints a long traceback.
+
+    The file and its format: torch.distributed.elastic.multiprocessing.errors.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": more}}, file)
 
 
 def go_on_without_reader() -> None:

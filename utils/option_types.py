@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from utils.errors import BAD_INPUT, UserError, is_reported_by_another
+from utils.errors import BAD_INPUT, UserError, is_reported_by_another, tell_torchrun
 
 AUTO = "auto"  # as a batch size: the largest that fits
 RECIPES = Path(__file__).resolve().parents[1] / "scripts" / "recipes"
@@ -34,6 +34,7 @@ class Parser(argparse.ArgumentParser):
         error = UserError(message, alike=True)
         if is_reported_by_another(error):
             raise error
+        tell_torchrun(f"error: {message} (see --help)")
         self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see --help)\n")
 
 

@@ -92,7 +92,8 @@ def describe(answers):
         if answer is None:
             yield f"{name}: no answer"
             continue
-        yield f"{name}: {len(answer)} rank(s)" if answer else f"{name}: no runs"
+        ranks = f"{len(answer)} rank{'s' * (len(answer) > 1)}" if answer else "no runs"
+        yield f"{name}: {ranks}"
         for rank in answer:
             runs.setdefault((rank["run"], rank["size"]), {})[rank["rank"]] = dict(rank, node=name)
     for (folder, size), ranks in sorted(runs.items()):

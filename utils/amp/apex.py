@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.amp import o2
+from utils.amp import native, o2
 from utils.amp.loss_scale import SMALLEST
 from utils.errors import UserError
 from utils.launch.world import World
@@ -69,6 +69,8 @@ def amp_and_parallel(args: argparse.Namespace, world: World) -> tuple[Any, Any]:
     if world.is_main:
         by = f"plain PyTorch (utils/amp/o2.py): {reason}" if reason else "NVIDIA Apex"
         print(f"opt level {args.opt_level} by {by}", flush=True)
+        if world.device.type == "cpu" and args.opt_level != "O0":
+            native.note_slow_float16("--opt-level O0, or imagenet_ddp.py --amp bf16")
     if reason:
         return o2.Amp(world), o2
     parallel = importlib.import_module("apex.parallel")

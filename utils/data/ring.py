@@ -19,6 +19,7 @@ import mmap
 import multiprocessing.connection
 import os
 import signal
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -142,6 +143,8 @@ class RingLoader:
         self.dataset, self.page_locked = dataset, page_locked
         self.slots = PREFETCH * workers + MORE_SLOTS
         self.tasks, self.into_ring = _Tasks(sampler), _IntoRing(dataset)
+        # Each process would say so for each loader. More workers than cores help with a slow disk.
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         self._loader = DataLoader(
             self.into_ring,
             batch_sampler=self.tasks,

@@ -4,6 +4,8 @@ utils/run/snapshots.py writes and finds the files; their checksums prove what is
 """
 
 import logging
+import os
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,8 +215,14 @@ def _restore(
             f"note: the global batch is {global_batch} now, so {repeated} images of this epoch are "
             f"repeated, from step {state.step} on"
         )
-    if changed:
-        changes = (f"{_typed(key, vars(args))} (was {saved[key]})" for key in changed)
+    changes = [f"{_typed(key, vars(args))} (was {saved[key]})" for key in changed]
+    if (before := content["progress"]["global_batch"]) != global_batch:
+        changes.insert(0, f"the global batch is {global_batch} (was {before})")
+    commands = (sys.argv[0], *str(saved.get("command")).split()[:1])
+    scripts = [name for name in map(os.path.basename, commands) if name.startswith("imagenet_")]
+    if len(set(scripts)) > 1:
+        changes.insert(0, f"the script is {scripts[0]} (was {scripts[1]})")
+    if changes:
         tell(f"changed since the snapshot: {', '.join(changes)}")
     if not world.is_main:
         state.sums = None  # they are of all ranks: only one may bring them in again

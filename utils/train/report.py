@@ -235,8 +235,7 @@ def bottleneck(session: Session, record: dict[str, float]) -> None:
             advice = f"--comm fp16: by this share {gain:.0%} more images/s; also {advice}"
             if session.world.nodes > 1:
                 advice = f"--comm auto, which measures what is fastest, or {advice}"
-            advice = f"try {advice}"
-        log.info(f"note: communication takes {communication:.0%} of each step; {advice}")
+        log.info(f"note: communication takes {communication:.0%} of each step; try {advice}")
     busy = record.get("busy", math.inf)
     if busy < BUSY and max(waiting, communication) <= LIMIT:
         log.info(

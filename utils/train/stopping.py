@@ -1,5 +1,6 @@
 """When to stop before the last epoch: time limit, signals, spot notices, agreed on by all ranks."""
 
+import contextlib
 import enum
 import logging
 import math
@@ -33,6 +34,7 @@ class Reason(str, enum.Enum):
 # The reasons on which ranks vote, by rising weight: the maximum decides.
 _VOTES = (None, Reason.TRAIN_TIME, Reason.INTERRUPTED, Reason.BAD_FILES, Reason.DIVERGED)
 PROMPT = 0.5  # seconds; the ranks ask each other at least so often, where a step is shorter
+SLOW = 2.0  # seconds; a vote takes milliseconds
 FARTHEST = 8  # calls of `StopRequest.poll` from one vote to the next, at most
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # EC2's metadata service (IMDSv2).
@@ -63,7 +65,8 @@ class StopRequest:
         self.reason: Reason | None = None  # on which all ranks have agreed
         self.code = 0  # this process's own vote
         self.pending: tuple[Any, torch.Tensor] | None = None
-        self.every = 1  # calls of `poll` from one vote to the next, the same in all ranks
+        # Calls of `poll` from one vote to the next, the same in all ranks; 0: wait for each vote.
+        self.every = 1
         self.calls, self.voted = 0, time.monotonic()  # since the last vote, and when that was
         self.closed = threading.Event()
         for signum in _SIGNALS:
@@ -71,6 +74,10 @@ class StopRequest:
 
     def _on_signal(self, signum: int, frame: Any) -> None:
         self.ask(Reason.INTERRUPTED)
+        if self.world.is_main:  # by os.write: a signal may interrupt print or a log
+            text = f"{signal.Signals(signum).name}: stopping after this step, with a snapshot\n"
+            with contextlib.suppress(OSError):
+                os.write(1, text.encode())
         if signum == signal.SIGINT:
             signal.signal(signum, lambda *_: os._exit(128 + signum))
 
@@ -79,9 +86,9 @@ class StopRequest:
         self.code = max(self.code, _VOTES.index(reason))
 
     def begin_phase(self) -> None:
-        """Training or evaluation begins, in all ranks: vote at each call of `poll`, at first."""
+        """Training or evaluation begins, in all ranks: at first, each call of `poll` votes."""
         self._finish_vote()
-        self.every = 1
+        self.every = 0
 
     def poll(self) -> Reason | None:
         """Reason to stop, or None; all ranks must call it equally often and get the same answer.
@@ -89,7 +96,8 @@ class StopRequest:
         Moves `snapshot_due` on as well. The ranks agree by an all-reduce of three numbers on the
         CPU which runs while the next step computes, so the answer is one call old and nobody
         waits. Where calls follow each other in less than half of `PROMPT` they do so at every
-        second to eighth call.
+        second to eighth call. Where a step takes longer than `SLOW` they wait for the answer: it
+        would come a long step later.
         """
         self.calls += 1
         self.snapshot_due = False
@@ -103,10 +111,13 @@ class StopRequest:
             # By rank 0's clock: calls until the next vote but one, as many as `PROMPT` holds.
             seconds = max((time.monotonic() - self.voted) / self.calls, 1e-6)
             every = max(1, min(FARTHEST, 2 * self.every, int(PROMPT / seconds)))
+            every = 0 if seconds > SLOW else every
             vote = torch.tensor([self.code, int(due), every * self.world.is_main])
             self.calls, self.voted = 0, time.monotonic()
             work = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.world.control, async_op=True)
             self.pending = (work, vote)
+            if self.every == 0:
+                self._finish_vote()
         return self.reason
 
     def _look_at_clock(self) -> bool:
