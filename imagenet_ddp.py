@@ -85,7 +85,7 @@ def train(args: Namespace, world: World) -> int:
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
     # ---- communication: what the gradients are while they travel
-    comm = exchange.Exchange(replica, optimizer, args, world, scaler)
+    comm = exchange.Exchange(replica, args, world, scaler)
 
     forward = epoch.compiled(replica, args)  # as it is without --compile
 

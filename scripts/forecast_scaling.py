@@ -8,8 +8,8 @@
 
 With --from, the run on the fewest processes gives the speed of one GPU; further runs are listed
 beside the forecast, with its error. --fit-network takes the network's real rate from the second of
-them. Below the table are the efficiencies of the methods of --comm, and the method that --comm auto
-would take. scripts/forecast/model.py describes the model.
+them. Below the table are the efficiencies of the methods of --comm, and the recommended method: the
+most exact one within 5 % of the fastest. scripts/forecast/model.py describes the model.
 """
 
 import argparse
@@ -28,7 +28,6 @@ from compare.table import text_table  # noqa: E402
 from forecast import buckets, model, picture  # noqa: E402
 from forecast.model import Cluster, Forecast, Workload  # noqa: E402
 
-from utils.comm import auto  # noqa: E402
 from utils.comm import methods as comm_methods  # noqa: E402
 from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
 from utils.option_types import amount, list_of, number, positive  # noqa: E402
@@ -187,14 +186,14 @@ def table(rows: list[Forecast], measured: dict[int, float]) -> str:
 
 
 def methods(work: Workload, cluster: Cluster, counts: list[int]) -> str:
-    """The efficiency with each way to exchange gradients, and the one that --comm auto takes."""
-    names = dict.fromkeys((*auto.METHODS, work.how.name))  # bf16 costs as fp16 does
+    """The efficiency with each way to exchange gradients, and the recommended one."""
+    names = dict.fromkeys((*comm_methods.CANDIDATES, work.how.name))  # bf16 costs as fp16 does
     lines = []
     for name in names:
         one = replace(work, how=comm_methods.parse(name))
         shares = [model.forecast(one, cluster, gpus).efficiency for gpus in counts]
         lines.append([name, *(f"{100 * share:.0f}" for share in shares)])
-    lines.append(["--comm auto takes", *(model.choice(work, cluster, n)[1] for n in counts)])
+    lines.append(["recommended", *(model.choice(work, cluster, n)[1] for n in counts)])
     return text_table(["efficiency, %, on GPUs", *counts], lines)
 
 

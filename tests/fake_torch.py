@@ -154,6 +154,7 @@ def ddp_init(self: DistributedDataParallel, module: nn.Module, **_: Any) -> None
                 parameters=lambda: [weight],
                 buffer=lambda: flat,
                 gradients=lambda: [flat.view(weight.shape)],
+                is_last=lambda: len(means) + 1 == sum(p.requires_grad for p in module.parameters()),
             )
             state, hook = self.hook
             means.append((weight, hook(state, bucket)))

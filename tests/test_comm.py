@@ -3,12 +3,9 @@
 import copy
 import functools
 import itertools
-import math
-import re
 import threading
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from joined import in_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.comm import auto, methods
+from utils.comm import methods
 from utils.comm.exchange import Exchange
 from utils.comm.methods import PowerSGD, Quantised, Step
 from utils.comm.ordered import OrderedCollectives, Peers
@@ -36,6 +33,8 @@ def test_an_unknown_method_is_refused(parse, tmp_path):
     for name in ("int7", "fp16:2", "powersgd:0", "powersgd:x"):
         with pytest.raises(UserError, match=rf"unknown method {name}: .*powersgd\[:RANK\]"):
             parse("imagenet_ddp", "--comm", name, tmp_path)
+    with pytest.raises(UserError, match=r"--comm auto was removed: .*bench_network\.py"):
+        parse("imagenet_ddp", "--comm", "auto", tmp_path)
 
 
 def test_bytes_that_travel():
@@ -85,7 +84,7 @@ def test_powersgd_sends_in_the_end_what_it_left_out(process_group):
     assert (one - gradient).norm() > 0.5 * gradient.norm()  # each alone is far off
 
 
-# ---- auto's choice
+# ---- which method is best
 
 
 @pytest.mark.parametrize(
@@ -93,12 +92,12 @@ def test_powersgd_sends_in_the_end_what_it_left_out(process_group):
     [
         ((0.20, 0.104, 0.1, 0.101), "bf16"),
         ((0.20, 0.106, 0.1, 0.101), "int8"),
-        ((math.inf, 1.0, math.inf, math.inf), "bf16"),
-        ((math.inf,) * 4, "fp32"),  # a loss scaler skipped all steps
+        ((0.10, 0.104, 0.1, 0.101), "fp32"),
     ],
 )
-def test_auto_takes_the_mildest_of_the_fast(seconds, chosen):
-    assert auto.mildest(dict(zip(("fp32", "bf16", "int8", "int4"), seconds, strict=True))) == chosen
+def test_the_most_exact_of_the_fast_methods(seconds, chosen):
+    names = ("fp32", "bf16", "int8", "int4")
+    assert methods.most_exact(dict(zip(names, seconds, strict=True))) == chosen
 
 
 # ---- with processes
@@ -178,18 +177,16 @@ class Training:
         self.rank = world.rank
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
         args = SimpleNamespace(comm=comm, seed=3, image_size=8, evaluate=False)
-        self.exchange = Exchange(self.replica, self.optimizer, args, world, self.scaler)
+        self.exchange = Exchange(self.replica, args, world, self.scaler)
 
-    def step(self, number: int, steps: int, factor: float = 1.0) -> str | None:
-        """One step of ``steps``; its loss is multiplied by ``factor``."""
-        why = self.exchange.begin_step(0, number, steps, 1)
+    def step(self, number: int, factor: float = 1.0) -> None:
+        """One step; its loss is multiplied by ``factor``."""
         source = torch.Generator().manual_seed(100 * number + self.rank)
         loss = self.replica(torch.randn(4, 3, 8, 8, generator=source)).square().mean()
         self.scaler.scale(loss * factor).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        return why
 
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in self.replica.parameters()])
@@ -200,7 +197,7 @@ def world_of(rank: int, size: int, local_size: int = 1) -> World:
     return World(CPU, rank, size, rank % local_size, local_size, nodes, dist.group.WORLD)
 
 
-STOP, BAD, STEPS = 5, 6, 8
+STOP, BAD, STEPS = 5, 6, 8  # in two epochs
 
 
 def _resumes(rank: int, size: int) -> dict[str, Any]:
@@ -211,6 +208,7 @@ def _resumes(rank: int, size: int) -> dict[str, Any]:
     world, found = world_of(rank, size, size // 2), {}
     for comm in NEAR:
         first, second = Training(comm, world), Training(comm, world)
+        first.exchange.start_at(0, 0, STEPS // 2, 2)
         weights = [first.weights()]
         for number in range(STEPS):
             factor = torch.inf if number == BAD and rank == 1 else 1.0
@@ -222,9 +220,10 @@ def _resumes(rank: int, size: int) -> dict[str, Any]:
                 second.replica.load_state_dict(model)
                 second.optimizer.load_state_dict(momentum)
                 second.exchange.restore(saved)
+                second.exchange.start_at(1, STOP - STEPS // 2, STEPS // 2, 2)
             if number >= STOP:
-                second.step(number, STEPS, factor)
-            first.step(number, STEPS, factor)
+                second.step(number, factor)
+            first.step(number, factor)
             weights.append(first.weights())
         assert first.scaler.get_scale() == second.scaler.get_scale() == 512
         found[comm] = [one.numpy() for one in (*weights, second.weights())]
@@ -249,34 +248,3 @@ def test_weights_stay_equal_in_all_processes_and_resume_exactly():
         same = [bool((a == b).all()) for a, b in zip(steps, found[0]["fp32"], strict=False)]
         equal = {"fp32": STEPS + 1, "powersgd:2": 1 + STEPS // 4}.get(comm, 1)
         assert same == [step < equal for step in range(STEPS + 1)], comm
-
-
-def _tries_all(rank: int, size: int) -> dict[str, Any]:
-    """What auto does in a run, with sums of the weights after each step."""
-    training = Training("auto", world_of(rank, size), scaled=False)
-    weights, reasons, used = [], [], []
-    with mock.patch.object(auto, "mildest", lambda _: "int8"):
-        for step in range(auto.MOST_STEPS + 2):
-            reasons.append(training.step(step, 100))
-            used.append(training.exchange.how.name)
-            weights.append(float(training.weights().double().sum()))
-    again = Training("auto", world_of(rank, size), scaled=False)
-    again.exchange.restore({"method": "int8", "nodes": size})
-    other = Training("auto", world_of(rank, size), scaled=False)
-    other.exchange.restore({"method": "int8", "nodes": size + 1})
-    kept = training.exchange.collect(), again.exchange.method, other.exchange.method
-    return {"weights": weights, "reasons": reasons, "methods": used, "kept": kept}
-
-
-def test_auto_tries_methods_in_training_and_keeps_one():
-    one, other = in_processes(2, _tries_all)
-    assert one["weights"] == other["weights"]
-    assert len(set(one["weights"])) == len(one["weights"])
-    *before, why, last = one["reasons"]
-    assert {*before, last} == {None}
-    assert re.search(r"^communication: int8; steps took \d+ ms with fp32, .*: saves ", why)
-    assert one["kept"] == ({"method": "int8", "nodes": 2}, "int8", None)
-    wanted = ["bf16" if name == "fp16" else name for name in auto.METHODS]  # no loss scale
-    steps = [auto.FIRST_WARM_UP + auto.STEPS] + [auto.WARM_UP + auto.STEPS] * 4
-    tried = [name for name, count in zip(wanted, steps, strict=True) for _ in range(count)]
-    assert one["methods"] == [*tried, "int8", "int8"]

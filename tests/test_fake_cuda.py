@@ -19,7 +19,6 @@ from running import snapshot
 import imagenet_ddp_apex
 import imagenet_nd
 from utils.amp.loss_scale import LossScaler
-from utils.comm import auto
 from utils.comm.ordered import OrderedCollectives
 from utils.data.loaders import Batches
 from utils.model import optim
@@ -89,13 +88,6 @@ def test_a_model_in_parts(train):
     for kind, dtypes in travels.items():
         found = {sort for name, sort in done.gpu.collectives if name.startswith(kind)}
         assert names(found) == dtypes
-
-
-def test_comm_auto_measures_and_chooses(train):
-    few = {"FIRST_WARM_UP": 0, "WARM_UP": 0, "STEPS": 1, "METHODS": ("fp32", "fp16")}
-    with mock.patch.multiple(auto, **few):
-        done = train(DDP, "--comm", "auto", excused=("begin_step",))
-    assert summary(done.folder)["comm"] in ("fp32", "fp16")
 
 
 def test_one_node_of_four(train):

@@ -145,7 +145,7 @@ fp16                      95    91    82
 int8                      93    90    86
 int4                      93    90    86
 powersgd:32               94    90    86
---comm auto takes       fp16  fp16  int8
+recommended             fp16  fp16  int8
 """  # noqa: E501
 
 

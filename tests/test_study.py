@@ -324,6 +324,6 @@ def test_over_ssh_launcher_and_node_are_killed(folder, tmp_path):
             done = second.result()
         assert done.code == 0, done.out + done.err  # at the second attempt, after a loss
         page = (tmp_path / "book/s.md").read_text()
-        assert "--comm auto takes" in page  # the forecast
+        assert "recommended" in page  # the forecast
         assert "| Global Batch Size | 5 | 10 | 20 |" in page
         assert eventually(lambda: not any(node.processes() for node in nodes[1:]))

@@ -35,6 +35,8 @@ from utils.train import stopping
 
 # Options that were removed, and their replacements. Other command lines have their own list.
 GONE = {
+    "--comm auto": "`python scripts/bench_network.py --nodes 2 --master IP --rank R -- -a resnet50 "
+    "-b 64` on each node recommends a method for your network",
     "--comm localsgd": "--comm powersgd sends as little, --accum-steps N sends N times less often",
     "--ema-every": "the average now moves at every step: leave it out",
     "--optimizer lamb": "use adamw or muon",

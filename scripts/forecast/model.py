@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from utils.comm import auto, methods
+from utils.comm import methods
 from utils.comm.methods import Method
 
 # How often the arithmetic of a method reads or writes 4 bytes of memory per value. Not measured but
@@ -160,12 +160,12 @@ def _exposed_s(work: Workload, exchange_times: list[float], memory_bytes_per_s: 
 
 
 def choice(work: Workload, cluster: Cluster, gpus: int) -> tuple[Forecast, str]:
-    """The forecast with the method that ``--comm auto`` would take, and the method's name."""
+    """The forecast with the most exact of the fast methods, and the method's name."""
     found = {
         name: forecast(replace(work, how=methods.parse(name)), cluster, gpus)
-        for name in auto.METHODS
+        for name in methods.CANDIDATES
     }
-    name = auto.mildest({name: one.step_s for name, one in found.items()})
+    name = methods.most_exact({name: one.step_s for name, one in found.items()})
     return found[name], name
 
 

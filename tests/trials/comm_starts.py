@@ -27,17 +27,15 @@ def train(method: str, seed: int, rank: int, size: int) -> float:
     """Train in one of several joined processes. Returns the sum of all weights."""
     from test_comm import Training, world_of
 
-    from utils.comm.auto import MOST_STEPS
-
     source = random.Random(seed * 10 + rank)
     time.sleep(source.random() * 0.2)
-    nodes = size if method == "auto" or size % 2 else random.Random(seed).choice((2, size))
+    nodes = size if size % 2 else random.Random(seed).choice((2, size))
     training = Training(method, world_of(rank, size, size // nodes))
     for layer in list(training.replica.module)[1:]:
         layer.register_full_backward_hook(lambda *_: time.sleep(source.random() * 0.01))
-    steps = MOST_STEPS + 3 if method == "auto" else 14
-    for step in range(steps):
-        training.step(step, steps)
+    training.exchange.start_at(0, 0, 14, 1)
+    for step in range(14):
+        training.step(step)
     return float(training.weights().double().sum())
 
 
@@ -45,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--starts", type=int, default=200, metavar="N", help="(%(default)s)")
     starts = parser.parse_args().starts
-    for method in ("fp16", "bf16", "int8", "int4", "powersgd:2", "auto"):
+    for method in ("fp16", "bf16", "int8", "int4", "powersgd:2"):
         for number in range(starts):
             size = 2 + number % 3
             sums = in_processes(size, functools.partial(train, method, number), limit=LIMIT)

@@ -283,8 +283,9 @@ class Trial:
             old = self.whole("old", name)
             for what, make, tree in runs:
                 found = make(tree, name)
-                names = [key for key in old if not key.startswith("evaluated/")]
-                names = list(old) if make == self.whole else names
+                names = [key for key in old if not TIMES.search(key)]  # of kept runs, too
+                if make == self.continued:
+                    names = [key for key in names if not key.startswith("evaluated/")]
                 unlike = [key for key in names if old[key] != found.get(key)]
                 print(f"{name}: {what}: {len(names)} compared, {len(unlike)} differ", flush=True)
                 for key in unlike[:8]:

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.comm import auto, methods
+from utils.comm import methods
 from utils.comm.methods import PowerSGD, Quantised, Step
 from utils.comm.ordered import OrderedCollectives, Peers
 from utils.launch.world import World
@@ -24,8 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("communication").add_argument
     text = (
         "format of the exchanged gradients: fp32, fp16, bf16, int8, int4 or powersgd[:RANK] (4); "
-        "auto: fp32 on one node; on several, try each in a few steps and keep the mildest that is "
-        "about as fast as the fastest"
+        "scripts/bench_network.py measures which is fast on your network"
     )
     add("--comm", type=_method, default="fp32", metavar="METHOD", help=text)
     text = "gradients are exchanged in buckets of this size; default: torch's, first 1, then 25"
@@ -33,19 +32,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _method(text: str) -> str:
-    return text if text == "auto" else methods.parse(text).name
+    return methods.parse(text).name
 
 
 class Exchange:
     """The exchange of gradients in one process; it is saved in snapshots.
 
-    ``method`` is that of ``--comm``, or auto's choice; None while auto searches.
+    It counts the steps itself: DistributedDataParallel hands over each bucket once a step.
     """
 
     def __init__(
         self,
         replica: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
         args: Any,
         world: World,
         scaler: torch.amp.GradScaler | None = None,
@@ -55,25 +53,21 @@ class Exchange:
         The gradients are scaled by the loss scale of ``scaler``, if it is enabled.
         """
         self.world, self.seed = world, args.seed
-        self.step, self.progress = Step(args.seed), 0.0
+        self.start_at(0, 0, 1, 1)
         self.scale = scaler.scale if scaler is not None and scaler.is_enabled() else None
         trained = (p for p in replica.module.parameters() if p.requires_grad)
         self.number = {parameter: i for i, parameter in enumerate(trained)}
         form_buckets(replica, world, args)
-        self.auto = args.comm == "auto" and world.nodes > 1
-        self.search: auto.Search | None = None
-        self.method: str | None = args.comm
-        if self.auto:
-            candidates = list(auto.METHODS)
-            if self.scale is None:  # without a loss scale fp16 has no range
-                candidates[candidates.index("fp16")] = "bf16"
-            self.method, self.search = None, auto.Search(candidates, optimizer, world)
-        elif world.size == 1 or args.comm == "auto":
-            self.method = "fp32"
+        self.method = args.comm if world.size > 1 else "fp32"
+        self.how = methods.parse(self.method)
+        self.codec: Quantised | PowerSGD | None = None
         if self.method != "fp32":  # else DistributedDataParallel's own exchange
             self._make_groups()
+            if self.leads and self.how.bits:
+                self.codec = Quantised(self.how.bits, self.peers)
+            elif self.leads and self.how.rank:
+                self.codec = PowerSGD(self.how.rank, self.peers, self.seed, self.scale)
             replica.register_comm_hook(None, self._hook)
-            self._use(self.method or self.search.method)
 
     def _make_groups(self) -> None:
         """Make the process groups. On a node, the first process compresses for all."""
@@ -92,46 +86,23 @@ class Exchange:
             self.peers = Peers(ranks.index(world.rank), len(ranks), group)
         self.ordered = OrderedCollectives(world.device)
 
-    def _use(self, method: str) -> None:
-        """Exchange by ``method`` from now on, from a fresh state."""
-        self.how = methods.parse(method)
-        self.codec: Quantised | PowerSGD | None = None
-        self.early: Quantised | None = None  # before powersgd begins, where auto has chosen that
-        if self.leads and self.how.bits:
-            self.codec = Quantised(self.how.bits, self.peers)
-        elif self.leads and self.how.rank:
-            self.codec = PowerSGD(self.how.rank, self.peers, self.seed, self.scale)
-            self.early = Quantised(4, self.peers)
-
     # ---- in training
 
-    def begin_step(self, epoch: int, step: int, steps: int, epochs: int) -> str | None:
-        """Begin step ``step`` of ``steps`` in ``epoch`` of ``epochs``, all from 0. Collective.
-
-        Returns, once, when auto has chosen a method: which and why.
-        """
-        self.step = Step(self.seed, epoch, step)
-        self.progress = (epoch + step / steps) / epochs
-        search = self.search
-        if search is None:
-            return None
-        search.begin_step()
-        if search.reason:
-            self.method, self.search = search.method, None
-        if search.reason or search.method != self.how.name:
-            self._use(search.method)
-        return search.reason or None
+    def start_at(self, epoch: int, step: int, steps: int, epochs: int) -> None:
+        """The next step is ``step`` of ``steps`` in ``epoch`` of ``epochs``, all from 0."""
+        self.next_step, self.steps, self.epochs = epoch * steps + step, steps, epochs
 
     def _hook(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
         """Called by DistributedDataParallel for each bucket of gradients that is ready."""
-        how, step, buffer = self.how, self.step, bucket.buffer()
+        how, buffer = self.how, bucket.buffer()
+        epoch, number = divmod(self.next_step, self.steps)
+        self.next_step += bucket.is_last()
         if how.name in ("fp16", "bf16"):
             half = getattr(default_hooks, f"{how.name}_compress_hook")
             return half(dist.group.WORLD, bucket)
-        early = bool(how.rank) and self.progress < LATE and self.search is None
-        if how.name == "fp32" or (early and not self.auto):
+        if how.rank and (epoch + number / self.steps) / self.epochs < LATE:
             return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
-        codec = self.early if early else self.codec
+        codec, step = self.codec, Step(self.seed, epoch, number)
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         gradients = [(self.number[parameter], gradient) for parameter, gradient in pairs]
 
@@ -152,8 +123,8 @@ class Exchange:
 
     def collect(self) -> dict[str, Any]:
         """The state of all processes for a snapshot. Collective; only rank 0's result counts."""
-        found: dict[str, Any] = {"method": self.method, "nodes": self.world.nodes}
-        if self.world.size > 1 and methods.parse(self.method or "fp32").rank:
+        found: dict[str, Any] = {"method": self.method}
+        if self.how.rank:
             mine = self.codec.state_dict() if self.codec is not None else {}
             states: list[Any] | None = [None] * self.world.size if self.world.is_main else None
             dist.gather_object(mine, states, group=self.world.control)
@@ -163,13 +134,9 @@ class Exchange:
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from a snapshot, in every process.
 
-        auto keeps its choice if the number of nodes is the same. On another number of processes
-        each gets the mean of all states, so that their sum stays the same.
+        On another number of processes each gets the mean of all states, so that their sum stays the
+        same.
         """
-        if self.search is not None and saved["nodes"] == self.world.nodes and saved["method"]:
-            self.search.hook.remove()
-            self.method, self.search = saved["method"], None
-            self._use(self.method)
         states = saved.get("states")
         if states and saved["method"] == self.method and self.codec is not None:
             state = states[self.world.rank] if len(states) == self.world.size else None

@@ -59,6 +59,20 @@ def parse(name: str) -> Method:
     return replace(found, name=f"{kind}:{int(rank)}", rank=int(rank)) if colon else found
 
 
+# The most exact first. What is a little slower than the fastest, but more exact, is better.
+CANDIDATES = ("fp32", "fp16", "int8", "int4", "powersgd:32")
+WITHIN = 0.05  # how much slower
+
+
+def most_exact(seconds: dict[str, float]) -> str:
+    """The first method whose step is at most `WITHIN` longer than the shortest.
+
+    ``seconds`` of a step by method, the most exact method first.
+    """
+    limit = (1 + WITHIN) * min(seconds.values())
+    return next(name for name, took in seconds.items() if took <= limit)
+
+
 def wire_bytes(shapes: Iterable[Sequence[int]], how: Method) -> float:
     """Bytes that enter the collectives for gradients of these shapes."""
     return how.bytes_per_value * sum(factors(s, how.rank) or math.prod(s) for s in shapes)

@@ -228,22 +228,9 @@ class Run:
                 self.record |= facts
                 self.writer = tensorboard.open_writer(self.folder)
                 self.writer.add_custom_scalars(tensorboard.LAYOUT)
-                if facts.get("comm") != "auto":
-                    self._add_entry()
+                for summary in tensorboard.entry(self.options | self.record):
+                    self.writer.file_writer.add_summary(summary, 0)
                 self.writer.flush()  # from now on other programs can see what is trained here
-
-    def describe(self, facts: dict[str, Any]) -> None:
-        """Write the entry that `begin` left out, as ``facts`` lacked what is chosen later."""
-        self.record |= facts
-        if self.writer is None:
-            return
-        with contextlib.suppress(OSError):  # the next point says so
-            self._add_entry()
-            self.writer.flush()
-
-    def _add_entry(self) -> None:
-        for summary in tensorboard.entry(self.options | self.record):
-            self.writer.file_writer.add_summary(summary, 0)
 
     def step(self, place: str, done: int, values: dict[str, float]) -> None:
         """Report ``done`` steps of an epoch: move the bar, or print a line."""

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.comm import auto
 from utils.data.preprocessing import largest_size
 from utils.launch.world import World
 from utils.train import report
@@ -22,9 +21,7 @@ from utils.train.stopping import Reason
 from utils.train.watch import StepTimer, per_step, shares
 
 WARMUP_STEPS, TIMED_STEPS = 5, 20
-CHOOSING_STEPS = auto.MOST_STEPS + 2  # to warm up, while ``--comm auto`` has to choose
 AHEAD = 3  # steps that a host may run ahead of a GPU without having to wait for it
-MOST_STEPS = CHOOSING_STEPS + TIMED_STEPS + 2 * AHEAD
 
 log = logging.getLogger(__name__)
 
@@ -42,25 +39,23 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     images, targets = random_batch(args.batch_size, largest_size(args), world, args.seed)
     images = images.to(memory_format=args.memory_format)
     targets %= args.dummy_classes
-    comm, done = session.state.comm, 0
+    if session.state.comm is not None:
+        session.state.comm.start_at(1, 0, 1, 2)  # powersgd compresses from the first step on
     timer = StepTimer(session.state.model, device, distributed=world.size > 1)
     if args.compile:
         train_step = first_step_timed(train_step, args, device)
 
     def step() -> None:
-        nonlocal done
-        if comm is not None and (why := comm.begin_step(1, done, MOST_STEPS, 2)):
-            log.info(why)
-        done += 1
         for micro in range(args.accum_steps):
             update = micro + 1 == args.accum_steps
             timer.begin()
             train_step(images, targets, 1 / args.accum_steps, update)
             timer.end(update)
 
-    warm_up = CHOOSING_STEPS if comm is not None and comm.method is None else WARMUP_STEPS
-    log.info(f"timing {TIMED_STEPS} steps of {global_batch} images, after {warm_up} to warm up ...")
-    found = time_steps(step, world, warm_up, TIMED_STEPS, timer)
+    log.info(
+        f"timing {TIMED_STEPS} steps of {global_batch} images, after {WARMUP_STEPS} to warm up ..."
+    )
+    found = time_steps(step, world, WARMUP_STEPS, TIMED_STEPS, timer)
     rate = 1000 * global_batch / found["ms_per_step"]
     communication = shares(per_step(timer.total, "Time/"))["Time/communication"]
     log.info(

@@ -49,12 +49,6 @@ def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
             lr = learning_rate_at(session, state.epoch + state.step / steps)
             for group in state.optimizer.param_groups:
                 group["lr"] = lr
-            chosen = state.comm and state.comm.begin_step(
-                state.epoch, state.step, steps, args.epochs
-            )
-            if chosen:  # by --comm auto
-                log.info(chosen)
-                run.describe(report.facts(session))
         update = (micro + 1) % args.accum_steps == 0
         place = (state.epoch, state.step, micro % args.accum_steps)
         _seed_dropout(session, *place, world.rank)

@@ -85,6 +85,9 @@ def begin(session: Session) -> None:
     show_status(session, "starting")
     if world.is_main:
         session.snapshots = SnapshotWriter(run.folder, run.upload)
+    if state.comm is not None:
+        steps = session.train.sampler.steps_per_epoch
+        state.comm.start_at(state.epoch, state.step, steps, args.epochs)
     state.tick()
 
 

@@ -131,8 +131,6 @@ def facts(session: Session) -> dict[str, Any]:
     gpus = torch.cuda.device_count() if on_gpu and session.run.mode == "dp" else world.size
     return setting(session) | {
         "gpus": gpus,
-        # Overrides the option: what auto has chosen; "auto" while it measures.
-        "comm": (session.state.comm.method or "auto") if session.state.comm else None,
         "precision": getattr(args, "opt_level", None) or args.precision,
         "batch_per_gpu": session.global_batch / gpus,
         "train_sizes": args.progressive or str(args.image_size),
@@ -163,8 +161,8 @@ def setting(session: Session) -> dict[str, Any]:
     }
 
 
-def sent_mb(session: Session) -> float | None:
-    """MB that each process sends per step, computed; None while ``--comm auto`` measures."""
+def sent_mb(session: Session) -> float:
+    """MB that each process sends per step, computed."""
     state, world = session.state, session.world
     if world.size == 1:
         return 0.0
@@ -175,8 +173,6 @@ def sent_mb(session: Session) -> float | None:
         return fsdp.sent_bytes(trained, session.args, world) / 1e6
     if state.comm is None:  # Apex sums gradients in the precision of their weights
         size = _bytes(trained)
-    elif state.comm.method is None:
-        return None
     else:
         method = methods.parse(state.comm.method)
         size = methods.wire_bytes([weight.shape for weight in trained], method)
@@ -234,7 +230,7 @@ def bottleneck(session: Session, record: dict[str, float]) -> None:
         if getattr(session.args, "comm", None) == "fp32":
             advice = f"--comm fp16: by this share {gain:.0%} more images/s; also {advice}"
             if session.world.nodes > 1:
-                advice = f"--comm auto, which measures what is fastest, or {advice}"
+                advice = f"the option that scripts/bench_network.py recommends, or {advice}"
         log.info(f"note: communication takes {communication:.0%} of each step; try {advice}")
     busy = record.get("busy", math.inf)
     if busy < BUSY and max(waiting, communication) <= LIMIT:
