@@ -70,7 +70,7 @@ def amp_and_parallel(args: argparse.Namespace, world: World) -> tuple[Any, Any]:
         by = f"plain PyTorch (utils/amp/o2.py): {reason}" if reason else "NVIDIA Apex"
         print(f"opt level {args.opt_level} by {by}", flush=True)
         if world.device.type == "cpu" and args.opt_level != "O0":
-            native.note_slow_float16("--opt-level O0, or imagenet_ddp.py --amp bf16")
+            native.note_slow_float16("--opt-level O0")
     if reason:
         return o2.Amp(world), o2
     parallel = importlib.import_module("apex.parallel")

@@ -44,13 +44,13 @@ def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None
     if choice == "bf16" and not native and world.is_main:
         print("warning: this GPU only emulates bf16, slowly: --amp fp16 is faster", flush=True)
     if choice == "fp16" and device.type == "cpu" and world.is_main:
-        note_slow_float16("--amp off, or --amp bf16")
+        note_slow_float16("--amp off")
     args.precision = choice
     return DTYPES[choice]
 
 
-def note_slow_float16(faster: str) -> None:
-    """Say so if float16 is slow on this CPU; ``faster`` are the options to use instead."""
+def note_slow_float16(option: str) -> None:
+    """Say so if float16 is slow on this CPU; ``option`` chooses float32 instead."""
 
     def seconds(dtype: torch.dtype) -> float:
         images = torch.ones(8, 32, 32, 32, dtype=dtype)  # no random numbers: the seed decides all
@@ -67,6 +67,6 @@ def note_slow_float16(faster: str) -> None:
     if half > SLOW:
         print(
             f"warning: float16 is slow on this CPU: a convolution takes {half:.0f} times as long "
-            f"as in float32 (bfloat16: {brain:.1f} times). To train here, use {faster}",
+            f"as in float32 (bfloat16: {brain:.1f} times). To train here, use {option}",
             flush=True,
         )
