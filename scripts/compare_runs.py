@@ -1,15 +1,17 @@
 """Compare training runs: a table, pictures of their curves and speeds, and a page with both.
 
     python scripts/compare_runs.py runs/one_node runs/two_nodes --labels "1 node" "2 nodes"
-    python scripts/compare_runs.py runs --out figures/all --target-top1 75 --results
+    python scripts/compare_runs.py runs --out figures --target-top1 75 --results
 
 Reads the TensorBoard event files of each run, ours or those of older suites with the same tags, and
 nothing else. Options that an event file does not record are taken from the folder's name. Unknown
 values are shown as `-`. Speed-ups are relative to the run with the fewest GPUs. The table is also
-written to DIR as Markdown and CSV, with the pictures and compare.html.
+written to DIR as Markdown and CSV, with the pictures and compare.html. By default DIR is the folder
+`compare` beside the first RUN, or in it if it is a folder of runs.
 """
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -47,8 +49,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--target-top1", type=accuracy, metavar="A", help=text)
     text = "price of a node per hour, in any currency (g4dn.xlarge: 0.526 $): adds the cost of runs"
     add("--price", type=above_0, metavar="P", help=text)
-    text = "folder for table, pictures and page (default: %(default)s)"
-    add("--out", type=Path, default=Path("figures"), metavar="DIR", help=text)
+    text = "folder for table, pictures and page (default: compare, beside the first RUN)"
+    add("--out", type=Path, metavar="DIR", help=text)
     text = "formats of the pictures beside PNG, such as svg,pdf"
     add("--formats", type=_formats, default=[], metavar="LIST", help=text)
     add("--prefix", default="", metavar="NAME_", help="prefix of the file names")
@@ -103,6 +105,14 @@ def compare(args: argparse.Namespace) -> Comparison:
     return both
 
 
+def beside(path: Path) -> Path:
+    """The default folder of a comparison whose first RUN is ``path``."""
+    path = Path(os.path.abspath(path))
+    folder = path if path.is_dir() else path.parent
+    is_run = any(folder.glob("*tfevents*"))
+    return (folder.parent if is_run else folder) / "compare"
+
+
 def _page(both: Comparison, drawn: list[pictures.Picture], title: str, command: str) -> str:
     import jinja2
 
@@ -122,14 +132,15 @@ def main(argv: list[str] | None = None) -> int:
         both = compare(args)
         print(both.as_text(), "", *(f"- {note}" for note in both.notes), sep="\n")
         title = args.title or f"Comparison: {', '.join(run.label for run in both.runs)}"
-        drawn = pictures.draw(both, args.out, args.prefix, formats=args.formats)
+        out = args.out or beside(args.runs[0])
+        drawn = pictures.draw(both, out, args.prefix, formats=args.formats)
         for kind, text in (
             ("md", both.as_markdown() + "\n"),
             ("csv", both.as_csv()),
             ("html", _page(both, drawn, title, command)),
         ):
-            (args.out / f"{args.prefix}compare.{kind}").write_text(text, encoding="utf-8")
-        print(f"\nin {args.out}: {args.prefix}compare.md, .csv, .html, and {len(drawn)} pictures")
+            (out / f"{args.prefix}compare.{kind}").write_text(text, encoding="utf-8")
+        print(f"\nin {out}: {args.prefix}compare.md, .csv, .html, and {len(drawn)} pictures")
         if args.results:
             chosen = [p.file for p in drawn if p.name in ("training_throughput", "top1_val")]
             section = both.section(args.results, title, command, chosen)

@@ -251,6 +251,21 @@ def test_bad_input_is_a_one_line_error(tmp_path, monkeypatch, capsys):
         assert line.startswith("error: ") and message in line
 
 
+def test_columns_of_words_are_aligned_left_and_numbers_right():
+    rows = [
+        ["a", "12.3 min", "finished", "2026-11-24", "-", "8 images", "0.41 ± 0.02"],
+        ["b", "-", "-", "2026-11-24", "+5 %", "-", "86.4%"],
+    ]
+    head = ["", "time", "state", "date", "share", "data", "x"]
+    rule = tables.markdown_table(head, rows).splitlines()[1]
+    assert rule == "|---|---:|---|---|---:|---|---:|"
+    assert tables.text_table(head, rows).splitlines() == [
+        "       time  state     date        share  data                x",
+        "a  12.3 min  finished  2026-11-24      -  8 images  0.41 ± 0.02",
+        "b         -  -         2026-11-24   +5 %  -               86.4%",
+    ]
+
+
 # ---- the section in a file of Markdown
 
 

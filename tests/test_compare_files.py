@@ -54,6 +54,8 @@ def test_bars_are_as_long_as_the_medians_beside_perfect_scaling(hal):
     rates, perfect = list(HAL.values()), [HAL[2] / 2 * gpus for gpus in HAL]
     (axes,) = plan["scaling"][1]().axes
     lines = [list(one.get_ydata()) for one in axes.lines]
+    (legend,) = axes.figure.legends
+    assert legend.get_texts()[-1].get_text() == "64: 32619 images/s, 64 %"
     (axes,) = plan["training_throughput"][1]().axes
     bars = [[bar.get_width() for bar in group] for group in axes.containers]
     assert lines == bars == [pytest.approx(rates), pytest.approx(perfect)]
@@ -85,11 +87,12 @@ def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path):
             values |= {f"GPU/memory_gb_rank{rank}": 10.0 + rank for rank in range(3)}
         write(tmp_path / "runs" / name, epochs, seconds=seconds)
     labels = ["_x", "$\\y$ |", "<script>alert(1)</script>"]
-    words = [tmp_path / "runs", "--out", tmp_path, "--labels", *labels]
+    words = [tmp_path / "runs", "--labels", *labels]
     assert compare_runs.main([str(word) for word in words]) == 0
-    page = (tmp_path / "compare.html").read_text()
+    out = tmp_path / "runs" / "compare"  # the default
+    page = (out / "compare.html").read_text()
     assert "<script" not in page
-    markdown = (tmp_path / "compare.md").read_text().splitlines()
+    markdown = (out / "compare.md").read_text().splitlines()
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in markdown} == {5}
     both = table(*words)[2]
     figure, by_time = (pictures.plan(both)[name][1]() for name in ("top1_val", "top1_val_hours"))
@@ -99,3 +102,24 @@ def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path):
     ends = {"GPU/memory_gb": 12.0, "GPU/utilisation": 91.0, "IO/wait_share": 25.0}
     for tag, end in ends.items():
         assert pictures.line(both.runs[0], tag, "epochs") == dict.fromkeys((1, 2, 3, 4), end)
+
+
+def test_by_default_a_comparison_lies_beside_the_runs(tmp_path, monkeypatch):
+    file = write(tmp_path / "runs" / "a", epochs_of(100, 64))
+    monkeypatch.chdir(tmp_path / "runs" / "a")
+    for first in (file, file.parent, file.parent.parent, type(file)("."), type(file)("..")):
+        assert compare_runs.beside(first) == tmp_path / "runs" / "compare"
+
+
+def test_runs_of_one_epoch_are_drawn(tmp_path):
+    """The ends of their curves are not above the curves' last third, however it is rounded."""
+    for seconds in range(100, 140):
+        write(tmp_path / f"{seconds}", epochs_of(100, 64, (20,)), seconds=seconds)
+        plan = pictures.plan(table(tmp_path / f"{seconds}")[2])
+        (axes,) = plan["top1_val_hours"][1]().axes
+        assert axes.get_xlabel() == "minutes of training" and axes.get_xlim()[0] == 0
+    (axes,) = plan["top1_val"][1]().axes
+    assert list(axes.get_xticks()) == [1]
+    # Lone points have no curve that an inset could enlarge.
+    (axes,) = pictures.plan(table(tmp_path)[2])["top1_val_hours"][1]().axes
+    assert not axes.child_axes

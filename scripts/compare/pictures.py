@@ -64,7 +64,9 @@ BARS = {  # title, what the bars show, rows of the table that are written beside
         {"step_ms": "{} ms", "epoch_h": "({} per epoch)"},
     ),
 }
-OVER = {"epochs": "epochs finished", "hours": "hours of training"}
+OVER = {
+    "epochs": "epochs finished", "hours": "hours of training", "minutes": "minutes of training"
+}  # fmt: skip
 
 
 class Picture(NamedTuple):
@@ -163,24 +165,28 @@ def curves(both: Comparison, panels: Sequence[tuple[str, str]]) -> Any:
     handles: dict[int, Any] = {}
     every = figure.subplots(rows, columns, squeeze=False).flat
     for axes, (tag, over) in zip(every, panels, strict=True):
-        ends = []
-        for i, run in enumerate(both.runs):
-            if points := line(run, tag, over):
-                ends.append(max(points))
-                stride = math.ceil(len(points) / 8)  # the runs' markers are at different epochs
-                marks = (i * stride // len(both.runs), stride)
-                # Nothing is outside the limits; what is at them (100 %) is not cut in half.
-                looks = {"markevery": marks, "clip_on": False} | style(i, len(both.runs))
-                (handles[i],) = axes.plot(list(points), list(points.values()), **looks)
-        _set_axes(axes, tag, over, over == "hours" and max(ends) > LOGARITHMIC * min(ends))
+        found = {i: line(run, tag, over) for i, run in enumerate(both.runs)}
+        lines = {i: points for i, points in found.items() if points}
+        factor = 60 if over == "hours" and max(map(max, lines.values())) < 1 else 1
+        for i, points in lines.items():
+            stride = math.ceil(len(points) / 8)  # the runs' markers are at different epochs
+            marks = (i * stride // len(both.runs), stride)
+            # Nothing is outside the limits; what is at them (100 %) is not cut in half.
+            looks = {"markevery": marks, "clip_on": False} | style(i, len(both.runs))
+            xs = [factor * x for x in points]
+            (handles[i],) = axes.plot(xs, list(points.values()), **looks)
+        _set_axes(axes, tag, "minutes" if factor > 1 else over)
     shown = [(handles[i], labels[i]) for i in sorted(handles)]
     # A label that begins with "_" is left out of a legend, unless it is given as a text.
     figure.legend(*zip(*shown, strict=True), loc="outside right upper")
     return figure
 
 
-def _set_axes(axes: Any, tag: str, over: str, logarithmic: bool) -> None:
+def _set_axes(axes: Any, tag: str, over: str) -> None:
     title, unit, _ = PANELS[tag]
+    ends = [max(one.get_xdata()) for one in axes.lines]
+    first, last = min(min(one.get_xdata()) for one in axes.lines), max(ends)
+    logarithmic = bool(over != "epochs" and last > LOGARITHMIC * min(ends))
     axes.set(title=title, ylabel=unit, xlabel=OVER[over] + " (logarithmic)" * logarithmic)
     axes.grid(axis="y")
     axes.margins(x=0.02)
@@ -195,15 +201,22 @@ def _set_axes(axes: Any, tag: str, over: str, logarithmic: bool) -> None:
         _round_ticks(axes.xaxis)
         return
     axes.locator_params(axis="x", nbins=7, integer=over == "epochs", steps=[1, 2, 5, 10])
+    if over != "epochs":
+        axes.set_xlim(left=0)
+    elif first == last:
+        axes.set(xlim=(first - 1, first + 1), xticks=[first])
     if tag.startswith("Top"):
         _enlarge_the_plateau(axes)
 
 
 def _round_ticks(axis: Any, ticks: Sequence[float] = ()) -> None:
-    """On a logarithmic axis: ticks at 1, 2 and 5 times the powers of ten, or at ``ticks``."""
+    """On a logarithmic axis: ticks at 1, 2 and 5 times the powers of ten, or at ``ticks``. Where
+    these do not fit, at the powers of ten alone."""
     from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
-    axis.set_major_locator(FixedLocator(ticks) if ticks else LogLocator(subs=(1, 2, 5)))
+    low, high = axis.get_view_interval()
+    subs = (1, 2, 5) if high < 500 * low else (1,)
+    axis.set_major_locator(FixedLocator(ticks) if ticks else LogLocator(subs=subs))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_locator(NullLocator())
 
@@ -213,9 +226,10 @@ def _enlarge_the_plateau(axes: Any) -> None:
     room."""
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     points = [tuple(point) for one in axes.lines for point in one.get_xydata()]
-    last = max(x for x, _ in points)
-    start = (2 * last + min(x for x, _ in points)) / 3
-    together = [one for one in axes.lines if max(one.get_xdata()) > start]
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    start = last - (last - first) / 3  # not above last, however it is rounded
+    curves = [one.get_xdata() for one in axes.lines if len(one.get_xdata()) > 1]
+    together = [xs for xs in curves if xs[-1] > start]
     late = [y for x, y in points if x >= start]
     bottom, spread = min(late), max(late) - min(late)
     room, edge = low + 0.62 * (high - low), left + (INSET[0] - 0.07) * (right - left)
@@ -264,28 +278,29 @@ def bars(both: Comparison, title: str, unit: str, keys: dict[str, str]) -> Any:
 
 
 def scaling(both: Comparison) -> Any:
-    """Images/s against GPUs, both logarithmic, with perfect scaling as a line."""
+    """Images/s against GPUs, both logarithmic, with perfect scaling as a line. The figures stand
+    right of it, where no line crosses them."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 5.4), layout="constrained")
-    axes, counts = figure.subplots(), set()
-    for base in both.bases:
+    figure = Figure(figsize=(9.6, 5.4), layout="constrained")
+    axes, counts, shown = figure.subplots(), set(), []
+    for i, base in enumerate(both.bases):
         known = [run for run in both.runs if run.base is base and run.efficiency]
         points = {run.facts["gpus"]: run for run in sorted(known, key=lambda run: run.efficiency)}
         gpus = sorted(points)
         counts |= points.keys()
-        axes.loglog(gpus, [points[n].usual(RATE) for n in gpus], "o-", color=COLOURS[-3])
+        looks = {"color": COLOURS[-3 - i % 5], "marker": MARKERS[i % len(MARKERS)]}
+        (measured,) = axes.loglog(gpus, [points[n].usual(RATE) for n in gpus], **looks)
         perfect = [points[n].usual(RATE) / points[n].efficiency for n in gpus]
         axes.loglog(gpus, perfect, "--", color=INK)
-        for n, run in points.items():
-            text = f"{number(run.usual(RATE))}, {share(run.efficiency)}"
-            place = n, run.usual(RATE)
-            axes.annotate(text, place, xytext=(9, -15), textcoords="offset points")
+        for n in gpus:
+            rate, part = number(points[n].usual(RATE)), share(points[n].efficiency)
+            shown.append((measured, f"{n:g}: {rate} images/s, {part}"))
     axes.set(xlabel="GPUs (processes)", ylabel=PANELS[RATE][1])
     axes.set_title("Scaling: measured (line) and perfect (dashed)")
-    axes.set_xlim(right=max(counts) * (max(counts) / min(counts)) ** 0.3)  # room for the last text
-    axes.margins(y=0.12)
+    axes.margins(0.12)
     _round_ticks(axes.xaxis, sorted(counts))
     _round_ticks(axes.yaxis)
     axes.grid()
+    figure.legend(*zip(*shown, strict=True), loc="outside right upper", title="GPUs (processes)")
     return figure

@@ -21,6 +21,7 @@ from utils.errors import UserError
 
 NONE = "-"
 UNKNOWN = (None, "")
+NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?%| [a-z]{1,3})?( ± .*)?$")  # 95 %, 12.3 min
 # Facts that must be equal, or the ratio of two runs' speeds means nothing.
 MUST_AGREE = ("arch", "image_size", "data_id", "train_sizes")
 # Facts that may differ, but explain part of the difference in speed.
@@ -38,20 +39,29 @@ MACHINE = ("gpu", "driver", "cpu", "torch")
 
 
 def text_table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """A table as plain text: the first column aligned left, all others right."""
+    """A table as plain text: the first column and columns of words aligned left, numbers right."""
     lines = [[str(cell) for cell in line] for line in (head, *rows)]
-    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = (
-        "  ".join([line[0].ljust(wide[0]), *map(str.rjust, line[1:], wide[1:])]) for line in lines
-    )
-    return "\n".join(map(str.rstrip, texts))
+    columns = []
+    for i, column in enumerate(zip(*lines, strict=True)):
+        wide = max(map(len, column))
+        adjust = str.ljust if i == 0 or holds_words(column[1:]) else str.rjust
+        columns.append([adjust(cell, wide) for cell in column])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def markdown_table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """A table as Markdown: the first column aligned left, all others right."""
-    lines = [[escape_markdown(str(cell)) for cell in line] for line in (head, *rows)]
-    text = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([text[0], "|---|" + "---:|" * (len(head) - 1), *text[1:]])
+    """A table as Markdown: the first column and columns of words aligned left, numbers right."""
+    lines = [[str(cell) for cell in line] for line in (head, *rows)]
+    columns = list(zip(*lines, strict=True))[1:]
+    rule = "|---|" + "".join("---|" if holds_words(one[1:]) else "---:|" for one in columns)
+    text = ["| " + " | ".join(map(escape_markdown, line)) + " |" for line in lines]
+    return "\n".join([text[0], rule, *text[1:]])
+
+
+def holds_words(cells: Sequence[str]) -> bool:
+    """Whether most of a column's cells are words: neither numbers, with a unit or not, nor `-`."""
+    known = [cell for cell in cells if cell != NONE]
+    return 2 * sum(not NUMBER.match(cell) for cell in known) > len(known)
 
 
 def escape_markdown(text: str) -> str:
