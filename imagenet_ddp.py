@@ -16,7 +16,7 @@ Each process trains a replica of the model on its slice of the global batch; DDP
 gradients while backward still computes.
 """
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
 
 import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
@@ -38,12 +38,17 @@ from utils.train import epoch, evaluation, loop
 from utils.train.session import Session
 
 
-def main() -> int:
+def parser() -> ArgumentParser:
+    """The command line of this script."""
     parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
     native.add_options(parser)
     exchange.add_options(parser)
     launch.add_options(parser)
-    args = options.parse(parser)
+    return parser
+
+
+def main() -> int:
+    args = options.parse(parser())
     return launch.run(worker, args)  # in each process of this node
 
 

@@ -13,7 +13,7 @@ loss, and skips a step whose gradients overflow. NVIDIA's Apex (25.04 is the las
 used where it is installed; elsewhere utils/amp/o2.py computes the same in plain PyTorch.
 """
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
 
 import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
@@ -34,11 +34,16 @@ from utils.train import epoch, evaluation, loop
 from utils.train.session import Session
 
 
-def main() -> int:
+def parser() -> ArgumentParser:
+    """The command line of this script."""
     parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
     apex.add_options(parser)
     launch.add_options(parser)
-    args = options.parse(parser)
+    return parser
+
+
+def main() -> int:
+    args = options.parse(parser())
     apex.check(args)  # options that do not go together are reported before processes start
     return launch.run(worker, args)  # in each process of this node
 

@@ -8,7 +8,7 @@ DataParallel is one line, but it copies the model to every GPU in every step and
 on the first: imagenet_ddp.py is faster even on one machine. Without GPUs it equals imagenet_nd.py.
 """
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 
 import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
 
@@ -27,10 +27,15 @@ from utils.train import epoch, evaluation, loop
 from utils.train.session import Session
 
 
-def main() -> int:
+def parser() -> ArgumentParser:
+    """The command line of this script."""
     parser = options.build_parser(__doc__, batch="images per step, shared out over the GPUs")
     native.add_options(parser)
-    args = options.parse(parser)
+    return parser
+
+
+def main() -> int:
+    args = options.parse(parser())
     return train(args, launch.single_process())
 
 

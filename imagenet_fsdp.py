@@ -15,7 +15,7 @@ Each process keeps a shard of every weight, gradient and momentum, and trains on
 global batch: a block's weights are gathered just before it computes, its gradients scattered after.
 """
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 
 import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
 
@@ -36,12 +36,17 @@ from utils.train import epoch, evaluation, loop
 from utils.train.session import Session
 
 
-def main() -> int:
+def parser() -> ArgumentParser:
+    """The command line of this script."""
     parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
     native.add_options(parser)
     fsdp.add_options(parser)
     launch.add_options(parser)
-    args = options.parse(parser)
+    return parser
+
+
+def main() -> int:
+    args = options.parse(parser())
     return launch.run(worker, args)  # in each process of this node
 
 

@@ -10,7 +10,7 @@ The plain loop that the other scripts start from: `diff -u imagenet_nd.py imagen
 what several processes change. It uses the first GPU, or the CPU if there is none.
 """
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 
 import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
 
@@ -29,10 +29,15 @@ from utils.train import epoch, evaluation, loop
 from utils.train.session import Session
 
 
-def main() -> int:
+def parser() -> ArgumentParser:
+    """The command line of this script."""
     parser = options.build_parser(__doc__, batch="images per step")
     native.add_options(parser)
-    args = options.parse(parser)
+    return parser
+
+
+def main() -> int:
+    args = options.parse(parser())
     return train(args, launch.single_process())
 
 

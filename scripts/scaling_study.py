@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/ssh")]
@@ -44,8 +43,8 @@ from compare.runs import Run  # noqa: E402
 from utils import errors  # noqa: E402
 from utils.errors import INTERRUPTED, UserError  # noqa: E402
 from utils.launch import network, supervise  # noqa: E402
-from utils.model.schedules import REFERENCE_BATCH, USUAL_LR, scale_lr  # noqa: E402
-from utils.option_types import count, list_of, number, positive, with_recipe  # noqa: E402
+from utils.model.schedules import REFERENCE_BATCH, scale_lr  # noqa: E402
+from utils.option_types import count, list_of, number, positive  # noqa: E402
 
 FINISHED = ("epochs", "desired_acc", "train_time")  # in summary.json: the run did all it was asked
 ONE_NODE = ("imagenet_nd.py", "imagenet_dp.py")
@@ -157,21 +156,16 @@ def varied(text: str) -> list[tuple[str, str]]:
     return [(name.lstrip("-"), value) for value in values.split(",")]
 
 
-def understood(script: str, words: Sequence[str]) -> argparse.Namespace:
-    """What a script's own parser makes of these words. Raises: SystemExit after its message."""
+def parse_with_script(script: str, words: Sequence[str], local: bool) -> argparse.Namespace:
+    """Parse ``words`` as the script does; ``local``: it will run on this machine.
+
+    Raises: `UserError`, or SystemExit after a message.
+    """
     from utils import options
 
-    found = []
-
-    def stop(parser: argparse.ArgumentParser) -> None:
-        found.append(parser.parse_args(with_recipe(words)))
-        raise InterruptedError
-
-    module = importlib.import_module(script.removesuffix(".py"))
-    patched = mock.patch.object(options, "parse", stop), mock.patch.object(sys, "argv", [script])
-    with patched[0], patched[1], contextlib.suppress(InterruptedError):
-        module.main()
-    return found[0]
+    parser = importlib.import_module(script.removesuffix(".py")).parser()
+    parser.prog = script
+    return options.parse(parser, words, local)
 
 
 def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
@@ -194,16 +188,13 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
         if script in ONE_NODE and nodes > 1:
             raise UserError(f"{script} trains on one node: use imagenet_ddp.py, or --nodes 1")
         more = [word for n, v in variation if n != "script" for word in (as_option(n), v)]
-        typed = understood(script, [*rest, *more])
+        typed = parse_with_script(script, [*rest, *more], bool(args.simulate))
         args.name = args.name or typed.arch
         if args.global_batch:
             more += ["-b", str(share_of_batch(args, script, typed, nodes))]
         elif nodes > args.nodes[0] and args.lr_scaling != "none":
-            lr = typed.lr or USUAL_LR.get(typed.optimizer)
-            if lr is None:
-                raise UserError("give --lr, which is to grow with the nodes")
             batch = REFERENCE_BATCH * nodes / args.nodes[0]
-            more += ["--lr", f"{scale_lr(lr, batch, args.lr_scaling):.6g}"]
+            more += ["--lr", f"{scale_lr(typed.lr, batch, args.lr_scaling):.6g}"]
         more += ["--seed", str(seed)] if seed is not None else []
         more += ["--train-time", f"{args.hours:g}"] if args.hours else []
         parts = [args.name, f"{nodes}node{'s' * (nodes > 1)}"]
@@ -396,6 +387,7 @@ def write_page(args: argparse.Namespace, arms: list[Arm], command: str) -> None:
         if run and run.epochs is not None:
             seed = "" if arm.seed is None else f"seed {arm.seed}"
             run.label = ", ".join(filter(None, [arm.title.lower(), arm.group, seed]))
+            run.facts["nodes"] = arm.nodes  # simulated ones share a machine, which is one node
             found.append((arm, run))
     parts = [
         f"# {table.escape_markdown(args.name)}",
@@ -426,6 +418,7 @@ def write_page(args: argparse.Namespace, arms: list[Arm], command: str) -> None:
     if len({arm.nodes for arm in finished}) == len(finished) > 1:
         words = ["--from", *(str(arm.run) for arm in finished)]
         words += ["--nodes", ",".join(map(str, args.nodes))]
+        words += ["--gpus-per-node", "1"] if args.simulate else []
         words += [] if args.simulate and not args.link else ["--fit-network"]
         line = [sys.executable, str(ROOT / "scripts/forecast_scaling.py"), *words]
         told = subprocess.run(line, capture_output=True, text=True, check=False)

@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import event_files
 import pytest
 import scaling_study
 from compare.runs import Run
@@ -19,7 +20,7 @@ from scaling_study import Arm
 from utils.errors import UserError
 
 _, ENV = tiny()
-TRAINING = "imagenet_ddp.py -a vgg19 -b 32 --lr 1e-4 DATA"
+TRAINING = "imagenet_ddp.py -a vgg19 -b 32 --lr 1e-4 tests"  # any folder is data to a plan
 
 
 def plan(own: str, training: str = TRAINING) -> list[Arm]:
@@ -45,8 +46,8 @@ def test_weak_scaling_keeps_the_batch_and_scales_the_rate():
     assert options(plan("--lr-scaling linear"), "--lr")[-1] == "0.0008"
     assert [arm.nodes for arm in plan("--simulate 6")] == [1, 2, 4, 6]
     for more, lr in (("--optimizer adamw", "0.002"), ("--recipe fast16", "0.85")):
-        _, arm = plan("--nodes 2,8", f"imagenet_ddp.py DATA {more}")
-        assert (options([arm], "--lr"), arm.data) == ([lr], "DATA")
+        _, arm = plan("--nodes 2,8", f"imagenet_ddp.py tests {more}")
+        assert (options([arm], "--lr"), arm.data) == ([lr], "tests")
 
 
 def test_strong_scaling_shares_the_batch_and_keeps_the_rate(tmp_path):
@@ -58,7 +59,7 @@ def test_strong_scaling_shares_the_batch_and_keeps_the_rate(tmp_path):
         (hosts, "imagenet_ddp.py -g 4", ["24", "12"]),
         (f"{hosts} --nodes 1", "imagenet_dp.py", ["96"]),
     ):
-        arms = plan(f"{own} --global-batch 96", f"{script} DATA")
+        arms = plan(f"{own} --global-batch 96", f"{script} tests")
         assert options(arms, "-b") == batches
         assert not any("--lr" in arm.command for arm in arms)
 
@@ -81,7 +82,12 @@ def test_a_grid_with_seeds():
         ("--vary b=1,2", TRAINING, "-b among .* give --vary b before the --"),
         ("--vary name=a,b", TRAINING, "--vary name=a is not possible"),
         ("--global-batch 60", TRAINING, "60 is not a multiple of 8"),
-        ("", "imagenet_dp.py", "imagenet_dp.py trains on one node"),
+        ("", "imagenet_dp.py tests", "imagenet_dp.py trains on one node"),
+        ("", "imagenet_ddp.py -a vgg91 tests", "unknown arch 'vgg91'; nearest names: .*vgg19"),
+        ("--vary arch=vgg19,vgg91", "imagenet_ddp.py tests", "unknown arch 'vgg91'"),
+        ("", f"{TRAINING} --epoch 2", "imagenet_ddp.py: error: unknown option --epoch: did you"),
+        ("", f"{TRAINING} --warmup-epochs 99", "--warmup-epochs 99 is longer than --epochs 90"),
+        ("", "imagenet_ddp.py nowhere", "data folder nowhere is missing"),
         ("--seeds 0,1", f"{TRAINING} --seed 3", "give --seeds before"),
         ("--nodes 16", TRAINING, "--nodes 16, but there are 8"),
         ("--nodes 2,2", TRAINING, "two arms would be called s_2nodes"),
@@ -119,7 +125,8 @@ def test_a_dry_run_prints_what_can_be_typed_and_does_nothing(tmp_path):
     names = sorted(file.stem for file in (ROOT / "scripts/studies").glob("*.sh"))
     done, slurm, *studies = shell(
         f"bash scripts/scaling_study.sh {hosts} --hours 2 {own} --env SECRET=xyz "
-        "--ssh 'ssh -F file' --dir code --python py --grace 9 -- imagenet_ddp.py -a vgg19 DATA",
+        "--ssh 'ssh -F file' --dir code --python py --grace 9 -- imagenet_ddp.py -a vgg19 "
+        "--pretrained there.pt DATA",
         f"bash scripts/scaling_study.sh --slurm='--time=10 -p gpu' --nodes 1,2 {own} --name s "
         "-- imagenet_ddp.py --output-dir out DATA",
         *(f"bash scripts/studies/{name}.sh {eight} DATA {own}" for name in names),
@@ -128,7 +135,8 @@ def test_a_dry_run_prints_what_can_be_typed_and_does_nothing(tmp_path):
     assert (
         f"+ bash scripts/train_on_nodes.sh {tmp_path}/book/vgg19/hosts_2 --fetch --dir=code "
         "--python=py '--ssh=ssh -F file' --grace=9.0 --env=SECRET -- imagenet_ddp.py -a vgg19 "
-        "DATA --lr 0.141421 --train-time 2 --name vgg19_2nodes --resume auto\n"
+        "--pretrained there.pt DATA --lr 0.141421 --train-time 2 --name vgg19_2nodes "
+        "--resume auto\n"
     ) in done.out
     assert (
         "+ sbatch --wait --nodes=2 --job-name=s_2nodes --dependency=singleton "
@@ -209,6 +217,24 @@ def test_repeats_have_a_mean_and_a_spread():
     assert rows["Best Validation Loss"] == ["0.3895 ± 0.0141", "-"]
     assert rows["Test Loss"] == rows["Epoch Num @ 2 hr"] == ["-", "-"]
     assert rows["Global Batch Size"] == ["32", "-"]
+
+
+def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
+    """A run of two processes on this machine records one node."""
+    monkeypatch.setattr(scaling_study.pictures, "draw", lambda *_, **__: [])
+    own = f"--simulate 2 --name s --logbook {tmp_path}/book -- imagenet_ddp.py"
+    args, training = scaling_study.parse(f"{own} --output-dir {tmp_path} tests".split())
+    runs = scaling_study.plan(args, training)
+    for number, one in enumerate(runs, 1):
+        facts = {"arch": "resnet18", "gpus": number, "nodes": 1, "global_batch": 128 * number}
+        event_files.write(one.run, event_files.epochs_of(100 * number, 128), options=facts)
+        (one.run / "options.json").write_text("{}")
+        (one.run / "summary.json").write_text('{"finished_because": "epochs"}')
+    (tmp_path / "book").mkdir()
+    scaling_study.write_page(args, runs, "command")
+    page = (tmp_path / "book/s.md").read_text()
+    assert "| nodes | 1 | 2 |" in page
+    assert "1 GPU per node" in page, page  # the forecast
 
 
 # ---- studies that train

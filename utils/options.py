@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -271,14 +272,19 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line. Raises: `UserError` for options that do not fit together."""
-    words = with_recipe(sys.argv[1:])
+def parse(
+    parser: argparse.ArgumentParser, words: Sequence[str] | None = None, local: bool = True
+) -> argparse.Namespace:
+    """Parse the command line, or ``words``. Raises: `UserError` for options that do not fit.
+
+    Without ``local`` they are for other machines: the files that they name may be missing here.
+    """
+    words = with_recipe(sys.argv[1:] if words is None else words)
     refuse_gone(words, GONE)
     args = parser.parse_args(words)
-    models.resolve(args, parser.get_default("data"))
+    models.resolve(args, parser.get_default("data"), local)
     optim.resolve(args)
-    if not args.dummy and not os.path.isdir(args.data):
+    if local and not args.dummy and not os.path.isdir(args.data):
         wanted = "give DATA, or make one with scripts/prepare_data.py"
         if os.path.isdir(args.resume or ""):
             wanted = f"--resume took {args.resume} for its file; write --resume auto DATA"
@@ -286,7 +292,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     _resolve_preprocessing(args)
     if args.memory_limit is not None and args.batch_size != AUTO:
         raise UserError("--memory-limit is for -b auto, which finds the batch", alike=True)
-    if args.batch_size == AUTO and not torch.cuda.is_available():
+    if local and args.batch_size == AUTO and not torch.cuda.is_available():
         raise UserError("-b auto measures the memory of GPUs: give -b a number here", alike=True)
     if args.warmup_epochs and args.warmup_epochs > args.epochs:
         raise UserError(

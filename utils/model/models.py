@@ -27,8 +27,11 @@ except ImportError:
 _WITH_AUXILIARY = ("googlenet", "inception_v3")
 
 
-def resolve(args: argparse.Namespace, default_data: str) -> None:
-    """Check ``--arch`` and ``--pretrained``; set ``args.preprocessing``. Raises: `UserError`."""
+def resolve(args: argparse.Namespace, default_data: str, local: bool = True) -> None:
+    """Check ``--arch`` and ``--pretrained``; set ``args.preprocessing``. Raises: `UserError`.
+
+    Without ``local`` a file of weights is on another machine, and may be missing here.
+    """
     check_name(args.arch)
     if isinstance(args.pretrained, str) and os.path.isdir(args.pretrained):
         if args.data != default_data:
@@ -39,7 +42,8 @@ def resolve(args: argparse.Namespace, default_data: str) -> None:
     published = preprocessing(args.arch) if args.pretrained else None
     if args.pretrained is True and published is None:
         raise UserError(f"timm has no pretrained weights of {args.arch}: leave --pretrained out")
-    own = saved_preprocessing(args.pretrained) if isinstance(args.pretrained, str) else None
+    is_file = isinstance(args.pretrained, str) and (local or os.path.isfile(args.pretrained))
+    own = saved_preprocessing(args.pretrained) if is_file else None
     args.preprocessing = own or published or IMAGENET
 
 
