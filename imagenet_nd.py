@@ -45,6 +45,7 @@ def train(args: Namespace, world: World) -> int:
     """Everything from the options to the last epoch. Returns the exit code."""
     device = world.device
     torch.manual_seed(args.seed)
+    loop.read_image_size(args, world)  # with --resume; model and precision depend on it
 
     amp_dtype = native.autocast_dtype(args, world)
 
@@ -95,9 +96,8 @@ def train(args: Namespace, world: World) -> int:
     run = Run(args, world, mode="nd")
     state = TrainState(model, optimizer, scaler)
     session = Session(args, world, run, loaders, state)
-    loop.find_batch(session, train_step)  # with -b auto
-    if args.dummy:
-        return loop.time_step(session, train_step)
+    if args.find_batch or args.dummy:
+        return loop.measure_step(session, train_step)
     loop.resume(session)
     if args.evaluate:
         return evaluation.evaluate_only(session, predict)

@@ -7,7 +7,7 @@
 #   TRAIN_HOURS  stop after this many hours of training, with a snapshot (such as 3.0)
 #   MIN:MAX      how many machines training needs at least, and how many there are (such as 1:2)
 #   SAVE_NAME    the run directory is runs/SAVE_NAME, on a file system that all machines share
-#   BATCH_SIZE   images per step and process (per GPU); auto: as many as fit into memory
+#   BATCH_SIZE   images per step and process (per GPU)
 #
 # This is torchrun's c10d rendezvous, at the IP address MASTER_ADDR and its port MASTER_PORT (8888);
 # each machine allows MAX_RESTARTS (100) failures. A run that exists already is resumed. If the

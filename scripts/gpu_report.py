@@ -51,7 +51,7 @@ PARTS = [
     Part("Images", "scripts/prepare_data.py sample {out}/sample", 60, few="--train 20 --val 5"),
     Part("A run", f"imagenet_nd.py {RUN} {{out}}/sample", 120, few="--epochs 1 --image-size 32"),
     Part("Its curves", "scripts/compare_runs.py {out}/runs/run --out {out}/figures", 60),
-    Part("The largest batch", "imagenet_nd.py {model} -b auto --dummy", 90, few="-b 4"),
+    Part("The largest batch", "imagenet_nd.py {model} --find-batch --dummy", 90, few="-b 4"),
     Part("Input", "scripts/bench_input.py {input} --rounds 2 --batches 8", 240, few="--batches 2"),
     Part("Reading and training", f"scripts/bench_step.py {READ}", 300, few=FEW),
     Part("All GPUs", "imagenet_ddp.py {model} --dummy", 60, gpus=2),

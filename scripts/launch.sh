@@ -51,7 +51,7 @@ launch() {
     [ $# -eq 0 ] || [ "$1" = -- ] || fail "$1: put options of the training script after --"
     [ $# -eq 0 ] || shift
     need_number TRAIN_HOURS "$hours" '([0-9]+\.?[0-9]*|\.[0-9]+)' "a number such as 1.5"
-    need_number BATCH_SIZE "$batch" '([1-9][0-9]*|auto)' "a whole number, at least 1, or auto"
+    need_number BATCH_SIZE "$batch" '[1-9][0-9]*' "a whole number, at least 1"
     need_number NPROC "${NPROC:-1}" '[1-9][0-9]*' "a whole number, at least 1"
     [ -f "$root/$script" ] || fail "SCRIPT=$script does not exist in $root"
     use_environment

@@ -8,7 +8,7 @@
 #   NODE_RANK    0 on the master, which writes the run directory, then 1, 2, ...
 #   NODES        how many machines take part
 #   SAVE_NAME    the run directory is runs/SAVE_NAME; a run that exists already is resumed
-#   BATCH_SIZE   images per step and process (per GPU); auto: as many as fit into memory
+#   BATCH_SIZE   images per step and process (per GPU)
 #
 # MASTER_ADDR is the IP address at which the others reach node 0, MASTER_PORT (8888) a free port
 # there. DATA=... ARCH=... SCRIPT=... NPROC=... in the environment: see scripts/launch.sh.

@@ -5,7 +5,7 @@
 #
 #   TRAIN_HOURS  stop after this many hours of training, with a snapshot (such as 3.0)
 #   SAVE_NAME    the run directory is runs/SAVE_NAME; a run that exists already is resumed
-#   BATCH_SIZE   images per step and process (per GPU); auto: as many as fit into memory
+#   BATCH_SIZE   images per step and process (per GPU)
 #
 # DATA=... ARCH=... SCRIPT=... NPROC=... in the environment: see scripts/launch.sh.
 set -euo pipefail

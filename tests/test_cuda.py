@@ -86,12 +86,6 @@ def test_the_host_does_not_wait_for_the_gpu_in_a_step(tmp_path, script, options)
     assert summary(tmp_path / "run")["host_waits"] == []
 
 
-def test_the_largest_batch_fits_into_the_limit(tmp_path):
-    where = ("--output-dir", tmp_path, "--name", "run")
-    train(ND, "-b", "auto", "--memory-limit", "3", "--dummy", *where, **ONE_GPU)
-    assert 2 < summary(tmp_path / "run")["peak_memory_bytes"] / 2**30 < 3
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_two_processes_share_a_gpu(folder, tmp_path, plain, method):
     """As two nodes over gloo: NCCL has no place for two processes on one GPU."""

@@ -181,7 +181,8 @@ def test_loaders_of_a_folder(folder, tmp_path):
     found = build(folder)
     assert found.classes == ["class_0", "class_1", "class_2"]
     assert (len(found.train), len(found.val), found.test) == (15, 6, None)
-    two = build(folder, "--classes", "2", "-e")
+    evaluate = ("-e", "--resume", "best.pt")
+    two = build(folder, "--classes", "2", *evaluate)
     assert (two.classes, two.train, len(two.val)) == (["class_0", "class_1"], None, 4)
     with pytest.raises(UserError, match="60 training images are too few"):
         build(folder, "--accum-steps", "31")
@@ -189,8 +190,10 @@ def test_loaders_of_a_folder(folder, tmp_path):
         build(folder, "-b", "5", "--mixup", "0.2", rank=1, size=2)
     (tmp_path / "val").symlink_to(folder / "val")  # without training images
     shutil.copytree(folder / "val", tmp_path / "test")
-    found = build(tmp_path, "-e")
-    assert (found.train, len(found.val), len(found.test)) == (None, 6, 6)
+    found = build(tmp_path, *evaluate)
+    assert (found.train, len(found.val), found.test) == (None, 6, None)
+    found = build(tmp_path, *evaluate, "--part", "test")
+    assert (found.train, found.val, len(found.test)) == (None, None, 6)
     (tmp_path / "train").symlink_to(folder / "train")
     (tmp_path / "test" / "other").mkdir()
     with pytest.raises(UserError, match="different classes: only test has other"):

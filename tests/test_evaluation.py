@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from conftest import SMALL, draw_folder, python, scalars, summary, train
 from PIL import Image
 from test_images import ODD
+from torchvision.models import get_model
 
 from utils.launch.world import World
 from utils.metrics import UNREADABLE, Sums, to_metrics
@@ -19,14 +20,16 @@ MANY = 503  # a prime: no number of processes or batch size divides it
 
 
 def test_every_image_counts_once_on_any_number_of_processes(tmp_path):
-    """By random weights. There are more than 5 classes, or top-5 would be 100 %."""
+    """By weights that know nothing. There are more than 5 classes, or top-5 would be 100 %."""
     source = random.Random(5)
     for number in range(7):
         (tmp_path / "data/val" / f"class_{number}").mkdir(parents=True)
     for i in range(MANY):
         image = Image.frombytes("RGB", (4, 4), source.randbytes(48))
         image.save(tmp_path / "data/val" / f"class_{i % 7}" / f"{i}.png", compress_level=0)
-    options = ("-e", "-a", "resnet18", "--image-size", 8, "-b", 64, "-j", 0)
+    torch.manual_seed(0)
+    torch.save(get_model("resnet18", num_classes=7).state_dict(), tmp_path / "weights.pt")
+    options = ("-e", "--resume", tmp_path / "weights.pt", "--image-size", 8, "-b", 64, "-j", 0)
     options += ("--output-dir", tmp_path, tmp_path / "data", "--name")
     ways = {1: "imagenet_nd", 2: "imagenet_ddp", 3: "imagenet_ddp"}
     joined.run_jobs([joined.Job(way, (*options, n), n) for n, way in ways.items()], tmp_path)

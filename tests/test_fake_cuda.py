@@ -23,7 +23,7 @@ from utils.comm.ordered import OrderedCollectives
 from utils.data.loaders import Batches
 from utils.model import optim
 from utils.run import snapshots
-from utils.train import dummy, evaluation, largest_batch, report, watch
+from utils.train import dummy, evaluation, report, watch
 
 pytestmark = pytest.mark.skipif(not playable(), reason="needs Linux on x86-64 or aarch64")
 
@@ -123,18 +123,21 @@ def test_a_run_continues_and_is_tested(train, data, script, options):
 
 
 @pytest.mark.parametrize(
-    ("script", "options", "size"),
-    [(DDP, "--comm int8", 8), (DP, EVERYTHING, 16)],
+    ("script", "options"),
+    [
+        (ND, "--compile default"),
+        (DDP, "--comm int8"),
+        (DP, EVERYTHING),
+        (APEX, f"{OURS} O2"),
+        (FSDP, ""),
+    ],
 )
-def test_the_largest_batch_is_sought(train, script, options, size):
-    """The data set has no more. A resumed run keeps its batch."""
-    line = (script, "-b", "auto", *options.split())
-    done = train(*line, excused=("_prepare",))
-    found = summary(done.folder)
-    assert (found["largest_batch"], found["global_batch"]) == (size, 24)
-    with mock.patch.object(largest_batch, "_find", side_effect=AssertionError("sought again")):
-        done = train(*line, "--epochs", 2, "--resume", "auto", excused=("_prepare",))
-    assert summary(done.folder)["largest_batch"] == size
+def test_the_largest_batch_is_printed_and_nothing_is_left(train, capsys, script, options):
+    """The data set has no more."""
+    done = train(script, "--find-batch", *options.split(), excused=("_prepare",))
+    size = 24 if script == ND else 8
+    assert capsys.readouterr().out.splitlines()[-1] == f"largest batch per GPU: {size}"
+    assert not done.folder.exists()
 
 
 @pytest.mark.parametrize(

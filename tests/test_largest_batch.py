@@ -1,6 +1,5 @@
-"""``-b auto``: the largest batch that fits, and steps that leave no trace."""
+"""``--find-batch``: the largest batch that fits."""
 
-import copy
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 from joined import in_processes
 from o2_cases import network
-from running import same
 from torch import nn
 
 from utils.comm import fsdp
@@ -46,7 +44,7 @@ class Played:
 
 def session(images: int = 10**6, values: int = 0, **changes: Any) -> SimpleNamespace:
     """As far as the search needs one; its model has ``values`` values, and few others."""
-    usual = {"accum_steps": 1, "memory_limit": None, "compile": None, "ema": None}
+    usual = {"accum_steps": 1, "compile": None, "ema": None}
     usual |= {"memory_format": torch.channels_last}
     model = network()
     if values:
@@ -67,8 +65,6 @@ def session(images: int = 10**6, values: int = 0, **changes: Any) -> SimpleNames
     [
         # 10 GiB are free or ours already: 9.2 without the margin's share.
         ((0.2, 0.042), {}, 208),  # 0.2 + 0.042 * 208 = 8.94; 216 would take 9.27, less than 10
-        ((0.2, 0.042), {"memory_limit": 5.0}, 104),
-        ((0.2, 0.042), {"memory_limit": 50.0}, 208),
         ((0.2, 0.042), {"images": 100, "accum_steps": 2}, 56),  # the data set has no more
         ((0.2, 0.042, 150), {}, 144),  # fails earlier than it should
         # The optimiser's state and the average take 3.07 GiB, or all three 4.6.
@@ -83,9 +79,11 @@ def test_the_memory_is_filled_but_for_the_margin(monkeypatch, played, changes, w
     gpu = Played(monkeypatch, *played)
     if isinstance(wanted, str):
         with pytest.raises((UserError, RuntimeError), match=wanted):
-            largest_batch._find(session(**changes), gpu.step, 8)
+            largest_batch.search(session(**changes), gpu.step, 8)
         return
-    assert largest_batch._find(session(**changes), gpu.step, 8)[0] == wanted
+    size, _, how = largest_batch.search(session(**changes), gpu.step, 8)
+    assert size == wanted
+    assert how.endswith("no more images") == ("images" in changes)
     assert len(set(gpu.tried)) <= 9
     # The second micro-batch of a step finds gradients.
     assert gpu.tried.count(wanted) == changes.get("accum_steps", 1)
@@ -101,25 +99,23 @@ def test_the_fullest_gpu_of_all_processes_decides(monkeypatch):
 
     monkeypatch.setattr(largest_batch, "gather", gather)
     # 0.7 + 0.042 * 96 = 4.73; 104 would take 5.07
-    how = "they take about 4.73 of 5.43 GiB on poor, which has the least"
-    assert largest_batch._find(session(), Played(monkeypatch, 0.2, 0.042).step, 8) == (96, how)
+    how = "takes about 4.73 of 5.43 GiB on poor, which has the least"
+    gpu = Played(monkeypatch, 0.2, 0.042)
+    assert largest_batch.search(session(), gpu.step, 8) == (96, 1, how)
 
 
-def test_it_leaves_no_trace(monkeypatch):
+def test_each_trial_is_a_micro_batch_without_gradients_of_the_last_one(monkeypatch):
     gpu, one = Played(monkeypatch, 0.2, 0.3), session()
     model = one.state.model
 
     def train_step(images, targets, weight, update):
         gpu.step(images)
         assert not update
+        assert all(parameter.grad is None for parameter in model.parameters())
         nn.functional.cross_entropy(model(images), targets).backward()
 
-    before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    largest_batch._find(one, train_step, 8)
+    largest_batch.search(one, train_step, 8)
     assert len(gpu.tried) > 2
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert same(model.state_dict(), before)
-    assert all(weight.grad is None for weight in model.parameters())
 
 
 def sharded(rank: int, size: int) -> bool:

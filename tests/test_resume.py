@@ -244,7 +244,7 @@ def test_the_best_model_evaluates_to_its_accuracy(place):
     """On one process, too: all ranks have evaluated with the batch norm that rank 0 saves."""
     whole, runs = place.root / "two", place.root / "evaluated"
     line = ("-a", "tiny_full", "-e", "-b", "8", "--output-dir", runs, place.images)
-    train(ND, "--resume", whole / "best.pt", *line)
+    train(ND, "--resume", whole / "best.pt", "--name", "run", *line)
     (run,) = runs.iterdir()  # not where the model is
     found, best = summary(run), snapshot(whole, "best.pt")
     part = "ema" if best["weights"] == "ema" else "val"

@@ -11,7 +11,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import draw_folder, scalars, summary, train
+from conftest import draw_folder, python, scalars, summary, train
 
 TAGS = {
     *("Loss/train", "Loss/val", "Top1/train", "Top1/val", "Top5/train", "Top5/val"),
@@ -168,6 +168,25 @@ def test_the_best_model_may_be_that_of_the_lowest_loss(ran, tmp_path):
     assert (found["best_epoch"], found["best_loss"]) == (epoch, pytest.approx(losses[epoch]))
     # DATA/test has the images of DATA/val.
     assert found["test_loss"] == pytest.approx(found["best_loss"])
-    best = ("-a", "tiny_plain", "-e", "--resume", tmp_path / "a/best.pt")
-    train("imagenet_nd.py", *best, *where, "b", tmp_path / "data")
-    assert summary(tmp_path / "b")["val_loss"] == pytest.approx(found["best_loss"])
+    # It is evaluated by the run's name, or by its file, and nothing is written.
+    evaluate = ("-a", "tiny_plain", "-e", *where[:2])
+    for part, line in (
+        ("val", ("--name", "a", "--resume", "auto")),
+        ("test", ("--part", "test", "--resume", tmp_path / "a/best.pt")),
+    ):
+        done = train("imagenet_nd.py", *evaluate, *line, tmp_path / "data")
+        assert f"{part}: loss {found['best_loss']:.4f}  top-1 33.333 %" in done.out
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "data"}
+    assert summary(tmp_path / "a") == found
+    line = ("imagenet_nd.py", *evaluate, "--name", "b", "--resume", "auto", tmp_path / "data")
+    python(*line).fails_with(f"{tmp_path}/b has no best.pt and no snapshot.pt to evaluate")
+
+
+def test_the_last_line_says_how_to_continue(folder, tmp_path):
+    line = ("-a", "tiny_plain", "-b", "5", "--epochs", "1", "--output-dir", tmp_path, folder)
+    out = train("imagenet_nd.py", "--train-time", "1e-9", *line).out
+    (option,) = re.findall(r"raise --train-time and run the same command with (--.*)\n$", out)
+    out = train("imagenet_nd.py", "--train-time", "1", *line, *option.split()).out
+    assert "resumed from" in out
+    (run,) = tmp_path.iterdir()
+    assert summary(run)["finished_because"] == "epochs"

@@ -78,10 +78,10 @@ RENDEZVOUS += f" --rdzv_endpoint={HERE}:{PORT} --local_addr={HERE} --max_restart
             " --output-dir a --output-dir=b /d at : for launcher:mine",
         ),
         (
-            "multi_node_train.sh .5 1 3 mine auto -- -p 3",
+            "multi_node_train.sh .5 1 3 mine 7 -- -p 3",
             {"MASTER_ADDR": "10.0.0.1", "NPROC": "2"},
             "runs/mine/node1.log",
-            f"imagenet_ddp.py -n 3 -nr 1 -g 2 -b auto --train-time .5 --name mine {REST} -p 3"
+            f"imagenet_ddp.py -n 3 -nr 1 -g 2 -b 7 --train-time .5 --name mine {REST} -p 3"
             " at 10.0.0.1:8888 for launcher:mine",
         ),
         (

@@ -28,6 +28,10 @@ class UserError(Exception):
         self.alike, self.code = alike, code
 
 
+# How to continue this process's run; `utils.run.directory.Run` sets it.
+how_to_continue = "run the same command with --resume auto"
+
+
 def of_shortage(fault: RuntimeError) -> UserError | None:
     """The error for a `RuntimeError` of torch about too little memory; None for any other."""
     text = " ".join(str(fault).split())
@@ -37,7 +41,8 @@ def of_shortage(fault: RuntimeError) -> UserError | None:
     if worker:
         return UserError(
             f"data loading worker {worker[1]} {worker[2]}: unless somebody killed it, the machine "
-            "ran out of memory (dmesg shows it): use fewer workers (-j), and continue with --resume"
+            "ran out of memory (dmesg shows it): use fewer workers (-j). To continue, "
+            f"{how_to_continue}"
         )
     wanted = re.search(r"ried to allocate ([\d.]+ \w+)", text)
     if wanted and re.search(r"out of memory|can't allocate memory", text):

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 from utils.errors import BAD_INPUT, UserError, is_reported_by_another, tell_torchrun
 
-AUTO = "auto"  # as a batch size: the largest that fits
 RECIPES = Path(__file__).resolve().parents[1] / "scripts" / "recipes"
 
 
@@ -105,11 +104,6 @@ def accuracy(text: str) -> float:
     return value * 100 if value <= 1 else value
 
 
-def batch_size(text: str) -> int | str:
-    """A number of images from 1 on, or `AUTO`."""
-    return text if text == AUTO else int(positive(text))
-
-
 def betas(text: str) -> str:
     """Two numbers from 0 to below 1; kept as text, like all values in options.json."""
     values = [float(part) for part in text.split(",")]
@@ -142,7 +136,7 @@ def run_name(text: str) -> str:
     return text
 
 
-batch_size.__name__, betas.__name__ = "whole number", "pair of numbers"
+betas.__name__ = "pair of numbers"
 count, positive = number(int, 0), number(int, 1)
 share, amount = number(float, 0, 1), number(float, 0)
 ema_decay = number(float, 0, 0.9999999, exclusive=True)  # 1 would keep the first weights

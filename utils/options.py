@@ -12,12 +12,10 @@ from utils.errors import UserError
 from utils.launch import supervise
 from utils.model import models, optim, schedules
 from utils.option_types import (
-    AUTO,
     Formatter,
     Parser,
     accuracy,
     amount,
-    batch_size,
     betas,
     count,
     ema_decay,
@@ -35,9 +33,14 @@ from utils.option_types import (
 from utils.train import stopping
 
 # Options that were removed, and their replacements. Other command lines have their own list.
+_FIND_BATCH = "run the command once with --find-batch, then give -b the number that it prints"
 GONE = {
     "--comm auto": "`python scripts/bench_network.py --nodes 2 --master IP --rank R -- -a resnet50 "
     "-b 64` on each node recommends a method for your network",
+    "--b auto": _FIND_BATCH,
+    "--batch-size auto": _FIND_BATCH,
+    "-b auto": _FIND_BATCH,
+    "--memory-limit": "give -b a smaller number than --find-batch prints",
     "--comm localsgd": "--comm powersgd sends as little, --accum-steps N sends N times less often",
     "--ema-every": "the average now moves at every step: leave it out",
     "--optimizer lamb": "use adamw or muon",
@@ -90,12 +93,9 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         "or as the checkpoint or weights expect. Set it to the image size to keep the borders"
     )
     add("--val-resize-size", type=positive, metavar="PX", help=text)
-    text = f"{batch}; auto: as many as fit into GPU memory, measured before training"
-    add("-b", "--batch-size", "--b", type=batch_size, default=128, metavar="N|auto", help=text)
-    text = (
-        "with -b auto, fill at most this much memory of each GPU, less 8 %%; default: what is free"
-    )
-    add("--memory-limit", type=number(float, 0, exclusive=True), metavar="GIB", help=text)
+    add("-b", "--batch-size", "--b", type=positive, default=128, metavar="N", help=batch)
+    text = "print the largest batch per GPU that fits into its memory, and exit"
+    add("--find-batch", action="store_true", help=text)
     text = (
         f"data loading workers per node, shared by its processes; at most {MOST_WORKERS} here (8 "
         "per core, or 64)"
@@ -237,7 +237,10 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--resume", nargs="?", const="auto", metavar="FILE|URL|auto", help=text)
     text = "minutes between snapshots within an epoch; one is also taken after each epoch"
     add("--snapshot-minutes", type=amount, default=10.0, metavar="MIN", help=text)
-    add("-e", "--evaluate", action="store_true", help="evaluate on DATA/val and exit")
+    text = "evaluate the model of --resume or --pretrained on DATA/val and exit"
+    add("-e", "--evaluate", action="store_true", help=text)
+    text = "with --evaluate, evaluate on DATA/test instead"
+    add("--part", choices=("val", "test"), default="val", help=text)
     text = (
         "side of the crop in evaluation; default: --image-size. Somewhat larger crops often score"
         " better (Touvron et al. 2019, arXiv:1906.06423)"
@@ -285,15 +288,13 @@ def parse(
     models.resolve(args, parser.get_default("data"), local)
     optim.resolve(args)
     if local and not args.dummy and not os.path.isdir(args.data):
-        wanted = "give DATA, or make one with scripts/prepare_data.py"
+        wanted = "give DATA, or draw one: python scripts/prepare_data.py sample data/sample"
         if os.path.isdir(args.resume or ""):
-            wanted = f"--resume took {args.resume} for its file; write --resume auto DATA"
+            wanted = f"--resume took {args.resume} for its file; write --resume auto {args.resume}"
         raise UserError(f"data folder {args.data} is missing: {wanted}", alike=True)
     _resolve_preprocessing(args)
-    if args.memory_limit is not None and args.batch_size != AUTO:
-        raise UserError("--memory-limit is for -b auto, which finds the batch", alike=True)
-    if local and args.batch_size == AUTO and not torch.cuda.is_available():
-        raise UserError("-b auto measures the memory of GPUs: give -b a number here", alike=True)
+    if local and args.find_batch and not torch.cuda.is_available():
+        raise UserError("--find-batch measures the memory of GPUs, and there is none", alike=True)
     if args.warmup_epochs and args.warmup_epochs > args.epochs:
         raise UserError(
             f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",
@@ -303,6 +304,14 @@ def parse(
         from utils.run import store
 
         store.check_options(args.store, args.resume)
+    if args.evaluate and not (args.resume or args.pretrained):
+        raise UserError(
+            "--evaluate needs a trained model: add --resume runs/NAME/best.pt, or --name NAME "
+            "--resume auto, or --pretrained",
+            alike=True,
+        )
+    if args.part != "val" and not args.evaluate:
+        raise UserError(f"--part {args.part} is for --evaluate: add -e", alike=True)
     if args.resume == "auto" and not args.name:
         raise UserError("--resume auto needs --name, the run to continue", alike=True)
     if args.dummy:
@@ -324,4 +333,5 @@ def _resolve_preprocessing(args: argparse.Namespace) -> None:
     sizes = {name: getattr(args, name) for name in names}
     args.untyped = tuple(name for name, size in sizes.items() if size is None)
     args.preprocessing = args.preprocessing.resized(**sizes)
+    args.typed_preprocessing = args.preprocessing
     args.image_size = args.preprocessing.image_size

@@ -74,7 +74,9 @@ class TrainSampler:
         self.rank, self.ranks = ranks
         self.accum = accum
         self.seed = seed
-        self.use_batch(batch)
+        self.global_batch = global_batch(batch, self.ranks, accum, images)
+        self.steps_per_epoch = images // self.global_batch
+        self.largest = -(-self.global_batch // (self.ranks * accum))  # images in a batch
         self.views = 1  # of each image in a global batch
         self.sizes: tuple[int, ...] = ()
         self.epoch = 0
@@ -84,12 +86,6 @@ class TrainSampler:
     def size(self) -> int:
         """The side of this epoch's images, pixels; 0: the data set's own."""
         return self.sizes[min(self.epoch, len(self.sizes) - 1)] if self.sizes else 0
-
-    def use_batch(self, batch: int) -> None:
-        """Set the images per process and micro-batch. Before the first iteration."""
-        self.global_batch = global_batch(batch, self.ranks, self.accum, self.images)
-        self.steps_per_epoch = self.images // self.global_batch
-        self.largest = -(-self.global_batch // (self.ranks * self.accum))  # images in a batch
 
     def start_at(self, epoch: int, step: int) -> None:
         """Begin the next iteration with ``step`` of ``epoch``."""
@@ -122,10 +118,6 @@ class EvalSampler:
     def __init__(self, images: int, batch: int, ranks: tuple[int, int]):
         self.images = images
         self.rank, self.ranks = ranks
-        self.use_batch(batch)
-
-    def use_batch(self, batch: int) -> None:
-        """Set the images per batch. Before the first iteration."""
         self.batch = batch
         self.largest = max(1, min(batch, self.images))  # images in a batch
         self.starts = range(self.rank * batch, self.images, self.ranks * batch)

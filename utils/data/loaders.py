@@ -19,7 +19,6 @@ from utils.data.ring import Filled, RingLoader
 from utils.errors import UserError
 from utils.launch.world import World, check_alike, first_on_node, gather
 from utils.metrics import UNREADABLE
-from utils.option_types import AUTO
 from utils.samplers import EvalSampler, TrainSampler
 
 log = logging.getLogger(__name__)
@@ -183,11 +182,6 @@ class Loaders:
         for part in filter(None, (self.train, self.val, self.test)):
             part.use(wanted)
 
-    def use_batch(self, batch: int) -> None:
-        """Set the batch size of all parts, before the first iteration."""
-        for part in filter(None, (self.train, self.val, self.test)):
-            part.sampler.use_batch(batch)
-
 
 def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
     """Index DATA/train, DATA/val and, if present, DATA/test; make their loaders for this rank.
@@ -199,9 +193,11 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
         return Loaders([str(number) for number in range(args.dummy_classes)])
     root = Path(args.data)
     evaluate_only = args.evaluate and not (root / "train").is_dir()
-    folders = class_folders(root / ("val" if evaluate_only else "train"))
+    folders = class_folders(root / (args.part if evaluate_only else "train"))
     classes = select_classes(args.classes, folders)
-    parts = [part for part in ("val", "test") if part == "val" or (root / part).is_dir()]
+    parts = ["val", "test"] if (root / "test").is_dir() else ["val"]
+    if args.evaluate:
+        parts = [args.part]
     for part in parts:
         check_same_classes(root, part, classes, subset=bool(args.classes))
     if not args.evaluate:
@@ -221,7 +217,7 @@ def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torc
     )
     dataset = ImageBatches(source, args.image_size, args.seed, train, args.crop_scale)
     ranks = (world.rank, world.size)
-    batch = 1 if args.batch_size == AUTO else args.batch_size  # until `Loaders.use_batch`
+    batch = args.batch_size
     sampler: TrainSampler | EvalSampler = EvalSampler(len(source), batch, ranks)
     if train:
         if len(source) < 2 * world.size * args.accum_steps:
@@ -232,8 +228,7 @@ def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torc
             )
         sampler = TrainSampler(len(source), batch, ranks, args.accum_steps, args.seed)
         sampler.views, sampler.sizes = args.repeated_aug, training_sizes(args)
-        if args.batch_size != AUTO:  # else when it is known
-            mixing.check(args, sampler)
+        mixing.check(args, sampler)
         if args.auto_augment or args.random_erasing:
             from utils.data import augment  # torchvision's transforms take a second to import
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from utils import errors
 from utils.errors import LOST_PEER, UserError
 from utils.launch import gpus, supervise
 
@@ -347,5 +348,5 @@ def explain_collective(
     me = f"rank {rank}" + (f" of {len(peers)} on {peers[rank].node}" if peers else "")
     return (
         f"{me} lost touch with {who}: {why.format(seconds=seconds)}; look for the first error of "
-        f"the other ranks, then continue with --resume ({text[:200]})"
+        f"the other ranks, then {errors.how_to_continue} ({text[:200]})"
     )

@@ -121,6 +121,7 @@ def create(
     try:
         if arch in list_models(module=torchvision.models):
             model = _torchvision_model(arch, classes, image_size, pretrained)
+            model.constructor_args = _constructor_args(model, arch, image_size)
             if drop_path is not None:
                 blocks.drop_path(model, drop_path)
         else:
@@ -135,6 +136,29 @@ def create(
         ) from fault
     _check_image_size(model, arch, image_size)
     return model
+
+
+def _constructor_args(model: nn.Module, arch: str, image_size: int) -> dict[str, Any]:
+    """What torchvision's constructor needs to build ``model``, besides the number of classes."""
+    if arch in _WITH_AUXILIARY:
+        plain = dict.fromkeys(("aux_logits", "init_weights"), False)
+        return plain | {"transform_input": model.transform_input}
+    if arch.startswith("vit_"):
+        return {"image_size": image_size}
+    if arch.startswith("maxvit"):
+        return {"input_size": (image_size, image_size)}
+    return {}
+
+
+def scale_input_as(content: dict[str, Any], model: nn.Module) -> None:
+    """Let GoogLeNet and Inception rescale their input as the checkpoint's model did.
+
+    They do so with published weights.
+    """
+    saved = content.get("model_args") or {}
+    if "transform_input" in saved:
+        model.transform_input = saved["transform_input"]
+        model.constructor_args = saved
 
 
 def _timm_model(
@@ -153,6 +177,7 @@ def _timm_model(
     own_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if isinstance(positions, nn.Parameter) and own_size not in (None, (image_size, image_size)):
         model = timm.create_model(arch, **options, img_size=image_size)
+        model.constructor_args = {"img_size": image_size}
     return model
 
 
@@ -257,6 +282,7 @@ def load_weights(model: nn.Module, file: str, arch: str, head: str) -> list[str]
         why = f"{len(missing)} of {len(own)} weights are not in it: {_list(missing)}"
         raise UserError(f"{path} does not fit {arch}: {why}", alike=True)
     model.load_state_dict(own | fitted)
+    scale_input_as(content, model)
     notes = [f"weights from {path}: {len(fitted)} of {len(own)} tensors", *notes]
     left = [name for name in found if name not in own]
     kinds = {"new": new_head, "not in the file, so new": missing}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from utils.errors import UserError
 from utils.launch.world import World, from_main, is_elastic, is_sharded
 from utils.model.foreign import plain_weights
+from utils.model.models import scale_input_as
 from utils.model.schedules import TO_THE_END
 from utils.run.snapshots import read_latest
 
@@ -113,6 +114,7 @@ def snapshot_of(
         "options": options,
         "classes": classes,
         "preprocessing": state.preprocessing,
+        "model_args": getattr(state.model, "constructor_args", {}),
         "comm": comm,
         "ema": state.ema.state_dict() if state.ema is not None else None,
     }
@@ -136,7 +138,19 @@ def best_of(
         "top5": state.best["top5"],
         "loss": state.best.get("loss"),
         "preprocessing": state.preprocessing,
+        "model_args": getattr(state.model, "constructor_args", {}),
     }
+
+
+def saved_preprocessing(path: Path | None) -> dict[str, Any] | None:
+    """The preprocessing in a checkpoint, without reading its weights; None if it has none.
+
+    A file that cannot be read has none either: what is wrong with it is said when it is loaded.
+    """
+    try:
+        return torch.load(path, "cpu", mmap=True, weights_only=True).get("preprocessing")
+    except Exception:
+        return None
 
 
 def resume(
@@ -187,6 +201,7 @@ def _restore(
         tell(note)
     state.preprocessing = content.get("preprocessing")
     state.load_weights(named)
+    scale_input_as(content, state.model)
     if args.evaluate:
         return False
     if state.ema is not None:

@@ -11,6 +11,7 @@ import logging
 import math
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +20,12 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from utils import tensorboard
+from utils import errors, tensorboard
 from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError
 from utils.launch import gpus
 from utils.launch.world import World, from_main, gather, is_elastic, node_name
-from utils.option_types import AUTO, is_url
+from utils.option_types import is_url
 from utils.run.lock import LOCK, Lock
 from utils.run.snapshots import BEST, SNAPSHOT, latest
 
@@ -41,12 +42,12 @@ def as_line(record: logging.LogRecord) -> str:
 
 
 class Console(logging.Handler):
-    """Prints a line in the first process of each node, and keeps it in train.log of rank 0."""
+    """Prints a line in the first process of each node; rank 0 adds it to ``folder``/train.log."""
 
-    def __init__(self, folder: Path, world: World):
+    def __init__(self, folder: Path | None, world: World):
         """From now on, what any module of this package logs is shown."""
         super().__init__(logging.INFO)
-        self.path, self.world = folder / LOG, world
+        self.path, self.world = folder and folder / LOG, world
         self.shows = world.local_rank == 0
         self.bar: tqdm | None = None
         logger = logging.getLogger("utils")
@@ -60,7 +61,7 @@ class Console(logging.Handler):
             tqdm.write(text)
         elif self.shows:
             print(text if self.world.is_main else f"[rank {self.world.rank}] {text}", flush=True)
-        if self.world.is_main:
+        if self.world.is_main and self.path is not None:
             with contextlib.suppress(OSError), open(self.path, "a") as file:
                 file.write(text + "\n")
 
@@ -83,7 +84,7 @@ class Console(logging.Handler):
 
 
 def _directory(args: Any, world: World, mode: str) -> Path:
-    """The run's directory, which may not exist yet; refused if another run is in it. For rank 0."""
+    """The run's directory, which may not exist yet. For rank 0. Raises: `UserError` if taken."""
     continues, name = args.resume and not args.evaluate, args.name
     if continues and not name and (Path(args.resume).parent / OPTIONS).is_file():
         return Path(args.resume).parent  # a run continues where it was
@@ -97,10 +98,28 @@ def _directory(args: Any, world: World, mode: str) -> Path:
         name = f"{now}_{host}_{args.arch}_{sizes}_{mode}"
     folder = Path(args.output_dir, name)
     if (folder / OPTIONS).exists() and not continues:
-        raise UserError(
-            f"{folder} holds a run already: continue it with --resume, or choose another --name"
-        )
+        advice = "choose another --name"
+        if not (args.evaluate or args.dummy):
+            advice = f"continue it with --resume auto, or {advice}"
+        raise UserError(f"{folder} holds a run already: {advice}")
     return folder
+
+
+def checkpoint_file(args: Any) -> Path | None:
+    """The local file that ``--resume`` names; of ``auto``, the run's last snapshot, to evaluate its
+    best model. None if there is none. Raises: `UserError` when there is nothing to evaluate."""
+    if args.resume is None or is_url(args.resume):
+        return None
+    if args.resume != "auto":
+        return Path(args.resume)
+    folder = Path(args.output_dir, args.name)
+    if not args.evaluate:
+        return latest(folder)
+    best = folder / BEST
+    found = best if best.is_file() else latest(folder)
+    if found is None:
+        raise UserError(f"{folder} has no {BEST} and no {SNAPSHOT} to evaluate: check --name")
+    return found
 
 
 class Run:
@@ -109,13 +128,15 @@ class Run:
     def __init__(self, args: Any, world: World, mode: str):
         """Choose and make the run directory. Raises `UserError` when it is taken.
 
-        Where the batch size is part of its name, but is still to be found, that waits for `open`.
+        Only a training needs one: an evaluation or a measurement has one if it has a --name.
         """
         self.args, self.world, self.mode = args, world, mode
         self.snapshot = Path(args.resume) if args.resume else None  # the file to resume from
-        self.folder: Path | None = None
+        self.folder: Path | None = None  # None: nothing is kept
+        self.lock: Lock | None = None  # of a training
+        self.scratch: tempfile.TemporaryDirectory | None = None
         self.store: Any = None  # with --store, in rank 0, a `utils.run.store.Store`
-        self.is_writing = not args.evaluate and not args.dummy  # a training
+        self.is_writing = not (args.evaluate or args.dummy or args.find_batch)  # a training
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
         self.options |= {"mode": mode, "command": " ".join(sys.argv)}
@@ -130,27 +151,30 @@ class Run:
                 "--resume auto, without --start-epoch",
                 alike=True,
             )
-        if args.batch_size != AUTO or args.name or is_url(args.resume):
-            self.open()
-
-    def open(self) -> None:
-        """Choose and make the run directory, unless that is done. Raises `UserError`."""
-        if self.folder is not None:
-            return
-        args, world = self.args, self.world
-        self.folder = from_main(lambda: _directory(args, world, self.mode), world)
-        self.lock = Lock(self.folder, patient=is_elastic())  # rank 0 of a training acquires it
-        # In short rounds, as the other ranks wait no longer than --dist-timeout for one.
-        while not from_main(self._make, world):
-            time.sleep(0.5)
-        if self.is_writing and is_elastic():
-            self._check_shared(from_main(lambda: self.lock.text, world))
+        # An evaluation of the run --name leaves the files of that run alone.
+        has_own = args.name and not args.find_batch and not (args.evaluate and continues)
+        if self.is_writing or has_own:
+            self.folder = from_main(lambda: _directory(args, world, mode), world)
+            if self.is_writing:
+                self.lock = Lock(self.folder, patient=is_elastic())  # rank 0 acquires it
+                errors.how_to_continue = self._how_to_continue()
+            # In short rounds, as the other ranks wait no longer than --dist-timeout for one.
+            while not from_main(self._make, world):
+                time.sleep(0.5)
+            if self.is_writing and is_elastic():
+                self._check_shared(from_main(lambda: self.lock.text, world))
         self.console = Console(self.folder, world)
         if world.device.type == "cpu" and (note := gpus.unused()):
             log.info(note)
-        if self.lock.note:
+        if self.lock and self.lock.note:
             log.info(self.lock.note)
         self.snapshot = from_main(self._find_snapshot, world)
+
+    def _how_to_continue(self) -> str:
+        if self.args.resume == "auto":
+            return "run the same command again"
+        option = "auto" if self.args.name else self.folder / SNAPSHOT
+        return f"run the same command with --resume {option}"
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -170,7 +194,7 @@ class Run:
         """
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
-            return not self.is_writing or self.lock.poll()
+            return self.lock is None or self.lock.poll()
 
     def _check_shared(self, text: str) -> None:
         """Raise `UserError` unless all nodes see the lock: any may have rank 0 next time."""
@@ -197,8 +221,10 @@ class Run:
             self.store = store.Store(self.args.store, self.folder)
             self.store.open(resume)
         if is_url(resume):
-            return store.fetch(resume, self.folder)
-        return latest(self.folder) if resume == "auto" else self.snapshot
+            if self.folder is None:
+                self.scratch = tempfile.TemporaryDirectory(prefix="imagenet-")
+            return store.fetch(resume, self.folder or Path(self.scratch.name))
+        return checkpoint_file(self.args)
 
     def upload(self, path: Path) -> None:
         """Begin to copy a file into ``--store``, if there is one."""
@@ -214,6 +240,8 @@ class Run:
         that a killed run left in the event files are cut off, so that curves never run backward.
         ``facts`` about a training (see `report.facts`) begin the run's `record`.
         """
+        if self.folder is None:
+            return
         from_main(lambda: self._open_files(epoch, round(1000 * position), facts), self.world)
 
     def _open_files(self, epoch: int, step_x: int, facts: dict[str, Any] | None) -> None:
@@ -284,11 +312,12 @@ class Run:
         For all ranks.
         """
         self.record |= results
-        if self.world.is_main:
+        if self.world.is_main and self.folder is not None:
             self._write_summary()
             self.upload(self.folder / SUMMARY)
         self.close_store()
-        self.lock.release()
+        if self.lock is not None:
+            self.lock.release()
 
     def _write_summary(self) -> None:
         # JSON has no NaN, and other programs read this file: what was not measured is null.

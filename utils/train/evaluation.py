@@ -109,10 +109,11 @@ def _all_bad(bad: BadFiles) -> UserError:
 def evaluate_only(session: Session, predict: Predict) -> int:
     """``-e``: evaluate the model that was loaded, and write the summary. Returns exit code 0."""
     session.run.begin(session.state.epoch, session.state.epoch)
-    val = evaluate(session, predict, session.loaders.val)
-    report.evaluation("val", val)
+    part = session.args.part
+    found = evaluate(session, predict, getattr(session.loaders, part))
+    report.evaluation(part, found)
     session.ended_because = Reason.EVALUATED
-    report.end(session, val=val)
+    report.end(session, **{part: found})
     return 0
 
 

@@ -1,9 +1,9 @@
-"""``-b auto``: the largest batch that fits into a GPU's memory, found before training.
+"""``--find-batch``: the largest batch that fits into a GPU's memory.
 
 The script's own training step computes forward and backward for 8, 16, 64 ... random images. Its
-memory grows nearly linearly, which predicts how many fit. No optimiser step is taken: weights stay
-as they are, and batch norm's buffers and random states are restored. All processes try the same
-sizes, so that collectives within a step match (FSDP, SyncBatchNorm); the fullest GPU decides.
+memory grows nearly linearly, which predicts how many fit. No optimiser step is taken; the memory of
+its state is added. All processes try the same sizes, so that collectives within a step match (FSDP,
+SyncBatchNorm); the fullest GPU decides.
 """
 
 import math
@@ -13,11 +13,9 @@ from logging import getLogger
 
 import torch
 
-from utils.data import mixing
 from utils.data.preprocessing import largest_size
 from utils.errors import UserError
-from utils.launch.world import from_main, gather, local, node_name
-from utils.run.snapshots import read_latest
+from utils.launch.world import gather, local, node_name
 from utils.train.session import Session, TrainStep
 
 STEP = 8  # images per device
@@ -32,61 +30,41 @@ SHORTAGE = re.compile(
 log = getLogger(__name__)
 
 
-def resolve(session: Session, train_step: TrainStep) -> None:
-    """Find the batch size, and update everything that depends on it.
+def find(session: Session, train_step: TrainStep) -> int:
+    """Print the largest batch per GPU, and how full it makes which GPU. Returns: exit code 0.
 
-    A resumed run keeps its batch size. Raises: `UserError` when not even the smallest fits.
+    Raises: `UserError` when not even the smallest fits.
     """
-    args, run = session.args, session.run
-    size, image_size = from_main(lambda: _of_checkpoint(session), session.world)
-    how = f"as in {run.snapshot}"
-    if not size:
-        size, how = _find(session, train_step, image_size or largest_size(args))
-    args.batch_size = run.options["batch_size"] = session.largest_batch = size
-    session.loaders.use_batch(size)
-    if session.loaders.train is not None:
-        mixing.check(args, session.train.sampler)
-    run.open()
-    log.info(f"-b auto: {size} images per process; {how}")
-    if args.lr_scaling == "none" and not (args.evaluate or args.dummy):
-        log.info("note: with --lr-scaling linear (or sqrt) the learning rate follows the batch")
+    args, world = session.args, session.world
+    log.info(f"{args.arch}: forward and backward with growing batches ...")
+    size, gpus, how = search(session, train_step, largest_size(args))
+    log.info(f"-b {size}: {how}")
+    if world.is_main:
+        print(f"largest batch per GPU: {size // gpus}", flush=True)
+    return 0
 
 
-def _of_checkpoint(session: Session) -> tuple[int | None, int | None]:
-    """The batch size of the run that is to continue, or the image size of another checkpoint."""
-    args, path = session.args, session.run.snapshot
-    if path is None or args.dummy:
-        return None, None
-    content = read_latest(path)
-    if "progress" in content and args.start_epoch is None and not args.evaluate:
-        return content["options"]["batch_size"], None
-    wanted = content.get("preprocessing") or {}
-    return None, wanted.get("image_size") if "image_size" in args.untyped else None
-
-
-def _find(session: Session, train_step: TrainStep, side: int) -> tuple[int, str]:
-    """The largest batch, and a description of how full it makes which GPU."""
+def search(session: Session, train_step: TrainStep, side: int) -> tuple[int, int, str]:
+    """The largest -b, for how many GPUs it is, and a description of how full it makes which GPU."""
     args, model, world = session.args, session.state.model, session.world
     count = torch.cuda.device_count() if session.run.mode == "dp" else 1
     devices = list(range(count)) if count > 1 else [torch.cuda.current_device()]
     free = [torch.cuda.mem_get_info(d)[0] + torch.cuda.memory_reserved(d) for d in devices]
-    room = min(math.inf if args.memory_limit is None else args.memory_limit * GIB, *free)
     # The optimiser's state (two moments) and the averaged weights come after these steps.
     trained = sum(local(w).numel() for w in model.parameters() if w.requires_grad)
     later = 4.0 * trained * (2 + bool(args.ema))
-    limit, node = min(gather((room * (1 - MARGIN) - later, node_name(world)), world))
+    limit, node = min(gather((min(free) * (1 - MARGIN) - later, node_name(world)), world))
     step, most = STEP * count, 2**31
     if session.loaders.train is not None:  # the data set has no more, but for less than a step
         share = session.loaders.train.sampler.images / world.size / args.accum_steps
         most = step * math.ceil(share / step)
-    buffers = [buffer.clone() for buffer in model.buffers()]
     model.train()
     # Compiling for each size would take longer than all the rest.
     eager = torch.compiler.set_stance("force_eager") if args.compile else nullcontext()
     # Bytes by size; the largest that fits, the smallest that does not, the one to try.
     seen: dict[int, float] = {}
     low, high, size = 0, math.inf, step
-    with torch.random.fork_rng(devices), eager:
+    with eager:
         while low < size < high:
             peak = max(gather(_peak(session, train_step, (size, 3, side, side), devices), world))
             if peak <= limit:
@@ -94,10 +72,6 @@ def _find(session: Session, train_step: TrainStep, side: int) -> tuple[int, str]
             else:
                 high = size
             size = min(_next(seen, limit, low, high) // step * step, most)
-    with torch.no_grad():
-        for buffer, copy in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(copy)
-    torch.cuda.empty_cache()
     if not low:
         raise UserError(
             f"not even {step} images fit into {(limit + later) / GIB:.3g} GiB on {node}: use a "
@@ -105,7 +79,8 @@ def _find(session: Session, train_step: TrainStep, side: int) -> tuple[int, str]
             alike=True,
         )
     taken, room = (seen[low] + later) / GIB, (limit + later) / (1 - MARGIN) / GIB
-    return low, f"they take about {taken:.3g} of {room:.3g} GiB on {node}, which has the least"
+    how = f"takes about {taken:.3g} of {room:.3g} GiB on {node}, which has the least"
+    return low, count, how + "; the data set has no more images" * (low == most)
 
 
 def _next(seen: dict[int, float], limit: float, low: int, high: float) -> int:

@@ -3,13 +3,15 @@
 import logging
 import math
 import time
+from typing import Any
 
+from utils import errors
 from utils.data.preprocessing import Preprocessing
 from utils.errors import INTERRUPTED, UserError
-from utils.launch.world import from_main
-from utils.option_types import AUTO
+from utils.launch.world import World, from_main
 from utils.run import checkpoint
 from utils.run.checkpoint import TrainState
+from utils.run.directory import checkpoint_file
 from utils.run.snapshots import SnapshotWriter
 from utils.train import report
 from utils.train.epoch import loss_scale, save_snapshot
@@ -21,19 +23,26 @@ from utils.train.watch import Watch
 log = logging.getLogger(__name__)
 
 
-def find_batch(session: Session, train_step: TrainStep) -> None:
-    """With ``-b auto`` find the largest batch that fits into memory. Raises: `UserError`."""
-    if session.args.batch_size == AUTO:
-        from utils.train import largest_batch
+def measure_step(session: Session, train_step: TrainStep) -> int:
+    """``--find-batch``: the step's largest batch; ``--dummy``: its time. Returns: exit code 0."""
+    from utils.train import dummy, largest_batch
 
-        largest_batch.resolve(session, train_step)
+    measure = largest_batch.find if session.args.find_batch else dummy.time_step
+    return measure(session, train_step)
 
 
-def time_step(session: Session, train_step: TrainStep) -> int:
-    """``--dummy``: time the training step alone. Returns: exit code 0."""
-    from utils.train import dummy
+def read_image_size(args: Any, world: World) -> None:
+    """Take sizes that were omitted on the command line from the ``--resume`` checkpoint."""
+    saved = from_main(lambda: checkpoint.saved_preprocessing(checkpoint_file(args)), world)
+    if saved is not None:
+        args.preprocessing = _with_typed_sizes(args, Preprocessing.from_dict(saved, args.resume))
+        args.image_size = args.preprocessing.image_size
 
-    return dummy.time_step(session, train_step)
+
+def _with_typed_sizes(args: Any, saved: Preprocessing) -> Preprocessing:
+    """A checkpoint's preprocessing, but in the sizes of the command line."""
+    size = None if "image_size" in args.untyped else args.image_size
+    return saved.resized(size, args.val_resize_size, args.val_image_size)
 
 
 def resume(session: Session) -> None:
@@ -59,10 +68,9 @@ def _resolve_preprocessing(session: Session) -> None:
     args, state, run = session.args, session.state, session.run
     wanted, source = args.preprocessing, "the pretrained weights"
     if state.preprocessing is not None:
-        source, size = run.snapshot, None if "image_size" in args.untyped else args.image_size
-        saved = Preprocessing.from_dict(state.preprocessing, source)
-        wanted = saved.resized(size, args.val_resize_size, args.val_image_size)
-    if args.pretrained or wanted != args.preprocessing:
+        source = run.snapshot
+        wanted = _with_typed_sizes(args, Preprocessing.from_dict(state.preprocessing, source))
+    if args.pretrained or wanted != args.typed_preprocessing:
         log.info(f"preprocessing as in {source}: {wanted}")
     session.loaders.use(wanted)
     state.preprocessing = wanted.as_dict()
@@ -172,7 +180,8 @@ def end(session: Session, predict: Predict) -> int:
     report.end(session, test=test)
     stop.close()
     if failure:
-        raise UserError(f"{failure}; free disk space, then continue with --resume", alike=True)
+        advice = f"free disk space, then {errors.how_to_continue}"
+        raise UserError(f"{failure}; {advice}", alike=True)
     return INTERRUPTED if session.ended_because is Reason.INTERRUPTED else 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from utils import samplers
+from utils import errors, samplers
 from utils.data import jpeg
 from utils.data.preprocessing import sizes_text
 from utils.launch import supervise
@@ -37,8 +37,8 @@ METRICS = ("Top1", "Top5", "Loss")
 WHY = {
     Reason.EPOCHS: "all epochs done",
     Reason.DESIRED_ACC: "desired accuracy reached",
-    Reason.TRAIN_TIME: "time limit reached; --resume continues from here",
-    Reason.INTERRUPTED: "interrupted by a signal; --resume continues from here",
+    Reason.TRAIN_TIME: "time limit reached; to train on, raise --train-time and ",
+    Reason.INTERRUPTED: "interrupted by a signal; to continue, ",
 }
 LARGE_FILE = 50_000  # bytes; ImageNet's files have 110,000 on average, shrunk to 256 pixels 27,000
 
@@ -153,7 +153,6 @@ def setting(session: Session) -> dict[str, Any]:
         "world_size": world.size,
         "nodes": world.nodes,
         "global_batch": session.global_batch,
-        "largest_batch": session.largest_batch,
         "comm": state.comm.method if state.comm is not None else None,
         "sent_mb_per_step": sent_mb(session),
         "device": world.device.type,
@@ -243,6 +242,7 @@ def bottleneck(session: Session, record: dict[str, float]) -> None:
 def _faster_input(session: Session) -> list[str]:
     """What would help a run that waits for images."""
     reading, source = session.train.reading, session.train.bad.source
+    data, prepare = session.args.data.rstrip("/"), "python scripts/prepare_data.py"
     cores = supervise.usable_cores()
     of_reading = reading.read_seconds / max(reading.seconds, 1e-9)
     packed = source.shape(0) is not None
@@ -261,9 +261,9 @@ def _faster_input(session: Session) -> list[str]:
     if session.args.workers < cores:
         advice.append(f"more workers: -j {cores} on this node")
     if not packed and reading.bytes > LARGE_FILE * reading.files:
-        advice.append("smaller files: scripts/prepare_data.py shrink DATA OUT, then train on OUT")
+        advice.append(f"smaller files: {prepare} shrink {data} {data}_small, then train on that")
     elif not packed and not slow_disk:
-        advice.append("no decoding: scripts/prepare_data.py pack DATA OUT, then train on OUT")
+        advice.append(f"no decoding: {prepare} pack {data} {data}_packed, then train on that")
     return advice or ["a machine with more cores for each GPU"]
 
 
@@ -320,7 +320,10 @@ def end(
         best += f" (epoch {state.best['epoch']}{averaged})"
     rate = mean.get("Throughput/train")
     speed = "" if rate is None else f", {rate:.1f} images/s"
-    log.info(f"Training time {_duration(state.elapsed)}, {best}{speed}: {WHY[reason]}")
+    why = WHY[reason]
+    if reason in (Reason.TRAIN_TIME, Reason.INTERRUPTED):
+        why += errors.how_to_continue
+    log.info(f"Training time {_duration(state.elapsed)}, {best}{speed}: {why}")
 
 
 def time_left(args: Any, state: TrainState) -> str:

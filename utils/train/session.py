@@ -32,7 +32,7 @@ Predict = Callable[[Tensor], Tensor]  # images to logits, with the mode's precis
 class Session:
     """A script's options and what it has built with them.
 
-    The fields after ``largest_batch`` are set from `loop.begin` to `loop.end`.
+    The fields after ``resumed`` are set from `loop.begin` to `loop.end`.
     """
 
     args: Any
@@ -41,7 +41,6 @@ class Session:
     loaders: Loaders
     state: TrainState
     resumed: bool = False  # from a full snapshot
-    largest_batch: int | None = None  # images per process, where -b auto has found it
     stop: StopRequest | None = None
     watch: Watch | None = None
     figures: dict[str, float] = field(default_factory=dict)  # of `show_status`

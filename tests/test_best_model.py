@@ -1,0 +1,87 @@
+"""best.pt without this code: README's own lines load it, for one model of each family."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, draw_folder, environment, python, summary
+from torchvision.models import get_model
+
+from utils.model import models
+
+EVALUATE = """
+from torch.nn.functional import cross_entropy
+data = torchvision.datasets.ImageFolder(sys.argv[1], preprocess)
+assert data.classes == best["classes"]
+images, targets = zip(*data)
+with torch.no_grad():
+    logits = model(torch.stack(images))
+targets = torch.tensor(targets)
+top1 = 100 * (logits.argmax(1) == targets).double().mean().item()
+print(json.dumps({"top1": top1, "loss": cross_entropy(logits, targets).item()}))
+"""
+# One of each family, with a size that it takes and that is not its own.
+FAMILIES = {
+    **dict.fromkeys(("resnet18", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x0_5"), 32),
+    **dict.fromkeys(("resnext50_32x4d", "wide_resnet50_2", "regnet_y_400mf", "densenet121"), 32),
+    **dict.fromkeys(("vgg11_bn", "mnasnet0_5", "efficientnet_b0", "googlenet"), 32),
+    **dict.fromkeys(("squeezenet1_1", "alexnet", "convnext_tiny", "swin_t", "swin_v2_t"), 64),
+    "efficientnet_v2_s": 64,
+    "vit_b_32": 64,
+    "inception_v3": 75,
+    "maxvit_t": 224,
+}
+FEW = ("googlenet", "shufflenet_v2_x0_5")  # small ones; the others take minutes
+FAMILY_NAMES = [
+    pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in FAMILIES
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return draw_folder(tmp_path_factory.mktemp("images") / "data", train=4, val=3)
+
+
+def readme_lines(best: Path) -> str:
+    """The lines of README.md that load a best model, for this file."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert "runs/NAME/best.pt" in code
+    return code.replace("runs/NAME/best.pt", str(best))
+
+
+@pytest.mark.parametrize("arch", FAMILY_NAMES)
+def test_the_lines_in_the_readme_give_the_accuracy_that_the_run_printed(data, tmp_path, arch):
+    size = ("--image-size", FAMILIES[arch], "--val-resize-size", FAMILIES[arch] + 10)
+    line = ("-a", arch, *size, "-b", 4, "-j", 0, "--epochs", 1, "--lr", 1e-3)
+    done = python("imagenet_nd.py", *line, "--output-dir", tmp_path, "--name", "run", data)
+    assert done.code == 0, done.err
+    code = "import json, sys\n" + readme_lines(tmp_path / "run/best.pt") + EVALUATE
+    words = [sys.executable, "-I", "-c", code, data / "val"]
+    plain = subprocess.run(words, env=environment(), cwd=tmp_path, capture_output=True, check=True)
+    found, run = json.loads(plain.stdout), summary(tmp_path / "run")
+    assert found["top1"] == pytest.approx(run["best_top1"], abs=1e-6)
+    assert found["loss"] == pytest.approx(run["best_loss"], rel=0.02)
+
+
+@pytest.mark.parametrize("arch", ["googlenet", "inception_v3", "maxvit_t", "vit_b_32"])
+def test_the_constructor_gets_what_it_needs(arch):
+    # The constructor of MaxViT computes with its tensors.
+    with torch.device("cpu" if arch == "maxvit_t" else "meta"):
+        ours = models.create(arch, 3, FAMILIES[arch])
+        plain = get_model(arch, num_classes=3, **ours.constructor_args)
+    shapes = [{name: x.shape for name, x in one.state_dict().items()} for one in (ours, plain)]
+    assert shapes[0] == shapes[1]
+
+
+def test_a_checkpoint_scales_the_input_as_its_model_did():
+    """As GoogLeNet's published weights expect; without --pretrained it would not."""
+    model = models.create("googlenet", 3, 32)
+    models.scale_input_as(
+        {"model_args": {**model.constructor_args, "transform_input": True}}, model
+    )
+    assert model.transform_input
+    assert model.constructor_args["transform_input"]
