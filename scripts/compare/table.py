@@ -204,7 +204,7 @@ class Comparison:
 
 
 def origin(run: Run) -> dict[str, str]:
-    """Where a run comes from."""
+    """Where a run comes from. Its command is shown without the folder of the script."""
     facts = run.facts
     found = {
         "folder": run.folder.name,
@@ -212,7 +212,7 @@ def origin(run: Run) -> dict[str, str]:
         "commit": facts.get("commit"),
         "machine": ", ".join(f"{key} {facts[key]}" for key in MACHINE if facts.get(key)),
         "data": facts.get("data_id"),
-        "command": facts.get("command"),
+        "command": re.sub(r"^\S*/", "", facts.get("command") or ""),
     }
     return {key: str(value or "not recorded") for key, value in found.items()}
 
