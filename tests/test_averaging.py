@@ -50,10 +50,15 @@ def test_the_average_is_the_formula_and_the_model_gets_its_own_bits_back(level, 
 # ---- in snapshots
 
 
+def add_average(state):
+    state.ema = state.parts["ema"] = Average(state.model, 0.9)
+
+
 def averaged(seed=0):
     """A state with averages after some steps."""
     state = build(seed)
-    state.ema, state.global_batch = Average(state.model, 0.9), 32
+    add_average(state)
+    state.global_batch = 32
     for _ in range(3):
         state.model(torch.randn(8, 4)).square().mean().backward()
         state.optimizer.step()
@@ -66,7 +71,7 @@ def test_averages_of_a_snapshot_are_restored_if_they_fit(tmp_path):
     """Without any in it, they begin from its weights."""
     path, old, new = tmp_path / "snapshot.pt", averaged(), averaged(seed=2)
     save_snapshot(build(seed=1), tmp_path, OPTIONS)
-    resume(new, ARGS, WORLD, path)
+    resume(new, ARGS, WORLD, path, add_parts=lambda: add_average(new))
     assert new.ema.steps == 0
     assert same(new.ema.averages, {n: new.model.state_dict()[n] for n in new.ema.averages})
     save_snapshot(old, tmp_path, OPTIONS)

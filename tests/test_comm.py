@@ -214,12 +214,12 @@ def _resumes(rank: int, size: int) -> dict[str, Any]:
             factor = torch.inf if number == BAD and rank == 1 else 1.0
             if number == STOP:
                 all_of_it = first.exchange, first.replica, first.optimizer
-                box = [(all_of_it[0].collect(), *(one.state_dict() for one in all_of_it[1:]))]
+                box = [(all_of_it[0].state_dict(), *(one.state_dict() for one in all_of_it[1:]))]
                 dist.broadcast_object_list(box, 0)
                 saved, model, momentum = copy.deepcopy(box[0])
                 second.replica.load_state_dict(model)
                 second.optimizer.load_state_dict(momentum)
-                second.exchange.restore(saved)
+                second.exchange.load_state_dict(saved)
                 second.exchange.start_at(1, STOP - STEPS // 2, STEPS // 2, 2)
             if number >= STOP:
                 second.step(number, factor)

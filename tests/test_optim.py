@@ -191,33 +191,47 @@ def state_of(line: str) -> TrainState:
 
 
 def saved(state: TrainState, path: Path, **options: str) -> Path:
-    write(snapshot_of(state, {"arch": "tiny", **options}, ["a"], state.full_weights()), path)
+    write(snapshot_of(state, {"arch": "tiny", **options}, ["a"]), path)
     return path
 
 
 LINES = ["--optimizer adamw --wd-norm 0", "--optimizer muon", "--optimizer nesterov --wd-norm 0.01"]
 
 
-@pytest.mark.parametrize("line", LINES)
+# An optimiser that this suite does not have needs no line in the snapshot's code.
+OTHERS = {
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), 0.01, momentum=0.9),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
+}
+
+
+@pytest.mark.parametrize("line", [*LINES, *OTHERS])
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, line):
-    whole, first, second = (state_of(line) for _ in range(3))
+    def state_of_line() -> TrainState:
+        if line not in OTHERS:
+            return state_of(line)
+        model = network()
+        return TrainState(model, OTHERS[line](model), LossScaler(CPU), global_batch=4)
+
+    whole, first, second = (state_of_line() for _ in range(3))
     expected = steps(whole.model, whole.optimizer, 0, 5)
     steps(first.model, first.optimizer, 0, 2)
     assert resume(second, ARGS, WORLD, saved(first, tmp_path / "snapshot.pt"))
     assert same(steps(second.model, second.optimizer, 2, 5), expected)
     # Laid out in memory as a fused optimiser wants it.
     for weight, entry in second.optimizer.state.items():
-        assert all(t.ndim == 0 or t.stride() == weight.stride() for t in entry.values())
+        moments = [t for t in entry.values() if t.shape == weight.shape]
+        assert all(moment.stride() == weight.stride() for moment in moments)
 
 
 def test_the_state_of_another_optimiser_is_refused(tmp_path):
-    """Also where the snapshot does not say its options, or is another program's."""
-    path, adamw, muon = tmp_path / "snapshot.pt", "--optimizer adamw", "--optimizer muon"
-    for old, new in (("", adamw), (adamw, ""), ("--wd-norm 0", ""), (muon, adamw)):
-        state, message = state_of(old), "of another model, --optimizer, --wd-norm or --freeze"
-        steps(state.model, state.optimizer)
-        with pytest.raises(UserError, match=message + ".*--pretrained"):
-            resume(state_of(new), ARGS, WORLD, saved(state, path))
+    path, adamw = tmp_path / "snapshot.pt", "--optimizer adamw"
+    state, message = state_of("--wd-norm 0"), "of another model, --optimizer, --wd-norm or --freeze"
+    steps(state.model, state.optimizer)
+    with pytest.raises(UserError, match=message + ".*--pretrained"):
+        resume(state_of(""), ARGS, WORLD, saved(state, path))
+    state = state_of("--optimizer muon")
+    steps(state.model, state.optimizer)
     saved(state, path, optimizer="muon")
     new, args = state_of(adamw), Namespace(**vars(ARGS), optimizer="adamw")
     with pytest.raises(UserError, match="was made with --optimizer muon"):

@@ -121,7 +121,7 @@ class Exchange:
 
     # ---- in snapshots
 
-    def collect(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The state of all processes for a snapshot. Collective; only rank 0's result counts."""
         found: dict[str, Any] = {"method": self.method}
         if self.how.rank:
@@ -131,7 +131,7 @@ class Exchange:
             found["states"] = states or []
         return found
 
-    def restore(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from a snapshot, in every process.
 
         On another number of processes each gets the mean of all states, so that their sum stays the

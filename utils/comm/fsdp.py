@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 
-from utils.launch.world import World, is_sharded, local, whole
+from utils.launch.world import World, is_sharded, local
 from utils.model.blocks import SEQUENCES, repeated
 
 SMALL = 100_000  # weights; a smaller block is not worth a collective of its own
@@ -123,42 +122,6 @@ def sent_bytes(trained: list[Tensor], args: Any, world: World) -> float:
     sent = (gathers * weight + 4) * values * (among - 1) / among
     groups = world.size // among  # which hold the same part, and sum its gradients
     return sent + 2 * (groups - 1) / groups * 4 * values / among
-
-
-# ---- tensors of which each process has a shard (torch's DTensor)
-
-
-def shard_like(full: Tensor, like: Tensor) -> Tensor:
-    """The shard of ``full``, which every process has, that ``like`` is of its own whole tensor.
-
-    If ``like`` is plain, ``full`` in its memory layout, which fused optimisers want; if it is of
-    another shape, ``full`` itself: loading it then says so. No communication.
-    """
-    if full.shape != like.shape:
-        return full
-    if not hasattr(like, "placements"):
-        return torch.empty_like(like, dtype=full.dtype, device=full.device).copy_(full)
-    from torch.distributed.tensor import distribute_tensor
-
-    full = full.detach().contiguous()
-    shard = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
-    return shard.clone()  # on the CPU it would keep the memory of all of ``full``
-
-
-def shards_like(full: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`shard_like` for each entry of a state dict."""
-    return {name: shard_like(value, like.get(name, value)) for name, value in full.items()}
-
-
-def gather_for_main(tree: Any) -> None:
-    """Take part in rank 0's `whole` of each tensor in ``tree``, which it copies for a snapshot.
-
-    ``tree``, of dictionaries, lists and tensors, has the same structure in all processes; a tensor
-    that is in it twice is gathered once.
-    """
-    tensors = {id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
-    for tensor in tensors.values():
-        whole(tensor)
 
 
 # ---- what torch has no public way for: without its private names, these two do nothing

@@ -289,6 +289,23 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
+    """The shard of ``full``, which every process has, that ``like`` is of its own whole tensor.
+
+    If ``like`` is plain, ``full`` in its memory layout, which fused optimisers need; if it is of
+    another shape, ``full`` itself: loading it then fails. No communication.
+    """
+    if full.shape != like.shape:
+        return full
+    if not hasattr(like, "placements"):
+        return torch.empty_like(like, dtype=full.dtype, device=full.device).copy_(full)
+    from torch.distributed.tensor import distribute_tensor
+
+    full = full.detach().contiguous()
+    shard = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+    return shard.clone()  # on the CPU it would keep the memory of all of ``full``
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP's `fully_shard` has been called with the model."""
     return hasattr(model, "set_requires_gradient_sync")

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.errors import UserError
-from utils.launch.world import local, reshard
+from utils.launch.world import local, reshard, shard_like
 
 
 class Average:
@@ -34,7 +33,13 @@ class Average:
         self.live = {name: x for name, x in state.items() if x.is_floating_point()}
         self.sources = [*(self.live | (masters or {})).values()]
         self.averages = {n: torch.empty_like(x, dtype=torch.float32) for n, x in self.live.items()}
-        self.restore(None)
+        self.start()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin with the weights as they are now."""
+        torch._foreach_copy_([*map(local, self.averages.values())], [*map(local, self.sources)])
+        self.steps = 0  # since the average began
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -68,21 +73,14 @@ class Average:
         return {"model": self.averages, "steps": self.steps}
 
     @torch.no_grad()
-    def restore(self, saved: dict[str, Any] | None) -> None:
-        """Continue from a `state_dict` (sharded like the model), or start from the weights.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict` with whole tensors.
 
-        Raises: `UserError` when it is of another model.
+        Raises: ValueError when it is of another model.
         """
-        if saved is None:
-            torch._foreach_copy_([*map(local, self.averages.values())], [*map(local, self.sources)])
-            self.steps = 0  # since the average began
-            return
-        self.steps = saved["steps"]
+        self.steps = state["steps"]
         for name, average in self.averages.items():
-            found = saved["model"].get(name)
-            if found is None or found.shape != average.shape:
-                raise UserError(
-                    f"the averaged weights in the snapshot are of another model ({name})",
-                    alike=True,
-                )
-            average.copy_(found)
+            saved = state["model"].get(name)
+            if saved is None or saved.shape != average.shape:
+                raise ValueError(f"no averages of {name}")
+            average.copy_(shard_like(saved, average))

@@ -7,15 +7,16 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from utils.errors import UserError
-from utils.launch.world import World, from_main, is_elastic, is_sharded
+from utils.launch.world import World, from_main, is_elastic, is_sharded, shard_like, whole
 from utils.model.foreign import plain_weights
 from utils.model.models import scale_input_as
 from utils.model.schedules import TO_THE_END
@@ -30,6 +31,70 @@ _FIXED = ("seed", "repeated_aug", "lr_schedule", "warmup_epochs", "progressive",
 _PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
 
 
+class Part(Protocol):
+    """Something that a snapshot keeps. All ranks call both; what rank 0 gets is saved."""
+
+    def state_dict(self) -> Any:
+        """Tensors (whole ones, or shards as torch's DTensor) and plain values."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from a `state_dict`, whose tensors are whole and on the CPU."""
+
+
+class ModelPart:
+    """A model under its plain torchvision names, also where it is sharded."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Raises: RuntimeError when it is of another model."""
+        if is_sharded(self.model):
+            own = self.model.state_dict()
+            state = {name: shard_like(full, own.get(name, full)) for name, full in state.items()}
+        self.model.load_state_dict(state)
+
+
+class OptimizerPart:
+    """An optimiser's state; its hyperparameters are those of the command line."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Lays each moment out in memory like its weight, which fused optimisers need.
+
+        Raises: ValueError when it is of other weights.
+        """
+        groups = self.optimizer.state_dict()["param_groups"]
+        saved = [len(group["params"]) for group in state["param_groups"]]
+        if saved != [len(group["params"]) for group in groups]:
+            raise ValueError("other groups of weights")
+        weights = [w for group in self.optimizer.param_groups for w in group["params"]]
+        moments = {
+            number: {name: self._like(value, weights[number]) for name, value in entry.items()}
+            for number, entry in state["state"].items()
+        }
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+    @staticmethod
+    def _like(value: Any, weight: Tensor) -> Any:
+        """``value``, laid out like ``weight`` if it is a moment of its shape."""
+        if not isinstance(value, Tensor) or value.ndim == 0:  # a count of steps
+            return value
+        # Adafactor keeps sums over rows and columns: 1 in that dimension.
+        fits = len(value.shape) == len(weight.shape)
+        if not fits or any(a not in (1, b) for a, b in zip(value.shape, weight.shape, strict=True)):
+            raise ValueError(f"a moment of {list(value.shape)} for {list(weight.shape)} weights")
+        return shard_like(value, weight)
+
+
 @dataclass
 class TrainState:
     """All that the future of a run depends on.
@@ -39,14 +104,18 @@ class TrainState:
     the last printed line, both of all ranks; ``elapsed`` are the seconds of training, ``history``
     is a dictionary an epoch, ``best`` that of the best one. The order
     of samples, augmentation and dropout are functions of seed and position, so no random state
-    needs keeping. ``weights`` saves the model as float32 where it trains in another precision.
-    ``preprocessing`` is that of its images (see `utils.data.preprocessing`), as plain values;
-    ``comm`` is how the processes exchange gradients, ``ema`` the averaged weights, if any.
+    needs keeping. ``weights`` is the `Part` that saves the model where it trains in another
+    precision than float32. ``preprocessing`` is that of its images (see
+    `utils.data.preprocessing`), as plain values; ``comm`` is how the processes exchange gradients,
+    ``ema`` the averaged weights, if any.
+
+    ``parts`` are what a snapshot keeps, by name: to keep one more thing, add it there. The position
+    is the part "progress", this object itself.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    scaler: Any  # with state_dict and load_state_dict, like the next
+    scaler: Any  # a Part, like the next
     weights: Any = None
     global_batch: int = 0
     epoch: int = 0
@@ -60,6 +129,17 @@ class TrainState:
     comm: Any = None  # a `utils.comm.exchange.Exchange`
     ema: Any = None  # a `utils.model.ema.Average`
     clock: float | None = None  # when ``elapsed`` was brought up to date
+    parts: dict[str, Part] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = {
+            "model": self.weights or ModelPart(self.model),
+            "optimizer": OptimizerPart(self.optimizer),
+            "scaler": self.scaler,
+            "progress": self,
+        }
+        if self.comm is not None:
+            self.parts["comm"] = self.comm
 
     def tick(self) -> None:
         """Add the time since the last call to ``elapsed``; the first call starts the clock."""
@@ -69,23 +149,28 @@ class TrainState:
 
     @property
     def sharded(self) -> bool:
-        """Whether each process has a part of the model: all must take part in saving it, and in
-        each of its forward passes."""
+        """Whether each process has a part of the model: all must take part in each of its forward
+        passes."""
         return is_sharded(self.model)
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """The model's state dict in float32, under plain torchvision names; of a sharded one,
-        shards."""
-        return (self.weights or self.model).state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        """The position and the history."""
+        return {name: getattr(self, name) for name in PROGRESS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`, at a step of this run's global batch.
+
+        Raises: `UserError`.
+        """
+        global_batch = self.global_batch
+        for name in PROGRESS:
+            setattr(self, name, state[name])
+        _rescale_position(self, global_batch)
 
     def load_weights(self, state: dict[str, Tensor]) -> None:
         """Load whole weights. Raises `UserError` when they are of another model."""
-        if self.sharded:
-            from utils.comm import fsdp
-
-            state = fsdp.shards_like(state, self.model.state_dict())
         try:
-            (self.weights or self.model).load_state_dict(state)
+            self.parts["model"].load_state_dict(state)
         except RuntimeError as fault:
             # Some models have weights for each place of the image.
             size = (self.preprocessing or {}).get("image_size")
@@ -98,41 +183,44 @@ class TrainState:
 
 
 def snapshot_of(
-    state: TrainState,
-    options: dict[str, Any],
-    classes: list[str],
-    weights: dict[str, Tensor],
-    comm: dict[str, Any] | None = None,
+    state: TrainState, options: dict[str, Any], classes: list[str], main: bool = True
 ) -> dict[str, Any]:
-    """The content of ``snapshot.pt``; ``weights`` are ``state.full_weights()``, ``comm`` what
-    ``state.comm.collect()`` gave."""
-    return {
-        "model": weights,
-        "optimizer": state.optimizer.state_dict(),
-        "scaler": state.scaler.state_dict(),
-        "progress": {name: getattr(state, name) for name in PROGRESS},
+    """The content of ``snapshot.pt``. Collective: ranks that are not ``main`` get no tensor of a
+    sharded model."""
+    content = {name: _gathered(part.state_dict(), main) for name, part in state.parts.items()}
+    facts = {
         "options": options,
         "classes": classes,
         "preprocessing": state.preprocessing,
         "model_args": getattr(state.model, "constructor_args", {}),
-        "comm": comm,
-        "ema": state.ema.state_dict() if state.ema is not None else None,
     }
+    return {"ema": None, "comm": None} | content | facts
 
 
-def best_of(
-    state: TrainState, arch: str, classes: list[str], weights: dict[str, Tensor]
-) -> dict[str, Any]:
+def _gathered(value: Any, main: bool) -> Any:
+    """``value`` with whole tensors in place of shards: in the main process, on the CPU."""
+    if isinstance(value, dict):
+        return {key: _gathered(entry, main) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_gathered(entry, main) for entry in value)
+    if not hasattr(value, "full_tensor"):
+        return value
+    full = whole(value)
+    return full.cpu() if main else None  # one by one, so that no GPU holds the whole model
+
+
+def best_of(state: TrainState, arch: str, snapshot: dict[str, Any]) -> dict[str, Any]:
     """The content of ``best.pt``, which torchvision can load without this code.
 
-    ``weights`` are the model's; the averaged ones replace them where those were better.
+    The weights are those of ``snapshot``: the averaged ones where those were better.
     """
     averaged = bool(state.best.get("ema"))
+    weights = snapshot["model"]
     return {
-        "state_dict": {**weights, **state.ema.averages} if averaged else weights,
+        "state_dict": {**weights, **snapshot["ema"]["model"]} if averaged else weights,
         "weights": "ema" if averaged else "model",
         "arch": arch,
-        "classes": classes,
+        "classes": snapshot["classes"],
         "epoch": state.best["epoch"],
         "top1": state.best["top1"],
         "top5": state.best["top5"],
@@ -154,36 +242,43 @@ def saved_preprocessing(path: Path | None) -> dict[str, Any] | None:
 
 
 def resume(
-    state: TrainState, args: Any, world: World, path: Path | None, classes: list[str] | None = None
+    state: TrainState,
+    args: Any,
+    world: World,
+    path: Path | None,
+    classes: list[str] | None = None,
+    add_parts: Callable[[], None] = lambda: None,
 ) -> bool:
     """Load ``path`` (as rank 0 finds it) into every process's ``state``.
 
     Of any other file than our snapshots, the weights alone are loaded (see `utils.model.foreign`).
     ``args`` and ``classes`` are compared with what the file says of itself. Returns: whether it was
-    a full snapshot of ours.
-    Raises: `UserError`.
+    a full snapshot of ours. ``add_parts()`` is called between the weights and the other parts: some
+    begin with the weights. Raises: `UserError`.
     """
     content = from_main(lambda: read_latest(path) if path else None, world)
     if content is None:
+        add_parts()
         return False
     try:
-        return _restore(state, args, world, content, path, classes)
+        _check(content, args, path, classes)
+        named, note = plain_weights(content, path)
+        if note and world.is_main:
+            log.info(note)
+        state.preprocessing = content.get("preprocessing")
+        state.load_weights(named)
+        scale_input_as(content, state.model)
+        add_parts()
+        return not args.evaluate and _restore(state, args, world, content, path)
     # Its checksums were right, so it was written like that: by another program.
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as fault:
         raise UserError(f"{path} does not fit this program ({fault!r:.200})", alike=True) from fault
 
 
-def _restore(
-    state: TrainState,
-    args: Any,
-    world: World,
-    content: dict[str, Any],
-    path: Path | None,
-    classes: list[str] | None,
-) -> bool:
-    from utils.comm import fsdp
-
-    is_ours = "progress" in content
+def _check(
+    content: dict[str, Any], args: Any, path: Path | None, classes: list[str] | None
+) -> None:
+    """Raise `UserError` where a file speaks of another model or other classes."""
     saved, theirs = content.get("options", content), content.get("classes")
     if (arch := content.get("arch", saved.get("arch", args.arch))) != args.arch:
         raise UserError(f"{path} is a {arch}: use -a {arch} to load it", alike=True)
@@ -193,46 +288,51 @@ def _restore(
             "same with DATA and --classes",
             alike=True,
         )
-    continues = is_ours and not args.evaluate and args.start_epoch is None
-    changed = changed_options(saved, args, path if continues else None)
+    if "progress" in content and not args.evaluate and args.start_epoch is None:
+        changed_options(saved, args, path)
+
+
+def _restore(
+    state: TrainState, args: Any, world: World, content: dict[str, Any], path: Path | None
+) -> bool:
+    """Load all parts but the weights. Returns: whether they are there."""
     tell = log.info if world.is_main else log.debug
-    named, note = plain_weights(content, path)
-    if note:
-        tell(note)
-    state.preprocessing = content.get("preprocessing")
-    state.load_weights(named)
-    scale_input_as(content, state.model)
-    if args.evaluate:
-        return False
-    if state.ema is not None:
-        averages = content.get("ema") if is_ours else None
-        if averages is not None:
-            averages["model"] = fsdp.shards_like(averages["model"], state.ema.averages)
-        state.ema.restore(averages)
-    if not is_ours:
+    if "progress" not in content:
         tell(
             f"note: {path} is not a snapshot: only its weights are loaded, and training begins at "
             f"epoch {args.start_epoch or 0}"
         )
         return False
-    begins_anew = args.start_epoch is not None and {*changed} & {*_OPTIMISER}
-    if not begins_anew:
-        moments = _optimizer_state(content["optimizer"], state.optimizer, path)
-        state.optimizer.load_state_dict(moments)
-    state.scaler.load_state_dict(_loss_scale(content["scaler"], state.scaler.state_dict()))
-    if state.comm is not None and content.get("comm"):
-        state.comm.restore(content["comm"])
-    global_batch = state.global_batch
-    for name in PROGRESS:
-        setattr(state, name, content["progress"][name])
-    if repeated := _rescale_position(state, global_batch):
+    saved = content["options"]
+    changed = changed_options(saved, args)
+    skipped = {"model"}
+    if args.start_epoch is not None and {*changed} & {*_OPTIMISER}:
+        skipped.add("optimizer")  # it begins anew
+    content["scaler"] = _loss_scale(content["scaler"], state.scaler.state_dict())
+    for name, part in state.parts.items():
+        if name in skipped or content.get(name) is None:
+            continue
+        try:
+            part.load_state_dict(content[name])
+        except ValueError as fault:
+            raise UserError(
+                f"the {name} state in {path} does not fit this run ({fault}): is it of another "
+                "model, --optimizer, --wd-norm or --freeze? To start from its weights alone: "
+                f"--pretrained {path}",
+                alike=True,
+            ) from fault
+    before = content["progress"]
+    images, now = before["step"] * before["global_batch"], state.step * state.global_batch
+    if images > now:
         tell(
-            f"note: the global batch is {global_batch} now, so {repeated} images of this epoch are "
-            f"repeated, from step {state.step} on"
+            f"note: the global batch is {state.global_batch} now, so {images - now} images of this "
+            f"epoch are repeated, from step {state.step} on"
         )
     changes = [f"{_typed(key, vars(args))} (was {saved[key]})" for key in changed]
-    if (before := content["progress"]["global_batch"]) != global_batch:
-        changes.insert(0, f"the global batch is {global_batch} (was {before})")
+    if before["global_batch"] != state.global_batch:
+        changes.insert(
+            0, f"the global batch is {state.global_batch} (was {before['global_batch']})"
+        )
     commands = (sys.argv[0], *str(saved.get("command")).split()[:1])
     scripts = [name for name in map(os.path.basename, commands) if name.startswith("imagenet_")]
     if len(set(scripts)) > 1:
@@ -269,35 +369,6 @@ def _typed(key: str, options: dict[str, Any]) -> str:
     return f"--{key.replace('_', '-')} {options[key]}"
 
 
-def _optimizer_state(
-    saved: dict[str, Any], optimizer: torch.optim.Optimizer, path: Path | None
-) -> dict[str, Any]:
-    """The saved state, with the hyperparameters and the memory layout of ``optimizer``."""
-    from utils.comm import fsdp
-
-    other = UserError(
-        f"the optimiser state in {path} is of another model, --optimizer, --wd-norm or --freeze; "
-        f"to start from its weights alone: --pretrained {path}",
-        alike=True,
-    )
-    groups = optimizer.state_dict()["param_groups"]
-    if [len(g["params"]) for g in saved["param_groups"]] != [len(g["params"]) for g in groups]:
-        raise other
-    trained = [(weight, group) for group in optimizer.param_groups for weight in group["params"]]
-    state: dict[int, dict[str, Any]] = {}
-    for number, entry in saved["state"].items():
-        weight, group = trained[number]
-        adam = "betas" in group and not group.get("muon")
-        wanted = {"exp_avg", "exp_avg_sq"} if adam else {"momentum_buffer"}
-        buffers = {name: x for name, x in entry.items() if name != "step" and x is not None}
-        same_shapes = all(buffer.shape == weight.shape for buffer in buffers.values())
-        if buffers.keys() not in (wanted, set()) or not same_shapes:
-            raise other
-        laid_out = {name: fsdp.shard_like(x, weight) for name, x in buffers.items()}
-        state[number] = {**entry, **laid_out}
-    return {"state": state, "param_groups": groups}
-
-
 def _loss_scale(saved: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     """A scaler's ``state`` with the loss scale that any of our scripts has ``saved``."""
     clean = ("clean_steps", "_growth_tracker")
@@ -306,11 +377,11 @@ def _loss_scale(saved: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     return {**state, **found}
 
 
-def _rescale_position(state: TrainState, global_batch: int) -> int:
+def _rescale_position(state: TrainState, global_batch: int) -> None:
     """Express the position within the epoch in steps of this run's global batch.
 
     A job that a launcher restarts on the nodes that are left has another global batch: it continues
-    at the last step boundary before. Returns how many images are repeated.
+    at the last step boundary before, and some images are repeated. Raises: `UserError`.
     """
     images = state.step * state.global_batch
     repeated = images % global_batch
@@ -326,4 +397,3 @@ def _rescale_position(state: TrainState, global_batch: int) -> int:
         state.sums = [value * part for value in state.sums]
         state.printed = state.printed and [value * part for value in state.printed]
     state.step, state.global_batch = images // global_batch, global_batch
-    return repeated

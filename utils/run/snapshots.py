@@ -16,7 +16,6 @@ from torch import Tensor
 
 from utils.atomic import read_checkpoint, save_atomically
 from utils.errors import UserError
-from utils.launch.world import whole
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +73,11 @@ class SnapshotWriter:
         """Whether the last snapshot is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, files: dict[str, dict[str, Any]]) -> None:
+    def save(self, files: dict[str, dict[str, Any]], collecting: float = 0.0) -> None:
         """Copy the contents (file name -> what torch.save takes) and begin to write them.
 
         Waits for the write before. Returns when the copy is made: what it was made from may change.
+        ``collecting``: seconds that the caller has spent on the contents.
         """
         self.wait()
         began = time.perf_counter()
@@ -85,7 +85,7 @@ class SnapshotWriter:
         contents = {name: self._copy(content, name) for name, content in files.items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.pauses.append(time.perf_counter() - began)
+        self.pauses.append(collecting + time.perf_counter() - began)
         self._thread = threading.Thread(target=self._write, args=(contents,), name="snapshot")
         self._thread.start()
 
@@ -110,10 +110,7 @@ class SnapshotWriter:
             self.failure = None
 
     def _copy(self, value: Any, place: str) -> Any:
-        """A deep copy on the host, into the buffers of the last time.
-
-        Of a sharded tensor, the whole one: the other processes call `fsdp.gather_for_main`.
-        """
+        """A deep copy on the host, into the buffers of the last time."""
         if isinstance(value, dict):
             return {key: self._copy(entry, f"{place}/{key}") for key, entry in value.items()}
         if isinstance(value, (list, tuple)):
@@ -121,7 +118,7 @@ class SnapshotWriter:
         if not isinstance(value, Tensor):
             return value
         if id(value) not in self._copied:
-            tensor, old = whole(value).detach(), self._buffers.get(place)
+            tensor, old = value.detach(), self._buffers.get(place)
             if old is None or _layout(old) != _layout(tensor):
                 old = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
                 self._buffers[place] = old

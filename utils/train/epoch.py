@@ -128,21 +128,16 @@ def save_snapshot(session: Session, is_best: bool = False) -> None:
     To be called in all processes: each may have a part of the model, or of the exchange of
     gradients.
     """
-    state, classes = session.state, session.loaders.classes
-    comm = state.comm.collect() if state.comm is not None else None
-    if session.snapshots is None and not state.sharded:
+    began, state, main = time.perf_counter(), session.state, session.world.is_main
+    content = checkpoint.snapshot_of(state, session.run.options, session.loaders.classes, main)
+    collecting = time.perf_counter() - began
+    if session.snapshots is None:
         return
-    weights = state.full_weights()
-    files = {SNAPSHOT: checkpoint.snapshot_of(state, session.run.options, classes, weights, comm)}
+    files = {SNAPSHOT: content}
     if is_best:
         # First, so that no snapshot ever speaks of a best model that is not there.
-        files = {BEST: checkpoint.best_of(state, session.args.arch, classes, weights), **files}
-    if session.snapshots is None:
-        from utils.comm import fsdp
-
-        fsdp.gather_for_main(files)
-    else:
-        session.snapshots.save(files)
+        files = {BEST: checkpoint.best_of(state, session.args.arch, content), **files}
+    session.snapshots.save(files, collecting)
 
 
 def _seed_dropout(session: Session, *position: int) -> None:

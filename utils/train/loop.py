@@ -50,12 +50,16 @@ def resume(session: Session) -> None:
     args, state, run = session.args, session.state, session.run
     state.global_batch = session.global_batch
     classes = session.loaders.classes
-    if args.ema and not args.evaluate:
-        from utils.model.ema import Average
 
-        masters = getattr(state.weights, "named_masters", dict)()
-        state.ema = Average(state.model, args.ema, masters)
-    session.resumed = checkpoint.resume(state, args, session.world, run.snapshot, classes)
+    def add_parts() -> None:
+        if args.ema and not args.evaluate:
+            from utils.model.ema import Average
+
+            masters = getattr(state.weights, "named_masters", dict)()
+            state.ema = state.parts["ema"] = Average(state.model, args.ema, masters)
+
+    snapshot = run.snapshot
+    session.resumed = checkpoint.resume(state, args, session.world, snapshot, classes, add_parts)
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums, state.printed = args.start_epoch, 0, None, None
     _resolve_preprocessing(session)
