@@ -171,7 +171,7 @@ UNFIT = [  # part of a snapshot, what stands there, words of the message
     ("arch", "resnet18", "is a resnet18: use -a resnet18"),
     ("options", SAVED | FIXED, f"was made with {USE}: use these"),
     ("classes", ["a", "b"], "has other classes than the data .2: a,.*--classes"),
-    ("model", trained(classes=4).model.state_dict(), "does not fit.* trained with --image-size 64$"),
+    ("model", build(classes=4).model.state_dict(), "does not fit.* trained with --image-size 64$"),
     ("model", {0: "cat", 1: "dog"}, "holds no model weights"),
     ("optimizer", sgd([{"params": [nn.Parameter()]}], 1, 0, 0).state_dict(), "optimizer state"),
     ("optimizer", SHORT, "the optimizer state in .*of another model"),
