@@ -90,8 +90,9 @@ def run(
         patch(sys, "argv", [*map(str, argv)])
         gpu = stack.enter_context(fake_cuda(gpus))
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
-        # A slot of the ring is written again when its upload has passed: batches ago.
-        gpu.excused = (*excused, "take")
+        # A slot of the ring is written again when its upload has passed, batches ago; and a line
+        # waits for its numbers.
+        gpu.excused = (*excused, "take", "print_line")
         sessions, faults = _watch(stack, gpu), []
         write = snapshots.write
 

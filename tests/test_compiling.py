@@ -9,6 +9,7 @@ from conftest import SMALL, python
 from torch import nn
 
 from utils.errors import UserError
+from utils.model import compiling
 from utils.train import epoch
 
 # With the real tracer, and a back end that counts what it is given instead of compiling it.
@@ -50,7 +51,7 @@ def test_what_cannot_be_compiled():
 def test_without_a_compiler_an_error_says_so():
     args = argparse.Namespace(compile="default", progressive=None)
     model = epoch.compiled(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), args)
-    step = epoch.first_step_timed(model, args, torch.device("cpu"))
+    step = compiling.first_step_timed(model, args, torch.device("cpu"))
     nowhere = {"cpp.cxx": (None, "/nowhere/g++"), "force_disable_caches": True}
     message = r"--compile default does not work here .*C\+\+ compiler"
     with torch._inductor.config.patch(nowhere), pytest.raises(UserError, match=message):

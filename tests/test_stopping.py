@@ -1,5 +1,6 @@
 """When all ranks stop: by votes, signals, spot notices and time limits."""
 
+import functools
 import json
 import re
 import shutil
@@ -12,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import draw_folder, summary, train
 from joined import in_processes, start
 from running import snapshot
@@ -21,62 +21,39 @@ from utils.errors import INTERRUPTED
 from utils.launch.network import free_port
 from utils.launch.world import World
 from utils.train import stopping
-from utils.train.stopping import FARTHEST, Reason, StopRequest
+from utils.train.stopping import Reason, StopRequest
 
 
-def polled(rank: int, size: int) -> dict[str, Any]:
-    """What a rank sees; rank 1 wishes for the end. The clock moves by ``seconds`` at each poll."""
+def polled(seconds: float, rank: int, size: int) -> dict[str, Any]:
+    """What a rank sees when steps take ``seconds``; rank 1 requests the end in the 21st.
+
+    A snapshot is due every sixth step. Rank 0 writes one from step 11 to step 15.
+    """
     clock = SimpleNamespace(now=0.0)
     stopping.time = SimpleNamespace(monotonic=lambda: clock.now)
-    votes, real = [], dist.all_reduce
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        votes.append(clock.now)
-        return real(*arguments, **options)
-
-    stopping.dist.all_reduce = counted
-    stop = StopRequest(World(torch.device("cpu"), rank, size), None, 0.0, minutes=1.0)
-    found: dict[str, Any] = {"due": []}
-
-    def polls(count: int, seconds: float) -> int:
-        votes.clear()
-        for number in range(count):
-            clock.now += seconds
-            stop.poll()
-            if stop.snapshot_due:
-                found["due"].append(clock.now)
-            if stop.reason:
-                return number
-        return len(votes)
-
-    found["fast"] = polls(200, 0.001)
-    stop.begin_phase()
-    found["slow after fast"] = polls(20, 10.0)
-    found["fast again"] = polls(50, 0.001)
-    if rank == 1:
-        stop.ask(Reason.INTERRUPTED)
-    found["stopped after"] = polls(200, 0.001)
-    found["reason"] = stop.reason
+    world, busy = World(torch.device("cpu"), rank, size), lambda: 11 <= clock.now / seconds <= 15
+    stop = StopRequest(world, None, 0.0, minutes=seconds / 10, is_busy=busy)
+    due = []
+    for number in range(1, 30):
+        clock.now += seconds
+        if number == 21 and rank == 1:
+            stop.ask(Reason.INTERRUPTED)
+        stop.poll()
+        if stop.snapshot_due:
+            due.append(number)
+        if stop.reason:
+            break
     stop.close()
-    stop = StopRequest(World(torch.device("cpu"), rank, size), None, 0.0)
-    polls(3, 10.0)
-    if rank == 1:
-        stop.ask(Reason.INTERRUPTED)
-    found["slow steps after"] = polls(5, 10.0)
-    stop.close()
-    return found
+    return {"due": due, "stopped after": number, "reason": stop.reason}
 
 
-def test_two_ranks_vote_at_some_steps_and_stop_at_the_same():
-    one, other = in_processes(2, polled)
-    assert one == other
-    assert 200 / FARTHEST <= one["fast"] < 200 / FARTHEST + 5
-    assert one["slow after fast"] == 20, "steps that last are asked about each"
-    assert one["fast again"] < 15
-    assert one["stopped after"] <= FARTHEST + 1
-    assert one["reason"] is Reason.INTERRUPTED
-    assert one["slow steps after"] == 0, "the step that ends next is the last"
-    assert len(one["due"]) == 3, "every minute of 200 seconds"
+@pytest.mark.parametrize(("seconds", "late"), [(1.0, 1), (10.0, 0)])
+def test_two_ranks_stop_at_the_same_step(seconds, late):
+    """One step after the vote, where steps are short. A snapshot waits until the last one is
+    written."""
+    wanted = {"due": [6 + late, 16 + late], "stopped after": 21 + late}
+    wanted["reason"] = Reason.INTERRUPTED
+    assert in_processes(2, functools.partial(polled, seconds)) == [wanted, wanted]
 
 
 # ---- the end of a run

@@ -6,7 +6,6 @@ import threading
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -16,9 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.launch.world import World
-from utils.metrics import Sums
-from utils.train import epoch, report, watch
-from utils.train.stopping import Reason
+from utils.train import report, watch
 from utils.train.watch import StepTimer, Watch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -206,60 +203,19 @@ def test_an_epochs_values_are_of_all_processes(logged, monkeypatch):
     assert one.thread not in threading.enumerate()
 
 
-# ---- printed lines, which wait for no step
+# ---- printed lines
 
 
-def steps_of(monkeypatch, lag, steps=5, loss=1.0):
-    """Which lines have been printed after each step, what they show, and reasons to stop.
-
-    The device is ``lag`` steps behind. The loss of a step is ``loss`` times its number, and a
-    quarter of a step is spent waiting.
-    """
-    printed, after, asked, places = [], [], [], []
-    clock = SimpleNamespace(now=0, mark=lambda: clock.now, seconds=lambda begin, end: end - begin)
-    monkeypatch.setattr(epoch, "show_status", lambda *_, **__: None)
-
-    def total(sums, world):
-        """Its copy to the host is there when the device has come so far."""
-        found, ready = begin_total(sums, world), clock.now + lag
-        found.event = SimpleNamespace(query=lambda: clock.now >= ready, synchronize=lambda: None)
-        return found
-
-    begin_total = Sums.begin_total
-    monkeypatch.setattr(Sums, "begin_total", total)
-    session = mock.Mock(world=World(CPU), print_freq=2, global_batch=4)
-    session.watch.timer = SimpleNamespace(clock=clock, recent=watch.Times)
-    session.state = SimpleNamespace(step=0, epoch=1, printed=None)
-    session.train.sampler.steps_per_epoch, session.train.waited = steps, 0.0
-    session.args.epochs, session.stop.ask = 3, asked.append
-    session.run.scalars = lambda tags, x: places.append(x)
-    session.run.step = lambda place, step, values: printed.append((place, values))
-    lines, sums = epoch.Lines(session), Sums(CPU)
-    for step in range(1, steps + 1):
-        clock.now = session.state.step = step
-        session.train.waited += 0.25
-        sums.add(torch.tensor(4 * loss * step), torch.eye(4), torch.arange(4))
-        lines.after_step(sums)
-        after.append(len(printed))
-    monkeypatch.undo()
-    assert places == [1400, 1800, 2000]
-    return after, printed, asked
-
-
-def test_a_line_is_printed_when_the_device_has_come_so_far(monkeypatch):
-    """And shows the steps up to its own, however late it is."""
-    at_once, lines, asked = steps_of(monkeypatch, lag=0)
-    assert at_once == [0, 1, 1, 2, 3]
-    common = {"top-1": 100.0, "top-5": 100.0, "images/s": 4.0, "s/step": 1.0, "waiting %": 25.0}
-    assert lines == [
-        (f"Epoch 2/3 step {step}/5", {"loss": loss} | common)
-        for step, loss in ((2, 1.5), (4, 3.5), (5, 5.0))
-    ]
-    assert steps_of(monkeypatch, lag=1) == ([0, 0, 1, 1, 3], lines, asked)
-    assert steps_of(monkeypatch, lag=9) == ([0, 0, 0, 1, 3], lines, asked)
-    assert asked == []
-
-
-@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_ends_the_run(monkeypatch, loss):
-    assert set(steps_of(monkeypatch, lag=1, loss=loss)[2]) == {Reason.DIVERGED}
+def test_lines_and_curves_of_a_run(folder, tmp_path):
+    """The first step has a line as well; the next line includes it, and curves leave it out."""
+    options = ("-a", "tiny_full", "-b", "10", "-p", "4", "--epochs", "2", "--name", "run")
+    done = train("imagenet_nd.py", *options, "--output-dir", tmp_path, folder)
+    lines = re.findall(r"^Epoch (\d)/2 step +(\d)/6  loss (\S+)", done.out, re.MULTILINE)
+    shown = [(int(epoch), int(step)) for epoch, step, _ in lines]
+    assert shown == [(1, 1), (1, 4), (1, 6), (2, 4), (2, 6)]
+    points = scalars(tmp_path / "run")
+    curve = [loss for _, loss in points["Step/loss"]]
+    assert [x for x, _ in points["Step/loss"]] == [667, 1000, 1667, 2000]
+    assert curve == pytest.approx([float(loss) for _, _, loss in lines[1:]], rel=1e-3)
+    means = [(4 * a + 2 * b) / 6 for a, b in (curve[:2], curve[2:])]
+    assert means == pytest.approx([loss for _, loss in points["Loss/train"]], rel=1e-5)

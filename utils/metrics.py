@@ -1,7 +1,7 @@
 """Loss and accuracy as sums and counts that stay on the device until they are printed."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,34 +23,6 @@ class Metrics(NamedTuple):
     def tags(self, part: str) -> dict[str, float]:
         """The means under their TensorBoard tags."""
         return {f"Loss/{part}": self.loss, f"Top1/{part}": self.top1, f"Top5/{part}": self.top5}
-
-
-class Total:
-    """Sums over all ranks that may still be under way (see `Sums.begin_total`).
-
-    From a GPU they are copied to the host asynchronously: nothing waits before `read`.
-    """
-
-    def __init__(self, values: Tensor, work: Any = None):
-        self.values, self.work, self.event = values, work, None
-        if values.is_cuda:
-            if work is not None:
-                work.wait()  # NCCL: the stream waits, not the host
-            self.values = values.to("cpu", non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-
-    def ready(self) -> bool:
-        """Whether `read` has no device to wait for."""
-        return self.event is None or self.event.query()
-
-    def read(self) -> list[float]:
-        """The four sums. Waits for the device and the other ranks."""
-        if self.event is not None:
-            self.event.synchronize()
-        elif self.work is not None:
-            self.work.wait()
-        return self.values.tolist()
 
 
 class Sums:
@@ -75,13 +47,11 @@ class Sums:
         self.values[1:] += counts
 
     def total(self, world: World) -> list[float]:
-        """The four sums over all ranks. Waits for the device and the other ranks."""
-        return self.begin_total(world).read()
-
-    def begin_total(self, world: World) -> Total:
-        """Begin to sum over all ranks, which must all call it; only reading the result waits."""
+        """The four sums over all ranks, which must all call it. Waits for them and the device."""
         values = self.values.clone()
-        return Total(values, dist.all_reduce(values, async_op=True) if world.size > 1 else None)
+        if world.size > 1:
+            dist.all_reduce(values)
+        return values.tolist()
 
 
 def to_metrics(total: list[float]) -> Metrics:

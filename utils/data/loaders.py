@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,18 @@ class BadFiles:
         )
 
 
+class MicroBatch(NamedTuple):
+    """A part of a training step, on the device, and its place."""
+
+    images: Tensor  # [n, 3, size, size], normalised
+    targets: Tensor  # int64 [n], or float [n, classes] where images are mixed
+    labels: Tensor  # int64 [n], for the metrics
+    weight: float  # of its mean loss: world size x share of the global batch
+    place: tuple[int, int, int]  # epoch, step, number in the step
+    opens_step: bool
+    ends_step: bool
+
+
 class Batches:
     """Batches on the device.
 
@@ -77,6 +89,7 @@ class Batches:
     ):
         self.dataset, self.sampler, self.bad = dataset, sampler, bad
         self.device, self.layout, self.dtype = place
+        self.mix: mixing.Mix = lambda images, targets, place: (images, targets, targets)
         self.start_count()
         cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device) if cuda else None
@@ -123,6 +136,17 @@ class Batches:
                 raise UserError(str(self.bad.error()))
             yield self._upload(filled)
             before = time.perf_counter()
+
+    def rest(self, epoch: int, step: int) -> Iterator[MicroBatch]:
+        """The training batches of an epoch from ``step`` on."""
+        sampler = self.sampler
+        sampler.start_at(epoch, step)
+        for count, (images, targets) in enumerate(self if step < sampler.steps_per_epoch else ()):
+            done, number = divmod(count, sampler.accum)
+            place = (epoch, step + done, number)
+            weight = len(targets) * sampler.ranks / sampler.global_batch
+            mixed = self.mix(images, targets, place)
+            yield MicroBatch(*mixed, weight, place, number == 0, number + 1 == sampler.accum)
 
     def _loaded(self) -> Iterator[Filled]:
         try:
@@ -235,4 +259,7 @@ def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torc
             dataset.augment = augment.build(args.auto_augment, args.random_erasing)
     place = (world.device, args.memory_format, dtype)
     workers = -(-args.workers // world.local_size)
-    return Batches(dataset, sampler, BadFiles(source, args.max_bad_files), place, workers)
+    batches = Batches(dataset, sampler, BadFiles(source, args.max_bad_files), place, workers)
+    if train:
+        batches.mix = mixing.build(args, sampler, len(classes))
+    return batches

@@ -4,8 +4,9 @@ average = d * average + (1 - d) * weights after each step (Polyak and Juditsky 1
 ModelEma and torchvision's references do it). Batch norm's running statistics are averaged like
 weights, so that both are of the same steps; integer counters stay the model's own.
 
-A step that a loss scaler skips counts like any other, as in timm and torchvision: the weights are
-unchanged and finite, and there is no host-device sync.
+It is a hook of the optimiser's step. A step that a loss scaler skips on the device counts like any
+other, as in timm and torchvision: the weights are unchanged and finite, and there is no host-device
+sync. One that the scaler skips on the host, as on a CPU, does not count.
 """
 
 from collections.abc import Iterator

@@ -71,9 +71,10 @@ class Console(logging.Handler):
             self.bar = tqdm(total=steps, initial=done, desc=title, leave=False, unit="step")
 
     def move_bar(self, done: int, text: str = "") -> None:
-        """Let the bar, if there is one, show ``done`` steps, and ``text`` behind it."""
+        """Let the bar, if there is one, show ``done`` steps, and from now on ``text`` behind it."""
         if self.bar is not None:
-            self.bar.set_postfix_str(text, refresh=False)
+            if text:
+                self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(done - self.bar.n)
 
     def stop_bar(self) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from utils.data.preprocessing import largest_size
 from utils.launch.world import World
 from utils.train import report
-from utils.train.epoch import first_step_timed
 from utils.train.session import Session, TrainStep
 from utils.train.stopping import Reason
 from utils.train.watch import StepTimer, per_step, shares
@@ -43,7 +42,9 @@ def time_step(session: Session, train_step: TrainStep) -> int:
         session.state.comm.start_at(1, 0, 1, 2)  # powersgd compresses from the first step on
     timer = StepTimer(session.state.model, device, distributed=world.size > 1)
     if args.compile:
-        train_step = first_step_timed(train_step, args, device)
+        from utils.model import compiling
+
+        train_step = compiling.first_step_timed(train_step, args, device)
 
     def step() -> None:
         for micro in range(args.accum_steps):

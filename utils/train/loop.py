@@ -60,6 +60,8 @@ def resume(session: Session) -> None:
 
     snapshot = run.snapshot
     session.resumed = checkpoint.resume(state, args, session.world, snapshot, classes, add_parts)
+    if state.ema is not None:
+        state.optimizer.register_step_post_hook(lambda *_: state.ema.after_step())
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums, state.printed = args.start_epoch, 0, None, None
     _resolve_preprocessing(session)
@@ -91,7 +93,8 @@ def begin(session: Session) -> None:
     run.begin(state.epoch, position, report.facts(session))
     report.start(session)
     session.watch = Watch(args, world, run.folder, state.model)
-    session.stop = StopRequest(world, args.train_time, state.elapsed, args.snapshot_minutes)
+    limits = (args.train_time, state.elapsed, args.snapshot_minutes)
+    session.stop = StopRequest(world, *limits, is_busy=lambda: session.snapshots.busy)
     if args.spot_notice and world.local_rank == 0:  # any of the nodes may be reclaimed
         session.stop.watch_spot(args.spot_notice)
     show_status(session, "starting")

@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,9 +34,7 @@ class Reason(str, enum.Enum):
 
 # The reasons on which ranks vote, by rising weight: the maximum decides.
 _VOTES = (None, Reason.TRAIN_TIME, Reason.INTERRUPTED, Reason.BAD_FILES, Reason.DIVERGED)
-PROMPT = 0.5  # seconds; the ranks ask each other at least so often, where a step is shorter
 SLOW = 2.0  # seconds; a vote takes milliseconds
-FARTHEST = 8  # calls of `StopRequest.poll` from one vote to the next, at most
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # EC2's metadata service (IMDSv2).
 SPOT_SERVICE = "http://169.254.169.254"
@@ -55,19 +54,24 @@ class StopRequest:
     """
 
     def __init__(
-        self, world: World, hours: float | None, elapsed: float, minutes: float = math.inf
+        self,
+        world: World,
+        hours: float | None,
+        elapsed: float,
+        minutes: float = math.inf,
+        is_busy: Callable[[], bool] = lambda: False,
     ):
-        """``minutes``: how often `snapshot_due` comes true, in all ranks at the same step."""
+        """``minutes``: how often `snapshot_due` comes true, in all ranks at the same step. It waits
+        while rank 0 ``is_busy`` with the last snapshot, as it is on a slow disk."""
         self.world = world
-        self.minutes, self.last_snapshot = minutes, time.monotonic()
+        self.minutes, self.last_snapshot, self.is_busy = minutes, time.monotonic(), is_busy
         self.snapshot_due = False
         self.deadline = math.inf if hours is None else time.monotonic() + hours * 3600 - elapsed
         self.reason: Reason | None = None  # on which all ranks have agreed
         self.code = 0  # this process's own vote
         self.pending: tuple[Any, torch.Tensor] | None = None
-        # Calls of `poll` from one vote to the next, the same in all ranks; 0: wait for each vote.
-        self.every = 1
-        self.calls, self.voted = 0, time.monotonic()  # since the last vote, and when that was
+        self.waits = False  # for each vote, in all ranks?
+        self.voted = time.monotonic()
         self.closed = threading.Event()
         for signum in _SIGNALS:
             signal.signal(signum, self._on_signal)
@@ -86,37 +90,33 @@ class StopRequest:
         self.code = max(self.code, _VOTES.index(reason))
 
     def begin_phase(self) -> None:
-        """Training or evaluation begins, in all ranks: at first, each call of `poll` votes."""
+        """Training or evaluation begins, in all ranks: the first call of `poll` waits."""
         self._finish_vote()
-        self.every = 0
+        self.waits = True
 
     def poll(self) -> Reason | None:
         """Reason to stop, or None; all ranks must call it equally often and get the same answer.
 
         Moves `snapshot_due` on as well. The ranks agree by an all-reduce of three numbers on the
-        CPU which runs while the next step computes, so the answer is one call old and nobody
-        waits. Where calls follow each other in less than half of `PROMPT` they do so at every
-        second to eighth call. Where a step takes longer than `SLOW` they wait for the answer: it
-        would come a long step later.
+        CPU which runs while the next step computes, so the answer is one call old and nobody waits.
+        Where a step takes longer than `SLOW` they wait for the answer: it would come a long step
+        later.
         """
-        self.calls += 1
         self.snapshot_due = False
         if self.world.size == 1:
             self.snapshot_due = self._look_at_clock()
             self.reason = _VOTES[self.code]
             return self.reason
         self._finish_vote()
-        if self.reason is None and self.calls >= self.every:
+        if self.reason is None:
             due = self._look_at_clock()
-            # By rank 0's clock: calls until the next vote but one, as many as `PROMPT` holds.
-            seconds = max((time.monotonic() - self.voted) / self.calls, 1e-6)
-            every = max(1, min(FARTHEST, 2 * self.every, int(PROMPT / seconds)))
-            every = 0 if seconds > SLOW else every
-            vote = torch.tensor([self.code, int(due), every * self.world.is_main])
-            self.calls, self.voted = 0, time.monotonic()
+            now = time.monotonic()
+            is_slow = self.world.is_main and now - self.voted > SLOW  # by rank 0's clock
+            self.voted = now
+            vote = torch.tensor([self.code, int(due), int(is_slow)])
             work = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.world.control, async_op=True)
             self.pending = (work, vote)
-            if self.every == 0:
+            if self.waits:
                 self._finish_vote()
         return self.reason
 
@@ -126,6 +126,7 @@ class StopRequest:
         if self.world.is_main and now >= self.deadline:
             self.ask(Reason.TRAIN_TIME)
         due = self.world.is_main and now - self.last_snapshot >= 60 * self.minutes
+        due = due and not self.is_busy()
         if due:
             self.last_snapshot = now
         return due
@@ -135,7 +136,7 @@ class StopRequest:
             work, vote = self.pending
             self.pending = None
             work.wait()
-            code, due, self.every = vote.tolist()
+            code, due, self.waits = vote.tolist()
             self.reason, self.snapshot_due = _VOTES[code] or self.reason, bool(due)
 
     def end_training(self) -> None:
