@@ -120,6 +120,10 @@ def test_runs_of_one_epoch_are_drawn(tmp_path):
         assert axes.get_xlabel() == "minutes of training" and axes.get_xlim()[0] == 0
     (axes,) = plan["top1_val"][1]().axes
     assert list(axes.get_xticks()) == [1]
-    # Lone points have no curve that an inset could enlarge.
+    # Lone points have no curve that an inset could enlarge; nor have the last points of three.
     (axes,) = pictures.plan(table(tmp_path)[2])["top1_val_hours"][1]().axes
+    assert not axes.child_axes
+    for name in "ab":
+        write(tmp_path / "three" / name, epochs_of(100, 64, (20, 74, 75 + (name == "a"))))
+    (axes,) = pictures.plan(table(tmp_path / "three")[2])["top1_val"][1]().axes
     assert not axes.child_axes

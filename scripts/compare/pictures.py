@@ -228,8 +228,8 @@ def _enlarge_the_plateau(axes: Any) -> None:
     points = [tuple(point) for one in axes.lines for point in one.get_xydata()]
     first, last = min(x for x, _ in points), max(x for x, _ in points)
     start = last - (last - first) / 3  # not above last, however it is rounded
-    curves = [one.get_xdata() for one in axes.lines if len(one.get_xdata()) > 1]
-    together = [xs for xs in curves if xs[-1] > start]
+    # A curve needs two points there, or the inset shows a piece of one line.
+    together = [one for one in axes.lines if sum(x >= start for x in one.get_xdata()) > 1]
     late = [y for x, y in points if x >= start]
     bottom, spread = min(late), max(late) - min(late)
     room, edge = low + 0.62 * (high - low), left + (INSET[0] - 0.07) * (right - left)
