@@ -17,7 +17,8 @@ import pytest
 from PIL import Image, ImageDraw
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+STAND_IN = str(ROOT / "tests" / "stand_in")  # models that cost next to nothing, as timm's
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), STAND_IN]
 
 # A shell that starts the tests in the background makes them and their children ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -28,7 +29,6 @@ os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 
 # The fastest of torchvision's well-behaved models on one thread.
 SMALL = ("-a", "resnet18", "--image-size", "32", "-j", "1")
-STAND_IN = str(ROOT / "tests" / "stand_in")  # models that cost next to nothing, as timm's
 TIMEOUT = 240  # seconds; a limit against hangs, not a measurement
 
 

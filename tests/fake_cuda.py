@@ -102,7 +102,8 @@ class Event:
 
     def synchronize(self) -> None:
         if not self.passed():
-            gpu().wait("Event.synchronize()")
+            if self.stream is gpu().main:  # an upload waits for nothing that is computed
+                gpu().wait("Event.synchronize()")
             gpu().host.learn(self.at)
 
     def elapsed_time(self, end_event: "Event") -> float:
@@ -138,8 +139,8 @@ class Gpu(TorchDispatchMode):
         self.collectives: set[tuple[str, torch.dtype]] = set()
         self.gloo: set[str] = set()  # names of process groups
         self.sent: list[Tensor] = []  # the result of the last collective
+        self.lost: list[Memory] = []  # what was `unrecorded` after a step
         self.quiet: Callable[[], bool] = lambda: False  # whether they are not
-        self.excused: tuple[str, ...] = ()  # functions that may wait all the same
         self.optimised: set[torch.dtype] = set()  # of what the fused optimiser has updated
 
     def synchronize(self) -> None:
@@ -154,9 +155,8 @@ class Gpu(TorchDispatchMode):
         if not self.quiet():
             return
         calls = [call for call in extract_stack() if "site-packages" not in call.filename]
-        if not any(call.name in self.excused for call in calls):
-            place = [call for call in calls if "fake_" not in call.filename][-1]
-            raise AssertionError(f"{what} waits for the device in {place.name}")
+        place = [call for call in calls if "fake_" not in call.filename][-1]
+        raise AssertionError(f"{what} waits for the device in {place.name}")
 
     # ---- memory
 

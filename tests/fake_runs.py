@@ -1,61 +1,33 @@
 """The training scripts from their command lines to their ends on a GPU that is played."""
 
-import importlib
-import inspect
 import logging
+import runpy
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from importlib.util import module_from_spec, spec_from_file_location
+from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import timm
 import torch
 import torch.distributed as dist
+from conftest import ROOT
 from fake_cuda import Gpu
 from fake_torch import fake_cuda
 from running import STAND_IN, alone
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
-
-from utils.data.dataset import ImageBatches
-from utils.launch import supervise
-from utils.model import models
-from utils.run import snapshots
-from utils.train import epoch, evaluation
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 # What changes the step, but not its precision.
 EVERYTHING = "--accum-steps 2 --clip-grad 1 --label-smoothing 0.1 --no-channels-last --ema 0.9"
 MIXED = "--mixup 0.2 --cutmix 1 --val-flip"  # of pairs, which four processes would cut
 BATCH = 8  # of all processes; three times that in DATA/train
+MODELS = (timm.Tiny, timm.ResNet, timm.VisionTransformer)
 JOBS = {"imagenet_nd": (1, 1), "imagenet_dp": (1, 2)}  # nodes, GPUs of each
-
-
-@contextmanager
-def changed(function: Callable[..., Any], old: str, new: str) -> Iterator[None]:
-    """A function or method of this repository with ``new`` for ``old`` in its source."""
-    function = inspect.unwrap(function)
-    source = textwrap.dedent(inspect.getsource(function))
-    assert old in source, f"{function.__qualname__} has no {old!r} any more"
-    space = dict(function.__globals__)
-    exec(compile(source.replace(old, new), function.__code__.co_filename, "exec"), space)
-    before = function.__code__
-    function.__code__ = inspect.unwrap(space[function.__name__]).__code__
-    try:
-        yield
-    finally:
-        function.__code__ = before
-
-
-def stand_in(name: str) -> ModuleType:
-    """A package of tests/stand_in."""
-    spec = spec_from_file_location(name, f"{STAND_IN}/{name}/__init__.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def run(
@@ -64,14 +36,13 @@ def run(
     script: str,
     *options: Any,
     job: tuple[int, int] | None = None,
-    excused: tuple[str, ...] = (),
+    quiet_from: int = 0,
 ) -> SimpleNamespace:
     """Run a script on the images of ``data``, into ``folder``/run, a tiny model for an epoch.
 
-    It runs on ``job`` = (nodes, GPUs of each), as its rank 0, until it ends. From the end of the
-    first step of an epoch to the end of the last but one, and between the batches of an evaluation,
-    the host must not wait for the device, save in functions of the names ``excused``. Returns: the
-    gpu, the session and the folder.
+    It runs on ``job`` = (nodes, GPUs of each), as its rank 0, until it ends. In the second step of
+    an epoch, and between the batches of an evaluation, the host must not wait for the device, once
+    ``quiet_from`` steps are done. Returns: the gpu and the folder.
     """
     nodes, gpus = job or JOBS.get(script, (2, 2))
     processes = nodes * gpus if script not in JOBS else 1
@@ -80,26 +51,25 @@ def run(
     line = f"{script}.py -a tiny_full --image-size 32 -b {batch} -j 0 --epochs 1 --name run"
     argv = [*line.split(), "--output-dir", folder, *options, data]
     env = alone() | {"WORLD_SIZE": str(nodes * gpus), "LOCAL_WORLD_SIZE": str(gpus)}
-    main = importlib.import_module(script).main
+    images = len(list((data / "val").glob("*/*")))
     with ExitStack() as stack:
 
         def patch(place: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(place, name, value))
 
-        stack.enter_context(mock.patch.dict("os.environ", env))
         patch(sys, "argv", [*map(str, argv)])
         gpu = stack.enter_context(fake_cuda(gpus))
+        main = runpy.run_path(str(ROOT / f"{script}.py"))["main"]
+        stack.enter_context(mock.patch.dict("os.environ", env))
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
-        # A slot of the ring is written again when its upload has passed, batches ago; and a line
-        # waits for its numbers.
-        gpu.excused = (*excused, "take", "print_line")
-        sessions, faults = _watch(stack, gpu), []
-        write = snapshots.write
+        calls = (2 if "--accum-steps" in options else 1) * (gpus if script == "imagenet_dp" else 1)
+        _watch(stack, gpu, calls, quiet_from, -(-images // (batch * processes)))
+        save, faults = torch.save, []
 
-        def write_values(content: Any, path: Path) -> None:
+        def save_values(content: Any, file: Any) -> None:
             try:
-                write(_with_values(content, gpu), path)
-            except Exception as fault:  # in the thread that writes
+                save(_with_values(content, gpu), file)
+            except AssertionError as fault:  # in the thread that writes
                 faults.append(fault)
 
         if "apex" in options:
@@ -107,40 +77,40 @@ def run(
             patch(sys, "path", [f"{STAND_IN}_apex", *sys.path])
         logger = logging.getLogger("utils")
         patch(logger, "handlers", [*logger.handlers])  # a run adds its own
-        patch(models, "timm", stand_in("timm"))
-        patch(snapshots, "write", write_values)
+        patch(torch, "save", save_values)
         # Done by a worker, which has no GPU to look at.
-        patch(ImageBatches, "fill", _disable_current_modes()(ImageBatches.fill))
-        patch(supervise, "die_with_parent", lambda *_: None)
+        patch(_MapDatasetFetcher, "fetch", _disable_current_modes()(_MapDatasetFetcher.fetch))
         assert main() == 0
         if faults:
             raise faults[0]
-        session = sessions[-1] if sessions else None
-        return SimpleNamespace(gpu=gpu, session=session, folder=folder / "run")
+        return SimpleNamespace(gpu=gpu, folder=folder / "run")
 
 
-def _watch(stack: ExitStack, gpu: Gpu) -> list[Any]:
-    """Let no one wait in the middle of training and evaluation. Returns: the sessions to come."""
-    sessions: list[Any] = []
-    train, evaluate = epoch.train, evaluation.evaluate
+def _watch(stack: ExitStack, gpu: Gpu, calls: int, quiet_from: int, rounds: int) -> None:
+    """Let no one wait in the second of an epoch's three steps, each of so many ``calls`` of the
+    model, and between the ``rounds`` of an evaluation."""
+    count = SimpleNamespace(training=0, evaluation=0)
 
-    def train_watched(session: Any, step: Any) -> Any:
-        sessions.append(session)
-        # After a fault its thread would read the GPUs of later tests.
-        stack.callback(lambda: session.watch.ended.is_set() or session.watch.close())
-        last = session.train.sampler.steps_per_epoch - 1
-        gpu.heavy.clear()  # of what came before the first step
-        with mock.patch.object(gpu, "quiet", lambda: 1 <= session.state.step < last):
-            return train(session, step)
+    def after_forward(module: nn.Module, *_: Any) -> None:
+        if not isinstance(module, MODELS):
+            return
+        if not module.training:
+            count.evaluation += not torch.is_grad_enabled()
+            return
+        count.training, count.evaluation = count.training + 1, 0
+        gpu.lost += gpu.unrecorded()
+        if count.training == calls:
+            gpu.heavy.clear()  # of what came before the first step
 
-    def evaluate_watched(session: Any, predict: Any, batches: Any) -> Any:
-        counted, last = mock.Mock(wraps=predict), batches.sampler.rounds
-        with mock.patch.object(gpu, "quiet", lambda: 1 <= counted.call_count < last):
-            return evaluate(session, counted, batches)
+    def quiet() -> bool:
+        if count.training <= calls * quiet_from:
+            return False
+        if count.evaluation:
+            return count.evaluation < rounds
+        return calls < count.training % (3 * calls) <= 2 * calls
 
-    stack.enter_context(mock.patch.object(epoch, "train", train_watched))
-    stack.enter_context(mock.patch.object(evaluation, "evaluate", evaluate_watched))
-    return sessions
+    stack.callback(register_module_forward_hook(after_forward).remove)
+    stack.enter_context(mock.patch.object(gpu, "quiet", quiet))
 
 
 def _with_values(content: Any, gpu: Gpu) -> Any:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses import fake_tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import FSDPModule
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from utils.comm import fsdp, ordered
 
 PROPERTIES = SimpleNamespace(total_memory=2**34, multi_processor_count=40, uuid="")
 NO_GRAPH = SimpleNamespace(is_capturing=lambda: False)  # a stream, as optimisers look at it
@@ -78,7 +78,9 @@ def dp_forward(self: nn.DataParallel, images: Tensor) -> Tensor:
 
 # ---- torch.distributed: torch's own fake group in place of NCCL's and gloo's
 
-ORIGINAL = SimpleNamespace(init=dist.init_process_group, new_group=dist.new_group, parts=fsdp.parts)
+ORIGINAL = SimpleNamespace(
+    init=dist.init_process_group, new_group=dist.new_group, shard=torch.distributed.fsdp.fully_shard
+)
 
 
 def init_process_group(backend: str, rank: int, world_size: int, **_: Any) -> None:
@@ -99,30 +101,31 @@ def all_gather_object(found: list[Any] | None, value: Any, group: Any = None) ->
         found[:] = [value] * len(found)
 
 
-class Future:
-    """torch.futures.Future; what waits for it goes on in the stream, not on the host."""
+# torch.futures.Future; what waits for it goes on in the stream, not on the host.
 
-    def __init__(self, *, devices: Sequence[torch.device] = ()):
-        self.devices = devices
 
-    def set_result(self, result: Any) -> None:
-        for tensor in tensors_in([result]):
-            assert tensor.device in self.devices, "a future has to know its tensors' devices"
-        self.result, self.at = result, gpu().stream.now()
+def future_init(self: Future, *, devices: Sequence[Any] = ()) -> None:
+    torch._C.Future.__init__(self, [])
+    self.devices = [torch.device(device) for device in devices]
 
-    def value(self) -> Any:
-        return self.result
 
-    def wait(self) -> Any:
-        gpu().stream.learn(self.at)
-        return self.result
+def future_set_result(self: Future, result: Any) -> None:
+    for tensor in tensors_in([result]):
+        assert tensor.device in self.devices, "a future has to know its tensors' devices"
+    self.result, self.at = result, gpu().stream.now()
 
-    def then(self, callback: Callable[["Future"], Any]) -> "Future":
-        after = Future(devices=self.devices)
-        with in_stream(Stream()):
-            self.wait()
-            after.set_result(callback(self))
-        return after
+
+def future_wait(self: Future) -> Any:
+    gpu().stream.learn(self.at)
+    return self.result
+
+
+def future_then(self: Future, callback: Callable[[Future], Any]) -> Future:
+    after = Future(devices=self.devices)
+    with in_stream(Stream()):
+        self.wait()
+        after.set_result(callback(self))
+    return after
 
 
 def work_wait(work: FakeWork, timeout: Any = None) -> bool:
@@ -181,6 +184,15 @@ def ddp_hook(self: DistributedDataParallel, state: object, hook: Callable) -> No
     self.hook = state, hook
 
 
+def fully_shard(parts: nn.Module | list[nn.Module], **options: Any) -> Any:
+    """FSDP cannot exchange the data of fake tensors: it gets modules that have been moved."""
+    for part in parts if isinstance(parts, list) else [parts]:
+        for module in part.modules():
+            if not isinstance(module, FSDPModule):
+                module._apply(lambda tensor: tensor.to("cuda"), recurse=False)
+    return ORIGINAL.shard(parts, **options)
+
+
 @contextmanager
 def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
     """A machine with that many GPUs, on which torch can do all that training asks of it."""
@@ -223,9 +235,15 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
             broadcast_object_list=lambda objects, src, group: None,
         )
         patch(FakeWork, wait=work_wait, get_future=work_future)
-        patch(ordered, Future=Future)
-        # FSDP cannot exchange the data of fake tensors: it gets a model that has been moved.
-        patch(fsdp, parts=lambda model, dtype: ORIGINAL.parts(model.to("cuda"), dtype))
+        patch(
+            Future,
+            __init__=future_init,
+            set_result=future_set_result,
+            wait=future_wait,
+            value=lambda future: future.result,
+            then=future_then,
+        )
+        patch(torch.distributed.fsdp, fully_shard=fully_shard)
         patch(
             DistributedDataParallel,
             __init__=ddp_init,

@@ -1,19 +1,21 @@
-"""Training scripts as functions, in processes that are forked with torch loaded.
+"""The training scripts' commands, in processes that are forked with torch loaded.
 
-A start of a script imports torch for seconds. Here a server imports it once, and forks.
+A start of a script imports torch for seconds. Here a server imports it once, and forks. What a
+process has computed is seen by torch's own hooks alone.
 """
 
-import functools
-import importlib
-import logging
+import json
 import multiprocessing
 import os
 import queue
+import runpy
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
@@ -22,26 +24,25 @@ from typing import Any
 from unittest import mock
 
 import running
-from conftest import AT_START, ROOT, SMALL, Result, environment
-from running import STAND_IN, Running
-
-from utils.launch.network import free_port
+from conftest import AT_START, ROOT, SMALL, STAND_IN, Result, environment
+from running import Running, free_port
 
 SCRIPTS = ("imagenet_nd", "imagenet_dp", "imagenet_ddp", "imagenet_fsdp")
+LIMIT = 600.0  # seconds
 
 
 @dataclass(frozen=True)
 class Job:
     """A command line of ``script`` on ``nodes`` nodes of ``processes`` each.
 
-    With ``stop_after`` a stop is asked for when that many steps of it are done.
+    With ``stop_after`` each process gets SIGTERM in that step of its optimiser.
     """
 
     script: str
     options: tuple[Any, ...]
     processes: int = 2
     nodes: int = 1
-    stop_after: int | None = None
+    stop_after: int = 0
     env: dict[str, str] = field(default_factory=dict)
 
 
@@ -59,9 +60,7 @@ class _Forked(Running):
         out, err = f"{self.folder.name}/out", f"{self.folder.name}/err"
         os.mkfifo(out)
         self.errors = open(err, "w+")
-        line = (script, list(map(str, words)), environment(*words, **env), (out, err))
-        process = _server().Process(target=_as_command, args=line)
-        process.start()
+        process = _fork(script, words, environment(*words, **env), (out, err))
 
         def wait() -> int:
             process.join()
@@ -77,53 +76,140 @@ def start(script: str, *arguments: object, launcher: tuple = (), **env: str) -> 
     return _Forked(script.removesuffix(".py"), *SMALL, *arguments, **env)
 
 
-def _as_command(script: str, words: list[str], env: dict[str, str], files: tuple[str, str]) -> None:
+def _server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    # What a script imports later than at its start is of no use in the server otherwise.
+    late = ("tensorboard", "torch._dynamo", "torch.distributed.fsdp")
+    context.set_forkserver_preload(["joined", *late, *SCRIPTS])
+    with mock.patch.dict(os.environ, AT_START | {"PYTHONPATH": STAND_IN}, clear=True):
+        forkserver.ensure_running()  # its children inherit this
+    return context
+
+
+def _fork(
+    script: str, words: Iterable[object], env: dict[str, str], files: tuple[str, str], stop: int = 0
+) -> Any:
+    """Start a command whose outputs go to two ``files``; see `Job` for ``stop``."""
+    line = (script, [*map(str, words)], env, files, stop)
+    process = _server().Process(target=_as_command, args=line)
+    process.start()
+    return process
+
+
+def _as_command(
+    script: str, words: list[str], env: dict[str, str], files: tuple[str, str], stop: int
+) -> None:
     os.setsid()
     for number, path in enumerate(files, 1):  # first, as the other side waits until both are open
-        os.dup2(os.open(path, os.O_WRONLY), number)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     import torch
-    from fake_runs import stand_in
-
-    from utils.launch import supervise
-    from utils.model import models
 
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(env)
     torch.set_num_threads(1)
     sys.argv = [f"{script}.py", *words]
-    models.timm = stand_in("timm") if STAND_IN in env.get("PYTHONPATH", "") else None
-    supervise.run_main(importlib.import_module(script).main)
+    with _observed(f"{files[0]}.json", stop):
+        runpy.run_path(f"{script}.py", run_name="__main__")
 
 
-def _server() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["joined", "tensorboard", *SCRIPTS])
-    with mock.patch.dict(os.environ, AT_START, clear=True):  # its children inherit this
-        forkserver.ensure_running()
-    return context
+@contextmanager
+def _observed(path: str, stop: int) -> Iterator[None]:
+    """Write to ``path`` what torch does meanwhile; at step ``stop`` send SIGTERM to this process.
+
+    The bytes of parameters, gradients and optimiser state in the last step, those of parameters
+    ``at_end``, and for each micro-batch whether gradients are exchanged (``synced``).
+    """
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from torch.nn.modules.module import register_module_forward_pre_hook
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    found: dict[str, Any] = {"synced": []}
+    models, steps = [], 0
+
+    def bytes_of(tensors: Iterable[Any]) -> int:
+        mine = (x.to_local() if isinstance(x, DTensor) else x for x in tensors)
+        return sum(x.numel() * x.element_size() for x in mine if torch.is_tensor(x))
+
+    def see_forward(module: Any, _: Any) -> None:
+        if isinstance(module, (DistributedDataParallel, FSDPModule)) and not models:
+            models.append(module)  # the whole one, which is called before its parts
+        if isinstance(module, DistributedDataParallel) and module.training:
+            found["synced"].append(module.require_backward_grad_sync)
+
+    def see_step(optimizer: Any, *_: Any) -> None:
+        nonlocal steps
+        steps += 1
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        kept = [value for entry in optimizer.state.values() for value in entry.values()]
+        found["parameters"] = bytes_of(weights)
+        found["gradients"] = bytes_of(weight.grad for weight in weights)
+        found["optimizer"] = bytes_of(kept)
+        if steps == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    request_sync = FSDPModule.set_requires_gradient_sync
+
+    def see_request(model: Any, sync: bool) -> None:
+        found["synced"].append(sync)
+        request_sync(model, sync)
+
+    hooks = [register_module_forward_pre_hook(see_forward)]
+    hooks += [register_optimizer_step_pre_hook(see_step)]
+    try:
+        with mock.patch.object(FSDPModule, "set_requires_gradient_sync", see_request):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        found["at_end"] = bytes_of(models[0].parameters()) if models else 0
+        Path(path).write_text(json.dumps(found))
 
 
 def run_jobs(jobs: Iterable[Job], folder: Path) -> list[list[dict[str, Any]]]:
-    """Run all jobs, and give of each what `_run` returns in its processes, by rank."""
-    jobs = list(jobs)
-    most = max(job.processes * job.nodes for job in jobs)
-    with mock.patch.dict(os.environ, environment(), clear=True):
-        found = in_processes(most, functools.partial(_run_all, jobs, str(folder)), join=False)
-    return [[one for one in ranks if one] for ranks in zip(*found, strict=True)]
+    """Run all jobs, one after the other. Returns for each what its processes have done, by rank:
+    the exit ``code``, and what `_observed` has seen. Each must train to its end, or to SIGTERM."""
+    return [_run(job, f"{folder}/job{number}") for number, job in enumerate(jobs)]
+
+
+def _run(job: Job, place: str) -> list[dict[str, Any]]:
+    size, port = job.processes * job.nodes, free_port()
+    whole = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": job.processes, "MASTER_PORT": port}
+    env = environment(*job.options, MASTER_ADDR="127.0.0.1", **job.env)
+    files = [f"{place}_rank{rank}" for rank in range(size)]
+    started = []
+    for rank, file in enumerate(files):
+        mine = {"RANK": rank, "LOCAL_RANK": rank % job.processes} | whole
+        mine = env | {name: str(value) for name, value in mine.items()}
+        started.append(_fork(job.script, job.options, mine, (file, f"{file}.err"), job.stop_after))
+    good, deadline = ({75} if job.stop_after else {0}), time.monotonic() + LIMIT
+    try:
+        while any(one.is_alive() for one in started) and time.monotonic() < deadline:
+            started[0].join(0.05)
+            if {one.exitcode for one in started} - good - {None}:
+                deadline = min(deadline, time.monotonic() + 30)
+        codes = [one.exitcode for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    assert {*codes} <= good, [*codes, *(Path(f"{file}.err").read_text() for file in files)]
+    seen = [json.loads(Path(f"{file}.json").read_text()) for file in files]
+    return [{"code": code, **mine} for code, mine in zip(codes, seen, strict=True)]
 
 
 def in_processes(
-    size: int, work: Callable[[int, int], Any], join: bool = True, limit: float = 600.0
+    size: int, work: Callable[[int, int], Any], join: bool = True, limit: float = LIMIT
 ) -> list[Any]:
     """What ``work(rank, size)`` returns (plain values) in each of ``size`` processes, by rank.
 
     With ``join`` they have a gloo process group. Fails, with its traceback, as soon as one fails.
     """
-    context = _server()
-    results, port = context.Queue(), free_port() if join else None
+    results, port = _server().Queue(), free_port() if join else None
     more = (size, port, work, results)
-    started = [context.Process(target=_child, args=(r, *more), daemon=True) for r in range(size)]
+    started = [_server().Process(target=_child, args=(r, *more), daemon=True) for r in range(size)]
     for process in started:
         process.start()
     found: dict[int, Any] = {}
@@ -169,97 +255,6 @@ def _child(rank: int, size: int, port: int | None, work: Callable[..., Any], res
         results.close()
         results.join_thread()
         os._exit(1)  # others may wait in a collective
-
-
-def _run_all(jobs: list[Job], folder: str, rank: int, size: int) -> list[dict[str, Any] | None]:
-    sys.stdout = sys.stderr = open(f"{folder}/rank{rank}.txt", "w")
-    return [_run(job, rank, f"{folder}/store{i}") for i, job in enumerate(jobs)]
-
-
-def _run(job: Job, rank: int, store: str) -> dict[str, Any] | None:
-    """One job in one of its processes: exit code, bytes of state in the last step, at the end; for
-    each micro-batch, whether gradients are exchanged."""
-    import torch
-    import torch.distributed as dist
-    from fake_runs import stand_in
-    from torch.distributed.fsdp import FSDPModule
-    from torch.nn.modules.module import register_module_forward_pre_hook
-    from torch.nn.parallel import DistributedDataParallel
-
-    from utils.launch import network
-    from utils.launch.world import local, reshard
-    from utils.model import models
-    from utils.run.checkpoint import TrainState
-    from utils.train.stopping import Reason, StopRequest
-
-    size = job.processes * job.nodes
-    if rank >= size:
-        return None
-    module = importlib.import_module(job.script)
-    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % job.processes}
-    place |= {"LOCAL_WORLD_SIZE": job.processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    place |= job.env
-    init = functools.partial(dist.init_process_group, init_method=f"file://{store}")
-
-    def bytes_of(tensors: Iterable[Any]) -> int:
-        return sum(local(t).numel() * t.element_size() for t in tensors if torch.is_tensor(t))
-
-    found = SimpleNamespace(code=None, bytes={}, calls=0, model=None, synced=[])
-
-    def note(module: Any, _: Any) -> None:
-        if isinstance(module, DistributedDataParallel) and module.training:
-            found.synced.append(module.require_backward_grad_sync)
-
-    request_sync = FSDPModule.set_requires_gradient_sync
-
-    def requested(model: Any, sync: bool) -> None:
-        found.synced.append(sync)
-        request_sync(model, sync)
-
-    def watched(*args: Any, **more: Any) -> TrainState:
-        state = TrainState(*args, **more)
-        found.model = state.model
-
-        def count(*_: Any) -> None:
-            gradients = [w.grad for g in state.optimizer.param_groups for w in g["params"]]
-            reshard(state.model)
-            kept = [v for entry in state.optimizer.state.values() for v in entry.values()]
-            found.bytes = {
-                "parameters": bytes_of(state.model.parameters()),
-                "gradients": bytes_of(gradients),
-                "optimizer": bytes_of(kept),
-            }
-
-        state.optimizer.register_step_pre_hook(count)
-        return state
-
-    poll = StopRequest.poll
-
-    def counted(request: StopRequest) -> Any:
-        found.calls += 1
-        if found.calls == job.stop_after:
-            request.ask(Reason.INTERRUPTED)
-        return poll(request)
-
-    with (
-        mock.patch.object(sys, "argv", [f"{job.script}.py", *map(str, job.options)]),
-        mock.patch.object(models, "timm", stand_in("timm")),
-        mock.patch.object(network, "connect"),
-        mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()}),
-        mock.patch.object(dist, "init_process_group", init),
-        mock.patch.object(module, "TrainState", watched),
-        mock.patch.object(StopRequest, "poll", counted),
-        mock.patch.object(FSDPModule, "set_requires_gradient_sync", requested),
-    ):
-        hook = register_module_forward_pre_hook(note)
-        try:
-            found.code = module.main()
-        finally:
-            hook.remove()
-            for handler in logging.getLogger("utils").handlers[:]:
-                logging.getLogger("utils").removeHandler(handler)
-    at_end = bytes_of(found.model.parameters())
-    return {"code": found.code, "at_end": at_end, "synced": found.synced, **found.bytes}
 
 
 sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]

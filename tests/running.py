@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,8 +20,6 @@ import pytest
 import torch
 from conftest import ROOT, SMALL, STAND_IN, TIMEOUT, Result, environment, scalars
 
-from utils.launch.network import free_port
-
 # A model that costs next to nothing, for a typed line; needs the environment of `tiny`.
 TINY_LINE = "-a tiny_plain --image-size 32 -b 5 -j 1"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -31,6 +31,15 @@ MEASURED = (*SPEED, "Step/throughput", "Step/data_s", "Step/compute_s", "Step/co
 def tiny(step_seconds: float = 0.0) -> tuple[tuple[str, ...], dict[str, str]]:
     """Options and environment for a model from tests/stand_in; see there."""
     return ("-a", "tiny_plain"), {"PYTHONPATH": STAND_IN, "STEP_SECONDS": str(step_seconds)}
+
+
+def free_port() -> int:
+    """A TCP port that is free, and none of those that the kernel gives to connections."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def alone() -> dict[str, str]:

@@ -8,8 +8,7 @@ import joined
 import pytest
 import torch
 from conftest import ROOT, Result, python, shell, summary
-
-from utils.launch.network import free_port
+from running import free_port
 
 # The last of several equal options counts, so these shrink a line without changing its form.
 TINY = "-a resnet18 --image-size 32 -b 5 --workers 0 --epochs 1 --lr 0.01"

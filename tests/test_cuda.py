@@ -8,10 +8,9 @@ from shlex import split
 import pytest
 import torch
 from conftest import SMALL, summary, train
-from running import Running, tiny
+from running import Running, free_port, tiny
 
 from utils.comm.methods import METHODS
-from utils.launch.network import free_port
 
 pytestmark = [
     pytest.mark.cuda,

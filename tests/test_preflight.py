@@ -8,11 +8,10 @@ import threading
 
 import pytest
 from conftest import ROOT, shell
-from running import Running
+from running import Running, free_port
 
 from utils.errors import UserError
 from utils.launch import network
-from utils.launch.network import free_port
 
 HERE = "127.0.0.1"
 CHECK = """

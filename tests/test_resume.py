@@ -50,9 +50,7 @@ class Place:
         train(ND, *self.line(name, *options))
         return self.root / name
 
-    def job(
-        self, script: str, name: str, *options: object, stop: int | None = None, size: int = 1
-    ) -> Job:
+    def job(self, script: str, name: str, *options: object, stop: int = 0, size: int = 1) -> Job:
         """The same for `run_jobs`; ``stop`` after so many steps."""
         line = ("--image-size", 32, "-j", 0, *self.line(name, *options))
         return Job(script.removesuffix(".py"), line, processes=size, stop_after=stop)
@@ -126,16 +124,16 @@ def place(tmp_path_factory) -> Place:
     place = Place(tmp_path_factory.mktemp("place"))
     jobs = [
         place.job(ND, "moved", *MOVED, "-b", 12, stop=5),
-        place.job(DDP, "moved", *MOVED, "-b", 6, stop=28, size=2),
+        place.job(DDP, "moved", *MOVED, "-b", 6, stop=24, size=2),
         place.job(ND, "moved", *MOVED, "-b", 12),
     ]
     for counter, (script, options) in SCALED.items():
-        jobs += [place.job(script, f"{counter}_stopped", *options, stop=stop) for stop in (5, None)]
+        jobs += [place.job(script, f"{counter}_stopped", *options, stop=stop) for stop in (5, 0)]
         jobs += [place.job(script, counter, *options)]
     jobs += [
         place.job(ND, "one", *MOVED, "-b", 12),
         place.job(ND, "whole", *ONE),
-        place.job(ND, "half", *ONE, stop=STEPS + 18),  # 6 of them in evaluations
+        place.job(ND, "half", *ONE, stop=STEPS + 12),
         place.job(DDP, "two", *TWO, size=2),
     ]
     for job, ranks in zip(jobs, run_jobs(jobs, place.root), strict=True):

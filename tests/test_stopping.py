@@ -15,10 +15,9 @@ import pytest
 import torch
 from conftest import draw_folder, summary, train
 from joined import in_processes, start
-from running import snapshot
+from running import free_port, snapshot
 
 from utils.errors import INTERRUPTED
-from utils.launch.network import free_port
 from utils.launch.world import World
 from utils.train import stopping
 from utils.train.stopping import Reason, StopRequest

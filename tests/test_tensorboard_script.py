@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import shell
 from event_files import epochs_of, write
-from running import Running, eventually
-
-from utils.launch.network import free_port
+from running import Running, eventually, free_port
 
 # Stands in for ssh: options, host, command; a host called "away" cannot be reached.
 SSH = """#!/bin/bash
