@@ -24,10 +24,12 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/ssh")]
@@ -41,12 +43,16 @@ from compare import pictures, runs, table  # noqa: E402
 from compare.runs import Run  # noqa: E402
 
 from utils import errors  # noqa: E402
-from utils.errors import INTERRUPTED, UserError  # noqa: E402
+from utils.errors import BAD_INPUT, INTERRUPTED, UserError  # noqa: E402
 from utils.launch import network, supervise  # noqa: E402
 from utils.model.schedules import REFERENCE_BATCH, scale_lr  # noqa: E402
 from utils.option_types import count, list_of, number, positive  # noqa: E402
 
 FINISHED = ("epochs", "desired_acc", "train_time")  # in summary.json: the run did all it was asked
+LARGEST = "largest"  # as -b of the study
+FOUND = re.compile(r"largest batch per GPU: (\d+)")  # the last line of a script with --find-batch
+# A line of training in the log, but no epoch's last one, after which evaluation begins.
+STEP = re.compile(r"Epoch (\d+)/(\d+) step +(\d+)/(?!\3\s)(\d+)\s")
 ONE_NODE = ("imagenet_nd.py", "imagenet_dp.py")
 # What the study itself decides, and its own option for that, if there is one.
 OWN = {"--name": "--name", "--train-time": "--hours", "--lr-scaling": "--lr-scaling"}
@@ -91,6 +97,12 @@ class Arm:
         return self.run / "study.command"
 
     @property
+    def batch(self) -> int | None:
+        """The largest batch per GPU, once it was found."""
+        file = self.run / "study.batch"
+        return int(file.read_text()) if file.exists() else None
+
+    @property
     def title(self) -> str:
         return f"{self.nodes} Node{'s' * (self.nodes > 1)}"
 
@@ -127,9 +139,13 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--vary", action="append", type=varied, metavar="OPTION=A,B", help=text)
     text = "keep the global batch (strong scaling); default: keep -b, per process (weak scaling)"
     add("--global-batch", type=positive, metavar="N", help=text)
+    text = "images per process of each run; largest: first find how many fit into the GPUs' memory"
+    add("-b", "--batch-size", type=batch_size, metavar="N|largest", help=text)
     text = "how --lr, meant for the fewest nodes, grows with the global batch of more"
     add("--lr-scaling", choices=("none", "sqrt", "linear"), default="sqrt", help=text)
     add("--logbook", type=Path, default=Path("logbook"), metavar="DIR", help="of all studies")
+    text = "copy each run's best model and last snapshot to URL/NAME OF THE RUN/"
+    add("--store", metavar="URL|DIR", help=text)
     add("--dry-run", action="store_true", help="only print each arm's command")
     args = parser.parse_args(words)
     if [args.hosts, args.simulate, args.slurm].count(None) != 2:
@@ -140,6 +156,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError("what to train is missing: ... -- imagenet_ddp.py OPTIONS DATA")
     if args.slurm is not None and not args.nodes:
         raise UserError("--slurm needs --nodes, such as --nodes 1,2,4")
+    if args.global_batch and args.batch_size:
+        raise UserError("give either --global-batch or -b")
     args.vary = args.vary or []
     args.machines = hosts.read(args.hosts) if args.hosts else []
     most = args.simulate or len(args.machines) or args.nodes[-1]
@@ -147,6 +165,14 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if args.nodes[-1] > most:
         raise UserError(f"--nodes {args.nodes[-1]}, but there are {most}")
     return args, training
+
+
+def batch_size(text: str) -> str:
+    """A number of images, or `LARGEST`; as text, for a command line."""
+    return text if text == LARGEST else str(positive(text))
+
+
+batch_size.__name__ = "whole number"
 
 
 def varied(text: str) -> list[tuple[str, str]]:
@@ -172,6 +198,8 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
     """The arms, in the order in which they are trained. Raises: `UserError`."""
     script, *rest = training
     own = OWN | ({"--seed": "--seeds"} if args.seeds else {})
+    own |= dict.fromkeys(("-b", "--b", "--batch-size"), "-b") if args.batch_size else {}
+    own |= {"--store": "--store"} if args.store else {}
     for name, value in itertools.chain(*args.vary):
         if as_option(name) in OWN or name in ("seed", "output-dir"):
             raise UserError(f"--vary {name}={value} is not possible: a study decides that itself")
@@ -197,6 +225,8 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
             more += ["--lr", f"{scale_lr(typed.lr, batch, args.lr_scaling):.6g}"]
         more += ["--seed", str(seed)] if seed is not None else []
         more += ["--train-time", f"{args.hours:g}"] if args.hours else []
+        more += ["--store", args.store] if args.store else []
+        more += ["-b", args.batch_size] if args.batch_size not in (None, LARGEST) else []
         parts = [args.name, f"{nodes}node{'s' * (nodes > 1)}"]
         parts += [f"{n}-{v.removesuffix('.py')}" for n, v in variation]
         parts += [f"seed{seed}"] if seed is not None else []
@@ -230,18 +260,27 @@ def share_of_batch(args: argparse.Namespace, script: str, typed: Any, nodes: int
     return args.global_batch // processes
 
 
-def start_of(arm: Arm, args: argparse.Namespace, folder: Path) -> list[str]:
-    """The command that trains an arm, and returns when the run has ended."""
+def start_of(arm: Arm, args: argparse.Namespace, folder: Path, find: bool = False) -> list[str]:
+    """The command that trains an arm, and returns when the run has ended.
+
+    With ``find`` it finds the largest batch instead.
+    """
+    script, *words = arm.command
+    if find:
+        words.append("--find-batch")
+    elif args.batch_size == LARGEST:
+        words += ["-b", str(arm.batch or "LARGEST")]
     if args.simulate:
-        many = [] if arm.command[0] in ONE_NODE else ["-g", "1" if args.link else str(arm.nodes)]
-        return [sys.executable, str(ROOT / arm.command[0]), *arm.command[1:], *many]
+        many = [] if script in ONE_NODE else ["-g", "1" if args.link else str(arm.nodes)]
+        return [sys.executable, str(ROOT / script), *words, *many]
     if args.slurm is not None:
         # A job of an earlier launcher may still be there: the next one of that name waits for it.
         own = [f"--nodes={arm.nodes}", f"--job-name={arm.name}", "--dependency=singleton"]
         own += [f"--output={arm.log}", *shlex.split(args.slurm)]
-        return ["sbatch", "--wait", *own, "scripts/train.sbatch", *arm.command]
-    start = ["bash", "scripts/train_on_nodes.sh", str(folder / f"hosts_{arm.nodes}"), "--fetch"]
-    return [*start, *reach(args), "--", *arm.command]
+        return ["sbatch", "--wait", *own, "scripts/train.sbatch", script, *words]
+    start = ["bash", "scripts/train_on_nodes.sh", str(folder / f"hosts_{arm.nodes}")]
+    start += [] if find else ["--fetch"]
+    return [*start, *reach(args), "--", script, *words]
 
 
 def reach(args: argparse.Namespace) -> list[str]:
@@ -268,20 +307,35 @@ class Runner:
             process.send_signal(signal.SIGINT)
 
     def train(self, arm: Arm) -> None:
-        words = start_of(arm, self.args, self.folder)
-        print(f"\n== arm {arm.name}\n+ {shlex.join(words)}", flush=True)
+        """Train an arm, with the largest batch if that was asked for. Raises: `UserError`."""
         arm.run.mkdir(parents=True, exist_ok=True)
         arm.begun.write_text(shlex.join(arm.command))
+        if self.args.batch_size == LARGEST and not arm.batch:
+            begin = arm.log.stat().st_size if arm.log.exists() else 0
+            code = self.start(arm, find=True)
+            if found := FOUND.findall(arm.log.read_bytes()[begin:].decode(errors="replace")):
+                (arm.run / "study.batch").write_text(found[-1])
+            elif code == BAD_INPUT:
+                raise UserError(
+                    f"no largest batch was found, see above: give -b N, not -b {LARGEST}"
+                )
+            else:
+                return
+        self.start(arm)
+
+    def start(self, arm: Arm, find: bool = False) -> int:
+        """Run the command of `start_of` on all nodes. Returns its exit code."""
+        words = start_of(arm, self.args, self.folder, find)
+        print(f"\n== arm {arm.name}\n+ {shlex.join(words)}", flush=True)
         if not self.args.link or arm.nodes == 1:
-            self.run([words], arm)
-            return
+            return self.run([words], arm)
         with namespaces.network(arm.nodes) as nodes:
             place = ["env", f"MASTER_ADDR={namespaces.address(0)}", f"WORLD_SIZE={arm.nodes}"]
             place.append(f"MASTER_PORT={network.free_port()}")
             for node in nodes:
                 namespaces.limit(node, self.args.link)
             starts = ([*node.enter, *place, f"NODE_RANK={i}"] for i, node in enumerate(nodes))
-            self.run([[*start, *words] for start in starts], arm)
+            return self.run([[*start, *words] for start in starts], arm)
 
     def run(self, commands: list[list[str]], arm: Arm | None = None) -> int:
         """Run ``commands`` side by side. What they print is shown, and added to the arm's log."""
@@ -295,23 +349,61 @@ class Runner:
         # -p: it goes on if nobody reads its output any more.
         words = ["tee", "-a", "-p", str(arm.log) if arm else os.devnull]
         with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as tee:
-            self.started = [subprocess.Popen(one, stdout=tee.stdin, **out) for one in commands]
+            with open(arm.log, "a+", errors="replace") if arm else contextlib.nullcontext() as log:
+                self.started = [subprocess.Popen(one, stdout=tee.stdin, **out) for one in commands]
+                if arm:
+                    self.watch(arm, log)
             codes = [process.wait() for process in self.started]
             self.started = []
         return next((128 - code if code < 0 else code for code in codes if code), 0)
 
-    def nvidia_smi(self, arm: Arm) -> None:
-        """Keep what nvidia-smi says on each node after an arm, where there is one."""
-        ask = {"this machine": []} if self.args.simulate else {}
+    def is_running(self) -> bool:
+        return any(process.poll() is None for process in self.started)
+
+    def watch(self, arm: Arm, log: TextIO) -> None:
+        """Wait for an arm. While it trains, run nvidia-smi: early on, and in its second half."""
+        began, due, tail = None, [0.0, 0.5], ""
+        while self.is_running():
+            time.sleep(0.1)
+            tail = tail[-500:] + log.read()
+            if due and (lines := STEP.findall(tail)):
+                tail, now = "", time.monotonic()
+                began = began or now
+                epoch, epochs, step, steps = map(int, lines[-1])
+                part = (epoch - 1 + step / steps) / epochs
+                if self.args.hours:
+                    part = max(part, (now - began) / 3600 / self.args.hours)
+                if part >= due[0]:
+                    self.nvidia_smi(arm, f"in epoch {epoch} of {epochs}, step {step} of {steps}")
+                    due = [one for one in due if one > part]
+
+    def nvidia_smi(self, arm: Arm, place: str) -> None:
+        """Keep what nvidia-smi prints on each node while an arm trains, where there is one."""
+        where = {"this machine": []} if self.args.simulate else {}
         for host in self.args.machines[: arm.nodes]:
-            ask[host.name] = [*shlex.split(self.args.ssh), "-o", "BatchMode=yes", host.address]
-        found = ""
-        for name, before in ask.items():
+            where[host.name] = [*shlex.split(self.args.ssh), "-o", "BatchMode=yes", host.address]
+        if self.args.slurm is not None:
+            # The job that trains, whose name train.sbatch has printed, is not always the newest.
+            job = re.findall(r"--name slurm_(\d+)", arm.log.read_text(errors="replace"))[-1]
+            on_all = [f"--jobid={job}", f"--nodes={arm.nodes}", "--ntasks-per-node=1", "--overlap"]
+            where[f"job {job}"] = ["srun", *on_all, "--label"]
+
+        def ask(before: list[str]) -> str:
+            """The lines, by node where srun has put a node's number before each."""
+            how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
             with contextlib.suppress(OSError, subprocess.SubprocessError):
-                words = [*before, "nvidia-smi"]
-                done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
-                found += f"# {name}\n{done.stdout}\n"
-        (self.folder / f"{arm.name}.nvidia-smi.txt").write_text(found)
+                done = subprocess.run([*before, "nvidia-smi"], timeout=30, check=True, **how)
+                lines = done.stdout.splitlines()
+                if "--label" in before:
+                    lines.sort(key=lambda line: line.partition(":")[0])
+                return "\n".join(lines)
+            return ""
+
+        with ThreadPoolExecutor() as pool:
+            texts = dict(zip(where, pool.map(ask, where.values()), strict=True))
+        dumps = [f"# {name}, {place}\n{text}\n" for name, text in texts.items() if text]
+        if dumps and self.is_running():
+            (self.folder / f"{arm.name}.nvidia-smi.txt").write_text("\n".join(dumps))
 
     def check_nodes(self, arms: list[Arm]) -> None:
         """Copy the code to all hosts, if asked to, and check them. Raises: `UserError`."""
@@ -361,6 +453,8 @@ def rows(columns: dict[str, list[tuple[Arm, Run]]], hours: float | None) -> list
         ("Test Loss", lambda _, run: run.last("Loss/test"), "{:.4f}".format),
         ("Top1 Test Accuracy", lambda _, run: run.last("Top1/test"), "{:.2f}%".format),
     ]  # fmt: skip
+    if any(arm.batch for column in columns.values() for arm, _ in column):
+        asked.insert(1, ("Largest Batch Per GPU", lambda arm, _: arm.batch, "{:.0f}".format))
     found = []
     for title, value_of, show in asked:
         cells = []
@@ -465,6 +559,8 @@ def main() -> int:
     for arm in arms:
         print(f"{arm.name}: {'to be trained' if arm in left else 'finished'}")
         if args.dry_run and arm in left:
+            if args.batch_size == LARGEST and not arm.batch:
+                print(f"    + {shlex.join(start_of(arm, args, folder, find=True))}")
             print(f"    + {shlex.join(start_of(arm, args, folder))}")
     if args.hours:
         node_hours = args.hours * sum(arm.nodes for arm in left)
@@ -479,9 +575,7 @@ def main() -> int:
             if arm.is_finished or runner.stopped:
                 continue
             runner.train(arm)
-            if arm.is_finished:
-                runner.nvidia_smi(arm)
-            elif not runner.stopped:
+            if not arm.is_finished and not runner.stopped:
                 print(f"error: arm {arm.name}: {arm.state}", file=sys.stderr, flush=True)
             write_page(args, arms, command)
         if not left:

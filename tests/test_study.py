@@ -16,6 +16,7 @@ from conftest import ROOT, TIMEOUT, shell
 from nodes import Nodes, need
 from running import TINY_LINE, Running, eventually, everyone, tiny
 from scaling_study import Arm
+from test_slurm import STAND_INS
 
 from utils.errors import UserError
 
@@ -91,6 +92,8 @@ def test_a_grid_with_seeds():
         ("--seeds 0,1", f"{TRAINING} --seed 3", "give --seeds before"),
         ("--nodes 16", TRAINING, "--nodes 16, but there are 8"),
         ("--nodes 2,2", TRAINING, "two arms would be called s_2nodes"),
+        ("-b largest", TRAINING, "-b among the script's options: give -b before the --"),
+        ("-b 8 --global-batch 64", "imagenet_ddp.py tests", "either --global-batch or -b"),
         ("--link 5", TRAINING, "--link 5 is not a rate"),
         ("--slurm", TRAINING, "--slurm needs --nodes"),
     ],
@@ -149,6 +152,10 @@ def test_a_dry_run_prints_what_can_be_typed_and_does_nothing(tmp_path):
         assert one.code == 0, one.err
         assert f"study {name}: " in one.out
         assert " DATA --" in one.out
+    finds, trains = re.findall(
+        r"\+ .* imagenet_fsdp.py (.*)", studies[names.index("vit_cifar10")].out
+    )
+    assert finds.endswith(" --find-batch") and trains.endswith(" -b LARGEST")
 
 
 # ---- the table
@@ -254,6 +261,33 @@ def run(words: str, **env: str) -> Running:
     return Running(*words.replace(".sh", ".py", 1).split(), **env)
 
 
+# As nvidia-smi: it counts what trains in the folder of the test.
+COUNT = f"""#!{sys.executable} -SE
+import pathlib, sys
+assert not sys.argv[1:]
+count = 0
+for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        words = path.read_text().split(chr(0))
+    except OSError:
+        continue
+    if "FOLDER/runs" in words and words[1].split("/")[-1].startswith("imagenet_"):
+        count += 1
+print(count, "of them train")
+"""
+
+
+def put_programs(place: Path, **programs: str) -> dict[str, str]:
+    """Write bash or other scripts, and give the environment in which they are found."""
+    (place / "bin").mkdir()
+    for name, text in programs.items():
+        file = place / "bin" / name
+        head = "" if text.startswith("#!") else "#!/bin/bash\n"
+        file.write_text(f"{head}{text.replace('FOLDER', str(place))}\n")
+        file.chmod(0o755)
+    return {"PATH": f"{place}/bin:{os.environ['PATH']}"}
+
+
 def left(place: Path) -> list:
     """What still trains below ``place``."""
     here = [one for one in everyone() if one.lives() and str(place) in one.command]
@@ -266,12 +300,9 @@ def test_a_study_is_killed_stopped_and_continued(folder, tmp_path):
     A run has written its summary before it prints its time.
     """
     training = f"imagenet_nd.py -j 0 {folder}"
+    programs = put_programs(tmp_path, **{"nvidia-smi": COUNT})
     words = study(tmp_path, "--simulate 1 --env KEY=secret --vary lr=0.05,0.02", training)
-    dump = tmp_path / "bin/nvidia-smi"
-    dump.parent.mkdir()
-    dump.write_text('#!/bin/sh\n[ $# = 0 ] || exit 9\necho "| NVIDIA-SMI of a test |"\n')
-    dump.chmod(0o755)
-    slow = ENV | {"PATH": f"{dump.parent}:{os.environ['PATH']}", "STEP_SECONDS": "0.1"}
+    slow = ENV | programs | {"STEP_SECONDS": "0.2"}
     arms = [tmp_path / f"runs/s_1node_lr-{lr}" for lr in ("0.05", "0.02")]
     with run(words, **slow) as started:
         started.until("Training time")
@@ -301,14 +332,44 @@ def test_a_study_is_killed_stopped_and_continued(folder, tmp_path):
         "2 of 2 arms finished",
         "**Simulated: the nodes are processes",
         "| Global Batch Size | 5 |",
-        "# this machine\n| NVIDIA-SMI of a test |",
         "--env KEY --vary",
         "(s/overlay.png)",
     ):
         assert text in page
     assert "secret" not in page
+    # Both runs trained when it was taken, in the second of two epochs.
+    dumps = re.findall(r"# this machine, in epoch (\d) of 2, step .*\n(\d) of them train", page)
+    assert dumps == [("2", "1")] * 2
     assert (tmp_path / "book/s/overlay.png").is_file()
     assert "[s](s.md)" in (tmp_path / "book/README.md").read_text()
+
+
+def test_under_slurm_with_the_largest_batch(folder, tmp_path):
+    """Of each script; the best models go into a store, and nvidia-smi runs beside the training."""
+    sbatch = """while [[ $1 == --* ]]; do
+            [[ $1 != --output=* ]] || exec >>"${1#*=}" 2>&1
+            shift
+        done
+        [[ " $* " != *" --find-batch "* ]] || {
+            [ $2 = imagenet_ddp.py ] && echo "0: largest batch per GPU: 10" && exit
+            echo "0: largest batch per GPU: 12"; exit; }
+        export SLURM_JOB_ID=$$ SLURM_JOB_NODELIST=localhost SLURM_NNODES=1
+        exec bash "$@" """
+    programs = put_programs(tmp_path, **STAND_INS, sbatch=sbatch, **{"nvidia-smi": COUNT})
+    own = f"--slurm --nodes 1 -b largest --store {tmp_path}/store --vary script=A,B"
+    own = own.replace("A,B", "imagenet_ddp.py,imagenet_fsdp.py")
+    words = study(tmp_path, own, f"imagenet_ddp.py {folder}").replace(" -b 5", "")
+    env = ENV | programs | {"STEP_SECONDS": "0.2", "PYTHON": sys.executable}
+    with run(words, **env) as started:
+        done = started.result()
+    assert done.code == 0, done.out + done.err
+    page = (tmp_path / "book/s.md").read_text()
+    assert re.findall(r"\| Largest Batch Per GPU \| (\d+) \|", page) == ["10", "12"]
+    assert re.findall(r"\| Global Batch Size \| (\d+) \|", page) == ["10", "12"]
+    dumps = re.findall(r"# job \d+, in epoch (\d) of 2, .*\n(\d) of them train", page)
+    assert [epoch for epoch, count in dumps if count > "0"] == ["2", "2"], page
+    for name in ("ddp", "fsdp"):
+        assert (tmp_path / f"store/s_1node_script-imagenet_{name}/best.pt").is_file()
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # VGG19 with 20 classes and a pretrained encoder, all weights trained, for 2 hours on 1, 2, 4 and 8
-# nodes: 32 images per GPU, a learning rate of 1e-4 that grows with the square root of the nodes.
+# nodes: 32 images per GPU, a constant learning rate of 1e-4 that grows with the square root of the
+# nodes. The model with the lowest validation loss is tested.
 #
 #   bash scripts/studies/vgg19.sh HOSTS_FILE DATA [OPTIONS of scaling_study.sh, such as --dry-run]
 #
@@ -8,7 +9,8 @@
 # is the one that the log book fills in. --classes takes the first 20 class folders of DATA; DATA/test
 # gives the test figures. What optimiser it used is not published; here it is SGD with momentum.
 set -euo pipefail
-[ $# -ge 2 ] || { sed -n '5s/^# *//p' "$0" >&2 && exit 2; }
+[ $# -ge 2 ] || { sed -n '6s/^# *//p' "$0" >&2 && exit 2; }
 exec bash "$(dirname "$0")/../scaling_study.sh" "$1" --name vgg19 --nodes 1,2,4,8 --hours 2 \
     --lr-scaling sqrt "${@:3}" -- \
-    imagenet_ddp.py -a vgg19 --pretrained --classes 20 -b 32 --lr 1e-4 --epochs 1000 "$2"
+    imagenet_ddp.py -a vgg19 --pretrained --classes 20 -b 32 --lr 1e-4 --lr-schedule constant \
+    --best-by loss --epochs 1000 "$2"

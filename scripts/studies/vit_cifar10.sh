@@ -1,17 +1,28 @@
 #!/usr/bin/env bash
-# ViT-B/32 on CIFAR-10, pretrained, 26 epochs on 4 nodes: DDP against FSDP. The images of 32 pixels
-# are enlarged to 224 on their way.
+# ViT-B/32 on CIFAR-10, pretrained, 26 epochs on 4 nodes: DDP against FSDP, each with the largest
+# batch that fits into the GPUs' memory.
 #
-#   python scripts/prepare_data.py cifar10 data/cifar        # on each node
 #   bash scripts/studies/vit_cifar10.sh HOSTS_FILE DATA [OPTIONS of scaling_study.sh]
 #
-# NOT RUN ON GPUS YET. Batch and learning rate are a first guess: -b is to be the largest that fits
-# (try it with --dummy). Say --store s3://BUCKET/PREFIX in this file for the best checkpoints in S3,
-# and --pretrained FILE where there is no internet.
+# Make DATA on each node. CIFAR-10 has no third part: its test images choose the best epoch as well.
+#
+#   python scripts/prepare_data.py cifar10 data/cifar && ln -s val data/cifar/test
+#
+# --store s3://BUCKET/PREFIX copies the best checkpoints to S3. -b 64 trains with that batch, also
+# without GPUs, where no largest batch can be found. Instead of HOSTS_FILE: --simulate=4, or
+# --slurm=OPTIONS. With timm installed here and on the nodes the model is its vit_base_patch32_224,
+# else torchvision's vit_b_32. The images of 32 pixels are enlarged to 224 on their way.
+#
+# NOT RUN ON GPUS YET. The learning rate is a first guess.
 set -euo pipefail
-[ $# -ge 2 ] || { sed -n '6s/^# *//p' "$0" >&2 && exit 2; }
+[ $# -ge 2 ] || { sed -n '5s/^# *//p' "$0" >&2 && exit 2; }
 scripts=$(cd "$(dirname "$0")/.." && pwd)
-exec bash "$scripts/scaling_study.sh" "$1" --name vit_cifar10 --nodes 4 \
+[ -n "${PYTHON:-}${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -x "$scripts/../.venv/bin/python" ] ||
+    export PYTHON=$scripts/../.venv/bin/python
+model=vit_b_32
+! "${PYTHON:-python3}" -c 'import importlib.util as i; exit(not i.find_spec("timm"))' ||
+    model=vit_base_patch32_224
+exec bash "$scripts/scaling_study.sh" "$1" --name vit_cifar10 --nodes 4 -b largest \
     --vary script=imagenet_ddp.py,imagenet_fsdp.py "${@:3}" -- \
-    imagenet_ddp.py -a vit_b_32 --pretrained --image-size 224 -b 64 --epochs 26 \
+    imagenet_ddp.py -a $model --pretrained --image-size 224 --epochs 26 \
     --optimizer adamw --lr 1e-4 --wd 0.05 --wd-norm 0 --lr-schedule cosine --warmup-epochs 1 "$2"
