@@ -309,7 +309,6 @@ class Runner:
     def train(self, arm: Arm) -> None:
         """Train an arm, with the largest batch if that was asked for. Raises: `UserError`."""
         arm.run.mkdir(parents=True, exist_ok=True)
-        arm.begun.write_text(shlex.join(arm.command))
         if self.args.batch_size == LARGEST and not arm.batch:
             begin = arm.log.stat().st_size if arm.log.exists() else 0
             code = self.start(arm, find=True)
@@ -321,6 +320,7 @@ class Runner:
                 )
             else:
                 return
+        arm.begun.write_text(shlex.join(arm.command))
         self.start(arm)
 
     def start(self, arm: Arm, find: bool = False) -> int:
