@@ -69,7 +69,8 @@ def test_two_processes_train_a_resnet_as_ddp_bit_for_bit(trained):
     for tag in (*CURVES, "Loss/ema", "Step/loss", "Loss/test", "Top1/test"):
         assert ours[tag] == theirs[tag], tag
     assert summary(one)["val_images"] == summary(one)["test_images"] == 21
-    assert summary(one)["communication_s"] > 0
+    assert "Time/communication" in theirs and "Time/communication" not in ours
+    assert summary(one)["communication_s"] is None
     assert same(*(snapshot(run, "best.pt")["state_dict"] for run in (one, other)))
 
 

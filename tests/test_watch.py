@@ -76,7 +76,7 @@ def test_parts_add_up_and_reports_are_no_part(timer):
     timer.end(update=False)  # 21: 10 s of compute
     timer.begin()  # 22: 1 s for data
     timer.clock.marks = 30
-    timer._waited(24, 28)  # 4 s for other processes
+    timer.now.append(("communication", 24, 28))  # 4 s for other processes
     timer.end(update=True)  # 31: 9 s
     timer.clock.marks = 1000  # a line is printed
     timer.wait()  # 1001

@@ -331,7 +331,12 @@ def _best(tag: str, title: str, show: Callable) -> list[Row]:
 
 
 def step_share(run: Run, name: str) -> float | None:
-    """The share of a step spent on one of `STEP_PARTS`."""
+    """The share of a step spent on one of `STEP_PARTS`.
+
+    None for compute where communication is not measured (FSDP): it is in it.
+    """
+    if name != "data" and run.usual("Time/communication") is None:
+        return None
     whole = sum(run.usual(f"Time/{part}") or 0.0 for part in STEP_PARTS)
     return ratio(run.usual(f"Time/{name}"), whole)
 

@@ -6,7 +6,7 @@ only the functions that need them do.
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -124,32 +124,7 @@ def sent_bytes(trained: list[Tensor], args: Any, world: World) -> float:
     return sent + 2 * (groups - 1) / groups * 4 * values / among
 
 
-# ---- what torch has no public way for: without its private names, these two do nothing
-
-
-def time_waits(
-    model: nn.Module, mark: Callable[[], Any], waited: Callable[[Any, Any], None]
-) -> None:
-    """Have ``waited(begin, end)`` called, with two of ``mark()``, whenever a part of a sharded
-    model has waited for other processes, in forward and backward.
-
-    On a GPU the marks stand in the stream that computes, where it waits for those that communicate.
-    """
-
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            began = mark()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                waited(began, mark())
-
-        return run
-
-    for group in _groups(model):
-        for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
-            if hasattr(group, name):
-                setattr(group, name, timed(getattr(group, name)))
+# ---- what torch has no public way for: without its private names, this does nothing
 
 
 def forget_gradients(model: nn.Module) -> None:

@@ -58,11 +58,14 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     )
     found = time_steps(step, world, WARMUP_STEPS, TIMED_STEPS, timer)
     rate = 1000 * global_batch / found["ms_per_step"]
-    communication = shares(per_step(timer.total, "Time/"))["Time/communication"]
+    parts = per_step(timer.total, "Time/")
+    communication = ""
+    if "Time/communication" in parts:
+        communication = f" ({shares(parts)['Time/communication']:.0%} communication)"
     log.info(
         f"dummy data, {args.arch}, {world.size} x {device.type}, global batch {global_batch}: "
-        f"{rate:.1f} images/s, {found['ms_per_step']:.1f} ms per step ({communication:.0%} "
-        f"communication), peak memory of rank 0 {found['peak_memory_bytes'] / 2**30:.2f} GiB"
+        f"{rate:.1f} images/s, {found['ms_per_step']:.1f} ms per step{communication}, "
+        f"peak memory of rank 0 {found['peak_memory_bytes'] / 2**30:.2f} GiB"
     )
     for place in found.get("host_waits", ()):
         log.warning(f"the host waits for the GPU in each step: {place}")

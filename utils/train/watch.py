@@ -6,7 +6,7 @@ marks stand inside backward, set by callbacks of autograd: when all local gradie
 when DistributedDataParallel has seen the last bucket's all-reduce. The time between them is what
 compute does not hide; it holds the waiting for slower processes, too. The reduction itself is not
 touched, so that weights stay equal bit for bit. A sharded model waits all along, for weights and
-gradients of each block: there all of these waits are added up.
+gradients of each block: there this part is not measured, and belongs to compute.
 """
 
 import contextlib
@@ -66,11 +66,8 @@ class StepTimer:
         self.last: Mark | None = None  # since then the device has waited for data
         self.began: Mark | None = None
         self.queued = False
-        if distributed and is_sharded(model):
-            from utils.comm import fsdp
-
-            fsdp.time_waits(model, self.clock.mark, self._waited)
-        elif distributed:
+        self.sharded = is_sharded(model)
+        if distributed and not self.sharded:
             # DDP waits for every parameter's gradient, so that those of the last layer, which
             # come first, are as good as any.
             trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -119,14 +116,11 @@ class StepTimer:
         found: Times = Counter(steps=int(update))
         for part, begin, end in intervals:
             found[part] += self.clock.seconds(begin, end)
-        found["compute"] -= found["communication"]  # which is within its interval
+        if not self.sharded:
+            found["communication"] += 0.0  # measured, also where there was none
+            found["compute"] -= found["communication"]  # which is within its interval
         self.total.update(found)
         self.since.update(found)
-
-    def _waited(self, began: Mark, ended: Mark) -> None:
-        """Forward or backward has waited for other processes."""
-        if self.now is not None:
-            self.now.append(("communication", began, ended))
 
     def _first_gradient(self, weight: torch.Tensor) -> None:
         """Backward has reached the model: have its end marked."""
@@ -139,7 +133,7 @@ class StepTimer:
         one that is queued here comes after it."""
         local = self.clock.mark()
         self.now.append(("own", self.began, local))
-        _at_end_of_backward(lambda: self._waited(local, self.clock.mark()))
+        _at_end_of_backward(lambda: self.now.append(("communication", local, self.clock.mark())))
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
@@ -147,9 +141,9 @@ def _at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def per_step(times: Times, prefix: str, suffix: str = "") -> dict[str, float]:
-    """Seconds per step under three tags; empty if there was no step."""
+    """Seconds per step of the parts that were measured; empty if there was no step."""
     names = ("data", "compute", "communication") if times["steps"] else ()
-    return {f"{prefix}{name}{suffix}": times[name] / times["steps"] for name in names}
+    return {f"{prefix}{n}{suffix}": times[n] / times["steps"] for n in names if n in times}
 
 
 def shares(record: Mapping[str, float]) -> dict[str, float]:
@@ -243,7 +237,7 @@ class Watch:
         mine = (per_step(self.timer.stop(), "Time/"), means, busy_median)
         times, hardware, medians = zip(*gather(mine, self.world), strict=True)
         timed = [one for one in times if one]
-        values = {part: fmean(one[part] for one in timed) for part in PARTS if timed}
+        values = {part: fmean(one[part] for one in timed) for part in timed[0]} if timed else {}
         for figures in hardware:
             values |= figures
         return values | {"busy": min(medians)}
