@@ -21,6 +21,7 @@ for name in ("RETRY_SECONDS", "JOIN_SECONDS", "LOST_SECONDS", "END_SECONDS"):
     setattr(job, name, 1.0)
 guard.HEARTBEAT_SECONDS = 0.5
 options = argparse.Namespace(**json.loads(sys.argv[1]))
+guard.LEASE_SECONDS = options.lease
 
 class Local(job.Job):
     def open(self, host, program):
@@ -72,9 +73,11 @@ def start(tmp_path):
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
 
-    def start(names: str, elastic: tuple | None = None, silence=15, grace=60.0) -> Running:
+    def start(
+        names: str, elastic: tuple | None = None, silence=15, grace=60.0, lease=600.0
+    ) -> Running:
         options = {"names": names.split(), "elastic": elastic, "silence": silence, "grace": grace}
-        options |= {"dir": str(tmp_path), "ssh": "ssh"}
+        options |= {"dir": str(tmp_path), "ssh": "ssh", "lease": lease}
         options |= dict.fromkeys(("env", "port", "python"))
         return Running("-c", JOB, json.dumps(options))
 
@@ -188,6 +191,29 @@ def test_a_lost_node_is_taken_in_again_unless_it_is_broken(start, tmp_path, back
     again += ["going on without b (the reason is above)", alone] if back == "broken" else []
     lines = [line.removeprefix("launcher: ") for line in said.splitlines()]
     assert [line for line in lines if line in again] == again
+
+
+@pytest.mark.parametrize("lease", [600.0, 0.5])
+def test_after_the_loss_of_node_0_nothing_begins_before_it_must_be_empty(start, tmp_path, lease):
+    """It may not know of its loss, and may still write into the run directory."""
+    with start("a b", (1, 2), lease=lease) as run:
+        run.until("rank 1 of 2")
+        (tmp_path / "a_away").touch()
+        old = guard_of(run, "a")
+        os.kill(old.pid, signal.SIGKILL)
+        if lease < 1:
+            run.until(r"^\[b\] rank 0 of 1 .* attempt 2")
+            (tmp_path / "b").write_text("0")
+        else:
+            assert eventually(lambda: not old.lives())
+            (tmp_path / "a_away").unlink()  # that it answers again says nothing of its processes
+            assert eventually(
+                lambda: any(one.command.endswith(" a ") for one in descendants(run.pid))
+            )
+            run.send(signal.SIGINT)
+        code, said = ended(run)
+    assert code == (0 if lease < 1 else INTERRUPTED)
+    assert ("begins again" in said) == (lease < 1)
 
 
 def test_bad_input_and_repeated_failures_end_an_elastic_job(start, tmp_path):

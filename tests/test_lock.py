@@ -1,12 +1,10 @@
-"""One owner of a run directory at a time, also after a crash and on a disk of several machines."""
+"""One owner of a run directory at a time, also after a crash."""
 
-import json
-import os
+import errno
 import signal
 import socket
-import time
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from conftest import ROOT, python, scalars, train
@@ -45,96 +43,61 @@ def test_a_second_training_is_refused_while_the_first_lives_and_takes_its_place_
     assert [x for x, _ in scalars(run)["Loss/train"]] == [1, 2]
 
 
-def foreign(place: Path, **changes: object) -> Path:
-    """The file of an owner on another machine."""
-    record = {"name": "process 1 on far, since noon", "machine": "other boot"}
-    path = place / lock.LOCK
-    path.write_text(json.dumps(record | changes))
-    return path
+def holder(folder: Path) -> Running:
+    """A process that holds the lock of ``folder``."""
+    code = (
+        "import sys, pathlib, time; from utils.run import lock\n"
+        "one = lock.Lock(pathlib.Path(sys.argv[1])); print(one.poll(), flush=True)\n"
+        "time.sleep(600)"
+    )
+    return Running("-c", code, folder, PYTHONPATH=str(ROOT))
 
 
-@pytest.fixture
-def clock(monkeypatch) -> SimpleNamespace:
-    """``now`` is what the lock's clock shows."""
-    clock = SimpleNamespace(now=1000.0)
-    played = SimpleNamespace(monotonic=lambda: clock.now, strftime=time.strftime)
-    monkeypatch.setattr(lock, "time", played)
-    return clock
-
-
-def test_a_silent_owner_on_another_machine_is_followed(clock, tmp_path):
-    """However old its file seems by this machine's clock, it is watched for a while."""
-    path = foreign(tmp_path)
-    os.utime(path, (1, 1))
-    mine = lock.Lock(tmp_path)
-    for seconds in (0.0, lock.SILENT - 0.5):
-        clock.now += seconds
+@pytest.mark.parametrize("patient", [False, True])
+def test_a_lock_that_is_held_is_waited_for_and_then_an_error(tmp_path, monkeypatch, patient):
+    monkeypatch.setattr(lock, "PATIENCE", 0.0)
+    monkeypatch.setattr(lock, "RESTART_PATIENCE", 600.0)
+    mine = lock.Lock(tmp_path, patient)
+    with holder(tmp_path) as other:
+        other.until("True")
         assert not mine.poll()
-        assert mine.note is None
-    clock.now += 0.5
-    assert not mine.poll()
+        if patient:
+            assert not mine.poll()
+        else:
+            with pytest.raises(UserError, match=f"process {other.process.pid} on"):
+                mine.poll()
+        other.send(signal.SIGKILL)
+        other.result()
     assert mine.poll()
-    assert "process 1 on far, since noon" in mine.note
+    assert f"process {other.process.pid} on" in mine.note
     mine.release()
     assert not list(tmp_path.iterdir())
 
 
-def test_an_owner_that_gives_a_sign_of_life_is_left_alone(clock, tmp_path):
-    path = foreign(tmp_path)
-    os.utime(path, (1, 1))  # by its clock
-    at_once, patient = lock.Lock(tmp_path), lock.Lock(tmp_path, patient=True)
-    assert not at_once.poll()
-    assert not patient.poll()
-    clock.now += 3
-    os.utime(path, (4, 4))
-    with pytest.raises(UserError, match="process 1 on far"):
-        at_once.poll()
-    assert not patient.poll()  # a restart: the attempt before it may be about to end
-    clock.now += lock.PATIENCE
-    os.utime(path, (5, 5))
-    with pytest.raises(UserError, match="process 1 on far"):
-        patient.poll()
-    path.unlink()
-    assert patient.poll()
-    foreign(tmp_path)
-    patient.release()
-    assert "on far" in path.read_text()
+def test_a_lock_that_is_given_up_while_another_takes_it_is_not_held_by_two(tmp_path, monkeypatch):
+    """One has opened the file, which the other then removes."""
+    first, second, third = (lock.Lock(tmp_path) for _ in range(3))
+    assert first.poll()
+    flock = lock.fcntl.flock
+
+    def late(file, operation):
+        first.release()
+        flock(file, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lock.fcntl, "flock", late)
+        assert not second.poll()
+    assert third.poll()
+    assert not second.poll()
+    third.release()
 
 
-def test_of_two_that_take_over_one_gets_the_lock(tmp_path):
-    """Both found the holder dead, whose number is now another process's, before either acted."""
-    here = {"machine": lock._machine(), "folder": tmp_path.stat().st_ino}
-    path = foreign(tmp_path, pid=os.getpid(), started="1", **here)
-    dead = path.read_text()
-    one, other = lock.Lock(tmp_path), lock.Lock(tmp_path)
-    assert not one.poll()
-    path.write_text(dead)  # as the other one has read it
-    assert not other.poll()
-    other.text = other.text.replace('"pid"', '"number": 2, "pid"')  # as of another process
-    path.write_text(other.text)
-    assert other.poll()
-    with pytest.raises(UserError, match=f"process {os.getpid()} on"):
-        one.poll()
+def test_without_locks_in_the_file_system_one_line_warns(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock.fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "none")))
+    one = lock.Lock(tmp_path)
+    assert one.poll()
+    assert "has no locks" in one.warning
     one.release()
-    assert path.exists()
-    other.release()
-    assert not path.exists()
-
-
-def test_an_owner_whose_place_was_taken_ends(tmp_path):
-    """It was held up, and must not write beside the new one."""
-    code = (
-        "import sys, pathlib, time; from utils.run import lock; lock.BEAT = 0.05\n"
-        "lock.Lock(pathlib.Path(sys.argv[1])).poll(); print('mine', flush=True)\n"
-        "time.sleep(600)"
-    )
-    with Running("-c", code, tmp_path, PYTHONPATH=str(ROOT)) as held_up:
-        held_up.until("mine")
-        touched = tmp_path / lock.LOCK
-        last = touched.stat().st_mtime_ns
-        assert eventually(lambda: touched.stat().st_mtime_ns > last), "no heartbeat"
-        foreign(tmp_path)
-        done = held_up.result()
-    assert done.code == 2
-    done.fails_with("process 1 on far")
-    assert touched.exists()
+    monkeypatch.setattr(lock.fcntl, "flock", mock.Mock(side_effect=OSError(errno.EIO, "disk")))
+    with pytest.raises(OSError, match="disk"):
+        lock.Lock(tmp_path).poll()

@@ -24,6 +24,7 @@ import time
 HELLO = "@@guard "
 HEARTBEAT_SECONDS = 3.0
 # A node that cannot hear the launcher must be empty 25 s later; up to 15 s may be a mere hiccup.
+LEASE_SECONDS = 25.0
 SILENCE_SECONDS = 15.0
 GRACE_WHEN_LOST = 6.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36

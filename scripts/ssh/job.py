@@ -134,6 +134,7 @@ class Job:
         self.number = 0  # of attempts so far
         self.quick = 0  # attempts in a row that failed soon
         self.signals: list[int] = []  # that have asked for the end
+        self.lease_end = 0.0  # until then a lost node may still write into the run directory
         self.run_host: Host | None = None  # it has the run directory, unless it was lost
 
     def hosts(self) -> list[Host]:
@@ -243,7 +244,8 @@ class Job:
                 raise UserError("interrupted while waiting for nodes", code=code)
             ready = [node for node in self.nodes if node.state == READY]
             complete = len(ready) == sum(not node.failed for node in self.nodes)
-            if len(ready) >= (self.least if complete else self.most):
+            enough = len(ready) >= (self.least if complete else self.most)
+            if enough and time.monotonic() >= self.lease_end:
                 return ready[: self.most]
             away = [n.host.name for n in self.nodes if n.state != READY and n.next_call < math.inf]
             names = ", ".join(away) or "more nodes than there are"
@@ -349,6 +351,10 @@ class Job:
             code = BAD_INPUT  # its peer ended first
         lost = any(node.lost for node in nodes)
         self.run_host = None if nodes[0].lost else nodes[0].host
+        if nodes[0].lost and self.again and not self.signals:
+            self.lease_end = time.monotonic() + guard.LEASE_SECONDS
+            name = nodes[0].host.name
+            note(f"waiting {guard.LEASE_SECONDS:g} s: then nothing runs on {name} any more")
         for node in nodes:
             node.leave(failed=node.lost)
         if self.signals:

@@ -169,6 +169,8 @@ class Run:
             log.info(note)
         if self.lock and self.lock.note:
             log.info(self.lock.note)
+        if self.lock.warning:
+            log.warning(self.lock.warning)
         self.snapshot = from_main(self._find_snapshot, world)
 
     def _how_to_continue(self) -> str:
