@@ -169,7 +169,7 @@ class Run:
             log.info(note)
         if self.lock and self.lock.note:
             log.info(self.lock.note)
-        if self.lock.warning:
+        if self.lock and self.lock.warning:
             log.warning(self.lock.warning)
         self.snapshot = from_main(self._find_snapshot, world)
 
