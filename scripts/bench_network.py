@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure bytes and time per step of each way to exchange gradients.
+"""Measure each way to exchange gradients, and print the --comm option to use on your network.
 
     sudo .venv/bin/python scripts/bench_network.py --nodes 2,4 --gbit 1 -- -a resnet18 -b 8
 
@@ -11,7 +11,8 @@ The first command simulates the nodes by network namespaces of this machine, who
 limits to --gbit. Each node runs `imagenet_ddp.py --dummy --comm METHOD` with the options after --,
 one process per GPU, or one without a GPU. Methods take turns, round by round; the figures are
 medians. MB is what a node sends per step, counted by its interfaces, headers included. Efficiency
-is the time of a step of one node alone, divided by that of this step. Simulated nodes share the
+is the time of a step of one node alone, divided by that of this step. The recommended method is the
+most exact one whose step takes at most 5 % longer than the shortest. Simulated nodes share the
 cores of one machine: compare methods there, and measure efficiency on real nodes.
 """
 
@@ -46,12 +47,16 @@ Figures = dict[str, Any]
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
-        rows = [row for count in args.nodes for row in measure(count, args)]
+        measured = {count: measure(count, args) for count in args.nodes}
     except UserError as error:
         return report(error)
-    if rows:
-        head = ["nodes", "method", "MB sent", "step, ms", "images/s", "efficiency"]
-        print(markdown_table([*head, f"to {args.methods[0]}"], rows))
+    if args.rank:
+        return 0
+    head = ["nodes", "method", "MB sent", "step, ms", "images/s", "efficiency"]
+    rows = [row for count, times in measured.items() for row in rows_of(count, times)]
+    print(markdown_table([*head, f"to {args.methods[0]}"], rows))
+    for count, times in measured.items():
+        print(recommendation(count, times))
     return 0
 
 
@@ -84,13 +89,16 @@ def _methods(text: str) -> list[str]:
     from utils.comm import methods
 
     try:
-        return [word if word == "auto" else methods.parse(word).name for word in text.split(",")]
+        return [methods.parse(word).name for word in text.split(",")]
     except UserError as fault:
         raise argparse.ArgumentTypeError(str(fault)) from None
 
 
-def measure(count: int, args: argparse.Namespace) -> list[list[str]]:
-    """The rows of the table for ``count`` nodes; none on machines other than rank 0's."""
+def measure(count: int, args: argparse.Namespace) -> dict[str, list[Figures]]:
+    """The summaries of each round on ``count`` nodes, by method, after "alone", one node's.
+
+    They are empty on machines other than rank 0's.
+    """
     found: dict[str, list[Figures]] = {"alone": [], **{name: [] for name in args.methods}}
     with places(count, args) as (nodes, master):
         for turn in range(args.rounds):
@@ -100,7 +108,7 @@ def measure(count: int, args: argparse.Namespace) -> list[list[str]]:
                     rounds.append(run(nodes, count, method, master, args))
                 elif not args.rank:
                     rounds.append(run(nodes[:1], 1, "fp32", master, args))
-    return rows_of(count, found) if not args.rank else []
+    return found
 
 
 @contextlib.contextmanager
@@ -144,12 +152,29 @@ def rows_of(count: int, found: dict[str, list[Figures]]) -> list[list[str]]:
     rows = []
     for name, rounds in methods:
         steps = [one["ms_per_step"] for one in rounds]
-        shown = name if name != "auto" else f"auto: {rounds[-1]['comm']}"
-        row = [str(count), shown, f"{median(one['network_mb_per_step'] for one in rounds):.1f}"]
+        row = [str(count), name, f"{median(one['network_mb_per_step'] for one in rounds):.1f}"]
         row += [f"{median(steps):.0f}", f"{median(one['images_per_s'] for one in rounds):.0f}"]
         row += [f"{median(a / b for a, b in zip(base, steps, strict=True)):.0%}"]
         rows.append([*row, f"{median(a / b for a, b in zip(first, steps, strict=True)):.2f}"])
     return rows
+
+
+def recommendation(count: int, found: dict[str, list[Figures]]) -> str:
+    """A line with the option to use on ``count`` nodes, and what it saves."""
+    from utils.comm import methods
+
+    times = {
+        name: median(one["ms_per_step"] for one in rounds)
+        for name, rounds in found.items()
+        if name != "alone"
+    }
+    exact_first = sorted(times, key=methods.exactness, reverse=True)
+    best = methods.most_exact({name: times[name] for name in exact_first})
+    others = [
+        f"{name}: {times[name]:.0f} ms" for name in ("fp32", "fp16") if name in {*times} - {best}
+    ]
+    compared = f" ({', '.join(others)})" if others else ""
+    return f"{count} nodes: use --comm {best}, {times[best]:.0f} ms per step{compared}"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from utils.train import dummy
 SMALL = ("-a", "tiny_full", "-b", "4", "--image-size", "32")
 TABLE = """
 fp32 | 51.0 | 200 | 5 | 50% | 1.00
-auto: int8 | 13.0 | 100 | 10 | 100% | 2.00
+int8 | 13.0 | 100 | 10 | 100% | 2.00
 """
 
 
@@ -170,8 +170,8 @@ def test_without_photographs_it_says_what_to_install(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_table_is_of_medians_beside_one_node_and_the_first_method(monkeypatch, capsys, rank):
-    took = {"alone": [90, 80, 100], "fp32": [180, 200, 200], "auto": [90, 100, 100]}
-    sent = {"alone": [0] * 3, "fp32": [50, 52, 51], "auto": [13] * 3}
+    took = {"alone": [90, 80, 100], "fp32": [180, 200, 200], "int8": [90, 100, 100]}
+    sent = {"alone": [0] * 3, "fp32": [50, 52, 51], "int8": [13] * 3}
 
     def run(commands, seconds, late, **options):
         ((_, script, dummy, *words),) = commands
@@ -184,15 +184,16 @@ def test_the_table_is_of_medians_beside_one_node_and_the_first_method(monkeypatc
         figures = {"ms_per_step": ms, "images_per_s": 1000 / ms, "network_mb_per_step": mb}
         case = Path(given["--output-dir"], "case")
         case.mkdir(parents=True)
-        (case / "summary.json").write_text(json.dumps(figures | {"comm": "int8"}))
+        (case / "summary.json").write_text(json.dumps(figures))
         return [SimpleNamespace(returncode=0)]
 
     monkeypatch.setattr(bench_network.commands, "run", run)
-    line = ["--methods", "fp32,auto", "--master", "10.0.0.1", "--rank", str(rank), "--", "-b", "8"]
+    line = ["--methods", "fp32,int8", "--master", "10.0.0.1", "--rank", str(rank), "--", "-b", "8"]
     assert bench_network.main(line) == 0
     out = capsys.readouterr().out
-    assert all(row in out for row in TABLE.split("\n")) == (rank == 0)
-    assert took == {"alone": [90, 80, 100] * rank, "fp32": [], "auto": []}
+    advice = "2 nodes: use --comm int8, 100 ms per step (fp32: 200 ms)"
+    assert all(row in out for row in (*TABLE.split("\n"), advice)) == (rank == 0)
+    assert took == {"alone": [90, 80, 100] * rank, "fp32": [], "int8": []}
 
 
 # ---- gpu_report.sh

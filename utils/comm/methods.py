@@ -64,6 +64,11 @@ CANDIDATES = ("fp32", "fp16", "int8", "int4", "powersgd:32")
 WITHIN = 0.05  # how much slower
 
 
+def exactness(name: str) -> tuple[int, int]:
+    """A key that sorts methods by how exact they are; of PowerSGD, by its rank."""
+    return -[*METHODS].index(name.partition(":")[0]), parse(name).rank
+
+
 def most_exact(seconds: dict[str, float]) -> str:
     """The first method whose step is at most `WITHIN` longer than the shortest.
 
