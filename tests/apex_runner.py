@@ -9,6 +9,7 @@ from pathlib import Path
 
 import imagenet_ddp_apex
 from utils.amp import apex as choice
+from utils.launch import supervise
 
 
 def main() -> int:
@@ -20,3 +21,7 @@ def main() -> int:
     code = imagenet_ddp_apex.main()
     sys.stdout.write("".join(f"{call!r}\n" for call in apex.calls))
     return code
+
+
+if __name__ == "__main__":
+    supervise.run_main(main)

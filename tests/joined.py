@@ -110,7 +110,8 @@ def _as_command(
     torch.set_num_threads(1)
     sys.argv = [f"{script}.py", *words]
     with _observed(f"{files[0]}.json", stop):
-        runpy.run_path(f"{script}.py", run_name="__main__")
+        folder = ROOT if (ROOT / f"{script}.py").is_file() else ROOT / "tests"
+        runpy.run_path(str(folder / f"{script}.py"), run_name="__main__")
 
 
 @contextmanager

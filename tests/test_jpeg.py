@@ -182,7 +182,7 @@ def test_what_is_missing_is_said(not_built, monkeypatch, capsys):
 
 
 def test_a_run_that_waits_for_decoding_is_told(not_built, logged):
-    session = mock.MagicMock(args=SimpleNamespace(workers=1))
+    session = mock.MagicMock(args=SimpleNamespace(workers=1, data="photos"))
     session.train.reading = Reading(10, 800_000, 0.1, 1.0)
     session.train.bad.source = mock.MagicMock(
         shape=lambda image: None, reads_parts=False, path=lambda image: "x.JPEG"
@@ -190,4 +190,4 @@ def test_a_run_that_waits_for_decoding_is_told(not_built, logged):
     report.bottleneck(session, {"IO/wait_share": 0.05})
     assert not logged
     report.bottleneck(session, {"IO/wait_share": 0.5})
-    assert "build_region_decode.py" in logged[1] and "prepare_data.py shrink" in logged[1]
+    assert "build_region_decode.py" in logged[1] and "prepare_data.py shrink photos" in logged[1]
