@@ -230,7 +230,7 @@ class Meter:
         state.sums = self.sums.total(session.world)
         bad.share(session.world)
         if bad.too_many:
-            session.fault, stop.reason = bad.error(), stop.reason or Reason.BAD_FILES
+            stop.ask(Reason.BAD_FILES, bad.error())
         if stop.reason:
             return None
         record = {

@@ -80,7 +80,7 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
         fault = bad.error() if bad.too_many else _all_bad(bad)
         if stop is None:
             raise fault
-        session.fault, stop.reason = fault, stop.reason or Reason.BAD_FILES
+        stop.ask(Reason.BAD_FILES, fault)
     if stop is not None and stop.reason:
         return None
     unreadable = sampler.images - metrics.images
@@ -112,7 +112,6 @@ def evaluate_only(session: Session, predict: Predict) -> int:
     part = session.args.part
     found = evaluate(session, predict, getattr(session.loaders, part))
     report.evaluation(part, found)
-    session.ended_because = Reason.EVALUATED
     report.end(session, **{part: found})
     return 0
 
@@ -128,8 +127,8 @@ def test_best(session: Session, predict: Predict) -> dict[str, float] | None:
     if weights is not None:
         session.state.load_weights(weights)
     test = measure(session, predict, session.loaders.test)
-    if session.fault is not None:
-        raise session.fault
+    if session.stop.error is not None:
+        raise session.stop.error
     if test is not None:
         report.evaluation("test", test)
     return test

@@ -108,9 +108,9 @@ def begin(session: Session) -> None:
 
 def goes_on(session: Session) -> bool:
     """Whether there is another epoch to train."""
-    if session.ended_because is None and session.state.epoch >= session.args.epochs:
-        session.ended_because = Reason.EPOCHS
-    return session.ended_because is None
+    if session.state.epoch >= session.args.epochs:
+        session.stop.ask(Reason.EPOCHS)
+    return session.stop.reason is None
 
 
 def close_epoch(
@@ -120,9 +120,9 @@ def close_epoch(
     args, state = session.args, session.state
     state.tick()
     if trained is None or evaluated is None:
-        session.ended_because = session.stop.reason
-        # In the middle of evaluation, the snapshot is of the moment after the epoch's last step.
-        if session.ended_because is not Reason.DIVERGED:
+        if session.stop.reason is Reason.DIVERGED:
+            session.stop.ask(Reason.DIVERGED, _diverged(session))
+        else:  # in the middle of evaluation, it is of the moment after the epoch's last step
             save_snapshot(session)
         return
     seconds = time.monotonic() - session.epoch_began
@@ -135,7 +135,7 @@ def close_epoch(
     save_snapshot(session, is_best)
     top1 = max(evaluated["Top1/val"], evaluated.get("Top1/ema", 0.0))
     if args.desired_acc is not None and top1 >= args.desired_acc:
-        session.ended_because = Reason.DESIRED_ACC
+        session.stop.ask(Reason.DESIRED_ACC)
 
 
 def add_to_history(state: TrainState, record: dict[str, float], best_by: str) -> bool:
@@ -172,16 +172,14 @@ def end(session: Session, predict: Predict) -> int:
     """
     run, stop = session.run, session.stop
     failure = from_main(session.snapshots.wait if session.snapshots else None, session.world)
-    fault = _diverged(session) if session.ended_because is Reason.DIVERGED else session.fault
-    if fault is not None:
+    if stop.error is not None:
         status_file().unlink(missing_ok=True)
         run.close_store()
-        raise fault
-    stop.end_training()
-    test = None
-    if session.loaders.test and session.ended_because is not Reason.INTERRUPTED:
+        raise stop.error
+    reason, test = stop.end_training(), None
+    if session.loaders.test and reason is not Reason.INTERRUPTED:
         test = test_best(session, predict)
-        session.ended_because = stop.reason or session.ended_because
+    stop.reason = stop.reason or reason
     session.watch.close()
     status_file().unlink(missing_ok=True)
     report.end(session, test=test)
@@ -189,7 +187,7 @@ def end(session: Session, predict: Predict) -> int:
     if failure:
         advice = f"free disk space, then {errors.how_to_continue}"
         raise UserError(f"{failure}; {advice}", alike=True)
-    return INTERRUPTED if session.ended_because is Reason.INTERRUPTED else 0
+    return INTERRUPTED if stop.reason is Reason.INTERRUPTED else 0
 
 
 def _diverged(session: Session) -> UserError:

@@ -279,7 +279,8 @@ def end(
     session: Session, val: dict[str, float] | None = None, test: dict[str, float] | None = None
 ) -> None:
     """Print the closing line and write summary.json. ``val`` defaults to the last epoch's."""
-    state, run, reason = session.state, session.run, session.ended_because
+    state, run = session.state, session.run
+    reason = session.stop.reason if session.stop else Reason.EVALUATED
     last: dict[str, float] = val or (state.history[-1] if state.history else {})
     tags = sorted({tag for record in state.history for tag in record})
     mean = {tag: over_epochs(state.history, tag) for tag in tags}

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from utils import samplers
 from utils.data.loaders import Batches, Loaders
-from utils.errors import UserError
 from utils.launch.world import World
 from utils.run.checkpoint import TrainState
 from utils.run.directory import Run
 from utils.run.snapshots import SnapshotWriter
-from utils.train.stopping import Reason, StopRequest
+from utils.train.stopping import StopRequest
 from utils.train.watch import Watch
 
 # train_step(images, targets, weight, update) -> (loss, logits), documented in each script.
@@ -48,8 +47,6 @@ class Session:
     print_freq: int = 0  # steps between printed lines, the same in all ranks
     epochs: int = 0  # finished in this session
     epoch_began: float = 0.0  # time.monotonic()
-    ended_because: Reason | None = None
-    fault: UserError | None = None  # unreadable images, which end the run
 
     @property
     def train(self) -> Batches:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from utils.errors import UserError
 from utils.launch.world import World
 
 
@@ -32,7 +33,7 @@ class Reason(str, enum.Enum):
     DUMMY = "dummy"  # --dummy
 
 
-# The reasons on which ranks vote, by rising weight: the maximum decides.
+# The reasons that one rank may see alone. By rising weight: the maximum of the votes decides.
 _VOTES = (None, Reason.TRAIN_TIME, Reason.INTERRUPTED, Reason.BAD_FILES, Reason.DIVERGED)
 SLOW = 2.0  # seconds; a vote takes milliseconds
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """Stops all ranks at the same step.
+    """Stops all ranks at the same step, and keeps the reason and the error with which a run ends.
 
     SIGTERM, SIGUSR1 (sent by Slurm before its time limit) and the first Ctrl-C request the end; a
     second Ctrl-C ends the process at once. ``hours`` is the limit on training time, of which
@@ -67,7 +68,8 @@ class StopRequest:
         self.minutes, self.last_snapshot, self.is_busy = minutes, time.monotonic(), is_busy
         self.snapshot_due = False
         self.deadline = math.inf if hours is None else time.monotonic() + hours * 3600 - elapsed
-        self.reason: Reason | None = None  # on which all ranks have agreed
+        self.reason: Reason | None = None  # the same in all ranks
+        self.error: UserError | None = None  # to raise at the end, in all ranks
         self.code = 0  # this process's own vote
         self.pending: tuple[Any, torch.Tensor] | None = None
         self.waits = False  # for each vote, in all ranks?
@@ -85,9 +87,16 @@ class StopRequest:
         if signum == signal.SIGINT:
             signal.signal(signum, lambda *_: os._exit(128 + signum))
 
-    def ask(self, reason: Reason) -> None:
-        """Vote, in this rank, for the end of the run."""
-        self.code = max(self.code, _VOTES.index(reason))
+    def ask(self, reason: Reason, error: UserError | None = None) -> None:
+        """Ask for the end of the run: in one rank, which votes for it, or in all ranks at once.
+
+        All ranks must ask with an ``error``, and for a reason on which they do not vote: it holds
+        at once, unless there is one already.
+        """
+        if reason in _VOTES and error is None:
+            self.code = max(self.code, _VOTES.index(reason))
+        else:
+            self.reason, self.error = self.reason or reason, error or self.error
 
     def begin_phase(self) -> None:
         """Training or evaluation begins, in all ranks: the first call of `poll` waits."""
@@ -105,7 +114,7 @@ class StopRequest:
         self.snapshot_due = False
         if self.world.size == 1:
             self.snapshot_due = self._look_at_clock()
-            self.reason = _VOTES[self.code]
+            self.reason = self.reason or _VOTES[self.code]
             return self.reason
         self._finish_vote()
         if self.reason is None:
@@ -137,17 +146,18 @@ class StopRequest:
             self.pending = None
             work.wait()
             code, due, self.waits = vote.tolist()
-            self.reason, self.snapshot_due = _VOTES[code] or self.reason, bool(due)
+            self.reason, self.snapshot_due = self.reason or _VOTES[code], bool(due)
 
-    def end_training(self) -> None:
-        """Training has ended: from now on only signals request the end.
+    def end_training(self) -> Reason | None:
+        """Training has ended, for the reason returned: from now on only signals request the end.
 
         The handlers stay until the process exits, so that no signal interrupts what is written.
         """
         self._finish_vote()
-        self.deadline, self.reason = math.inf, None
+        reason, self.reason, self.deadline = self.reason, None, math.inf
         if _VOTES[self.code] is Reason.TRAIN_TIME:
             self.code = 0
+        return reason
 
     def close(self) -> None:
         """Finish the vote that is under way, and stop watching the spot service."""
