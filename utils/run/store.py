@@ -22,8 +22,7 @@ from utils.run.snapshots import BEST, SNAPSHOT
 log = logging.getLogger(__name__)
 
 END_WAIT = 100.0  # seconds for the last uploads; a spot instance has 120 from its notice on
-LAST_TRIES = 3  # of a failing store, at the end of the run
-_LONGEST_PAUSE = 60.0  # seconds between two tries
+LAST_TRIES = (0.0, 1.0, 2.0)  # seconds before each, at the end of the run
 
 
 def check_options(store: str | None, resume: str | None) -> None:
@@ -110,9 +109,9 @@ class Store:
         self.url = f"{url.rstrip('/')}/{folder.name}"
         self.system: Any = None
         self.place = ""
-        self.failures = 0  # since the last success
+        self.fails = False  # did the last upload?
         self.waiting: list[Path] = []  # files to send; the first one may be on its way
-        self.closing = threading.Event()
+        self.due, self.closing = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._work, name="store", daemon=True)
 
     def open(self, resume: str | None) -> None:
@@ -142,7 +141,7 @@ class Store:
                     f"cannot tell whether {self.url} has a snapshot to continue from "
                     f"({fault!r:.200}): leave out --resume to begin anew"
                 ) from fault
-            self._count_failure(fault)
+            self._warn(fault)
         if names and not resume:
             raise UserError(
                 f"{self.url} holds a run already: continue it with --resume auto, or choose "
@@ -151,36 +150,40 @@ class Store:
         self.thread.start()
 
     def upload(self, path: Path) -> None:
-        """Send ``path``, soon; nothing if it does not exist.
+        """Send ``path``, soon, and what could not be sent before; nothing if it does not exist.
 
         It may be replaced (by renaming) at any time: what is sent is one whole file.
         """
         if path.is_file() and path not in self.waiting[1:]:
             self.waiting.append(path)
+            self.due.set()
 
     def close(self) -> None:
         """Wait for the uploads that are left, up to `END_WAIT`, and name those that failed."""
         self.closing.set()
+        self.due.set()
         self.thread.join(END_WAIT)
         if lost := ", ".join(sorted({path.name for path in self.waiting})):
             log.info(f"note: {lost} could not be copied to {self.url}: see {self.folder}")
 
     def _work(self) -> None:
-        tries = LAST_TRIES
-        while tries and (self.waiting or not self.closing.is_set()):
-            if not self.waiting:
-                self.closing.wait(0.5)
-                continue
-            path = self.waiting[0]
+        while self.due.wait() and not self.closing.is_set():
+            self.due.clear()
+            self._send_all()
+        for seconds in LAST_TRIES:
+            if self.waiting:
+                time.sleep(seconds)
+                self._send_all()
+
+    def _send_all(self) -> None:
+        """Send each file that waits; one that cannot be sent waits for the next call."""
+        for path in tuple(self.waiting):
             try:
                 self._send(path)
             except Exception as fault:  # whatever it is: training goes on
-                self._count_failure(fault)
-                self.waiting.append(path)
-                if self.closing.is_set():
-                    tries -= 1
-                    time.sleep(1.0)
-                self.closing.wait(min(2.0 ** (self.failures - 1), _LONGEST_PAUSE))
+                self._warn(fault)
+                if path not in self.waiting[1:]:
+                    self.waiting.append(path)
             self.waiting.pop(0)
 
     def _send(self, path: Path) -> None:
@@ -191,14 +194,14 @@ class Store:
             link_atomically(path, Path(self.place, path.name))
         else:
             self.system.put_file(str(path), f"{self.place}/{path.name}")
-        if self.failures:
+        if self.fails:
             log.info(f"the store {self.url} works again")
-        self.failures = 0
+        self.fails = False
 
-    def _count_failure(self, fault: Exception) -> None:
-        self.failures += 1
-        if self.failures == 1:
+    def _warn(self, fault: Exception) -> None:
+        if not self.fails:
             log.warning(
-                f"the store {self.url} cannot be used ({fault!r:.200}): training continues, "
-                "uploads will be retried"
+                f"the store {self.url} cannot be used ({fault!r:.200}): training continues, and "
+                "the next snapshot tries again"
             )
+        self.fails = True
