@@ -32,6 +32,7 @@ def attempt(*words: object) -> Result:
         ("nd --desired-acc=175", "175 is neither a share"),
         ("nd --seed=9223372036854775808", "9223372036854775808 is not at least 0 and at most"),
         ("nd --mixup=inf", "argument --mixup"),
+        ("nd --batch-range 9:1", "9:1 is not LOW:HIGH, such as"),
         ("nd -b 0", "0 is not at least 1"),
         ("nd -j 5000", "argument -j/--workers: 5000 is not at least 0 and at most"),
         ("nd --epochs 2 --warmup-epochs 2.5", "--warmup-epochs 2.5 is longer than --epochs 2"),

@@ -37,14 +37,15 @@ def test_every_script_takes_every_recipe_and_the_command_line_takes_precedence(
     assert (found["data"], found["epochs"]) == (str(tmp_path), 7)
     assert found["lr"] == float(words[words.index("--lr") + 1])
     if name == "classic90":  # so it trains what no recipe trains, bit for bit
-        assert found | {"recipe": None} == parse(script, tmp_path, "--epochs", 7)
+        plain = parse(script, tmp_path, "--epochs", 7)
+        assert found == plain | {"recipe": name, "batch_range": "128:1024"}
 
 
 def test_the_recipes_name_their_batch_and_go_to_all_nodes():
     """A job whose nodes have other recipes is refused, as one with other code."""
     assert option_types.recipe_names() == sorted(NAMES)
     for name in NAMES:
-        assert report.RANGE.search(option_types.recipe_file(name).read_text())
+        assert "--batch-range" in option_types.recipe_words(name)
     assert {f"scripts/recipes/{name}.txt" for name in NAMES} <= agreement.code().keys()
 
 
@@ -63,13 +64,13 @@ def test_a_recipe_that_cannot_be_used(parse, recipe, tmp_path, line, message):
 
 def test_a_run_by_a_recipe(folder, tmp_path, recipe):
     """Printed, kept in options.json, and its sizes in the curves."""
-    path = recipe("# Global batch: 64", "--epochs 3 --lr 0.05 --progressive 16,24", "-p 2")
+    path = recipe("# Mine", "--epochs 3 --lr 0.05 --progressive 16,24", "-p 2 --batch-range 64:96")
     model, env = tiny()
     line = ("--recipe", path, *model, "-b", "10", "--epochs", "2", "--image-size", "32")
     line += ("--val-image-size", "48", "--output-dir", tmp_path, "--name", "run", folder)
     done = train("imagenet_nd.py", *line, **env)
-    assert f"recipe {path}: --epochs 3 --lr 0.05 --progressive 16,24 -p 2" in done.out
-    assert "meant for a global batch of 64, and this is 10; by the linear rule" in done.out
+    assert f"recipe {path}: --epochs 3 --lr 0.05 --progressive 16,24 -p 2 --batch" in done.out
+    assert "of 64 to 96 (--batch-range), and this is 10; by the linear rule" in done.out
     assert "images of 16 pixels from epoch 1, 24 from epoch 2; evaluation at 48" in done.out
     assert scalars(tmp_path / "run")["Size/train"] == [(1, 16), (2, 24)]
     kept = json.loads((tmp_path / "run/options.json").read_text())
@@ -83,17 +84,16 @@ def test_a_run_by_a_recipe(folder, tmp_path, recipe):
         ({}, 8193, [r"sgd is known .* batch of 8192 \(ResNet-50: Goyal", "0 epochs of warm"]),
         ({"lr": 3.2}, 16384, [r"by the linear rule 6\.4\)", "--warmup-epochs 5 or more"]),
         ({"optimizer": "adamw"}, 100_000, []),
-        ({"range": "512 to 1024"}, 1024, []),
-        ({"range": "512 to 1024"}, 2048, [r"512 to 1024.*2048.*--lr 0\.2"]),
-        ({"range": "512 to 1024"}, 256, [r"512 to 1024.*256.*--lr 0\.05"]),
-        ({"range": "512", "lr_scaling": "linear"}, 256, ["of 512, and this is 256$"]),
+        ({"batch_range": "512:1024"}, 1024, []),
+        ({"batch_range": "512:1024"}, 2048, [r"512 to 1024.*2048.*--lr 0\.2"]),
+        ({"batch_range": "512:1024"}, 256, [r"512 to 1024.*256.*--lr 0\.05"]),
+        ({"batch_range": "512:512", "lr_scaling": "linear"}, 256, ["this is 256$"]),
     ],
 )
-def test_a_batch_beyond_what_is_known_is_named(recipe, changes, batch, wanted):
+def test_a_batch_beyond_what_is_known_is_named(changes, batch, wanted):
     usual = {"lr": 0.1, "lr_scaling": "none", "warmup_epochs": 0.0, "optimizer": "sgd"}
-    batches = changes.pop("range", None)
-    path = recipe(f"# Global batch: {batches}") if batches else None
-    args = Namespace(recipe=path, **usual | changes)
+    usual["batch_range"] = None
+    args = Namespace(**usual | changes)
     said = report.batch_warnings(args, batch, args.lr)
     assert len(said) == bool(wanted)
     for pattern in wanted:

@@ -112,6 +112,14 @@ def betas(text: str) -> str:
     return text
 
 
+def batch_range(text: str) -> str:
+    """Global batches from LOW to HIGH; kept as text."""
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if not found or not 0 < int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text} is not LOW:HIGH, such as 512:4096")
+    return text
+
+
 def http(text: str) -> str:
     """The URL of a service."""
     if not text.startswith(("http://", "https://")):

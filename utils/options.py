@@ -16,6 +16,7 @@ from utils.option_types import (
     Parser,
     accuracy,
     amount,
+    batch_range,
     betas,
     count,
     ema_decay,
@@ -183,6 +184,8 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         "options on the command line take precedence"
     )
     add("--recipe", metavar="NAME|FILE", help=text)
+    text = "global batches for which --lr and the like were chosen; warn of another one"
+    add("--batch-range", type=batch_range, metavar="LOW:HIGH", help=text)
     add("--epochs", type=count, default=90, metavar="N", help="total number of epochs")
     add("--start-epoch", type=count, metavar="N", help="start from this epoch")
     text = (

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import re
 import shlex
 import time
 from datetime import timedelta
@@ -16,7 +15,7 @@ from utils.data.preprocessing import sizes_text
 from utils.launch import supervise
 from utils.launch.world import KERNELS, gather, local
 from utils.model import schedules
-from utils.option_types import recipe_file, recipe_words
+from utils.option_types import recipe_words
 from utils.run import provenance
 from utils.run.checkpoint import TrainState
 from utils.run.provenance import over_epochs
@@ -32,7 +31,6 @@ LIMIT = 0.1
 BUSY = 95.0  # per cent; below, the GPU could do more
 SGD_HOLDS_TO = 8192  # the largest global batch that was published as costing SGD no accuracy
 REFERENCE_LR = 0.1  # for a global batch of schedules.REFERENCE_BATCH, by the same paper
-RANGE = re.compile(r"#\s*global batch:\s*(\d+)(?:\s*to\s*(\d+))?\b", re.IGNORECASE)
 METRICS = ("Top1", "Top5", "Loss")
 WHY = {
     Reason.EPOCHS: "all epochs done",
@@ -86,20 +84,18 @@ def start(session: Session) -> None:
 
 
 def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
-    """Warnings about a global batch at which the recipe, or SGD, may lose accuracy.
+    """Warnings about a global batch outside ``--batch-range``, or at which SGD may lose accuracy.
 
     ``lr`` is the learning rate after warm-up, scaled.
     """
     said = []
-    found = args.recipe and RANGE.search(recipe_file(args.recipe).read_text(encoding="utf-8"))
-    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, global_batch)
+    low, high = map(int, (args.batch_range or f"0:{global_batch}").split(":"))
     if not low <= global_batch <= high:
-        batches = f"{low} to {high}" if low < high else low
         rate = args.lr * global_batch / (high if global_batch > high else low)
         advice = f"; by the linear rule its rate would be --lr {rate:.3g}"
         said.append(
-            f"the recipe {args.recipe} is meant for a global batch of {batches}, and this is "
-            f"{global_batch}{advice * (args.lr_scaling == 'none')}"
+            f"the options are meant for a global batch of {low} to {high} (--batch-range), and "
+            f"this is {global_batch}{advice * (args.lr_scaling == 'none')}"
         )
     if global_batch > SGD_HOLDS_TO and args.optimizer in ("sgd", "nesterov"):
         linear = REFERENCE_LR * global_batch / schedules.REFERENCE_BATCH
