@@ -26,6 +26,11 @@ def open_source(root: Path, classes: list[str], shows: bool = False) -> Source:
 
 def class_folders(root: Path) -> list[str]:
     """Sorted names of the classes in ``root``. Raises `UserError` if there are none."""
+    if root.name == "test" and not root.is_dir():
+        raise UserError(
+            f"folder {root} is missing: --part test evaluates on it, --part val on DATA/val",
+            alike=True,
+        )
     if not root.is_dir():
         raise UserError(
             f"folder {root} is missing: DATA must hold train/CLASS/*.JPEG and val/CLASS/*.JPEG "
