@@ -6,7 +6,7 @@ norm and no dropout, so that the gradient of a batch is the mean over its images
 transformer for 32 pixels and a ResNet, of blocks that imagenet_fsdp.py shards.
 STEP_SECONDS in the environment makes a forward pass take that long, without using the CPU, so that
 a signal can meet it half-way. With HOLD_AFTER=N the forward pass after N training batches waits
-until the process has been asked to stop; in rank R alone with HOLD_RANK=R. With SEEN_IMAGES=FOLDER
+until the process has met a signal; in rank R alone with HOLD_RANK=R. With SEEN_IMAGES=FOLDER
 each process keeps a file there, <rank>_<start>, with a line for each training batch that it has
 seen: the checksums of its images, which crop and flip make different in each epoch. With
 SEEN_SEEDS=FOLDER it does the same with torch's seeds. In rank R the clock jumps forward by an hour
@@ -71,7 +71,8 @@ def noted(number: int, handler: Any, set_handler: Any = signal.signal) -> Any:
     """signal.signal, whose handlers note that they are called."""
 
     def meet(number: int, frame: Any) -> None:
-        met.append(number)
+        if number != signal.SIGCHLD:  # of a loader worker that has ended
+            met.append(number)
         handler(number, frame)
 
     return set_handler(number, meet if callable(handler) else handler)
