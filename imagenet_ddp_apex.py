@@ -10,28 +10,27 @@ Start it by torch.distributed.launch or torchrun on every node with its own --no
 
 or by hand like imagenet_ddp.py. O2 keeps float16 weights and float32 masters of them, scales the
 loss, and skips a step whose gradients overflow. NVIDIA's Apex (25.04 is the last tag with amp) is
-used where it is installed; elsewhere utils/amp/o2.py computes the same in plain PyTorch.
+used where it is installed; elsewhere utils/extras/o2.py computes the same in plain PyTorch.
 """
 
 from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
 
-import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
+from utils import launch
+
+launch.prepare()  # before torch is imported, which takes seconds
 
 import torch
 from torch import Tensor, nn
 
-from utils import options
-from utils.amp import apex, o2
-from utils.comm.exchange import form_buckets
-from utils.data.loaders import build_loaders
-from utils.launch import launch, supervise
-from utils.launch.world import World
-from utils.model import models, optim
-from utils.run.checkpoint import TrainState
-from utils.run.directory import Run
-from utils.train import epoch, evaluation, loop
-from utils.train.session import Session
+from utils import epoch, loop, models, optim, options
+from utils.extras import apex, o2
+from utils.extras.compress import form_buckets
+from utils.loaders import build_loaders
+from utils.run_directory import Run
+from utils.session import Session
+from utils.snapshots import TrainState
+from utils.world import World, process_group
 
 
 def parser() -> ArgumentParser:
@@ -50,7 +49,7 @@ def main() -> int:
 
 def worker(args: Namespace) -> int:
     """One process of the job: join the process group, train, leave it."""
-    with launch.process_group(args) as world:  # torch.distributed.init_process_group
+    with process_group(args) as world:  # torch.distributed.init_process_group
         return train(args, world)
 
 
@@ -130,14 +129,14 @@ def train(args: Namespace, world: World) -> int:
         return loop.measure_step(session, train_step)
     loop.resume(session)
     if args.evaluate:
-        return evaluation.evaluate_only(session, predict)
+        return epoch.evaluate_only(session, predict)
     loop.begin(session)
     while loop.goes_on(session):
         trained = epoch.train(session, train_step)
-        evaluated = evaluation.evaluate(session, predict, loaders.val)
+        evaluated = epoch.evaluate(session, predict, loaders.val)
         loop.close_epoch(session, trained, evaluated)  # curves, best model, snapshot
     return loop.end(session, predict)
 
 
 if __name__ == "__main__":
-    supervise.run_main(main)
+    launch.run_main(main)

@@ -17,29 +17,27 @@ global batch: a block's weights are gathered just before it computes, its gradie
 
 from argparse import ArgumentParser, Namespace
 
-import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
+from utils import launch
+
+launch.prepare()  # before torch is imported, which takes seconds
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from utils import options
-from utils.amp import native
-from utils.comm import fsdp
-from utils.data.loaders import build_loaders
-from utils.launch import launch, supervise
-from utils.launch.world import World, copy_from_main
-from utils.model import models, optim
-from utils.run.checkpoint import TrainState
-from utils.run.directory import Run
-from utils.train import epoch, evaluation, loop
-from utils.train.session import Session
+from utils import amp, epoch, loop, models, optim, options
+from utils.extras import fsdp
+from utils.loaders import build_loaders
+from utils.run_directory import Run
+from utils.session import Session
+from utils.snapshots import TrainState
+from utils.world import World, copy_from_main, process_group
 
 
 def parser() -> ArgumentParser:
     """The command line of this script."""
     parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
-    native.add_options(parser)
+    amp.add_options(parser)
     fsdp.add_options(parser)
     launch.add_options(parser)
     return parser
@@ -52,7 +50,7 @@ def main() -> int:
 
 def worker(args: Namespace) -> int:
     """One process of the job: join the process group, train, leave it."""
-    with launch.process_group(args) as world:  # torch.distributed.init_process_group
+    with process_group(args) as world:  # torch.distributed.init_process_group
         return train(args, world)
 
 
@@ -62,7 +60,7 @@ def train(args: Namespace, world: World) -> int:
     torch.manual_seed(args.seed)
     loop.read_image_size(args, world)  # with --resume; model and precision depend on it
 
-    amp_dtype = native.autocast_dtype(args, world)
+    amp_dtype = amp.autocast_dtype(args, world)
 
     # ---- data: an order of images that seed and epoch fix (utils/samplers.py); each rank takes its
     # slice of every global batch of DATA/train, and each image of DATA/val is evaluated once
@@ -129,14 +127,14 @@ def train(args: Namespace, world: World) -> int:
         return loop.measure_step(session, train_step)
     loop.resume(session)
     if args.evaluate:
-        return evaluation.evaluate_only(session, predict)
+        return epoch.evaluate_only(session, predict)
     loop.begin(session)
     while loop.goes_on(session):
         trained = epoch.train(session, train_step)
-        evaluated = evaluation.evaluate(session, predict, loaders.val)
+        evaluated = epoch.evaluate(session, predict, loaders.val)
         loop.close_epoch(session, trained, evaluated)  # curves, best model, snapshot
     return loop.end(session, predict)
 
 
 if __name__ == "__main__":
-    supervise.run_main(main)
+    launch.run_main(main)

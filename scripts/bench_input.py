@@ -26,19 +26,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import utils.launch.installed  # noqa: E402, F401 (a missing package becomes an error message)
+from utils import launch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from bench import photographs, pipelines  # noqa: E402
-from compare.table import markdown_table  # noqa: E402
+launch.prepare()  # before torch is imported, which takes seconds
 
-from utils.data.folder import Source  # noqa: E402
-from utils.data.parts import class_folders, open_source  # noqa: E402
-from utils.errors import UserError  # noqa: E402
-from utils.launch import supervise  # noqa: E402
-from utils.option_types import count, positive  # noqa: E402
-from utils.samplers import Batch, epoch_order  # noqa: E402
+import numpy as np
+import torch
+from bench import photographs, pipelines
+from compare.table import markdown_table
+
+from utils.errors import UserError
+from utils.folder import Source, class_folders, open_source
+from utils.option_types import count, positive
+from utils.samplers import Batch, epoch_order
 
 BATCH = 64
 IDLE_SECONDS = 0.05
@@ -62,7 +62,7 @@ def main() -> int:
             for name, pipeline in pipelines.all_of(index).items()
         ]
     head = [f"{args.workers} workers", "images", "images/s", "CPU ms per image", "ratio"]
-    print(f"torch {torch.__version__}, {supervise.usable_cores()} cores\n", flush=True)
+    print(f"torch {torch.__version__}, {launch.usable_cores()} cores\n", flush=True)
     print(markdown_table(head, compare(rows, args)))
     return 0
 
@@ -166,4 +166,4 @@ def compare(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[tuple[
 
 
 if __name__ == "__main__":
-    supervise.run_main(main)
+    launch.run_main(main)

@@ -30,13 +30,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import utils.launch.installed  # noqa: E402, F401 (a missing package becomes an error message)
+from utils import launch
 
-from bench import commands, namespaces  # noqa: E402
-from compare.table import markdown_table  # noqa: E402
+launch.prepare()  # before torch is imported, which takes seconds
 
-from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
-from utils.option_types import list_of, number, positive  # noqa: E402
+from bench import commands, namespaces
+from compare.table import markdown_table
+
+from utils.errors import UserError, go_on_without_reader, report
+from utils.option_types import list_of, number, positive
 
 METHODS = "fp32,fp16,int8,int4,powersgd:4"
 PORT = 29555
@@ -86,10 +88,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _methods(text: str) -> list[str]:
-    from utils.comm import methods
+    from utils.extras import compress
 
     try:
-        return [methods.parse(word).name for word in text.split(",")]
+        return [compress.parse(word).name for word in text.split(",")]
     except UserError as fault:
         raise argparse.ArgumentTypeError(str(fault)) from None
 
@@ -161,15 +163,15 @@ def rows_of(count: int, found: dict[str, list[Figures]]) -> list[list[str]]:
 
 def recommendation(count: int, found: dict[str, list[Figures]]) -> str:
     """A line with the option to use on ``count`` nodes, and what it saves."""
-    from utils.comm import methods
+    from utils.extras import compress
 
     times = {
         name: median(one["ms_per_step"] for one in rounds)
         for name, rounds in found.items()
         if name != "alone"
     }
-    exact_first = sorted(times, key=methods.exactness, reverse=True)
-    best = methods.most_exact({name: times[name] for name in exact_first})
+    exact_first = sorted(times, key=compress.exactness, reverse=True)
+    best = compress.most_exact({name: times[name] for name in exact_first})
     others = [
         f"{name}: {times[name]:.0f} ms" for name in ("fp32", "fp16") if name in {*times} - {best}
     ]

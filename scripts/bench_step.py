@@ -35,16 +35,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import utils.launch.installed  # noqa: E402, F401 (a missing package becomes an error message)
+from utils import launch
 
-from bench import commands  # noqa: E402
-from compare.table import markdown_table  # noqa: E402
+launch.prepare()  # before torch is imported, which takes seconds
 
-from utils.atomic import save_atomically  # noqa: E402
-from utils.data.folder import SUFFIXES  # noqa: E402
-from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
-from utils.launch import gpus, supervise  # noqa: E402
-from utils.option_types import count, positive  # noqa: E402
+from bench import commands
+from compare.table import markdown_table
+
+from utils.atomic import save_atomically
+from utils.errors import UserError, go_on_without_reader, report
+from utils.extras import gpus
+from utils.folder import SUFFIXES
+from utils.option_types import count, positive
 
 SCRIPTS = {name: f"imagenet_{name}.py" for name in ("nd", "dp", "ddp", "fsdp")}
 SCRIPTS |= dict.fromkeys(("O0", "O1", "O2", "O3"), "imagenet_ddp_apex.py")
@@ -74,7 +76,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--image-size", type=positive, default=224, metavar="PX", help="(%(default)s)")
     add("--cases", default="examples,torchvision,nd", metavar="LIST", help="(%(default)s)")
     add("--rounds", type=positive, default=3, metavar="N", help="(%(default)s)")
-    add("--threads", type=positive, default=supervise.usable_cores(), help="(%(default)s)")
+    add("--threads", type=positive, default=launch.usable_cores(), help="(%(default)s)")
     text = "of one case and round; a case that takes longer is left out (%(default)s)"
     add("--limit", type=positive, default=1800, metavar="SECONDS", help=text)
     add("--json", type=Path, metavar="FILE", help="keep all measurements")
@@ -184,7 +186,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[Figures]]:
 
 
 def alone(case: str, args: argparse.Namespace, runs: Path) -> Figures:
-    """What `utils.train.dummy.time_steps` says of a case's step. Raises: `UserError`."""
+    """What `utils.extras.dummy.time_steps` says of a case's step. Raises: `UserError`."""
     shutil.rmtree(runs, ignore_errors=True)
     printed = run(command(case, args, runs), args, ROOT)[0]
     summary = runs / "case" / "summary.json"

@@ -5,7 +5,7 @@
     CC=clang python scripts/build_region_decode.py
 
 Nodes that have it read image files faster (RESULTS.md, "The input path"); the batches are the same
-on all nodes. It is one small file of C, utils/data/region_decode.c, and needs a C compiler and
+on all nodes. It is one small file of C, utils/extras/region_decode.c, and needs a C compiler and
 libjpeg-turbo's header: on Debian and Ubuntu `apt install gcc libc6-dev libjpeg-dev`, on Amazon
 Linux and Fedora `dnf install gcc libjpeg-turbo-devel`. Its pixels are compared with those of
 decoding whole images before it is used. quickstart.sh and the other wrappers run this.
@@ -24,10 +24,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import utils.launch.installed  # noqa: E402, F401 (a missing package becomes an error message)
+from utils import launch
 
-from utils.data import jpeg  # noqa: E402
-from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
+launch.prepare()  # before torch is imported, which takes seconds
+
+from utils.errors import UserError, go_on_without_reader, report
+from utils.extras import region_decode
 
 FLAGS = ("-std=c99", "-O2", "-shared", "-fPIC")
 PACKAGES = "apt install gcc libc6-dev libjpeg-dev, or dnf install gcc libjpeg-turbo-devel"
@@ -46,17 +48,17 @@ def main(argv: list[str] | None = None) -> int:
         help="do nothing if it was built from today's source; print a note if it cannot be built",
     )
     args = parser.parse_args(argv)
-    if args.if_missing and jpeg.has_library():
+    if args.if_missing and region_decode.has_library():
         return 0
     try:
-        boxes = build(jpeg.LIBRARY)
+        boxes = build(region_decode.LIBRARY)
     except (UserError, OSError) as fault:
         error = fault if isinstance(fault, UserError) else UserError(f"cannot build it: {fault}")
         if not args.if_missing:
             return report(error)
         print(f"note: JPEG files are decoded whole, which is slower: {error}")
         return 0
-    print(f"built {jpeg.LIBRARY} ({boxes} crops compared with whole decoding: equal)")
+    print(f"built {region_decode.LIBRARY} ({boxes} crops compared with whole decoding: equal)")
     return 0
 
 
@@ -68,7 +70,7 @@ def build(library: Path) -> int:
     """
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build_") as folder:
         made = Path(folder) / library.name
-        compile_source(str(jpeg.SOURCE), "-o", str(made), "-ljpeg")
+        compile_source(str(region_decode.SOURCE), "-o", str(made), "-ljpeg")
         number = compare(made)
         for old in library.parent.glob("libregion_decode*.so"):
             old.unlink(missing_ok=True)
@@ -96,7 +98,7 @@ def compare(library: Path) -> int:
     """Compare crops with those of whole images. Returns: their number. Raises: `UserError`."""
     import torch  # takes seconds, which --if-missing mostly saves
 
-    from utils.data import images as im
+    from utils import images as im
 
     draw, boxes = random.Random(0), 0
     for sampling in SAMPLINGS:
@@ -105,7 +107,7 @@ def compare(library: Path) -> int:
             whole = im.decode(data)
             for _ in range(BOXES):
                 box = top, left, height, width = im.random_box(draw, *whole.shape[1:])
-                found = jpeg.decode_region(data, box, library)
+                found = region_decode.decode_region(data, box, library)
                 if found is None:
                     raise UserError("the library cannot decode: is it of another libjpeg?")
                 pixels = torch.from_numpy(found[0]).permute(2, 0, 1)[:, :, left - found[1] :]

@@ -18,7 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
+from utils import launch
+
+launch.prepare()  # before torch is imported, which takes seconds
 
 from compare import pictures, runs, table
 from compare.runs import Run

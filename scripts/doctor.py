@@ -36,13 +36,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/ssh")]
 
-import hosts  # noqa: E402
-from job import Job  # noqa: E402
+import hosts
+from job import Job
 
-from utils import errors  # noqa: E402
-from utils.errors import UserError  # noqa: E402
-from utils.launch import agreement, gpus, network, preflight, supervise  # noqa: E402
-from utils.option_types import amount, count, from_environment, port, positive  # noqa: E402
+from utils import errors, launch, network
+from utils.errors import UserError
+from utils.extras import gpus, preflight
+from utils.option_types import amount, count, from_environment, port, positive
 
 OK, WARNING, FAULT = 0, 1, 2
 MARKS = "✓!✗"
@@ -106,14 +106,14 @@ def facts(args: argparse.Namespace) -> Facts:
         "disk": shutil.disk_usage(place).free,
         "disk_place": str(place),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "cores": supervise.usable_cores(),
+        "cores": launch.usable_cores(),
         "data": data_set(args),
     }
 
 
 def data_set(args: argparse.Namespace) -> Facts:
     """Fingerprints of train and val, and how fast images come in; or a run's own "error"."""
-    from utils.data.parts import check_same_classes, class_folders, open_source
+    from utils.folder import check_same_classes, class_folders, open_source
 
     root, found = Path(args.data), {}
     try:
@@ -146,7 +146,7 @@ def read_speed(index: Any) -> float:
                 file.readall() if size is None else os.pread(file.fileno(), size, place)
                 done.append(image)
 
-    with ThreadPoolExecutor(min(supervise.usable_cores(), 16)) as pool:
+    with ThreadPoolExecutor(min(launch.usable_cores(), 16)) as pool:
         list(pool.map(read, chosen))
     return len(done) / (time.perf_counter() - began)
 
@@ -156,7 +156,7 @@ def decode_speed(index: Any, args: argparse.Namespace) -> float:
     import numpy as np
     import torch
 
-    from utils.data.dataset import ImageBatches
+    from utils.images import ImageBatches
     from utils.samplers import Batch
 
     torch.set_num_threads(1)
@@ -274,7 +274,7 @@ def of_versions(names: list[str], everyone: list[Facts]) -> Iterator[Finding]:
         ("driver", WARNING, "a torch that works on one node may not work on another"),
         ("mtu", WARNING, "large messages can vanish, and training hangs at its first all-reduce"),
     ):
-        values = [agreement.release(one[key]) if key == "python" else one[key] for one in everyone]
+        values = [network.release(one[key]) if key == "python" else one[key] for one in everyone]
         if any(value != values[0] for value in values):
             each = "; ".join(f"{v or 'none'} on {n}" for n, v in zip(names, values, strict=True))
             yield Finding(level, f"{key} differs: {each}", why, "make the nodes alike")
@@ -345,7 +345,7 @@ def of_data(names: list[str], found: list[Facts]) -> Iterator[Finding]:
             each = "; ".join(f"{name} has {fingerprint}" for name, fingerprint in prints.items())
             yield Finding(
                 FAULT,
-                f"the {part} images differ: {each}; {agreement.first_difference(first)}",
+                f"the {part} images differ: {each}; {network.first_difference(first)}",
                 "each node takes its share by the numbers in its own list: training does not start",
                 "copy the data set to the wrong node again (rsync -a --delete DATA/ NODE:DATA/)",
             )
@@ -461,7 +461,9 @@ def examine(args: argparse.Namespace) -> int:
         check = preflight.Preflight(args.rank, args.nodes, master, args.wait, typed)
     else:
         args.port = network.free_port()
-    import utils.launch.installed  # noqa: F401 (a missing package is a one-line error)
+    from utils import launch
+
+    launch.prepare()  # before torch is imported, which takes seconds
 
     everyone, between = [], {}
     try:

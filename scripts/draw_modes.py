@@ -15,9 +15,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import utils.launch.installed  # noqa: E402, F401 (a missing package becomes an error message)
+from utils import launch
 
-from utils.errors import UserError, report  # noqa: E402
+launch.prepare()  # before torch is imported, which takes seconds
+
+from utils.errors import UserError, report
 
 COLOURS = {
     "weights": "#9cc4e4",

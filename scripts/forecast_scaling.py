@@ -21,16 +21,18 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import utils.launch.installed  # noqa: E402, F401 (a missing package becomes an error message)
+from utils import launch
 
-from compare import runs  # noqa: E402
-from compare.table import text_table  # noqa: E402
-from forecast import buckets, model, picture  # noqa: E402
-from forecast.model import Cluster, Forecast, Workload  # noqa: E402
+launch.prepare()  # before torch is imported, which takes seconds
 
-from utils.comm import methods as comm_methods  # noqa: E402
-from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
-from utils.option_types import amount, list_of, number, positive  # noqa: E402
+from compare import runs
+from compare.table import text_table
+from forecast import buckets, model, picture
+from forecast.model import Cluster, Forecast, Workload
+
+from utils.errors import UserError, go_on_without_reader, report
+from utils.extras import compress as comm_methods
+from utils.option_types import amount, list_of, number, positive
 
 MOST_COLUMNS = 12
 

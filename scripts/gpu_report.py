@@ -13,15 +13,17 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import utils.launch.installed  # noqa: E402, F401 (a missing package is a one-line error)
+from utils import launch
 
-import torch  # noqa: E402
-from bench import commands, photographs  # noqa: E402
+launch.prepare()  # before torch is imported, which takes seconds
 
-from utils.errors import UserError, go_on_without_reader, report  # noqa: E402
-from utils.launch import gpus, supervise  # noqa: E402
-from utils.option_types import number  # noqa: E402
-from utils.run import provenance  # noqa: E402
+import torch
+from bench import commands, photographs
+
+from utils import provenance
+from utils.errors import UserError, go_on_without_reader, report
+from utils.extras import gpus
+from utils.option_types import number
 
 
 class Part(NamedTuple):
@@ -101,7 +103,7 @@ def main() -> int:
     names = {"model": model, "half": "bf16" if small else "fp16", "out": str(page.parent)}
     names["gpus"] = str(0 if small else torch.cuda.device_count())
     names["input"] = "" if photographs.find() else names["out"] + "/sample"
-    names["workers"] = str(supervise.usable_cores())
+    names["workers"] = str(launch.usable_cores())
     about = provenance.describe(torch.device(args.device)) | {"gpus": names["gpus"]}
     text = f"# GPU report\n\n{date.today():%d %B %Y}, `bash scripts/gpu_report.sh`\n\n"
     text += "**Tried on the CPU: the figures mean nothing.**\n\n" if small else ""

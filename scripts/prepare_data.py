@@ -17,7 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
+from utils import launch
+
+launch.prepare()  # before torch is imported, which takes seconds
 
 from prepare import sources
 from prepare.folder import AGAIN, fill
@@ -25,7 +27,7 @@ from prepare.pack import pack_folder, verify
 from prepare.shrink import shrink_folder
 
 from utils.errors import UserError, go_on_without_reader, report
-from utils.launch.supervise import usable_cores
+from utils.launch import usable_cores
 from utils.option_types import number, positive
 
 SOURCES = {

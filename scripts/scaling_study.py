@@ -34,19 +34,20 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/ssh")]
 
-import utils.launch.installed  # noqa: E402, F401 (a missing package becomes an error message)
+from utils import launch
 
-import hosts  # noqa: E402
-import launcher  # noqa: E402
-from bench import namespaces  # noqa: E402
-from compare import pictures, runs, table  # noqa: E402
-from compare.runs import Run  # noqa: E402
+launch.prepare()  # before torch is imported, which takes seconds
 
-from utils import errors  # noqa: E402
-from utils.errors import BAD_INPUT, INTERRUPTED, UserError  # noqa: E402
-from utils.launch import network, supervise  # noqa: E402
-from utils.model.schedules import REFERENCE_BATCH, scale_lr  # noqa: E402
-from utils.option_types import count, list_of, number, positive  # noqa: E402
+import hosts
+import launcher
+from bench import namespaces
+from compare import pictures, runs, table
+from compare.runs import Run
+
+from utils import errors, network
+from utils.errors import BAD_INPUT, INTERRUPTED, UserError
+from utils.optim import REFERENCE_BATCH, scale_lr
+from utils.option_types import count, list_of, number, positive
 
 FINISHED = ("epochs", "desired_acc", "train_time")  # in summary.json: the run did all it was asked
 LARGEST = "largest"  # as -b of the study
@@ -343,7 +344,7 @@ class Runner:
         env |= {"PYTHONUNBUFFERED": "1", **dict(self.args.env or ())}
         # Ctrl-C is for this process, which passes it on.
         common = {"env": env, "start_new_session": True}
-        common["preexec_fn"] = functools.partial(supervise.die_with_parent, os.getpid())
+        common["preexec_fn"] = functools.partial(launch.die_with_parent, os.getpid())
         common["cwd"] = ROOT if self.args.slurm is not None else None
         out = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT} | common
         # -p: it goes on if nobody reads its output any more.

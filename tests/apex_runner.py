@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import imagenet_ddp_apex
-from utils.amp import apex as choice
-from utils.launch import supervise
+from utils import launch
+from utils.extras import apex as choice
 
 
 def main() -> int:
@@ -24,4 +24,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    supervise.run_main(main)
+    launch.run_main(main)

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from utils.data.dataset import ImageBatches
-from utils.data.folder import Folder
-from utils.data.loaders import BadFiles, Batches
+from utils.folder import Folder
+from utils.images import ImageBatches
+from utils.loaders import BadFiles, Batches
 from utils.samplers import Batch, TrainSampler
 
 SIZE, SEED = 16, 3

@@ -166,7 +166,7 @@ def draw_folder(root: Path, train: int = 20, val: int = 7) -> Path:
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
     """The lines that modules of utils log meanwhile, as a run prints them."""
-    from utils.run.directory import as_line
+    from utils.run_directory import as_line
 
     found, handler, logger = [], logging.Handler(), logging.getLogger("utils")
     handler.emit = lambda record: found.append(as_line(record))

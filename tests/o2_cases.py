@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from utils.amp.o2 import Amp
-from utils.launch.world import World
-from utils.model.optim import sgd
+from utils.extras.o2 import Amp
+from utils.optim import sgd
+from utils.world import World
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ from fake_runs import forget
 from joined import command
 from running import alone, same, snapshot, tiny
 
-from utils.amp import apex as choice
-from utils.amp import native, o2
+from utils import amp, world
 from utils.errors import UserError
-from utils.launch import world
+from utils.extras import apex as choice
+from utils.extras import o2
 
 STAND_IN_APEX = str(ROOT / "tests" / "stand_in_apex")
 WORLD = world.World(torch.device("cpu"))
@@ -87,13 +87,13 @@ def parsed(*options):
 
 def test_float16_on_a_cpu_comes_with_a_warning(monkeypatch, capsys):
     """It draws no random numbers: weights stay as the seed makes them."""
-    monkeypatch.setattr(native, "SLOW", 0.0)  # whatever this CPU is
+    monkeypatch.setattr(amp, "SLOW", 0.0)  # whatever this CPU is
     before = torch.get_rng_state()
     choice.amp_and_parallel(parsed("--opt-level", "O0"), WORLD)
-    native.autocast_dtype(argparse.Namespace(amp="off"), WORLD)
+    amp.autocast_dtype(argparse.Namespace(amp="off"), WORLD)
     assert "float16 is slow" not in capsys.readouterr().out
     choice.amp_and_parallel(parsed("--opt-level", "O2"), WORLD)
-    native.autocast_dtype(argparse.Namespace(amp="fp16"), WORLD)
+    amp.autocast_dtype(argparse.Namespace(amp="fp16"), WORLD)
     said = capsys.readouterr().out
     assert re.search(r"float16 is slow on this CPU: .* [\d.]+ times .*use --opt-level O0", said)
     assert re.search(r"float16 is slow on this CPU: .* [\d.]+ times .*use --amp off", said)
@@ -117,7 +117,7 @@ def test_why_apex_is_not_used(site, tmp_path, monkeypatch, capsys, init, has_gpu
     monkeypatch.setattr(choice, "_has_gpu", lambda: has_gpu)
     amp, parallel = choice.amp_and_parallel(parsed(), WORLD)
     assert isinstance(amp, o2.Amp) and parallel is o2
-    by = r"opt level O2 by plain PyTorch \(utils/amp/o2.py\)"
+    by = r"opt level O2 by plain PyTorch \(utils/extras/o2.py\)"
     assert re.search(f"{by}: .*{reason}", capsys.readouterr().out)
     with pytest.raises(UserError, match=f"{reason}{remedy}use --amp-impl torch"):
         choice.check(parsed("--amp-impl", "apex"))
@@ -167,11 +167,11 @@ def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch):
 def test_precision(monkeypatch, capsys, device, amp, fast, size, progressive, precision, words):
     """``fast``: the CPU has AMX, the GPU computes in bf16."""
     supported = lambda including_emulation=True: including_emulation or fast  # noqa: E731
-    monkeypatch.setattr(native, "has_amx", lambda: fast)
+    monkeypatch.setattr(amp, "has_amx", lambda: fast)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     args = argparse.Namespace(amp=amp, image_size=size, progressive=progressive, epochs=2)
-    dtype = native.autocast_dtype(args, world.World(torch.device(device)))
-    assert (args.precision, dtype) == (precision, native.DTYPES[precision])
+    dtype = amp.autocast_dtype(args, world.World(torch.device(device)))
+    assert (args.precision, dtype) == (precision, amp.DTYPES[precision])
     said = capsys.readouterr().out
     assert words in said
     assert bool(words) == bool(said)

@@ -13,11 +13,11 @@ from running import same
 from test_checkpoint import ARGS, CLASSES, OPTIONS, WORLD, build, save_best, save_snapshot
 from torch import nn
 
+from utils import epoch, loop
 from utils.atomic import read_checkpoint
 from utils.errors import UserError
-from utils.model.ema import Average
-from utils.run.checkpoint import resume
-from utils.train import evaluation, loop
+from utils.extras.ema import Average
+from utils.snapshots import resume
 
 
 @pytest.mark.parametrize(("level", "most"), [("O0", 0.9), ("O0", 0.3), ("O2", 0.9)])
@@ -132,7 +132,7 @@ def test_flips_are_the_mean_of_two_views():
     batches.sampler = SimpleNamespace(rounds=2, images=9)
     session = MagicMock(args=SimpleNamespace(val_flip=True), world=WORLD, stop=None)
     session.state.ema, session.state.model, session.state.sharded = None, model, False
-    found = evaluation.evaluate(session, model, batches)
+    found = epoch.evaluate(session, model, batches)
     images, targets = (torch.cat(part) for part in zip(*parts, strict=True))
     logits = (model(images) + model(images.flip(3))) / 2
     assert found["Loss/val"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)

@@ -19,8 +19,8 @@ from gpu_report import Part
 from running import STAND_IN, Running, eventually, wait_for_group
 
 from utils.errors import UserError
-from utils.launch.world import World
-from utils.train import dummy
+from utils.extras import dummy
+from utils.world import World
 
 SMALL = ("-a", "tiny_full", "-b", "4", "--image-size", "32")
 TABLE = """

@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, draw_folder, environment, python, summary
 from torchvision.models import get_model
 
-from utils.model import models
+from utils import models
 
 EVALUATE = """
 from torch.nn.functional import cross_entropy

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from joined import in_processes
 
+from utils import launch, network, world
 from utils.errors import UserError
-from utils.launch import agreement, gpus, launch, network, preflight, supervise, world
+from utils.extras import gpus, preflight
 
 MASTER = {"MASTER_ADDR": "b", "MASTER_PORT": "8"}
 VARIABLES = ("WORLD_SIZE", "NODE_RANK", "MASTER_PORT")
@@ -42,14 +43,14 @@ def run(line: str, env: dict[str, str], visible: int) -> list[dict]:
     with (
         mock.patch.object(torch.cuda, "device_count", lambda: visible),
         mock.patch.object(network, "free_port", lambda: 7),
-        mock.patch.object(supervise, "supervise", lambda worker, args, places: places),
+        mock.patch.object(launch, "supervise", lambda worker, args, places: places),
     ):
         return launch.run(None, parser.parse_args([*line.split(), "--dist-timeout", "9"]))
 
 
 LINE = "-n 2 -nr 1 --dist-url tcp://a:6 -g 2"
 TYPED = ("--world-size (-n)", "--rank (-nr)", "port in --dist-url")
-BY_WRAPPER = MASTER | {supervise.MARKER: "launcher:run"}
+BY_WRAPPER = MASTER | {launch.MARKER: "launcher:run"}
 WRAPPERS = ("NODES", *VARIABLES[1:])
 ELSEWHERE = MASTER | {"WORLD_SIZE": "9", "NODE_RANK": "5"}
 DEFAULT_PORT = {"WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "b"}
@@ -97,7 +98,7 @@ def join(patch, visible: int, calls: mock.Mock, sync_bn: bool) -> world.World:
     """Join the job that the environment names; ``calls`` notes what it calls."""
     patch.setattr(torch.cuda, "is_available", lambda: visible > 0)
     patch.setattr(torch.cuda, "device_count", lambda: visible)
-    patch.setattr(supervise, "usable_cores", lambda: 6)
+    patch.setattr(launch, "usable_cores", lambda: 6)
     patch.setattr(network, "interface_towards", {"b": "eth7"}.get)
     patch.setattr(torch, "set_num_threads", calls.set_num_threads)
     patch.setattr(torch.cuda, "set_device", calls.set_device)
@@ -179,7 +180,7 @@ class Built(Exception):
 def _ends(lines: list[tuple], folder: Path, rank: int, size: int) -> list[str]:
     """How rank ``rank`` of two nodes ends on each of ``lines`` (the words of each rank)."""
     import imagenet_ddp as script
-    from utils.model import models
+    from utils import models
 
     found: list[str] = []
     os.environ.update(LAUNCHED, RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -194,8 +195,8 @@ def _ends(lines: list[tuple], folder: Path, rank: int, size: int) -> list[str]:
             mock.patch.object(sys, "argv", line),
             mock.patch.object(dist, "init_process_group", how),
             mock.patch.object(network, "connect"),
-            mock.patch.object(agreement, "code", return_value={"a.py": facts["code"]}),
-            mock.patch.object(agreement, "release", return_value=facts["release"]),
+            mock.patch.object(network, "code", return_value={"a.py": facts["code"]}),
+            mock.patch.object(network, "release", return_value=facts["release"]),
             mock.patch.object(models, "build", side_effect=Built),
         ):
             try:

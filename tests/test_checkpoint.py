@@ -13,13 +13,12 @@ import torch
 from running import same
 from torch import nn
 
-from utils.amp.loss_scale import LossScaler
 from utils.atomic import read_checkpoint
 from utils.errors import UserError
-from utils.launch.world import World
-from utils.model.optim import sgd
-from utils.run.checkpoint import TrainState, best_of, resume, snapshot_of
-from utils.run.snapshots import write
+from utils.extras.o2 import LossScaler
+from utils.optim import sgd
+from utils.snapshots import TrainState, best_of, resume, snapshot_of, write
+from utils.world import World
 
 CPU = torch.device("cpu")
 CLASSES = ["a", "b", "c"]

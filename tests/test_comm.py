@@ -14,12 +14,10 @@ from joined import in_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.comm import methods
-from utils.comm.exchange import Exchange
-from utils.comm.methods import PowerSGD, Quantised, Step
-from utils.comm.ordered import OrderedCollectives, Peers
 from utils.errors import UserError
-from utils.launch.world import World
+from utils.extras import compress
+from utils.extras.compress import Exchange, OrderedCollectives, Peers, PowerSGD, Quantised, Step
+from utils.world import World
 
 CPU, ALONE = torch.device("cpu"), Peers(0, 1, None)
 # Methods, and how far from the exact weights they end, as a share of the way from the start.
@@ -46,9 +44,9 @@ def test_bytes_that_travel():
         ("int4", (1 / 2 + 4 / 128) * 100_136),
         ("powersgd:2", 4 * (2 * 1100 + 136)),  # the small matrix would be no smaller as factors
     ):
-        assert methods.wire_bytes(shapes, methods.parse(name)) == pytest.approx(values)
+        assert compress.wire_bytes(shapes, compress.parse(name)) == pytest.approx(values)
     # A ring: each process sends all but its own part, twice.
-    assert [methods.sent_bytes(120, n) for n in (1, 2, 3, 4, 8)] == [0, 120, 160, 180, 210]
+    assert [compress.sent_bytes(120, n) for n in (1, 2, 3, 4, 8)] == [0, 120, 160, 180, 210]
 
 
 # ---- the arithmetic alone, in one process
@@ -97,7 +95,7 @@ def test_powersgd_sends_in_the_end_what_it_left_out(process_group):
 )
 def test_the_most_exact_of_the_fast_methods(seconds, chosen):
     names = ("fp32", "bf16", "int8", "int4")
-    assert methods.most_exact(dict(zip(names, seconds, strict=True))) == chosen
+    assert compress.most_exact(dict(zip(names, seconds, strict=True))) == chosen
 
 
 # ---- with processes

@@ -8,9 +8,9 @@ import torch._inductor.config
 from conftest import SMALL, python
 from torch import nn
 
+from utils import epoch
 from utils.errors import UserError
-from utils.model import compiling
-from utils.train import epoch
+from utils.extras import compiling
 
 # With the real tracer, and a back end that counts what it is given instead of compiling it.
 COUNTED = """

@@ -10,7 +10,7 @@ import torch
 from conftest import SMALL, summary, train
 from running import Running, free_port, tiny
 
-from utils.comm.methods import METHODS
+from utils.extras.compress import METHODS
 
 pytestmark = [
     pytest.mark.cuda,

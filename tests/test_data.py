@@ -11,14 +11,14 @@ import torch
 from batches import PLACE, SEED, SIZE, batches_of, fetch, noise_index
 from torchvision.transforms.v2 import functional as tv
 
-from utils import options
-from utils.data import augment, loaders
-from utils.data import images as im
-from utils.data.dataset import ImageBatches
+from utils import images as im
+from utils import loaders, options
 from utils.errors import UserError
-from utils.launch.world import World
+from utils.extras import augment
+from utils.images import ImageBatches
 from utils.metrics import UNREADABLE
 from utils.samplers import Batch, EvalSampler, TrainSampler
+from utils.world import World
 
 IMAGES = 24
 EVERY = range(IMAGES)

@@ -12,8 +12,8 @@ from joined import command
 from running import TORCHRUN, alone, descendants, start
 
 from utils.errors import UserError
-from utils.launch.world import Peer, explain_collective, process_group
-from utils.run.checkpoint import TrainState
+from utils.snapshots import TrainState
+from utils.world import Peer, explain_collective, process_group
 
 RESTARTS = (*TORCHRUN, "--max-restarts=1", "--nproc_per_node=2")
 NAMED = ("--name", "a", "--resume", "auto")

@@ -12,7 +12,7 @@ from conftest import ROOT, SMALL, STAND_IN, Result, draw_folder, python, shell, 
 from running import TINY_LINE, TORCHRUN, alone, tiny
 
 from utils.errors import UserError, of_shortage
-from utils.launch.network import free_port
+from utils.network import free_port
 
 TINY = (*SMALL, "-b", "5", "-j", "0", "--epochs", "2")
 
@@ -142,14 +142,14 @@ SPOILT = """
 import sys
 from torch import nn
 import imagenet_{mode} as script
-from utils.launch import supervise
+from utils import launch
 class Spoilt(nn.CrossEntropyLoss):
     calls = 0
     def forward(self, *a):
         Spoilt.calls += 1
         return super().forward(*a) * {factor}
 script.nn.CrossEntropyLoss = Spoilt
-supervise.run_main(script.main)
+launch.run_main(script.main)
 """
 
 
@@ -188,13 +188,13 @@ def test_no_snapshot_is_written_once_the_loss_is_no_number(folder, tmp_path):
 
 FOUND_BY = """
 import os, time
-from utils.launch import supervise
+from utils import launch
 from utils.errors import UserError
 def main():
     time.sleep({seconds})
     raise UserError('the data folder is missing', alike=True)
 {more}
-supervise.run_main(main)
+launch.run_main(main)
 """
 
 
@@ -209,7 +209,7 @@ def test_torchrun_tells_what_the_slowest_process_was_to_tell(tmp_path):
 
 
 def test_a_fault_that_the_first_process_does_not_find_is_told_by_the_other():
-    code = FOUND_BY.format(seconds=0, more="supervise.REPORT_SECONDS = 0.1")
+    code = FOUND_BY.format(seconds=0, more="launch.REPORT_SECONDS = 0.1")
     done = python("-c", code, LOCAL_RANK="1", PYTHONPATH=str(ROOT))
     done.fails_with("folder is missing")
 

@@ -13,8 +13,8 @@ from PIL import Image
 from test_images import ODD
 from torchvision.models import get_model
 
-from utils.launch.world import World
 from utils.metrics import UNREADABLE, Sums, to_metrics
+from utils.world import World
 
 MANY = 503  # a prime: no number of processes or batch size divides it
 

@@ -19,7 +19,8 @@ from fake_torch import CUDART
 from running import snapshot
 from torch import nn
 
-from utils.train import dummy, report, watch
+from utils import report, watch
+from utils.extras import dummy
 
 pytestmark = pytest.mark.skipif(not playable(), reason="needs Linux on x86-64 or aarch64")
 

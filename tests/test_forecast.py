@@ -14,7 +14,7 @@ from forecast.model import Bucket, Cluster, Workload
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.comm import methods
+from utils.extras import compress
 
 MI = 2**20 // 4  # float32 values in a MiB
 
@@ -60,7 +60,7 @@ def test_buckets_are_those_of_ddp(process_group):
 def test_the_time_of_an_exchange():
     one = Workload(1, 1, (Bucket(1.0, ((1000, 100), (900,))),))
     assert one.wire_bytes == [4 * 100_900]
-    twice = replace(one, how=methods.parse("powersgd:2"))
+    twice = replace(one, how=compress.parse("powersgd:2"))
     assert twice.wire_bytes == [4 * (1100 * 2 + 900)]
     found = model.forecast(twice, SLOW, 4).exchange_s
     assert found == pytest.approx(SLOW.exchange_s(twice.wire_bytes[0], 4, collectives=2))
@@ -77,7 +77,7 @@ def test_the_time_of_an_exchange():
 
 def test_communication_hides_behind_compute_except_its_end():
     def exposed(*ready_and_values, how="fp32", **changes):
-        work = Workload(9, 1, packed(*ready_and_values), methods.parse(how))
+        work = Workload(9, 1, packed(*ready_and_values), compress.parse(how))
         return model.forecast(work, replace(SLOW, **changes), 4).exposed_s
 
     seconds = SLOW.exchange_s(4 * MI, 4)

@@ -11,7 +11,7 @@ from conftest import ROOT, shell, train
 from running import alone
 
 from utils.errors import UserError
-from utils.launch import gpus
+from utils.extras import gpus
 
 T4, V100, H100 = ("Tesla T4", "7.5"), ("Tesla V100-SXM2-16GB", "7.0"), ("NVIDIA H100 PCIe", "9.0")
 P100 = ("Tesla P100-PCIE-16GB", "6.0")

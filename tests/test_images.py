@@ -12,7 +12,7 @@ from batches import encode, picture
 from PIL import Image, ImageOps
 from torchvision.transforms import v2
 
-from utils.data import images as im
+from utils import images as im
 
 TURNED = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0"
 SMALL = picture(90, 70)

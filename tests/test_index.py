@@ -5,10 +5,9 @@ from unittest import mock
 
 import pytest
 
-from utils.data import folder
-from utils.data.folder import Folder
-from utils.data.parts import class_folders, select_classes
+from utils import folder
 from utils.errors import UserError
+from utils.folder import Folder, class_folders, select_classes
 
 
 def make(root, *names):

@@ -14,12 +14,12 @@ import torch
 from batches import encode, noise_index, picture
 from test_images import ODD
 
-from utils.data import images as im
-from utils.data import jpeg as part_of
-from utils.data.dataset import ImageBatches, Reading
+from utils import images as im
+from utils import report
 from utils.errors import UserError
+from utils.extras import region_decode as part_of
+from utils.images import ImageBatches, Reading
 from utils.samplers import Batch
-from utils.train import report
 
 KINDS = {
     "4:2:0": {"subsampling": "4:2:0"},

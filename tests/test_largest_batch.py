@@ -11,12 +11,11 @@ from joined import in_processes
 from o2_cases import network
 from torch import nn
 
-from utils.comm import fsdp
 from utils.errors import UserError
-from utils.launch.world import World
-from utils.run.checkpoint import TrainState
-from utils.train import largest_batch
-from utils.train.largest_batch import GIB
+from utils.extras import find_batch, fsdp
+from utils.extras.find_batch import GIB
+from utils.snapshots import TrainState
+from utils.world import World
 
 THIRD = int(4.6 * GIB / 12)  # values of four bytes that take a third of 4.6 GiB
 
@@ -79,9 +78,9 @@ def test_the_memory_is_filled_but_for_the_margin(monkeypatch, played, changes, w
     gpu = Played(monkeypatch, *played)
     if isinstance(wanted, str):
         with pytest.raises((UserError, RuntimeError), match=wanted):
-            largest_batch.search(session(**changes), gpu.step, 8)
+            find_batch.search(session(**changes), gpu.step, 8)
         return
-    size, _, how = largest_batch.search(session(**changes), gpu.step, 8)
+    size, _, how = find_batch.search(session(**changes), gpu.step, 8)
     assert size == wanted
     assert how.endswith("no more images") == ("images" in changes)
     assert len(set(gpu.tried)) <= 9
@@ -97,11 +96,11 @@ def test_the_fullest_gpu_of_all_processes_decides(monkeypatch):
             return [own, (own[0] - 4.2 * GIB, "poor")]
         return [own, own + 0.5 * GIB]
 
-    monkeypatch.setattr(largest_batch, "gather", gather)
+    monkeypatch.setattr(find_batch, "gather", gather)
     # 0.7 + 0.042 * 96 = 4.73; 104 would take 5.07
     how = "takes about 4.73 of 5.43 GiB on poor, which has the least"
     gpu = Played(monkeypatch, 0.2, 0.042)
-    assert largest_batch.search(session(), gpu.step, 8) == (96, 1, how)
+    assert find_batch.search(session(), gpu.step, 8) == (96, 1, how)
 
 
 def test_each_trial_is_a_micro_batch_without_gradients_of_the_last_one(monkeypatch):
@@ -114,7 +113,7 @@ def test_each_trial_is_a_micro_batch_without_gradients_of_the_last_one(monkeypat
         assert all(parameter.grad is None for parameter in model.parameters())
         nn.functional.cross_entropy(model(images), targets).backward()
 
-    largest_batch.search(one, train_step, 8)
+    find_batch.search(one, train_step, 8)
     assert len(gpu.tried) > 2
 
 

@@ -11,8 +11,8 @@ from conftest import ROOT, python, scalars, train
 from joined import start
 from running import Running, eventually
 
+from utils import run_directory
 from utils.errors import UserError
-from utils.run import lock
 
 
 def thread_states(pid: int) -> set[str]:
@@ -39,15 +39,15 @@ def test_a_second_training_is_refused_while_the_first_lives_and_takes_its_place_
         first.result()
     second = train(*line)
     assert f"process {first.process.pid} on" in second.out
-    assert not (run / lock.LOCK).exists()
+    assert not (run / run_directory.LOCK).exists()
     assert [x for x, _ in scalars(run)["Loss/train"]] == [1, 2]
 
 
 def holder(folder: Path) -> Running:
     """A process that holds the lock of ``folder``."""
     code = (
-        "import sys, pathlib, time; from utils.run import lock\n"
-        "one = lock.Lock(pathlib.Path(sys.argv[1])); print(one.poll(), flush=True)\n"
+        "import sys, pathlib, time; from utils import run_directory\n"
+        "one = run_directory.Lock(pathlib.Path(sys.argv[1])); print(one.poll(), flush=True)\n"
         "time.sleep(600)"
     )
     return Running("-c", code, folder, PYTHONPATH=str(ROOT))
@@ -55,9 +55,9 @@ def holder(folder: Path) -> Running:
 
 @pytest.mark.parametrize("patient", [False, True])
 def test_a_lock_that_is_held_is_waited_for_and_then_an_error(tmp_path, monkeypatch, patient):
-    monkeypatch.setattr(lock, "PATIENCE", 0.0)
-    monkeypatch.setattr(lock, "RESTART_PATIENCE", 600.0)
-    mine = lock.Lock(tmp_path, patient)
+    monkeypatch.setattr(run_directory, "PATIENCE", 0.0)
+    monkeypatch.setattr(run_directory, "RESTART_PATIENCE", 600.0)
+    mine = run_directory.Lock(tmp_path, patient)
     with holder(tmp_path) as other:
         other.until("True")
         assert not mine.poll()
@@ -76,16 +76,16 @@ def test_a_lock_that_is_held_is_waited_for_and_then_an_error(tmp_path, monkeypat
 
 def test_a_lock_that_is_given_up_while_another_takes_it_is_not_held_by_two(tmp_path, monkeypatch):
     """One has opened the file, which the other then removes."""
-    first, second, third = (lock.Lock(tmp_path) for _ in range(3))
+    first, second, third = (run_directory.Lock(tmp_path) for _ in range(3))
     assert first.poll()
-    flock = lock.fcntl.flock
+    flock = run_directory.fcntl.flock
 
     def late(file, operation):
         first.release()
         flock(file, operation)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lock.fcntl, "flock", late)
+        patch.setattr(run_directory.fcntl, "flock", late)
         assert not second.poll()
     assert third.poll()
     assert not second.poll()
@@ -93,11 +93,15 @@ def test_a_lock_that_is_given_up_while_another_takes_it_is_not_held_by_two(tmp_p
 
 
 def test_without_locks_in_the_file_system_one_line_warns(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock.fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "none")))
-    one = lock.Lock(tmp_path)
+    monkeypatch.setattr(
+        run_directory.fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "none"))
+    )
+    one = run_directory.Lock(tmp_path)
     assert one.poll()
     assert "has no locks" in one.warning
     one.release()
-    monkeypatch.setattr(lock.fcntl, "flock", mock.Mock(side_effect=OSError(errno.EIO, "disk")))
+    monkeypatch.setattr(
+        run_directory.fcntl, "flock", mock.Mock(side_effect=OSError(errno.EIO, "disk"))
+    )
     with pytest.raises(OSError, match="disk"):
-        lock.Lock(tmp_path).poll()
+        run_directory.Lock(tmp_path).poll()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from utils.data import mixing
 from utils.errors import UserError
+from utils.extras import mixing
 from utils.samplers import TrainSampler, epoch_order
 
 SIZE, CLASSES = 8, 5

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torchvision.models import WeightsEnum, get_model
 
+from utils import models
 from utils.errors import UserError
-from utils.model import models
 
 AUXILIARY = ("googlenet", "inception_v3")
 META = pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")

@@ -106,7 +106,7 @@ def test_training_learns_the_classes(folder, tmp_path):
 LOOP = """
     while loop.goes_on(session):
         trained = epoch.train(session, train_step)
-        evaluated = evaluation.evaluate(session, predict, loaders.val)
+        evaluated = epoch.evaluate(session, predict, loaders.val)
         loop.close_epoch(session, trained, evaluated)"""
 
 

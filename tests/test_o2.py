@@ -12,14 +12,13 @@ from o2_cases import CPU, batch, groups, network, prepare, train, usual
 from running import same
 from torch import nn
 
-from utils.amp import o2
-from utils.amp.apex import add_options
-from utils.amp.loss_scale import ENDLESS, SMALLEST, LossScaler
-from utils.amp.o2 import LEVELS, Amp, DistributedDataParallel
 from utils.errors import UserError
-from utils.launch.world import World
-from utils.model.muon import Muon
-from utils.model.optim import sgd
+from utils.extras import o2
+from utils.extras.apex import add_options
+from utils.extras.muon import Muon
+from utils.extras.o2 import ENDLESS, LEVELS, SMALLEST, Amp, DistributedDataParallel, LossScaler
+from utils.optim import sgd
+from utils.world import World
 
 HALF, FULL = torch.float16, torch.float32
 NORM = "1.weight 1.bias 1.running_mean 1.running_var"

@@ -11,15 +11,14 @@ from running import same
 from torch import nn
 from torchvision.models import get_model
 
-from utils import options
-from utils.amp.loss_scale import LossScaler
+from utils import optim, options
 from utils.errors import UserError
-from utils.launch.world import World
-from utils.model import muon, optim
-from utils.model.muon import Muon, hidden_matrices, orthogonal
-from utils.model.schedules import learning_rate, scale_lr
-from utils.run.checkpoint import TrainState, resume, snapshot_of
-from utils.run.snapshots import write
+from utils.extras import muon
+from utils.extras.muon import Muon, hidden_matrices, orthogonal
+from utils.extras.o2 import LossScaler
+from utils.optim import learning_rate, scale_lr
+from utils.snapshots import TrainState, resume, snapshot_of, write
+from utils.world import World
 
 CPU = torch.device("cpu")
 WORLD = World(CPU)

@@ -15,10 +15,10 @@ from conftest import draw_folder
 from PIL import Image
 from preparing import fail, run, succeed, times, tree
 
-from utils.data import pack
-from utils.data.dataset import ImageBatches
-from utils.data.parts import check_same_classes, class_folders, open_source
 from utils.errors import UserError
+from utils.extras import pack
+from utils.folder import check_same_classes, class_folders, open_source
+from utils.images import ImageBatches
 from utils.samplers import EvalSampler, TrainSampler
 
 SIZE, ONE = 64, ("--workers", 1)

@@ -13,9 +13,10 @@ from torchvision.models import get_model, resnet
 from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
 from torchvision.ops import StochasticDepth
 
-from utils.data.preprocessing import Preprocessing
+from utils import models
 from utils.errors import UserError
-from utils.model import blocks, models
+from utils.extras import blocks
+from utils.preprocessing import Preprocessing
 
 
 def small_resnet(classes=5, seed=0):

@@ -10,19 +10,20 @@ import pytest
 from conftest import ROOT, shell
 from running import Running, free_port
 
+from utils import network
 from utils.errors import UserError
-from utils.launch import network
 
 HERE = "127.0.0.1"
 CHECK = """
 import sys; sys.path.insert(0, '.')
-from utils.launch import preflight, supervise
+from utils import launch
+from utils.extras import preflight
 node, nodes, port, processes, wait = map(int, sys.argv[2:])
 def main():
     names = preflight.Names("-n", "-nr", "port")
     check = preflight.Preflight(node, nodes, (sys.argv[1], port), wait, names)
     check.meet(processes)
-supervise.run_main(main)
+launch.run_main(main)
 """
 
 

@@ -15,7 +15,7 @@ from preparing import SCRIPT, fail, images, put, run, said, succeed, times, tree
 from running import Running, wait_for_group
 from test_images import ODD
 
-from utils.data import images as decoding
+from utils import images as decoding
 
 SAMPLE = ("--classes", "4", "--train", "30", "--val", "5")
 SIZE = 64

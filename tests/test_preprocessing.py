@@ -10,16 +10,13 @@ from conftest import python, summary
 from PIL import Image
 from torchvision.models import VisionTransformer, get_model_weights
 
-from utils.amp import native
-from utils.data import preprocessing
-from utils.data.dataset import ImageBatches
-from utils.data.folder import Folder
-from utils.data.preprocessing import IMAGENET, SIZES, Preprocessing
+from utils import amp, loop, models, preprocessing
 from utils.errors import UserError
-from utils.launch.world import World
-from utils.model import models
+from utils.folder import Folder
+from utils.images import ImageBatches
+from utils.preprocessing import IMAGENET, SIZES, Preprocessing
 from utils.samplers import EvalSampler, TrainSampler
-from utils.train import loop
+from utils.world import World
 
 
 @pytest.fixture
@@ -103,7 +100,7 @@ def test_omitted_sizes_are_those_of_the_checkpoint_before_the_precision_is_chose
     monkeypatch, parse, folder, tmp_path
 ):
     """bf16 pays off on a CPU from 224 pixels on."""
-    monkeypatch.setattr(native, "has_amx", lambda: True)
+    monkeypatch.setattr(amp, "has_amx", lambda: True)
     saved = IMAGENET.resized(64, None).as_dict()
     torch.save({"preprocessing": saved}, tmp_path / "best.pt")
     for words, size, dtype in (
@@ -115,7 +112,7 @@ def test_omitted_sizes_are_those_of_the_checkpoint_before_the_precision_is_chose
         args, world = Namespace(**parse("imagenet_nd", *line)), World(torch.device("cpu"))
         loop.read_image_size(args, world)
         assert (args.image_size, args.preprocessing.image_size) == (size, size)
-        assert native.autocast_dtype(args, world) is dtype
+        assert amp.autocast_dtype(args, world) is dtype
 
 
 def test_a_run_evaluates_its_model_with_the_images_that_it_was_trained_on(folder, tmp_path):

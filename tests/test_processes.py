@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, python, summary
 from running import TORCHRUN, Process, Running, eventually, everyone, start
 
-from utils.launch import supervise
+from utils import launch
 
 INTERRUPTED = 75
 SHORT = ("--dist-timeout", "60")
@@ -160,17 +160,17 @@ def end_as(code: int) -> int:
 
 def test_the_first_failure_decides_and_ends_the_others(tmp_path, monkeypatch):
     """A child that lives on has inherited the pipe by which the end of its parent is seen."""
-    monkeypatch.setattr(supervise, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
     before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     file = tmp_path / "child"
     places = [{"NUMBER": number, "FILE": file} for number in range(2)]
-    code = supervise.supervise(end_as, 3, places)
+    code = launch.supervise(end_as, 3, places)
     pid, policy = file.read_text().split()
     child = Process(int(pid))
     try:
         assert (code, policy) == (3, "passive")
         assert child.lives()
-        assert not {"NUMBER", "FILE", supervise.LAUNCHER} & os.environ.keys()
+        assert not {"NUMBER", "FILE", launch.LAUNCHER} & os.environ.keys()
     finally:
         os.kill(child.pid, signal.SIGKILL)
         for signum, handler in before.items():
@@ -180,19 +180,19 @@ def test_the_first_failure_decides_and_ends_the_others(tmp_path, monkeypatch):
 def test_sigterm_after_the_end_does_not_change_the_exit_code():
     """A launcher may send it before it has heard that the processes of this node have ended."""
     code = "import atexit, os; atexit.register(os.kill, os.getpid(), 15); "
-    code += "from utils.launch import supervise; supervise.run_main(lambda: 7)"
+    code += "from utils import launch; launch.run_main(lambda: 7)"
     assert python("-c", code).code == 7
 
 
 STUCK_FORK = """
 import os, sys, time
-from utils.data import ring
+from utils import loaders
 
-ring.BEGIN_SECONDS = 1.0
+loaders.BEGIN_SECONDS = 1.0
 stuck, forks = list(map(int, sys.argv[1:])), []
 os.register_at_fork(before=lambda: forks.append(1))
 os.register_at_fork(after_in_child=lambda: len(forks) in stuck and time.sleep(600))
-worker = ring.WorkerContext().Process(target=print, args=("begun",))
+worker = loaders.WorkerContext().Process(target=print, args=("begun",))
 worker.start()
 worker.join()
 print(len(forks))

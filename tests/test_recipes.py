@@ -8,10 +8,8 @@ import pytest
 from conftest import ROOT, scalars, train
 from running import tiny
 
-from utils import option_types
+from utils import network, option_types, report
 from utils.errors import UserError
-from utils.launch import agreement
-from utils.train import report
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("imagenet_*.py"))
 NAMES = ("classic90", "fast16", "fast32", "strong100", "tiny", "vit-finetune")
@@ -46,7 +44,7 @@ def test_the_recipes_name_their_batch_and_go_to_all_nodes():
     assert option_types.recipe_names() == sorted(NAMES)
     for name in NAMES:
         assert "--batch-range" in option_types.recipe_words(name)
-    assert {f"scripts/recipes/{name}.txt" for name in NAMES} <= agreement.code().keys()
+    assert {f"scripts/recipes/{name}.txt" for name in NAMES} <= network.code().keys()
 
 
 @pytest.mark.parametrize(

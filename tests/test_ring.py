@@ -13,10 +13,10 @@ from batches import SEED, SIZE, batches_of, fetch, noise_index
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import signal_handling
 
-from utils.data.dataset import ImageBatches
-from utils.data.folder import Folder
-from utils.data.ring import Ring, Worker
 from utils.errors import UserError
+from utils.folder import Folder
+from utils.images import ImageBatches
+from utils.loaders import Ring, Worker
 from utils.samplers import Batch, TrainSampler
 
 IMAGES, BATCH = 30, 2

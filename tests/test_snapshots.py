@@ -16,12 +16,10 @@ from joined import start
 from running import same
 from test_checkpoint import ARGS, CLASSES, WORLD, build, ours, same_weights, trained
 
-from utils import atomic
+from utils import atomic, snapshots
 from utils.atomic import link_atomically, read_checkpoint, save_atomically
 from utils.errors import UserError
-from utils.run import snapshots
-from utils.run.checkpoint import resume
-from utils.run.snapshots import PREVIOUS, SNAPSHOT, SnapshotWriter, read_latest, write
+from utils.snapshots import PREVIOUS, SNAPSHOT, SnapshotWriter, read_latest, resume, write
 
 
 def save_epoch(folder, epoch):

@@ -17,10 +17,10 @@ from conftest import draw_folder, summary, train
 from joined import in_processes, start
 from running import free_port, snapshot
 
+from utils import stopping
 from utils.errors import INTERRUPTED
-from utils.launch.world import World
-from utils.train import stopping
-from utils.train.stopping import Reason, StopRequest
+from utils.stopping import Reason, StopRequest
+from utils.world import World
 
 
 def polled(seconds: float, rank: int, size: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from joined import start
 from running import assert_same_weights, eventually, snapshot
 
 from utils.errors import INTERRUPTED, UserError
-from utils.run import store
+from utils.extras import store
 
 TWO_EPOCHS = ("-a", "tiny_full", "-b", "10", "--epochs", "2", "-p", "1")
 

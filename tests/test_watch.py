@@ -14,9 +14,9 @@ from running import eventually
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.launch.world import World
-from utils.train import report, watch
-from utils.train.watch import StepTimer, Watch
+from utils import report, watch
+from utils.watch import StepTimer, Watch
+from utils.world import World
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

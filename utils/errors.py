@@ -28,7 +28,7 @@ class UserError(Exception):
         self.alike, self.code = alike, code
 
 
-# How to continue this process's run; `utils.run.directory.Run` sets it.
+# How to continue this process's run; `utils.run_directory.Run` sets it.
 how_to_continue = "run the same command with --resume auto"
 
 

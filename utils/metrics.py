@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.launch.world import World
+from utils.world import World
 
 UNREADABLE = -1  # target of an image that could not be read; it counts nowhere
 

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from utils.data import preprocessing
+from utils import launch, models, optim, preprocessing, stopping
 from utils.errors import UserError
-from utils.launch import supervise
-from utils.model import models, optim, schedules
 from utils.option_types import (
     Formatter,
     Parser,
@@ -31,7 +29,6 @@ from utils.option_types import (
     share,
     with_recipe,
 )
-from utils.train import stopping
 
 # Options that were removed, and their replacements. Other command lines have their own list.
 _FIND_BATCH = "run the command once with --find-batch, then give -b the number that it prints"
@@ -58,7 +55,7 @@ ELSEWHERE = {
 }
 
 # Eight wait for a slow disk while one core decodes; thousands would take minutes to start.
-CORES = supervise.usable_cores()
+CORES = launch.usable_cores()
 MOST_WORKERS = max(64, 8 * CORES)
 
 
@@ -210,7 +207,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         "linear: to 0 at the last epoch; onecycle: up in 30 %% of the epochs, or in "
         "--warmup-epochs, then to 0"
     )
-    add("--lr-schedule", choices=schedules.NAMES, default="step", help=text)
+    add("--lr-schedule", choices=optim.SCHEDULES, default="step", help=text)
     add("--warmup-epochs", type=amount, default=0.0, metavar="N", help="linear warm-up from 0")
     text = "scale --lr with the global batch: linear, lr x batch/256; sqrt, lr x (batch/256)^0.5"
     add("--lr-scaling", choices=("none", "linear", "sqrt"), default="none", help=text)
@@ -304,7 +301,7 @@ def parse(
             alike=True,
         )
     if args.store or is_url(args.resume):
-        from utils.run import store
+        from utils.extras import store
 
         store.check_options(args.store, args.resume)
     if args.evaluate and not (args.resume or args.pretrained):

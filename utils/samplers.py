@@ -16,7 +16,7 @@ class Batch(NamedTuple):
     """What a sampler asks a loader for: ``indices`` (int64) of the images, and their epoch.
 
     ``size`` is the side of the images in pixels (0: the data set's own), ``slot`` their place in
-    the ring of `utils.data.ring`.
+    the ring of `utils.loaders`.
     """
 
     epoch: int
@@ -41,7 +41,7 @@ def repeated(order: np.ndarray, views: int, batch: int) -> np.ndarray:
     Repeated augmentation (Hoffer et al. 2020, arXiv:1901.09335): a step has fewer images, and
     several crops of each; the number of steps of an epoch stays, so one of them looks at 1/views of
     the images. View v of image i is the index i + v x images: modulo the number of images it is i,
-    and it is augmented in a way of its own (see `utils.data.dataset.ImageBatches`).
+    and it is augmented in a way of its own (see `utils.images.ImageBatches`).
     """
     images, steps = len(order), len(order) // batch
     own = -(-batch // views)  # images in a batch
@@ -66,7 +66,7 @@ class TrainSampler:
     step, so a global batch has batch x ranks x accum images. Images at the end of an epoch that
     fill no global batch are left out (others in each epoch). A data set smaller than one global
     batch makes one smaller step an epoch, divided as evenly as possible. ``sizes`` are
-    the sides of the images in each epoch (see `utils.data.preprocessing`), () if all have the same.
+    the sides of the images in each epoch (see `utils.preprocessing`), () if all have the same.
     """
 
     def __init__(self, images: int, batch: int, ranks: tuple[int, int], accum: int, seed: int):

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from utils.errors import UserError
-from utils.launch.supervise import die_with_parent
+from utils.launch import die_with_parent
 
 
 def run(

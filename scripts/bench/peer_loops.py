@@ -24,18 +24,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
-from torchvision import datasets  # noqa: E402
-from torchvision.transforms import v2  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchvision import datasets
+from torchvision.transforms import v2
 
-from utils.data.preprocessing import MEAN, STD  # noqa: E402
-from utils.launch.world import World  # noqa: E402
-from utils.model import models  # noqa: E402
-from utils.option_types import positive  # noqa: E402
-from utils.train import dummy  # noqa: E402
+from utils import models
+from utils.extras import dummy
+from utils.option_types import positive
+from utils.preprocessing import MEAN, STD
+from utils.world import World
 
 PRECISIONS = {"off": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 

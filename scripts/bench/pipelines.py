@@ -14,11 +14,11 @@ from torchvision.datasets.folder import pil_loader
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
-from utils.data import jpeg
-from utils.data.dataset import ImageBatches
-from utils.data.folder import Source
-from utils.data.preprocessing import MEAN, STD
-from utils.data.ring import RingLoader
+from utils.extras import region_decode
+from utils.folder import Source
+from utils.images import ImageBatches
+from utils.loaders import RingLoader
+from utils.preprocessing import MEAN, STD
 from utils.samplers import Batch
 
 SIZE = 224
@@ -168,7 +168,7 @@ def all_of(index: Source) -> dict[str, Pipeline]:
     suite: dict[str, Pipeline] = {"this suite": ThisSuite(index)}
     if index.shape(0) is not None:  # the others read image files
         return suite
-    if jpeg.has_library():
+    if region_decode.has_library():
         suite["this suite, with region decode"] = ThisSuite(index, regions=True)
     suite["this suite, without its ring"] = ThisSuite(index, ring=False)
     found: dict[str, Pipeline] = {

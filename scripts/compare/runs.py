@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError
-from utils.run.provenance import typical
+from utils.provenance import typical
 
 RATE, STEP_TIME = "Throughput/train", "Time/train"
 TRAINED = ("Loss/train", "Top1/train", "Top5/train", RATE, STEP_TIME)

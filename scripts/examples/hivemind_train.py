@@ -31,24 +31,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import utils.launch.installed  # noqa: F401 (a missing package becomes an error message)
+from utils import launch
+
+launch.prepare()  # before torch is imported, which takes seconds
 
 import torch
 from torch import Tensor, nn
 
-from utils import options
-from utils.amp import native
-from utils.data.loaders import Batches, build_loaders
+from utils import amp, epoch, loop, models, optim, options
 from utils.errors import UserError
-from utils.launch import supervise
-from utils.launch.world import World, single_process
+from utils.loaders import Batches, build_loaders
 from utils.metrics import Sums, to_metrics
-from utils.model import models, optim
 from utils.option_types import amount, positive
-from utils.run.checkpoint import TrainState
-from utils.run.directory import Run
-from utils.train import epoch, evaluation, loop
-from utils.train.session import Session
+from utils.run_directory import Run
+from utils.session import Session
+from utils.snapshots import TrainState
+from utils.world import World, single_process
 
 os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
 try:
@@ -63,7 +61,7 @@ AVERAGE_EVERY = 10  # steps after which weights are averaged: they differ after 
 
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step of this peer")
-    native.add_options(parser)
+    amp.add_options(parser)
     add_options(parser)
     args = options.parse(parser)
     # Hivemind takes tensors for vectors (view(-1)), which NHWC weights are not.
@@ -95,7 +93,7 @@ def train(args: Namespace, world: World) -> int:
     device = world.device
     torch.manual_seed(args.seed)
 
-    amp_dtype = native.autocast_dtype(args, world)
+    amp_dtype = amp.autocast_dtype(args, world)
 
     # ---- data: all of DATA/train, in an order of this peer's own; each image of DATA/val once
     own_order = Namespace(**vars(args) | {"seed": secrets.randbelow(2**31)})
@@ -118,7 +116,7 @@ def train(args: Namespace, world: World) -> int:
     steps = loaders.train.sampler.steps_per_epoch  # of all peers, each of --target-batch images
 
     # ---- peers: a table that they hold together (DHT), and an optimiser that steps with them
-    os.register_at_fork(after_in_child=supervise.die_with_parent)  # Hivemind's own processes
+    os.register_at_fork(after_in_child=launch.die_with_parent)  # Hivemind's own processes
     dht = join(args)
     swarm = hivemind.Optimizer(
         dht=dht,
@@ -202,7 +200,7 @@ def train(args: Namespace, world: World) -> int:
             seen |= {"Swarm/peers": float(peers_of(swarm)), "Swarm/own_samples": own}
             run.scalars(seen, state.epoch + 1, flush=True)
             if not args.peers:
-                evaluated = evaluation.evaluate(session, predict, loaders.val)
+                evaluated = epoch.evaluate(session, predict, loaders.val)
                 loop.close_epoch(session, trained, evaluated)
             else:
                 state.epoch, state.step = state.epoch + 1, 0
@@ -240,4 +238,4 @@ def peers_of(swarm: "hivemind.Optimizer") -> int:
 
 
 if __name__ == "__main__":
-    supervise.run_main(main)
+    launch.run_main(main)

@@ -26,14 +26,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts/ssh")]
 
-import hosts  # noqa: E402
-import launcher  # noqa: E402
-from hosts import MARKER, SSH_FAILED, Host, note  # noqa: E402
-from job import Job  # noqa: E402
+import hosts
+import launcher
+from hosts import MARKER, SSH_FAILED, Host, note
+from job import Job
 
-from utils import errors  # noqa: E402
-from utils.errors import UserError  # noqa: E402
-from utils.option_types import Formatter, count  # noqa: E402
+from utils import errors
+from utils.errors import UserError
+from utils.option_types import Formatter, count
 
 try:
     import ray

@@ -11,7 +11,7 @@ import torch
 from forecast.model import Bucket
 from torch.utils.flop_counter import FlopCounterMode
 
-from utils.model import models
+from utils import models
 
 FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DistributedDataParallel's defaults
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from utils.comm import methods
-from utils.comm.methods import Method
+from utils.extras import compress
+from utils.extras.compress import Method
 
 # How often the arithmetic of a method reads or writes 4 bytes of memory per value. Not measured but
-# counted: bytes that the operations of utils/comm/methods.py move per value on a GPU, each in a
+# counted: bytes that the operations of utils/extras/compress.py move per value on a GPU, each in a
 # kernel of its own. 16 bits: 4 + 2 to encode, 2 + 4 to decode. 8 bits: into the blocks 8, largest
 # 4, round 16, narrow 5, add the parts of all nodes 9, round again 8 (with 4 nodes), widen 5, out of
 # the blocks 8. 4 bits: packing and unpacking as well. PowerSGD: add the error 12, two products 8,
@@ -49,7 +49,7 @@ class Workload:
     batch: int
     images_per_s: float
     buckets: tuple[Bucket, ...]
-    how: Method = methods.METHODS["fp32"]
+    how: Method = compress.METHODS["fp32"]
 
     @property
     def compute_s(self) -> float:
@@ -59,7 +59,7 @@ class Workload:
     @cached_property
     def wire_bytes(self) -> list[float]:
         """Bytes of each bucket as they enter the collectives."""
-        return [methods.wire_bytes(bucket.shapes, self.how) for bucket in self.buckets]
+        return [compress.wire_bytes(bucket.shapes, self.how) for bucket in self.buckets]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Cluster:
         nodes, rate = self.nodes(gpus), self.local_gbit
         if nodes > 1:
             rate = min(rate, self.network_gbit * self.protocol)
-        transfer = methods.sent_bytes(size, gpus) / (rate * 1e9 / 8)
+        transfer = compress.sent_bytes(size, gpus) / (rate * 1e9 / 8)
         local = 2 * (min(gpus, self.gpus_per_node) - 1) * self.local_latency_s
         ring = 2 * (nodes - 1) * self.latency_s + nodes * local
         tree = 2 * math.ceil(math.log2(nodes)) * self.latency_s + local
@@ -162,10 +162,10 @@ def _exposed_s(work: Workload, exchange_times: list[float], memory_bytes_per_s: 
 def choice(work: Workload, cluster: Cluster, gpus: int) -> tuple[Forecast, str]:
     """The forecast with the most exact of the fast methods, and the method's name."""
     found = {
-        name: forecast(replace(work, how=methods.parse(name)), cluster, gpus)
-        for name in methods.CANDIDATES
+        name: forecast(replace(work, how=compress.parse(name)), cluster, gpus)
+        for name in compress.CANDIDATES
     }
-    name = methods.most_exact({name: one.step_s for name, one in found.items()})
+    name = compress.most_exact({name: one.step_s for name, one in found.items()})
     return found[name], name
 
 

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, TypeVar
 from tqdm import tqdm
 
 from utils.atomic import link_atomically, remove_leftovers, save_atomically
-from utils.data.folder import class_names, list_class
 from utils.errors import UserError
-from utils.launch.supervise import die_with_parent
+from utils.folder import class_names, list_class
+from utils.launch import die_with_parent
 
 Job = TypeVar("Job")
 

@@ -1,7 +1,7 @@
 """Decode an image folder once: uint8 pixels in a few large files, with an index.
 
 The pixels are those of `shrink` without its second loss by JPEG. Reading them needs no decoder, but
-ten times the space. utils/data/pack.py describes the format and reads it.
+ten times the space. utils/extras/pack.py describes the format and reads it.
 
 A file that cannot be decoded is reported, counted and stored unchanged, so that training's rule for
 bad files applies to it. Each worker writes whole files of the pack. A file gets its name when it is
@@ -21,11 +21,10 @@ from prepare.shrink import check_places, opened, reduce
 from tqdm import tqdm
 
 from utils.atomic import remove_leftovers, save_atomically
-from utils.data import pack
-from utils.data.folder import Folder
-from utils.data.jpeg import to_rgb
-from utils.data.parts import class_folders, is_pack
 from utils.errors import UserError
+from utils.extras import pack
+from utils.extras.region_decode import to_rgb
+from utils.folder import Folder, class_folders, is_pack
 
 File = tuple[Path, range, Folder]  # of a pack: its path, and its images in this index
 

@@ -24,9 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # what is imported from there needs nothing but Python
 
-from utils.errors import UserError, end_with, go_on_without_reader  # noqa: E402, F401
-from utils.launch.supervise import MARKER  # noqa: E402
-from utils.option_types import Formatter, amount  # noqa: E402
+from utils.errors import UserError, end_with, go_on_without_reader  # noqa: F401
+from utils.launch import MARKER
+from utils.option_types import Formatter, amount
 
 # Reads the program; what follows on the same standard input is the program's own.
 BOOTSTRAP = (

@@ -32,7 +32,7 @@ from hosts import SSH_FAILED, Host, note
 
 from utils import errors
 from utils.errors import BAD_INPUT, INTERRUPTED, LOST_PEER, UserError
-from utils.launch.network import Clock
+from utils.network import Clock
 
 CALL_SECONDS = 30.0  # for a node to answer
 LOST_SECONDS = 6.0  # for the others to end once a node has failed: they cannot agree on a snapshot

@@ -1,8 +1,8 @@
 """Show what the ranks of this user's runs are doing; see scripts/status.sh for the command.
 
-It reads the files that utils/train/session.py writes, and asks nvidia-smi where there is one. With
+It reads the files that utils/epoch.py writes, and asks nvidia-smi where there is one. With
 a file of hosts, this file is sent to each of them; it needs nothing but Python (3.7 or newer), so
-not utils/launch/gpus.py either.
+not utils/extras/gpus.py either.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from joined import in_processes  # noqa: E402
+from joined import in_processes
 
 LIMIT = 60.0  # seconds
 

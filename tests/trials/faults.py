@@ -24,9 +24,9 @@ from subprocess import DEVNULL, PIPE, STDOUT, Popen
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from conftest import draw_folder  # noqa: E402
-from nodes import Nodes  # noqa: E402
-from running import eventually, tiny  # noqa: E402
+from conftest import draw_folder
+from nodes import Nodes
+from running import eventually, tiny
 
 IMAGES, BATCH = 600, 5  # images per epoch, and per step and process
 LIMIT = 300  # seconds after which a trial that does not continue is given up

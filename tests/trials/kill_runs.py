@@ -29,15 +29,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from conftest import draw_folder, summary  # noqa: E402
-from running import (  # noqa: E402
+from conftest import draw_folder, summary
+from running import (
     Running,
     assert_same_curves,
     assert_same_weights,
     wait_for_group,
 )
 
-from utils.launch import supervise  # noqa: E402
+from utils import launch
 
 SCRIPTS = {
     "nd": "imagenet_nd.py -b 10",
@@ -123,7 +123,7 @@ class Case:
         seen.mkdir(parents=True, exist_ok=True)
         words = f"{SCRIPTS[self.name]} {RECIPE} --name {run} --output-dir {self.root} {self.data}"
         env = {"STEP_SECONDS": "0.04", "SEEN_IMAGES": str(seen)}
-        env[supervise.LAUNCHER] = str(os.getpid())  # it ends with this trial
+        env[launch.LAUNCHER] = str(os.getpid())  # it ends with this trial
         with Running(*words.split(), **env) as started:
             if begun:
                 with contextlib.suppress(AssertionError):  # it has ended before

@@ -17,14 +17,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-from utils.data import jpeg  # noqa: E402
-from utils.data.dataset import ImageBatches  # noqa: E402
-from utils.data.parts import class_folders, open_source  # noqa: E402
-from utils.data.ring import RingLoader  # noqa: E402
-from utils.launch import supervise  # noqa: E402
-from utils.samplers import TrainSampler  # noqa: E402
+from utils import launch
+from utils.extras import region_decode
+from utils.folder import class_folders, open_source
+from utils.images import ImageBatches
+from utils.loaders import RingLoader
+from utils.samplers import TrainSampler
 
 SIZE, BATCH, SEED = 224, 64, 0
 
@@ -42,7 +42,7 @@ def main() -> int:
     make = partial(ImageBatches, index, SIZE, SEED, train=True)
     plain, different = make(regions=False), 0
     loaders = {"whole images": RingLoader(make(regions=False), sampler, workers=2)}
-    if jpeg.has_library():
+    if region_decode.has_library():
         loaders["regions"] = RingLoader(make(), sampler, workers=2)
     for epoch in range(args.epochs):
         sampler.start_at(epoch, 0)
@@ -61,4 +61,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    supervise.run_main(main)
+    launch.run_main(main)

@@ -37,8 +37,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-import torch  # noqa: E402
-from conftest import STAND_IN, draw_folder, environment  # noqa: E402
+import torch
+from conftest import STAND_IN, draw_folder, environment
 
 LIMIT = 600  # seconds that a command may take
 # What a process has loaded before it gets its command line: packages alone.

@@ -1,0 +1,72 @@
+"""Native automatic mixed precision (torch.amp): its option, and the dtype that it chooses."""
+
+import argparse
+import time
+
+import torch
+
+from utils.preprocessing import largest_size
+from utils.world import World, gather, has_amx
+
+# ResNet-18 on two cores with AMX, beside other programs: with bf16 a step took less than half as
+# long as in float32 at 224 pixels, and more than twice as long at 64.
+LEAST_FOR_AMX = 224
+SLOW = 2.0  # times the time in float32
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """``--amp``, for the scripts that use torch.amp."""
+    text = (
+        "autocast to fp16 with loss scaling, to bf16, or off (float32); auto: fp16 on a GPU, "
+        "bf16 on a CPU with AMX for images of at least 224 pixels, else off"
+    )
+    add = parser.add_argument_group("mixed precision").add_argument
+    add("--amp", choices=("auto", *DTYPES), default="auto", help=text)
+
+
+def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None:
+    """The dtype for torch.autocast that ``--amp`` asks for; None for float32.
+
+    Sets ``args.precision`` to its name. All processes must call it, and get the same.
+    """
+    device, choice = world.device, args.amp
+    if choice == "auto" and device.type == "cuda":
+        choice = "fp16"
+    elif choice == "auto":
+        largest = max(args.image_size, largest_size(args))
+        faster = has_amx() and largest >= LEAST_FOR_AMX
+        choice = "bf16" if all(gather(faster, world)) else "off"
+        if choice == "bf16" and world.is_main:
+            print("--amp auto: bf16, as the CPU has AMX (--amp off: float32)", flush=True)
+    # is_bf16_supported() alone says yes on a T4, which emulates bf16 at a fraction of the speed.
+    native = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if choice == "bf16" and not native and world.is_main:
+        print("warning: this GPU only emulates bf16, slowly: --amp fp16 is faster", flush=True)
+    if choice == "fp16" and device.type == "cpu" and world.is_main:
+        note_slow_float16("--amp off")
+    args.precision = choice
+    return DTYPES[choice]
+
+
+def note_slow_float16(option: str) -> None:
+    """Say so if float16 is slow on this CPU; ``option`` chooses float32 instead."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        images = torch.ones(8, 32, 32, 32, dtype=dtype)  # no random numbers: the seed decides all
+        weights = torch.ones(32, 32, 3, 3, dtype=dtype, requires_grad=True)
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            torch.conv2d(images, weights).sum().backward()
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    base = seconds(torch.float32)
+    half, brain = (seconds(dtype) / base for dtype in (torch.float16, torch.bfloat16))
+    if half > SLOW:
+        print(
+            f"warning: float16 is slow on this CPU: a convolution takes {half:.0f} times as long "
+            f"as in float32 (bfloat16: {brain:.1f} times). To train here, use {option}",
+            flush=True,
+        )

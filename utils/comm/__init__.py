@@ -1,1 +1,0 @@
-"""How gradients are exchanged between processes, and what that costs."""

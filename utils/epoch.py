@@ -1,0 +1,366 @@
+"""An epoch: its steps around a script's own train_step, and the evaluation of the model."""
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from utils import optim, report, snapshots
+from utils.atomic import read_checkpoint
+from utils.errors import UserError
+from utils.loaders import BadFiles, Batches, MicroBatch
+from utils.metrics import UNREADABLE, Sums, to_metrics
+from utils.session import Predict, Session, TrainStep, show_status
+from utils.snapshots import BEST, SNAPSHOT, TrainState
+from utils.stopping import Reason
+from utils.watch import per_step
+from utils.world import copy_from_main, from_main, gather, reshard
+
+# ---- the steps of an epoch
+
+log = logging.getLogger(__name__)
+
+
+def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
+    """Train the rest of the current epoch. Returns its record; None if the run is to stop."""
+    if session.args.compile and not session.epochs:
+        from utils.extras import compiling  # of this option alone
+
+        train_step = compiling.first_step_timed(train_step, session.args, session.world.device)
+    meter = Meter(session)
+    run_steps(session, train_step, meter)
+    return meter.record()
+
+
+def run_steps(session: Session, train_step: TrainStep, meter: "Meter") -> None:
+    """The loop over the steps that are left of the epoch, until the run is to stop."""
+    state, stop, steps = session.state, session.stop, session.train.sampler.steps_per_epoch
+    state.model.train()
+    for batch in meter.timed(session.train.rest(state.epoch, state.step)):
+        if batch.opens_step:
+            set_learning_rate(state.optimizer, session, state.epoch + state.step / steps)
+        seed_dropout(session, *batch.place, session.world.rank)  # so no random state needs saving
+        loss, logits = train_step(batch.images, batch.targets, batch.weight, batch.ends_step)
+        meter.add(loss, logits, batch)
+        if not batch.ends_step:
+            continue
+        state.step += 1
+        meter.print_line()  # every --print-freq steps; the only wait for the device
+        if stop.poll():  # a vote of all ranks, which ends them at the same step
+            break
+        if stop.snapshot_due and state.step < steps and meter.is_finite():
+            save_snapshot(session)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, session: Session, position: float) -> None:
+    """Set that of ``position`` (epochs since the start, fractional) in all parameter groups."""
+    lr = learning_rate_at(session, position)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def compiled(module: nn.Module, args: Any) -> nn.Module:
+    """``module`` for the training step: compiled with ``--compile``, else as it is."""
+    if not args.compile:
+        return module
+    from utils.extras import compiling
+
+    return compiling.compiled(module, args)
+
+
+def learning_rate_at(session: Session, position: float) -> float:
+    """Learning rate at ``position`` (epochs since the start, fractional)."""
+    args = session.args
+    return optim.learning_rate(
+        position,
+        lr=optim.scale_lr(args.lr, session.global_batch, args.lr_scaling),
+        epochs=args.epochs,
+        warmup=args.warmup_epochs,
+        schedule=args.lr_schedule,
+    )
+
+
+def loss_scale(state: TrainState) -> dict[str, float]:
+    """The loss scale and, where they are counted, the steps skipped since the run began."""
+    scaler = state.scaler.state_dict()
+    return {f"Amp/{key}": float(scaler[key]) for key in ("scale", "skipped") if key in scaler}
+
+
+def save_snapshot(session: Session, is_best: bool = False) -> None:
+    """Begin to write ``snapshot.pt``, and ``best.pt`` if this is the best model; in rank 0.
+
+    To be called in all processes: each may have a part of the model, or of the exchange of
+    gradients.
+    """
+    began, state, main = time.perf_counter(), session.state, session.world.is_main
+    content = snapshots.snapshot_of(state, session.run.options, session.loaders.classes, main)
+    collecting = time.perf_counter() - began
+    if session.snapshots is None:
+        return
+    files = {SNAPSHOT: content}
+    if is_best:
+        # First, so that no snapshot ever speaks of a best model that is not there.
+        files = {BEST: snapshots.best_of(state, session.args.arch, content), **files}
+    session.snapshots.save(files, collecting)
+
+
+def seed_dropout(session: Session, *position: int) -> None:
+    """Seed randomness inside the model by the position: no random state needs saving.
+
+    torch.manual_seed asks every kind of device first: a tenth of a millisecond or more where one is
+    not initialised.
+    """
+    key = session.args.seed
+    for number in position:
+        key = (key * 1_000_003 + number) % 2**63
+    torch.default_generator.manual_seed(key)
+    if session.world.device.type == "cuda":
+        torch.cuda.manual_seed_all(key)
+
+
+def _input_rates(session: Session, seconds: float) -> dict[str, float]:
+    """Rates over ``seconds`` of training: reading of all ranks, waiting of the slowest."""
+    train = session.train
+    mine = (train.waited, train.reading.bytes, train.reading.files)
+    waited, size, files = zip(*gather(mine, session.world), strict=True)
+    return {
+        # One rank that waits for its data makes all others wait for its gradients.
+        "IO/wait_share": min(1.0, max(waited) / seconds),
+        "IO/read_mb_s": sum(size) / seconds / 1e6,
+        "IO/files_s": sum(files) / seconds,
+    }
+
+
+class Meter:
+    """What an epoch measures: sums of loss and hits, the parts of a step, the lines printed."""
+
+    def __init__(self, session: Session):
+        """The epoch begins."""
+        self.session, self.state, self.watch = session, session.state, session.watch
+        self.steps, self.first = session.train.sampler.steps_per_epoch, session.state.step
+        self.sums = Sums(session.world.device, self.state.sums)
+        session.epoch_began = time.monotonic()
+        title = f"Epoch {self.state.epoch + 1}/{session.args.epochs}"
+        session.run.console.start_bar(title, self.steps, self.first)
+        session.train.start_count()
+        session.stop.begin_phase()
+        self.watch.start_epoch()
+        self.began = time.perf_counter()
+        self.last = (self.began, self.first, 0.0)  # of the last line: clock, step, seconds waited
+
+    def timed(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """The same batches, with the clock of a step around each."""
+        for batch in batches:
+            self.watch.timer.begin()
+            yield batch
+            if batch.ends_step:  # what came after the step itself is no part of it
+                self.watch.timer.wait()
+
+    def add(self, loss: Tensor, logits: Tensor, batch: MicroBatch) -> None:
+        """Count a micro-batch that has been started. Nothing here waits for the device."""
+        self.sums.add(loss * len(batch.labels), logits, batch.labels)
+        self.watch.end_step(batch.ends_step)
+        if getattr(self.state.scaler, "lost", False):
+            self.session.stop.ask(Reason.DIVERGED)
+        if self.session.train.bad.too_many:
+            self.session.stop.ask(Reason.BAD_FILES)
+
+    def is_finite(self) -> bool:
+        """Add up over all ranks, for a snapshot; a loss that is not finite ends the run."""
+        self.state.sums = self.sums.total(self.session.world)
+        self.state.tick()
+        return self._check(self.state.sums)
+
+    def _check(self, sums: list[float]) -> bool:
+        if not math.isfinite(sums[0]):
+            self.session.stop.ask(Reason.DIVERGED)
+        return math.isfinite(sums[0])
+
+    def print_line(self) -> None:
+        """Every --print-freq steps, print what has come since the last line and draw its curves.
+
+        Loss and accuracy are those of all ranks, and after a resume they include the steps before
+        it; speed and waiting are this process's own, since the resume. The first step of a run or
+        of a resumed one has a line as well, which counts for the next line, too.
+        """
+        session, state, step = self.session, self.state, self.state.step
+        session.run.console.move_bar(step)
+        is_due = step % session.print_freq == 0 or step == self.steps
+        is_first = step == self.first + 1 and not session.epochs
+        if not (is_due or is_first):
+            return
+        sums, before = self.sums.total(session.world), state.printed or [0.0] * 4
+        self._check(sums)
+        metrics = to_metrics([b - a for a, b in zip(before, sums, strict=True)])
+        now = (time.perf_counter(), step, session.train.waited)
+        seconds, done, waited = (b - a for a, b in zip(self.last, now, strict=True))
+        rate = done * session.global_batch / seconds
+        if is_due:
+            self.last, state.printed = now, sums
+            self._draw(metrics.loss, rate)
+        place = f"Epoch {state.epoch + 1}/{session.args.epochs}"
+        place += f" step {step:{len(str(self.steps))}}/{self.steps}"
+        values = {"loss": metrics.loss, "top-1": metrics.top1, "top-5": metrics.top5}
+        values |= {"images/s": rate, "s/step": seconds / done, "waiting %": 100 * waited / seconds}
+        session.run.step(place, step, values)
+
+    def _draw(self, loss: float, rate: float) -> None:
+        """Per-step curves, and the figures of scripts/ssh/status.py."""
+        session, state, times = self.session, self.state, self.watch.timer.recent()
+        curves = {"Step/loss": loss, "Step/throughput": rate} | per_step(times, "Step/", "_s")
+        session.run.scalars(curves, round(1000 * (state.epoch + state.step / self.steps)))
+        status = {"steps": self.steps, "images_per_s": rate}
+        if times["steps"]:  # in synchronous training, a process's own parts tell which is slow
+            status["data_seconds"] = times["data"] / times["steps"]
+            status["compute_seconds"] = (times["own"] or times["compute"]) / times["steps"]
+        show_status(session, "training", **status)
+
+    def record(self) -> dict[str, float] | None:
+        """The epoch has ended: its record for curves and history; None if it was cut short."""
+        session, state, stop = self.session, self.state, self.session.stop
+        sampler, bad = session.train.sampler, session.train.bad
+        if session.world.device.type == "cuda":
+            torch.cuda.synchronize(session.world.device)
+        seconds, done = time.perf_counter() - self.began, state.step - self.first
+        session.run.console.stop_bar()
+        # If evaluation is stopped, the epoch is not closed, and they are needed.
+        state.sums = self.sums.total(session.world)
+        bad.share(session.world)
+        if bad.too_many:
+            stop.ask(Reason.BAD_FILES, bad.error())
+        if stop.reason:
+            return None
+        record = {
+            **to_metrics(state.sums).tags("train"),
+            "Throughput/train": done * session.global_batch / seconds if done else math.nan,
+            "Time/train": seconds / done if done else math.nan,
+            "Lr": learning_rate_at(session, state.epoch + (self.steps - 1) / self.steps),
+            "IO/bad_files": float(len(bad.seen)),
+        }
+        if sampler.size:
+            record["Size/train"] = float(sampler.size)
+        if done:
+            record |= _input_rates(session, seconds)
+        return record | loss_scale(state) | self.watch.end_epoch() | report.memory_tags(session)
+
+
+# ---- evaluation
+
+
+def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
+    """Evaluate the model and, in a training with ``--ema``, the averaged weights beside it.
+
+    Returns None when asked to stop, else what `measure` does; the averaged ones' tags end in
+    ``/ema``.
+    """
+    found, ema = measure(session, predict, batches), session.state.ema
+    if found is None or ema is None or session.stop is None:
+        return found
+    with ema.in_model():
+        averaged = measure(session, predict, batches)
+    names = ("Loss", "Top1", "Top5")
+    return averaged and found | {f"{name}/ema": averaged[f"{name}/val"] for name in names}
+
+
+@torch.no_grad()
+def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
+    """Evaluate over all ranks; every image counts once. Returns None when asked to stop.
+
+    The loss is plain cross entropy, whatever label smoothing training uses. Keys of the result:
+    the ``.../val`` tags, "images" evaluated, and "unreadable", how many could not be. Raises:
+    `UserError` when too many images are unreadable, or all of them, unless a training is under way,
+    which stops.
+    """
+    world, sampler, stop = session.world, batches.sampler, session.stop
+    console, model = session.run.console, session.state.model
+    if stop is not None:
+        if stop.reason:  # the epoch was cut short
+            return None
+        stop.begin_phase()
+        show_status(session, "evaluating")
+    # Each rank has seen other batches since DDP last shared the running statistics of batch norm.
+    copy_from_main(model, world, parameters=False)
+    model.eval()
+    console.start_bar("Evaluation", sampler.rounds)
+    sums, began, iterator = Sums(world.device), time.perf_counter(), iter(batches)
+    for number in range(sampler.rounds):
+        batch = next(iterator, None)  # the last round may not reach all ranks
+        if batch is not None:
+            images, targets = batch
+            logits = predict(images).float()
+            if session.args.val_flip:  # the mean over each image and its mirror image
+                logits = (logits + predict(images.flip(3)).float()) / 2
+            loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=UNREADABLE)
+            sums.add(loss, logits, targets)
+        elif session.state.sharded:  # the other ranks gather their weights with this one
+            for _ in range(1 + session.args.val_flip):
+                predict(batches.blank())
+        console.move_bar(number + 1)
+        if stop is not None and stop.poll():
+            break
+    reshard(model)
+    metrics, seconds = to_metrics(sums.total(world)), time.perf_counter() - began
+    console.stop_bar()
+    bad = batches.bad
+    bad.share(world)
+    if bad.too_many or not (metrics.images or (stop is not None and stop.reason)):
+        fault = bad.error() if bad.too_many else _all_bad(bad)
+        if stop is None:
+            raise fault
+        stop.ask(Reason.BAD_FILES, fault)
+    if stop is not None and stop.reason:
+        return None
+    unreadable = sampler.images - metrics.images
+    if unreadable:
+        log.warning(
+            f"{unreadable} of {sampler.images} images in {bad.source.root} could not be read; the "
+            "accuracy is that of the others"
+        )
+    return {
+        **metrics.tags("val"),
+        "Throughput/val": sampler.images / seconds,
+        "Time/val": seconds / sampler.rounds,
+        "images": float(metrics.images),
+        "unreadable": float(unreadable),
+    }
+
+
+def _all_bad(bad: BadFiles) -> UserError:
+    return UserError(
+        f"none of the {len(bad.source)} images in {bad.source.root} could be read, the last one "
+        f"{bad.source.path(max(bad.seen))}: check the disk and the copy of the data set",
+        alike=True,
+    )
+
+
+def evaluate_only(session: Session, predict: Predict) -> int:
+    """``-e``: evaluate the model that was loaded, and write the summary. Returns exit code 0."""
+    session.run.begin(session.state.epoch, session.state.epoch)
+    part = session.args.part
+    found = evaluate(session, predict, getattr(session.loaders, part))
+    report.evaluation(part, found)
+    report.end(session, **{part: found})
+    return 0
+
+
+def test_best(session: Session, predict: Predict) -> dict[str, float] | None:
+    """Evaluate DATA/test with the best model of the run. Returns None when asked to stop."""
+    best = session.run.folder / BEST
+
+    def read() -> Any:
+        return read_checkpoint(best)["state_dict"] if best.is_file() else None
+
+    weights = from_main(read, session.world)
+    if weights is not None:
+        session.state.load_weights(weights)
+    test = measure(session, predict, session.loaders.test)
+    if session.stop.error is not None:
+        raise session.stop.error
+    if test is not None:
+        report.evaluation("test", test)
+    return test

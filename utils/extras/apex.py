@@ -1,0 +1,174 @@
+"""NVIDIA Apex's own amp and parallel (until its tag 25.04), where they are installed and usable.
+
+Elsewhere utils/extras/o2.py computes the same; `amp_and_parallel` chooses.
+"""
+
+import argparse
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from utils import amp
+from utils.errors import UserError
+from utils.extras import o2
+from utils.extras.o2 import SMALLEST
+from utils.option_types import number
+from utils.world import World
+
+USE_TORCH = "use --amp-impl torch, which computes the same"
+HOW_TO_GET_APEX = (
+    "install the last Apex that has it (git clone --branch 25.04 https://github.com/NVIDIA/apex, "
+    f"then pip install --no-build-isolation ./apex), or {USE_TORCH}"
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Apex's options, with Apex's names."""
+    add = parser.add_argument_group("Apex mixed precision").add_argument
+    text = "O0: float32; O1: autocast; O2: float16 with float32 masters; O3: float16"
+    add("--opt-level", choices=tuple(o2.LEVELS), default="O2", help=text)
+    text = "batch norm in float32 though the weights are float16; default: the level's"
+    add("--keep-batchnorm-fp32", choices=("True", "False"), help=text)
+    text = "a fixed number or dynamic; default: the level's"
+    add("--loss-scale", type=loss_scale, metavar="X|dynamic", help=text)
+    text = (
+        "apex: NVIDIA's package, which had amp until 25.04; torch: the same recipe in plain "
+        "PyTorch; auto: apex where it can be used"
+    )
+    add("--amp-impl", choices=("auto", "apex", "torch"), default="auto", help=text)
+    text = "all-reduce gradients after backward, not while it computes"
+    add("--delay-allreduce", action="store_true", help=text)
+    text = (
+        "how float16 gradients are averaged over the ranks: sum-divide as Apex does, divide-sum as "
+        "torch does, fp32: summed in float32"
+    )
+    orders = ("sum-divide", "divide-sum", "fp32")
+    add("--allreduce", choices=orders, default="sum-divide", help=text)
+
+
+def loss_scale(text: str) -> float | str:
+    """The type of ``--loss-scale``."""
+    return text if text == "dynamic" else number(float, 0, exclusive=True)(text)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise `UserError` for options that do not go together, or an Apex that cannot be used."""
+    o2.from_args(args)
+    _why_not(args)
+
+
+def amp_and_parallel(args: argparse.Namespace, world: World) -> tuple[Any, Any]:
+    """The result of ``from apex import amp, parallel``, or the same in plain PyTorch.
+
+    ``--amp-impl`` decides; rank 0 prints which it is and why.
+    """
+    reason = _why_not(args)
+    if world.is_main:
+        by = f"plain PyTorch (utils/extras/o2.py): {reason}" if reason else "NVIDIA Apex"
+        print(f"opt level {args.opt_level} by {by}", flush=True)
+        if world.device.type == "cpu" and args.opt_level != "O0":
+            amp.note_slow_float16("--opt-level O0")
+    if reason:
+        return o2.Amp(world), o2
+    parallel = importlib.import_module("apex.parallel")
+    parallel.DistributedDataParallel.no_sync = _no_sync
+    return Amp(), parallel
+
+
+def _why_not(args: argparse.Namespace) -> str | None:
+    """Why Apex's amp is not used; None if it is."""
+    if args.amp_impl == "torch":
+        return "as --amp-impl says"
+    reason = None if _has_gpu() else "Apex's amp needs an NVIDIA GPU, and torch sees none here"
+    try:
+        if not reason:
+            importlib.import_module("apex.amp")
+            importlib.import_module("apex.parallel")
+    except ImportError as fault:
+        reason = f"no NVIDIA Apex with amp is installed ({fault!s:.200})"
+    except Exception as fault:  # whatever a module built for another torch raises
+        reason = f"Apex cannot be imported ({fault!r:.200})"
+    if reason and args.amp_impl == "apex":
+        remedy = HOW_TO_GET_APEX if _has_gpu() else USE_TORCH
+        raise UserError(f"--amp-impl apex: {reason}: {remedy}", alike=True)
+    return reason
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+class Amp(o2.Amp):
+    """The module ``apex.amp``, for one model and one optimiser; see `utils.extras.o2.Amp`.
+
+    It is its own ``scaler``, with the state of a `utils.extras.o2.LossScaler`.
+    """
+
+    def __init__(self) -> None:
+        self.amp, self.scaler, self.skipped = importlib.import_module("apex.amp"), self, 0
+
+    def initialize(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, opt_level: str, **overrides: Any
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """``amp.initialize``."""
+        level, usual = vars(o2.choose(opt_level, **overrides)), vars(o2.LEVELS[opt_level])
+        # Apex refuses some overrides that override nothing.
+        changes = {name: level[name] for name in overrides if level[name] != usual[name]}
+        model, optimizer = self.amp.initialize(model, optimizer, opt_level=opt_level, **changes)
+        of_weight = {weight: name for name, weight in model.named_parameters()}
+        names = [of_weight[weight] for weight in self.master_params(optimizer)]
+
+        def named_masters() -> dict[str, nn.Parameter]:
+            # Apex puts its masters into the optimiser with the first backward: after a resume.
+            if hasattr(optimizer, "_amp_lazy_init"):
+                optimizer._amp_lazy_init()
+            return dict(zip(names, self.master_params(optimizer), strict=True))
+
+        # Apex's own checkpoints leave the masters out.
+        self.weights = o2.Weights(model, named_masters)
+        return model, optimizer
+
+    @contextmanager
+    def scale_loss(
+        self, loss: Tensor, optimizer: torch.optim.Optimizer, delay_unscale: bool = False
+    ) -> Iterator[Tensor]:
+        """``amp.scale_loss``, which waits for the device in every step."""
+        before = self.value
+        with self.amp.scale_loss(loss, optimizer, delay_unscale=delay_unscale) as scaled_loss:
+            yield scaled_loss
+        self.skipped += self.value < before
+
+    @property
+    def value(self) -> float:
+        """The loss scale."""
+        return float(self.amp.state_dict()["loss_scaler0"]["loss_scale"])
+
+    @property
+    def lost(self) -> bool:
+        """Whether the scale has fallen too far to recover."""
+        return self.value < SMALLEST
+
+    def state_dict(self) -> dict[str, float]:
+        """Scale, clean steps in a row, and skipped steps."""
+        clean = int(self.amp.state_dict()["loss_scaler0"]["unskipped"])
+        return {"scale": self.value, "clean_steps": clean, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore a `state_dict`."""
+        self.skipped = int(state["skipped"])
+        saved = {"loss_scale": state["scale"], "unskipped": int(state["clean_steps"])}
+        self.amp.load_state_dict({"loss_scaler0": saved})
+
+
+@contextmanager
+def _no_sync(replica: Any) -> Iterator[None]:
+    """In this context, backward accumulates gradients without an all-reduce, as in torch."""
+    replica.disable_allreduce()
+    try:
+        yield
+    finally:
+        replica.enable_allreduce()

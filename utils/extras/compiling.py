@@ -1,0 +1,63 @@
+"""``--compile``: torch.compile of the training step."""
+
+import logging
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from utils.errors import UserError
+from utils.preprocessing import training_sizes
+from utils.world import is_sharded
+
+log = logging.getLogger(__name__)
+
+
+def compiled(module: nn.Module, args: Any) -> nn.Module:
+    """``module`` for the training step, compiled as ``--compile`` says, sharing its parameters.
+
+    Training batches have one size, and evaluation, whose last batch is smaller, calls the module
+    itself: nothing is compiled twice. ``--progressive`` compiles once for each image size: kernels
+    for any size would be slower in every step. Raises: `UserError` where compiling is impossible.
+    """
+    if isinstance(module, nn.DataParallel) or is_sharded(module):
+        what = "sharded models" if is_sharded(module) else "DataParallel"
+        raise UserError(f"--compile does not support {what}: use imagenet_ddp.py", alike=True)
+    # Beyond this limit, steps would no longer be compiled.
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, len(set(training_sizes(args))))
+    mode = None if args.compile == "default" else args.compile
+    return torch.compile(module, mode=mode, dynamic=False)
+
+
+def first_step_timed(train_step: Any, args: Any, device: torch.device) -> Any:
+    """``train_step``, whose first call, which compiles, is timed.
+
+    That call raises `UserError` where torch.compile fails.
+    """
+    from torch._dynamo.exc import TorchDynamoException  # seconds to import
+
+    is_compiled = False
+
+    def step(*batch: Any) -> Any:
+        nonlocal is_compiled
+        if is_compiled:
+            return train_step(*batch)
+        is_compiled, began = True, time.perf_counter()
+        try:
+            result = train_step(*batch)
+        except TorchDynamoException as fault:
+            text = str(fault).strip().splitlines()
+            raise UserError(
+                f"--compile {args.compile} does not work here ({text[0] if text else fault!r}): "
+                "install what is missing, or leave it out",
+                alike=True,
+            ) from fault
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - began
+        log.info(f"--compile {args.compile}: the first step took {seconds:.1f} s, to compile it")
+        return result
+
+    return step

@@ -1,0 +1,551 @@
+"""``--comm``: averaging gradients over processes with fewer bytes on the wire.
+
+    fp16, bf16     torch's own communication hooks of DistributedDataParallel
+    int8, int4     the gradients in blocks, each with its own scale, in 8 or 4 bits; the bits are
+                   summed in float32, each part by one process, and travel back in 8 or 4 bits
+    powersgd:RANK  each matrix as the product of two thin ones (Vogels et al. 2019,
+                   arxiv.org/abs/1905.13727), with error feedback
+
+All give all processes the same bits, and a gradient that is infinite or not a number is so for all
+of them, so that all skip the step.
+
+A compressed mean takes two collectives, while backward makes further gradients ready. If the second
+began in a callback of the first, it would begin at another moment in each process: gloo then pairs
+collectives of different buckets, and hangs or aborts. `OrderedCollectives` takes the buckets in
+DistributedDataParallel's order, which is the same in all processes, in one thread (CPU) or one
+stream (GPU).
+"""
+
+import argparse
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from utils.errors import UserError
+from utils.option_types import amount
+from utils.world import World
+
+# ---- collectives in one fixed order, beside the backward pass
+
+
+class OrderedCollectives:
+    """Runs jobs one after the other, in the order in which they were submitted."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None
+        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+        else:
+            threading.Thread(target=self._work, name="ordered collectives", daemon=True).start()
+
+    def submit(self, job: Callable[[], None], buffer: Tensor) -> Future[Tensor]:
+        """Run ``job`` after those before it; it changes ``buffer``, the future's value."""
+        if self.stream is None:
+            future: Future[Tensor] = Future()
+            self.jobs.put((job, buffer, future))
+            return future
+        # NCCL's collectives wait in the stream, not on the host: so this returns at once.
+        future = Future(devices=[self.device])
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            job()
+            future.set_result(buffer)
+        return future
+
+    def _work(self) -> None:
+        with torch.no_grad():
+            while True:
+                job, buffer, future = self.jobs.get()
+                try:
+                    job()
+                except Exception as fault:  # backward raises it
+                    future.set_exception(fault)
+                else:
+                    future.set_result(buffer)
+
+
+class Peers:
+    """The processes that share a mean: the collectives that the methods need.
+
+    Each returns when its result is there (on a GPU: when the stream will have it).
+    """
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None):
+        self.rank, self.size, self.group = rank, size, group
+
+    def sum(self, values: Tensor) -> None:
+        """Sum ``values`` (any shape) in place."""
+        dist.all_reduce(values, group=self.group)
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """``parts`` [size * n, ...]: part r goes to rank r. Returns those that the others sent."""
+        received = torch.empty_like(parts)
+        if parts.is_cuda:
+            dist.all_to_all_single(received, parts, group=self.group)
+            return received
+        # Not gloo's all-to-all: measured, parts of some MB often travelled at half the link's rate.
+        # Receives come before sends.
+        theirs, mine = received.chunk(self.size), parts.chunk(self.size)
+        theirs[self.rank].copy_(mine[self.rank])
+        others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        work = [dist.irecv(theirs[peer], group=self.group, group_src=peer) for peer in others]
+        work += [dist.isend(mine[peer], group=self.group, group_dst=peer) for peer in others]
+        for one in work:
+            one.wait()
+        return received
+
+    def gather(self, part: Tensor) -> Tensor:
+        """``part`` [n, ...] of every rank, as [size * n, ...]."""
+        whole = part.new_empty((self.size * len(part), *part.shape[1:]))
+        dist.all_gather(list(whole.chunk(self.size)), part, group=self.group)
+        return whole
+
+
+# ---- methods
+
+BLOCKS = {8: 256, 4: 128}  # values that share a scale: 1.6 and 6 % more bytes than the bits alone
+TILE = 2**17  # values that are rounded at once on the CPU, where they stay in its cache
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to exchange gradients. ``bytes_per_value``: sent for a value of a gradient, scales
+    included; ``bits`` of a quantised value; ``rank`` is PowerSGD's."""
+
+    name: str
+    bytes_per_value: float
+    bits: int = 0
+    rank: int = 0
+
+
+_SCALE = 4  # bytes per block
+METHODS = {
+    "fp32": Method("fp32", 4),
+    "fp16": Method("fp16", 2),
+    "bf16": Method("bf16", 2),
+    "int8": Method("int8", 1 + _SCALE / BLOCKS[8], bits=8),
+    "int4": Method("int4", 0.5 + _SCALE / BLOCKS[4], bits=4),
+    "powersgd": Method("powersgd:4", 4, rank=4),
+}
+NAMES = (*list(METHODS)[:-1], "powersgd[:RANK]")
+
+
+def parse(name: str) -> Method:
+    """The method called ``name``: one of `NAMES`, such as "int8" or "powersgd:4".
+
+    Raises: `UserError` for any other name.
+    """
+    kind, colon, rank = name.partition(":")
+    found = METHODS.get(kind)
+    if not found or (colon and not (found.rank and rank.isdecimal() and int(rank) > 0)):
+        raise UserError(f"unknown method {name}: choose one of {', '.join(NAMES)}")
+    return replace(found, name=f"{kind}:{int(rank)}", rank=int(rank)) if colon else found
+
+
+# The most exact first. What is a little slower than the fastest, but more exact, is better.
+CANDIDATES = ("fp32", "fp16", "int8", "int4", "powersgd:32")
+WITHIN = 0.05  # how much slower
+
+
+def exactness(name: str) -> tuple[int, int]:
+    """A key that sorts methods by how exact they are; of PowerSGD, by its rank."""
+    return -[*METHODS].index(name.partition(":")[0]), parse(name).rank
+
+
+def most_exact(seconds: dict[str, float]) -> str:
+    """The first method whose step is at most `WITHIN` longer than the shortest.
+
+    ``seconds`` of a step by method, the most exact method first.
+    """
+    limit = (1 + WITHIN) * min(seconds.values())
+    return next(name for name, took in seconds.items() if took <= limit)
+
+
+def wire_bytes(shapes: Iterable[Sequence[int]], how: Method) -> float:
+    """Bytes that enter the collectives for gradients of these shapes."""
+    return how.bytes_per_value * sum(factors(s, how.rank) or math.prod(s) for s in shapes)
+
+
+def factors(shape: Sequence[int], rank: int) -> int:
+    """How many values PowerSGD sends of a gradient as a product of two matrices.
+
+    0 for one that it sends as it is, as that would not halve it.
+    """
+    values = rank * (shape[0] + math.prod(shape[1:])) if len(shape) > 1 else 0
+    return values if 2 * values <= math.prod(shape) else 0
+
+
+def sent_bytes(size: float, processes: int) -> float:
+    """Bytes that each of ``processes`` sends in a ring all-reduce of ``size`` bytes: all but its
+    own part, once for the sums and once to distribute them."""
+    return 2 * (processes - 1) / processes * size
+
+
+@dataclass(frozen=True)
+class Step:
+    """A position in a run. Random numbers are a function of it, so no state needs saving."""
+
+    seed: int = 0
+    epoch: int = 0
+    step: int = 0
+
+    def generator(self, rank: int, device: torch.device | str = "cpu") -> torch.Generator:
+        """Random numbers of a rank in this step."""
+        key = self.seed
+        for number in (self.epoch, self.step, rank):
+            key = (key * 1_000_003 + number + 1) % 2**63
+        return torch.Generator(device).manual_seed(key)
+
+
+Gradients = Sequence[tuple[int, Tensor]]  # number of the parameter in the model, its gradient
+
+
+class Quantised:
+    """``bits`` (8 or 4) per value, rounded up or down at random so that the mean is exact.
+
+    The result is off the exact mean by less than 2 / (2**(bits - 1) - 1) of the largest absolute
+    value of its block in any process: one rounding by each process, and one of the sum. Expected
+    value: the exact mean (Alistarh et al. 2017, arxiv.org/abs/1610.02132).
+    """
+
+    def __init__(self, bits: int, peers: Peers):
+        self.bits, self.peers = bits, peers
+        self.block, self.levels = BLOCKS[bits], 2 ** (bits - 1) - 1
+        self.width = self.block * bits // 8
+        self.tile = TILE // self.block
+        self.buffers: dict[tuple[int, ...], Tensor] = {}  # by the numbers of the gradients in it
+        self.noise: tuple[Step, Tensor] | None = None
+
+    def mean(self, gradients: Gradients, step: Step) -> None:
+        """Replace ``gradients`` (any float dtype and shape) by their means over the processes."""
+        peers, tensors = self.peers, [gradient for _, gradient in gradients]
+        blocks = self._buffer(gradients)
+        torch._foreach_copy_(self._views(tensors, blocks), tensors)
+        to_parts, to_sums = self._random(step, blocks.device)
+        received = peers.exchange(self.encode(blocks, to_parts))
+        parts = received.view(peers.size, -1, received.shape[1])
+        total = self.decode(parts[0])
+        for part in parts[1:]:  # in the order of ranks
+            self.decode(part, total)
+        whole = peers.gather(self.encode(total.div_(peers.size), to_sums))
+        # Not through the buffer: what is between the gradients there has to stay zero.
+        torch._foreach_copy_(tensors, self._views(tensors, self.decode(whole)))
+
+    def encode(self, blocks: Tensor, noise: Tensor) -> Tensor:
+        """``blocks`` float32 [n, block], ``noise`` in [0, 1) [tile, block], which serves one tile
+        of blocks after the other -> uint8 [n, w + 4]: values, then the block's scale as float32."""
+        sent = torch.empty(len(blocks), self.width + 4, dtype=torch.uint8, device=blocks.device)
+        for part, out in self._pieces(blocks, sent):
+            scale = _largest(part).div_(self.levels)
+            # A little less, as the largest value would round up to one level too many.
+            inverse = torch.where(scale > 0, (1 - 1e-6) / scale, scale)  # an infinity becomes NaN
+            values = torch.addcmul(noise[: part.shape[-2]], part, inverse).floor_()
+            if self.bits == 4:
+                values = values[..., : self.width].add(values[..., self.width :], alpha=16)
+            out[..., : self.width].view(torch.int8).copy_(values)
+            out[..., self.width :].view(torch.float32).copy_(scale)
+        return sent
+
+    def decode(self, sent: Tensor, total: Tensor | None = None) -> Tensor:
+        """What `encode` gave, in float32 [n, block], added to ``total`` if there is one; a block of
+        an infinity is not finite."""
+        adds = total is not None
+        if total is None:
+            total = torch.empty(len(sent), self.block, device=sent.device)
+        for part, out in self._pieces(sent, total):
+            scale = part[..., self.width :].view(torch.float32)
+            values = part[..., : self.width].view(torch.int8)
+            if self.bits == 4:  # low + 16 * high, both from -7 to 7
+                values = torch.cat((values << 4 >> 4, values + 8 >> 4), -1)
+            if values.device.type == "cpu":
+                values = values.float()  # a GPU does that on the way
+            if adds:
+                out.addcmul_(values, scale)
+            else:
+                torch.mul(values, scale, out=out)
+        return total
+
+    def _pieces(self, one: Tensor, two: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of both, in pieces of a tile; on a GPU, where each costs a launch, all at once."""
+        whole = len(one) - len(one) % self.tile if one.device.type != "cpu" else 0
+        if whole:
+            shape = whole // self.tile, self.tile, -1
+            yield one[:whole].view(shape), two[:whole].view(shape)
+        for first in range(whole, len(one), self.tile):
+            yield one[first : first + self.tile], two[first : first + self.tile]
+
+    def _buffer(self, gradients: Gradients) -> Tensor:
+        """A buffer [n, block], zero between the gradients; n is a multiple of the processes."""
+        key = tuple(number for number, _ in gradients)
+        if key not in self.buffers:
+            rows = sum(self._rows(gradient) for _, gradient in gradients)
+            rows = -(-rows // self.peers.size) * self.peers.size
+            self.buffers[key] = torch.zeros(rows, self.block, device=gradients[0][1].device)
+        return self.buffers[key]
+
+    def _rows(self, gradient: Tensor) -> int:
+        """A block belongs to one parameter: gradients of layers differ by orders of magnitude."""
+        return -(-gradient.numel() // self.block)
+
+    def _views(self, gradients: list[Tensor], blocks: Tensor) -> list[Tensor]:
+        """The places of ``gradients`` in ``blocks``, in their shapes."""
+        parts = blocks[: sum(map(self._rows, gradients))].split([*map(self._rows, gradients)])
+        pairs = zip(gradients, parts, strict=True)
+        return [part.view(-1)[: gradient.numel()].view(gradient.shape) for gradient, part in pairs]
+
+    def _random(self, step: Step, device: torch.device) -> Tensor:
+        """This process's noise of a step, in [0, 1): [2, tile, block], for the parts and the sums.
+
+        Two, as a value and the sum that it is part of must not be rounded by the same number.
+        """
+        if self.noise is None or self.noise[0] != step:
+            source = step.generator(self.peers.rank, device)
+            shape = 2, self.tile, self.block
+            self.noise = step, torch.rand(shape, generator=source, device=device)
+        return self.noise[1]
+
+
+def _largest(blocks: Tensor) -> Tensor:
+    """The largest absolute value of each row, [..., 1]; NaN if there is one."""
+    if blocks.device.type == "cpu":  # there the norm is three times slower
+        return blocks.abs().amax(-1, keepdim=True)
+    return torch.linalg.vector_norm(blocks, torch.inf, dim=-1, keepdim=True)
+
+
+class PowerSGD:
+    """Matrices as products of [n, rank] and [rank, m]; what that leaves out comes with the next
+    step. The second factor is the next step's start. Small and 1-D tensors travel as they are."""
+
+    def __init__(
+        self, rank: int, peers: Peers, seed: int, scale: Callable[[Tensor], Tensor] | None = None
+    ):
+        """``scale`` multiplies by the current loss scale; gradients come with it, errors are kept
+        without it."""
+        self.rank, self.peers, self.seed = rank, peers, seed
+        self.scale = scale or (lambda one: one)
+        self.errors: dict[int, Tensor] = {}  # by number of the parameter, [n, m]
+        self.starts: dict[int, Tensor] = {}  # [m, rank]
+
+    def mean(self, gradients: Gradients, step: Step) -> None:
+        """Replace ``gradients`` (any float dtype and shape) by about their means."""
+        thin = [(number, g) for number, g in gradients if factors(g.shape, self.rank)]
+        small = [g for _, g in gradients if not factors(g.shape, self.rank)]
+        scale = self.scale(torch.ones((), device=gradients[0][1].device))
+        matrices = []
+        for number, gradient in thin:
+            matrix = gradient.float().flatten(1)
+            self._prepare(number, matrix)
+            matrices.append(torch.addcmul(matrix, self.errors[number], scale))
+        left = [m @ self.starts[number] for m, (number, _) in zip(matrices, thin, strict=True)]
+        left = self._sum([*left, *(g.float() for g in small)])
+        for gradient, total in zip(small, left[len(thin) :], strict=True):
+            gradient.copy_(total / self.peers.size)
+        # In float32, as float16 has too few digits for it.
+        left = [torch.linalg.qr(factor).Q for factor in left[: len(thin)]]
+        right = self._sum([m.T @ factor for m, factor in zip(matrices, left, strict=True)])
+        for (number, gradient), matrix, one, total in zip(thin, matrices, left, right, strict=True):
+            other = total / self.peers.size
+            product = one @ other.T
+            gradient.copy_(product.view(gradient.shape))
+            # After an overflow the step is skipped; its infinities must not come back for ever.
+            # The second factor has them, whatever QR has made of them in the first.
+            fine = torch.isfinite(other).all()
+            error = matrix.sub_(product).div_(scale)
+            self.errors[number] = torch.where(fine, error, self.errors[number])
+            self.starts[number] = torch.where(fine, other, self.starts[number])
+
+    def _prepare(self, number: int, matrix: Tensor) -> None:
+        if number not in self.starts:
+            generator = Step(self.seed).generator(number)
+            self.starts[number] = torch.randn(matrix.shape[1], self.rank, generator=generator)
+            self.errors[number] = torch.zeros_like(matrix)
+        for tensors in (self.starts, self.errors):  # those of a snapshot come on the CPU
+            tensors[number] = tensors[number].to(matrix.device)
+
+    def _sum(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Sums over the processes, by one collective."""
+        if not tensors:
+            return []
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self.peers.sum(flat)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This process's errors, and the common starts, on the CPU."""
+        state = {"errors": self.errors, "starts": self.starts}
+        return {kind: {n: t.cpu() for n, t in found.items()} for kind, found in state.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, on any device."""
+        self.errors, self.starts = dict(state["errors"]), dict(state["starts"])
+
+
+def mean_of(states: list[dict[str, dict[int, Tensor]]]) -> dict[str, dict[int, Tensor]]:
+    """The mean of what `PowerSGD.state_dict` gave in several processes."""
+    return {
+        kind: {n: torch.stack([state[kind][n] for state in states]).mean(0) for n in found}
+        for kind, found in states[0].items()
+    }
+
+
+# ---- the hook of DistributedDataParallel
+
+LATE = 0.25  # share of the steps before which powersgd does not begin
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """How gradients are exchanged between the processes."""
+    add = parser.add_argument_group("communication").add_argument
+    text = (
+        "format of the exchanged gradients: fp32, fp16, bf16, int8, int4 or powersgd[:RANK] (4); "
+        "scripts/bench_network.py measures which is fast on your network"
+    )
+    add("--comm", type=_method, default="fp32", metavar="METHOD", help=text)
+    text = "gradients are exchanged in buckets of this size; default: torch's, first 1, then 25"
+    add("--bucket-mb", type=amount, metavar="MIB", help=text)
+
+
+def _method(text: str) -> str:
+    return parse(text).name
+
+
+class Exchange:
+    """The exchange of gradients in one process; it is saved in snapshots.
+
+    It counts the steps itself: DistributedDataParallel hands over each bucket once a step.
+    """
+
+    def __init__(
+        self,
+        replica: DistributedDataParallel,
+        args: Any,
+        world: World,
+        scaler: torch.amp.GradScaler | None = None,
+    ):
+        """Register with ``replica``, before its first backward pass.
+
+        The gradients are scaled by the loss scale of ``scaler``, if it is enabled.
+        """
+        self.world, self.seed = world, args.seed
+        self.start_at(0, 0, 1, 1)
+        self.scale = scaler.scale if scaler is not None and scaler.is_enabled() else None
+        trained = (p for p in replica.module.parameters() if p.requires_grad)
+        self.number = {parameter: i for i, parameter in enumerate(trained)}
+        form_buckets(replica, world, args)
+        self.method = args.comm if world.size > 1 else "fp32"
+        self.how = parse(self.method)
+        self.codec: Quantised | PowerSGD | None = None
+        if self.method != "fp32":  # else DistributedDataParallel's own exchange
+            self._make_groups()
+            if self.leads and self.how.bits:
+                self.codec = Quantised(self.how.bits, self.peers)
+            elif self.leads and self.how.rank:
+                self.codec = PowerSGD(self.how.rank, self.peers, self.seed, self.scale)
+            replica.register_comm_hook(None, self._hook)
+
+    def _make_groups(self) -> None:
+        """Make the process groups. On a node, the first process compresses for all."""
+        world = self.world
+        self.inside, self.leads, ranks = None, True, list(range(world.size))
+        if 1 < world.nodes < world.size:
+            firsts = ranks[:: world.local_size]
+            for first in firsts:  # all processes make all groups
+                group = dist.new_group(ranks[first : first + world.local_size])
+                if first == world.rank - world.local_rank:
+                    self.inside, self.first = group, first
+            self.leads, ranks = world.local_rank == 0, firsts
+        # A group of its own: gloo's operations are told apart by their order alone.
+        group = dist.new_group(ranks)
+        if self.leads:
+            self.peers = Peers(ranks.index(world.rank), len(ranks), group)
+        self.ordered = OrderedCollectives(world.device)
+
+    # ---- in training
+
+    def start_at(self, epoch: int, step: int, steps: int, epochs: int) -> None:
+        """The next step is ``step`` of ``steps`` in ``epoch`` of ``epochs``, all from 0."""
+        self.next_step, self.steps, self.epochs = epoch * steps + step, steps, epochs
+
+    def _hook(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Called by DistributedDataParallel for each bucket of gradients that is ready."""
+        how, buffer = self.how, bucket.buffer()
+        epoch, number = divmod(self.next_step, self.steps)
+        self.next_step += bucket.is_last()
+        if how.name in ("fp16", "bf16"):
+            half = getattr(default_hooks, f"{how.name}_compress_hook")
+            return half(dist.group.WORLD, bucket)
+        if how.rank and (epoch + number / self.steps) / self.epochs < LATE:
+            return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+        codec, step = self.codec, Step(self.seed, epoch, number)
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        gradients = [(self.number[parameter], gradient) for parameter, gradient in pairs]
+
+        def mean() -> None:
+            """Average in full precision within a node, compressed between the nodes."""
+            if self.inside is not None:
+                dist.reduce(buffer, self.first, group=self.inside)
+            if codec is not None:  # in the first process of each node
+                if self.inside is not None:
+                    buffer.div_(self.world.local_size)
+                codec.mean(gradients, step)
+            if self.inside is not None:
+                dist.broadcast(buffer, self.first, group=self.inside)
+
+        return self.ordered.submit(mean, buffer)
+
+    # ---- in snapshots
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all processes for a snapshot. Collective; only rank 0's result counts."""
+        found: dict[str, Any] = {"method": self.method}
+        if self.how.rank:
+            mine = self.codec.state_dict() if self.codec is not None else {}
+            states: list[Any] | None = [None] * self.world.size if self.world.is_main else None
+            dist.gather_object(mine, states, group=self.world.control)
+            found["states"] = states or []
+        return found
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from a snapshot, in every process.
+
+        On another number of processes each gets the mean of all states, so that their sum stays the
+        same.
+        """
+        states = saved.get("states")
+        if states and saved["method"] == self.method and self.codec is not None:
+            state = states[self.world.rank] if len(states) == self.world.size else None
+            state = state or mean_of([state for state in states if state])
+            self.codec.load_state_dict(state)
+
+
+def form_buckets(replica: nn.Module, world: World, args: Any) -> None:
+    """Have DistributedDataParallel form its final buckets before the first step.
+
+    It begins with one bucket, and forms its final ones after the first backward pass. The rounding
+    of a sum over three or more processes depends on the place in the bucket: without this, a
+    resumed run would round its first step in another way than the run that it continues. The
+    backward pass here is of an image of zeros, in evaluation mode, and changes nothing. (Apex's own
+    class is left alone.)
+    """
+    if world.size == 1 or args.evaluate or not isinstance(replica, DistributedDataParallel):
+        return
+    replica.eval()
+    with torch.enable_grad():
+        images = torch.zeros(1, 3, args.image_size, args.image_size, device=world.device)
+        replica(images).sum().backward()
+    for parameter in replica.parameters():
+        parameter.grad = None
+    replica.train()

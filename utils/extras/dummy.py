@@ -1,0 +1,150 @@
+"""``--dummy``: the speed of the training step alone, on random images on the device."""
+
+import logging
+import resource
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from utils import report
+from utils.preprocessing import largest_size
+from utils.session import Session, TrainStep
+from utils.stopping import Reason
+from utils.watch import StepTimer, per_step, shares
+from utils.world import World
+
+WARMUP_STEPS, TIMED_STEPS = 5, 20
+AHEAD = 3  # steps that a host may run ahead of a GPU without having to wait for it
+
+log = logging.getLogger(__name__)
+
+
+def time_step(session: Session, train_step: TrainStep) -> int:
+    """Time the step on random images and print images/s, ms per step and peak memory.
+
+    The same step as in training, optimiser and all-reduce included; no loader, no metrics. Writes
+    the figures to summary.json. Returns: exit code 0.
+    """
+    args, world, run, global_batch = session.args, session.world, session.run, session.global_batch
+    run.begin(0, 0)
+    report.sharding(session)
+    device = world.device
+    images, targets = random_batch(args.batch_size, largest_size(args), world, args.seed)
+    images = images.to(memory_format=args.memory_format)
+    targets %= args.dummy_classes
+    if session.state.comm is not None:
+        session.state.comm.start_at(1, 0, 1, 2)  # powersgd compresses from the first step on
+    timer = StepTimer(session.state.model, device, distributed=world.size > 1)
+    if args.compile:
+        from utils.extras import compiling
+
+        train_step = compiling.first_step_timed(train_step, args, device)
+
+    def step() -> None:
+        for micro in range(args.accum_steps):
+            update = micro + 1 == args.accum_steps
+            timer.begin()
+            train_step(images, targets, 1 / args.accum_steps, update)
+            timer.end(update)
+
+    log.info(
+        f"timing {TIMED_STEPS} steps of {global_batch} images, after {WARMUP_STEPS} to warm up ..."
+    )
+    found = time_steps(step, world, WARMUP_STEPS, TIMED_STEPS, timer)
+    rate = 1000 * global_batch / found["ms_per_step"]
+    parts = per_step(timer.total, "Time/")
+    communication = ""
+    if "Time/communication" in parts:
+        communication = f" ({shares(parts)['Time/communication']:.0%} communication)"
+    log.info(
+        f"dummy data, {args.arch}, {world.size} x {device.type}, global batch {global_batch}: "
+        f"{rate:.1f} images/s, {found['ms_per_step']:.1f} ms per step{communication}, "
+        f"peak memory of rank 0 {found['peak_memory_bytes'] / 2**30:.2f} GiB"
+    )
+    for place in found.get("host_waits", ()):
+        log.warning(f"the host waits for the GPU in each step: {place}")
+    found |= {"images_per_s": rate, "finished_because": Reason.DUMMY}
+    run.finish(report.setting(session) | per_step(timer.total, "", "_s") | found)
+    return 0
+
+
+def random_batch(size: int, side: int, world: World, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Images float32 [size, 3, side, side] and targets int64 [size] from 0 to 999."""
+    generator = torch.Generator(world.device).manual_seed(seed + world.rank)
+    made = {"generator": generator, "device": world.device}
+    return torch.randn((size, 3, side, side), **made), torch.randint(1000, (size,), **made)
+
+
+def time_steps(
+    step: Callable[[], Any], world: World, warm_up: int, steps: int, timer: StepTimer | None = None
+) -> dict[str, Any]:
+    """Call ``step`` and measure it. ``timer`` is on in the timed calls. Collective.
+
+    Per step: ``ms_per_step``, CPU time ``cpu_ms_per_step`` of this process with all its threads,
+    ``network_mb_per_step`` that left this machine, headers included. ``peak_memory_bytes`` of this
+    process. On a GPU also ``host_ms_per_step``, in which the host starts a step's work, and
+    ``host_waits``, the files and lines where it waits for the GPU.
+    """
+    cuda = world.device.type == "cuda"
+
+    def run(count: int) -> float:
+        """Seconds that ``count`` steps take until the devices of all processes have done them."""
+        began = time.perf_counter()
+        for _ in range(count):
+            step()
+        if cuda:
+            torch.cuda.synchronize(world.device)
+        if world.size > 1:
+            dist.barrier(group=world.control)
+        return time.perf_counter() - began
+
+    run(0)
+    # Not longer: the first step is the slowest, as it allocates, chooses kernels and compiles.
+    first = run(1)
+    log.info(
+        f"the first step took {first:.1f} s: done in {first * (warm_up + steps):.0f} s at most"
+    )
+    run(warm_up - 1)
+    if timer is not None:
+        timer.start()
+    sent, cpu = _sent_bytes(), time.process_time()
+    found = {
+        "ms_per_step": 1000 * run(steps) / steps,
+        "cpu_ms_per_step": 1000 * (time.process_time() - cpu) / steps,
+        "network_mb_per_step": (_sent_bytes() - sent) / 1e6 / steps,
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    if timer is not None:
+        timer.stop()
+    if cuda:
+        found["peak_memory_bytes"] = torch.cuda.max_memory_allocated(world.device)
+        began = time.perf_counter()
+        for _ in range(AHEAD):
+            step()
+        found["host_ms_per_step"] = 1000 * (time.perf_counter() - began) / AHEAD
+        found["host_waits"] = _host_waits(step)
+    return found
+
+
+def _host_waits(step: Callable[[], Any]) -> list[str]:
+    """The files and lines of a step where the host waits for the GPU."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    # Not the warning that the debug mode is a prototype.
+    waits = [one for one in seen if "called a synchronizing" in str(one.message)]
+    return [f"{one.filename}:{one.lineno}" for one in waits]
+
+
+def _sent_bytes() -> int:
+    """Bytes that have left this machine, by all network interfaces but the loopback."""
+    rows = [line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
+    return sum(int(counts.split()[8]) for name, counts in rows if name.strip() != "lo")

@@ -1,0 +1,87 @@
+"""``--ema``: an exponential moving average (EMA) of the weights, evaluated beside the model.
+
+average = d * average + (1 - d) * weights after each step (Polyak and Juditsky 1992; as timm's
+ModelEma and torchvision's references do it). Batch norm's running statistics are averaged like
+weights, so that both are of the same steps; integer counters stay the model's own.
+
+It is a hook of the optimiser's step. A step that a loss scaler skips on the device counts like any
+other, as in timm and torchvision: the weights are unchanged and finite, and there is no host-device
+sync. One that the scaler skips on the host, as on a CPU, does not count.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from utils.world import local, reshard, shard_like
+
+
+class Average:
+    """The averages of a model's weights and running statistics, float32, on the model's device.
+
+    ``averages`` are by name of the model's state dict. A tensor that is sharded over the processes
+    (a DTensor) is averaged shard by shard.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, masters: dict[str, Tensor] | None = None):
+        """``masters``: the float32 originals of the model's float16 weights, by name."""
+        self.model, self.decay = model, decay
+        # Not detached: FSDP may move the memory of a shard.
+        state = model.state_dict(keep_vars=True)
+        self.live = {name: x for name, x in state.items() if x.is_floating_point()}
+        self.sources = [*(self.live | (masters or {})).values()]
+        self.averages = {n: torch.empty_like(x, dtype=torch.float32) for n, x in self.live.items()}
+        self.start()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin with the weights as they are now."""
+        torch._foreach_copy_([*map(local, self.averages.values())], [*map(local, self.sources)])
+        self.steps = 0  # since the average began
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Update the averages after an optimiser step. Nothing here waits for the device."""
+        self.steps += 1
+        # Not much of the first weights: as TensorFlow's ExponentialMovingAverage with num_updates.
+        decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
+        sources = [source.float() for source in map(local, self.sources)]
+        torch._foreach_lerp_([*map(local, self.averages.values())], sources, 1 - decay)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """In this context the model has the averages in place of its weights.
+
+        Meanwhile a copy of its own weights takes as much memory as they do.
+        """
+        own = [local(tensor).detach().clone() for tensor in self.live.values()]
+        self._put([*map(local, self.averages.values())])
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    @torch.no_grad()
+    def _put(self, values: list[Tensor]) -> None:
+        torch._foreach_copy_([*map(local, self.live.values())], values)
+        reshard(self.model)  # FSDP may still have whole weights of before
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages and their number of steps, for a snapshot."""
+        return {"model": self.averages, "steps": self.steps}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict` with whole tensors.
+
+        Raises: ValueError when it is of another model.
+        """
+        self.steps = state["steps"]
+        for name, average in self.averages.items():
+            saved = state["model"].get(name)
+            if saved is None or saved.shape != average.shape:
+                raise ValueError(f"no averages of {name}")
+            average.copy_(shard_like(saved, average))

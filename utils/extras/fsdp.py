@@ -1,0 +1,148 @@
+"""Sharded models (FSDP2): what is sharded together, and whole tensors and shards of one another.
+
+All functions take plain tensors and models as well. FSDP and DTensor take a second to import, so
+only the functions that need them do.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from utils.extras.blocks import SEQUENCES, repeated
+from utils.world import World, is_sharded, local
+
+SMALL = 100_000  # weights; a smaller block is not worth a collective of its own
+LARGE = 1_000_000  # weights; a single layer outside of all blocks that is
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """``--reshard``."""
+    text = (
+        "how long gathered weights stay. full (ZeRO-3): until a block has computed; none "
+        "(ZeRO-2): until its backward pass, which gathers half as often and takes the memory of a "
+        "whole model; node: as full, but each node has all shards, so that only gradients leave it"
+    )
+    add = parser.add_argument_group("sharding").add_argument
+    add("--reshard", choices=("none", "full", "node"), default="full", help=text)
+
+
+# ---- what `fully_shard` is called with
+
+
+def mesh(args: Any, world: World) -> DeviceMesh:
+    """The processes that divide the model among them: all, or with ``--reshard node`` those of each
+    node, [nodes, processes of a node]. All processes must call it."""
+    kind = world.device.type
+    if args.reshard != "node" or world.nodes == 1:
+        return DeviceMesh.from_group(dist.group.WORLD, kind)
+    ranks = torch.arange(world.size).view(world.nodes, world.local_size)
+    limit = timedelta(seconds=args.dist_timeout)
+    within, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit)
+    across, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=limit)
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group([across, within], kind, mesh=ranks, mesh_dim_names=names)
+
+
+def parts(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[Any, Any]]:
+    """The modules to shard and their precision, in order: the `units`, then the model itself.
+
+    The weights of a part travel together, as ``dtype`` (None: float32) to where they compute; their
+    gradients in float32. Inputs are left to torch.autocast, as in the other scripts. Batch norms
+    have running statistics in float32 and want their weights like them: they are parts of their
+    own, all of a unit together.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+    found: list[tuple[Any, Any]] = []
+    done: set[nn.Module] = set()
+    for part in (*units(model), model):
+        norms = [m for m in part.modules() if isinstance(m, _BatchNorm) and m.affine]
+        norms = [norm for norm in norms if norm not in done]
+        if dtype is not None and norms and norms != [part]:
+            found.append((norms, exact))
+            done |= set(norms)
+        found.append((part, policy))
+    return found
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """What is sharded by itself: the blocks that a model repeats, and large layers outside of them
+    (those of a VGG). What is left is small, or is not found."""
+    blocks = [block for block in repeated(model) if size(block) >= SMALL]
+    return blocks + [layer for layer in _layers(model) if size(layer) >= LARGE]
+
+
+def _layers(parent: nn.Module) -> Iterator[nn.Module]:
+    """Linear and convolution layers of the model itself and of its sequences. Others may be read
+    without being called, and then nothing would gather their weights."""
+    for child in parent.children():
+        if type(child) in (nn.Linear, nn.Conv2d):
+            yield child
+        elif isinstance(child, SEQUENCES):
+            yield from _layers(child)
+
+
+def size(module: nn.Module) -> int:
+    """How many numbers the parameters of a module have, on all processes together."""
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def describe(model: nn.Module, reshard: str) -> str:
+    """A line for the log: which blocks are sharded by themselves, over how many processes, and how
+    many weights this process keeps."""
+    found = [module for module in model.modules() if is_sharded(module) and module is not model]
+    kinds = Counter(type(unit).__name__.removeprefix("FSDP") for unit in found)
+    names = ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "no block"
+    shape = " x ".join(map(str, next(model.parameters()).device_mesh.shape))
+    mine = sum(local(weight).numel() for weight in model.parameters())
+    return (
+        f"--reshard {reshard}, {shape} processes: {names} each by itself, the rest together; rank "
+        f"0 keeps {mine / 1e6:.3g} of {size(model) / 1e6:.4g} M weights"
+    )
+
+
+def sent_bytes(trained: list[Tensor], args: Any, world: World) -> float:
+    """Bytes that a process sends per step: weights as they compute, gradients in float32."""
+    among = world.local_size if args.reshard == "node" else world.size
+    weight = 2 if args.precision in ("fp16", "bf16") else 4
+    gathers = 1 if args.reshard == "none" else 2
+    values = sum(weights.numel() for weights in trained)
+    sent = (gathers * weight + 4) * values * (among - 1) / among
+    groups = world.size // among  # which hold the same part, and sum its gradients
+    return sent + 2 * (groups - 1) / groups * 4 * values / among
+
+
+# ---- what torch has no public way for: without its private names, this does nothing
+
+
+def forget_gradients(model: nn.Module) -> None:
+    """Drop the whole gradients of micro-batches that have ended no step."""
+    for group in _groups(model):
+        for shard in getattr(group, "fsdp_params", ()):
+            shard.unsharded_accumulated_grad = None
+            if hasattr(shard, "_unsharded_param"):
+                shard._unsharded_param.grad = None
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """What of a sharded model travels together, as torch keeps it."""
+    found: dict[int, Any] = {}  # a list of modules shares a group
+    for module in filter(is_sharded, model.modules()):
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch before 2.12
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        found |= {id(group): group for group in groups}
+    return list(found.values())

@@ -1,0 +1,207 @@
+"""Copies of a run in a store: uploaded in the background, fetched to an empty disk.
+
+A store is a folder or a URL (s3://, gs://, az://); fsspec, which torch depends on, transfers the
+files. No fault of the store stops or delays training.
+"""
+
+import logging
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from utils.atomic import link_atomically, save_atomically
+from utils.errors import UserError
+from utils.option_types import is_url
+from utils.snapshots import BEST, SNAPSHOT
+
+log = logging.getLogger(__name__)
+
+END_WAIT = 100.0  # seconds for the last uploads; a spot instance has 120 from its notice on
+LAST_TRIES = (0.0, 1.0, 2.0)  # seconds before each, at the end of the run
+
+
+def check_options(store: str | None, resume: str | None) -> None:
+    """Raise `UserError` for URLs of an unknown kind, or when a package for theirs is missing."""
+    for url in filter(is_url, (store, resume)):
+        protocol, path = fsspec.core.split_protocol(url)
+        try:
+            fsspec.get_filesystem_class(protocol)
+            if not path.strip("/"):
+                raise ValueError("it names no bucket")
+        except (ImportError, ValueError) as fault:
+            raise UserError(
+                f"{url} cannot be used ({fault}): a store is a folder, s3://BUCKET/PREFIX, "
+                "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, with the package for it",
+                alike=True,
+            ) from None
+
+
+def _connect(url: str) -> tuple[Any, str]:
+    """The file system of ``url`` and the path in it."""
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    if url.startswith("s3://"):  # s3fs would wait minutes for an endpoint that does not answer
+        retries = {"total_max_attempts": 2}
+        options["config_kwargs"] = {"connect_timeout": 5, "read_timeout": 30, "retries": retries}
+    system, path = fsspec.core.url_to_fs(url, **options)
+    return system, path.rstrip("/")
+
+
+def _names(system: Any, folder: str) -> set[str]:
+    try:
+        return {Path(entry).name for entry in system.ls(folder, detail=False)}
+    except FileNotFoundError:
+        return set()
+
+
+def _download(system: Any, source: str, path: Path) -> None:
+    with system.open(source, "rb") as remote:
+        save_atomically(lambda file: shutil.copyfileobj(remote, file), path)
+
+
+def _find(url: str) -> tuple[Any, str, str, set[str]]:
+    """File system, folder and name of the file that ``url`` means (of a folder, its snapshot), and
+    all names in the folder. Raises: `UserError`."""
+    try:
+        system, path = _connect(url)
+        folder, _, name = path.rpartition("/")
+        if not system.isfile(path):
+            folder, name = path, SNAPSHOT
+        names = _names(system, folder)
+    except Exception as fault:  # each package has its own kinds
+        raise UserError(f"cannot read {url} ({fault!r:.200})") from fault
+    if name not in names:
+        raise UserError(f"there is no {url}, nor {SNAPSHOT} in a folder of this name")
+    return system, folder, name, names
+
+
+def run_name(url: str, mark: str) -> str | None:
+    """Name of the run that the file at ``url`` belongs to: its folder, if ``mark`` is there too."""
+    _, folder, _, names = _find(url)
+    return folder.rpartition("/")[2] if mark in names else None
+
+
+def fetch(url: str, folder: Path) -> Path:
+    """Download ``url`` into ``folder`` as a temporary file, see `utils.atomic.remove_leftovers`.
+
+    A best model beside it comes, too, unless ``folder`` has one. Raises: `UserError`.
+    """
+    system, place, name, names = _find(url)
+    file = folder / f".{name}.from_store.tmp"
+    try:
+        _download(system, f"{place}/{name}", file)
+        if BEST in names and name != BEST and not (folder / BEST).exists():
+            _download(system, f"{place}/{BEST}", folder / BEST)
+    except Exception as fault:
+        raise UserError(f"cannot download {url} ({fault!r:.200})") from fault
+    return file
+
+
+class Store:
+    """``URL/NAME OF THE RUN/``, where copies of a run's files go. For rank 0."""
+
+    def __init__(self, url: str, folder: Path):
+        self.folder = folder
+        self.url = f"{url.rstrip('/')}/{folder.name}"
+        self.system: Any = None
+        self.place = ""
+        self.fails = False  # did the last upload?
+        self.waiting: list[Path] = []  # files to send; the first one may be on its way
+        self.due, self.closing = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._work, name="store", daemon=True)
+
+    def open(self, resume: str | None) -> None:
+        """Check that the store can be used, and start the thread that uploads.
+
+        To ``resume`` "auto" without a snapshot in the run's folder, the store's files are brought
+        there. A store that fails is reported. Raises: `UserError` when there is no such bucket, or
+        when continuing could overwrite a run.
+        """
+        needed = resume == "auto" and not (self.folder / SNAPSHOT).exists()
+        names: set[str] = set()
+        try:
+            self.system, self.place = _connect(self.url)
+            names = _names(self.system, self.place)
+            bucket = self.place.partition("/")[0]  # none of a folder, which begins with "/"
+            if bucket and not names and not self.system.exists(bucket):
+                raise UserError(f"there is no bucket {bucket} for --store {self.url}")
+            for name in (BEST, SNAPSHOT) if needed and SNAPSHOT in names else ():
+                if name in names:
+                    _download(self.system, f"{self.place}/{name}", self.folder / name)
+                    log.info(f"fetched {self.url}/{name}")
+        except UserError:
+            raise
+        except Exception as fault:
+            if needed:
+                raise UserError(
+                    f"cannot tell whether {self.url} has a snapshot to continue from "
+                    f"({fault!r:.200}): leave out --resume to begin anew"
+                ) from fault
+            self._warn(fault)
+        if names and not resume:
+            raise UserError(
+                f"{self.url} holds a run already: continue it with --resume auto, or choose "
+                "another --name"
+            )
+        self.thread.start()
+
+    def upload(self, path: Path) -> None:
+        """Send ``path``, soon, and what could not be sent before; nothing if it does not exist.
+
+        It may be replaced (by renaming) at any time: what is sent is one whole file.
+        """
+        if path.is_file() and path not in self.waiting[1:]:
+            self.waiting.append(path)
+            self.due.set()
+
+    def close(self) -> None:
+        """Wait for the uploads that are left, up to `END_WAIT`, and name those that failed."""
+        self.closing.set()
+        self.due.set()
+        self.thread.join(END_WAIT)
+        if lost := ", ".join(sorted({path.name for path in self.waiting})):
+            log.info(f"note: {lost} could not be copied to {self.url}: see {self.folder}")
+
+    def _work(self) -> None:
+        while self.due.wait() and not self.closing.is_set():
+            self.due.clear()
+            self._send_all()
+        for seconds in LAST_TRIES:
+            if self.waiting:
+                time.sleep(seconds)
+                self._send_all()
+
+    def _send_all(self) -> None:
+        """Send each file that waits; one that cannot be sent waits for the next call."""
+        for path in tuple(self.waiting):
+            try:
+                self._send(path)
+            except Exception as fault:  # whatever it is: training goes on
+                self._warn(fault)
+                if path not in self.waiting[1:]:
+                    self.waiting.append(path)
+            self.waiting.pop(0)
+
+    def _send(self, path: Path) -> None:
+        if self.system is None:
+            self.system, self.place = _connect(self.url)
+        if isinstance(self.system, LocalFileSystem):  # its own copy is visible before it is whole
+            Path(self.place).mkdir(parents=True, exist_ok=True)
+            link_atomically(path, Path(self.place, path.name))
+        else:
+            self.system.put_file(str(path), f"{self.place}/{path.name}")
+        if self.fails:
+            log.info(f"the store {self.url} works again")
+        self.fails = False
+
+    def _warn(self, fault: Exception) -> None:
+        if not self.fails:
+            log.warning(
+                f"the store {self.url} cannot be used ({fault!r:.200}): training continues, and "
+                "the next snapshot tries again"
+            )
+        self.fails = True

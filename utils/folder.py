@@ -1,0 +1,316 @@
+"""What training reads images from: a `Source`. A folder of files, CLASS/*.JPEG, is the usual one.
+
+A source of another kind derives from `Source`, overrides what differs, and gets a line in
+`open_source`. Nothing else asks which kind it is.
+
+Listing 1.28 million files takes seconds on a warm local disk and minutes on a cold network disk.
+So the list is cached in the folder itself, class by class, with the modification times of its
+folders: adding, removing or renaming a file changes one of them, and the class is listed again.
+"""
+
+import io
+import json
+import os
+import sys
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from utils.atomic import save_atomically
+from utils.errors import UserError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
+_SUFFIXES = tuple(suffix.encode() for suffix in SUFFIXES)
+CACHE = ".index.npz"
+# A folder that changed so shortly before it was listed may change again within the same tick of the
+# file system's clock, unnoticed: its listing is not reused.
+RACY_SECONDS = 2.0
+THREADS = 8  # a network disk serves many requests at once
+SIZES_ASKED = 10_000  # files, spread over the data set, that estimate the mean size
+
+
+class Source:
+    """The images of one part of a data set (DATA/train, say), numbered from 0, class by class.
+
+    ``targets``: int64 [n], the class of each image by the order of ``classes``. The names are in
+    one byte string: 1.28 million Python strings would be copied into the memory of every loader
+    worker as their reference counts change.
+    """
+
+    reads_parts = False  # whether reading a crop takes only the rows that it shows
+
+    def __init__(self, root: Path | str, classes: list[str], paths: bytes, counts: list[int]):
+        """``paths`` of all images, relative to ``root``, class by class, each followed by a zero
+        byte; ``counts``: how many images each class has. Raises: `UserError` for a class without
+        images."""
+        self.root, self.classes, self.paths = str(root), classes, paths
+        for name, count in zip(classes, counts, strict=True):
+            if not count:
+                text = f"class folder {root}/{name} has no images ({' '.join(SUFFIXES)})"
+                raise UserError(text, alike=True)
+        self.starts = path_starts(paths)
+        self.targets = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def path(self, image: int) -> str:
+        """The path that messages name."""
+        name = self.paths[self.starts[image] : self.starts[image + 1] - 1]
+        return os.path.join(self.root, os.fsdecode(name))
+
+    def read(self, image: int) -> bytes:
+        """The image file. Raises: OSError."""
+        with open(self.path(image), "rb", buffering=0) as file:
+            return file.read()
+
+    def shape(self, image: int) -> tuple[int, int] | None:
+        """Height and width, if pixels are stored, which `rows` reads; None: `read` gives a file."""
+        return None
+
+    def rows(self, image: int, top: int, height: int) -> np.ndarray:
+        """Rows of an image that has a `shape`: uint8 [height, width, 3], until the next call.
+
+        Raises: OSError.
+        """
+        raise OSError(f"{self.path(image)} is stored as a file")
+
+    def stored(self, image: int) -> tuple[str, int, int | None]:
+        """The file that holds ``image``, its offset there, and its bytes (None: to the end)."""
+        return self.path(image), 0, None
+
+    def fingerprint(self) -> str:
+        """A short text, equal on two nodes with equal file names."""
+        number = f"{len(self)} images in {len(self.classes)} classes"
+        return f"{number} ({zlib.crc32(self.paths):08x})"
+
+    def class_fingerprints(self) -> dict[str, str]:
+        """The fingerprint of each class, by its name, to find one that differs."""
+        ends, prints = np.searchsorted(self.targets, np.arange(len(self.classes) + 1)), {}
+        for name, start, end in zip(self.classes, ends[:-1], ends[1:], strict=True):
+            names = self.paths[self.starts[start] : self.starts[end]]
+            prints[name] = f"{end - start} images ({zlib.crc32(names):08x})"
+        return prints
+
+    def sample_sizes(self) -> tuple[float, str]:
+        """Mean size of an image in bytes, and a fingerprint of the sizes."""
+        raise OSError(f"the sizes of the images in {self.root} are not known")
+
+
+def path_starts(paths: bytes) -> np.ndarray:
+    """The start of each path (each ends with a zero byte), and the end of the last: int64 [n+1]."""
+    ends = np.flatnonzero(np.frombuffer(paths, np.uint8) == 0)
+    return np.concatenate([[0], ends + 1])
+
+
+class Listing(NamedTuple):
+    """The images of one class, sorted by path."""
+
+    paths: bytes  # relative to the root, each followed by a zero byte
+    folders: dict[str, int]  # relative to the root: st_mtime_ns, or 0: list it again next time
+
+
+class Folder(Source):
+    """The image files below ``root``/CLASS/, sub-folders included."""
+
+    def __init__(self, root: Path, classes: list[str], shows: bool = False):
+        """List the folder, or read the list that an earlier run has cached.
+
+        ``shows``: draw a progress bar. Raises: `UserError` for a class folder that is missing or
+        has no image.
+        """
+        found = listings(root, classes, shows)
+        paths = b"".join(listing.paths for listing in found)
+        super().__init__(root, classes, paths, [one.paths.count(b"\0") for one in found])
+
+    def sample_sizes(self) -> tuple[float, str]:
+        """Of `SIZES_ASKED` files evenly spread over the folder."""
+        count = min(len(self), SIZES_ASKED)
+        chosen = (np.arange(count) * len(self) // count).tolist()
+        with ThreadPoolExecutor(THREADS) as pool:
+            sizes = np.fromiter(pool.map(self._size, chosen), np.int64, count)
+        return float(sizes.mean()), f"{zlib.crc32(sizes.tobytes()):08x}"
+
+    def _size(self, image: int) -> int:
+        try:
+            return os.stat(self.path(image)).st_size
+        except OSError:
+            return 0  # a dangling link: reading it will show that
+
+
+def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listing]:
+    """The listing of each class folder ``root/CLASS``, from the cache where that is up to date.
+
+    ``shows``: draw a progress bar on a terminal, and report a cache that cannot be written. Raises:
+    `UserError`.
+    """
+    known = _read_cache(root)
+    missing = [name for name in classes if name not in known or not _fresh(root, known[name])]
+    if missing:
+        with ThreadPoolExecutor(THREADS) as pool:
+            bar = tqdm(
+                pool.map(lambda name: list_class(root, name), missing),
+                f"Indexing {root}",
+                len(missing),
+                leave=False,
+                unit="class",
+                disable=not (shows and sys.stderr.isatty()),
+            )
+            known |= zip(missing, bar, strict=True)
+        _write_cache(root, known, shows)
+    return [known[name] for name in classes]
+
+
+def list_class(root: Path, name: str) -> Listing:
+    """List the images of class folder ``name``, sub-folders included. Raises: `UserError`.
+
+    No file is looked at: for 1.28 million that would double the time.
+    """
+    found: list[bytes] = []
+    folders: dict[str, int] = {}
+    waiting = [os.fsencode(name)]
+    while waiting:
+        folder = waiting.pop()
+        place = os.path.join(os.fsencode(root), folder)
+        try:
+            changed = os.stat(place).st_mtime_ns
+            racy = abs(time.time() - changed / 1e9) < RACY_SECONDS
+            folders[os.fsdecode(folder)] = 0 if racy else changed
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    # Hidden files are not samples: editors, copy programs and macOS leave them.
+                    if entry.name.startswith(b"."):
+                        continue
+                    if entry.name.lower().endswith(_SUFFIXES):
+                        found.append(b"%s/%s" % (folder, entry.name))
+                    elif entry.is_dir():  # fails for a link that leads back to itself
+                        waiting.append(b"%s/%s" % (folder, entry.name))
+        except OSError as fault:
+            text = f"cannot read the class folder {os.fsdecode(place):.200}: {fault.strerror}"
+            raise UserError(text, alike=True) from None
+    return Listing(b"".join(path + b"\0" for path in sorted(found)), folders)
+
+
+def class_names(root: Path) -> list[str]:
+    """Sorted names of the class folders in ``root``; none where that is no folder."""
+    names = os.listdir(root) if root.is_dir() else []
+    return sorted(n for n in names if n[0] != "." and os.path.isdir(root / n))
+
+
+def _fresh(root: Path, listing: Listing) -> bool:
+    try:
+        return all(
+            seen and os.stat(root / folder).st_mtime_ns == seen
+            for folder, seen in listing.folders.items()
+        )
+    except OSError:
+        return False
+
+
+def _read_cache(root: Path) -> dict[str, Listing]:
+    """The cached listings by class; none if there is no cache, or none that can be read."""
+    try:
+        with np.load(root / CACHE) as file:
+            classes = json.loads(file["classes"].tobytes())
+            paths = io.BytesIO(file["paths"].tobytes())
+    except Exception:  # zipfile and numpy find a damaged file in many ways
+        return {}
+    return {name: Listing(paths.read(size), seen) for name, (size, seen) in classes.items()}
+
+
+def _write_cache(root: Path, known: dict[str, Listing], shows: bool) -> None:
+    """Keep the listings ``known`` (by class) in ``root``; with ``shows``, say if that fails."""
+    classes = {name: (len(one.paths), one.folders) for name, one in known.items()}
+    content = {
+        "classes": np.frombuffer(json.dumps(classes).encode(), np.uint8),
+        "paths": np.frombuffer(b"".join(one.paths for one in known.values()), np.uint8),
+    }
+    try:
+        save_atomically(lambda file: np.savez(file, **content), root / CACHE)
+    except OSError as fault:
+        if shows:
+            text = f"note: cannot keep the list of files in {root} ({fault.strerror})"
+            print(f"{text}: each run lists the folder again", flush=True)
+
+
+# ---- the parts of a data set: DATA/train, DATA/val, DATA/test
+
+
+def is_pack(root: Path) -> bool:
+    """Whether ``root`` holds packed pixels (utils/extras/pack.py), whole or not."""
+    return (root / "pack.npz").exists() or any(root.glob("*.pixels"))
+
+
+def open_source(root: Path, classes: list[str], shows: bool = False) -> Source:
+    """The images of ``classes`` in DATA/train, DATA/val or DATA/test.
+
+    ``shows``: draw a progress bar on a terminal. Raises: `UserError`.
+    """
+    if is_pack(root):
+        from utils.extras.pack import Pack
+
+        return Pack(root, classes)
+    return Folder(root, classes, shows)
+
+
+def class_folders(root: Path) -> list[str]:
+    """Sorted names of the classes in ``root``. Raises `UserError` if there are none."""
+    if root.name == "test" and not root.is_dir():
+        raise UserError(
+            f"folder {root} is missing: --part test evaluates on it, --part val on DATA/val",
+            alike=True,
+        )
+    if not root.is_dir():
+        raise UserError(
+            f"folder {root} is missing: DATA must hold train/CLASS/*.JPEG and val/CLASS/*.JPEG "
+            "(scripts/prepare_data.py makes them of known data sets)",
+            alike=True,
+        )
+    if is_pack(root):
+        from utils.extras.pack import classes_of
+
+        names = classes_of(root)
+    else:
+        names = class_names(root)
+    if not names:
+        raise UserError(f"folder {root} has no class folders in it", alike=True)
+    return names
+
+
+def select_classes(choice: str | None, folders: list[str]) -> list[str]:
+    """The classes named by ``--classes``: a number, a file of names, one per line, or a,b,c."""
+    if not choice:
+        return folders
+    if choice.isdecimal():
+        if not 0 < int(choice) <= len(folders):
+            raise UserError(f"--classes {choice}: there are {len(folders)} classes", alike=True)
+        return folders[: int(choice)]
+    chosen = choice.split(",")
+    if os.path.isfile(choice):
+        chosen = Path(choice).read_text(encoding="utf-8", errors="replace").split("\n")
+    chosen = sorted({name.strip() for name in chosen} - {""})
+    unknown = [name for name in chosen if name not in folders]
+    if unknown or not chosen:
+        named = ", ".join(ascii(name[:60]) for name in unknown[:3]) or "nothing"
+        raise UserError(f"--classes names {named}, which is not a class folder", alike=True)
+    return chosen
+
+
+def check_same_classes(root: Path, part: str, classes: list[str], subset: bool) -> None:
+    """Raise `UserError` unless ``root/part`` has the folders ``classes``, or more for a subset."""
+    present = set(class_folders(root / part))
+    missing = [name for name in classes if name not in present]
+    extra = [] if subset else sorted(present - set(classes))
+    only = [
+        f"only {where} has {', '.join(names[:3])}"
+        for where, names in (("train", missing), (part, extra))
+        if names
+    ]
+    if only:
+        text = f"{root}/train and {root}/{part} have different classes: {'; '.join(only)}"
+        raise UserError(text, alike=True)

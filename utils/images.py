@@ -1,0 +1,286 @@
+"""One image: decode, crop, resize; and a batch of them, which a loader worker fills.
+
+uint8 throughout, channels-last in memory. That is faster than Pillow with float tensors: with the
+decoder's channels-last strides, torch's antialiased resize takes its vectorised path.
+"""
+
+import io
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.io import ImageReadMode, decode_image
+
+from utils.extras import region_decode
+from utils.extras.region_decode import Box, to_rgb
+from utils.folder import Source
+from utils.metrics import UNREADABLE
+from utils.preprocessing import CROP_SCALE
+from utils.samplers import Batch
+
+RATIO = (3 / 4, 4 / 3)  # its width : height
+EXTREME = 16  # long side : short side; of a longer image, evaluation looks at the middle alone
+RESIZE = {
+    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
+    "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
+}
+
+
+class Cut(NamedTuple):
+    """How a view is made of an image: cut out ``box``, resize, cut out ``window``, mirror."""
+
+    box: Box
+    size: tuple[int, int]  # height and width after the resize
+    window: Box
+    mirrored: bool
+
+
+def decode(data: bytes) -> Tensor:
+    """Decode an image file to uint8 [3, height, width], RGB, strides of [height, width, 3].
+
+    JPEG by torchvision, the rest by Pillow, with the result of ``PIL.Image.convert("RGB")``: grey,
+    CMYK and palette images become RGB, alpha is dropped, EXIF rotation is not applied. Raises:
+    ValueError for anything but a whole image.
+    """
+    if not data:
+        raise ValueError("the file is empty")
+    # JPEG alone: torchvision 0.29 ends the process with a segmentation fault on a damaged PNG.
+    if data.startswith(region_decode.JPEG_MAGIC):
+        try:
+            return _decode_jpeg(bytearray(data))
+        except RuntimeError:
+            pass  # damaged: Pillow's reason is the more readable one
+    try:
+        with Image.open(io.BytesIO(data)) as picture:
+            pixels = np.array(to_rgb(picture))
+    except UnidentifiedImageError:
+        raise ValueError("not an image, or of an unknown format") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as fault:
+        raise ValueError(str(fault)) from None
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def decode_part(data: bytes, box: Box) -> tuple[Tensor, Box] | None:
+    """A part of an image, decoded as by `decode`, and the place of ``box`` in it.
+
+    ``data`` is a file that `jpeg.shape_of` accepts. None if the whole image has to be decoded,
+    because there is no library for it or the image is damaged.
+    """
+    _, left, height, width = box
+    if (decoded := region_decode.decode_region(data, box)) is None:
+        return None
+    pixels, column = decoded
+    return torch.from_numpy(pixels).permute(2, 0, 1), (0, left - column, height, width)
+
+
+def _decode_jpeg(data: bytearray) -> Tensor:
+    return decode_image(torch.frombuffer(data, dtype=torch.uint8), ImageReadMode.RGB)
+
+
+def random_box(draw: random.Random, height: int, width: int, smallest: float = CROP_SCALE) -> Box:
+    """A random training crop, distributed as torchvision's RandomResizedCrop draws it.
+
+    Area (from the share ``smallest`` up) and log aspect ratio are uniform; after ten boxes that do
+    not fit, the largest centred one within the ratio limits (Szegedy et al. 2014,
+    arXiv:1409.4842).
+    """
+    low, high = math.log(RATIO[0]), math.log(RATIO[1])
+    for _ in range(10):
+        area = height * width * (smallest + (1 - smallest) * draw.random())
+        ratio = math.exp(low + (high - low) * draw.random())
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            top = int((height - h + 1) * draw.random())
+            return top, int((width - w + 1) * draw.random()), h, w
+    w, h = width, height
+    if width / height < RATIO[0]:
+        h = round(width / RATIO[0])
+    elif width / height > RATIO[1]:
+        w = round(height * RATIO[1])
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def train_cut(
+    shape: tuple[int, int], size: int, draw: random.Random, smallest: float = CROP_SCALE
+) -> Cut:
+    """A random crop of an image of ``shape`` (height, width), every second one mirrored."""
+    box = random_box(draw, *shape, smallest)
+    return Cut(box, (size, size), (0, 0, size, size), draw.random() < 0.5)
+
+
+def eval_cut(shape: tuple[int, int], size: int, short: int) -> Cut:
+    """The centre ``size`` x ``size`` after the short side is resized to ``short`` pixels."""
+    # With its short side resized, a strip of 1 x 60,000 pixels would take gigabytes.
+    height, width = (min(side, EXTREME * min(shape)) for side in shape)
+    box = ((shape[0] - height) // 2, (shape[1] - width) // 2, height, width)
+    if height <= width:
+        target = (short, int(short * width / height))
+    else:
+        target = (int(short * height / width), short)
+    top, left = round((target[0] - size) / 2), round((target[1] - size) / 2)
+    return Cut(box, target, (top, left, size, size), False)
+
+
+def view(
+    image: Tensor, cut: Cut, interpolation: str = "bilinear", out: Tensor | None = None
+) -> Tensor:
+    """Apply ``cut`` to ``image`` (uint8 [3, height, width]), antialiased.
+
+    Returns: uint8 [height, width, 3], in ``out`` if given (contiguous).
+    """
+    top, left, height, width = cut.box
+    # By [h, w, 3] and back: after unsqueezing [3, h, w], torch would not see that the memory is
+    # channels-last, and take twice the time.
+    crop = image.permute(1, 2, 0)[top : top + height, left : left + width][None]
+    crop = crop.permute(0, 3, 1, 2)
+    y, x, *shape = cut.window
+    if out is None:
+        out = torch.empty(*shape, 3, dtype=torch.uint8)
+    whole = cut.size == tuple(shape) and not cut.mirrored
+    if whole and image.stride(0) == 1:  # else torch would not write the channels in order
+        # As in F.interpolate, which has no argument out.
+        RESIZE[interpolation](crop, cut.size, False, None, None, out=out[None].permute(0, 3, 1, 2))
+        return out
+    resized = F.interpolate(crop, size=cut.size, mode=interpolation, antialias=True)
+    resized = resized[0].permute(1, 2, 0)[y : y + shape[0], x : x + shape[1]]
+    return out.copy_(resized.flip(1) if cut.mirrored else resized)
+
+
+# ---- a batch of images, in a loader worker
+
+LONGEST_SEARCH = 10_000  # unreadable files in one batch; with more, the disk is at fault
+
+
+@dataclass
+class Reading:
+    """The cost of batches: files and bytes read, seconds of reading and in all, bad files."""
+
+    files: int = 0
+    bytes: int = 0
+    read_seconds: float = 0.0
+    seconds: float = 0.0
+    faults: list[tuple[int, str]] = field(default_factory=list)  # (image, reason)
+
+    def add(self, other: "Reading") -> None:
+        """Add another batch's, but for its faults."""
+        self.files += other.files
+        self.bytes += other.bytes
+        self.read_seconds += other.read_seconds
+        self.seconds += other.seconds
+
+    def count(self, size: int, began: float) -> None:
+        """Count one file, of which ``size`` bytes were read since ``began``."""
+        self.files += 1
+        self.bytes += size
+        self.read_seconds += time.perf_counter() - began
+
+
+@dataclass(eq=False)
+class ImageBatches(Dataset):
+    """Whole batches of ``source``: training crops if ``train``, else centre crops.
+
+    A batch is (images uint8 [n, size, size, 3], targets int64 [n], `Reading`); ``size`` is the side
+    where the batch does not name another. A training image that cannot be read is replaced by the
+    next readable one, so that no other sample moves; in evaluation it is black, with
+    target `UNREADABLE`. Augmentation is a function of (seed, epoch, image). ``augment`` is applied
+    to each training crop (uint8 [3, size, size]) with torch's random state seeded by these three.
+    """
+
+    source: Source
+    size: int
+    seed: int
+    train: bool
+    crop_scale: float = CROP_SCALE
+    resize: int = 256  # in evaluation, the short side before the crop
+    interpolation: str = "bilinear"
+    augment: Callable[[Tensor], Tensor] | None = None
+    regions: bool = True  # decode no more than a training crop, where the library can
+
+    def __getitems__(self, batch: Batch) -> tuple[Tensor, Tensor, Reading]:
+        size = batch.size or self.size
+        images = torch.empty((len(batch.indices), size, size, 3), dtype=torch.uint8)
+        targets, reading = self.fill(images, batch)
+        return images, torch.from_numpy(targets), reading
+
+    def fill(self, images: Tensor, batch: Batch) -> tuple[np.ndarray, Reading]:
+        """Write the images of ``batch`` into ``images`` (uint8 [n, size, size, 3]).
+
+        Returns: targets int64 [n], and the cost.
+        """
+        began = time.perf_counter()
+        targets = np.full(len(batch.indices), UNREADABLE, np.int64)
+        reading = Reading()
+        for row, wanted in enumerate(batch.indices.tolist()):
+            found = self._sample(wanted, batch.epoch, images[row], reading)
+            if found is None:
+                images[row].zero_()
+            else:
+                targets[row] = self.source.targets[found]
+        reading.seconds = time.perf_counter() - began
+        return targets, reading
+
+    def _sample(self, wanted: int, epoch: int, out: Tensor, reading: Reading) -> int | None:
+        """Write the view of image ``wanted``, or of its replacement, into ``out``.
+
+        Returns: the index of the image; None if none is readable.
+        """
+        for step in range(len(self.source) if self.train else 1):
+            if len(reading.faults) >= LONGEST_SEARCH:
+                break
+            found = (wanted + step) % len(self.source)
+            try:
+                self._view(found, (self.seed << 72) | (epoch << 48) | wanted, out, reading)
+                return found
+            except (OSError, ValueError) as fault:
+                reading.faults.append((found, str(fault)))
+        return None
+
+    def _view(self, image: int, key: int, out: Tensor, reading: Reading) -> None:
+        """Read an image and write its view: uint8 [size, size, 3]; ``key`` seeds its augmentation.
+
+        Raises: OSError, ValueError.
+        """
+        pixels, cut = self._pixels(image, key, len(out), reading)
+        view(pixels, cut, self.interpolation, out)
+        if self.train and self.augment:
+            # Without workers this is the training process, whose own random state must not change.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(random.Random(key).getrandbits(63))
+                # Of a copy: some transforms return their argument, and some write into it.
+                out.copy_(self.augment(out.clone().permute(2, 0, 1)).permute(1, 2, 0))
+
+    def _pixels(self, image: int, key: int, size: int, reading: Reading) -> tuple[Tensor, Cut]:
+        """The pixels that the view of an image needs, and how to cut the view out of them."""
+        source = self.source
+        if (shape := source.shape(image)) is not None:
+            cut = self._cut(shape, key, size)
+            top, left, height, width = cut.box
+            began = time.perf_counter()
+            rows = source.rows(image, top, height)
+            reading.count(rows.nbytes, began)
+            box = (0, left, height, width)
+            return torch.from_numpy(rows).permute(2, 0, 1), cut._replace(box=box)
+        began = time.perf_counter()
+        data = source.read(image)
+        reading.count(len(data), began)
+        in_part = self.train and self.regions and region_decode.has_library()
+        if in_part and (shape := region_decode.shape_of(data)) is not None:
+            cut = self._cut(shape, key, size)
+            if (decoded := decode_part(data, cut.box)) is not None:
+                return decoded[0], cut._replace(box=decoded[1])
+        pixels = decode(data)
+        return pixels, self._cut(pixels.shape[1:], key, size)
+
+    def _cut(self, shape: tuple[int, int], key: int, size: int) -> Cut:
+        if not self.train:
+            return eval_cut(shape, size, self.resize)
+        return train_cut(shape, size, random.Random(key), self.crop_scale)

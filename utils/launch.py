@@ -1,0 +1,375 @@
+"""How the processes of a node start, find their place in the job, and end together. No torch.
+
+Each process is told its place as torchrun tells it: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT. `utils.world` joins them.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import math
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from utils import errors
+from utils.errors import UserError, report
+from utils.option_types import count, from_environment, port, positive, seconds
+
+MARKER = "IMAGENET_SUITE"  # a variable in the environment by which scripts/cleanup.sh finds us
+LAUNCHER = "IMAGENET_LAUNCHER"  # another: the process id of the launcher
+GRACE_SECONDS = 15.0  # for the others to exit once one process has failed
+REPORT_SECONDS = 60.0  # for a node's first process to find the error that others have found
+_PR_SET_PDEATHSIG = 1
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Let the kernel kill this process when its parent dies (Linux: prctl(2)).
+
+    Give the process id ``parent`` where the parent may have died before this is called.
+    """
+    parent = parent or os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(1)
+
+
+def die_with_launcher() -> bool:
+    """Let this process end with its launcher, if it has one: `supervise`, a script or torchrun.
+
+    Call it before torch is imported: that takes seconds in which the launcher may be killed.
+    Returns: whether there is a launcher.
+    """
+    if launcher := os.environ.pop(LAUNCHER, None):
+        die_with_parent(int(launcher))
+        return True
+    if "LOCAL_RANK" in os.environ:
+        die_with_parent()
+        # torchrun does not pass on its process id. It has torch loaded; init, which would be the
+        # parent if torchrun had died already, has not.
+        if "TORCHELASTIC_RUN_ID" in os.environ and not _has_torch(os.getppid()):
+            os._exit(1)
+    return "LOCAL_RANK" in os.environ
+
+
+def _has_torch(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/maps") as file:
+            return any("libtorch" in line for line in file)
+    except OSError:  # gone, or of another user
+        return False
+
+
+def run_main(main: Callable[[], int | None]) -> None:
+    """Call ``main`` and end the process with its exit code, or with a `UserError`'s message."""
+    os.environ.setdefault(MARKER, "training")
+    _make_folder_for_sockets()
+    _exit_with(main, spawned=False)
+
+
+def _make_folder_for_sockets() -> None:
+    """Make one temporary folder for the sockets of this process's loader workers.
+
+    Each worker would make its own and, as it is killed in the end, leave it behind. A socket's path
+    has at most 107 bytes (unix(7)): with a longer TMPDIR, workers fail and training hangs.
+    """
+    with contextlib.suppress(OSError):  # a full disk is reported where it matters
+        if len(os.fsencode(tempfile.gettempdir())) > 107 - len("/pymp-01234567/listener-01234567"):
+            tempfile.tempdir = "/tmp"
+        multiprocessing.util.get_temp_dir()
+
+
+def _exit_with(main: Callable[[], int | None], spawned: bool) -> NoReturn:
+    """Call ``main`` and exit; with a one-line message where its error has one, and no child left.
+
+    Unlike `supervise`, torchrun does not wait for the process that reports the error.
+    """
+    errors.go_on_without_reader()
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted before training began; nothing was lost", file=sys.stderr)
+        sys.exit(130)
+    except (UserError, RuntimeError) as fault:
+        error = errors.of_shortage(fault) if isinstance(fault, RuntimeError) else fault
+        if error is None:
+            raise
+        if not spawned and errors.is_reported_by_another(error):
+            _wait_for_the_end(error)
+        code = errors.report(error)
+        if error.alike:
+            _end_torchrun()
+        _kill_children()
+        multiprocessing.util._exit_function()  # frees semaphores, as at the end of any child
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The process group still has threads: a normal exit can abort in C++, with another code.
+        os._exit(code)
+    except SystemExit as end:
+        if end.code == errors.BAD_INPUT:  # argparse's
+            _end_torchrun()
+        raise
+    finally:
+        # The exit code is decided. A launcher that has heard of a loss from another node, but not
+        # yet of its cause here, sends SIGTERM while Python ends, which would replace the code.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _kill_children()
+
+
+def _wait_for_the_end(error: UserError) -> None:
+    """Let the node's first process, which reports ``error``, exit before this one.
+
+    torchrun kills all processes of a node as soon as one of them has exited: the message would be
+    lost whenever another process was faster. If the first process does not find the same error
+    after all, nobody kills this one, and it reports the error itself.
+    """
+    _kill_children()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_DFL)
+    time.sleep(REPORT_SECONDS)
+    errors.show(error)
+
+
+def _end_torchrun() -> None:
+    """Keep scripts/elastic_train.sh from restarting what fails each time with the same error."""
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    if first and os.environ.get(MARKER, "").startswith("launcher"):
+        os.kill(os.getppid(), signal.SIGKILL)  # at any other signal it prints a stack trace
+
+
+def _kill_children() -> None:
+    """Kill the loader workers that an exception has left behind; they ignore SIGTERM."""
+    # DataLoader's handler of SIGCHLD would report their end as an error.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+def supervise(worker: Callable[[Any], int], args: Any, environments: list[dict[str, Any]]) -> int:
+    """Run ``worker(args)`` in a process for each of ``environments``; return the exit code.
+
+    SIGTERM and the first SIGINT are passed on, so that training can write a snapshot; a second
+    SIGINT kills. When one process fails, the others get `GRACE_SECONDS` to exit (they often wait
+    for the dead one) and are then killed.
+    """
+    # OpenMP threads that spin at barriers slow down loader workers on the same cores: measured,
+    # steps took twice as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    context = multiprocessing.get_context("spawn")
+    children = [context.Process(target=_child, args=(worker, args)) for _ in environments]
+    interrupts = 0
+
+    def pass_on(signum: int, frame: Any) -> None:
+        nonlocal interrupts
+        interrupts += signum == signal.SIGINT
+        if interrupts > 1:  # a third one, while Python ends, would replace the exit code
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for child in children:
+            # It may be gone since; and this may interrupt the very call that notices its end.
+            if child.pid and child.exitcode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL if interrupts > 1 else signal.SIGTERM)
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        # scripts/train.sbatch starts this with SIGUSR1 ignored, as Slurm sends it to every process:
+        # the children inherit that, and so survive it before they have a handler of their own.
+        if signum != signal.SIGUSR1 or signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, pass_on)  # for good: later, a signal changes nothing
+    before = dict(os.environ)
+    try:
+        for child, variables in zip(children, environments, strict=True):
+            os.environ[LAUNCHER] = str(os.getpid())
+            os.environ.update({name: str(value) for name, value in variables.items()})
+            child.start()  # it inherits the environment
+        code = _wait_for(children)
+    finally:
+        for child in children:
+            if child.pid and child.is_alive():
+                child.kill()
+        os.environ.clear()
+        os.environ.update(before)
+    if interrupts > 1:
+        return 128 + signal.SIGINT
+    if code < 0:
+        name = signal.Signals(-code).name
+        print(f"error: a training process was killed by {name}", file=sys.stderr, flush=True)
+        return 128 - code
+    return code
+
+
+def _wait_for(children: list[Any]) -> int:
+    """The first exit code that is not 0, once all have exited; -N if signal N has killed it."""
+    first_code, deadline, running = 0, math.inf, list(children)
+    while running:
+        # Look each second as well: the sentinel of a dead process stays silent as long as a process
+        # that it has forked is alive.
+        left = max(0.05, min(1.0, deadline - time.monotonic()))
+        wait([child.sentinel for child in running], left)
+        if time.monotonic() >= deadline:
+            for child in running:
+                child.kill()
+        for child in [child for child in running if child.exitcode is not None]:
+            running.remove(child)
+            first_code = first_code or child.exitcode
+        if first_code and deadline == math.inf:
+            deadline = time.monotonic() + GRACE_SECONDS
+    return first_code
+
+
+def _child(worker: Callable[[Any], int], args: Any) -> None:
+    # Only the parent decides about Ctrl-C until training has put its own handlers in place.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _exit_with(lambda: worker(args), spawned=True)
+
+
+# ---- before torch is imported
+
+# The packages of requirements.txt, by the name under which they are imported.
+REQUIRED = {name: name for name in ("torch", "torchvision", "tensorboard", "numpy", "tqdm")}
+REQUIRED |= {"matplotlib": "matplotlib", "PIL": "pillow", "google": "protobuf"}
+
+
+def prepare() -> None:
+    """End with the launcher, and name a package that is missing. To be called before any import
+    that takes long: the launcher may be killed meanwhile."""
+    sys.excepthook = _report_missing
+    die_with_launcher()
+
+
+def _report_missing(
+    kind: type[BaseException], fault: BaseException, trace: TracebackType | None
+) -> None:
+    """End with an error message in place of the traceback of a missing package."""
+    if not isinstance(fault, ModuleNotFoundError) or fault.name not in REQUIRED:
+        sys.__excepthook__(kind, fault, trace)
+        return
+    environment = Path(__file__).resolve().parents[1] / ".venv"
+    how = "`bash scripts/quickstart.sh` makes an environment with all that is needed"
+    if environment.exists():
+        how = f"`source {environment}/bin/activate` first"
+    text = f"{REQUIRED[fault.name]} is not installed for {sys.executable}: {how}, or "
+    sys.exit(report(UserError(text + "`pip install -r requirements.txt`", alike=True)))
+
+
+# ---- how the processes of a job start
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """How the processes of a distributed run find each other."""
+    add: Callable[..., Any] = parser.add_argument_group(
+        "processes and nodes",
+        "Under torchrun or torch.distributed.launch the environment decides, and the first four "
+        "are\nignored. Started by hand, type the same command on each node with its own --rank.",
+    ).add_argument
+    add("-n", "--world-size", type=positive, metavar="NODES", help="number of nodes; default 1")
+    add("-nr", "--rank", type=count, metavar="R", help="rank of this node, 0 to NODES - 1")
+    text = "processes on this node; default: one per GPU, or one without GPUs"
+    add("-g", "--gpus", type=positive, metavar="N", help=text)
+    add("--dist-url", metavar="tcp://IP:PORT", help="address of node 0")
+    text = "nccl with GPUs, else gloo; nccl without a GPU falls back to gloo and says so"
+    add("--dist-backend", choices=("nccl", "gloo"), help=text)
+    text = "how long to wait for other nodes before giving up"
+    add("--dist-timeout", type=seconds, default=300.0, metavar="SECONDS", help=text)
+    add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+    add("--sync-bn", action="store_true", help="batch norm over the batches of all GPUs")
+
+
+def run(worker: Callable[[Any], int], args: Any) -> int:
+    """Run ``worker(args)`` in each process of this node.
+
+    Under torchrun or torch.distributed.launch this process is one of them. Otherwise it starts
+    ``-g`` processes (default: one per GPU; one without GPUs) of node ``--rank`` of ``--world-size``
+    nodes. MASTER_ADDR, MASTER_PORT, WORLD_SIZE (nodes) and NODE_RANK in the environment are the
+    defaults of ``--dist-url``, ``--world-size`` and ``--rank``.
+
+    Returns: the exit code for this process. Raises: `UserError`.
+    """
+    if "LOCAL_RANK" in os.environ:
+        _check_environment()
+        return worker(args)
+    import torch
+
+    rank, nodes, (host, number) = _node(args)
+    visible = torch.cuda.device_count()
+    processes = args.gpus or max(visible, 1)
+    if visible and processes > visible:
+        raise UserError(f"-g {processes} asks for more GPUs than the {visible} of this node")
+    if nodes > 1:
+        from utils.extras import preflight
+
+        check = preflight.Preflight(rank, nodes, (host, number), args.dist_timeout, _names(args))
+        check.meet(processes)
+    job = {"WORLD_SIZE": nodes * processes, "LOCAL_WORLD_SIZE": processes}
+    job |= {"MASTER_ADDR": host, "MASTER_PORT": number}
+    ranks = [
+        job | {"RANK": rank * processes + local, "LOCAL_RANK": local} for local in range(processes)
+    ]
+    return supervise(worker, args, ranks)
+
+
+def _names(args: Any) -> Any:
+    """What the pre-flight check calls the values of this command line."""
+    from utils.extras.preflight import Names
+
+    if os.environ.get(MARKER, "").startswith("launcher"):  # multi_node_train.sh
+        return Names()
+    return Names(
+        "WORLD_SIZE" if args.world_size is None else "--world-size (-n)",
+        "NODE_RANK" if args.rank is None else "--rank (-nr)",
+        "port in --dist-url" if args.dist_url else "MASTER_PORT",
+    )
+
+
+def _node(args: Any) -> tuple[int, int, tuple[str, int]]:
+    """This node's rank, the number of nodes, and node 0's host and port. Raises: `UserError`."""
+    from utils import network
+
+    nodes, rank = args.world_size, args.rank
+    if nodes is None:
+        nodes = from_environment("WORLD_SIZE", positive, 1)
+    if rank is None:
+        rank = from_environment("NODE_RANK", count, 0)
+    if rank >= nodes:
+        raise UserError(f"--rank {rank} is not one of the node ranks 0 to {nodes - 1}")
+    if args.dist_url:
+        return rank, nodes, network.parse_tcp_url(args.dist_url)
+    if "MASTER_ADDR" in os.environ:
+        number = from_environment("MASTER_PORT", port, 29500)
+        return rank, nodes, (os.environ["MASTER_ADDR"], number)
+    if nodes > 1:
+        raise UserError(
+            f"{nodes} nodes need the address of node 0: --dist-url tcp://IP:PORT, "
+            "or MASTER_ADDR and MASTER_PORT in the environment"
+        )
+    return rank, nodes, ("127.0.0.1", network.free_port())
+
+
+def _check_environment() -> None:
+    """Raise `UserError` unless the environment tells this process its place."""
+    os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    found = {name: os.environ.get(name, "") for name in names}
+    *numbers, address = found.values()
+    if address and all(number.isdecimal() for number in numbers):
+        rank, size, local, local_size, number = map(int, numbers)
+        if local <= rank < size and local < local_size <= size and 0 < number < 65536:
+            return
+    raise UserError(
+        f"{' '.join(f'{name}={value}' for name, value in found.items())} in the environment is not "
+        "the place of a process in a job: start with torchrun, or unset LOCAL_RANK",
+        alike=True,
+    )

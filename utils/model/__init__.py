@@ -1,1 +1,0 @@
-"""Models and their weights, optimisers, learning-rate schedules, averaged weights."""

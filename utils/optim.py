@@ -1,0 +1,181 @@
+"""The optimiser of all modes, by name, its parameter groups, and its learning rate."""
+
+import argparse
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from utils.errors import UserError
+
+# The optimisers, and their --lr where none is given.
+USUAL_LR = {"sgd": 0.1, "nesterov": 0.1, "adamw": 1e-3, "muon": 1e-3}
+NAMES = tuple(USUAL_LR)
+# Position embeddings in torchvision and timm: added to activations, like biases.
+_TABLES = ("pos_embedding", "pos_embed", "relative_position_bias_table")
+
+
+def resolve(args: argparse.Namespace) -> None:
+    """Set the defaults that depend on ``--optimizer``. Raises: `UserError`."""
+    name = args.optimizer
+    if args.lr is None:
+        args.lr = USUAL_LR[name]
+    if args.momentum is None:
+        args.momentum = 0.95 if name == "muon" else 0.9
+    if name == "nesterov" and not args.momentum:
+        raise UserError("--optimizer nesterov needs a --momentum", alike=True)
+    if args.weight_decay is None:
+        args.weight_decay = 0.05 if name in ("adamw", "muon") else 1e-4
+    if getattr(args, "opt_level", None) == "O3" and name in ("adamw", "muon"):
+        raise UserError(
+            f"--optimizer {name} needs float32: --opt-level O2 keeps float32 masters, O3 does not",
+            alike=True,
+        )
+
+
+def build(args: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimiser that the options ask for, for the trained parameters of ``model``.
+
+    None of its steps makes the host wait for the device, not even with a loss scaler.
+    """
+    name, lr, momentum, decay = args.optimizer, args.lr, args.momentum, args.weight_decay
+    betas = tuple(float(beta) for beta in args.betas.split(","))
+    fused = next(model.parameters()).is_cuda  # on the CPU not, see `sgd`
+    if name == "muon":
+        from utils.extras.muon import Muon, hidden_matrices
+
+        groups = _groups(model, hidden_matrices(model), decay, args.wd_norm)
+        return Muon(groups, lr, momentum, betas, fused)
+    groups = _groups(model, [], decay, args.wd_norm)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr, betas=betas, weight_decay=decay, fused=fused)
+    return sgd(groups, lr, momentum, decay, nesterov=name == "nesterov")
+
+
+def _groups(
+    model: nn.Module, matrices: list[nn.Parameter], decay: float, decay_of_norms: float | None
+) -> list[dict[str, Any]]:
+    """The trained parameters of ``model``, in groups where their options differ.
+
+    ``matrices``: the parameters for Muon. ``decay_of_norms`` is for norms, biases, layer scales and
+    class tokens, which are vectors in any shape, and position embeddings.
+    """
+    inside = set(matrices)
+    muon: dict[str, Any] = {"params": [], "weight_decay": decay, "muon": True}
+    others: dict[str, Any] = {"params": [], "weight_decay": decay}
+    small: dict[str, Any] = {"params": [], "weight_decay": decay_of_norms}
+    for name, p in model.named_parameters():
+        is_small = sum(n > 1 for n in p.shape) <= 1 or name.endswith(_TABLES)
+        group = small if is_small and decay_of_norms is not None else others
+        if p.requires_grad:
+            (muon if p in inside else group)["params"].append(p)
+    return [group for group in (muon, others, small) if group["params"]]
+
+
+def sgd(
+    groups: list[dict[str, Any]],
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool = False,
+) -> torch.optim.SGD:
+    """SGD with momentum; on a GPU by the fused kernel, which can skip a step on the device.
+
+    With any other implementation a loss scaler needs a host-device sync in every step. The CPU
+    needs none, and there the plain loop gives the same bits for all tensors: the fused kernel
+    rounds the last elements of some differently.
+    """
+    weights = [weight for group in groups for weight in group["params"]]
+    fused = weights[0].is_cuda and (not hasattr(weights[0], "to_local") or _fused_takes_shards())
+    optimizer = torch.optim.SGD(
+        groups, lr, momentum, weight_decay=weight_decay, nesterov=nesterov, fused=fused
+    )
+    # The fused kernel leaves momentum uninitialised when the very first step overflows, as often
+    # with a new loss scale. Starting from zeros gives the same first step.
+    for weight in weights if momentum else ():
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    return optimizer
+
+
+def _fused_takes_shards() -> bool:
+    """Let the fused kernel of SGD work on shards (DTensors), which torch does only for Adam.
+
+    It computes element by element. torch has no public way to say so; without its private table, a
+    loss scaler waits for the device in each step.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def step(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        args, kwargs = tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
+        op(*args, **kwargs)
+
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if handlers is None:
+        return False
+    handlers.setdefault(torch.ops.aten._fused_sgd_.default, step)
+    return True
+
+
+# ---- the learning rate, a function of progress
+
+REFERENCE_BATCH = 256  # the global batch that published ImageNet learning rates are meant for
+STEP_EPOCHS = 30
+LAST_STEP_EPOCH = 80
+# One-cycle: share of the training in which the rate rises, what part of the highest rate it begins
+# with, and what part of that it ends with; as in torch.optim.lr_scheduler.OneCycleLR.
+RISE, FIRST, LAST = 0.3, 1 / 25, 1e-4
+# Schedules that end with the last epoch, so that a run that is under way cannot change it.
+TO_THE_END = ("cosine", "linear", "onecycle")
+SCHEDULES = ("step", "constant", *TO_THE_END)
+
+
+def scale_lr(lr: float, global_batch: int, rule: str) -> float:
+    """Scale a learning rate given for 256 images per step to ``global_batch`` images.
+
+    ``rule``: "none"; "linear", Goyal et al. 2017 (arXiv:1706.02677); "sqrt", Krizhevsky 2014
+    (arXiv:1404.5997).
+    """
+    ratio = global_batch / REFERENCE_BATCH
+    return lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
+def learning_rate(
+    position: float, *, lr: float, epochs: int, warmup: float = 0.0, schedule: str = "step"
+) -> float:
+    """Learning rate at ``position``, in epochs since the start (1.5: in the middle of the second).
+
+    During the first ``warmup`` epochs it grows linearly from 0 to what the schedule gives.
+    "step": x0.1 every 30 epochs and once more at epoch 80. "constant": lr in all epochs.
+    "cosine": half a cosine from the end of warm-up to 0 at ``epochs`` (Loshchilov and Hutter 2017,
+    arXiv:1608.03983, without restarts).
+    "linear": a straight line from there to 0 (Li et al. 2020, arXiv:1905.04753; the short recipes
+    of ffcv-imagenet). "onecycle": half a cosine up from lr / 25 in the first 30 % of the epochs, or
+    in those of ``warmup`` instead, and half a cosine down to lr / 250,000 at ``epochs`` (Smith and
+    Topin 2017, arXiv:1708.07120, in torch's form; momentum stays as it is).
+    """
+    if schedule == "onecycle":
+        return _one_cycle(position, lr, epochs, warmup or RISE * epochs)
+    done = min(1.0, max(0.0, position - warmup) / max(epochs - warmup, 1e-9))
+    if schedule == "step":
+        decays = int(position // STEP_EPOCHS) + (position >= LAST_STEP_EPOCH)
+        planned = lr * 0.1**decays
+    elif schedule == "cosine":
+        planned = lr * 0.5 * (1.0 + math.cos(math.pi * done))
+    elif schedule == "linear":
+        planned = lr * (1.0 - done)
+    elif schedule == "constant":
+        planned = lr
+    else:
+        raise ValueError(f"there is no learning-rate schedule {schedule!r}")
+    return planned * min(1.0, position / warmup) if warmup > 0 else planned
+
+
+def _one_cycle(position: float, lr: float, epochs: int, rise: float) -> float:
+    if position < rise:
+        low, high, done = lr * FIRST, lr, position / rise
+    else:
+        done = min(1.0, (position - rise) / max(epochs - rise, 1e-9))
+        low, high = lr, lr * FIRST * LAST
+    return high + (low - high) * 0.5 * (1.0 + math.cos(math.pi * done))

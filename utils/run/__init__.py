@@ -1,1 +1,0 @@
-"""What a run leaves behind: its directory, TensorBoard curves, snapshots, copies in a store."""

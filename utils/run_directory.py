@@ -1,0 +1,439 @@
+"""The directory of a run: its owner, name, files, log lines and curves; rank 0 writes all files."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import math
+import multiprocessing.util
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from utils import errors, tensorboard
+from utils.atomic import remove_leftovers, save_atomically
+from utils.errors import UserError
+from utils.extras import gpus
+from utils.option_types import is_url
+from utils.snapshots import BEST, SNAPSHOT, latest
+from utils.world import World, from_main, gather, is_elastic, node_name
+
+# ---- one training at a time
+
+LOCK = "owner.txt"
+PATIENCE = 2.0  # seconds for a killed process's data loading workers to exit: they hold it, too
+RESTART_PATIENCE = 120.0  # for an earlier attempt's process, or the NFSv4 lease of a lost machine
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class Lock:
+    """The lock of the run directory ``folder``, for rank 0: call `poll` until it is held.
+
+    ``patient``: a launcher restarts this job, so the process that holds it may be about to exit.
+    ``note`` says which process was killed in the directory, ``warning`` that there are no locks.
+    """
+
+    def __init__(self, folder: Path, patient: bool = False):
+        self.path = folder / LOCK
+        self.text = f"process {os.getpid()} on {socket.gethostname()}"
+        self.text += f", since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        self.note: str | None = None
+        self.warning: str | None = None
+        self.file: IO[str] | None = None  # the kernel's lock lasts as long as this is open
+        self.patience = RESTART_PATIENCE if patient else PATIENCE
+        self.waits_until: float | None = None
+
+    def poll(self) -> bool:
+        """Whether the lock is held; if not, call again a moment later.
+
+        Raises: OSError, and `UserError` when another process still holds it.
+        """
+        file = open(self.path, "a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _owner(file)
+            file.close()
+            self._wait(owner or "another process")
+            return False
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            self.warning = (
+                f"the file system of {self.path.parent} has no locks: nothing prevents a second "
+                "run from writing there"
+            )
+        if not self._is_at_path(file):  # its process removed it when it ended
+            file.close()
+            return False
+        if (owner := _owner(file)) and not self.warning:
+            where = self.path.parent
+            self.note = f"note: {owner} was killed and left {where}; continuing there"
+        file.truncate(0)
+        file.write(self.text)
+        file.flush()
+        self.file = file
+        # Also after an error: supervise.run_main ends a process this way.
+        multiprocessing.util.Finalize(None, self.release, exitpriority=0)
+        return True
+
+    def release(self) -> None:
+        """Remove the file, and give up the lock."""
+        if self.file is not None:
+            with contextlib.suppress(OSError):
+                if self._is_at_path(self.file):
+                    self.path.unlink()
+            self.file.close()
+            self.file = None
+
+    def _is_at_path(self, file: IO[str]) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
+        return False
+
+    def _wait(self, owner: str) -> None:
+        """Note that another process holds the lock. Raises: `UserError` after some time."""
+        now = time.monotonic()
+        if self.waits_until is None:
+            self.waits_until = now + self.patience
+            if self.patience > PATIENCE:
+                text = f"waiting up to {self.patience:.0f} s for its end"
+                print(f"note: {self.path.parent} is in use by {owner}: {text}", flush=True)
+        elif now >= self.waits_until:
+            raise UserError(
+                f"{self.path.parent} is in use by a run that is still active ({owner}): wait for "
+                "its end, stop it, or choose another --name; if its machine is gone, remove "
+                f"{self.path}",
+                alike=True,
+            )
+
+
+def _owner(file: IO[str]) -> str:
+    """The process that the file names; "" for none, or while it is being written."""
+    file.seek(0)
+    return file.read().strip()
+
+
+# ---- the directory
+
+VISIBLE_SECONDS = 10.0  # for a file to be seen on another node
+OPTIONS, SUMMARY, LOG = "options.json", "summary.json", "train.log"
+
+log = logging.getLogger(__name__)
+
+
+def as_line(record: logging.LogRecord) -> str:
+    """What is printed of a record: its message; of a warning, behind that word."""
+    text = record.getMessage()
+    return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+
+class Console(logging.Handler):
+    """Prints a line in the first process of each node; rank 0 adds it to ``folder``/train.log."""
+
+    def __init__(self, folder: Path | None, world: World):
+        """From now on, what any module of this package logs is shown."""
+        super().__init__(logging.INFO)
+        self.path, self.world = folder and folder / LOG, world
+        self.shows = world.local_rank == 0
+        self.bar: tqdm | None = None
+        logger = logging.getLogger("utils")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show one line. A full disk must not end a training: the line has been printed."""
+        text = as_line(record)
+        if self.bar is not None:
+            tqdm.write(text)
+        elif self.shows:
+            print(text if self.world.is_main else f"[rank {self.world.rank}] {text}", flush=True)
+        if self.world.is_main and self.path is not None:
+            with contextlib.suppress(OSError), open(self.path, "a") as file:
+                file.write(text + "\n")
+
+    def start_bar(self, title: str, steps: int, done: int = 0) -> None:
+        """Show a progress bar for ``steps`` steps if rank 0 writes to a terminal."""
+        if self.world.is_main and sys.stderr.isatty():
+            self.bar = tqdm(total=steps, initial=done, desc=title, leave=False, unit="step")
+
+    def move_bar(self, done: int, text: str = "") -> None:
+        """Let the bar, if there is one, show ``done`` steps, and from now on ``text`` behind it."""
+        if self.bar is not None:
+            if text:
+                self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update(done - self.bar.n)
+
+    def stop_bar(self) -> None:
+        """Remove the bar."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+def _directory(args: Any, world: World, mode: str) -> Path:
+    """The run's directory, which may not exist yet. For rank 0. Raises: `UserError` if taken."""
+    continues, name = args.resume and not args.evaluate, args.name
+    if continues and not name and (Path(args.resume).parent / OPTIONS).is_file():
+        return Path(args.resume).parent  # a run continues where it was
+    if continues and not name and is_url(args.resume):
+        from utils.extras import store
+
+        name = store.run_name(args.resume, mark=OPTIONS)
+    if not name:
+        now, host = time.strftime("%b%d_%H-%M-%S"), socket.gethostname().split(".")[0]
+        sizes = f"gpux{world.size}_b{args.batch_size}_cpu{args.workers}"
+        name = f"{now}_{host}_{args.arch}_{sizes}_{mode}"
+    folder = Path(args.output_dir, name)
+    if (folder / OPTIONS).exists() and not continues:
+        advice = "choose another --name"
+        if not (args.evaluate or args.dummy):
+            advice = f"continue it with --resume auto, or {advice}"
+        raise UserError(f"{folder} holds a run already: {advice}")
+    return folder
+
+
+def checkpoint_file(args: Any) -> Path | None:
+    """The local file that ``--resume`` names; of ``auto``, the run's last snapshot, to evaluate its
+    best model. None if there is none. Raises: `UserError` when there is nothing to evaluate."""
+    if args.resume is None or is_url(args.resume):
+        return None
+    if args.resume != "auto":
+        return Path(args.resume)
+    folder = Path(args.output_dir, args.name)
+    if not args.evaluate:
+        return latest(folder)
+    best = folder / BEST
+    found = best if best.is_file() else latest(folder)
+    if found is None:
+        raise UserError(f"{folder} has no {BEST} and no {SNAPSHOT} to evaluate: check --name")
+    return found
+
+
+class Run:
+    """A process's run directory, log and curves. ``mode``: nd, dp, ddp, ..."""
+
+    def __init__(self, args: Any, world: World, mode: str):
+        """Choose and make the run directory. Raises `UserError` when it is taken.
+
+        Only a training needs one: an evaluation or a measurement has one if it has a --name.
+        """
+        self.args, self.world, self.mode = args, world, mode
+        self.snapshot = Path(args.resume) if args.resume else None  # the file to resume from
+        self.folder: Path | None = None  # None: nothing is kept
+        self.lock: Lock | None = None  # of a training
+        self.scratch: tempfile.TemporaryDirectory | None = None
+        self.store: Any = None  # with --store, in rank 0, a `utils.extras.store.Store`
+        self.is_writing = not (args.evaluate or args.dummy or args.find_batch)  # a training
+        plain = (int, float, str, type(None))
+        self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
+        self.options |= {"mode": mode, "command": " ".join(sys.argv)}
+        # Facts at the start of the run and results at its end, for HParams and summary.json.
+        self.record: dict[str, Any] = {}
+        self.writer: SummaryWriter | None = None
+        self.has_gap = False  # the writer was lost to a full disk
+        continues = args.name and args.resume == "auto" and args.start_epoch is None
+        if is_elastic() and self.is_writing and not continues:
+            raise UserError(
+                "restarts (torchrun --max-restarts, --elastic) continue one run: add --name X "
+                "--resume auto, without --start-epoch",
+                alike=True,
+            )
+        # An evaluation of the run --name leaves the files of that run alone.
+        has_own = args.name and not args.find_batch and not (args.evaluate and continues)
+        if self.is_writing or has_own:
+            self.folder = from_main(lambda: _directory(args, world, mode), world)
+            if self.is_writing:
+                self.lock = Lock(self.folder, patient=is_elastic())  # rank 0 acquires it
+                errors.how_to_continue = self._how_to_continue()
+            # In short rounds, as the other ranks wait no longer than --dist-timeout for one.
+            while not from_main(self._make, world):
+                time.sleep(0.5)
+            if self.is_writing and is_elastic():
+                self._check_shared(from_main(lambda: self.lock.text, world))
+        self.console = Console(self.folder, world)
+        if world.device.type == "cpu" and (note := gpus.unused()):
+            log.info(note)
+        if self.lock and self.lock.note:
+            log.info(self.lock.note)
+        if self.lock and self.lock.warning:
+            log.warning(self.lock.warning)
+        self.snapshot = from_main(self._find_snapshot, world)
+
+    def _how_to_continue(self) -> str:
+        if self.args.resume == "auto":
+            return "run the same command again"
+        option = "auto" if self.args.name else self.folder / SNAPSHOT
+        return f"run the same command with --resume {option}"
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn what the disk refuses into a `UserError`."""
+        try:
+            yield
+        except OSError as fault:
+            raise UserError(
+                f"cannot write into the run directory {self.folder} ({fault.strerror}): existing "
+                "files are intact; free disk space, or choose another --output-dir"
+            ) from fault
+
+    def _make(self) -> bool:
+        """Make the directory and, to train, acquire its lock. Returns: whether that is done.
+
+        Raises: `UserError` while another run holds it.
+        """
+        with self._writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return self.lock is None or self.lock.poll()
+
+    def _check_shared(self, text: str) -> None:
+        """Raise `UserError` unless all nodes see the lock: any may have rank 0 next time."""
+        deadline, seen = time.monotonic() + VISIBLE_SECONDS, False
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.2)
+            with contextlib.suppress(OSError):
+                seen = (self.folder / LOCK).read_text() == text
+        found = gather((node_name(self.world), seen), self.world)
+        for name, sees in found:
+            if not sees:
+                raise UserError(
+                    f"{name} does not see what {found[0][0]} writes into {self.folder}: a job that "
+                    "continues when nodes fail needs an --output-dir that they share",
+                    alike=True,
+                )
+
+    def _find_snapshot(self) -> Path | None:
+        """The file to resume from; with "auto" the run's own, if it has one. Opens the store."""
+        resume, uses_store = self.args.resume, self.args.store and self.is_writing
+        if uses_store or is_url(resume):
+            from utils.extras import store
+        if uses_store:
+            self.store = store.Store(self.args.store, self.folder)
+            self.store.open(resume)
+        if is_url(resume):
+            if self.folder is None:
+                self.scratch = tempfile.TemporaryDirectory(prefix="imagenet-")
+            return store.fetch(resume, self.folder or Path(self.scratch.name))
+        return checkpoint_file(self.args)
+
+    def upload(self, path: Path) -> None:
+        """Begin to copy a file into ``--store``, if there is one."""
+        if self.store is not None:
+            self.store.upload(path)
+
+    def close_store(self) -> None:
+        """Wait for the last uploads. All ranks: a launcher ends the others when one has ended."""
+        from_main(lambda: self.store.close() if self.store is not None else None, self.world)
+
+    def begin(self, epoch: int, position: float, facts: dict[str, Any] | None = None) -> None:
+        """Open the files. Points past ``epoch`` (finished) and ``position`` (epochs, fractional)
+        that a killed run left in the event files are cut off, so that curves never run backward.
+        ``facts`` about a training (see `report.facts`) begin the run's `record`.
+        """
+        if self.folder is None:
+            return
+        from_main(lambda: self._open_files(epoch, round(1000 * position), facts), self.world)
+
+    def _open_files(self, epoch: int, step_x: int, facts: dict[str, Any] | None) -> None:
+        with self._writing():
+            remove_leftovers(self.folder)
+            _save_json(self.options, self.folder / OPTIONS)
+            tensorboard.cut_off(self.folder, epoch, step_x)
+            # What is here may be newer than what the store has: the last process died sending.
+            for name in (OPTIONS, BEST, SNAPSHOT):
+                self.upload(self.folder / name)
+            if facts is not None:  # without curves, an event file would make it a run to compare
+                self.record |= facts
+                self.writer = tensorboard.open_writer(self.folder)
+                self.writer.add_custom_scalars(tensorboard.LAYOUT)
+                for summary in tensorboard.entry(self.options | self.record):
+                    self.writer.file_writer.add_summary(summary, 0)
+                self.writer.flush()  # from now on other programs can see what is trained here
+
+    def step(self, place: str, done: int, values: dict[str, float]) -> None:
+        """Report ``done`` steps of an epoch: move the bar, or print a line."""
+        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        if self.console.bar is not None:
+            self.console.move_bar(done, text)
+        else:
+            log.info(f"{place}  {text}")
+
+    def scalars(self, values: dict[str, float], x: int, flush: bool = False) -> None:
+        """Write TensorBoard points at ``x``, in rank 0; NaN (nothing measured) is left out."""
+        if self.writer is None:
+            return
+        try:
+            for tag, value in values.items():
+                if not math.isnan(value):
+                    self.writer.add_scalar(tag, value, x)
+            if flush:
+                self.writer.flush()
+        except OSError as fault:  # of TensorBoard's thread, which ends with its first
+            self.writer, self.has_gap = None, True
+            log.warning(
+                f"cannot write the event file ({fault.strerror}): training continues, and "
+                "its curves have a gap"
+            )
+
+    def epoch(self, record: dict[str, float], left: str) -> None:
+        """Write an epoch's record (TensorBoard tags to values, and "epoch") and its line.
+
+        ``left``, for the end of the line, says how long the training will go on; "": no longer.
+        """
+        tags = {tag: value for tag, value in record.items() if "/" in tag or tag == "Lr"}
+        if self.has_gap:
+            with contextlib.suppress(OSError):  # there may be room again
+                self.writer, self.has_gap = tensorboard.open_writer(self.folder), False
+        self.scalars(tags, int(record["epoch"]), flush=True)
+        log.info(
+            f"Epoch {record['epoch']:.0f}/{self.args.epochs}"
+            f"  train: loss {record['Loss/train']:.4f} top-1 {record['Top1/train']:.2f}"
+            f" top-5 {record['Top5/train']:.2f}"
+            f"  val: loss {record['Loss/val']:.4f} top-1 {record['Top1/val']:.2f}"
+            f" top-5 {record['Top5/val']:.2f}"
+            + (f" ema {record['Top1/ema']:.2f}" if "Top1/ema" in record else "")
+            + f"  lr {record['Lr']:.3g}  {record['Throughput/train']:.1f} images/s"
+            + (f"  left {left}" if left else "")
+        )
+
+    def finish(self, results: dict[str, Any]) -> None:
+        """Complete the record, write summary.json, close the event file, wait for the store.
+
+        For all ranks.
+        """
+        self.record |= results
+        if self.world.is_main and self.folder is not None:
+            self._write_summary()
+            self.upload(self.folder / SUMMARY)
+        self.close_store()
+        if self.lock is not None:
+            self.lock.release()
+
+    def _write_summary(self) -> None:
+        # JSON has no NaN, and other programs read this file: what was not measured is null.
+        clean = {
+            key: None if isinstance(value, float) and math.isnan(value) else value
+            for key, value in self.record.items()
+        }
+        try:
+            _save_json(clean, self.folder / SUMMARY)
+            if self.writer is not None:
+                done = self.record["finished_because"] != "interrupted"
+                self.writer.file_writer.add_summary(tensorboard.closing(done), 0)
+                self.writer.close()
+        except OSError as fault:
+            log.warning(f"cannot write {self.folder / SUMMARY} ({fault.strerror})")
+
+
+def _save_json(content: dict[str, Any], path: Path) -> None:
+    text = json.dumps(content, indent=1) + "\n"
+    save_atomically(lambda file: file.write(text.encode()), path)

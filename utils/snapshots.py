@@ -1,0 +1,514 @@
+"""Snapshots: what they hold, how they are written beside training, how a run continues.
+
+Training stands still only while the state is copied to the host; a thread then writes it. At any
+instant, also in the middle of a write, ``snapshot.pt`` or the one before it is whole on disk.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from utils.atomic import read_checkpoint, save_atomically
+from utils.errors import UserError
+from utils.extras.foreign import plain_weights
+from utils.models import scale_input_as
+from utils.optim import TO_THE_END
+from utils.world import World, from_main, is_elastic, is_sharded, shard_like, whole
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT, PREVIOUS, BEST = "snapshot.pt", "snapshot_previous.pt", "best.pt"
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest snapshot in a run directory, if there is any."""
+    return next((folder / name for name in (SNAPSHOT, PREVIOUS) if (folder / name).is_file()), None)
+
+
+def read_latest(path: Path) -> dict[str, Any]:
+    """Read ``path`` or, if it is a run's snapshot and damaged, the one before, and say so."""
+    previous = path.with_name(PREVIOUS)
+    try:
+        return read_checkpoint(path)
+    except UserError as fault:
+        if path.name != SNAPSHOT or not previous.is_file():
+            raise
+        log.warning(f"{fault}; continuing from the snapshot before it, {previous}")
+        return read_checkpoint(previous)
+
+
+def write(content: dict[str, Any], path: Path) -> None:
+    """torch.save to ``path``, atomically; of ``snapshot.pt`` the one before is kept.
+
+    Raises: `UserError`; the old file is then as it was.
+    """
+    previous = path.with_name(PREVIOUS) if path.name == SNAPSHOT else None
+    try:
+        save_atomically(lambda file: torch.save(content, file), path, previous)
+    except (OSError, RuntimeError) as fault:  # torch hides the cause in a RuntimeError
+        cause = fault if isinstance(fault, OSError) else fault.__context__
+        reason = cause.strerror if isinstance(cause, OSError) else "is the disk full?"
+        raise UserError(f"cannot write {path} ({reason}): the last saved file is intact") from fault
+
+
+class SnapshotWriter:
+    """Writes one set of files after the other into a folder, in a thread. For rank 0.
+
+    A write that fails is logged, and so is the next one that succeeds. ``after`` is called with the
+    path of each file that has been written, in that thread.
+    """
+
+    def __init__(self, folder: Path, after: Callable[[Path], None] = lambda path: None):
+        self.folder, self.after = folder, after
+        self.failure: UserError | None = None  # of the last write
+        self.pauses: list[float] = []  # seconds for which training stood still, one a snapshot
+        self._thread: threading.Thread | None = None
+        self._buffers: dict[str, Tensor] = {}  # of the last copies: fresh memory is slower
+        self._copied: dict[int, Tensor] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether the last snapshot is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, files: dict[str, dict[str, Any]], collecting: float = 0.0) -> None:
+        """Copy the contents (file name -> what torch.save takes) and begin to write them.
+
+        Waits for the write before. Returns when the copy is made: what it was made from may change.
+        ``collecting``: seconds that the caller has spent on the contents.
+        """
+        self.wait()
+        began = time.perf_counter()
+        self._copied = {}  # a tensor that stands in two files is copied once
+        contents = {name: self._copy(content, name) for name, content in files.items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.pauses.append(collecting + time.perf_counter() - began)
+        self._thread = threading.Thread(target=self._write, args=(contents,), name="snapshot")
+        self._thread.start()
+
+    def wait(self) -> str | None:
+        """Return when nothing is being written any more; if the last write failed, why."""
+        if self._thread is not None:
+            self._thread.join()
+        return str(self.failure) if self.failure else None
+
+    def _write(self, contents: dict[str, dict[str, Any]]) -> None:
+        try:
+            for name, content in contents.items():
+                write(content, self.folder / name)
+                self.after(self.folder / name)
+        except UserError as failure:
+            if self.failure is None:
+                log.warning(f"{failure}; training continues")
+            self.failure = failure
+        else:
+            if self.failure is not None:
+                log.info(f"{self.folder / SNAPSHOT} could be written again")
+            self.failure = None
+
+    def _copy(self, value: Any, place: str) -> Any:
+        """A deep copy on the host, into the buffers of the last time."""
+        if isinstance(value, dict):
+            return {key: self._copy(entry, f"{place}/{key}") for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._copy(x, f"{place}/{i}") for i, x in enumerate(value))
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self._copied:
+            tensor, old = value.detach(), self._buffers.get(place)
+            if old is None or _layout(old) != _layout(tensor):
+                old = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                self._buffers[place] = old
+            self._copied[id(value)] = old.copy_(tensor, non_blocking=True)
+        return self._copied[id(value)]
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+# ---- what a snapshot holds, and how a run continues from it
+
+PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums", "printed")
+# Another value would break off the order of samples, the learning-rate schedule or the optimiser.
+_OPTIMISER = ("optimizer", "wd_norm", "freeze")
+_FIXED = ("seed", "repeated_aug", "lr_schedule", "warmup_epochs", "progressive", *_OPTIMISER)
+_PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
+
+
+class Part(Protocol):
+    """Something that a snapshot keeps. All ranks call both; what rank 0 gets is saved."""
+
+    def state_dict(self) -> Any:
+        """Tensors (whole ones, or shards as torch's DTensor) and plain values."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from a `state_dict`, whose tensors are whole and on the CPU."""
+
+
+class ModelPart:
+    """A model under its plain torchvision names, also where it is sharded."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Raises: RuntimeError when it is of another model."""
+        if is_sharded(self.model):
+            own = self.model.state_dict()
+            state = {name: shard_like(full, own.get(name, full)) for name, full in state.items()}
+        self.model.load_state_dict(state)
+
+
+class OptimizerPart:
+    """An optimiser's state; its hyperparameters are those of the command line."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Lays each moment out in memory like its weight, which fused optimisers need.
+
+        Raises: ValueError when it is of other weights.
+        """
+        groups = self.optimizer.state_dict()["param_groups"]
+        saved = [len(group["params"]) for group in state["param_groups"]]
+        if saved != [len(group["params"]) for group in groups]:
+            raise ValueError("other groups of weights")
+        weights = [w for group in self.optimizer.param_groups for w in group["params"]]
+        moments = {
+            number: {name: self._like(value, weights[number]) for name, value in entry.items()}
+            for number, entry in state["state"].items()
+        }
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+    @staticmethod
+    def _like(value: Any, weight: Tensor) -> Any:
+        """``value``, laid out like ``weight`` if it is a moment of its shape."""
+        if not isinstance(value, Tensor) or value.ndim == 0:  # a count of steps
+            return value
+        # Adafactor keeps sums over rows and columns: 1 in that dimension.
+        fits = len(value.shape) == len(weight.shape)
+        if not fits or any(a not in (1, b) for a, b in zip(value.shape, weight.shape, strict=True)):
+            raise ValueError(f"a moment of {list(value.shape)} for {list(weight.shape)} weights")
+        return shard_like(value, weight)
+
+
+@dataclass
+class TrainState:
+    """All that the future of a run depends on.
+
+    ``epoch`` epochs are finished, and ``step`` steps of ``global_batch`` images of the next one.
+    ``sums`` are that epoch's metric sums so far (`metrics.Sums`), ``printed`` those at
+    the last printed line, both of all ranks; ``elapsed`` are the seconds of training, ``history``
+    is a dictionary an epoch, ``best`` that of the best one. The order
+    of samples, augmentation and dropout are functions of seed and position, so no random state
+    needs keeping. ``weights`` is the `Part` that saves the model where it trains in another
+    precision than float32. ``preprocessing`` is that of its images (see
+    `utils.preprocessing`), as plain values; ``comm`` is how the processes exchange gradients,
+    ``ema`` the averaged weights, if any.
+
+    ``parts`` are what a snapshot keeps, by name: to keep one more thing, add it there. The position
+    is the part "progress", this object itself.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: Any  # a Part, like the next
+    weights: Any = None
+    global_batch: int = 0
+    epoch: int = 0
+    step: int = 0
+    best: dict[str, float] = field(default_factory=dict)
+    elapsed: float = 0.0
+    history: list[dict[str, float]] = field(default_factory=list)
+    sums: list[float] | None = None
+    printed: list[float] | None = None
+    preprocessing: dict[str, Any] | None = None
+    comm: Any = None  # a `utils.extras.compress.Exchange`
+    ema: Any = None  # a `utils.extras.ema.Average`
+    clock: float | None = None  # when ``elapsed`` was brought up to date
+    parts: dict[str, Part] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = {
+            "model": self.weights or ModelPart(self.model),
+            "optimizer": OptimizerPart(self.optimizer),
+            "scaler": self.scaler,
+            "progress": self,
+        }
+        if self.comm is not None:
+            self.parts["comm"] = self.comm
+
+    def tick(self) -> None:
+        """Add the time since the last call to ``elapsed``; the first call starts the clock."""
+        now = time.monotonic()
+        self.elapsed += now - self.clock if self.clock is not None else 0.0
+        self.clock = now
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each process has a part of the model: all must take part in each of its forward
+        passes."""
+        return is_sharded(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and the history."""
+        return {name: getattr(self, name) for name in PROGRESS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`, at a step of this run's global batch.
+
+        Raises: `UserError`.
+        """
+        global_batch = self.global_batch
+        for name in PROGRESS:
+            setattr(self, name, state[name])
+        _rescale_position(self, global_batch)
+
+    def load_weights(self, state: dict[str, Tensor]) -> None:
+        """Load whole weights. Raises `UserError` when they are of another model."""
+        try:
+            self.parts["model"].load_state_dict(state)
+        except RuntimeError as fault:
+            # Some models have weights for each place of the image.
+            size = (self.preprocessing or {}).get("image_size")
+            hint = f"; it was trained with --image-size {size}" if size else ""
+            raise UserError(
+                f"the snapshot does not fit this model, another arch or number of classes? "
+                f"({' '.join(str(fault).split())[:250]}){hint}",
+                alike=True,
+            ) from None
+
+
+def snapshot_of(
+    state: TrainState, options: dict[str, Any], classes: list[str], main: bool = True
+) -> dict[str, Any]:
+    """The content of ``snapshot.pt``. Collective: ranks that are not ``main`` get no tensor of a
+    sharded model."""
+    content = {name: _gathered(part.state_dict(), main) for name, part in state.parts.items()}
+    facts = {
+        "options": options,
+        "classes": classes,
+        "preprocessing": state.preprocessing,
+        "model_args": getattr(state.model, "constructor_args", {}),
+    }
+    return {"ema": None, "comm": None} | content | facts
+
+
+def _gathered(value: Any, main: bool) -> Any:
+    """``value`` with whole tensors in place of shards: in the main process, on the CPU."""
+    if isinstance(value, dict):
+        return {key: _gathered(entry, main) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_gathered(entry, main) for entry in value)
+    if not hasattr(value, "full_tensor"):
+        return value
+    full = whole(value)
+    return full.cpu() if main else None  # one by one, so that no GPU holds the whole model
+
+
+def best_of(state: TrainState, arch: str, snapshot: dict[str, Any]) -> dict[str, Any]:
+    """The content of ``best.pt``, which torchvision can load without this code.
+
+    The weights are those of ``snapshot``: the averaged ones where those were better.
+    """
+    averaged = bool(state.best.get("ema"))
+    weights = snapshot["model"]
+    return {
+        "state_dict": {**weights, **snapshot["ema"]["model"]} if averaged else weights,
+        "weights": "ema" if averaged else "model",
+        "arch": arch,
+        "classes": snapshot["classes"],
+        "epoch": state.best["epoch"],
+        "top1": state.best["top1"],
+        "top5": state.best["top5"],
+        "loss": state.best.get("loss"),
+        "preprocessing": state.preprocessing,
+        "model_args": getattr(state.model, "constructor_args", {}),
+    }
+
+
+def saved_preprocessing(path: Path | None) -> dict[str, Any] | None:
+    """The preprocessing in a checkpoint, without reading its weights; None if it has none.
+
+    A file that cannot be read has none either: what is wrong with it is said when it is loaded.
+    """
+    try:
+        return torch.load(path, "cpu", mmap=True, weights_only=True).get("preprocessing")
+    except Exception:
+        return None
+
+
+def resume(
+    state: TrainState,
+    args: Any,
+    world: World,
+    path: Path | None,
+    classes: list[str] | None = None,
+    add_parts: Callable[[], None] = lambda: None,
+) -> bool:
+    """Load ``path`` (as rank 0 finds it) into every process's ``state``.
+
+    Of any other file than our snapshots, the weights alone are loaded (see `utils.extras.foreign`).
+    ``args`` and ``classes`` are compared with what the file says of itself. Returns: whether it was
+    a full snapshot of ours. ``add_parts()`` is called between the weights and the other parts: some
+    begin with the weights. Raises: `UserError`.
+    """
+    content = from_main(lambda: read_latest(path) if path else None, world)
+    if content is None:
+        add_parts()
+        return False
+    try:
+        _check(content, args, path, classes)
+        named, note = plain_weights(content, path)
+        if note and world.is_main:
+            log.info(note)
+        state.preprocessing = content.get("preprocessing")
+        state.load_weights(named)
+        scale_input_as(content, state.model)
+        add_parts()
+        return not args.evaluate and _restore(state, args, world, content, path)
+    # Its checksums were right, so it was written like that: by another program.
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as fault:
+        raise UserError(f"{path} does not fit this program ({fault!r:.200})", alike=True) from fault
+
+
+def _check(
+    content: dict[str, Any], args: Any, path: Path | None, classes: list[str] | None
+) -> None:
+    """Raise `UserError` where a file speaks of another model or other classes."""
+    saved, theirs = content.get("options", content), content.get("classes")
+    if (arch := content.get("arch", saved.get("arch", args.arch))) != args.arch:
+        raise UserError(f"{path} is a {arch}: use -a {arch} to load it", alike=True)
+    if classes and theirs and list(theirs) != classes:
+        raise UserError(
+            f"{path} has other classes than the data ({len(theirs)}: {theirs[0]}, ...): choose the "
+            "same with DATA and --classes",
+            alike=True,
+        )
+    if "progress" in content and not args.evaluate and args.start_epoch is None:
+        changed_options(saved, args, path)
+
+
+def _restore(
+    state: TrainState, args: Any, world: World, content: dict[str, Any], path: Path | None
+) -> bool:
+    """Load all parts but the weights. Returns: whether they are there."""
+    tell = log.info if world.is_main else log.debug
+    if "progress" not in content:
+        tell(
+            f"note: {path} is not a snapshot: only its weights are loaded, and training begins at "
+            f"epoch {args.start_epoch or 0}"
+        )
+        return False
+    saved = content["options"]
+    changed = changed_options(saved, args)
+    skipped = {"model"}
+    if args.start_epoch is not None and {*changed} & {*_OPTIMISER}:
+        skipped.add("optimizer")  # it begins anew
+    content["scaler"] = _loss_scale(content["scaler"], state.scaler.state_dict())
+    for name, part in state.parts.items():
+        if name in skipped or content.get(name) is None:
+            continue
+        try:
+            part.load_state_dict(content[name])
+        except ValueError as fault:
+            raise UserError(
+                f"the {name} state in {path} does not fit this run ({fault}): is it of another "
+                "model, --optimizer, --wd-norm or --freeze? To start from its weights alone: "
+                f"--pretrained {path}",
+                alike=True,
+            ) from fault
+    before = content["progress"]
+    images, now = before["step"] * before["global_batch"], state.step * state.global_batch
+    if images > now:
+        tell(
+            f"note: the global batch is {state.global_batch} now, so {images - now} images of this "
+            f"epoch are repeated, from step {state.step} on"
+        )
+    changes = [f"{_typed(key, vars(args))} (was {saved[key]})" for key in changed]
+    if before["global_batch"] != state.global_batch:
+        changes.insert(
+            0, f"the global batch is {state.global_batch} (was {before['global_batch']})"
+        )
+    commands = (sys.argv[0], *str(saved.get("command")).split()[:1])
+    scripts = [name for name in map(os.path.basename, commands) if name.startswith("imagenet_")]
+    if len(set(scripts)) > 1:
+        changes.insert(0, f"the script is {scripts[0]} (was {scripts[1]})")
+    if changes:
+        tell(f"changed since the snapshot: {', '.join(changes)}")
+    if not world.is_main:
+        state.sums = None  # they are of all ranks: only one may bring them in again
+    return True
+
+
+def changed_options(saved: dict[str, Any], args: Any, path: Path | None = None) -> list[str]:
+    """Names of the options that differ now, without places and what the snapshot decides.
+
+    Raises: `UserError` for those that contradict the snapshot ``path``, if it is given.
+    """
+    now = vars(args)
+    free = (*_PLACES, *getattr(args, "untyped", ()))
+    changed = [key for key in saved if key in now and key not in free and saved[key] != now[key]]
+    fixed = [key for key in changed if key in _FIXED]
+    # Step after step, the last epoch does not matter.
+    if "epochs" in changed and (saved.get("lr_schedule") in TO_THE_END or saved.get("progressive")):
+        fixed.append("epochs")
+    if fixed and path is not None:
+        raise UserError(
+            f"{path} was made with {' '.join(_typed(key, saved) for key in fixed)}: use these "
+            "options, or begin a new schedule from its weights with --start-epoch 0",
+            alike=True,
+        )
+    return changed
+
+
+def _typed(key: str, options: dict[str, Any]) -> str:
+    return f"--{key.replace('_', '-')} {options[key]}"
+
+
+def _loss_scale(saved: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """A scaler's ``state`` with the loss scale that any of our scripts has ``saved``."""
+    clean = ("clean_steps", "_growth_tracker")
+    alike = {"clean_steps": clean, "_growth_tracker": clean}
+    found = {key: saved[name] for key in state for name in alike.get(key, (key,)) if name in saved}
+    return {**state, **found}
+
+
+def _rescale_position(state: TrainState, global_batch: int) -> None:
+    """Express the position within the epoch in steps of this run's global batch.
+
+    A job that a launcher restarts on the nodes that are left has another global batch: it continues
+    at the last step boundary before, and some images are repeated. Raises: `UserError`.
+    """
+    images = state.step * state.global_batch
+    repeated = images % global_batch
+    if repeated and not is_elastic():
+        raise UserError(
+            f"the snapshot was taken in the middle of an epoch, after {images} images, which is no "
+            f"whole number of global batches of {global_batch}: resume with the global batch "
+            f"{state.global_batch} that it was made with",
+            alike=True,
+        )
+    if repeated and state.sums:  # the means stay what they are, and each image counts once
+        part = (images - repeated) / images
+        state.sums = [value * part for value in state.sums]
+        state.printed = state.printed and [value * part for value in state.printed]
+    state.step, state.global_batch = images // global_batch, global_batch

@@ -1,0 +1,206 @@
+"""When to stop before the last epoch: time limit, signals, spot notices, agreed on by all ranks."""
+
+import contextlib
+import enum
+import logging
+import math
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from utils.errors import UserError
+from utils.world import World
+
+
+class Reason(str, enum.Enum):
+    """Why a run ended: ``finished_because`` in summary.json."""
+
+    EPOCHS = "epochs"
+    DESIRED_ACC = "desired_acc"
+    TRAIN_TIME = "train_time"
+    INTERRUPTED = "interrupted"
+    BAD_FILES = "bad_files"
+    DIVERGED = "diverged"
+    EVALUATED = "evaluated"  # -e
+    DUMMY = "dummy"  # --dummy
+
+
+# The reasons that one rank may see alone. By rising weight: the maximum of the votes decides.
+_VOTES = (None, Reason.TRAIN_TIME, Reason.INTERRUPTED, Reason.BAD_FILES, Reason.DIVERGED)
+SLOW = 2.0  # seconds; a vote takes milliseconds
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# EC2's metadata service (IMDSv2).
+SPOT_SERVICE = "http://169.254.169.254"
+SPOT_INTERVAL = 5.0  # seconds between two questions; AWS advises this
+# The service is never behind the proxy that the environment may name.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+log = logging.getLogger(__name__)
+
+
+class StopRequest:
+    """Stops all ranks at the same step, and keeps the reason and the error with which a run ends.
+
+    SIGTERM, SIGUSR1 (sent by Slurm before its time limit) and the first Ctrl-C request the end; a
+    second Ctrl-C ends the process at once. ``hours`` is the limit on training time, of which
+    ``elapsed`` seconds are used up already; rank 0's clock decides.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        hours: float | None,
+        elapsed: float,
+        minutes: float = math.inf,
+        is_busy: Callable[[], bool] = lambda: False,
+    ):
+        """``minutes``: how often `snapshot_due` comes true, in all ranks at the same step. It waits
+        while rank 0 ``is_busy`` with the last snapshot, as it is on a slow disk."""
+        self.world = world
+        self.minutes, self.last_snapshot, self.is_busy = minutes, time.monotonic(), is_busy
+        self.snapshot_due = False
+        self.deadline = math.inf if hours is None else time.monotonic() + hours * 3600 - elapsed
+        self.reason: Reason | None = None  # the same in all ranks
+        self.error: UserError | None = None  # to raise at the end, in all ranks
+        self.code = 0  # this process's own vote
+        self.pending: tuple[Any, torch.Tensor] | None = None
+        self.waits = False  # for each vote, in all ranks?
+        self.voted = time.monotonic()
+        self.closed = threading.Event()
+        for signum in _SIGNALS:
+            signal.signal(signum, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        self.ask(Reason.INTERRUPTED)
+        if self.world.is_main:  # by os.write: a signal may interrupt print or a log
+            text = f"{signal.Signals(signum).name}: stopping after this step, with a snapshot\n"
+            with contextlib.suppress(OSError):
+                os.write(1, text.encode())
+        if signum == signal.SIGINT:
+            signal.signal(signum, lambda *_: os._exit(128 + signum))
+
+    def ask(self, reason: Reason, error: UserError | None = None) -> None:
+        """Ask for the end of the run: in one rank, which votes for it, or in all ranks at once.
+
+        All ranks must ask with an ``error``, and for a reason on which they do not vote: it holds
+        at once, unless there is one already.
+        """
+        if reason in _VOTES and error is None:
+            self.code = max(self.code, _VOTES.index(reason))
+        else:
+            self.reason, self.error = self.reason or reason, error or self.error
+
+    def begin_phase(self) -> None:
+        """Training or evaluation begins, in all ranks: the first call of `poll` waits."""
+        self._finish_vote()
+        self.waits = True
+
+    def poll(self) -> Reason | None:
+        """Reason to stop, or None; all ranks must call it equally often and get the same answer.
+
+        Moves `snapshot_due` on as well. The ranks agree by an all-reduce of three numbers on the
+        CPU which runs while the next step computes, so the answer is one call old and nobody waits.
+        Where a step takes longer than `SLOW` they wait for the answer: it would come a long step
+        later.
+        """
+        self.snapshot_due = False
+        if self.world.size == 1:
+            self.snapshot_due = self._look_at_clock()
+            self.reason = self.reason or _VOTES[self.code]
+            return self.reason
+        self._finish_vote()
+        if self.reason is None:
+            due = self._look_at_clock()
+            now = time.monotonic()
+            is_slow = self.world.is_main and now - self.voted > SLOW  # by rank 0's clock
+            self.voted = now
+            vote = torch.tensor([self.code, int(due), int(is_slow)])
+            work = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.world.control, async_op=True)
+            self.pending = (work, vote)
+            if self.waits:
+                self._finish_vote()
+        return self.reason
+
+    def _look_at_clock(self) -> bool:
+        """Whether a snapshot is due, by rank 0's clock; requests the end when the time is up."""
+        now = time.monotonic()
+        if self.world.is_main and now >= self.deadline:
+            self.ask(Reason.TRAIN_TIME)
+        due = self.world.is_main and now - self.last_snapshot >= 60 * self.minutes
+        due = due and not self.is_busy()
+        if due:
+            self.last_snapshot = now
+        return due
+
+    def _finish_vote(self) -> None:
+        if self.pending is not None:
+            work, vote = self.pending
+            self.pending = None
+            work.wait()
+            code, due, self.waits = vote.tolist()
+            self.reason, self.snapshot_due = self.reason or _VOTES[code], bool(due)
+
+    def end_training(self) -> Reason | None:
+        """Training has ended, for the reason returned: from now on only signals request the end.
+
+        The handlers stay until the process exits, so that no signal interrupts what is written.
+        """
+        self._finish_vote()
+        reason, self.reason, self.deadline = self.reason, None, math.inf
+        if _VOTES[self.code] is Reason.TRAIN_TIME:
+            self.code = 0
+        return reason
+
+    def close(self) -> None:
+        """Finish the vote that is under way, and stop watching the spot service."""
+        self._finish_vote()
+        self.closed.set()
+
+    def watch_spot(self, url: str) -> None:
+        """In a thread, ask the metadata service at ``url`` and stop when EC2 reclaims this node.
+
+        A service that does not answer is reported once, and polled on silently.
+        """
+        threading.Thread(target=self._watch_spot, args=(url.rstrip("/"),), daemon=True).start()
+
+    def _watch_spot(self, url: str) -> None:
+        reported = False
+        while not self.closed.is_set():
+            try:
+                if (notice := _spot_notice(url)) is not None:
+                    log.info(f"spot notice: {notice[:100]}: stopping with a snapshot")
+                    self.ask(Reason.INTERRUPTED)
+                    return
+            except Exception as fault:  # OSError, HTTPException, nonsense: none may end the thread
+                if not reported:
+                    reason = getattr(fault, "reason", None) or fault
+                    log.warning(f"{url} did not answer ({reason}): will keep polling silently")
+                reported = True
+            self.closed.wait(SPOT_INTERVAL)
+
+
+def _spot_notice(url: str) -> str | None:
+    """The notice of an interruption, if there is one. Raises: OSError without an answer."""
+
+    def ask(method: str, path: str, name: str, value: str) -> str:
+        headers = {f"X-aws-ec2-metadata-{name}": value}
+        request = urllib.request.Request(url + path, method=method, headers=headers)
+        with _open(request, timeout=2.0) as answer:  # the service is on the same host
+            return answer.read().decode()
+
+    token = ask("PUT", "/latest/api/token", "token-ttl-seconds", "60")
+    try:
+        return ask("GET", "/latest/meta-data/spot/instance-action", "token", token)
+    except urllib.error.HTTPError as fault:
+        fault.close()
+        if fault.code != 404:
+            raise
+        return None

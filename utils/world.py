@@ -1,0 +1,369 @@
+"""The process group of a job: rank, device, and how processes share values.
+
+Facts about ranks are computed once, into a `World`; nothing else asks torch.distributed for them.
+"""
+
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from utils import errors, launch
+from utils.errors import LOST_PEER, UserError
+from utils.extras import gpus
+
+KERNELS = (
+    "cudnn.benchmark is on; float32 matrix products and convolutions use TF32 where the GPU has it "
+    "(NVIDIA_TF32_OVERRIDE=0 turns it off)"
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """The job as one of its processes sees it (``rank`` of ``size``, on ``nodes`` nodes)."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    nodes: int = 1
+    control: Any = None  # a gloo group: small decisions travel on the CPU and never stall the GPU
+
+    @property
+    def is_main(self) -> bool:
+        """True in the one process that writes files."""
+        return self.rank == 0
+
+    @property
+    def device_ids(self) -> list[int] | None:
+        """For DistributedDataParallel: this process's GPU, or None on the CPU."""
+        return [self.local_rank] if self.device.type == "cuda" else None
+
+
+def single_process() -> World:
+    """The world of a script that runs as one process: the first GPU, or the CPU without one."""
+    gpus.check()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    choose_kernels(device)
+    return World(device)
+
+
+@contextmanager
+def process_group(args: Any) -> Iterator[World]:
+    """torch.distributed's process group, which all processes of the job join at the master's port.
+
+    Gives this process's `World`. Raises: `UserError` when processes are missing, when nodes differ
+    in code, versions or options, and when the communication fails inside the context.
+    """
+    from utils import network
+
+    world = _join(args)
+    peers: list[Peer] = []
+    try:
+        me = Peer(node_name(world), network.address_towards(os.environ["MASTER_ADDR"]))
+        nccl = torch.cuda.nccl.version() if world.device.type == "cuda" else ()
+        facts = {
+            "this code": network.code(Path(sys.argv[0])),
+            "torch": network.release(torch.__version__),
+            "NCCL": ".".join(map(str, nccl)),
+            "number of processes per node": world.local_size,
+            "the command line": network.options(args),
+        }
+        found = gather((me, facts), world)
+        peers = [peer for peer, _ in found]
+        if fault := network.unlike([(peer.node, facts) for peer, facts in found]):
+            raise UserError(fault, alike=True)
+        yield world
+    except (RuntimeError, TimeoutError) as fault:
+        message = explain_collective(fault, world.rank, peers, args.dist_timeout)
+        if message is None:
+            raise
+        raise UserError(message, code=LOST_PEER) from fault
+    # Not after an exception: the process then exits at once, instead of waiting for the others.
+    dist.destroy_process_group()
+
+
+def _join(args: Any) -> World:
+    """Choose this process's device and network interface, and join the process group."""
+    from utils import network
+
+    gpus.check()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    rank, size, local_rank, local_size, port = (int(os.environ[name]) for name in names)
+    master, nodes, seconds = os.environ["MASTER_ADDR"], size // local_size, args.dist_timeout
+    backend, device = args.dist_backend, torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"{local_size} processes on this node, but it has only "
+                f"{torch.cuda.device_count()} GPUs: start one process per GPU"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        choose_kernels(device)
+    else:
+        if args.sync_bn:
+            text = "--sync-bn needs GPUs: torch has no SyncBatchNorm for the CPU"
+            raise UserError(text, alike=True)
+        if "OMP_NUM_THREADS" not in os.environ:  # by default each process would use all cores
+            torch.set_num_threads(max(1, launch.usable_cores() // local_size))
+        # Not an error: the documented multi-GPU command lines, which name nccl, can then be tried
+        # on any machine before GPUs are paid for.
+        if backend == "nccl" and rank == 0:
+            print("note: no GPU here, so gloo is used in place of nccl", flush=True)
+        backend = "gloo"
+
+    # gloo looks up this host's own name, which often gives 127.0.1.1 or nothing; NCCL may take
+    # Docker's bridge. The interface that leads to the master is right ("=": not a prefix).
+    interface = network.interface_towards(master) if nodes > 1 else "lo"
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if nodes > 1:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+    if rank != 0:
+        network.connect(master, port, seconds).close()
+    try:
+        timeout = timedelta(seconds=seconds)
+        dist.init_process_group(backend or "nccl", rank=rank, world_size=size, timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+    except (RuntimeError, ValueError, OSError) as fault:
+        text = str(fault) or type(fault).__name__
+        if "EADDRINUSE" in text or "address already in use" in text.lower():
+            text = network.taken(master, port)
+        else:
+            text = (
+                f"rank {rank} could not join the {size} processes of the job at {master}:{port} "
+                f"within {seconds:g} s: are all nodes started, with different node ranks, and is "
+                f"every port between them open, not only the master's? ({text.splitlines()[0]})"
+            )
+        raise UserError(text) from fault
+    return World(device, rank, size, local_rank, local_size, nodes, control)
+
+
+def choose_kernels(device: torch.device) -> None:
+    """On a GPU, enable cudnn.benchmark (all batches have one size) and TF32.
+
+    With either, results on a GPU are not bit-identical from run to run.
+    """
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.allow_tf32 = True
+        torch.set_float32_matmul_precision("high")
+
+
+Mark = Any  # a torch.cuda.Event, or seconds of the clock
+
+
+class Clock:
+    """Marks in the current stream of a GPU; on the CPU, where calls return when their work is done,
+    readings of the clock."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.cuda = device, device.type == "cuda"
+
+    def mark(self) -> Mark:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        return begin.elapsed_time(end) / 1000 if self.cuda else end - begin
+
+    def passed(self, mark: Mark) -> bool:
+        return not self.cuda or mark.query()
+
+
+def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU has AMX instructions for bfloat16, and oneDNN may use them."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    if not torch.backends.mkldnn.is_available() or not limit.endswith(("AMX", "ALL", "DEFAULT")):
+        return False
+    try:
+        flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):  # not a Linux on x86
+        return False
+    return {"amx_tile", "amx_bf16"} <= set(flags.split())
+
+
+def is_elastic() -> bool:
+    """Whether a launcher restarts this job's processes when one of them fails."""
+    by_torchrun = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    return by_torchrun or "IMAGENET_ELASTIC" in os.environ  # scripts/train_on_nodes.sh --elastic
+
+
+def from_main(compute: Callable[[], Any], world: World) -> Any:
+    """Compute something in rank 0 alone and give its (picklable) result to every process.
+
+    A `UserError` raised in rank 0 is raised in every process, so that all exit together.
+    """
+    if world.size == 1:
+        return compute()
+    box: list[Any] = [None, None]
+    if world.is_main:
+        try:
+            box[0] = compute()
+        except UserError as error:
+            box[1] = str(error)
+    dist.broadcast_object_list(box, src=0, group=world.control)
+    if box[1] is not None:
+        raise UserError(box[1], alike=True)
+    return box[0]
+
+
+def gather(value: Any, world: World) -> list[Any]:
+    """Every process's (picklable) ``value``, in the order of ranks, for every process."""
+    found: list[Any] = [value] * world.size
+    if world.size > 1:
+        dist.all_gather_object(found, value, group=world.control)
+    return found
+
+
+def first_on_node(compute: Callable[[], Any], world: World) -> Any:
+    """Compute something in the first process of each node, then in its other processes.
+
+    A `UserError` raised in any of the first is raised in every process, so that all exit together.
+    """
+    result, error = None, None
+    if world.local_rank == 0:
+        try:
+            result = compute()
+        except UserError as fault:
+            error = str(fault)
+    if errors := [text for text in gather(error, world) if text]:
+        raise UserError(errors[0], alike=True)
+    return result if world.local_rank == 0 else compute()
+
+
+def check_alike(what: str, value: Any, world: World, parts: Callable[[], dict[str, str]]) -> None:
+    """Raise `UserError`, naming the nodes, unless ``value`` is the same in every process.
+
+    ``parts()``, called only when it is not, lets the message name the first part that differs.
+    """
+    me = node_name(world)
+    found = gather((me, {what: value}), world)
+    if any(other != found[0][1] for _, other in found):
+        from utils import network
+
+        first = network.first_difference(gather((me, parts()), world))
+        fault = network.unlike(found)
+        raise UserError(f"{fault} ({first})" if first else str(fault), alike=True)
+
+
+def node_name(world: World) -> str:
+    """Host name and number of this process's node; cloned machines often share a host name."""
+    return f"{socket.gethostname()} (node {world.rank // world.local_size})"
+
+
+@torch.no_grad()
+def copy_from_main(model: nn.Module, world: World, parameters: bool = True) -> None:
+    """Give every process rank 0's buffers and, by default, parameters."""
+    if world.size > 1:
+        tensors = list(model.buffers()) + (list(model.parameters()) if parameters else [])
+        for tensor in tensors:
+            here = tensor.device.type == world.device.type
+            dist.broadcast(tensor, src=0, group=None if here else world.control)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's shard of a sharded tensor (the same memory); of a plain one, all of it."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor, on its device. Collective: all processes that have a shard call it."""
+    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
+    """The shard of ``full``, which every process has, that ``like`` is of its own whole tensor.
+
+    If ``like`` is plain, ``full`` in its memory layout, which fused optimisers need; if it is of
+    another shape, ``full`` itself: loading it then fails. No communication.
+    """
+    if full.shape != like.shape:
+        return full
+    if not hasattr(like, "placements"):
+        return torch.empty_like(like, dtype=full.dtype, device=full.device).copy_(full)
+    from torch.distributed.tensor import distribute_tensor
+
+    full = full.detach().contiguous()
+    shard = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+    return shard.clone()  # on the CPU it would keep the memory of all of ``full``
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP's `fully_shard` has been called with the model."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the weights that FSDP has gathered, which are out of date or no longer needed."""
+    for module in filter(is_sharded, model.modules()):
+        module.reshard()
+
+
+# ---- why a collective failed
+
+
+class Peer(NamedTuple):
+    """A process of the job: the name of its node, and the address at which others reach it."""
+
+    node: str
+    address: str | None
+
+
+_CAUSES = {
+    "timed out|timeout": "no answer within {seconds:g} s (--dist-timeout): that process hangs, or "
+    "its machine or the link to it is down",
+    "cuda error|out of memory": "CUDA failed in this process, or its memory is full",
+    "": "that process has ended or was killed, or its machine or the link to it is down",
+}
+
+
+def explain_collective(
+    fault: Exception, rank: int, peers: list[Peer], seconds: float
+) -> str | None:
+    """The error message for a collective of ``rank`` that failed; None for other kinds of errors.
+
+    ``peers`` are all processes in the order of ranks (empty: not known yet), ``seconds`` is
+    ``--dist-timeout``.
+    """
+    text = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(fault).split()))  # gloo: a line of its source
+    words = text.lower()
+    # An errno means a file or a socket of Python's own, not a collective.
+    is_timeout = isinstance(fault, TimeoutError) and fault.errno is None
+    # What gloo, NCCL and the store write when another process is gone or stuck.
+    telling = "gloo|nccl|connection (reset|closed|refused)|broken pipe|timed out"
+    if not (is_timeout or isinstance(fault, dist.DistError) or re.search(telling, words)):
+        return None
+    why = next(why for cause, why in _CAUSES.items() if re.search(cause, words))
+    others = [other for other in range(len(peers)) if other != rank]
+    # gloo names the address.
+    likely = [other for other in others if f"[{peers[other].address}]:" in text] or others
+    nodes = ", ".join(dict.fromkeys(peers[other].node for other in likely))
+    if not likely or len(likely) > 8:
+        who = "another process of the job"
+    elif len(likely) == 1:
+        who = f"rank {likely[0]} on {nodes}, {peers[likely[0]].address}"
+    else:
+        who = f"one of the ranks {', '.join(map(str, likely))} on {nodes}"
+    me = f"rank {rank}" + (f" of {len(peers)} on {peers[rank].node}" if peers else "")
+    return (
+        f"{me} lost touch with {who}: {why.format(seconds=seconds)}; look for the first error of "
+        f"the other ranks, then {errors.how_to_continue} ({text[:200]})"
+    )
