@@ -25,12 +25,11 @@ from torch import Tensor, nn
 
 from utils import epoch, loop, models, optim, options
 from utils.extras import apex, o2
-from utils.extras.compress import form_buckets
 from utils.loaders import build_loaders
 from utils.run_directory import Run
 from utils.session import Session
 from utils.snapshots import TrainState
-from utils.world import World, process_group
+from utils.world import World, form_buckets, process_group
 
 
 def parser() -> ArgumentParser:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from utils import errors, launch
 from utils.errors import LOST_PEER, UserError
@@ -277,6 +278,26 @@ def copy_from_main(model: nn.Module, world: World, parameters: bool = True) -> N
         for tensor in tensors:
             here = tensor.device.type == world.device.type
             dist.broadcast(tensor, src=0, group=None if here else world.control)
+
+
+def form_buckets(replica: nn.Module, world: World, args: Any) -> None:
+    """Have DistributedDataParallel form its final buckets before the first step.
+
+    It begins with one bucket, and forms its final ones after the first backward pass. The rounding
+    of a sum over three or more processes depends on the place in the bucket: without this, a
+    resumed run would round its first step in another way than the run that it continues. The
+    backward pass here is of an image of zeros, in evaluation mode, and changes nothing. (Apex's own
+    class is left alone.)
+    """
+    if world.size == 1 or args.evaluate or not isinstance(replica, DistributedDataParallel):
+        return
+    replica.eval()
+    with torch.enable_grad():
+        images = torch.zeros(1, 3, args.image_size, args.image_size, device=world.device)
+        replica(images).sum().backward()
+    for parameter in replica.parameters():
+        parameter.grad = None
+    replica.train()
 
 
 def local(tensor: Tensor) -> Tensor:

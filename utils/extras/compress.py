@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import UserError
 from utils.option_types import amount
-from utils.world import World
+from utils.world import World, form_buckets
 
 # ---- collectives in one fixed order, beside the backward pass
 
@@ -529,23 +529,3 @@ class Exchange:
             state = states[self.world.rank] if len(states) == self.world.size else None
             state = state or mean_of([state for state in states if state])
             self.codec.load_state_dict(state)
-
-
-def form_buckets(replica: nn.Module, world: World, args: Any) -> None:
-    """Have DistributedDataParallel form its final buckets before the first step.
-
-    It begins with one bucket, and forms its final ones after the first backward pass. The rounding
-    of a sum over three or more processes depends on the place in the bucket: without this, a
-    resumed run would round its first step in another way than the run that it continues. The
-    backward pass here is of an image of zeros, in evaluation mode, and changes nothing. (Apex's own
-    class is left alone.)
-    """
-    if world.size == 1 or args.evaluate or not isinstance(replica, DistributedDataParallel):
-        return
-    replica.eval()
-    with torch.enable_grad():
-        images = torch.zeros(1, 3, args.image_size, args.image_size, device=world.device)
-        replica(images).sum().backward()
-    for parameter in replica.parameters():
-        parameter.grad = None
-    replica.train()
