@@ -76,7 +76,7 @@ class Finding:
 # ---- what a node can say about itself
 
 
-def facts(args: argparse.Namespace) -> Facts:
+def facts(args: argparse.Namespace, interface: str | None) -> Facts:
     """Everything that is compared; without the others."""
     import torch
 
@@ -90,11 +90,9 @@ def facts(args: argparse.Namespace) -> Facts:
     while not place.exists():
         place = place.parent
     nccl = torch.distributed.is_nccl_available() and torch.cuda.nccl.version()
-    interface = network.interface_towards(args.master)
     mtu = Path(f"/sys/class/net/{interface}/mtu")
     return {
         "host": socket.gethostname(),
-        "interface": interface,
         "mtu": mtu.read_text().strip() if mtu.exists() else None,
         "gpus": devices,
         "driver": gpus.machine().driver,
@@ -119,18 +117,16 @@ def data_set(args: argparse.Namespace) -> Facts:
     try:
         classes = class_folders(root / "train")
         check_same_classes(root, "val", classes, subset=False)
-        for part in ("train", "val"):
+        for part in ("val", "train"):
             index = open_source(root / part, classes, shows=args.rank == 0)
             found[part] = {
                 "fingerprint": index.fingerprint(),
                 "of_classes": index.class_fingerprints(),
                 "sizes": index.sample_sizes()[1],
             }
-            if part == "train":
-                found |= {"files_per_s": read_speed(index), "core": decode_speed(index, args)}
+        return found | {"files_per_s": read_speed(index), "core": decode_speed(index, args)}
     except UserError as error:
-        found["error"] = str(error)
-    return found
+        return {"error": str(error)}
 
 
 def read_speed(index: Any) -> float:
@@ -171,53 +167,44 @@ def decode_speed(index: Any, args: argparse.Namespace) -> float:
     return images / max(time.process_time() - used, 1e-6)
 
 
-def chosen_interface(library: str) -> tuple[str, str | None] | None:
-    """The interface that gloo's or NCCL's variable names, and its IPv4 address.
-
-    None: it names none, or, as ^docker, those that are not to be used.
-    """
-    value = os.environ.get(f"{library.upper()}_SOCKET_IFNAME", "").lstrip("=")
-    if not value or value.startswith("^"):
-        return None
-    names = tuple(value.split(","))
-    for name, address in network.interfaces().items():
-        if name in names or (library == "NCCL" and name.startswith(names)):
-            return name, address
-    return value, None
-
-
 # ---- what the nodes find out together
 
 
-def together(args: argparse.Namespace) -> tuple[list[Facts], Facts]:
+def compare_nodes(args: argparse.Namespace) -> tuple[list[Facts], Facts]:
     """The facts of all nodes, and of the network between them. Collective."""
     import torch.distributed as dist
 
-    own = {library: chosen_interface(library) for library in ("gloo", "NCCL")}
-    if interface := network.interface_towards(args.master):  # the check itself must get through
+    interface = network.interface_towards(args.master)
+    own = other_interfaces(interface)
+    if interface:  # the doctor itself must get through
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     store = dist.TCPStore(args.master, args.port, args.nodes, args.rank == 0, timeout=START)
     place = {"store": store, "rank": args.rank, "world_size": args.nodes}
     dist.init_process_group("gloo", **place, timeout=LONG)
     dist.barrier()
     times = gather(time.time())
-    with socket.create_server(("", 0), backlog=1024) as door:  # the kernel answers
-        chosen = gather(own | {"port": door.getsockname()[1]})
-        targets = [
-            (f"{library} of node {rank}", one[library][1], [one["port"]])
-            for rank, one in enumerate(chosen)
-            for library in own
-            if one[library] and one[library][1] and rank != args.rank
-        ]
-        me = f"node {args.rank} ({socket.gethostname()})"
-        closed = [one for some in gather(preflight.try_ports(targets, me)) for one in some]
-    everyone = gather(facts(args))
-    between = {"clocks": [one - times[0] for one in times], "chosen": chosen, "closed": closed}
+    everyone = gather(facts(args, interface) | {"interfaces": own})
+    between = {"clocks": [one - times[0] for one in times]}
     if args.nodes > 1:
         between |= all_reduce()
     dist.barrier()
     dist.destroy_process_group()
     return everyone, between
+
+
+def other_interfaces(leads: str | None) -> list[str]:
+    """Variables that make gloo or NCCL use another interface than the one that ``leads`` to node 0,
+    in words."""
+    found = []
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = os.environ.get(variable, "").lstrip("=")
+        if (
+            value
+            and leads
+            and not (value.startswith("^") or leads.startswith(tuple(value.split(","))))
+        ):
+            found.append(f"{variable} chooses {value}, but {leads} leads to node 0")
+    return found
 
 
 def gather(value: Any) -> list[Any]:
@@ -260,8 +247,14 @@ def judge(everyone: list[Facts], between: Facts, args: argparse.Namespace) -> It
     for rank, one in enumerate(everyone):
         yield from of_node(rank, names[rank], one, args)
     yield from of_data(names, [one["data"] for one in everyone])
+    for name, ahead in zip(names, between["clocks"], strict=True):
+        if abs(ahead) > CLOCK_LIMIT:
+            side = "ahead of" if ahead > 0 else "behind"
+            text = f"the clock of {name} is {abs(ahead):.1f} s {side} that of {names[0]}"
+            why = "logs cannot be compared, and object stores refuse requests"
+            remedy = "turn on time synchronisation there (timedatectl set-ntp true, or chrony)"
+            yield Finding(WARNING, text, why, remedy)
     if args.nodes > 1:
-        yield from of_network(names, everyone, between)
         yield from of_speed(everyone, between, args)
 
 
@@ -277,7 +270,7 @@ def of_versions(names: list[str], everyone: list[Facts]) -> Iterator[Finding]:
         values = [network.release(one[key]) if key == "python" else one[key] for one in everyone]
         if any(value != values[0] for value in values):
             each = "; ".join(f"{v or 'none'} on {n}" for n, v in zip(names, values, strict=True))
-            yield Finding(level, f"{key} differs: {each}", why, "make the nodes alike")
+            yield Finding(level, f"{key} differs: {each}", why, "make it the same on every node")
     one = everyone[0]
     kinds = f"{len(one['gpus'])} x {one['gpus'][0]}" if one["gpus"] else "none, training on the CPU"
     yield Finding(OK, f"versions of node 0: Python {one['python']}, torch {one['torch']}")
@@ -287,6 +280,9 @@ def of_versions(names: list[str], everyone: list[Facts]) -> Iterator[Finding]:
 def of_node(rank: int, name: str, one: Facts, args: argparse.Namespace) -> Iterator[Finding]:
     """What is wrong on one node, whatever the others have."""
     free = one["disk"]
+    for text in one["interfaces"]:
+        why = "training hangs if the other nodes cannot reach this one there"
+        yield Finding(WARNING, f"{name}: {text}", why, "unset it if that is not intended")
     for bad, level, what, why, remedy in (
         (one["gpu_trouble"], FAULT, one["gpu_trouble"], "training would end with this error",
          "see there"),
@@ -322,7 +318,7 @@ def need_of(one: Facts, args: argparse.Namespace) -> float | None:
     known = [rate for name, rate in RESNET50_IMAGES_PER_S.items() if name in words]
     if args.need or not known:
         return args.need
-    with contextlib.suppress(ValueError, KeyError):
+    with contextlib.suppress(ValueError, KeyError):  # a model of timm: unknown
         from torchvision.models import get_model_weights
 
         operations = next(iter(get_model_weights(args.arch))).meta["_ops"]
@@ -343,52 +339,20 @@ def of_data(names: list[str], found: list[Facts]) -> Iterator[Finding]:
         if len(set(prints.values())) > 1:
             first = [(name, data[part]["of_classes"]) for name, data in usable.items()]
             each = "; ".join(f"{name} has {fingerprint}" for name, fingerprint in prints.items())
-            yield Finding(
-                FAULT,
-                f"the {part} images differ: {each}; {network.first_difference(first)}",
-                "each node takes its share by the numbers in its own list: training does not start",
-                "copy the data set to the wrong node again (rsync -a --delete DATA/ NODE:DATA/)",
+            text = f"the {part} images differ: {each}; {network.first_difference(first)}"
+            why = (
+                "each node takes its share by the numbers in its own list: training does not start"
             )
+            remedy = "copy the data set again (rsync -a --delete DATA/ NODE:DATA/)"
+            yield Finding(FAULT, text, why, remedy)
         elif len({data[part]["sizes"] for data in usable.values()}) > 1:
-            yield Finding(
-                WARNING,
-                f"the {part} images have the same names but different sizes",
-                "one copy is damaged, or was made in another way (shrunk, for example)",
-                "compare them: rsync -an --checksum --itemize-changes DATA/ NODE:DATA/",
-            )
+            text = f"the {part} images have the same names but different sizes"
+            why = "one copy is damaged, or was made in another way (shrunk, for example)"
+            remedy = "compare them: rsync -an --checksum --itemize-changes DATA/ NODE:DATA/"
+            yield Finding(WARNING, text, why, remedy)
         elif usable:
             alike = ", the same on all nodes" if len(usable) == len(names) > 1 else ""
             yield Finding(OK, f"data: {part} {next(iter(prints.values()))}{alike}")
-
-
-def of_network(names: list[str], everyone: list[Facts], between: Facts) -> Iterator[Finding]:
-    for rank, (name, chosen) in enumerate(zip(names, between["chosen"], strict=True)):
-        for library in ("gloo", "NCCL"):
-            place = f" {library} of node {rank} at"
-            blocked = [text for text in between["closed"] if place in text]
-            interface, address = chosen[library] or ("", "")
-            if not interface or (address and not blocked):
-                continue
-            problem = "is no interface with an IPv4 address"
-            if address:
-                problem = f"has the address {address}, which others cannot reach: {blocked[0]}"
-            variable = f"{library.upper()}_SOCKET_IFNAME"
-            yield Finding(
-                FAULT if library == "gloo" or everyone[rank]["gpus"] else WARNING,
-                f"{name}: {variable} chooses {interface}, which {problem}",
-                "training would hang there",
-                f"unset {variable}, or set it to {everyone[rank]['interface']}",
-            )
-    for rank, ahead in enumerate(between["clocks"]):
-        if abs(ahead) > CLOCK_LIMIT:
-            side = "ahead of" if ahead > 0 else "behind"
-            yield Finding(
-                WARNING,
-                f"the clock of {names[rank]} is {abs(ahead):.1f} s {side} that of {names[0]}",
-                "logs cannot be compared, shared files seem to come from the future, object stores "
-                "refuse requests",
-                "turn on time synchronisation there (timedatectl set-ntp true, or chrony)",
-            )
 
 
 def of_speed(everyone: list[Facts], between: Facts, args: argparse.Namespace) -> Iterator[Finding]:
@@ -438,44 +402,45 @@ def parse() -> argparse.Namespace:
     add("--output-dir", default="runs", metavar="DIR", help="where runs will be written")
     text = "for other nodes (60; with HOSTS_FILE 20)"
     add("--wait", type=amount, metavar="SECONDS", help=text)
-    parser.set_defaults(grace=5.0)
+    parser.set_defaults(grace=5.0, elastic=None)
     args = parser.parse_args()
+    # Over ssh all are started at the same time: no node has to wait long.
+    args.wait = args.wait or (20 if args.hosts else 60)
     if not args.hosts:
         if args.nodes > 1 and not args.master:
             raise UserError(f"--nodes {args.nodes} needs --master, the IP address of node 0")
-        if not 0 <= args.rank < args.nodes:
+        if args.rank >= args.nodes:
             raise UserError(f"--rank {args.rank} is not one of 0 to {args.nodes - 1}")
         args.master = args.master or "127.0.0.1"
         args.port = args.port or from_environment("MASTER_PORT", port, 8888)
         args.data = args.data or env.get("IMAGENET_DIR", "/data")
-    # Over ssh all are started at the same time: no node has to wait long.
-    args.wait = args.wait or (20 if args.hosts else 60)
     return args
 
 
 def examine(args: argparse.Namespace) -> int:
     """Check this node and, with the others, what is between them. Returns: the exit code."""
-    check = None
-    if args.nodes > 1:
-        typed, master = preflight.Names("--nodes", "--rank", "--port"), (args.master, args.port)
-        check = preflight.Preflight(args.rank, args.nodes, master, args.wait, typed)
-    else:
-        args.port = network.free_port()
-    from utils import launch
-
     launch.prepare()  # before torch is imported, which takes seconds
-
-    everyone, between = [], {}
+    everyone, check = [], None
     try:
-        if check:
+        if args.nodes > 1:
+            typed, master = preflight.Names("--nodes", "--rank", "--port"), (args.master, args.port)
+            check = preflight.Preflight(args.rank, args.nodes, master, args.wait, typed)
             check.meet(1)
-        everyone, between = together(args)
+        else:
+            args.port = network.free_port()
+        from utils import models
+
+        models.check_name(args.arch)
+        everyone, between = compare_nodes(args)
         found = sorted(judge(everyone, between, args), key=lambda one: one.level)
     except (UserError, RuntimeError) as fault:
-        why, ports = "training would not start on these nodes", check.closed if check else []
-        remedy = "open all TCP ports between the nodes, in both directions"
-        found = [Finding(FAULT, text, why, remedy) for text in ports]
-        found = found or [Finding(FAULT, str(fault).partition("\n")[0], why, "see the message")]
+        why, remedy = "training would not start on these nodes", "see the message"
+        texts = check.closed if check else []
+        if texts:
+            remedy = "open all TCP ports between the nodes, in both directions"
+        found = [
+            Finding(FAULT, text, why, remedy) for text in texts or [str(fault).partition("\n")[0]]
+        ]
     for one in found:
         if args.rank == 0 or not everyone:
             print(one)
@@ -494,7 +459,6 @@ def over_ssh(args: argparse.Namespace) -> int:
     names = ("data", "arch", "batch_size", "image_size", "need", "output_dir", "wait")
     typed = [(name.replace("_", "-"), getattr(args, name)) for name in names]
     command = ["scripts/doctor.py", *(f"--{n}={v}" for n, v in typed if v is not None)]
-    args.elastic = None
     return Job(args, command, machines, "doctor").run()
 
 
