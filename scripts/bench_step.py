@@ -44,9 +44,9 @@ from compare.table import markdown_table
 
 from utils.atomic import save_atomically
 from utils.errors import UserError, go_on_without_reader, report
-from utils.extras import gpus
 from utils.folder import SUFFIXES
 from utils.option_types import count, positive
+from utils.world import check_gpus
 
 SCRIPTS = {name: f"imagenet_{name}.py" for name in ("nd", "dp", "ddp", "fsdp")}
 SCRIPTS |= dict.fromkeys(("O0", "O1", "O2", "O3"), "imagenet_ddp_apex.py")
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the case
     try:
-        gpus.check()
+        check_gpus()
         print(page(measure(args), args))
     except UserError as error:
         return report(error)

@@ -36,12 +36,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts/ssh")]
 
+import choose_torch
 import hosts
 from job import Job
 
 from utils import errors, launch, network
 from utils.errors import UserError
-from utils.extras import gpus, preflight
+from utils.extras import preflight
 from utils.option_types import amount, count, from_environment, port, positive
 
 OK, WARNING, FAULT = 0, 1, 2
@@ -80,10 +81,12 @@ def facts(args: argparse.Namespace, interface: str | None) -> Facts:
     """Everything that is compared; without the others."""
     import torch
 
+    from utils.world import check_gpus
+
     trouble, devices = "", []
     place = Path(args.output_dir).absolute()
     try:
-        gpus.check()
+        check_gpus()
         devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     except UserError as error:
         trouble = str(error)
@@ -95,7 +98,7 @@ def facts(args: argparse.Namespace, interface: str | None) -> Facts:
         "host": socket.gethostname(),
         "mtu": mtu.read_text().strip() if mtu.exists() else None,
         "gpus": devices,
-        "driver": gpus.machine().driver,
+        "driver": choose_torch.machine().driver,
         "gpu_trouble": trouble,
         "python": platform.python_version(),
         "torch": torch.__version__,

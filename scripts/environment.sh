@@ -14,8 +14,8 @@ fail() {
     exit 2
 }
 
-# gpus_of PYTHON choose|check: see utils/extras/gpus.py.
-gpus_of() { (cd "$root" && exec "$1" -m utils.extras.gpus "$2"); }
+# gpus_of PYTHON choose|check: see choose_torch.py.
+gpus_of() { (cd "$root" && exec "$1" scripts/choose_torch.py "$2"); }
 
 # use_environment [REQUIREMENTS_FILE ...]: choose $PYTHON, installing and building what is missing.
 use_environment() {

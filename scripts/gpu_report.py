@@ -22,8 +22,8 @@ from bench import commands, photographs
 
 from utils import provenance
 from utils.errors import UserError, go_on_without_reader, report
-from utils.extras import gpus
 from utils.option_types import number
+from utils.world import check_gpus
 
 
 class Part(NamedTuple):
@@ -94,7 +94,7 @@ def main() -> int:
     args = parser.parse_args()
     small = args.device == "cpu"
     if not small:
-        gpus.check()
+        check_gpus()
         if not torch.cuda.is_available():
             raise UserError("there is no GPU here (--device cpu tries the report without)")
     args.out.mkdir(parents=True, exist_ok=True)

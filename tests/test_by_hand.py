@@ -17,7 +17,7 @@ from joined import in_processes
 
 from utils import launch, network, world
 from utils.errors import UserError
-from utils.extras import gpus, preflight
+from utils.extras import preflight
 
 MASTER = {"MASTER_ADDR": "b", "MASTER_PORT": "8"}
 VARIABLES = ("WORLD_SIZE", "NODE_RANK", "MASTER_PORT")
@@ -31,7 +31,7 @@ def clean(monkeypatch):
     with mock.patch.dict(os.environ):
         for name in ("LOCAL_RANK", "RANK", "OMP_NUM_THREADS", *interfaces, *VARIABLES, *MASTER):
             os.environ.pop(name, None)
-        monkeypatch.setattr(gpus, "check", lambda: None)
+        monkeypatch.setattr(world, "check_gpus", lambda: None)
         yield monkeypatch
 
 

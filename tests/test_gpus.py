@@ -10,8 +10,12 @@ import torch
 from conftest import ROOT, shell, train
 from running import alone
 
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import choose_torch
+
 from utils.errors import UserError
-from utils.extras import gpus
+from utils.world import check_gpus, has_kernels
 
 T4, V100, H100 = ("Tesla T4", "7.5"), ("Tesla V100-SXM2-16GB", "7.0"), ("NVIDIA H100 PCIe", "9.0")
 P100 = ("Tesla P100-PCIE-16GB", "6.0")
@@ -57,34 +61,37 @@ def bin_folder(tmp_path, monkeypatch):
     ("driver", "cards", "expected"),
     [
         ("524", [H100, H100], "driver 525 or newer"),
-        ("525", [V100], gpus.CUDA12),
-        ("579", [T4, T4], gpus.CUDA12),
-        ("580", [H100, T4], gpus.NEWEST),
-        ("580", [H100, V100], gpus.CUDA12),
+        ("525", [V100], choose_torch.CUDA12),
+        ("579", [T4, T4], choose_torch.CUDA12),
+        ("580", [H100, T4], choose_torch.NEWEST),
+        ("580", [H100, V100], choose_torch.CUDA12),
         ("600", [P100], "sm_70"),
-        ("600", [H100, P100], gpus.NEWEST),
+        ("600", [H100, P100], choose_torch.NEWEST),
     ],
 )
 def test_torch_is_chosen_by_driver_and_gpus(bin_folder, tmp_path, driver, cards, expected):
     """As nvidia-smi reports them; without it, by the files of the driver."""
     play(bin_folder, driver, *cards)
-    by_smi = gpus.look(tmp_path / "none")
+    by_smi = choose_torch.look(tmp_path / "none")
     (bin_folder / "nvidia-smi").unlink()
-    for found in (by_smi, gpus.look(loaded_driver(tmp_path / "proc", driver, *cards))):
+    for found in (by_smi, choose_torch.look(loaded_driver(tmp_path / "proc", driver, *cards))):
         assert [name for name, _ in found.gpus] == [name for name, _ in cards]
         if expected.startswith("constraints"):
-            file, why = gpus.choose(found)
+            file, why = choose_torch.choose(found)
             assert file == expected
             assert f"{cards[0][0]}" in why and f"driver {driver}.54" in why
         else:
             with pytest.raises(UserError, match=expected):
-                gpus.choose(found)
+                choose_torch.choose(found)
 
 
 def test_without_a_driver_the_newest_is_chosen(bin_folder, tmp_path):
-    assert gpus.choose(gpus.look(tmp_path)) == (gpus.NEWEST, "no NVIDIA GPU here")
+    assert choose_torch.choose(choose_torch.look(tmp_path)) == (
+        choose_torch.NEWEST,
+        "no NVIDIA GPU here",
+    )
     play(bin_folder, fails="echo No devices were found; exit 6")
-    assert gpus.choose(gpus.look(tmp_path))[0] == gpus.NEWEST
+    assert choose_torch.choose(choose_torch.look(tmp_path))[0] == choose_torch.NEWEST
 
 
 @pytest.mark.parametrize(
@@ -93,12 +100,12 @@ def test_without_a_driver_the_newest_is_chosen(bin_folder, tmp_path):
 )
 def test_an_nvidia_smi_that_fails_or_hangs(bin_folder, tmp_path, monkeypatch, fails, words):
     play(bin_folder, fails=fails)
-    found = gpus.look(loaded_driver(tmp_path / "proc", "535", T4), limit=0.5)
+    found = choose_torch.look(loaded_driver(tmp_path / "proc", "535", T4), limit=0.5)
     with pytest.raises(UserError, match=words):
-        gpus.choose(found)
+        choose_torch.choose(found)
     for hidden in ("-1", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert gpus.choose(found)[0] == gpus.NEWEST
+        assert choose_torch.choose(found)[0] == choose_torch.NEWEST
 
 
 def test_kernels_run_on_later_minor_versions_and_ptx_on_all_later_ones():
@@ -109,11 +116,11 @@ def test_kernels_run_on_later_minor_versions_and_ptx_on_all_later_ones():
         ((9, 0), ["sm_80", "compute_100"], False),
         ((9, 0), ["sm_90a"], True),
     ):
-        assert gpus.has_kernels(capability, built_for) is expected, (capability, built_for)
+        assert has_kernels(capability, built_for) is expected, (capability, built_for)
 
 
-def played_torch(monkeypatch, machine, *seen, cuda="13.0"):
-    """torch on a machine with GPUs of which it sees ``seen``."""
+def played_torch(monkeypatch, *seen, cuda="13.0"):
+    """A torch that sees the GPUs ``seen``."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     stand_ins = {
@@ -125,46 +132,50 @@ def played_torch(monkeypatch, machine, *seen, cuda="13.0"):
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(gpus, "machine", lambda: machine)
-
-
-def machine(driver, *cards):
-    """What `look` finds."""
-    found = ((name, int(capability.replace(".", ""))) for name, capability in cards)
-    return gpus.Machine(tuple(found), f"{driver}.54")
 
 
 @pytest.mark.parametrize(
-    ("there", "seen", "cuda", "words"),
+    ("driver", "cards", "seen", "cuda", "words"),
     [
-        (machine(550, T4), (), "13.0", ("driver 550", "driver 580 or newer", "cuda12.txt")),
-        (machine(470, T4), (), "12.8", ("driver 525 or newer", "install a newer driver")),
-        (machine(580, V100), (V100,), "13.0", ("no kernels", "(sm_70)", "cuda12.txt")),
-        (machine(580, T4, P100), (T4, P100), "13.0", ("no kernels", "CUDA_VISIBLE_DEVICES=0 ")),
-        (gpus.Machine(trouble=f"{MISMATCH}: reboot"), (), "13.0", ("reboot",)),
+        ("550", [T4], (), "13.0", ("driver 550", "driver 580 or newer", "cuda12.txt")),
+        ("470", [T4], (), "12.8", ("driver 525 or newer", "install a newer driver")),
+        ("580", [V100], (V100,), "13.0", ("no kernels", "(sm_70)", "cuda12.txt")),
+        ("580", [T4, P100], (T4, P100), "13.0", ("no kernels", "CUDA_VISIBLE_DEVICES=0 ")),
+        ("", [], (), "13.0", ("reboot",)),
     ],
 )
-def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch, there, seen, cuda, words):
-    played_torch(monkeypatch, there, *seen, cuda=cuda)
-    with pytest.raises(UserError) as caught:
-        gpus.check()
-    text = str(caught.value)
+def test_gpus_that_torch_cannot_use_are_an_error(
+    bin_folder, tmp_path, monkeypatch, driver, cards, seen, cuda, words
+):
+    play(bin_folder, driver, *cards, fails="" if driver else f"echo {MISMATCH}; exit 18")
+    played_torch(monkeypatch, *seen, cuda=cuda)
+    text = choose_torch.explain(choose_torch.look(tmp_path / "none"))
     for word in (f"torch {torch.__version__} (CUDA {cuda})", 'CUDA_VISIBLE_DEVICES=""', *words):
         assert word in text
     assert "\n" not in text
+    with pytest.raises(UserError, match=r"torch .* cannot use the GPUs of this machine"):
+        check_gpus()
     if seen:
-        played_torch(monkeypatch, machine(580, T4, H100), T4, H100)
+        played_torch(monkeypatch, T4, H100)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    gpus.check()
+    check_gpus()
+
+
+def test_without_gpus_there_is_no_error(bin_folder):
+    """A machine for many tasks may have nvidia-smi all the same."""
+    check_gpus()
+    play(bin_folder, fails="echo No devices were found; exit 6")
+    check_gpus()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_ends_with_the_error(monkeypatch, folder, script):
+def test_every_script_ends_with_the_error(bin_folder, monkeypatch, folder, script):
     # As under torchrun: the processes that a script starts itself have a torch of their own.
     for name, value in alone().items():
         monkeypatch.setenv(name, value)
-    played_torch(monkeypatch, machine(580, V100), V100)
+    play(bin_folder, "580", V100)
+    played_torch(monkeypatch, V100)
     monkeypatch.setattr(sys, "argv", [f"{script}.py", "-a", "resnet18", str(folder)])
     with pytest.raises(UserError, match=r"torch.*cannot use the GPUs") as caught:
         importlib.import_module(script).main()
@@ -230,19 +241,19 @@ def set_up(tmp_path, bin_folder):
 def test_the_set_up_installs_a_torch_for_the_driver_once(set_up):
     more = ("tests/requirements.txt",)  # as scripts/test.sh does
     for driver, files, installed in (
-        (550, (), [gpus.CUDA12]),
+        (550, (), [choose_torch.CUDA12]),
         (550, (), []),
-        (550, more, [gpus.CUDA12]),
+        (550, more, [choose_torch.CUDA12]),
         (550, (), []),
         (550, more, []),
-        (580, (), [gpus.NEWEST]),
+        (580, (), [choose_torch.NEWEST]),
     ):
         play(set_up.bin, driver, T4)
         code, out = set_up.run(*files, VIRTUAL_ENV="")
         assert (code, set_up.installed()) == (0, installed), out
         assert f"using {set_up.root}/.venv/bin/python" in out
         told = "Tesla T4 (driver 550.54); newer versions of torch need driver 580" in out
-        assert told == (installed == [gpus.CUDA12])
+        assert told == (installed == [choose_torch.CUDA12])
 
 
 def test_the_set_up_says_what_it_lacks(set_up):
@@ -265,7 +276,7 @@ def test_the_set_up_says_what_it_lacks(set_up):
     fails.unlink()
     set_up.installed()
     assert set_up.run(VIRTUAL_ENV="")[0] == 0  # what was interrupted is done again
-    assert set_up.installed() == [gpus.NEWEST]
+    assert set_up.installed() == [choose_torch.NEWEST]
 
 
 def test_an_active_environment_is_taken_when_its_torch_can_use_the_gpus(set_up):
@@ -274,8 +285,8 @@ def test_an_active_environment_is_taken_when_its_torch_can_use_the_gpus(set_up):
     path = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{set_up.bin}:/usr/bin:/bin"}
     for driver, torch_of, installed, used in (
         ("", "", [], mine),
-        ("", "oldest", [gpus.CUDA12], f"{own}-oldest/bin/python"),
-        ("525", "", [gpus.CUDA12], f"{own}/bin/python"),
+        ("", "oldest", [choose_torch.CUDA12], f"{own}-oldest/bin/python"),
+        ("525", "", [choose_torch.CUDA12], f"{own}/bin/python"),
     ):
         if driver:
             play(set_up.bin, driver, T4)

@@ -5,7 +5,9 @@ torch is imported only where it is described: scripts ask for the commit and fig
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
 import statistics
 import subprocess
@@ -13,12 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from utils.extras import gpus
-
 if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+DRIVER = Path("/proc/driver/nvidia")
 
 
 def describe(device: torch.device) -> dict[str, str]:
@@ -32,8 +33,22 @@ def describe(device: torch.device) -> dict[str, str]:
         "commit": commit(),
     }
     if device.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(device), "driver": gpus.loaded().driver}
+        found |= {"gpu": torch.cuda.get_device_name(device), "driver": driver()}
     return {key: text for key, text in found.items() if text}
+
+
+def driver(folder: Path = DRIVER) -> str:
+    """The version of NVIDIA's driver if it is loaded, else "". Needs no nvidia-smi."""
+    with contextlib.suppress(OSError):
+        text = (folder / "version").read_text()
+        if version := re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", text):
+            return version[1]
+    return ""
+
+
+def is_cpu_chosen() -> bool:
+    """Whether the environment hides the GPUs."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last: Slurm's
 
 
 def commit() -> str:

@@ -22,10 +22,10 @@ from tqdm import tqdm
 from utils import errors, tensorboard
 from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError
-from utils.extras import gpus
 from utils.option_types import is_url
+from utils.provenance import is_cpu_chosen
 from utils.snapshots import BEST, SNAPSHOT, latest
-from utils.world import World, from_main, gather, is_elastic, node_name
+from utils.world import World, ask_driver, from_main, gather, is_elastic, node_name
 
 # ---- one training at a time
 
@@ -261,8 +261,8 @@ class Run:
             if self.is_writing and is_elastic():
                 self._check_shared(from_main(lambda: self.lock.text, world))
         self.console = Console(self.folder, world)
-        if world.device.type == "cpu" and (note := gpus.unused()):
-            log.info(note)
+        if world.is_main and is_cpu_chosen() and (unused := ask_driver("gpus")):
+            log.info(f"note: CUDA_VISIBLE_DEVICES asks for the CPU; {unused} not used")
         if self.lock and self.lock.note:
             log.info(self.lock.note)
         if self.lock and self.lock.warning:

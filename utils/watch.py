@@ -15,6 +15,7 @@ import math
 import operator
 import os
 import threading
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,11 +26,12 @@ import torch
 from torch import nn
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
-from utils.world import Clock, Mark, World, gather, is_sharded
+from utils.world import World, gather, is_sharded
 
 log = logging.getLogger(__name__)
 
 PARTS = ("Time/data", "Time/compute", "Time/communication")
+Mark = Any  # a torch.cuda.Event, or seconds of the clock
 Interval = tuple[str, Mark, Mark]  # what for, begin, end
 Times = Counter  # of `StepTimer.total`
 
@@ -46,6 +48,27 @@ GPU = {
 
 
 # ---- the clock of a step
+
+
+class Clock:
+    """Marks in the current stream of a GPU; on the CPU, where calls return when their work is done,
+    readings of the clock."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.cuda = device, device.type == "cuda"
+
+    def mark(self) -> Mark:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        return begin.elapsed_time(end) / 1000 if self.cuda else end - begin
+
+    def passed(self, mark: Mark) -> bool:
+        return not self.cuda or mark.query()
 
 
 class StepTimer:

@@ -5,9 +5,10 @@ Facts about ranks are computed once, into a `World`; nothing else asks torch.dis
 
 import os
 import re
+import shutil
 import socket
+import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils import errors, launch
+from utils import errors, launch, provenance
 from utils.errors import LOST_PEER, UserError
-from utils.extras import gpus
 
 KERNELS = (
     "cudnn.benchmark is on; float32 matrix products and convolutions use TF32 where the GPU has it "
@@ -55,7 +55,7 @@ class World:
 
 def single_process() -> World:
     """The world of a script that runs as one process: the first GPU, or the CPU without one."""
-    gpus.check()
+    check_gpus()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     choose_kernels(device)
     return World(device)
@@ -100,7 +100,7 @@ def _join(args: Any) -> World:
     """Choose this process's device and network interface, and join the process group."""
     from utils import network
 
-    gpus.check()
+    check_gpus()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     rank, size, local_rank, local_size, port = (int(os.environ[name]) for name in names)
     master, nodes, seconds = os.environ["MASTER_ADDR"], size // local_size, args.dist_timeout
@@ -165,28 +165,37 @@ def choose_kernels(device: torch.device) -> None:
         torch.set_float32_matmul_precision("high")
 
 
-Mark = Any  # a torch.cuda.Event, or seconds of the clock
+def check_gpus() -> None:
+    """Raise `UserError` if there are GPUs that should be used and that torch cannot use."""
+    if torch.cuda.is_available():
+        kernels = torch.cuda.get_arch_list() if torch.version.cuda else []  # none: ROCm
+        found = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+        usable = not kernels or all(has_kernels(one, kernels) for one in found)
+    else:
+        usable = provenance.is_cpu_chosen()
+    if not usable and (why := ask_driver("explain")):
+        raise UserError(why, alike=True)
 
 
-class Clock:
-    """Marks in the current stream of a GPU; on the CPU, where calls return when their work is done,
-    readings of the clock."""
+def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
+    """Whether a torch built for (sm_80, compute_90, ...) computes on a GPU of ``capability``.
 
-    def __init__(self, device: torch.device):
-        self.device, self.cuda = device, device.type == "cuda"
+    sm_XY runs on X.Y and later minor versions of X; compute_XY (PTX) on X.Y and all later ones.
+    """
+    for name in built_for:
+        kind, x, y = re.match(r"(sm|compute)_(\d+)(\d)", name).groups()
+        code = int(x), int(y)
+        if code <= capability and (kind == "compute" or code[0] == capability[0]):
+            return True
+    return False
 
-    def mark(self) -> Mark:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
-        return begin.elapsed_time(end) / 1000 if self.cuda else end - begin
-
-    def passed(self, mark: Mark) -> bool:
-        return not self.cuda or mark.query()
+def ask_driver(question: str) -> str:
+    """What scripts/choose_torch.py answers ("gpus", "explain"); "" without a driver of NVIDIA's."""
+    if not (shutil.which("nvidia-smi") or provenance.DRIVER.exists()):
+        return ""
+    command = [sys.executable, Path(__file__).parents[1] / "scripts/choose_torch.py", question]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
 
 
 def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

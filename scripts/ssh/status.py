@@ -2,7 +2,7 @@
 
 It reads the files that utils/epoch.py writes, and asks nvidia-smi where there is one. With
 a file of hosts, this file is sent to each of them; it needs nothing but Python (3.7 or newer), so
-not utils/extras/gpus.py either.
+not scripts/choose_torch.py either.
 """
 
 from __future__ import annotations

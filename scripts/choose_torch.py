@@ -1,8 +1,13 @@
-"""The GPUs of this machine, and the torch that can use them. Needs no packages.
+"""Which torch can use the GPUs of this machine. Choosing it needs no packages.
 
-python -m utils.extras.gpus choose  # which constraints file fits, and why
-python -m utils.extras.gpus check   # whether this Python's torch can use the GPUs; prints how
-                                    # many processes a node has by default
+    python scripts/choose_torch.py choose  # the constraints file that fits, and why
+    python scripts/choose_torch.py check   # end with an error if this Python's torch cannot use the
+                                           # GPUs; print how many processes a node has by default
+
+Training (utils/world.py) asks where torch cannot use, or may not use, GPUs that may be there:
+
+    python scripts/choose_torch.py explain  # why not, and what helps
+    python scripts/choose_torch.py gpus     # their names and driver
 """
 
 import contextlib
@@ -15,12 +20,15 @@ import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
 from utils.errors import UserError, report
+from utils.provenance import DRIVER, driver, is_cpu_chosen
 
 NEWEST, CUDA12 = "constraints.txt", "constraints-cuda12.txt"  # in scripts/
 # Capabilities of old GPUs by name, without nvidia-smi (60: too old); others suit every torch.
 OLD = {r"\b(G?V100|TITAN V)\b": 70, r"\b(P100|P40|P4|M60)\b": 60}
-PROC = Path("/proc/driver/nvidia")
 LIMIT = 20.0  # seconds; nvidia-smi takes less than 5 with 8 GPUs and no persistence daemon
 HIDE = 'CUDA_VISIBLE_DEVICES="" trains on the CPU'
 REMEDIES = {
@@ -53,7 +61,7 @@ class Machine:
         return f"{names} (driver {self.driver or 'unknown'})"
 
 
-def look(proc: Path = PROC, limit: float = LIMIT) -> Machine:
+def look(proc: Path = DRIVER, limit: float = LIMIT) -> Machine:
     """The GPUs of this machine by nvidia-smi, or, where it is missing or fails, by ``proc``."""
     found = loaded(proc)
     out, fault = _nvidia_smi(limit)
@@ -86,28 +94,21 @@ def _nvidia_smi(limit: float) -> tuple[str, str]:
     return out, f"failed: {said}" if process.returncode else ""
 
 
-def loaded(proc: Path = PROC) -> Machine:
+def loaded(proc: Path = DRIVER) -> Machine:
     """The GPUs by the files of the loaded driver, which need no nvidia-smi."""
-    found, driver = [], ""
+    found = []
     with contextlib.suppress(OSError):
-        version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", (proc / "version").read_text())
-        driver = version[1] if version else ""
         for file in sorted(proc.glob("gpus/*/information")):
             model = re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE)
             name = model[1].strip() if model else "NVIDIA GPU"
             found.append((name, next((OLD[old] for old in OLD if re.search(old, name)), 75)))
-    return Machine(tuple(found), driver)
+    return Machine(tuple(found), driver(proc))
 
 
 @functools.cache
 def machine() -> Machine:
     """`look` at this machine once."""
     return look()
-
-
-def hidden() -> bool:
-    """Whether the environment asks for the CPU."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last: Slurm's
 
 
 def choose(found: Machine) -> tuple[str, str]:
@@ -131,26 +132,13 @@ def choose(found: Machine) -> tuple[str, str]:
         return CUDA12, f"{found}; newer versions of torch need GPUs from sm_75 on"
     else:
         return NEWEST, str(found)
-    if hidden():
+    if is_cpu_chosen():
         return NEWEST, "CUDA_VISIBLE_DEVICES asks for the CPU"
     raise UserError(f"{fault}; {HIDE}", alike=True)
 
 
-def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
-    """Whether a torch built for (sm_80, compute_90, ...) computes on a GPU of ``capability``.
-
-    sm_XY runs on X.Y and later minor versions of X; compute_XY (PTX) on X.Y and all later ones.
-    """
-    for name in built_for:
-        kind, x, y = re.match(r"(sm|compute)_(\d+)(\d)", name).groups()
-        code = int(x), int(y)
-        if code <= capability and (kind == "compute" or code[0] == capability[0]):
-            return True
-    return False
-
-
-def check() -> None:
-    """Raise `UserError` when there are GPUs that should be used and that torch cannot use."""
+def explain(found: Machine) -> str:
+    """Why torch cannot use the GPUs that were found, and what helps; "" if it can use them."""
     import torch
 
     with warnings.catch_warnings(record=True) as said:
@@ -158,8 +146,6 @@ def check() -> None:
         available = torch.cuda.is_available()
     if available:
         fault = _missing_kernels()
-    elif hidden() or not machine().has_gpus:
-        fault = ""
     else:
         told = [" ".join(str(one.message).split()) for one in said if "CUDA" in str(one.message)]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -167,28 +153,29 @@ def check() -> None:
         told += ["a container needs `--gpus all`, a Slurm job `--gpus-per-node`"]
         fault = told[0]
     if not fault:
-        return
+        return ""
     try:
-        file, why = choose(machine())
+        file, why = choose(found)
         remedy = f"`bash scripts/quickstart.sh` fills .venv with a torch for {why} (scripts/{file})"
         remedy += f"; then run .venv/bin/python; {HIDE}"
     except UserError as error:
         remedy = str(error)
-    raise UserError(
+    return (
         f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs of this "
-        f"machine: {fault}: {remedy}",
-        alike=True,
+        f"machine: {fault}: {remedy}"
     )
 
 
 def _missing_kernels() -> str:
     """The GPUs that torch sees, but has no kernels for; "" when there are none."""
-    from torch import cuda, version
+    from torch import cuda
+
+    from utils.world import has_kernels
 
     found = [cuda.get_device_capability(index) for index in range(cuda.device_count())]
     kernels = cuda.get_arch_list()
     lacks = [index for index, one in enumerate(found) if not has_kernels(one, kernels)]
-    if not lacks or not version.cuda:  # ROCm
+    if not lacks:
         return ""
     names = (f"{cuda.get_device_name(i)} (sm_{found[i][0]}{found[i][1]})" for i in lacks)
     rest = ",".join(str(index) for index in range(len(found)) if index not in lacks)
@@ -201,28 +188,32 @@ def _missing_kernels() -> str:
     )
 
 
-def unused() -> str | None:
-    """A note that GPUs are there, but the environment has asked for the CPU; else None."""
-    if hidden() and machine().gpus:
-        return f"note: CUDA_VISIBLE_DEVICES asks for the CPU; {machine()} not used"
-    return None
-
-
 def main() -> int:
+    question = sys.argv[1] if len(sys.argv) == 2 else ""
     try:
-        if sys.argv[1:] == ["choose"]:
+        if question == "choose":
             print(*choose(machine()), sep="\n")
-            return 0
-        if hidden() or not (machine().has_gpus or Path("/dev/kfd").exists()):
-            print(1)  # without torch, whose import takes seconds
-            return 0
-        check()
+        elif question == "check":
+            print(processes())
+        elif question == "gpus" and machine().gpus:
+            print(machine())
+        elif question == "explain" and machine().has_gpus:
+            print(explain(machine()))
     except UserError as error:
         return report(error)
+    return 0
+
+
+def processes() -> int:
+    """How many processes a node has by default. Raises: `UserError`: torch cannot use the GPUs."""
+    if is_cpu_chosen() or not (machine().has_gpus or Path("/dev/kfd").exists()):
+        return 1  # without torch, whose import takes seconds
     import torch
 
-    print(max(1, torch.cuda.device_count()))
-    return 0
+    from utils.world import check_gpus
+
+    check_gpus()
+    return max(1, torch.cuda.device_count())
 
 
 if __name__ == "__main__":
