@@ -75,7 +75,7 @@ def built(library, monkeypatch):
 
 def decode_part(data, box):
     """The pixels of ``box``, and the number of rows decoded; None where that is left alone."""
-    if part_of.shape_of(data) is None or (found := im.decode_part(data, box)) is None:
+    if part_of.shape_of(data) is None or (found := part_of.decode(data, box)) is None:
         return None
     pixels, (top, left, height, width) = found
     assert pixels.stride(0) == 1, "channels-last, as decode gives it"
@@ -108,12 +108,13 @@ def test_damaged_files_are_what_they_are_to_whole_decoding(built):
 
 
 def test_a_node_without_the_library_trains_on_the_same_pixels(library, tmp_path, monkeypatch):
-    batches = ImageBatches(noise_index(tmp_path, 6, "jpg", 90, 70), 32, 0, train=True)
-    made = {}
+    index, made = noise_index(tmp_path, 6, "jpg", 90, 70), {}
     for path in (library, tmp_path / "none"):
         monkeypatch.setattr(part_of, "LIBRARY", path)
+        batches = ImageBatches(index, 32, 0, train=True)
+        assert bool(batches.regions) == (path == library)
         made[path], targets, reading = batches.__getitems__(Batch(0, np.arange(6)))
-        assert targets.tolist() == batches.source.targets.tolist() and not reading.faults
+        assert targets.tolist() == index.targets.tolist() and not reading.faults
     assert torch.equal(*made.values())
 
 
@@ -184,9 +185,7 @@ def test_what_is_missing_is_said(not_built, monkeypatch, capsys):
 def test_a_run_that_waits_for_decoding_is_told(not_built, logged):
     session = mock.MagicMock(args=SimpleNamespace(workers=1, data="photos"))
     session.train.reading = Reading(10, 800_000, 0.1, 1.0)
-    session.train.bad.source = mock.MagicMock(
-        shape=lambda image: None, reads_parts=False, path=lambda image: "x.JPEG"
-    )
+    session.train.bad.source = SimpleNamespace(stores_pixels=False, path=lambda image: "x.JPEG")
     report.bottleneck(session, {"IO/wait_share": 0.05})
     assert not logged
     report.bottleneck(session, {"IO/wait_share": 0.5})

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from utils import addons
 from utils.errors import UserError
 from utils.extras import mixing
 from utils.samplers import TrainSampler, epoch_order
@@ -66,14 +67,12 @@ def test_pairs_are_blended(dtype, layout):
 )
 def test_the_same_images_are_mixed_in_any_slices(images, batch, ranks, accum):
     """By seed, epoch and step; also the odd last image of a small data set, without a partner."""
-    args, alphas = SimpleNamespace(mixup=0.4, cutmix=1.0), (0.4, 1.0)
-    seed, epoch, order = 7, 3, epoch_order(images, 7, 3).tolist()
+    alphas, seed, epoch, order = (0.4, 1.0), 7, 3, epoch_order(images, 7, 3).tolist()
     for rank in range(ranks):
         sampler = TrainSampler(images, batch, (rank, ranks), accum, seed)
         first, size = sampler.steps_per_epoch // 2, sampler.global_batch
         sampler.start_at(epoch, first)
-        mixing.check(args, sampler)
-        mix = mixing.build(args, sampler, CLASSES)
+        mix = mixing.build(alphas, sampler, CLASSES)
         for number, part in enumerate(sampler):
             step, micro = first + number // accum, number % accum
             whole = order[step * size : (step + 1) * size]
@@ -88,8 +87,7 @@ def test_the_same_images_are_mixed_in_any_slices(images, batch, ranks, accum):
 @pytest.mark.parametrize(("ranks", "accum", "batch"), [(2, 1, 5), (1, 2, 3), (3, 1, 37)])
 def test_slices_that_cut_pairs_are_refused_where_images_are_mixed(ranks, accum, batch):
     sampler = TrainSampler(40, batch, (0, ranks), accum, seed=0)
-    off = SimpleNamespace(mixup=0.0, cutmix=0.0)
-    mixing.check(off, sampler)
+    assert addons.mixing(SimpleNamespace(mixup=0.0, cutmix=0.0), sampler, CLASSES) is None
     for mixup, cutmix in ((0.0, 1.0), (0.4, 0.0)):
         with pytest.raises(UserError, match="choose an even -b"):
-            mixing.check(SimpleNamespace(mixup=mixup, cutmix=cutmix), sampler)
+            addons.mixing(SimpleNamespace(mixup=mixup, cutmix=cutmix), sampler, CLASSES)

@@ -34,7 +34,7 @@ def sampler() -> TrainSampler:
 
 def plain(index):
     """The batches of the epoch without workers, ring, or partial decoding."""
-    dataset = ImageBatches(index, SIZE, SEED, train=True, regions=False)
+    dataset = ImageBatches(index, SIZE, SEED, train=True, regions=None)
     return [fetch(dataset, batch.indices)[:2] for batch in sampler()]
 
 

@@ -1,7 +1,7 @@
 """What training reads images from: a `Source`. A folder of files, CLASS/*.JPEG, is the usual one.
 
 A source of another kind derives from `Source`, overrides what differs, and gets a line in
-`open_source`. Nothing else asks which kind it is.
+`utils.addons.source_kind`. Nothing else asks which kind it is.
 
 Listing 1.28 million files takes seconds on a warm local disk and minutes on a cold network disk.
 So the list is cached in the folder itself, class by class, with the modification times of its
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from utils import addons
 from utils.atomic import save_atomically
 from utils.errors import UserError
 
@@ -42,7 +43,7 @@ class Source:
     worker as their reference counts change.
     """
 
-    reads_parts = False  # whether reading a crop takes only the rows that it shows
+    stores_pixels = False  # decoded ones, of which `rows` reads no more than a crop shows
 
     def __init__(self, root: Path | str, classes: list[str], paths: bytes, counts: list[int]):
         """``paths`` of all images, relative to ``root``, class by class, each followed by a zero
@@ -55,6 +56,11 @@ class Source:
                 raise UserError(text, alike=True)
         self.starts = path_starts(paths)
         self.targets = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
+
+    @staticmethod
+    def class_names(root: Path) -> list[str]:
+        """All classes in ``root``, sorted. Raises: `UserError`."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -128,6 +134,12 @@ class Folder(Source):
         paths = b"".join(listing.paths for listing in found)
         super().__init__(root, classes, paths, [one.paths.count(b"\0") for one in found])
 
+    @staticmethod
+    def class_names(root: Path) -> list[str]:
+        """Sorted names of the class folders in ``root``; none where that is no folder."""
+        names = os.listdir(root) if root.is_dir() else []
+        return sorted(n for n in names if n[0] != "." and os.path.isdir(root / n))
+
     def sample_sizes(self) -> tuple[float, str]:
         """Of `SIZES_ASKED` files evenly spread over the folder."""
         count = min(len(self), SIZES_ASKED)
@@ -196,12 +208,6 @@ def list_class(root: Path, name: str) -> Listing:
     return Listing(b"".join(path + b"\0" for path in sorted(found)), folders)
 
 
-def class_names(root: Path) -> list[str]:
-    """Sorted names of the class folders in ``root``; none where that is no folder."""
-    names = os.listdir(root) if root.is_dir() else []
-    return sorted(n for n in names if n[0] != "." and os.path.isdir(root / n))
-
-
 def _fresh(root: Path, listing: Listing) -> bool:
     try:
         return all(
@@ -241,21 +247,13 @@ def _write_cache(root: Path, known: dict[str, Listing], shows: bool) -> None:
 # ---- the parts of a data set: DATA/train, DATA/val, DATA/test
 
 
-def is_pack(root: Path) -> bool:
-    """Whether ``root`` holds packed pixels (utils/extras/pack.py), whole or not."""
-    return (root / "pack.npz").exists() or any(root.glob("*.pixels"))
-
-
 def open_source(root: Path, classes: list[str], shows: bool = False) -> Source:
     """The images of ``classes`` in DATA/train, DATA/val or DATA/test.
 
     ``shows``: draw a progress bar on a terminal. Raises: `UserError`.
     """
-    if is_pack(root):
-        from utils.extras.pack import Pack
-
-        return Pack(root, classes)
-    return Folder(root, classes, shows)
+    kind = addons.source_kind(root) or Folder
+    return kind(root, classes, shows)
 
 
 def class_folders(root: Path) -> list[str]:
@@ -271,13 +269,8 @@ def class_folders(root: Path) -> list[str]:
             "(scripts/prepare_data.py makes them of known data sets)",
             alike=True,
         )
-    if is_pack(root):
-        from utils.extras.pack import classes_of
-
-        names = classes_of(root)
-    else:
-        names = class_names(root)
-    if not names:
+    kind = addons.source_kind(root) or Folder
+    if not (names := kind.class_names(root)):
         raise UserError(f"folder {root} has no class folders in it", alike=True)
     return names
 

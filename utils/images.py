@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.io import ImageReadMode, decode_image
 
-from utils.extras import region_decode
-from utils.extras.region_decode import Box, to_rgb
+from utils import addons
 from utils.folder import Source
 from utils.metrics import UNREADABLE
-from utils.preprocessing import CROP_SCALE
+from utils.preprocessing import CROP_SCALE, to_rgb
 from utils.samplers import Batch
 
+Box = tuple[int, int, int, int]  # top, left, height, width in pixels
+JPEG_MAGIC = b"\xff\xd8"
 RATIO = (3 / 4, 4 / 3)  # its width : height
 EXTREME = 16  # long side : short side; of a longer image, evaluation looks at the middle alone
 RESIZE = {
@@ -54,7 +55,7 @@ def decode(data: bytes) -> Tensor:
     if not data:
         raise ValueError("the file is empty")
     # JPEG alone: torchvision 0.29 ends the process with a segmentation fault on a damaged PNG.
-    if data.startswith(region_decode.JPEG_MAGIC):
+    if data.startswith(JPEG_MAGIC):
         try:
             return _decode_jpeg(bytearray(data))
         except RuntimeError:
@@ -67,19 +68,6 @@ def decode(data: bytes) -> Tensor:
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as fault:
         raise ValueError(str(fault)) from None
     return torch.from_numpy(pixels).permute(2, 0, 1)
-
-
-def decode_part(data: bytes, box: Box) -> tuple[Tensor, Box] | None:
-    """A part of an image, decoded as by `decode`, and the place of ``box`` in it.
-
-    ``data`` is a file that `jpeg.shape_of` accepts. None if the whole image has to be decoded,
-    because there is no library for it or the image is damaged.
-    """
-    _, left, height, width = box
-    if (decoded := region_decode.decode_region(data, box)) is None:
-        return None
-    pixels, column = decoded
-    return torch.from_numpy(pixels).permute(2, 0, 1), (0, left - column, height, width)
 
 
 def _decode_jpeg(data: bytearray) -> Tensor:
@@ -203,7 +191,8 @@ class ImageBatches(Dataset):
     resize: int = 256  # in evaluation, the short side before the crop
     interpolation: str = "bilinear"
     augment: Callable[[Tensor], Tensor] | None = None
-    regions: bool = True  # decode no more than a training crop, where the library can
+    # Decodes no more than a training crop of a file; None: all of it.
+    regions: Any = field(default_factory=addons.region_decoder)
 
     def __getitems__(self, batch: Batch) -> tuple[Tensor, Tensor, Reading]:
         size = batch.size or self.size
@@ -272,10 +261,9 @@ class ImageBatches(Dataset):
         began = time.perf_counter()
         data = source.read(image)
         reading.count(len(data), began)
-        in_part = self.train and self.regions and region_decode.has_library()
-        if in_part and (shape := region_decode.shape_of(data)) is not None:
+        if self.train and self.regions and (shape := self.regions.shape_of(data)) is not None:
             cut = self._cut(shape, key, size)
-            if (decoded := decode_part(data, cut.box)) is not None:
+            if (decoded := self.regions.decode(data, cut.box)) is not None:
                 return decoded[0], cut._replace(box=decoded[1])
         pixels = decode(data)
         return pixels, self._cut(pixels.shape[1:], key, size)

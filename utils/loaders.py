@@ -23,7 +23,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
@@ -34,9 +34,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from utils import launch
+from utils import addons, launch
 from utils.errors import UserError
-from utils.extras import mixing
 from utils.folder import Source, check_same_classes, class_folders, open_source, select_classes
 from utils.images import ImageBatches, Reading
 from utils.metrics import UNREADABLE
@@ -292,6 +291,9 @@ class BadFiles:
         )
 
 
+Place = tuple[int, int, int]  # epoch, step, number in the step
+
+
 class MicroBatch(NamedTuple):
     """A part of a training step, on the device, and its place."""
 
@@ -299,7 +301,7 @@ class MicroBatch(NamedTuple):
     targets: Tensor  # int64 [n], or float [n, classes] where images are mixed
     labels: Tensor  # int64 [n], for the metrics
     weight: float  # of its mean loss: world size x share of the global batch
-    place: tuple[int, int, int]  # epoch, step, number in the step
+    place: Place
     opens_step: bool
     ends_step: bool
 
@@ -322,7 +324,8 @@ class Batches:
     ):
         self.dataset, self.sampler, self.bad = dataset, sampler, bad
         self.device, self.layout, self.dtype = place
-        self.mix: mixing.Mix = lambda images, targets, place: (images, targets, targets)
+        # (images, targets, place) -> (images, targets, labels) of a `MicroBatch`; None: unchanged
+        self.mix: Callable[[Tensor, Tensor, Place], tuple[Tensor, Tensor, Tensor]] | None = None
         self.start_count()
         cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device) if cuda else None
@@ -378,7 +381,7 @@ class Batches:
             done, number = divmod(count, sampler.accum)
             place = (epoch, step + done, number)
             weight = len(targets) * sampler.ranks / sampler.global_batch
-            mixed = self.mix(images, targets, place)
+            mixed = self.mix(images, targets, place) if self.mix else (images, targets, targets)
             yield MicroBatch(*mixed, weight, place, number == 0, number + 1 == sampler.accum)
 
     def _loaded(self) -> Iterator[Filled]:
@@ -485,14 +488,10 @@ def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torc
             )
         sampler = TrainSampler(len(source), batch, ranks, args.accum_steps, args.seed)
         sampler.views, sampler.sizes = args.repeated_aug, training_sizes(args)
-        mixing.check(args, sampler)
-        if args.auto_augment or args.random_erasing:
-            from utils.extras import augment  # torchvision's transforms take a second to import
-
-            dataset.augment = augment.build(args.auto_augment, args.random_erasing)
+        dataset.augment = addons.augmentation(args)
     place = (world.device, args.memory_format, dtype)
     workers = -(-args.workers // world.local_size)
     batches = Batches(dataset, sampler, BadFiles(source, args.max_bad_files), place, workers)
     if train:
-        batches.mix = mixing.build(args, sampler, len(classes))
+        batches.mix = addons.mixing(args, sampler, len(classes))
     return batches

@@ -12,6 +12,9 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from utils.errors import UserError
 
 MEAN = (0.485, 0.456, 0.406)  # ImageNet's, per channel, for pixels in 0..1
@@ -92,6 +95,16 @@ class Preprocessing:
 
 
 IMAGENET = Preprocessing()
+
+
+def to_rgb(picture: Image.Image) -> Image.Image:
+    """Any image as 8-bit RGB, alpha dropped. Raises: whatever Pillow raises for a damaged file."""
+    if picture.mode.startswith("I"):
+        # 16 bits per pixel: Pillow's own conversion to RGB would clip instead of scale.
+        wide = np.asarray(picture, dtype=np.int64)
+        grey = (wide >> 8 if wide.max(initial=0) > 255 else wide).astype(np.uint8)
+        picture = Image.fromarray(grey)
+    return picture.convert("RGB")
 
 
 def progressive(text: str) -> str:

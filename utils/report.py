@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from utils import errors, launch, optim, provenance, samplers
-from utils.extras import region_decode
+from utils import addons, errors, launch, optim, provenance, samplers
 from utils.option_types import recipe_words
 from utils.preprocessing import sizes_text
 from utils.provenance import over_epochs
@@ -238,18 +237,18 @@ def _faster_input(session: Session) -> list[str]:
     data, prepare = session.args.data.rstrip("/"), "python scripts/prepare_data.py"
     cores = launch.usable_cores()
     of_reading = reading.read_seconds / max(reading.seconds, 1e-9)
-    packed = source.shape(0) is not None
+    packed = source.stores_pixels
     is_jpeg = not packed and source.path(0).lower().endswith((".jpg", ".jpeg"))
     advice = []
     if slow_disk := of_reading > 0.5:
         mean = reading.bytes / max(reading.files, 1)
-        if source.reads_parts:
+        if packed:
             mean = source.sample_sizes()[0]
         advice.append(
             f"the workers spent {of_reading:.0%} of their time reading files: a faster disk (local "
             f"NVMe), or memory that holds the {len(source) * mean / 2**30:.3g} GiB of the data set"
         )
-    elif is_jpeg and not region_decode.has_library():
+    elif is_jpeg and addons.region_decoder() is None:
         advice.append("faster decoding, on each node: python scripts/build_region_decode.py")
     if session.args.workers < cores:
         advice.append(f"more workers: -j {cores} on this node")

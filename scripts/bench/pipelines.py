@@ -14,7 +14,7 @@ from torchvision.datasets.folder import pil_loader
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
-from utils.extras import region_decode
+from utils import addons
 from utils.folder import Source
 from utils.images import ImageBatches
 from utils.loaders import RingLoader
@@ -150,7 +150,8 @@ class ThisSuite:
     """The input path of this repository, up to the slots of its ring or, without, a DataLoader."""
 
     def __init__(self, index: Source, regions: bool = False, ring: bool = True):
-        self.dataset = ImageBatches(index, SIZE, 0, train=True, regions=regions)
+        decoder = addons.region_decoder() if regions else None
+        self.dataset = ImageBatches(index, SIZE, 0, train=True, regions=decoder)
         self.ring = ring
 
     def __call__(self, batches: list[Batch], workers: int) -> Iterator[Any]:
@@ -166,9 +167,9 @@ class ThisSuite:
 def all_of(index: Source) -> dict[str, Pipeline]:
     """The pipelines by name; ratios are to the first."""
     suite: dict[str, Pipeline] = {"this suite": ThisSuite(index)}
-    if index.shape(0) is not None:  # the others read image files
+    if index.stores_pixels:  # the others read image files
         return suite
-    if region_decode.has_library():
+    if addons.region_decoder():
         suite["this suite, with region decode"] = ThisSuite(index, regions=True)
     suite["this suite, without its ring"] = ThisSuite(index, ring=False)
     found: dict[str, Pipeline] = {

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from utils.atomic import link_atomically, remove_leftovers, save_atomically
 from utils.errors import UserError
-from utils.folder import class_names, list_class
+from utils.folder import Folder, list_class
 from utils.launch import die_with_parent
 
 Job = TypeVar("Job")
@@ -106,7 +106,7 @@ def work(
 def images_by_class(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Each class in ``folder`` (none if it does not exist), and the sorted paths of its images
     relative to ``folder``, as training finds them. Raises: `UserError`."""
-    for label in class_names(folder):
+    for label in Folder.class_names(folder):
         yield label, os.fsdecode(list_class(folder, label).paths).split("\0")[:-1]
 
 
@@ -207,7 +207,7 @@ def fill(
                 print(f"note: the complete {name} set has {total} images, not {counts[name]}")
         if todo or not marker["finished"]:
             mark(out, what, True, counts)
-    found = {split: len(class_names(out / split)) for split in counts}
+    found = {split: len(Folder.class_names(out / split)) for split in counts}
     numbers = ", ".join(f"{s} {n} images in {found[s]} classes" for s, n in counts.items())
     print(f"{'done' if todo else 'nothing to do'}: {out} holds {what}: {numbers}")
     return faults

@@ -20,11 +20,12 @@ from prepare.folder import SPLITS, locked, mark, work
 from prepare.shrink import check_places, opened, reduce
 from tqdm import tqdm
 
+from utils import addons
 from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError
 from utils.extras import pack
-from utils.extras.region_decode import to_rgb
-from utils.folder import Folder, class_folders, is_pack
+from utils.folder import Folder, class_folders
+from utils.preprocessing import to_rgb
 
 File = tuple[Path, range, Folder]  # of a pack: its path, and its images in this index
 
@@ -154,8 +155,10 @@ def _check(path: Path) -> tuple[int, list[str]]:
 def verify(out: Path, workers: int) -> None:
     """Read a whole pack, compare checksums and name damaged files. Raises: `UserError`."""
     paths = []
-    for folder in filter(is_pack, (out / split for split in SPLITS)):
-        pack.Pack(folder)
+    for folder in (out / split for split in SPLITS):
+        if addons.source_kind(folder) is not pack.Pack:
+            continue
+        pack.Pack.class_names(folder)
         paths += sorted(folder.glob(f"*{pack.SUFFIX}"))
     if not paths:
         raise UserError(f"{out} holds no packed pixels")

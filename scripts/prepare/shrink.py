@@ -22,7 +22,7 @@ from PIL import Image, UnidentifiedImageError
 from prepare.folder import SPLITS, Item, Split, fill, images_by_class, read_marker
 
 from utils.errors import UserError
-from utils.extras.region_decode import to_rgb
+from utils.preprocessing import to_rgb
 
 # After the evaluation's resize to 256 and crop, bicubic images are closer to the originals than
 # Lanczos ones, and their files are smaller; in training crops both are equally close.

@@ -19,8 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from utils import launch
-from utils.extras import region_decode
+from utils import addons, launch
 from utils.folder import class_folders, open_source
 from utils.images import ImageBatches
 from utils.loaders import RingLoader
@@ -40,9 +39,9 @@ def main() -> int:
     index = open_source(root, class_folders(root))
     sampler = TrainSampler(len(index), BATCH, (0, 1), 1, SEED)
     make = partial(ImageBatches, index, SIZE, SEED, train=True)
-    plain, different = make(regions=False), 0
-    loaders = {"whole images": RingLoader(make(regions=False), sampler, workers=2)}
-    if region_decode.has_library():
+    plain, different = make(regions=None), 0
+    loaders = {"whole images": RingLoader(make(regions=None), sampler, workers=2)}
+    if addons.region_decoder():
         loaders["regions"] = RingLoader(make(), sampler, workers=2)
     for epoch in range(args.epochs):
         sampler.start_at(epoch, 0)

@@ -1,4 +1,8 @@
-"""``--auto-augment`` and ``--random-erasing``, by torchvision's v2 transforms on uint8 crops."""
+"""``--auto-augment`` and ``--random-erasing``, by torchvision's v2 transforms on uint8 crops.
+
+Interface: `build` makes `utils.images.ImageBatches.augment`, a function of each training crop.
+Without this file, training crops are only resized and mirrored.
+"""
 
 from collections.abc import Callable
 

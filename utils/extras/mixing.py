@@ -1,5 +1,8 @@
 """``--mixup`` and ``--cutmix``: pairs of training images are blended, and so are their targets.
 
+Interface: `build` makes what `utils.loaders.Batches.mix` is, a function of each micro-batch.
+Without this file, images are not mixed.
+
 Mixup (Zhang et al. 2018, arXiv:1710.09412) takes a weighted mean of two images, CutMix (Yun et al.
 2019, arXiv:1905.04899) pastes a box of one into the other; with both options each pair gets one of
 them, with probability 0.5. As in timm's mode "pair", each pair has its own share, drawn from
@@ -9,7 +12,6 @@ any number of processes, with nothing to save for a resume.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,40 +26,35 @@ _STREAM = 0x6D6978  # apart from the order of samples, which is drawn from (seed
 Mix = Callable[[Tensor, Tensor, tuple[int, int, int]], tuple[Tensor, Tensor, Tensor]]
 
 
-def build(args: Any, sampler: TrainSampler, classes: int) -> Mix:
-    """A function that mixes the batches of one rank, those of ``sampler``, as the options say.
+def build(alphas: tuple[float, float], sampler: TrainSampler, classes: int) -> Mix:
+    """A function that mixes the batches of one rank, those of ``sampler``.
+
+    ``alphas`` are the values of --mixup and --cutmix, 0 where the option is omitted.
 
     Its arguments are a micro-batch, images float [n, 3, size, size] and targets int64 [n], and its
     place (epoch, step, micro). It returns the images; targets float [n, classes], whose rows add up
-    to 1; and int64 [n], the target of each image's larger part. Without --mixup and --cutmix it
-    changes nothing. Nothing waits for the device. The last of an odd number of images is not mixed.
+    to 1; and int64 [n], the target of each image's larger part. Nothing waits for the device. The
+    last of an odd number of images is not mixed. Raises: `UserError` if slices of ``sampler``
+    separate a pair.
     """
-    if not (args.mixup or args.cutmix):
-        return lambda images, targets, place: (images, targets, targets)
-
-    def mixed(
-        images: Tensor, targets: Tensor, place: tuple[int, int, int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        epoch, step, micro = place
-        parts = sampler.ranks * sampler.accum
-        low = (micro * sampler.ranks + sampler.rank) * sampler.global_batch // parts
-        key = (sampler.seed, epoch, step)
-        plan = draw(key, sampler.global_batch // 2, images.shape[-1], (args.mixup, args.cutmix))
-        return mix(images, targets, plan[low // 2 : low // 2 + len(targets) // 2], classes)
-
-    return mixed
-
-
-def check(args: Any, sampler: TrainSampler) -> None:
-    """Raise `UserError` if images are mixed and the slices of ``sampler`` separate a pair."""
     parts = sampler.ranks * sampler.accum
-    cuts = [part * sampler.global_batch // parts for part in range(parts)]
-    if (args.mixup or args.cutmix) and any(cut % 2 for cut in cuts):
+    if any((part * sampler.global_batch // parts) % 2 for part in range(parts)):
         raise UserError(
             f"--mixup and --cutmix blend pairs of images, and a global batch of "
             f"{sampler.global_batch} in {parts} parts separates some pairs: choose an even -b",
             alike=True,
         )
+
+    def mixed(
+        images: Tensor, targets: Tensor, place: tuple[int, int, int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        epoch, step, micro = place
+        low = (micro * sampler.ranks + sampler.rank) * sampler.global_batch // parts
+        key = (sampler.seed, epoch, step)
+        plan = draw(key, sampler.global_batch // 2, images.shape[-1], alphas)
+        return mix(images, targets, plan[low // 2 : low // 2 + len(targets) // 2], classes)
+
+    return mixed
 
 
 def draw(

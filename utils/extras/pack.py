@@ -1,5 +1,8 @@
 """Decoded pixels in a few large files, written by `prepare_data.py pack` and read by training.
 
+No option: used where DATA/train, val or test holds such files. Interface: `Pack` is a
+`utils.folder.Source`. Without this file, packed data sets cannot be read.
+
 A packed part (DATA/train, say) holds 00000.pixels, 00001.pixels, ... and pack.npz, their index. An
 image is stored as its pixels, uint8 RGB, row by row; or, if it cannot be decoded, as the bytes of
 its file, so that training's rule for unreadable files applies. Each file ends with the index of its
@@ -44,27 +47,31 @@ class Pack(Source):
     """The images of a packed part, with the paths of the folder that it was made from, as if they
     were in ``root``. Not for several threads."""
 
-    reads_parts = True
+    stores_pixels = True
 
-    def __init__(self, root: Path, classes: list[str] | None = None):
+    def __init__(self, root: Path, classes: list[str], shows: bool = False):
         """Read the index, and check that all files are there and as long as they should be.
 
-        ``classes``: those to take, in this order; None: all. Raises: `UserError` for an incomplete
-        or damaged pack, or one without a class.
+        ``classes``: those to take, in this order. Raises: `UserError` for an incomplete or damaged
+        pack, or one without a class.
         """
         index = _read_index(root)
         self.size = index.size
-        chosen = index.classes if classes is None else classes
-        if unknown := [name for name in chosen if name not in index.classes]:
+        if unknown := [name for name in classes if name not in index.classes]:
             raise UserError(f"the pack has no class {unknown[0]}", alike=True)
-        numbers = [index.classes.index(name) for name in chosen]
+        numbers = [index.classes.index(name) for name in classes]
         ends, counts = np.cumsum(index.counts), index.counts[numbers]
         rows = [np.arange(ends[n] - index.counts[n], ends[n]) for n in numbers]
         self.records = index.records[np.concatenate(rows)]
         starts = path_starts(index.paths)
         paths = b"".join(index.paths[starts[row[0]] : starts[row[-1] + 1]] for row in rows)
-        super().__init__(root, chosen, paths, counts.tolist())
+        super().__init__(root, classes, paths, counts.tolist())
         self._buffer = np.empty(0, np.uint8)
+
+    @staticmethod
+    def class_names(root: Path) -> list[str]:
+        """The classes of a whole pack. Raises: `UserError`."""
+        return _read_index(root).classes
 
     def fingerprint(self) -> str:
         """Equal on two nodes with equal file names and sizes of pixels."""
@@ -128,11 +135,6 @@ class _Index(NamedTuple):
     counts: np.ndarray  # int64 [classes]: images of each
     paths: bytes  # relative to the part, each followed by a zero byte
     records: np.ndarray  # `RECORD` [n]
-
-
-def classes_of(root: Path) -> list[str]:
-    """The classes of a whole pack. Raises: `UserError`."""
-    return _read_index(root).classes
 
 
 def _read_index(root: Path) -> _Index:

@@ -1,10 +1,9 @@
-"""Decode only the part of a JPEG file that a crop shows; the pixels are those of the whole image.
+"""Decode only the part of a JPEG file that a training crop shows.
 
-The library made of region_decode.c decodes that part alone. `scripts/build_region_decode.py`
-builds it where there is a C compiler. Nodes without it decode whole images. All nodes train on the
-same batches.
-
-This file does without torch, whose import takes seconds in each process.
+No option: used where `scripts/build_region_decode.py` has built the library of region_decode.c.
+Interface: `shape_of` and `decode`, which `utils.images.ImageBatches` calls for each file.
+Without it whole images are decoded, which takes longer. The pixels are the same, so some nodes may
+have it and others not.
 """
 
 import ctypes
@@ -14,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+import torch
+
+from utils.images import JPEG_MAGIC, Box
 
 SOURCE = Path(__file__).with_name("region_decode.c")
 # The name changes with the source's content.
@@ -23,12 +24,10 @@ LIBRARY = SOURCE.with_name(f"libregion_decode_{zlib.crc32(SOURCE.read_bytes()):0
 # is 32 wide where colour has a quarter of the columns.
 BESIDE = 2 + 2 + 31
 
-JPEG_MAGIC, JPEG_END = b"\xff\xd8", b"\xff\xd9"
+JPEG_END = b"\xff\xd9"
 SEQUENTIAL = (0xC0, 0xC1)  # SOF0 and SOF1; progressive files are smoothed across rows of blocks
 # APP0 to APP15, COM, tables and the restart interval: what may stand before the frame header.
 BEFORE_FRAME = {*range(0xE0, 0xF0), 0xFE, 0xDB, 0xC4, 0xDD}
-
-Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 
 
 def shape_of(data: bytes) -> tuple[int, int] | None:
@@ -58,6 +57,20 @@ def _read_frame(header: bytes) -> tuple[int, int] | None:
         return None
     height, width = header[1] << 8 | header[2], header[3] << 8 | header[4]
     return (height, width) if height and width else None
+
+
+def decode(data: bytes, box: Box) -> tuple[torch.Tensor, Box] | None:
+    """A part of an image, uint8 [3, height, width] with strides of [height, width, 3], and the
+    place of ``box`` in it.
+
+    ``data`` is a file that `shape_of` accepts. None: the whole image has to be decoded, because
+    there is no library or the image is damaged.
+    """
+    _, left, height, width = box
+    if (decoded := decode_region(data, box)) is None:
+        return None
+    pixels, column = decoded
+    return torch.from_numpy(pixels).permute(2, 0, 1), (0, left - column, height, width)
 
 
 def decode_region(data: bytes, box: Box, path: Path | None = None) -> tuple[np.ndarray, int] | None:
@@ -95,13 +108,3 @@ def _load(path: Path) -> Callable[..., int] | None:
     call.argtypes = [ctypes.c_char_p, ctypes.c_ulong, number, number, ctypes.POINTER(number)]
     call.argtypes += [number, ctypes.c_void_p, ctypes.c_ulong]
     return call
-
-
-def to_rgb(picture: Image.Image) -> Image.Image:
-    """Any image as 8-bit RGB, alpha dropped. Raises: whatever Pillow raises for a damaged file."""
-    if picture.mode.startswith("I"):
-        # 16 bits per pixel: Pillow's own conversion to RGB would clip instead of scale.
-        wide = np.asarray(picture, dtype=np.int64)
-        grey = (wide >> 8 if wide.max(initial=0) > 255 else wide).astype(np.uint8)
-        picture = Image.fromarray(grey)
-    return picture.convert("RGB")
