@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from utils.option_types import is_url
+
 
 def _is_there(name: str) -> bool:
     """Whether the file ``name`` of extras/, which no option calls for, has not been deleted."""
@@ -58,6 +60,48 @@ def mixing(args: Any, sampler: Any, classes: int) -> Any:
 
 
 # ---- a run: its directory, snapshots, end
+
+
+def weights_of_other_program(
+    content: dict[str, Any], path: Path | None
+) -> tuple[dict[str, Any], str | None]:
+    """The model's weights in a file that is not ours, and a note about them."""
+    from utils.extras import foreign
+
+    return foreign.plain_weights(content, path)
+
+
+def check_store(args: Any) -> None:
+    """Raise `UserError` for a --store or a --resume URL that cannot be used here."""
+    if args.store or is_url(args.resume):
+        from utils.extras import store
+
+        store.check_options(args.store, args.resume)
+
+
+def open_store(run: Any) -> None:
+    """With --store, copy there what the run writes. For rank 0 of a training."""
+    if run.args.store:
+        from utils.extras import store
+
+        copies = store.Store(run.args.store, run.folder)
+        copies.open(run.args.resume)
+        run.written.append(copies.upload)
+        run.at_end.append(copies.close)
+
+
+def run_at(url: str, mark: str) -> str | None:
+    """The name of the run that has the file at ``url`` and a file ``mark``."""
+    from utils.extras import store
+
+    return store.run_name(url, mark)
+
+
+def fetch(url: str, folder: Path | None) -> Path:
+    """Download a checkpoint into ``folder``, as a temporary file."""
+    from utils.extras import store
+
+    return store.fetch(url, folder)
 
 
 # ---- the start of processes

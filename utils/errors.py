@@ -28,6 +28,14 @@ class UserError(Exception):
         self.alike, self.code = alike, code
 
 
+def printable(text: str) -> str:
+    """``text`` on one line for a terminal or a log: names of files and hosts may hold anything.
+
+    Control characters and what is no Unicode are written as escapes.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 # How to continue this process's run; `utils.run_directory.Run` sets it.
 how_to_continue = "run the same command with --resume auto"
 
@@ -72,8 +80,9 @@ def show(error: UserError) -> None:
     """Print ``error`` as one line on stderr."""
     rank = os.environ.get("RANK")
     where = f" (rank {rank})" if rank and not error.alike else ""
-    print(f"error{where}: {error}", file=sys.stderr, flush=True)
-    tell_torchrun(f"error{where}: {error}")
+    text = printable(f"error{where}: {error}")
+    print(text, file=sys.stderr, flush=True)
+    tell_torchrun(text)
 
 
 def tell_torchrun(text: str) -> None:

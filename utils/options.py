@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from utils import launch, models, optim, preprocessing, stopping
+from utils import addons, launch, models, optim, preprocessing, stopping
 from utils.errors import UserError
 from utils.option_types import (
     Formatter,
@@ -19,7 +19,6 @@ from utils.option_types import (
     count,
     ema_decay,
     http,
-    is_url,
     number,
     positive,
     recipe_names,
@@ -300,10 +299,7 @@ def parse(
             f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",
             alike=True,
         )
-    if args.store or is_url(args.resume):
-        from utils.extras import store
-
-        store.check_options(args.store, args.resume)
+    addons.check_store(args)
     if args.evaluate and not (args.resume or args.pretrained):
         raise UserError(
             "--evaluate needs a trained model: add --resume runs/NAME/best.pt, or --name NAME "

@@ -74,9 +74,8 @@ def start(session: Session) -> None:
     for warning in batch_warnings(args, global_batch, scaled):
         log.warning(warning)
     if session.resumed:
-        source = run.snapshot if args.resume == "auto" else args.resume
         done = f" (all {args.epochs} epochs are done)" if state.epoch >= args.epochs else ""
-        log.info(f"resumed from {source}: epoch {state.epoch + 1}, step {state.step}{done}")
+        log.info(f"resumed from {run.source}: epoch {state.epoch + 1}, step {state.step}{done}")
 
 
 def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
