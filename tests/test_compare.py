@@ -239,12 +239,15 @@ def test_text_with_commas_and_quotes_is_one_cell_of_the_csv(tmp_path):
 def test_bad_input_is_a_one_line_error(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "good", {1: {"Top1/val": 10.0}})
+    write(tmp_path / "x_gpux2_b4_cpu1_ddp", {1: {"Top1/val": 10.0}}, options={"arch": "x"})
     (tmp_path / "notes.txt").write_text("text")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for arguments, message in {
         "nowhere": "nowhere does not exist",
         "notes.txt": "notes.txt holds no event file",
         "good --labels a b": "2 labels for 1 runs (good); give one per run",
         "good --out notes.txt": "notes.txt",
+        "x_gpux2_b4_cpu1_ddp --results binary": "binary is not a text file",
     }.items():
         assert compare_runs.main(arguments.split()) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -3,6 +3,7 @@
 import fcntl
 import io
 import os
+import shutil
 import signal
 import time
 
@@ -238,5 +239,14 @@ def test_folders_that_cannot_be_copied_are_refused(shrunk, tmp_path):
     ):
         assert message in fail("shrink", tmp_path / folder, tmp_path / out), (folder, out)
     assert tree(tmp_path) == before and not (tmp_path / "out").exists()
+    (tmp_path / "flat/train/a").mkdir()
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        path = tmp_path / "flat/train/a/x.jpg"
+        make(path)
+        for command in ("shrink", "pack"):
+            line = fail(command, tmp_path / "flat", tmp_path / command, "--workers", "1")
+            assert f"{path} is a pipe or a device" in line
+            shutil.rmtree(tmp_path / command)
+        path.unlink()
     message = fail("shrink", tmp_path / "data", tmp_path / "out")
     assert "data/train/a/x.JPEG: No such file" in message and "same command" in message

@@ -182,6 +182,18 @@ def test_archives_may_come_one_after_the_other_and_a_cut_one_is_named(no_sums, a
     assert images(out) == expected()
 
 
+def test_nothing_is_written_outside_the_folder(no_sums, archives, tmp_path):
+    """A list of classes, or an archive, names a place further up."""
+    out = tmp_path / "deep/er/out"
+    before = tree(archives)
+    put(archives, {CSV: solution(["../../../../x", TENCH, TENCH])})
+    command = ("imagenet", out, "--source", archives)
+    assert "is no place in" in fail(*command)
+    put(archives, before | {TRAIN_TAR: tar_bytes([("...tar", tar_of(["x.JPEG"]))])})
+    assert "'train/../x.JPEG'" in fail("imagenet", tmp_path / "a/b", "--source", archives)
+    assert not list(tmp_path.rglob("x")) + list(tmp_path.rglob("x.JPEG"))
+
+
 def test_wrong_labels_and_archives_are_refused(request, archives, tmp_path):
     out = tmp_path / "out"
     message = fail("imagenet", out, "--source", tmp_path / "missing")

@@ -7,7 +7,7 @@ import signal
 import sys
 
 import pytest
-from conftest import ROOT, summary
+from conftest import ROOT, python, summary
 from nodes import Node, Nodes, need
 from running import TINY_LINE, TORCHRUN, Process, tiny
 
@@ -89,6 +89,9 @@ def test_the_lines_of_a_run_and_the_file_of_a_killed_process(tmp_path, monkeypat
     rank |= {"arch": "a", "mode": "ddp", "at": 0}
     (tmp_path / "0.json").write_text(json.dumps(rank))
     (tmp_path / "1.json").write_text(json.dumps(rank | {"started": "1"}))
+    foreign = {"pid": own.pid, "started": str(own.started)}
+    for number, text in enumerate(([], {}, foreign, rank | {"epoch": "one"}, rank | {"size": {}})):
+        (tmp_path / f"foreign{number}.json").write_text(json.dumps(text))
     for saved in ("no snapshot yet", r"snapshot \d+ s ago"):
         ranks, run, disk, _, line, missing = status.describe([("here", status.node())])
         assert ranks == "here: 1 rank"
@@ -171,6 +174,17 @@ def test_one_run_by_its_name(nodes, folder, tmp_path):
         assert run.result().code == 75
         assert marked.result().err == "saved\n"
         assert stays.process.poll() is None
+
+
+def test_a_grace_that_is_no_number_is_refused():
+    done = python("scripts/ssh/cleanup.py", "--dry-run", "--grace", "nan")
+    assert (done.code, "nan is not at least 0" in done.err) == (2, True)
+
+
+def test_a_hosts_file_with_a_nul_byte_is_refused(tmp_path):
+    (tmp_path / "hosts").write_text("node\0one\n")
+    done = python("scripts/ssh/status.py", tmp_path / "hosts")
+    assert (done.code, "hosts, line 1: 'node\\x00one' is not" in done.sentence) == (2, True)
 
 
 def test_on_hosts_of_a_file_and_asked_on_a_terminal(nodes, tmp_path):

@@ -255,9 +255,9 @@ def from_name(name: str) -> dict[str, Any]:
 
 
 def _find_facts(run: Run, sessions: list[Session]) -> None:
-    """Take the options of the latest HParams entry; without one, the facts in the folder's name."""
+    """Take the options of the latest HParams entry, and what it lacks from the folder's name."""
     entries = [session.options for session in sessions if session.options]
-    run.facts = entries[-1] if entries else from_name(run.folder.name)
+    run.facts = from_name(run.folder.name) | (entries[-1] if entries else {})
     if entries:
         run.state = sessions[-1].status or "not finished"
     if sessions:

@@ -84,7 +84,10 @@ def put(file: Path, tool: str, title: str, section: str) -> None:
     """
     key = re.sub(r"[^\w.]+", "-", title.lower()).strip("-") or "comparison"
     begin, end = f"<!-- {tool} begin {key} -->", f"<!-- {tool} end {key} -->"
-    old = file.read_bytes().decode() if file.exists() else ""
+    try:
+        old = file.read_bytes().decode() if file.exists() else ""
+    except UnicodeDecodeError:
+        raise UserError(f"{file} is not a text file: name another one") from None
     found = re.findall(f"{re.escape(begin)}.*?{re.escape(end)}", old, re.DOTALL)
     if not old.count(begin) == old.count(end) == len(found) <= 1:
         raise UserError(

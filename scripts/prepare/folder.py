@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
@@ -158,12 +158,27 @@ def locked(out: Path, what: str) -> Iterator[dict[str, Any]]:
             out.rmdir()  # fails unless it is empty
 
 
+def place_in(out: Path, place: str) -> Path:
+    """The path of ``place`` in ``out``. Raises: `UserError` for a place outside, which an archive
+    or a list of classes may name."""
+    if ".." in PurePosixPath(place).parts or "\0" in place:
+        raise UserError(f"{place!r}, in the source, is no place in {out}: get the source again")
+    return out / place.lstrip("/")
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file. Raises: `UserError` for a pipe or a device, which may have no end."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is a pipe or a device, not an image: remove it")
+    return path.read_bytes()
+
+
 def _write(out: Path, items: list[Item]) -> tuple[int, list[str]]:
     """In a worker: write the images that are missing. Returns the number of all, and a message for
     each undecodable one."""
     notes = []
     for place, content, source in items:
-        path = out / place
+        path = place_in(out, place)
         if path.exists() and path.stat().st_size:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +189,7 @@ def _write(out: Path, items: list[Item]) -> tuple[int, list[str]]:
             data = content if isinstance(content, bytes) else content()
         except ValueError as error:
             notes.append(f"copied as it is: {source}: {error}")
-            data = source.read_bytes()
+            data = read_regular(source)
         # Not flushed, which would take longer than the rest. A file that a crash of the system
         # leaves empty is written again.
         save_atomically(lambda file, data=data: file.write(data), path, durable=False)

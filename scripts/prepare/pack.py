@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from prepare.folder import SPLITS, locked, mark, work
+from prepare.folder import SPLITS, locked, mark, read_regular, work
 from prepare.shrink import check_places, opened, reduce
 from tqdm import tqdm
 
@@ -53,7 +53,7 @@ def read_end(path: Path) -> np.ndarray | None:
 
 def _content(path: str, size: int) -> tuple[bytes, tuple[int, int], str | None]:
     """The content to store for an image, its height and width, and why it cannot be decoded."""
-    data = Path(path).read_bytes()
+    data = read_regular(Path(path))
     try:
         with opened(data) as picture:
             small = reduce(picture, size)

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
-from prepare.folder import SPLITS, Item, Split, fill, images_by_class, read_marker
+from prepare.folder import SPLITS, Item, Split, fill, images_by_class, read_marker, read_regular
 
 from utils.errors import UserError
 from utils.preprocessing import to_rgb
@@ -78,7 +78,7 @@ def shrink(path: Path, size: int, quality: int) -> bytes:
 
     Raises: ValueError if it cannot be decoded, or is too long for a JPEG file.
     """
-    data = path.read_bytes()
+    data = read_regular(path)
     with opened(data) as image:
         small = reduce(image, size)
         if small is None:

@@ -85,7 +85,7 @@ def _parse(named: list[tuple[str, str]]) -> list[Host]:
     hosts: dict[str, Host] = {}
     for place, text in named:
         found = _LINE.fullmatch(text)
-        if not found:
+        if not (found and text.isprintable()):  # ssh takes no NUL
             raise UserError(f"{place}: {text!r} is not of the form {_FORM}")
         host = Host(**found.groupdict() | {"slots": found["slots"] and int(found["slots"])})
         if host.name in hosts:

@@ -38,16 +38,17 @@ def node():
         try:
             with open(path) as file:
                 rank = json.load(file)
-        except (OSError, ValueError):
-            continue  # it has just ended
-        if not lives(rank):
-            with contextlib.suppress(OSError):
-                os.unlink(path)  # it was killed
-            continue
-        if rank["gpu"]:
-            devices = gpus() if devices is None else devices
-            rank["gpu"] = devices.get(rank["gpu"])
-        rank["age"] = time.time() - rank["at"]  # by this node's clock
+            if not lives(rank):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)  # it was killed
+                continue
+            if rank["gpu"]:
+                devices = gpus() if devices is None else devices
+                rank["gpu"] = devices.get(rank["gpu"])
+            rank["age"] = time.time() - rank["at"]  # by this node's clock
+            list(describe([("", [rank])]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # it has just ended, or another program has written it
         with contextlib.suppress(OSError):
             disk = shutil.disk_usage(rank["run"])
             rank["disk"] = f"{disk.free / 2**30:.1f} of {disk.total / 2**30:.0f} GiB free"
@@ -138,8 +139,11 @@ def main():
     if options.hosts:
         for host, failed, out in hosts.ask_all(options.hosts, options.ssh, __file__, {}):
             last = out.strip().rpartition("\n")[2]  # a login shell may print something first
-            found.append((host.name, None if failed else json.loads(last)))
-            code = 2 if failed else code
+            answer = None
+            with contextlib.suppress(ValueError):
+                answer = json.loads(last)
+            found.append((host.name, None if failed else answer))
+            code = 2 if failed or answer is None else code
     else:
         found.append((socket.gethostname(), node()))
     for line in describe(found):
