@@ -5,6 +5,7 @@ imports it only then. Nothing else in the core imports from there; the scripts i
 that are their mode (fsdp, o2, apex). Extras import the core, not one another.
 """
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,45 @@ def region_decoder() -> Any:
     from utils.extras import region_decode
 
     return region_decode if region_decode.has_library() else None
+
+
+def progressive(text: str) -> str:
+    """The type of ``--progressive``: the text, checked."""
+    from utils.extras import progressive
+
+    return progressive.check(text)
+
+
+def epoch_sizes(args: Any) -> tuple[int, ...]:
+    """``--progressive``: the side of training images in each epoch, pixels; () without it."""
+    if not args.progressive:
+        return ()
+    from utils.extras import progressive
+
+    return progressive.sizes(args.progressive, args.epochs)
+
+
+def describe_sizes(epoch_sizes: tuple[int, ...]) -> str:
+    """``--progressive``: which size comes when."""
+    from utils.extras import progressive
+
+    return progressive.describe(epoch_sizes)
+
+
+def repeated_augmentation(args: Any) -> Any:
+    """``--repeated-aug``: a function that changes an epoch's order of images; None without it."""
+    if args.repeated_aug == 1:
+        return None
+    from utils.extras import mixing
+
+    return partial(mixing.repeated, views=args.repeated_aug)
+
+
+def dummy_classes(args: Any) -> list[str]:
+    """``--dummy``: classes without images. Raises: `UserError`."""
+    from utils.extras import dummy
+
+    return dummy.classes(args.classes)
 
 
 def augmentation(args: Any) -> Any:

@@ -39,7 +39,7 @@ from utils.errors import UserError
 from utils.folder import Source, check_same_classes, class_folders, open_source, select_classes
 from utils.images import ImageBatches, Reading
 from utils.metrics import UNREADABLE
-from utils.preprocessing import MEAN, STD, Channels, Preprocessing, training_sizes
+from utils.preprocessing import MEAN, STD, Channels, Preprocessing
 from utils.samplers import Batch, EvalSampler, TrainSampler
 from utils.world import World, check_alike, first_on_node, gather
 
@@ -334,7 +334,7 @@ class Batches:
 
     def use(self, wanted: Preprocessing) -> None:
         """Make images as ``wanted`` says. Before the first iteration, which starts the workers."""
-        if isinstance(self.sampler, TrainSampler):  # where progressive sizes grow, the largest
+        if isinstance(self.sampler, TrainSampler):  # the largest, where they grow
             self.dataset.size = max(self.sampler.sizes, default=wanted.image_size)
         else:
             self.dataset.size = wanted.crop
@@ -450,7 +450,7 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
     differ between train and val, too few images, or a data set that differs between nodes.
     """
     if args.dummy:
-        return Loaders([str(number) for number in range(args.dummy_classes)])
+        return Loaders(addons.dummy_classes(args))
     root = Path(args.data)
     evaluate_only = args.evaluate and not (root / "train").is_dir()
     folders = class_folders(root / (args.part if evaluate_only else "train"))
@@ -487,7 +487,8 @@ def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torc
                 alike=True,
             )
         sampler = TrainSampler(len(source), batch, ranks, args.accum_steps, args.seed)
-        sampler.views, sampler.sizes = args.repeated_aug, training_sizes(args)
+        sampler.reorder = addons.repeated_augmentation(args)
+        sampler.sizes = args.epoch_sizes
         dataset.augment = addons.augmentation(args)
     place = (world.device, args.memory_format, dtype)
     workers = -(-args.workers // world.local_size)
