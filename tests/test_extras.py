@@ -22,7 +22,7 @@ MODES = {
 # What is still to do; each entry goes with the commit that makes its test pass.
 IMPORT_EXTRAS = "epoch launch loop models optim options report run_directory snapshots"
 IMPORT_OTHERS = "dummy find_batch fsdp"
-NAMELESS = "apex foreign fsdp muon o2 pack preflight store"
+NAMELESS = "apex foreign fsdp muon o2 preflight store"
 NEEDED = "blocks foreign"  # by every script
 NEEDED_BY_SEVERAL = "compress fsdp"  # also, of several processes
 

@@ -147,13 +147,13 @@ class RingLoader:
         workers: int,
         page_locked: bool = False,
     ):
-        self.dataset, self.page_locked = dataset, page_locked
+        self.page_locked = page_locked
         self.slots = PREFETCH * workers + MORE_SLOTS
-        self.tasks, self.into_ring = _Tasks(sampler), _IntoRing(dataset)
+        self.tasks = Tasks(dataset, sampler)
         # Each process would say so for each loader. More workers than cores help with a slow disk.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         self._loader = DataLoader(
-            self.into_ring,
+            self.tasks,
             batch_sampler=self.tasks,
             num_workers=workers,
             prefetch_factor=PREFETCH if workers else None,
@@ -166,10 +166,10 @@ class RingLoader:
     @functools.cached_property
     def ring(self) -> Ring:
         """Made with the first iteration: until then the size of the images may change."""
-        return Ring(self.slots, self.tasks.sampler.largest, self.dataset.size)
+        return Ring(self.slots, self.tasks.sampler.largest, self.tasks.dataset.size)
 
     def __iter__(self) -> Iterator[Filled]:
-        self.tasks.ring = self.into_ring.ring = self.ring  # before the workers are forked
+        self.tasks.ring = self.ring  # before the workers are forked
         filled = iter(self._loader)
         if self.page_locked:
             self.ring.lock_pages()
@@ -177,11 +177,12 @@ class RingLoader:
         yield from filled
 
 
-class _Tasks:
-    """A sampler's batches, each with a slot; a ``batch_sampler`` for DataLoader."""
+class Tasks(Dataset):
+    """DataLoader's ``batch_sampler``, the sampler's batches with a slot for each, and its
+    ``dataset``, which fills a slot, in a worker."""
 
-    def __init__(self, sampler: TrainSampler | EvalSampler):
-        self.sampler = sampler
+    def __init__(self, dataset: ImageBatches, sampler: TrainSampler | EvalSampler):
+        self.dataset, self.sampler = dataset, sampler
         self.ring: Ring
 
     def __iter__(self) -> Iterator[Batch]:
@@ -190,14 +191,6 @@ class _Tasks:
         self.ring.restart()
         for batch in self.sampler:
             yield batch._replace(slot=self.ring.take())
-
-
-class _IntoRing(Dataset):
-    """``dataset``, its batches written into a ring."""
-
-    def __init__(self, dataset: ImageBatches):
-        self.dataset = dataset
-        self.ring: Ring
 
     def __getitems__(self, batch: Batch) -> Filled:
         images = self.ring.room(batch.slot, len(batch.indices), batch.size)
