@@ -419,24 +419,19 @@ class Run:
         """Complete the record, write summary.json, end what ``at_end`` names. For all ranks."""
         self.record |= results
         if self.world.is_main and self.folder is not None:
-            self._write_summary()
-            self.tell_written(self.folder / SUMMARY)
+            path = self.folder / SUMMARY
+            # JSON has no NaN, and other programs read this file: what was not measured is null.
+            clean = {key: None if value != value else value for key, value in self.record.items()}
+            try:
+                _save_json(clean, path)
+                if self.events is not None:
+                    self.events.close(self.record["finished_because"] != "interrupted")
+            except OSError as fault:
+                log.warning(f"cannot write {path} ({fault.strerror})")
+            self.tell_written(path)
         self.close()
         if self.lock is not None:
             self.lock.release()
-
-    def _write_summary(self) -> None:
-        # JSON has no NaN, and other programs read this file: what was not measured is null.
-        clean = {
-            key: None if isinstance(value, float) and math.isnan(value) else value
-            for key, value in self.record.items()
-        }
-        try:
-            _save_json(clean, self.folder / SUMMARY)
-            if self.events is not None:
-                self.events.close(self.record["finished_because"] != "interrupted")
-        except OSError as fault:
-            log.warning(f"cannot write {self.folder / SUMMARY} ({fault.strerror})")
 
 
 def _save_json(content: dict[str, Any], path: Path) -> None:

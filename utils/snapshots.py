@@ -391,8 +391,9 @@ def saved_preprocessing(path: Path | None) -> dict[str, Any] | None:
 
     A file that cannot be read has none either: what is wrong with it is said when it is loaded.
     """
-    with contextlib.suppress(UserError):
-        return read_checkpoint(path, lazily=True).get("preprocessing") if path else None
+    for file in (path, path.with_name(PREVIOUS)) if path else ():
+        with contextlib.suppress(UserError):
+            return read_checkpoint(file, lazily=True).get("preprocessing")
     return None
 
 
