@@ -20,9 +20,9 @@ MODES = {
     "imagenet_ddp_apex": ("apex", "o2"),
 }
 # What is still to do; each entry goes with the commit that makes its test pass.
-IMPORT_EXTRAS = "epoch launch loop models optim options report run_directory snapshots"
+IMPORT_EXTRAS = "epoch launch loop models optim report"
 IMPORT_OTHERS = "dummy find_batch fsdp"
-NAMELESS = "apex foreign fsdp muon o2 preflight store"
+NAMELESS = "apex foreign fsdp muon o2 preflight"
 NEEDED = "blocks foreign"  # by every script
 NEEDED_BY_SEVERAL = "compress fsdp"  # also, of several processes
 
