@@ -25,8 +25,9 @@ need_number MAX_RESTARTS "${MAX_RESTARTS:=100}" '[1-9][0-9]*' "a whole number, a
 need_master
 use_environment
 MASTER_PORT=${MASTER_PORT:-8888}
-place=$(ask utils.network rendezvous "$MASTER_ADDR:$MASTER_PORT")
+place=$(ask utils.extras.preflight rendezvous "$MASTER_ADDR:$MASTER_PORT")
 echo "torchrun waits for ${2%:*} nodes at $MASTER_ADDR:$MASTER_PORT, silently, for up to 10 minutes"
+export IMAGENET_ELASTIC=1 # restarts continue one run, and an error in the options ends torchrun
 # torchrun's own store would be in use for a node that comes back, and keep dead addresses.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Without is_host and its address, a node whose own name does not resolve cannot join.

@@ -49,32 +49,29 @@ def run(line: str, env: dict[str, str], visible: int) -> list[dict]:
 
 
 LINE = "-n 2 -nr 1 --dist-url tcp://a:6 -g 2"
-TYPED = ("--world-size (-n)", "--rank (-nr)", "port in --dist-url")
-BY_WRAPPER = MASTER | {launch.MARKER: "launcher:run"}
-WRAPPERS = ("NODES", *VARIABLES[1:])
 ELSEWHERE = MASTER | {"WORLD_SIZE": "9", "NODE_RANK": "5"}
 DEFAULT_PORT = {"WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "b"}
 
 
 @pytest.mark.parametrize(
-    ("line", "env", "visible", "places", "names"),
+    ("line", "env", "visible", "places", "nodes"),
     [
-        ("", {}, 0, "0/1 0/1 127.0.0.1:7", None),
-        ("-g 2", MASTER, 3, "0/2 0/2 b:8, 1/2 1/2 b:8", None),
-        (LINE, ELSEWHERE, 0, "2/4 0/2 a:6, 3/4 1/2 a:6", TYPED),
-        ("", DEFAULT_PORT, 2, "2/4 0/2 b:29500, 3/4 1/2 b:29500", VARIABLES),
-        ("--world-size 2 --rank 1", BY_WRAPPER, 2, "2/4 0/2 b:8, 3/4 1/2 b:8", WRAPPERS),
+        ("", {}, 0, "0/1 0/1 127.0.0.1:7", 1),
+        ("-g 2", MASTER, 3, "0/2 0/2 b:8, 1/2 1/2 b:8", 1),
+        (LINE, ELSEWHERE, 0, "2/4 0/2 a:6, 3/4 1/2 a:6", 2),
+        ("", DEFAULT_PORT, 2, "2/4 0/2 b:29500, 3/4 1/2 b:29500", 2),
+        ("--world-size 2 --rank 1", MASTER, 2, "2/4 0/2 b:8, 3/4 1/2 b:8", 2),
     ],
 )
-def test_places_by_hand(clean, line, env, visible, places, names):
+def test_places_by_hand(clean, line, env, visible, places, nodes):
     """As torchrun gives them. Several nodes check each other first, for --dist-timeout at most."""
     check = mock.Mock()
-    clean.setattr(preflight, "Preflight", check)
+    clean.setattr(preflight, "meet", check)
     form = "{RANK}/{WORLD_SIZE} {LOCAL_RANK}/{LOCAL_WORLD_SIZE} {MASTER_ADDR}:{MASTER_PORT}"
     assert ", ".join(form.format(**place) for place in run(line, env, visible)) == places
     host, port = places.rpartition(" ")[2].split(":")
-    calls = [mock.call(1, 2, (host, int(port)), 9.0, names), mock.call().meet(2)]
-    assert check.mock_calls == (calls if names else [])
+    calls = [mock.call(1, 2, 2, (host, int(port)), 9.0)]
+    assert check.mock_calls == (calls if nodes > 1 else [])
 
 
 @pytest.mark.parametrize(

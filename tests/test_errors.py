@@ -93,6 +93,16 @@ def test_a_data_set_that_cannot_be_trained_on_leaves_no_run(data):
     assert not output.exists() or not list(output.iterdir())
 
 
+def test_control_characters_of_a_file_name_are_escaped(data):
+    """In the terminal and in the log."""
+    (data / "train/class_1/\x1b[31m\n.JPEG").write_text("no image")
+    done = attempt("--output-dir", data.parent, "--name", "run", data)
+    assert done.code == 0, done.err
+    for text in (done.out, (data.parent / "run/train.log").read_text()):
+        assert r"class_1/\x1b[31m\n.JPEG" in text
+        assert "\x1b" not in text
+
+
 # ---- checkpoints and the run directory
 
 

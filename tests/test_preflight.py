@@ -1,17 +1,21 @@
 """The pre-flight check before training on several nodes; in namespaces: test_wrappers."""
 
+import json
 import re
 import shutil
 import signal
 import socket
 import threading
+import time
 
 import pytest
+import torch
 from conftest import ROOT, shell
 from running import Running, free_port
 
 from utils import network
 from utils.errors import UserError
+from utils.extras import preflight
 
 HERE = "127.0.0.1"
 CHECK = """
@@ -20,9 +24,7 @@ from utils import launch
 from utils.extras import preflight
 node, nodes, port, processes, wait = map(int, sys.argv[2:])
 def main():
-    names = preflight.Names("-n", "-nr", "port")
-    check = preflight.Preflight(node, nodes, (sys.argv[1], port), wait, names)
-    check.meet(processes)
+    preflight.meet(node, nodes, processes, (sys.argv[1], port), wait)
 launch.run_main(main)
 """
 
@@ -72,10 +74,10 @@ def test_missing_nodes_are_counted_and_named_on_every_node(line, port):
 @pytest.mark.parametrize(
     ("nodes", "words"),
     [
-        ([(0, {}), (1, {"nodes": 3})], ("-n is 2 on", "but 3 on", "same")),
+        ([(0, {}), (1, {"nodes": 3})], ("--world-size", "is 2 on", "but 3 on", "same")),
         ([(0, {}), (1, {"processes": 2})], ("processes per node differs", "1 on", "2 on")),
-        ([(r, {"nodes": 3}) for r in (0, 1, 1)], ("two nodes have -nr 1", "its own")),
-        ([(0, {}), (0, {})], ("two nodes have -nr 0", "its own")),
+        ([(r, {"nodes": 3}) for r in (0, 1, 1)], ("two nodes have rank 1 (--rank", "its own")),
+        ([(0, {}), (0, {})], ("two nodes have rank 0", "its own")),
         ([(0, {"master": "no.invalid"}), (1, {"master": "no.invalid"})], ("cannot be resolved",)),
         ([(0, {"master": "192.0.2.1"})], ("192.0.2.1 is not an address of this machine",)),
     ],
@@ -104,6 +106,23 @@ def test_strangers_at_the_port_are_ignored(line, port):
         for stranger in strangers:
             stranger.close()
         assert (other.code, first.result().code) == (0, 0)
+
+
+def test_a_stranger_who_poses_as_a_node_cannot_keep_the_others_waiting(line, port):
+    """Nor do its words reach the terminal as they are."""
+    facts = {"rank": 1, "nodes": 2, "host": "a\x1b[2J\nb", "ports": [1, 2]}
+    facts |= {preflight.PROCESSES: 1, "this code": network.code()}
+    facts |= {"greeting": preflight.GREETING, "torch": network.release(torch.__version__)}
+    with begun(line(0)) as first:
+        first.until("waiting at")
+        with socket.create_connection((HERE, port)) as stranger:
+            stranger.sendall(json.dumps(facts).encode() + b"\n")
+            came = time.monotonic()
+            result = first.result()  # the stranger has been asked something, and says nothing
+            took = time.monotonic() - came
+    result.fails_with(r"a\x1b[2J", "(node 1) was lost in the pre-flight check")
+    assert "\x1b" not in result.out + result.err
+    assert took < 3 * preflight.PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -168,14 +187,14 @@ def test_a_master_that_starts_late_is_waited_for(port, monkeypatch, capsys):
     servers = []
     late = threading.Timer(1.5, lambda: servers.append(socket.create_server((HERE, port))))
     late.start()
-    monkeypatch.setattr(network, "is_own", lambda _: False)
-    assert network.rendezvous(f"{HERE}:{port}") == f"{HERE} false"
+    monkeypatch.setattr(preflight, "is_own", lambda _: False)
+    assert preflight.rendezvous(f"{HERE}:{port}") == f"{HERE} false"
     assert servers, "it was not waited for"
     said = capsys.readouterr().err
     assert f"waiting for {HERE}:{port}: connection refused (1 s, at most 300)" in said
     late.join()
     monkeypatch.undo()
     with servers[0], pytest.raises(UserError, match=f"port {port} of .* MASTER_PORT"):
-        network.rendezvous(f"{HERE}:{port}")  # on the master, another program's
+        preflight.rendezvous(f"{HERE}:{port}")  # on the master, another program's
     with pytest.raises(UserError, match=r"no\.invalid cannot be resolved"):
         network.connect("no.invalid", port, 60.0)

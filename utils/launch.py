@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from utils import errors
+from utils import addons, errors
 from utils.errors import UserError, report
 from utils.option_types import count, from_environment, port, positive, seconds
 
@@ -146,8 +146,7 @@ def _wait_for_the_end(error: UserError) -> None:
 
 def _end_torchrun() -> None:
     """Keep scripts/elastic_train.sh from restarting what fails each time with the same error."""
-    first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-    if first and os.environ.get(MARKER, "").startswith("launcher"):
+    if "IMAGENET_ELASTIC" in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
         os.kill(os.getppid(), signal.SIGKILL)  # at any other signal it prints a stack trace
 
 
@@ -309,29 +308,13 @@ def run(worker: Callable[[Any], int], args: Any) -> int:
     if visible and processes > visible:
         raise UserError(f"-g {processes} asks for more GPUs than the {visible} of this node")
     if nodes > 1:
-        from utils.extras import preflight
-
-        check = preflight.Preflight(rank, nodes, (host, number), args.dist_timeout, _names(args))
-        check.meet(processes)
+        addons.meet_nodes(rank, nodes, processes, (host, number), args.dist_timeout)
     job = {"WORLD_SIZE": nodes * processes, "LOCAL_WORLD_SIZE": processes}
     job |= {"MASTER_ADDR": host, "MASTER_PORT": number}
     ranks = [
         job | {"RANK": rank * processes + local, "LOCAL_RANK": local} for local in range(processes)
     ]
     return supervise(worker, args, ranks)
-
-
-def _names(args: Any) -> Any:
-    """What the pre-flight check calls the values of this command line."""
-    from utils.extras.preflight import Names
-
-    if os.environ.get(MARKER, "").startswith("launcher"):  # multi_node_train.sh
-        return Names()
-    return Names(
-        "WORLD_SIZE" if args.world_size is None else "--world-size (-n)",
-        "NODE_RANK" if args.rank is None else "--rank (-nr)",
-        "port in --dist-url" if args.dist_url else "MASTER_PORT",
-    )
 
 
 def _node(args: Any) -> tuple[int, int, tuple[str, int]]:

@@ -1,16 +1,13 @@
 """Addresses, ports and interfaces; and what the nodes of a job must agree on. Needs no packages.
 
-Both are checked before torch.distributed would hang or train something else: by the pre-flight
-check, at the start of each distributed run, and by scripts/doctor.py.
+Both are checked before torch.distributed would hang or train something else.
 """
 
 import contextlib
 import fcntl
-import importlib.metadata
 import re
 import socket
 import struct
-import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -84,18 +81,6 @@ def resolve(host: str) -> list[tuple]:
         ) from None
 
 
-def is_own(host: str) -> bool:
-    """Whether ``host`` (a name, IPv4 or IPv6) is this machine. Raises: `UserError` if unknown."""
-    for family, kind, protocol, _, address in resolve(host):
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return True
-        except OSError:
-            continue
-    return False
-
-
 def connect(
     host: str,
     port: int,
@@ -135,51 +120,6 @@ def taken(host: str, port: int, name: str = "port") -> str:
     return f"port {port} of {host} is taken by another program: choose another {name} on every node"
 
 
-class Clock:
-    """The time spent waiting, to be printed after 1 s, then every 5 s, after a minute every 15."""
-
-    def __init__(self, limit: float):
-        self.limit, self.began, self.next = limit, time.monotonic(), 1.0
-
-    @property
-    def seconds(self) -> float:
-        """Since the waiting began."""
-        return time.monotonic() - self.began
-
-    def line(self, text: str) -> str | None:
-        """``text`` with the seconds so far and their limit, if a line is due."""
-        now = self.seconds
-        if now < self.next:
-            return None
-        self.next = now + (5 if now < 60 else 15)
-        return f"{text} ({now:.0f} s, at most {self.limit:g})"
-
-
-def rendezvous(master: str) -> str:
-    """For scripts/elastic_train.sh: this node's address, and whether it is ``master`` (HOST:PORT).
-
-    As "10.0.0.1 false". On another node than the master, returns once that answers; prints that it
-    waits on stderr. Raises: `UserError`.
-    """
-    host, _, number = master.rpartition(":")
-    here, address, clock = is_own(host), address_towards(host), Clock(300.0)
-    if address is None:
-        raise UserError(f"no route from here to MASTER_ADDR={host}: is the link up?")
-    if here:
-        try:
-            socket.create_server(("", int(number))).close()
-        except OSError:
-            raise UserError(taken(host, int(number), "MASTER_PORT")) from None
-        return f"{address} true"
-
-    def say(why: str) -> None:
-        if line := clock.line(f"waiting for {master}: {why}"):
-            print(line, file=sys.stderr, flush=True)
-
-    connect(host, int(number), clock.limit, say).close()
-    return f"{address} false"
-
-
 # ---- what the nodes must agree on
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -196,7 +136,7 @@ REMEDY = {
 FREE = {"data", "classes", "name", "output_dir", "store", "recipe", "command", "mode", "wanted"}
 FREE |= {"workers", "print_freq", "profile", "spot_notice", "memory_format", "model_notes"}
 FREE |= {"snapshot_minutes", "train_time", "dist_url", "dist_timeout", "dist_backend", "gpus"}
-FREE |= {"world_size", "rank", "local_rank", "preprocessing", "untyped", "epoch_sizes"}
+FREE |= {"world_size", "rank", "local_rank", "preprocessing", "untyped"}
 PATHS = {"resume", "pretrained"}  # each node may have its own, but all or none
 
 
@@ -213,14 +153,6 @@ def code(*scripts: Path) -> dict[str, str]:
     files = {str(path.relative_to(ROOT)): path for path in ours}
     files |= {path.name: path for path in scripts if path.is_file()}
     return {name: f"{zlib.crc32(path.read_bytes()):08x}" for name, path in sorted(files.items())}
-
-
-def installed_torch() -> str:
-    """Major and minor number of the installed torch, which is not imported; "none" without one."""
-    try:
-        return release(importlib.metadata.version("torch"))
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def release(version: str) -> str:

@@ -213,7 +213,9 @@ def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 def is_elastic() -> bool:
     """Whether a launcher restarts this job's processes when one of them fails."""
     by_torchrun = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-    return by_torchrun or "IMAGENET_ELASTIC" in os.environ  # scripts/train_on_nodes.sh --elastic
+    return (
+        by_torchrun or "IMAGENET_ELASTIC" in os.environ
+    )  # set by the elastic launchers of scripts/
 
 
 def from_main(compute: Callable[[], Any], world: World) -> Any:

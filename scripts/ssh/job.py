@@ -32,7 +32,7 @@ from hosts import SSH_FAILED, Host, note
 
 from utils import errors
 from utils.errors import BAD_INPUT, INTERRUPTED, LOST_PEER, UserError
-from utils.network import Clock
+from utils.extras.preflight import Clock
 
 CALL_SECONDS = 30.0  # for a node to answer
 LOST_SECONDS = 6.0  # for the others to end once a node has failed: they cannot agree on a snapshot
@@ -285,6 +285,8 @@ class Job:
             line = f"+ cd {options.dir}; {' '.join(shown)} python {shlex.join(command)}"
             self.show(node, line.encode(), sys.stdout)
             job = {"command": command, "folder": options.dir, "python": options.python}
+            # The pre-flight check need not wait for a late node 0.
+            environment["IMAGENET_ALL_UP"] = "1"
             job |= {"environment": environment | given, "grace": options.grace}
             node.say(json.dumps(job).encode() + b"\n")
             node.enter(BUSY)

@@ -1,8 +1,4 @@
-"""``--dummy``: the speed of the training step alone, on random images on the device.
-
-Interface: it calls `train_step` in place of the loop over an epoch; there are no loaders.
-Without this file, a step cannot be timed alone.
-"""
+"""``--dummy``: the speed of the training step alone, on random images on the device."""
 
 import logging
 import resource
@@ -17,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils import report
-from utils.errors import UserError
+from utils.preprocessing import largest_size
 from utils.session import Session, TrainStep
+from utils.stopping import Reason
 from utils.watch import StepTimer, per_step, shares
 from utils.world import World
 
@@ -26,13 +23,6 @@ WARMUP_STEPS, TIMED_STEPS = 5, 20
 AHEAD = 3  # steps that a host may run ahead of a GPU without having to wait for it
 
 log = logging.getLogger(__name__)
-
-
-def classes(choice: str | None) -> list[str]:
-    """Names of as many classes as ``--classes`` says. Raises: `UserError`."""
-    if choice and not choice.isdecimal():
-        raise UserError("--dummy has no folders: give --classes a number", alike=True)
-    return [str(number) for number in range(int(choice or 1000))]
 
 
 def time_step(session: Session, train_step: TrainStep) -> int:
@@ -45,10 +35,9 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     run.begin(0, 0)
     report.sharding(session)
     device = world.device
-    side = max(args.epoch_sizes, default=args.image_size)
-    images, targets = random_batch(args.batch_size, side, world, args.seed)
+    images, targets = random_batch(args.batch_size, largest_size(args), world, args.seed)
     images = images.to(memory_format=args.memory_format)
-    targets %= len(session.loaders.classes)
+    targets %= args.dummy_classes
     if session.state.comm is not None:
         session.state.comm.start_at(1, 0, 1, 2)  # powersgd compresses from the first step on
     timer = StepTimer(session.state.model, device, distributed=world.size > 1)
@@ -80,7 +69,7 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     )
     for place in found.get("host_waits", ()):
         log.warning(f"the host waits for the GPU in each step: {place}")
-    found |= {"images_per_s": rate, "finished_because": "dummy"}
+    found |= {"images_per_s": rate, "finished_because": Reason.DUMMY}
     run.finish(report.setting(session) | per_step(timer.total, "", "_s") | found)
     return 0
 
