@@ -15,13 +15,11 @@ this process makes them.
 import argparse
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import time
 import zlib
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -32,8 +30,7 @@ launch.prepare()  # before torch is imported, which takes seconds
 
 import numpy as np
 import torch
-from bench import photographs, pipelines
-from compare.table import markdown_table
+from bench import photographs, pipelines, rounds
 
 from utils.errors import UserError
 from utils.folder import Source, class_folders, open_source
@@ -53,17 +50,14 @@ def main() -> int:
     sets = {"originals": originals}
     for command, title in (("shrink", "shrunk to 256"), ("pack", "packed at 256")):
         sets[title] = prepared(command, originals, Path(args.cache) / f"{command}_{name:08x}")
-    rows = []
+    rows = {}
     for title, root in sets.items():
         index = open_source(root / "train", class_folders(root / "train"))
         print(f"{title}: {len(index)} images, {index.sample_sizes()[0] / 1000:.0f} KB on average")
-        rows += [
-            {"names": (name, title), "make": pipeline, "index": index, "batches": args.batches}
-            for name, pipeline in pipelines.all_of(index).items()
-        ]
-    head = [f"{args.workers} workers", "images", "images/s", "CPU ms per image", "ratio"]
+        for name, pipeline in pipelines.all_of(index).items():
+            rows[f"{name}|{title}"] = pipeline, index
     print(f"torch {torch.__version__}, {launch.usable_cores()} cores\n", flush=True)
-    print(markdown_table(head, compare(rows, args)))
+    print(compare(rows, args))
     return 0
 
 
@@ -142,27 +136,30 @@ def time_it(pipeline: pipelines.Pipeline, batches: list[Batch], workers: int) ->
     return cpu_seconds() - cpu, wall
 
 
-def compare(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[tuple[object, ...]]:
-    """Time all pipelines on all sets, in rounds. Returns the rows of the table."""
-    costs: list[list[float]] = [[] for _ in rows]  # CPU ms per image, round by round
-    speeds: list[list[float]] = [[] for _ in rows]
-    slowest = 0.0
-    for turn in range(-1, args.rounds):
-        for row, cost, speed in zip(rows, costs, speeds, strict=True):
-            batches = batches_of(row["index"], row["batches"], max(turn, 0))
-            cpu, wall = time_it(row["make"], batches, args.workers)
-            if turn < 0:  # warms up, and tells how many batches take as long as the first row's
-                slowest = slowest or wall
-                row["batches"] = round(args.batches * min(max(slowest / wall, 1), MOST))
-            else:
-                cost.append(1000 * cpu / len(batches) / BATCH)
-                speed.append(len(batches) * BATCH / wall)
-    table = []
-    for row, cost, speed in zip(rows, costs, speeds, strict=True):
-        ratio = statistics.median(base / c for base, c in zip(costs[0], cost, strict=True))
-        figures = f"{statistics.median(speed):.0f}", f"{statistics.median(cost):.2f}"
-        table.append((*row["names"], *figures, f"{ratio:.2f}"))
-    return table
+def compare(rows: dict[str, tuple[pipelines.Pipeline, Source]], args: argparse.Namespace) -> str:
+    """Time all pipelines on all sets, in rounds. Returns the table."""
+    batches = dict.fromkeys(rows, args.batches)
+    turns = dict.fromkeys(rows, 0)
+
+    def figures_of(row: str) -> rounds.Figures:
+        pipeline, index = rows[row]
+        images = batches[row] * BATCH
+        cpu, wall = time_it(pipeline, batches_of(index, batches[row], turns[row]), args.workers)
+        turns[row] += 1
+        return {"cpu_ms": 1000 * cpu / images, "images_per_s": images / wall, "wall_s": wall}
+
+    # The first round warms up, and tells how many batches take as long as the first row's.
+    warm = {row: one["wall_s"] for row, (one,) in rounds.measure(rows, 1, figures_of).items()}
+    for row, wall in warm.items():
+        longer = min(max(next(iter(warm.values())) / wall, 1), MOST)
+        batches[row] = round(args.batches * longer)
+    found = rounds.measure(warm, args.rounds, figures_of)
+    columns = {
+        "images/s": rounds.middle("images_per_s", ".0f"),
+        "CPU ms per image": rounds.middle("cpu_ms", ".2f"),
+        "ratio": rounds.speed_up(next(iter(found.values())), "cpu_ms"),
+    }
+    return rounds.table(f"{args.workers} workers|images", found, columns)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -34,7 +33,7 @@ from utils import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
-from bench import commands, namespaces
+from bench import commands, namespaces, rounds
 from compare.table import markdown_table
 
 from utils.errors import UserError, go_on_without_reader, report
@@ -42,8 +41,6 @@ from utils.option_types import list_of, number, positive
 
 METHODS = "fp32,fp16,int8,int4,powersgd:4"
 PORT = 29555
-
-Figures = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.rank:
         return 0
     head = ["nodes", "method", "MB sent", "step, ms", "images/s", "efficiency"]
-    rows = [row for count, times in measured.items() for row in rows_of(count, times)]
+    rows = [row for count, found in measured.items() for row in rows_of(count, found)]
     print(markdown_table([*head, f"to {args.methods[0]}"], rows))
     for count, times in measured.items():
         print(recommendation(count, times))
@@ -96,20 +93,22 @@ def _methods(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(str(fault)) from None
 
 
-def measure(count: int, args: argparse.Namespace) -> dict[str, list[Figures]]:
+def measure(count: int, args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
     """The summaries of each round on ``count`` nodes, by method, after "alone", one node's.
 
     They are empty on machines other than rank 0's.
     """
-    found: dict[str, list[Figures]] = {"alone": [], **{name: [] for name in args.methods}}
     with places(count, args) as (nodes, master):
-        for turn in range(args.rounds):
-            for method, rounds in found.items():
-                print(f"... {count} nodes, round {turn + 1}, {method}", file=sys.stderr, flush=True)
-                if method != "alone":
-                    rounds.append(run(nodes, count, method, master, args))
-                elif not args.rank:
-                    rounds.append(run(nodes[:1], 1, "fp32", master, args))
+
+        def figures_of(method: str) -> rounds.Figures:
+            if method != "alone":
+                return run(nodes, count, method, master, args)
+            return {} if args.rank else run(nodes[:1], 1, "fp32", master, args)
+
+        print(f"... {count} nodes", file=sys.stderr, flush=True)
+        found = rounds.measure(["alone", *args.methods], args.rounds, figures_of)
+    if "alone" not in found or len(found) == 1:
+        raise UserError("one node alone, or all methods, could not be measured: see above")
     return found
 
 
@@ -127,7 +126,7 @@ def places(count: int, args: argparse.Namespace) -> Iterator[tuple[list[list[str
 
 def run(
     nodes: list[list[str]], count: int, method: str, master: str, args: argparse.Namespace
-) -> Figures:
+) -> rounds.Figures:
     """The summary of the run; empty on ranks other than 0. Raises: `UserError`."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     with tempfile.TemporaryDirectory() as out:
@@ -146,35 +145,28 @@ def run(
         return json.loads(summary.read_text()) if not args.rank else {}
 
 
-def rows_of(count: int, found: dict[str, list[Figures]]) -> list[list[str]]:
+def rows_of(count: int, found: dict[str, list[rounds.Figures]]) -> list[list[str]]:
     """Medians over the rounds; the last column is the speed-up to the first method."""
-    alone, *methods = found.items()
-    base = [one["ms_per_step"] for one in alone[1]]
-    first = [one["ms_per_step"] for one in methods[0][1]]
-    rows = []
-    for name, rounds in methods:
-        steps = [one["ms_per_step"] for one in rounds]
-        row = [str(count), name, f"{median(one['network_mb_per_step'] for one in rounds):.1f}"]
-        row += [f"{median(steps):.0f}", f"{median(one['images_per_s'] for one in rounds):.0f}"]
-        row += [f"{median(a / b for a, b in zip(base, steps, strict=True)):.0%}"]
-        rows.append([*row, f"{median(a / b for a, b in zip(first, steps, strict=True)):.2f}"])
-    return rows
+    alone, first, *_ = found.values()
+    columns = [
+        rounds.middle("network_mb_per_step", ".1f"),
+        rounds.middle("ms_per_step", ".0f"),
+        rounds.middle("images_per_s", ".0f"),
+        rounds.speed_up(alone, "ms_per_step", ".0%"),
+        rounds.speed_up(first, "ms_per_step"),
+    ]
+    names = [name for name in found if name != "alone"]
+    return [[str(count), name, *(cell(found[name]) for cell in columns)] for name in names]
 
 
-def recommendation(count: int, found: dict[str, list[Figures]]) -> str:
+def recommendation(count: int, found: dict[str, list[rounds.Figures]]) -> str:
     """A line with the option to use on ``count`` nodes, and what it saves."""
     from utils.extras import compress
 
-    times = {
-        name: median(one["ms_per_step"] for one in rounds)
-        for name, rounds in found.items()
-        if name != "alone"
-    }
-    exact_first = sorted(times, key=compress.exactness, reverse=True)
-    best = compress.most_exact({name: times[name] for name in exact_first})
-    others = [
-        f"{name}: {times[name]:.0f} ms" for name in ("fp32", "fp16") if name in {*times} - {best}
-    ]
+    names = sorted(set(found) - {"alone"}, key=compress.exactness, reverse=True)
+    times = {name: median(one["ms_per_step"] for one in found[name]) for name in names}
+    best = compress.most_exact(times)
+    others = [f"{n}: {times[n]:.0f} ms" for n in ("fp32", "fp16") if n in times and n != best]
     compared = f" ({', '.join(others)})" if others else ""
     return f"{count} nodes: use --comm {best}, {times[best]:.0f} ms per step{compared}"
 

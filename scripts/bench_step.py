@@ -29,8 +29,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -39,11 +37,9 @@ from utils import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
-from bench import commands
-from compare.table import markdown_table
+from bench import commands, rounds
 
-from utils.atomic import save_atomically
-from utils.errors import UserError, go_on_without_reader, report
+from utils.errors import INTERRUPTED, UserError, go_on_without_reader, report
 from utils.folder import SUFFIXES
 from utils.option_types import count, positive
 from utils.world import check_gpus
@@ -51,8 +47,6 @@ from utils.world import check_gpus
 SCRIPTS = {name: f"imagenet_{name}.py" for name in ("nd", "dp", "ddp", "fsdp")}
 SCRIPTS |= dict.fromkeys(("O0", "O1", "O2", "O3"), "imagenet_ddp_apex.py")
 PEERS = ("examples", "torchvision")
-
-Figures = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,7 +73,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--threads", type=positive, default=launch.usable_cores(), help="(%(default)s)")
     text = "of one case and round; a case that takes longer is left out (%(default)s)"
     add("--limit", type=positive, default=1800, metavar="SECONDS", help=text)
-    add("--json", type=Path, metavar="FILE", help="keep all measurements")
     group = parser.add_argument_group("from image files")
     group.add_argument("--data", type=Path, metavar="DATA", help="folder with train/ and val/")
     group.add_argument("-j", "--workers", type=count, default=2, metavar="N", help="(%(default)s)")
@@ -153,7 +146,7 @@ def _children_cpu() -> float:
     return times.children_user + times.children_system
 
 
-def measure(args: argparse.Namespace) -> dict[str, list[Figures]]:
+def measure(args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
     """The figures of each case, round by round; a case that fails is named and left out."""
     cases = args.cases.split(",")
     for case in cases:
@@ -161,31 +154,18 @@ def measure(args: argparse.Namespace) -> dict[str, list[Figures]]:
     peers = dict(one.partition("=")[::2] for one in args.peer)
     if not all(peers.values()) or (peers and not args.data):
         raise UserError("--peer takes NAME=COMMAND, and goes with --data")
-    found: dict[str, list[Figures]] = {case: [] for case in (*peers, *cases)}
     with tempfile.TemporaryDirectory() as place:
         folders = few_and_more(args, Path(place)) if args.data else ()
-        for number in range(args.rounds):
-            for case in list(found) if number % 2 == 0 else list(found)[::-1]:
-                print(f"... round {number + 1}, {case}", file=sys.stderr, flush=True)
-                try:
-                    if args.data:
-                        figures = difference(case, peers, args, folders)
-                    else:
-                        figures = alone(case, args, Path(place) / "runs")
-                except UserError as fault:
-                    print(f"{case}: {fault}", file=sys.stderr, flush=True)
-                    del found[case]
-                    continue
-                found[case].append(figures)
-                if args.json:  # so that an interrupted bench has something to show
-                    text = json.dumps(found, indent=1).encode()
-                    save_atomically(lambda out, text=text: out.write(text), args.json)
-    if not found:
-        raise UserError("no case could be measured: see above")
-    return found
+
+        def figures_of(case: str) -> rounds.Figures:
+            if args.data:
+                return difference(case, peers, args, folders)
+            return alone(case, args, Path(place) / "runs")
+
+        return rounds.measure((*peers, *cases), args.rounds, figures_of)
 
 
-def alone(case: str, args: argparse.Namespace, runs: Path) -> Figures:
+def alone(case: str, args: argparse.Namespace, runs: Path) -> rounds.Figures:
     """What `utils.extras.dummy.time_steps` says of a case's step. Raises: `UserError`."""
     shutil.rmtree(runs, ignore_errors=True)
     printed = run(command(case, args, runs), args, ROOT)[0]
@@ -216,7 +196,7 @@ def few_and_more(args: argparse.Namespace, place: Path) -> tuple[Path, ...]:
 
 def difference(
     case: str, peers: dict[str, str], args: argparse.Namespace, folders: tuple[Path, ...]
-) -> Figures:
+) -> rounds.Figures:
     """Per image, from a run on few images and one on more. Raises: `UserError`."""
     *sets, runs = folders
     # The first run of a case reads libraries from disk and lets cuDNN choose and compile kernels,
@@ -233,7 +213,8 @@ def difference(
     if more <= few or more_cpu <= few_cpu:
         raise UserError(
             f"{args.few} images took {few:.1f} s ({few_cpu:.1f} s of CPU time), {args.more} more "
-            f"{more:.1f} s ({more_cpu:.1f} s): raise --more, on a quieter machine"
+            f"{more:.1f} s ({more_cpu:.1f} s): raise --more, on a quieter machine",
+            code=INTERRUPTED,
         )
     return {
         "images_per_s": args.more / (more - few),
@@ -245,36 +226,20 @@ def difference(
 # ---- the table
 
 
-def table(found: dict[str, list[Figures]], cuda: bool) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: medians, and the median of the rounds' ratios to the first case."""
-    columns = [
-        ("images/s", "images_per_s", ".1f", 1),
-        ("ms per step", "ms_per_step", ".1f", 1),
-        ("CPU ms per image", "cpu_ms_per_image", ".1f", 1),
-        ("host ms", "host_ms_per_step", ".2f", 1),
-        ("GiB", "peak_memory_bytes", ".2f", 2**30),
-    ]
-    rows, first = [], next(iter(found.values()))
-    for case, rounds in found.items():
-        row = [case]
-        for _, key, form, scale in columns:
-            values = [one[key] / scale for one in rounds if key in one]
-            row.append(format(median(values), form) if values else "-")
-        ratios = [
-            b["images_per_s"] / a["images_per_s"]
-            if cuda
-            else a["cpu_ms_per_image"] / b["cpu_ms_per_image"]
-            for a, b in zip(first, rounds, strict=False)
-        ]
-        rows.append([*row, format(median(ratios), ".2f")])
-    return ["case", *(title for title, *_ in columns), "ratio"], rows
-
-
-def page(found: dict[str, list[Figures]], args: argparse.Namespace) -> str:
+def page(found: dict[str, list[rounds.Figures]], args: argparse.Namespace) -> str:
     """The table in Markdown, and what was measured."""
     import torch
 
     cuda = torch.cuda.is_available()
+    first, middle = next(iter(found.values())), rounds.middle
+    columns = {
+        "images/s": middle("images_per_s", ".1f"),
+        "ms per step": middle("ms_per_step", ".1f"),
+        "CPU ms per image": middle("cpu_ms_per_image", ".1f"),
+        "host ms": middle("host_ms_per_step", ".2f"),
+        "GiB": middle("peak_memory_bytes", ".2f", 2**30),
+        "ratio": rounds.speed_up(first, "images_per_s" if cuda else "cpu_ms_per_image", rate=cuda),
+    }
     device = torch.cuda.get_device_name() if cuda else f"the CPU, {args.threads} threads"
     what = "from image files, read and trained" if args.data else "the step alone"
     said = (
@@ -282,12 +247,12 @@ def page(found: dict[str, list[Figures]], args: argparse.Namespace) -> str:
         f"{what}, on {device}; torch {torch.__version__}. Medians of {args.rounds} interleaved "
         f"rounds; ratio of {'images/s' if cuda else 'CPU time'}, to the first row."
     )
-    for case, rounds in found.items():
-        waits = {place for one in rounds for place in one.get("host_waits", ())}
+    for case, each in found.items():
+        waits = {place for one in each for place in one.get("host_waits", ())}
         names = sorted("/".join(Path(place).parts[-2:]) for place in waits)
         if names:
             said += f" In a step of {case} the host waits for the GPU: {', '.join(names)}."
-    return f"{markdown_table(*table(found, cuda))}\n\n{said}"
+    return f"{rounds.table('case', found, columns)}\n\n{said}"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from bench import commands, photographs
 
 from utils import provenance
-from utils.errors import UserError, go_on_without_reader, report
+from utils.errors import INTERRUPTED, UserError, go_on_without_reader, report
 from utils.option_types import number
 from utils.world import check_gpus
 
@@ -29,8 +29,8 @@ from utils.world import check_gpus
 class Part(NamedTuple):
     """A section of the page: what a command of this Python prints.
 
-    ``seconds`` is the most that it may take, ``gpus`` how many it needs; ``few`` is added to try it
-    on a CPU.
+    ``seconds`` is the most that it may take, ``gpus`` how many it needs. With ``few`` it is little
+    work: for a CPU, and where the whole does not end in time.
     """
 
     title: str
@@ -60,29 +60,45 @@ PARTS = [
 ]
 
 
-def section(part: Part, seconds: float, names: dict[str, str], small: bool) -> str:
-    """What a part prints, below its command. Raises: `UserError`."""
-    command = part.command.replace("{model}", names["model"]) + (f" {part.few}" if small else "")
-    # {out} may have spaces in it, and {input} may be nothing.
-    words = [filled for word in command.split() if (filled := word.format(**names))]
+def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> str:
+    """What a part prints, below its command. On a slow or busy machine it gets less work, and the
+    section says what was left out. Raises: `UserError` if the command fails."""
     if part.gpus > max(1, int(names["gpus"])):
         return f"Left out: it needs {part.gpus} GPUs, and there are {names['gpus']}."
-    if "pytest" in words and not importlib.util.find_spec("pytest"):
+    if "pytest" in part.command and not importlib.util.find_spec("pytest"):
         return "Left out: pytest is not installed here, and could not be."
-    if seconds < 5:
-        return "Left out: no time was left (`--minutes`)."
-    print(f"... {part.title} (at most {seconds:.0f} s)", file=sys.stderr, flush=True)
-    began = time.monotonic()
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if small else {}
-    env = os.environ | {"OMP_WAIT_POLICY": "passive"} | hidden
-    late = f"it did not end within {seconds:.0f} s"
-    (done,) = commands.run([[sys.executable, *words]], seconds, late, cwd=ROOT, env=env)
-    if done.returncode:
+    slow = ""
+    for few in (part.few,) if small else dict.fromkeys(("", part.few)):
+        seconds = min(part.seconds, deadline - time.monotonic())
+        if seconds < 5:
+            return f"{slow}Left out: no time was left (`--minutes`)."
+        command = part.command.replace("{model}", names["model"]) + f" {few}"
+        # {out} may have spaces in it, and {input} may be nothing.
+        words = [filled for word in command.split() if (filled := word.format(**names))]
+        print(f"... {part.title} (at most {seconds:.0f} s)", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if small else {}
+        env = os.environ | {"OMP_WAIT_POLICY": "passive"} | hidden
+        late = f"it did not end within {seconds:.0f} s"
+        try:
+            (done,) = commands.run([[sys.executable, *words]], seconds, late, cwd=ROOT, env=env)
+        except UserError as fault:
+            if fault.code != INTERRUPTED:
+                raise
+            slow += f"Left out: `python {' '.join(words)}`: {fault}.\n\n"
+            continue
         said = commands.last_lines(done, 5) or "silent"
-        raise UserError(f"exit code {done.returncode}: {said}")
-    text = done.stdout.strip()
-    text = text if "scripts/bench" in words[0] else f"```\n{text}\n```"  # benches print Markdown
-    return f"`python {' '.join(words)}` ({time.monotonic() - began:.0f} s)\n\n{text}"
+        if done.returncode == INTERRUPTED:  # of a bench: nothing could be measured in time
+            slow += f"Left out: `python {' '.join(words)}`: {said}\n\n"
+            continue
+        if done.returncode:
+            raise UserError(f"exit code {done.returncode}: {said}")
+        text = done.stdout.strip()
+        text = (
+            text if "scripts/bench" in words[0] else f"```\n{text}\n```"
+        )  # benches print Markdown
+        return f"{slow}`python {' '.join(words)}` ({time.monotonic() - began:.0f} s)\n\n{text}"
+    return slow.strip()
 
 
 def main() -> int:
@@ -111,7 +127,7 @@ def main() -> int:
     deadline = time.monotonic() + 60 * args.minutes
     for part in PARTS:
         try:
-            found = section(part, min(part.seconds, deadline - time.monotonic()), names, small)
+            found = section(part, deadline, names, small)
         except UserError as fault:
             failed.append(part.title)
             found = f"**Failed:** {fault}"

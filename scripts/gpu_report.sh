@@ -5,7 +5,7 @@
 #
 # Runs the tests that need a GPU and the measurements, the most important first, as far as the time
 # goes, and writes OUT/gpu_report.md after each part. A part that fails is named there, and the rest
-# go on. Without internet and pytest, the tests are left out. --device cpu tries all of it, small,
+# go on. A part that does not end in time is given less work, and the page says what was left out. Without internet and pytest, the tests are left out. --device cpu tries all of it, small,
 # without a GPU.
 #
 # Exit code: 0 all parts that were run succeeded, 1 some failed, 2 there is no usable GPU.

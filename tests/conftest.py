@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -131,16 +132,18 @@ def summary(run: Path) -> dict:
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """All points in a run's event files: tag -> [(x, value)]."""
+    """All points in a run's event files: tag -> [(x, value)]. Each tag must be in the table."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from utils.tensorboard import LAYOUT
 
     events = EventAccumulator(
         str(run), size_guidance={"scalars": 0}, purge_orphaned_data=False
     ).Reload()
-    return {
-        tag: [(point.step, point.value) for point in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
-    }
+    tags = events.Tags()["scalars"]
+    patterns = [p for page in LAYOUT.values() for _, listed in page.values() for p in listed]
+    assert not [tag for tag in tags if not any(re.match(p, tag) for p in patterns)]
+    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags}
 
 
 def draw_folder(root: Path, train: int = 20, val: int = 7) -> Path:
@@ -166,10 +169,13 @@ def draw_folder(root: Path, train: int = 20, val: int = 7) -> Path:
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
     """The lines that modules of utils log meanwhile, as a run prints them."""
-    from utils.run_directory import as_line
-
     found, handler, logger = [], logging.Handler(), logging.getLogger("utils")
-    handler.emit = lambda record: found.append(as_line(record))
+
+    def keep(record: logging.LogRecord) -> None:
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        found.append(level + record.getMessage())
+
+    handler.emit = keep
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     yield found
@@ -189,23 +195,12 @@ def process_group() -> Iterator[None]:
 @pytest.fixture
 def parse(monkeypatch) -> Callable[..., dict]:
     """A function that gives the options of a script with the words of a command line."""
-    from utils import options
 
-    real, found = options.parse, []
+    def parsed(name: str, *words: object) -> dict:
+        script = importlib.import_module(name)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+        return vars(script.options.parse(script.parser()))
 
-    def keep(parser):
-        found.append(vars(real(parser)))
-        sys.exit()
-
-    def parsed(script: str, *words: object) -> dict:
-        monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            importlib.import_module(script).main()
-        if end.value.code:  # of an error in the command line
-            raise end.value
-        return found.pop()
-
-    monkeypatch.setattr(options, "parse", keep)
     return parsed
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,25 @@ def alone() -> dict[str, str]:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     place = dict(zip(names, "0011", strict=True))
     return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+@contextlib.contextmanager
+def small_disk(place: Path) -> Iterator[Path]:
+    """A disk of a megabyte, at a folder."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(ballast: Path) -> None:
+    """Write this file until its disk is full."""
+    with open(ballast, "wb", buffering=0) as file, pytest.raises(OSError):
+        while True:
+            file.write(b"x" * 4096)
 
 
 class Running:

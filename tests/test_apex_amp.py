@@ -153,23 +153,23 @@ def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "amp", "fast", "size", "progressive", "precision", "words"),
+    ("device", "asked", "fast", "sizes", "precision", "words"),
     [
-        ("cpu", "auto", True, 224, None, "bf16", "AMX"),
-        ("cpu", "auto", True, 64, None, "off", ""),
-        ("cpu", "auto", True, 64, "128,224", "bf16", "AMX"),
-        ("cpu", "auto", False, 224, None, "off", ""),
-        ("cuda", "auto", True, 224, None, "fp16", ""),
-        ("cuda", "bf16", True, 224, None, "bf16", ""),
-        ("cuda", "bf16", False, 224, None, "bf16", "only emulates bf16"),  # as a T4
+        ("cpu", "auto", True, [224], "bf16", "AMX"),
+        ("cpu", "auto", True, [64], "off", ""),
+        ("cpu", "auto", True, [64, 128, 224], "bf16", "AMX"),
+        ("cpu", "auto", False, [224], "off", ""),
+        ("cuda", "auto", True, [224], "fp16", ""),
+        ("cuda", "bf16", True, [224], "bf16", ""),
+        ("cuda", "bf16", False, [224], "bf16", "only emulates bf16"),  # as a T4
     ],
 )
-def test_precision(monkeypatch, capsys, device, amp, fast, size, progressive, precision, words):
+def test_precision(monkeypatch, capsys, device, asked, fast, sizes, precision, words):
     """``fast``: the CPU has AMX, the GPU computes in bf16."""
     supported = lambda including_emulation=True: including_emulation or fast  # noqa: E731
     monkeypatch.setattr(amp, "has_amx", lambda: fast)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    args = argparse.Namespace(amp=amp, image_size=size, progressive=progressive, epochs=2)
+    args = argparse.Namespace(amp=asked, image_size=sizes[0], epoch_sizes=sizes[1:])
     dtype = amp.autocast_dtype(args, world.World(torch.device(device)))
     assert (args.precision, dtype) == (precision, amp.DTYPES[precision])
     said = capsys.readouterr().out

@@ -171,10 +171,12 @@ UNFIT = [  # part of a snapshot, what stands there, words of the message
     ("options", SAVED | FIXED, f"was made with {USE}: use these"),
     ("classes", ["a", "b"], "has other classes than the data .2: a,.*--classes"),
     ("model", build(classes=4).model.state_dict(), "does not fit.* trained with --image-size 64$"),
-    ("model", {0: "cat", 1: "dog"}, "holds no model weights"),
+    ("model", {0: "cat", 1: "dog"}, "does not fit this program"),
     ("optimizer", sgd([{"params": [nn.Parameter()]}], 1, 0, 0).state_dict(), "optimizer state"),
     ("optimizer", SHORT, "the optimizer state in .*of another model"),
     ("progress", {}, "does not fit this program"),
+    ("options", None, "does not fit this program"),
+    ("options", "missing", r"does not fit this program .KeyError.'options'"),
 ]
 
 
@@ -182,9 +184,11 @@ UNFIT = [  # part of a snapshot, what stands there, words of the message
 def test_a_file_that_does_not_fit_is_one_message(tmp_path, part, value, message):
     """Its checksums are right: it was written like that."""
     content = ours(replace(trained(), preprocessing={"image_size": 64}), SAVED) | {part: value}
+    if value == "missing":
+        del content[part]
     with pytest.raises(UserError, match=message) as error:
         resumed(tmp_path, content, Namespace(**vars(ARGS) | SAVED), classes=CLASSES)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 700
 
 
 def bytes_of(content):

@@ -49,7 +49,7 @@ def test_what_cannot_be_compiled():
 
 
 def test_without_a_compiler_an_error_says_so():
-    args = argparse.Namespace(compile="default", progressive=None)
+    args = argparse.Namespace(compile="default", epoch_sizes=())
     model = epoch.compiled(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), args)
     step = compiling.first_step_timed(model, args, torch.device("cpu"))
     nowhere = {"cpp.cxx": (None, "/nowhere/g++"), "force_disable_caches": True}

@@ -213,6 +213,7 @@ def test_loaders_do_as_the_options_say(folder):
     assert (dataset.seed, dataset.crop_scale, dataset.size, train.bad.limit) == (9, 0.5, 32, 7)
     assert dataset.augment.transforms[0].p == 0.25
     assert (order.seed, order.rank, order.ranks, order.accum) == (9, 1, 4, 2)
-    assert (order.views, order.sizes, order.global_batch) == (3, (24, 32), 32)
+    assert (order.reorder.keywords, order.sizes) == ({"views": 3}, (24, 32))
+    assert order.global_batch == 32
     assert (found.val.dataset.size, found.val.dataset.resize) == (40, 46)
     assert (found.val.sampler.rank, found.val.sampler.ranks) == (1, 4)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from conftest import scalars, summary, train
 from event_files import note, table
-from running import eventually
+from running import eventually, fill, small_disk
 from tensorboard import program
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from utils.tensorboard import cut_off
+from utils.tensorboard import EventFile, cut_off
 
 STATUSES = ["STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING", "STATUS_UNKNOWN"]
 
@@ -56,6 +56,25 @@ def test_file_cut_short_by_a_crash_is_read_as_far_as_it_goes(written):
     written.write_bytes(written.read_bytes()[:-10])
     cut_off(written.parent, 3, 3000)
     assert scalars(written.parent)["Loss/train"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_a_disk_that_was_full_leaves_one_file_whose_curves_have_a_gap(tmp_path, logged):
+    with small_disk(tmp_path) as disk:
+        events, ballast = EventFile(disk, {"lr": 0.1}), disk / "ballast"
+        events.write({"Loss/train": 1.0}, 1)
+        fill(ballast)
+        for x in range(2, 200):
+            events.write({"Loss/train": float(x), "Loss/val": 2.0}, x)
+        kept = [x for x, _ in scalars(disk)["Loss/train"]]
+        assert kept == [*range(1, kept[-1] + 1)] and kept[-1] < 199
+        with pytest.raises(OSError):
+            EventFile(disk, {"lr": 0.1})
+        ballast.unlink()
+        events.write({"Loss/train": 200.0}, 200)
+        events.close(success=True)
+        assert [x for x, _ in scalars(disk)["Loss/train"]] == [*kept, 200]
+        assert len(list(disk.iterdir())) == 1
+        assert len(logged) == 1 and "its curves have a gap" in logged[0]
 
 
 # ---- runs of this suite

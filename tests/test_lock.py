@@ -1,6 +1,7 @@
 """One owner of a run directory at a time, also after a crash."""
 
 import errno
+import logging
 import signal
 import socket
 from pathlib import Path
@@ -105,3 +106,25 @@ def test_without_locks_in_the_file_system_one_line_warns(tmp_path, monkeypatch):
     )
     with pytest.raises(OSError, match="disk"):
         run_directory.Lock(tmp_path).poll()
+
+
+@pytest.mark.parametrize("kind", ["text", "link", "folder"])
+def test_an_owner_file_that_is_none_is_a_short_message_or_taken_over(tmp_path, kind):
+    """Nothing is written where a link leads; bytes of a terminal's commands are shown as text."""
+    path, one = tmp_path / run_directory.LOCK, run_directory.Lock(tmp_path)
+    if kind == "text":
+        path.write_bytes(b"\xff\xfe\x1b[2Jx")
+        assert one.poll()
+        record = logging.makeLogRecord({"msg": one.note, "levelno": logging.INFO})
+        assert "\\x1b[2Jx was killed" in run_directory.as_line(record)
+        one.release()
+        assert not path.exists()
+    elif kind == "link":
+        path.symlink_to(tmp_path / "victim")
+        with pytest.raises(UserError, match=f"{path} is a symbolic link.*remove it"):
+            one.poll()
+        assert not (tmp_path / "victim").exists()
+    else:
+        path.mkdir()
+        with pytest.raises(OSError, match="Is a directory"):
+            one.poll()

@@ -10,7 +10,7 @@ from conftest import python, summary
 from PIL import Image
 from torchvision.models import VisionTransformer, get_model_weights
 
-from utils import amp, loop, models, preprocessing
+from utils import addons, amp, loop, models
 from utils.errors import UserError
 from utils.folder import Folder
 from utils.images import ImageBatches
@@ -147,10 +147,8 @@ def test_a_run_evaluates_its_model_with_the_images_that_it_was_trained_on(folder
     ],
 )
 def test_sizes(text, epochs, sizes):
-    assert preprocessing.progressive(text) == text
-    args = Namespace(progressive=text, epochs=epochs, image_size=48)
-    assert preprocessing.training_sizes(args) == sizes
-    assert preprocessing.largest_size(args) == max(sizes, default=48)
+    assert addons.progressive(text) == text
+    assert addons.epoch_sizes(Namespace(progressive=text, epochs=epochs)) == sizes
 
 
 def test_an_epochs_batches_are_those_of_a_data_set_of_its_size(tmp_path):

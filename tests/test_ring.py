@@ -65,7 +65,7 @@ def test_a_worker_killed_while_it_fills_a_slot_is_named(index):
             return super().fill(images, batch)
 
     batches = batches_of(index, sampler(), 2)
-    batches.loader.into_ring.dataset = Deadly(index, SIZE, SEED, train=True)
+    batches.loader.tasks.dataset = Deadly(index, SIZE, SEED, train=True)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
         list(batches)
 

@@ -3,23 +3,32 @@
 import copy
 import os
 import re
+import shutil
 import signal
-import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from conftest import SMALL, python, summary, train
 from joined import start
-from running import same
+from running import fill, same, small_disk
 from test_checkpoint import ARGS, CLASSES, WORLD, build, ours, same_weights, trained
 
 from utils import atomic, snapshots
 from utils.atomic import link_atomically, read_checkpoint, save_atomically
 from utils.errors import UserError
-from utils.snapshots import PREVIOUS, SNAPSHOT, SnapshotWriter, read_latest, resume, write
+from utils.snapshots import (
+    PREVIOUS,
+    SNAPSHOT,
+    SnapshotWriter,
+    find_whole,
+    finish_write,
+    resume,
+    write,
+)
 
 
 def save_epoch(folder, epoch):
@@ -27,7 +36,7 @@ def save_epoch(folder, epoch):
 
 
 def epoch_of(path):
-    return read_latest(path)["progress"]["epoch"]
+    return read_checkpoint(find_whole(path))["progress"]["epoch"]
 
 
 def flip_a_weight(path):
@@ -52,14 +61,14 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(tmp_path, logged, damage
     DAMAGES[damage](path)
     assert snapshots.latest(tmp_path) == (path if damage != "missing" else tmp_path / PREVIOUS)
     state = replace(build(seed=9), global_batch=32)
-    assert resume(state, ARGS, WORLD, path, CLASSES)
+    assert resume(state, ARGS, WORLD, find_whole(path), CLASSES)
     assert same_weights(state, trained(seed=1))
     assert re.search(
         f"warning: .*{path}.*; continuing from the snapshot before it, .*{PREVIOUS}", logged[0]
     )
     os.truncate(tmp_path / PREVIOUS, 100)
     with pytest.raises(UserError, match=f"{PREVIOUS} is not a checkpoint"):
-        read_latest(path)
+        find_whole(path)
 
 
 # ---- the calls of a write, and faults at each of them
@@ -99,8 +108,8 @@ def test_a_durable_file_is_flushed_before_it_has_its_name_and_the_name_after(tmp
     assert calls == [f"fsync {size} bytes", kept, "name snapshot.pt", f"fsync {tmp_path}"]
     found = {path.name for path in tmp_path.iterdir()}
     assert found == {long, "safe", "snapshot.pt", "snapshot_previous.pt"}
-    assert snapshots.read_latest(tmp_path / "snapshot.pt") == {"step": 3}
-    assert snapshots.read_latest(tmp_path / "snapshot_previous.pt") == {"step": 2}
+    assert read_checkpoint(tmp_path / "snapshot.pt") == {"step": 3}
+    assert read_checkpoint(tmp_path / "snapshot_previous.pt") == {"step": 2}
 
 
 @pytest.mark.parametrize("by_link", [True, False])
@@ -148,6 +157,8 @@ def test_a_fault_at_any_call_leaves_a_readable_snapshot(tmp_path, name, deadly):
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         assert code in ((-9, 0) if deadly else (9, 0, 1))
         assert epoch_of(tmp_path / SNAPSHOT) in (2, 3)
+        finish_write(tmp_path)
+        assert epoch_of(tmp_path / SNAPSHOT) in (2, 3)
         for left in tmp_path.iterdir():
             left.unlink()
 
@@ -190,25 +201,89 @@ def test_a_failing_write_is_reported_once_until_it_works_again(tmp_path, logged)
     assert [line.split()[0] for line in logged] == ["warning:", f"{tmp_path / SNAPSHOT}"]
 
 
+# ---- runs that continue
+
+LINE = ("-a", "tiny_plain", "-b", "10", "-j", "0", "--image-size", "32", "--name", "x")
+
+
 @pytest.fixture
-def small_disk(tmp_path):
-    """A disk of a megabyte."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("only root can mount a small disk")
-    yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True)
+def run(folder, tmp_path):
+    """A run that was stopped after its first epoch, and a function that continues it."""
+    where = (*LINE, "--output-dir", tmp_path, folder)
+    train("imagenet_nd.py", *where, "--epochs", "1")
+
+    def again(*options, env=None):
+        return python("imagenet_nd.py", *where, "--epochs", "2", "--resume", *options, **env or {})
+
+    return tmp_path / "x", again
 
 
-def test_a_full_disk_does_not_end_a_training(folder, small_disk):
-    run, ballast = small_disk / "x", small_disk / "ballast"
+def files_of(run):
+    return {path.name: path.read_bytes() for path in run.iterdir()}
+
+
+def test_a_damaged_snapshot_is_never_kept_as_the_previous_one(run):
+    """The next save keeps the whole one until the new one has its name."""
+    folder, again = run
+    shutil.copy(folder / SNAPSHOT, folder / PREVIOUS)
+    os.truncate(folder / SNAPSHOT, 1000)
+    done = again("auto", "--train-time", "0")
+    assert done.code == 0, done.err
+    assert f"resumed from {folder / PREVIOUS}: epoch 2" in done.out
+    assert epoch_of(folder / PREVIOUS) == epoch_of(folder / SNAPSHOT) == 1
+    assert (folder / "snapshot_damaged.pt").stat().st_size == 1000
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_newer_snapshot_without_its_name_is_used(run, damaged):
+    """As a process leaves it that is killed between the write and the renaming."""
+    folder, again = run
+    newer = read_checkpoint(folder / SNAPSHOT)
+    newer["progress"]["elapsed"] = 4321.0
+    torch.save(newer, folder / ".0123456789abcdef.tmp")
+    torch.save({"state_dict": {}}, folder / ".1123456789abcdef.tmp")
+    (folder / ".2123456789abcdef.tmp").write_bytes(b"half a file")
+    if damaged:
+        os.truncate(folder / SNAPSHOT, 1000)
+    done = again("auto", "--train-time", "0")
+    assert done.code == 0, done.err
+    assert f"resumed from {folder / SNAPSHOT}: epoch 2" in done.out
+    assert summary(folder)["elapsed_seconds"] > 4321
+    assert not list(folder.glob(".*"))
+    assert read_checkpoint(folder / PREVIOUS)["progress"]["elapsed"] == 4321.0
+
+
+@pytest.mark.parametrize("how", ["best", "file", "other", "no position"])
+def test_what_would_begin_a_run_anew_in_its_own_directory_is_refused(run, tmp_path, how):
+    """A snapshot without its position, best.pt in its place, weights from elsewhere."""
+    folder, again = run
+    content, file = read_checkpoint(folder / SNAPSHOT), "auto"
+    if how == "no position":
+        del content["progress"]
+        torch.save(content, folder / SNAPSHOT)
+    elif how == "other":
+        file = shutil.copy(folder / "best.pt", tmp_path / "weights.pt")
+    else:
+        shutil.copy(folder / "best.pt", folder / SNAPSHOT)
+        file = "auto" if how == "best" else folder / SNAPSHOT
+    before = files_of(folder)
+    again(file).fails_with("no position in a training", folder, "--pretrained")
+    assert files_of(folder) == before
+    assert again(file, "--start-epoch", "1").code == 0, "it was asked for"
+
+
+def test_a_full_disk_does_not_end_a_training(folder, tmp_path):
+    with small_disk(tmp_path) as disk:
+        train_on_a_full(disk, folder)
+
+
+def train_on_a_full(disk, folder):
+    run, ballast = disk / "x", disk / "ballast"
     line = ("-a", "tiny_full", "--epochs", 2, "-b", 5, "-p", 1, "--lr", "0.05")
-    line += ("--output-dir", small_disk, "--name", "x", folder)
+    line += ("--output-dir", disk, "--name", "x", folder)
     with start("imagenet_nd.py", *line, STEP_SECONDS="0.05") as command:
         command.until(r"Epoch 2/2 step +1/")
-        with open(ballast, "wb", buffering=0) as file, pytest.raises(OSError):
-            while True:
-                file.write(b"x" * 4096)
+        fill(ballast)
         done = command.result()
     assert done.code == 2, done.err
     assert re.fullmatch(r"error: [^\n]*free disk space[^\n]*\n", done.err), "also TensorBoard's"

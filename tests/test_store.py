@@ -7,7 +7,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from conftest import summary, train
+from conftest import python, summary, train
 from fsspec.implementations.memory import MemoryFileSystem
 from joined import start
 from running import assert_same_weights, eventually, snapshot
@@ -67,6 +67,16 @@ def test_a_url_may_name_one_file(tmp_path):
     assert store.run_name(f"{url}/model.pth", "options.json") is None
     with pytest.raises(UserError, match=r"there is no file://\S+, nor snapshot.pt in a folder"):
         store.fetch(url, tmp_path)
+
+
+def test_a_refused_url_leaves_no_file(folder, tmp_path):
+    """What is no checkpoint may be anything, and private."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "secret").write_text("secret")
+    url = f"file://{tmp_path}/other/secret"
+    where = line(folder, tmp_path, "--name", "run", "--resume", url)
+    python("imagenet_nd.py", "-j", "0", "--image-size", "32", *where).fails_with("not a checkpoint")
+    assert not list((tmp_path / "run").glob(".*"))
 
 
 def test_what_could_overwrite_or_miss_a_run_is_refused(tmp_path, monkeypatch):

@@ -5,9 +5,12 @@ imports it only then. Nothing else in the core imports from there; the scripts i
 that are their mode (fsdp, o2, apex). Extras import the core, not one another.
 """
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from utils.option_types import is_url
 
 
 def _is_there(name: str) -> bool:
@@ -39,6 +42,45 @@ def region_decoder() -> Any:
     return region_decode if region_decode.has_library() else None
 
 
+def progressive(text: str) -> str:
+    """The type of ``--progressive``: the text, checked."""
+    from utils.extras import progressive
+
+    return progressive.check(text)
+
+
+def epoch_sizes(args: Any) -> tuple[int, ...]:
+    """``--progressive``: the side of training images in each epoch, pixels; () without it."""
+    if not args.progressive:
+        return ()
+    from utils.extras import progressive
+
+    return progressive.sizes(args.progressive, args.epochs)
+
+
+def describe_sizes(epoch_sizes: tuple[int, ...]) -> str:
+    """``--progressive``: which size comes when."""
+    from utils.extras import progressive
+
+    return progressive.describe(epoch_sizes)
+
+
+def repeated_augmentation(args: Any) -> Any:
+    """``--repeated-aug``: a function that changes an epoch's order of images; None without it."""
+    if args.repeated_aug == 1:
+        return None
+    from utils.extras import mixing
+
+    return partial(mixing.repeated, views=args.repeated_aug)
+
+
+def dummy_classes(args: Any) -> list[str]:
+    """``--dummy``: classes without images. Raises: `UserError`."""
+    from utils.extras import dummy
+
+    return dummy.classes(args.classes)
+
+
 def augmentation(args: Any) -> Any:
     """``--auto-augment`` and ``--random-erasing``: a function of a crop; None without them."""
     if not (args.auto_augment or args.random_erasing):
@@ -58,6 +100,48 @@ def mixing(args: Any, sampler: Any, classes: int) -> Any:
 
 
 # ---- a run: its directory, snapshots, end
+
+
+def weights_of_other_program(
+    content: dict[str, Any], path: Path | None
+) -> tuple[dict[str, Any], str | None]:
+    """The model's weights in a file that is not ours, and a note about them."""
+    from utils.extras import foreign
+
+    return foreign.plain_weights(content, path)
+
+
+def check_store(args: Any) -> None:
+    """Raise `UserError` for a --store or a --resume URL that cannot be used here."""
+    if args.store or is_url(args.resume):
+        from utils.extras import store
+
+        store.check_options(args.store, args.resume)
+
+
+def open_store(run: Any) -> None:
+    """With --store, copy there what the run writes. For rank 0 of a training."""
+    if run.args.store:
+        from utils.extras import store
+
+        copies = store.Store(run.args.store, run.folder)
+        copies.open(run.args.resume)
+        run.written.append(copies.upload)
+        run.at_end.append(copies.close)
+
+
+def run_at(url: str, mark: str) -> str | None:
+    """The name of the run that has the file at ``url`` and a file ``mark``."""
+    from utils.extras import store
+
+    return store.run_name(url, mark)
+
+
+def fetch(url: str, folder: Path | None) -> Path:
+    """Download a checkpoint into ``folder``, as a temporary file."""
+    from utils.extras import store
+
+    return store.fetch(url, folder)
 
 
 # ---- the start of processes

@@ -5,7 +5,6 @@ import time
 
 import torch
 
-from utils.preprocessing import largest_size
 from utils.world import World, gather, has_amx
 
 # ResNet-18 on two cores with AMX, beside other programs: with bf16 a step took less than half as
@@ -34,7 +33,7 @@ def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None
     if choice == "auto" and device.type == "cuda":
         choice = "fp16"
     elif choice == "auto":
-        largest = max(args.image_size, largest_size(args))
+        largest = max([args.image_size, *args.epoch_sizes])
         faster = has_amx() and largest >= LEAST_FOR_AMX
         choice = "bf16" if all(gather(faster, world)) else "off"
         if choice == "bf16" and world.is_main:

@@ -55,35 +55,44 @@ def link_atomically(source: Path, path: Path) -> None:
         temporary.unlink(missing_ok=True)  # replace() leaves it where both were the same file
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     """What torch.save has written to ``path``, on the CPU. Code in the file is not run.
 
     The zip archive's checksums are compared first, as torch.load ignores them; files of torch
-    before 1.6 have none. Raises: `UserError`.
+    before 1.6 have none. ``lazily``: they are not, and tensors are read when they are used. Raises:
+    `UserError`.
     """
     import torch  # here, as most programs of this suite write files without it
 
+    if not path.is_file():  # reading a pipe would wait for its writer
+        raise UserError(f"there is no file {path}: name the checkpoint itself, as snapshot.pt")
+    content = None
     try:
-        if not path.is_file():  # reading a pipe would wait for its writer
-            raise UserError(f"there is no file {path}: name the checkpoint itself, as snapshot.pt")
         with open(path, "rb") as file:
-            whole = file.read(2) != b"PK" or zipfile.ZipFile(file).testzip() is None
+            is_zip = file.read(2) == b"PK"
+            if is_zip and not lazily and zipfile.ZipFile(file).testzip() is not None:
+                raise zipfile.BadZipFile
         # torchvision's reference scripts keep their command line in the file: a plain Namespace.
         with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True) if whole else None
+            content = torch.load(path, "cpu", weights_only=True, mmap=lazily and is_zip)
     except OSError as fault:
         raise UserError(f"{path} cannot be read ({fault.strerror or fault})") from fault
-    except UserError:
-        raise
     except Exception:  # torch and zipfile report damage by half a dozen types
-        content = None
+        pass
     if not isinstance(content, dict):
         raise UserError(
             f"{path} is not a checkpoint: it is damaged, was not written by torch.save, or holds "
             "more than tensors and plain values (code in a checkpoint is never run)"
         )
     return content
+
+
+def unnamed_files(folder: Path) -> list[Path]:
+    """The files in ``folder`` that were being written when their process was killed, latest
+    first."""
+    found = folder.glob(f".{'[0-9a-f]' * 16}.tmp")
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def remove_leftovers(folder: Path, recursive: bool = False) -> None:

@@ -28,6 +28,14 @@ class UserError(Exception):
         self.alike, self.code = alike, code
 
 
+def printable(text: str) -> str:
+    """``text`` on one line for a terminal or a log: names of files and hosts may hold anything.
+
+    Control characters and what is no Unicode are written as escapes.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 # How to continue this process's run; `utils.run_directory.Run` sets it.
 how_to_continue = "run the same command with --resume auto"
 
@@ -52,11 +60,6 @@ def of_shortage(fault: RuntimeError) -> UserError | None:
             "with --accum-steps to keep the global batch"
         )
     return None
-
-
-def printable(text: str) -> str:
-    """``text`` with control characters escaped: names of files and hosts may hold any."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def is_reported_by_another(error: UserError) -> bool:

@@ -39,7 +39,7 @@ from utils.errors import UserError
 from utils.folder import Source, check_same_classes, class_folders, open_source, select_classes
 from utils.images import ImageBatches, Reading
 from utils.metrics import UNREADABLE
-from utils.preprocessing import MEAN, STD, Channels, Preprocessing, training_sizes
+from utils.preprocessing import MEAN, STD, Channels, Preprocessing
 from utils.samplers import Batch, EvalSampler, TrainSampler
 from utils.world import World, check_alike, first_on_node, gather
 
@@ -147,13 +147,13 @@ class RingLoader:
         workers: int,
         page_locked: bool = False,
     ):
-        self.dataset, self.page_locked = dataset, page_locked
+        self.page_locked = page_locked
         self.slots = PREFETCH * workers + MORE_SLOTS
-        self.tasks, self.into_ring = _Tasks(sampler), _IntoRing(dataset)
+        self.tasks = Tasks(dataset, sampler)
         # Each process would say so for each loader. More workers than cores help with a slow disk.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         self._loader = DataLoader(
-            self.into_ring,
+            self.tasks,
             batch_sampler=self.tasks,
             num_workers=workers,
             prefetch_factor=PREFETCH if workers else None,
@@ -166,10 +166,10 @@ class RingLoader:
     @functools.cached_property
     def ring(self) -> Ring:
         """Made with the first iteration: until then the size of the images may change."""
-        return Ring(self.slots, self.tasks.sampler.largest, self.dataset.size)
+        return Ring(self.slots, self.tasks.sampler.largest, self.tasks.dataset.size)
 
     def __iter__(self) -> Iterator[Filled]:
-        self.tasks.ring = self.into_ring.ring = self.ring  # before the workers are forked
+        self.tasks.ring = self.ring  # before the workers are forked
         filled = iter(self._loader)
         if self.page_locked:
             self.ring.lock_pages()
@@ -177,11 +177,12 @@ class RingLoader:
         yield from filled
 
 
-class _Tasks:
-    """A sampler's batches, each with a slot; a ``batch_sampler`` for DataLoader."""
+class Tasks(Dataset):
+    """DataLoader's ``batch_sampler``, the sampler's batches with a slot for each, and its
+    ``dataset``, which fills a slot, in a worker."""
 
-    def __init__(self, sampler: TrainSampler | EvalSampler):
-        self.sampler = sampler
+    def __init__(self, dataset: ImageBatches, sampler: TrainSampler | EvalSampler):
+        self.dataset, self.sampler = dataset, sampler
         self.ring: Ring
 
     def __iter__(self) -> Iterator[Batch]:
@@ -190,14 +191,6 @@ class _Tasks:
         self.ring.restart()
         for batch in self.sampler:
             yield batch._replace(slot=self.ring.take())
-
-
-class _IntoRing(Dataset):
-    """``dataset``, its batches written into a ring."""
-
-    def __init__(self, dataset: ImageBatches):
-        self.dataset = dataset
-        self.ring: Ring
 
     def __getitems__(self, batch: Batch) -> Filled:
         images = self.ring.room(batch.slot, len(batch.indices), batch.size)
@@ -334,7 +327,7 @@ class Batches:
 
     def use(self, wanted: Preprocessing) -> None:
         """Make images as ``wanted`` says. Before the first iteration, which starts the workers."""
-        if isinstance(self.sampler, TrainSampler):  # where progressive sizes grow, the largest
+        if isinstance(self.sampler, TrainSampler):  # the largest, where they grow
             self.dataset.size = max(self.sampler.sizes, default=wanted.image_size)
         else:
             self.dataset.size = wanted.crop
@@ -450,7 +443,7 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
     differ between train and val, too few images, or a data set that differs between nodes.
     """
     if args.dummy:
-        return Loaders([str(number) for number in range(args.dummy_classes)])
+        return Loaders(addons.dummy_classes(args))
     root = Path(args.data)
     evaluate_only = args.evaluate and not (root / "train").is_dir()
     folders = class_folders(root / (args.part if evaluate_only else "train"))
@@ -487,7 +480,8 @@ def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torc
                 alike=True,
             )
         sampler = TrainSampler(len(source), batch, ranks, args.accum_steps, args.seed)
-        sampler.views, sampler.sizes = args.repeated_aug, training_sizes(args)
+        sampler.reorder = addons.repeated_augmentation(args)
+        sampler.sizes = args.epoch_sizes
         dataset.augment = addons.augmentation(args)
     place = (world.device, args.memory_format, dtype)
     workers = -(-args.workers // world.local_size)

@@ -70,7 +70,7 @@ def _resolve_preprocessing(session: Session) -> None:
     args, state, run = session.args, session.state, session.run
     wanted, source = args.preprocessing, "the pretrained weights"
     if state.preprocessing is not None:
-        source = run.snapshot
+        source = run.source
         wanted = _with_typed_sizes(args, Preprocessing.from_dict(state.preprocessing, source))
     if args.pretrained or wanted != args.typed_preprocessing:
         log.info(f"preprocessing as in {source}: {wanted}")
@@ -95,7 +95,7 @@ def begin(session: Session) -> None:
         session.stop.watch_spot(args.spot_notice)
     show_status(session, "starting")
     if world.is_main:
-        session.snapshots = SnapshotWriter(run.folder, run.upload)
+        session.snapshots = SnapshotWriter(run.folder, run.written)
     if state.comm is not None:
         steps = session.train.sampler.steps_per_epoch
         state.comm.start_at(state.epoch, state.step, steps, args.epochs)
@@ -170,7 +170,7 @@ def end(session: Session, predict: Predict) -> int:
     failure = from_main(session.snapshots.wait if session.snapshots else None, session.world)
     if stop.error is not None:
         status_file().unlink(missing_ok=True)
-        run.close_store()
+        run.close()
         raise stop.error
     reason, test = stop.end_training(), None
     if session.loaders.test and reason is not Reason.INTERRUPTED:

@@ -16,7 +16,7 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 from utils.errors import UserError
 from utils.extras import blocks
 from utils.extras.foreign import plain_weights, read_weights
-from utils.preprocessing import IMAGENET, INTERPOLATIONS, Preprocessing, training_sizes
+from utils.preprocessing import IMAGENET, INTERPOLATIONS, Preprocessing
 
 try:
     import timm
@@ -97,7 +97,7 @@ def build(args: Any, classes: int) -> nn.Module:
         notes.append(f"--freeze: only {head} is trained")
     if args.activation_checkpointing:
         notes.append(f"--activation-checkpointing: {blocks.checkpoint_blocks(model)}")
-    options = dict.fromkeys(training_sizes(args), "--image-size or --progressive")
+    options = dict.fromkeys(args.epoch_sizes, "--image-size or --progressive")
     options.setdefault(args.preprocessing.crop, "--val-image-size")
     for size in options.keys() - {args.image_size}:
         _check_image_size(model, args.arch, size, options[size])

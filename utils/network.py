@@ -136,7 +136,7 @@ REMEDY = {
 FREE = {"data", "classes", "name", "output_dir", "store", "recipe", "command", "mode", "wanted"}
 FREE |= {"workers", "print_freq", "profile", "spot_notice", "memory_format", "model_notes"}
 FREE |= {"snapshot_minutes", "train_time", "dist_url", "dist_timeout", "dist_backend", "gpus"}
-FREE |= {"world_size", "rank", "local_rank", "preprocessing", "untyped"}
+FREE |= {"world_size", "rank", "local_rank", "preprocessing", "untyped", "epoch_sizes"}
 PATHS = {"resume", "pretrained"}  # each node may have its own, but all or none
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from utils import launch, models, optim, preprocessing, stopping
+from utils import addons, launch, models, optim, preprocessing, stopping
 from utils.errors import UserError
 from utils.option_types import (
     Formatter,
@@ -19,7 +19,6 @@ from utils.option_types import (
     count,
     ema_decay,
     http,
-    is_url,
     number,
     positive,
     recipe_names,
@@ -134,7 +133,7 @@ def _add_augmentation_options(parser: argparse.ArgumentParser) -> None:
         "epochs, 192 from 85 %% on, between in steps of 32 (smaller if a size is no multiple). "
         "96,128,160: equal parts of the epochs. Evaluation is at --image-size"
     )
-    add("--progressive", type=preprocessing.progressive, metavar="SIZES", help=text)
+    add("--progressive", type=addons.progressive, metavar="SIZES", help=text)
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -293,6 +292,7 @@ def parse(
             wanted = f"--resume took {args.resume} for its file; write --resume auto {args.resume}"
         raise UserError(f"data folder {args.data} is missing: {wanted}", alike=True)
     _resolve_preprocessing(args)
+    args.epoch_sizes = addons.epoch_sizes(args)
     if local and args.find_batch and not torch.cuda.is_available():
         raise UserError("--find-batch measures the memory of GPUs, and there is none", alike=True)
     if args.warmup_epochs and args.warmup_epochs > args.epochs:
@@ -300,10 +300,7 @@ def parse(
             f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",
             alike=True,
         )
-    if args.store or is_url(args.resume):
-        from utils.extras import store
-
-        store.check_options(args.store, args.resume)
+    addons.check_store(args)
     if args.evaluate and not (args.resume or args.pretrained):
         raise UserError(
             "--evaluate needs a trained model: add --resume runs/NAME/best.pt, or --name NAME "
@@ -314,10 +311,6 @@ def parse(
         raise UserError(f"--part {args.part} is for --evaluate: add -e", alike=True)
     if args.resume == "auto" and not args.name:
         raise UserError("--resume auto needs --name, the run to continue", alike=True)
-    if args.dummy:
-        if args.classes and not args.classes.isdecimal():
-            raise UserError("--dummy has no folders: give --classes a number", alike=True)
-        args.dummy_classes = int(args.classes or 1000)
     if args.profile and (args.dummy or args.evaluate):
         raise UserError("--profile traces training: leave out --dummy and --evaluate", alike=True)
     args.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format

@@ -1,14 +1,5 @@
-"""How images become a model's input: size, interpolation, mean and standard deviation.
+"""How images become a model's input: size, interpolation, mean and standard deviation."""
 
-``--progressive`` trains on small images first, which are cheap, and on larger ones at the end
-(Howard's and others' entries in DAWNBench, 2018; ffcv-imagenet trains at 160 pixels, then at 192).
-The size is a function of the epoch alone: a resumed run, or one on another number of processes,
-sees the same images.
-"""
-
-import argparse
-import math
-import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,10 +14,6 @@ CROP_SCALE = 0.08  # smallest share of the image's area that a training crop cov
 POLICIES = ("ra", "ta_wide", "aa", "augmix")  # of --auto-augment, see `utils.extras.augment`
 INTERPOLATIONS = ("bilinear", "bicubic")
 SIZES = ("image_size", "val_resize_size", "val_image_size")
-# From FROM to TO, as ffcv-imagenet's configurations of 16 and 32 epochs grow (start_ramp 11 and 23,
-# end_ramp 13 and 27): https://github.com/libffcv/ffcv-imagenet/tree/main/rn50_configs
-GROWS_FROM, GROWS_UNTIL = 0.7, 0.85  # shares of the epochs
-COARSEST = 32  # pixels between two sizes, at most
 
 Channels = tuple[float, float, float]
 
@@ -105,50 +92,3 @@ def to_rgb(picture: Image.Image) -> Image.Image:
         grey = (wide >> 8 if wide.max(initial=0) > 255 else wide).astype(np.uint8)
         picture = Image.fromarray(grey)
     return picture.convert("RGB")
-
-
-def progressive(text: str) -> str:
-    """The type of ``--progressive``: the text, checked."""
-    if re.fullmatch(r"0*[1-9]\d*(:\d+|(,0*[1-9]\d*)*)", text):
-        sizes = _numbers(text)
-        if ":" not in text or sizes[0] < sizes[1]:
-            return text
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is neither FROM:TO (160:192) nor a list of sizes (128,160,192)"
-    )
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(one) for one in text.split(":" if ":" in text else ",")]
-
-
-def progressive_sizes(text: str, epochs: int) -> tuple[int, ...]:
-    """The side of training images in each of ``epochs``, pixels."""
-    wanted = _numbers(text)
-    if ":" not in text:
-        return tuple(wanted[epoch * len(wanted) // epochs] for epoch in range(epochs))
-    low, high = wanted
-    step = math.gcd(COARSEST, low, high)
-    found = []
-    for epoch in range(epochs):
-        done = ((epoch + 0.5) / epochs - GROWS_FROM) / (GROWS_UNTIL - GROWS_FROM)
-        side = low + (high - low) * min(1.0, max(0.0, done))
-        found.append(step * math.floor(side / step + 0.5))
-    return tuple(found)
-
-
-def training_sizes(args: Any) -> tuple[int, ...]:
-    """The side of a run's training images in each epoch, pixels; () without ``--progressive``."""
-    return progressive_sizes(args.progressive, args.epochs) if args.progressive else ()
-
-
-def largest_size(args: Any) -> int:
-    """The side of a run's largest training images, pixels."""
-    return max(training_sizes(args), default=args.image_size)
-
-
-def sizes_text(found: tuple[int, ...]) -> str:
-    """Which size comes when: "160 pixels from epoch 1, 192 from epoch 13"."""
-    grown = [(size, n) for n, size in enumerate(found) if n == 0 or size != found[n - 1]]
-    text = ", ".join(f"{size} from epoch {n + 1}" for size, n in grown)
-    return text.replace(" from", " pixels from", 1)

@@ -11,7 +11,6 @@ import torch
 
 from utils import addons, errors, launch, optim, provenance, samplers
 from utils.option_types import recipe_words
-from utils.preprocessing import sizes_text
 from utils.provenance import over_epochs
 from utils.session import Session
 from utils.snapshots import TrainState
@@ -55,7 +54,7 @@ def start(session: Session) -> None:
         f"evaluation on {session.loaders.val.sampler.images}"
     )
     if sampler.sizes:
-        sizes = sizes_text(sampler.sizes)
+        sizes = addons.describe_sizes(sampler.sizes)
         log.info(f"training images of {sizes}; evaluation at {args.preprocessing.crop}")
     if world.device.type == "cuda":
         log.info(KERNELS)
@@ -74,9 +73,8 @@ def start(session: Session) -> None:
     for warning in batch_warnings(args, global_batch, scaled):
         log.warning(warning)
     if session.resumed:
-        source = run.snapshot if args.resume == "auto" else args.resume
         done = f" (all {args.epochs} epochs are done)" if state.epoch >= args.epochs else ""
-        log.info(f"resumed from {source}: epoch {state.epoch + 1}, step {state.step}{done}")
+        log.info(f"resumed from {run.source}: epoch {state.epoch + 1}, step {state.step}{done}")
 
 
 def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:

@@ -10,21 +10,19 @@ import multiprocessing.util
 import os
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from utils import errors, tensorboard
-from utils.atomic import remove_leftovers, save_atomically
+from utils import addons, errors, tensorboard
+from utils.atomic import read_checkpoint, remove_leftovers, save_atomically
 from utils.errors import UserError, printable
 from utils.option_types import is_url
 from utils.provenance import is_cpu_chosen
-from utils.snapshots import BEST, SNAPSHOT, latest
+from utils.snapshots import BEST, SNAPSHOT, find_whole, finish_write, latest
 from utils.world import World, ask_driver, from_main, gather, is_elastic, node_name
 
 # ---- one training at a time
@@ -57,7 +55,9 @@ class Lock:
 
         Raises: OSError, and `UserError` when another process still holds it.
         """
-        file = open(self.path, "a+")
+        if self.path.is_symlink():  # never write where somebody else's link leads
+            raise UserError(f"{self.path} is a symbolic link, not the lock of a run: remove it")
+        file = open(self.path, "a+", errors="replace", opener=_no_link)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -82,7 +82,7 @@ class Lock:
         file.write(self.text)
         file.flush()
         self.file = file
-        # Also after an error: supervise.run_main ends a process this way.
+        # Also after an error: launch.run_main ends a process this way.
         multiprocessing.util.Finalize(None, self.release, exitpriority=0)
         return True
 
@@ -106,8 +106,8 @@ class Lock:
         if self.waits_until is None:
             self.waits_until = now + self.patience
             if self.patience > PATIENCE:
-                text = f"waiting up to {self.patience:.0f} s for its end"
-                print(f"note: {self.path.parent} is in use by {owner}: {text}", flush=True)
+                text = f"note: {self.path.parent} is in use by {owner}: waiting up to "
+                print(printable(f"{text}{self.patience:.0f} s for its end"), flush=True)
         elif now >= self.waits_until:
             raise UserError(
                 f"{self.path.parent} is in use by a run that is still active ({owner}): wait for "
@@ -117,15 +117,18 @@ class Lock:
             )
 
 
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def _owner(file: IO[str]) -> str:
     """The process that the file names; "" for none, or while it is being written."""
     file.seek(0)
-    return file.read().strip()
+    return file.read(500).strip()
 
 
-# ---- the directory
+# ---- what is printed
 
-VISIBLE_SECONDS = 10.0  # for a file to be seen on another node
 OPTIONS, SUMMARY, LOG = "options.json", "summary.json", "train.log"
 
 log = logging.getLogger(__name__)
@@ -180,15 +183,18 @@ class Console(logging.Handler):
             self.bar = None
 
 
+# ---- the directory
+
+VISIBLE_SECONDS = 10.0  # for a file to be seen on another node
+
+
 def _directory(args: Any, world: World, mode: str) -> Path:
     """The run's directory, which may not exist yet. For rank 0. Raises: `UserError` if taken."""
     continues, name = args.resume and not args.evaluate, args.name
     if continues and not name and (Path(args.resume).parent / OPTIONS).is_file():
         return Path(args.resume).parent  # a run continues where it was
     if continues and not name and is_url(args.resume):
-        from utils.extras import store
-
-        name = store.run_name(args.resume, mark=OPTIONS)
+        name = addons.run_at(args.resume, mark=OPTIONS)
     if not name:
         now, host = time.strftime("%b%d_%H-%M-%S"), socket.gethostname().split(".")[0]
         sizes = f"gpux{world.size}_b{args.batch_size}_cpu{args.workers}"
@@ -220,7 +226,11 @@ def checkpoint_file(args: Any) -> Path | None:
 
 
 class Run:
-    """A process's run directory, log and curves. ``mode``: nd, dp, ddp, ..."""
+    """A process's run directory, log and curves. ``mode``: nd, dp, ddp, ...
+
+    In rank 0, the functions in ``curves`` get (tags, x) to draw, those in ``written`` the path of
+    each file that was written, and those in ``at_end`` are called when nothing more comes.
+    """
 
     def __init__(self, args: Any, world: World, mode: str):
         """Choose and make the run directory. Raises `UserError` when it is taken.
@@ -228,19 +238,18 @@ class Run:
         Only a training needs one: an evaluation or a measurement has one if it has a --name.
         """
         self.args, self.world, self.mode = args, world, mode
-        self.snapshot = Path(args.resume) if args.resume else None  # the file to resume from
         self.folder: Path | None = None  # None: nothing is kept
         self.lock: Lock | None = None  # of a training
-        self.scratch: tempfile.TemporaryDirectory | None = None
-        self.store: Any = None  # with --store, in rank 0, a `utils.extras.store.Store`
         self.is_writing = not (args.evaluate or args.dummy or args.find_batch)  # a training
+        self.curves: list[Callable[[dict[str, float], int], None]] = []
+        self.written: list[Callable[[Path], None]] = []
+        self.at_end: list[Callable[[], None]] = []
+        self.events: tensorboard.EventFile | None = None  # of a training, in rank 0
         plain = (int, float, str, type(None))
         self.options = {k: v for k, v in vars(args).items() if isinstance(v, plain)}
         self.options |= {"mode": mode, "command": " ".join(sys.argv)}
         # Facts at the start of the run and results at its end, for HParams and summary.json.
         self.record: dict[str, Any] = {}
-        self.writer: SummaryWriter | None = None
-        self.has_gap = False  # the writer was lost to a full disk
         continues = args.name and args.resume == "auto" and args.start_epoch is None
         if is_elastic() and self.is_writing and not continues:
             raise UserError(
@@ -267,7 +276,9 @@ class Run:
             log.info(self.lock.note)
         if self.lock and self.lock.warning:
             log.warning(self.lock.warning)
-        self.snapshot = from_main(self._find_snapshot, world)
+        self.snapshot = from_main(self._find_snapshot, world)  # the file to resume from
+        # The same as it is called in messages: what a URL names is a temporary file here.
+        self.source = args.resume if is_url(args.resume) else self.snapshot
 
     def _how_to_continue(self) -> str:
         if self.args.resume == "auto":
@@ -312,27 +323,43 @@ class Run:
                 )
 
     def _find_snapshot(self) -> Path | None:
-        """The file to resume from; with "auto" the run's own, if it has one. Opens the store."""
-        resume, uses_store = self.args.resume, self.args.store and self.is_writing
-        if uses_store or is_url(resume):
-            from utils.extras import store
-        if uses_store:
-            self.store = store.Store(self.args.store, self.folder)
-            self.store.open(resume)
-        if is_url(resume):
-            if self.folder is None:
-                self.scratch = tempfile.TemporaryDirectory(prefix="imagenet-")
-            return store.fetch(resume, self.folder or Path(self.scratch.name))
-        return checkpoint_file(self.args)
+        """The file to resume from; with "auto" the run's own, if it has one. Opens the store.
 
-    def upload(self, path: Path) -> None:
-        """Begin to copy a file into ``--store``, if there is one."""
-        if self.store is not None:
-            self.store.upload(path)
+        Raises: `UserError` where there is none, or only weights, which would begin a training and
+        overwrite the run in this directory.
+        """
+        args, folder = self.args, self.folder
+        if self.is_writing:
+            addons.open_store(self)
+        if is_url(args.resume):
+            path, is_own = addons.fetch(args.resume, folder), False
+        else:
+            with self._writing():
+                if self.is_writing and args.resume == "auto":
+                    finish_write(folder)
+                path = checkpoint_file(args)
+                is_own = self.is_writing and path is not None and path.parent == folder
+                path = path and find_whole(path, set_aside=is_own)
+        holds_run = is_own or (self.is_writing and (folder / OPTIONS).is_file())
+        continues = path is not None and args.start_epoch is None and holds_run
+        if continues and "progress" not in read_checkpoint(path, lazily=True):
+            file = args.resume if is_url(args.resume) else path
+            raise UserError(
+                f"{file} has weights, but no position in a training: beginning anew would "
+                f"overwrite the run in {folder}. To train from these weights, use --pretrained "
+                "FILE with another --name"
+            )
+        return path
 
-    def close_store(self) -> None:
-        """Wait for the last uploads. All ranks: a launcher ends the others when one has ended."""
-        from_main(lambda: self.store.close() if self.store is not None else None, self.world)
+    def tell_written(self, path: Path) -> None:
+        """Call the functions in ``written`` with the path of a file."""
+        for tell in self.written:
+            tell(path)
+
+    def close(self) -> None:
+        """Call the functions in ``at_end``. All ranks: a launcher ends the others when one has
+        ended."""
+        from_main(lambda: [end() for end in self.at_end] and None, self.world)
 
     def begin(self, epoch: int, position: float, facts: dict[str, Any] | None = None) -> None:
         """Open the files. Points past ``epoch`` (finished) and ``position`` (epochs, fractional)
@@ -350,14 +377,11 @@ class Run:
             tensorboard.cut_off(self.folder, epoch, step_x)
             # What is here may be newer than what the store has: the last process died sending.
             for name in (OPTIONS, BEST, SNAPSHOT):
-                self.upload(self.folder / name)
+                self.tell_written(self.folder / name)
             if facts is not None:  # without curves, an event file would make it a run to compare
                 self.record |= facts
-                self.writer = tensorboard.open_writer(self.folder)
-                self.writer.add_custom_scalars(tensorboard.LAYOUT)
-                for summary in tensorboard.entry(self.options | self.record):
-                    self.writer.file_writer.add_summary(summary, 0)
-                self.writer.flush()  # from now on other programs can see what is trained here
+                self.events = tensorboard.EventFile(self.folder, self.options | self.record)
+                self.curves.append(self.events.write)
 
     def step(self, place: str, done: int, values: dict[str, float]) -> None:
         """Report ``done`` steps of an epoch: move the bar, or print a line."""
@@ -367,22 +391,11 @@ class Run:
         else:
             log.info(f"{place}  {text}")
 
-    def scalars(self, values: dict[str, float], x: int, flush: bool = False) -> None:
-        """Write TensorBoard points at ``x``, in rank 0; NaN (nothing measured) is left out."""
-        if self.writer is None:
-            return
-        try:
-            for tag, value in values.items():
-                if not math.isnan(value):
-                    self.writer.add_scalar(tag, value, x)
-            if flush:
-                self.writer.flush()
-        except OSError as fault:  # of TensorBoard's thread, which ends with its first
-            self.writer, self.has_gap = None, True
-            log.warning(
-                f"cannot write the event file ({fault.strerror}): training continues, and "
-                "its curves have a gap"
-            )
+    def scalars(self, values: dict[str, float], x: int) -> None:
+        """Draw points at ``x``, in rank 0; NaN (nothing measured) is left out."""
+        measured = {tag: value for tag, value in values.items() if not math.isnan(value)}
+        for draw in self.curves:
+            draw(measured, x)
 
     def epoch(self, record: dict[str, float], left: str) -> None:
         """Write an epoch's record (TensorBoard tags to values, and "epoch") and its line.
@@ -390,10 +403,7 @@ class Run:
         ``left``, for the end of the line, says how long the training will go on; "": no longer.
         """
         tags = {tag: value for tag, value in record.items() if "/" in tag or tag == "Lr"}
-        if self.has_gap:
-            with contextlib.suppress(OSError):  # there may be room again
-                self.writer, self.has_gap = tensorboard.open_writer(self.folder), False
-        self.scalars(tags, int(record["epoch"]), flush=True)
+        self.scalars(tags, int(record["epoch"]))
         log.info(
             f"Epoch {record['epoch']:.0f}/{self.args.epochs}"
             f"  train: loss {record['Loss/train']:.4f} top-1 {record['Top1/train']:.2f}"
@@ -406,32 +416,22 @@ class Run:
         )
 
     def finish(self, results: dict[str, Any]) -> None:
-        """Complete the record, write summary.json, close the event file, wait for the store.
-
-        For all ranks.
-        """
+        """Complete the record, write summary.json, end what ``at_end`` names. For all ranks."""
         self.record |= results
         if self.world.is_main and self.folder is not None:
-            self._write_summary()
-            self.upload(self.folder / SUMMARY)
-        self.close_store()
+            path = self.folder / SUMMARY
+            # JSON has no NaN, and other programs read this file: what was not measured is null.
+            clean = {key: None if value != value else value for key, value in self.record.items()}
+            try:
+                _save_json(clean, path)
+                if self.events is not None:
+                    self.events.close(self.record["finished_because"] != "interrupted")
+            except OSError as fault:
+                log.warning(f"cannot write {path} ({fault.strerror})")
+            self.tell_written(path)
+        self.close()
         if self.lock is not None:
             self.lock.release()
-
-    def _write_summary(self) -> None:
-        # JSON has no NaN, and other programs read this file: what was not measured is null.
-        clean = {
-            key: None if isinstance(value, float) and math.isnan(value) else value
-            for key, value in self.record.items()
-        }
-        try:
-            _save_json(clean, self.folder / SUMMARY)
-            if self.writer is not None:
-                done = self.record["finished_because"] != "interrupted"
-                self.writer.file_writer.add_summary(tensorboard.closing(done), 0)
-                self.writer.close()
-        except OSError as fault:
-            log.warning(f"cannot write {self.folder / SUMMARY} ({fault.strerror})")
 
 
 def _save_json(content: dict[str, Any], path: Path) -> None:

@@ -6,7 +6,7 @@ images on any number of processes as long as the global batch size is the same.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,8 @@ import numpy as np
 
 class Batch(NamedTuple):
     """What a sampler asks a loader for: ``indices`` (int64) of the images, and their epoch.
+
+    Index i + v x images is another view of image i, augmented in a way of its own.
 
     ``size`` is the side of the images in pixels (0: the data set's own), ``slot`` their place in
     the ring of `utils.loaders`.
@@ -35,21 +37,6 @@ def epoch_order(images: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.RandomState(source).permutation(images)
 
 
-def repeated(order: np.ndarray, views: int, batch: int) -> np.ndarray:
-    """``order`` with ``views`` views of each image in its global batch of ``batch`` samples.
-
-    Repeated augmentation (Hoffer et al. 2020, arXiv:1901.09335): a step has fewer images, and
-    several crops of each; the number of steps of an epoch stays, so one of them looks at 1/views of
-    the images. View v of image i is the index i + v x images: modulo the number of images it is i,
-    and it is augmented in a way of its own (see `utils.images.ImageBatches`).
-    """
-    images, steps = len(order), len(order) // batch
-    own = -(-batch // views)  # images in a batch
-    chosen = order[: steps * own].reshape(steps, 1, own)
-    every = chosen + images * np.arange(views)[None, :, None]
-    return every.reshape(steps, -1)[:, :batch].reshape(-1)
-
-
 def global_batch(batch: int, ranks: int, accum: int, images: float = math.inf) -> int:
     """Images per optimiser step over all processes.
 
@@ -66,7 +53,7 @@ class TrainSampler:
     step, so a global batch has batch x ranks x accum images. Images at the end of an epoch that
     fill no global batch are left out (others in each epoch). A data set smaller than one global
     batch makes one smaller step an epoch, divided as evenly as possible. ``sizes`` are
-    the sides of the images in each epoch (see `utils.preprocessing`), () if all have the same.
+    the sides of the images in each epoch (``args.epoch_sizes``), () if all have the same.
     """
 
     def __init__(self, images: int, batch: int, ranks: tuple[int, int], accum: int, seed: int):
@@ -77,7 +64,8 @@ class TrainSampler:
         self.global_batch = global_batch(batch, self.ranks, accum, images)
         self.steps_per_epoch = images // self.global_batch
         self.largest = -(-self.global_batch // (self.ranks * accum))  # images in a batch
-        self.views = 1  # of each image in a global batch
+        # (order of the epoch, images of a global batch) -> another order; see `Batch`
+        self.reorder: Callable[[np.ndarray, int], np.ndarray] | None = None
         self.sizes: tuple[int, ...] = ()
         self.epoch = 0
         self.first_step = 0
@@ -96,8 +84,8 @@ class TrainSampler:
 
     def __iter__(self) -> Iterator[Batch]:
         order = epoch_order(self.images, self.seed, self.epoch)
-        if self.views > 1:
-            order = repeated(order, self.views, self.global_batch)
+        if self.reorder:
+            order = self.reorder(order, self.global_batch)
         parts = self.ranks * self.accum
         for step in range(self.first_step, self.steps_per_epoch):
             start = step * self.global_batch

@@ -4,12 +4,13 @@ Training stands still only while the state is copied to the host; a thread then 
 instant, also in the middle of a write, ``snapshot.pt`` or the one before it is whole on disk.
 """
 
+import contextlib
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,9 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from utils.atomic import read_checkpoint, save_atomically
+from utils import addons
+from utils.atomic import link_atomically, read_checkpoint, save_atomically, unnamed_files
 from utils.errors import UserError
-from utils.extras.foreign import plain_weights
 from utils.models import scale_input_as
 from utils.optim import TO_THE_END
 from utils.world import World, from_main, is_elastic, is_sharded, shard_like, whole
@@ -27,6 +28,9 @@ from utils.world import World, from_main, is_elastic, is_sharded, shard_like, wh
 log = logging.getLogger(__name__)
 
 SNAPSHOT, PREVIOUS, BEST = "snapshot.pt", "snapshot_previous.pt", "best.pt"
+DAMAGED = "snapshot_damaged.pt"
+
+# ---- files
 
 
 def latest(folder: Path) -> Path | None:
@@ -34,16 +38,47 @@ def latest(folder: Path) -> Path | None:
     return next((folder / name for name in (SNAPSHOT, PREVIOUS) if (folder / name).is_file()), None)
 
 
-def read_latest(path: Path) -> dict[str, Any]:
-    """Read ``path`` or, if it is a run's snapshot and damaged, the one before, and say so."""
+def find_whole(path: Path, set_aside: bool = False) -> Path:
+    """``path`` or, if it is a run's snapshot and damaged, the one before, which is reported.
+
+    ``set_aside``: the run goes on in this folder. The damaged one then gets another name: the next
+    save would keep it as the one before, in place of the whole one. Raises: `UserError`.
+    """
+    if path.name != SNAPSHOT or (fault := _damage(path)) is None:
+        return path
     previous = path.with_name(PREVIOUS)
+    if not previous.is_file():
+        raise fault
+    if damage := _damage(previous):
+        raise damage
+    log.warning(f"{fault}; continuing from the snapshot before it, {previous}")
+    if set_aside and path.exists():
+        path.replace(path.with_name(DAMAGED))
+    return previous
+
+
+def finish_write(folder: Path) -> None:
+    """Name the snapshot that a killed process had written as a whole, but not named yet."""
+    for file in unnamed_files(folder):
+        path, previous = folder / SNAPSHOT, folder / PREVIOUS
+        kept = [one for one in (path, previous) if _damage(one) is None]
+        last = max((one.stat().st_mtime_ns for one in kept), default=0)
+        if file.stat().st_mtime_ns <= last or _damage(file) is not None:
+            continue
+        if "progress" in read_checkpoint(file, lazily=True):
+            if path in kept:
+                link_atomically(path, previous)
+            file.replace(path)
+            log.info(f"note: {path} was written whole when its process was killed: using it")
+
+
+def _damage(path: Path) -> UserError | None:
+    """Why ``path`` is no whole checkpoint; None if it is one."""
     try:
-        return read_checkpoint(path)
+        read_checkpoint(path)
     except UserError as fault:
-        if path.name != SNAPSHOT or not previous.is_file():
-            raise
-        log.warning(f"{fault}; continuing from the snapshot before it, {previous}")
-        return read_checkpoint(previous)
+        return fault
+    return None
 
 
 def write(content: dict[str, Any], path: Path) -> None:
@@ -63,12 +98,12 @@ def write(content: dict[str, Any], path: Path) -> None:
 class SnapshotWriter:
     """Writes one set of files after the other into a folder, in a thread. For rank 0.
 
-    A write that fails is logged, and so is the next one that succeeds. ``after`` is called with the
-    path of each file that has been written, in that thread.
+    A write that fails is logged, and so is the next one that succeeds. The functions ``written``
+    are called with the path of each file that has been written, in that thread.
     """
 
-    def __init__(self, folder: Path, after: Callable[[Path], None] = lambda path: None):
-        self.folder, self.after = folder, after
+    def __init__(self, folder: Path, written: Iterable[Callable[[Path], None]] = ()):
+        self.folder, self.written = folder, written
         self.failure: UserError | None = None  # of the last write
         self.pauses: list[float] = []  # seconds for which training stood still, one a snapshot
         self._thread: threading.Thread | None = None
@@ -106,7 +141,8 @@ class SnapshotWriter:
         try:
             for name, content in contents.items():
                 write(content, self.folder / name)
-                self.after(self.folder / name)
+                for tell in self.written:
+                    tell(self.folder / name)
         except UserError as failure:
             if self.failure is None:
                 log.warning(f"{failure}; training continues")
@@ -137,13 +173,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-# ---- what a snapshot holds, and how a run continues from it
-
-PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums", "printed")
-# Another value would break off the order of samples, the learning-rate schedule or the optimiser.
-_OPTIMISER = ("optimizer", "wd_norm", "freeze")
-_FIXED = ("seed", "repeated_aug", "lr_schedule", "warmup_epochs", "progressive", *_OPTIMISER)
-_PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
+# ---- what a snapshot holds
 
 
 class Part(Protocol):
@@ -193,36 +223,30 @@ class OptimizerPart:
             raise ValueError("other groups of weights")
         weights = [w for group in self.optimizer.param_groups for w in group["params"]]
         moments = {
-            number: {name: self._like(value, weights[number]) for name, value in entry.items()}
+            number: {name: _moment_like(value, weights[number]) for name, value in entry.items()}
             for number, entry in state["state"].items()
         }
         self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
-    @staticmethod
-    def _like(value: Any, weight: Tensor) -> Any:
-        """``value``, laid out like ``weight`` if it is a moment of its shape."""
-        if not isinstance(value, Tensor) or value.ndim == 0:  # a count of steps
-            return value
-        # Adafactor keeps sums over rows and columns: 1 in that dimension.
-        fits = len(value.shape) == len(weight.shape)
-        if not fits or any(a not in (1, b) for a, b in zip(value.shape, weight.shape, strict=True)):
-            raise ValueError(f"a moment of {list(value.shape)} for {list(weight.shape)} weights")
-        return shard_like(value, weight)
+
+def _moment_like(value: Any, weight: Tensor) -> Any:
+    """``value``, laid out like ``weight`` if it is a moment of its shape."""
+    if not isinstance(value, Tensor) or value.ndim == 0:  # a count of steps
+        return value
+    # Adafactor keeps sums over rows and columns: 1 in that dimension.
+    fits = value.ndim == weight.ndim
+    if not fits or any(a not in (1, b) for a, b in zip(value.shape, weight.shape, strict=True)):
+        raise ValueError(f"a moment of {list(value.shape)} for {list(weight.shape)} weights")
+    return shard_like(value, weight)
+
+
+PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums", "printed")
 
 
 @dataclass
 class TrainState:
-    """All that the future of a run depends on.
-
-    ``epoch`` epochs are finished, and ``step`` steps of ``global_batch`` images of the next one.
-    ``sums`` are that epoch's metric sums so far (`metrics.Sums`), ``printed`` those at
-    the last printed line, both of all ranks; ``elapsed`` are the seconds of training, ``history``
-    is a dictionary an epoch, ``best`` that of the best one. The order
-    of samples, augmentation and dropout are functions of seed and position, so no random state
-    needs keeping. ``weights`` is the `Part` that saves the model where it trains in another
-    precision than float32. ``preprocessing`` is that of its images (see
-    `utils.preprocessing`), as plain values; ``comm`` is how the processes exchange gradients,
-    ``ema`` the averaged weights, if any.
+    """All that the future of a run depends on. Order of samples, augmentation and dropout are
+    functions of seed and position: no random state needs keeping.
 
     ``parts`` are what a snapshot keeps, by name: to keep one more thing, add it there. The position
     is the part "progress", this object itself.
@@ -230,19 +254,19 @@ class TrainState:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    scaler: Any  # a Part, like the next
-    weights: Any = None
+    scaler: Any  # a Part
+    weights: Any = None  # the Part that saves a model which trains in less than float32
     global_batch: int = 0
-    epoch: int = 0
-    step: int = 0
-    best: dict[str, float] = field(default_factory=dict)
-    elapsed: float = 0.0
-    history: list[dict[str, float]] = field(default_factory=list)
-    sums: list[float] | None = None
-    printed: list[float] | None = None
-    preprocessing: dict[str, Any] | None = None
-    comm: Any = None  # a `utils.extras.compress.Exchange`
-    ema: Any = None  # a `utils.extras.ema.Average`
+    epoch: int = 0  # epochs that are finished
+    step: int = 0  # steps of ``global_batch`` images of the next epoch
+    best: dict[str, float] = field(default_factory=dict)  # the best epoch's figures
+    elapsed: float = 0.0  # seconds of training
+    history: list[dict[str, float]] = field(default_factory=list)  # a record an epoch
+    sums: list[float] | None = None  # of the epoch so far, of all ranks, see `metrics.Sums`
+    printed: list[float] | None = None  # the same at the last printed line
+    preprocessing: dict[str, Any] | None = None  # of the images, as plain values
+    comm: Any = None  # a Part: how processes exchange gradients, if not as DDP does
+    ema: Any = None  # a Part: the averaged weights
     clock: float | None = None  # when ``elapsed`` was brought up to date
     parts: dict[str, Part] = field(init=False)
 
@@ -273,14 +297,28 @@ class TrainState:
         return {name: getattr(self, name) for name in PROGRESS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`, at a step of this run's global batch.
+        """Continue from a `state_dict`, at a step of this run's global batch. Raises: `UserError`.
 
-        Raises: `UserError`.
+        A job that a launcher restarts on the nodes that are left has another global batch: it
+        continues at the last step boundary before, and some images are repeated.
         """
         global_batch = self.global_batch
         for name in PROGRESS:
             setattr(self, name, state[name])
-        _rescale_position(self, global_batch)
+        images = self.step * self.global_batch
+        repeated = images % global_batch
+        if repeated and not is_elastic():
+            raise UserError(
+                f"the snapshot was taken in the middle of an epoch, after {images} images, which "
+                f"is no whole number of global batches of {global_batch}: resume with the global "
+                f"batch {self.global_batch} that it was made with",
+                alike=True,
+            )
+        if repeated and self.sums:  # the means stay what they are, and each image counts once
+            part = (images - repeated) / images
+            self.sums = [value * part for value in self.sums]
+            self.printed = self.printed and [value * part for value in self.printed]
+        self.step, self.global_batch = images // global_batch, global_batch
 
     def load_weights(self, state: dict[str, Tensor]) -> None:
         """Load whole weights. Raises `UserError` when they are of another model."""
@@ -335,14 +373,17 @@ def best_of(state: TrainState, arch: str, snapshot: dict[str, Any]) -> dict[str,
         "state_dict": {**weights, **snapshot["ema"]["model"]} if averaged else weights,
         "weights": "ema" if averaged else "model",
         "arch": arch,
-        "classes": snapshot["classes"],
-        "epoch": state.best["epoch"],
-        "top1": state.best["top1"],
-        "top5": state.best["top5"],
-        "loss": state.best.get("loss"),
-        "preprocessing": state.preprocessing,
-        "model_args": getattr(state.model, "constructor_args", {}),
+        **{name: state.best.get(name) for name in ("epoch", "top1", "top5", "loss")},
+        **{name: snapshot[name] for name in ("classes", "preprocessing", "model_args")},
     }
+
+
+# ---- how a run continues
+
+# Another value would break off the order of samples, the learning-rate schedule or the optimiser.
+_OPTIMISER = ("optimizer", "wd_norm", "freeze")
+_FIXED = ("seed", "repeated_aug", "lr_schedule", "warmup_epochs", "progressive", *_OPTIMISER)
+_PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
 
 
 def saved_preprocessing(path: Path | None) -> dict[str, Any] | None:
@@ -350,10 +391,10 @@ def saved_preprocessing(path: Path | None) -> dict[str, Any] | None:
 
     A file that cannot be read has none either: what is wrong with it is said when it is loaded.
     """
-    try:
-        return torch.load(path, "cpu", mmap=True, weights_only=True).get("preprocessing")
-    except Exception:
-        return None
+    for file in (path, path.with_name(PREVIOUS)) if path else ():
+        with contextlib.suppress(UserError):
+            return read_checkpoint(file, lazily=True).get("preprocessing")
+    return None
 
 
 def resume(
@@ -371,30 +412,48 @@ def resume(
     a full snapshot of ours. ``add_parts()`` is called between the weights and the other parts: some
     begin with the weights. Raises: `UserError`.
     """
-    content = from_main(lambda: read_latest(path) if path else None, world)
+    content = from_main(lambda: read_checkpoint(path) if path else None, world)
     if content is None:
         add_parts()
         return False
+    tell = log.info if world.is_main else log.debug
     try:
         _check(content, args, path, classes)
-        named, note = plain_weights(content, path)
-        if note and world.is_main:
-            log.info(note)
+        if "preprocessing" in content:  # as in snapshot.pt and best.pt
+            weights, note = content.get("model", content.get("state_dict")), None
+        else:
+            weights, note = addons.weights_of_other_program(content, path)
+        if note:
+            tell(note)
         state.preprocessing = content.get("preprocessing")
-        state.load_weights(named)
+        state.load_weights(weights)
         scale_input_as(content, state.model)
         add_parts()
-        return not args.evaluate and _restore(state, args, world, content, path)
+        if args.evaluate:
+            return False
+        if "progress" not in content:
+            tell(
+                f"note: {path} is not a snapshot: only its weights are loaded, and training begins "
+                f"at epoch {args.start_epoch or 0}"
+            )
+            return False
+        _load_parts(state, args, content, path)
     # Its checksums were right, so it was written like that: by another program.
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as fault:
         raise UserError(f"{path} does not fit this program ({fault!r:.200})", alike=True) from fault
+    for note in _changes(state, args, content):
+        tell(note)
+    if not world.is_main:
+        state.sums = None  # they are of all ranks: only one may bring them in again
+    return True
 
 
 def _check(
     content: dict[str, Any], args: Any, path: Path | None, classes: list[str] | None
 ) -> None:
-    """Raise `UserError` where a file speaks of another model or other classes."""
-    saved, theirs = content.get("options", content), content.get("classes")
+    """Raise `UserError` where a file speaks of another model, other classes or another schedule."""
+    is_snapshot, theirs = "progress" in content, content.get("classes")
+    saved = content["options"] if is_snapshot else content.get("options", content)
     if (arch := content.get("arch", saved.get("arch", args.arch))) != args.arch:
         raise UserError(f"{path} is a {arch}: use -a {arch} to load it", alike=True)
     if classes and theirs and list(theirs) != classes:
@@ -403,29 +462,40 @@ def _check(
             "same with DATA and --classes",
             alike=True,
         )
-    if "progress" in content and not args.evaluate and args.start_epoch is None:
-        changed_options(saved, args, path)
-
-
-def _restore(
-    state: TrainState, args: Any, world: World, content: dict[str, Any], path: Path | None
-) -> bool:
-    """Load all parts but the weights. Returns: whether they are there."""
-    tell = log.info if world.is_main else log.debug
-    if "progress" not in content:
-        tell(
-            f"note: {path} is not a snapshot: only its weights are loaded, and training begins at "
-            f"epoch {args.start_epoch or 0}"
-        )
-        return False
-    saved = content["options"]
+    if not is_snapshot or args.evaluate or args.start_epoch is not None:
+        return
     changed = changed_options(saved, args)
-    skipped = {"model"}
+    fixed = [key for key in changed if key in _FIXED]
+    # Step after step, the last epoch does not matter.
+    if "epochs" in changed and (saved.get("lr_schedule") in TO_THE_END or saved.get("progressive")):
+        fixed.append("epochs")
+    if fixed:
+        raise UserError(
+            f"{path} was made with {' '.join(_typed(key, saved) for key in fixed)}: use these "
+            "options, or begin a new schedule from its weights with --start-epoch 0",
+            alike=True,
+        )
+
+
+def changed_options(saved: dict[str, Any], args: Any) -> list[str]:
+    """Names of the options that differ now, without places and what the snapshot decides."""
+    now = vars(args)
+    free = (*_PLACES, *getattr(args, "untyped", ()))
+    return [key for key in saved if key in now and key not in free and saved[key] != now[key]]
+
+
+def _typed(key: str, options: dict[str, Any]) -> str:
+    return f"--{key.replace('_', '-')} {options[key]}"
+
+
+def _load_parts(state: TrainState, args: Any, content: dict[str, Any], path: Path | None) -> None:
+    """Load all parts of a snapshot but the weights."""
+    changed, begun_anew = changed_options(content["options"], args), {"model"}
     if args.start_epoch is not None and {*changed} & {*_OPTIMISER}:
-        skipped.add("optimizer")  # it begins anew
+        begun_anew.add("optimizer")
     content["scaler"] = _loss_scale(content["scaler"], state.scaler.state_dict())
     for name, part in state.parts.items():
-        if name in skipped or content.get(name) is None:
+        if name in begun_anew or content.get(name) is None:
             continue
         try:
             part.load_state_dict(content[name])
@@ -436,52 +506,6 @@ def _restore(
                 f"--pretrained {path}",
                 alike=True,
             ) from fault
-    before = content["progress"]
-    images, now = before["step"] * before["global_batch"], state.step * state.global_batch
-    if images > now:
-        tell(
-            f"note: the global batch is {state.global_batch} now, so {images - now} images of this "
-            f"epoch are repeated, from step {state.step} on"
-        )
-    changes = [f"{_typed(key, vars(args))} (was {saved[key]})" for key in changed]
-    if before["global_batch"] != state.global_batch:
-        changes.insert(
-            0, f"the global batch is {state.global_batch} (was {before['global_batch']})"
-        )
-    commands = (sys.argv[0], *str(saved.get("command")).split()[:1])
-    scripts = [name for name in map(os.path.basename, commands) if name.startswith("imagenet_")]
-    if len(set(scripts)) > 1:
-        changes.insert(0, f"the script is {scripts[0]} (was {scripts[1]})")
-    if changes:
-        tell(f"changed since the snapshot: {', '.join(changes)}")
-    if not world.is_main:
-        state.sums = None  # they are of all ranks: only one may bring them in again
-    return True
-
-
-def changed_options(saved: dict[str, Any], args: Any, path: Path | None = None) -> list[str]:
-    """Names of the options that differ now, without places and what the snapshot decides.
-
-    Raises: `UserError` for those that contradict the snapshot ``path``, if it is given.
-    """
-    now = vars(args)
-    free = (*_PLACES, *getattr(args, "untyped", ()))
-    changed = [key for key in saved if key in now and key not in free and saved[key] != now[key]]
-    fixed = [key for key in changed if key in _FIXED]
-    # Step after step, the last epoch does not matter.
-    if "epochs" in changed and (saved.get("lr_schedule") in TO_THE_END or saved.get("progressive")):
-        fixed.append("epochs")
-    if fixed and path is not None:
-        raise UserError(
-            f"{path} was made with {' '.join(_typed(key, saved) for key in fixed)}: use these "
-            "options, or begin a new schedule from its weights with --start-epoch 0",
-            alike=True,
-        )
-    return changed
-
-
-def _typed(key: str, options: dict[str, Any]) -> str:
-    return f"--{key.replace('_', '-')} {options[key]}"
 
 
 def _loss_scale(saved: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -492,23 +516,24 @@ def _loss_scale(saved: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     return {**state, **found}
 
 
-def _rescale_position(state: TrainState, global_batch: int) -> None:
-    """Express the position within the epoch in steps of this run's global batch.
-
-    A job that a launcher restarts on the nodes that are left has another global batch: it continues
-    at the last step boundary before, and some images are repeated. Raises: `UserError`.
-    """
-    images = state.step * state.global_batch
-    repeated = images % global_batch
-    if repeated and not is_elastic():
-        raise UserError(
-            f"the snapshot was taken in the middle of an epoch, after {images} images, which is no "
-            f"whole number of global batches of {global_batch}: resume with the global batch "
-            f"{state.global_batch} that it was made with",
-            alike=True,
+def _changes(state: TrainState, args: Any, content: dict[str, Any]) -> list[str]:
+    """What is other than when the snapshot was taken, for the log."""
+    saved, before, notes = content["options"], content["progress"], []
+    batch, now = before["global_batch"], state.global_batch
+    if (images := before["step"] * batch - state.step * now) > 0:
+        notes.append(
+            f"note: the global batch is {now} now, so {images} images of this epoch are repeated, "
+            f"from step {state.step} on"
         )
-    if repeated and state.sums:  # the means stay what they are, and each image counts once
-        part = (images - repeated) / images
-        state.sums = [value * part for value in state.sums]
-        state.printed = state.printed and [value * part for value in state.printed]
-    state.step, state.global_batch = images // global_batch, global_batch
+    changes = []
+    commands = (sys.argv[0], *str(saved.get("command")).split()[:1])
+    scripts = [name for name in map(os.path.basename, commands) if name.startswith("imagenet_")]
+    if len(set(scripts)) > 1:
+        changes.append(f"the script is {scripts[0]} (was {scripts[1]})")
+    if batch != now:
+        changes.append(f"the global batch is {now} (was {batch})")
+    for key in changed_options(saved, args):
+        changes.append(f"{_typed(key, vars(args))} (was {saved[key]})")
+    if changes:
+        notes.append(f"changed since the snapshot: {', '.join(changes)}")
+    return notes

@@ -30,7 +30,6 @@ class Reason(str, enum.Enum):
     BAD_FILES = "bad_files"
     DIVERGED = "diverged"
     EVALUATED = "evaluated"  # -e
-    DUMMY = "dummy"  # --dummy
 
 
 # The reasons that one rank may see alone. By rising weight: the maximum of the votes decides.

@@ -8,7 +8,7 @@ import tempfile
 import time
 from typing import Any
 
-from utils.errors import UserError
+from utils.errors import INTERRUPTED, UserError
 from utils.launch import die_with_parent
 
 
@@ -18,8 +18,8 @@ def run(
     """Run ``commands`` side by side, each in its own session, and collect what they print.
 
     Once one has failed, the others are killed. ``options`` are those of `subprocess.Popen`.
-    Raises: `UserError` with the message ``late`` if they take longer than ``seconds``, or if one
-    cannot be started.
+    Raises: `UserError` with the message ``late`` and the code `INTERRUPTED` after ``seconds``;
+    `UserError` if one cannot be started.
     """
     started, end, parent = [], time.monotonic() + seconds, os.getpid()
     with contextlib.ExitStack() as stack:
@@ -35,7 +35,7 @@ def run(
                 if process.wait(max(0.0, end - time.monotonic())):
                     break
         except subprocess.TimeoutExpired:
-            raise UserError(late) from None
+            raise UserError(late, code=INTERRUPTED) from None
         except OSError as fault:
             raise UserError(f"cannot run {fault.filename}: {fault.strerror}") from None
         finally:

@@ -198,7 +198,7 @@ def train(args: Namespace, world: World) -> int:
             # Hivemind begins a step when it expects the target to be reached: some have fewer.
             seen = {"Swarm/samples": float(swarm.local_epoch * args.target_batch)}
             seen |= {"Swarm/peers": float(peers_of(swarm)), "Swarm/own_samples": own}
-            run.scalars(seen, state.epoch + 1, flush=True)
+            run.scalars(seen, state.epoch + 1)
             if not args.peers:
                 evaluated = epoch.evaluate(session, predict, loaders.val)
                 loop.close_epoch(session, trained, evaluated)

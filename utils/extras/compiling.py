@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from utils.errors import UserError
-from utils.preprocessing import training_sizes
 from utils.world import is_sharded
 
 log = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ def compiled(module: nn.Module, args: Any) -> nn.Module:
         raise UserError(f"--compile does not support {what}: use imagenet_ddp.py", alike=True)
     # Beyond this limit, steps would no longer be compiled.
     limit = torch._dynamo.config.recompile_limit
-    torch._dynamo.config.recompile_limit = max(limit, len(set(training_sizes(args))))
+    torch._dynamo.config.recompile_limit = max(limit, len(set(args.epoch_sizes)))
     mode = None if args.compile == "default" else args.compile
     return torch.compile(module, mode=mode, dynamic=False)
 

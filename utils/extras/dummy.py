@@ -1,4 +1,8 @@
-"""``--dummy``: the speed of the training step alone, on random images on the device."""
+"""``--dummy``: the speed of the training step alone, on random images on the device.
+
+Interface: it calls `train_step` in place of the loop over an epoch; there are no loaders.
+Without this file, a step cannot be timed alone.
+"""
 
 import logging
 import resource
@@ -13,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils import report
-from utils.preprocessing import largest_size
+from utils.errors import UserError
 from utils.session import Session, TrainStep
-from utils.stopping import Reason
 from utils.watch import StepTimer, per_step, shares
 from utils.world import World
 
@@ -23,6 +26,13 @@ WARMUP_STEPS, TIMED_STEPS = 5, 20
 AHEAD = 3  # steps that a host may run ahead of a GPU without having to wait for it
 
 log = logging.getLogger(__name__)
+
+
+def classes(choice: str | None) -> list[str]:
+    """Names of as many classes as ``--classes`` says. Raises: `UserError`."""
+    if choice and not choice.isdecimal():
+        raise UserError("--dummy has no folders: give --classes a number", alike=True)
+    return [str(number) for number in range(int(choice or 1000))]
 
 
 def time_step(session: Session, train_step: TrainStep) -> int:
@@ -35,9 +45,10 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     run.begin(0, 0)
     report.sharding(session)
     device = world.device
-    images, targets = random_batch(args.batch_size, largest_size(args), world, args.seed)
+    side = max(args.epoch_sizes, default=args.image_size)
+    images, targets = random_batch(args.batch_size, side, world, args.seed)
     images = images.to(memory_format=args.memory_format)
-    targets %= args.dummy_classes
+    targets %= len(session.loaders.classes)
     if session.state.comm is not None:
         session.state.comm.start_at(1, 0, 1, 2)  # powersgd compresses from the first step on
     timer = StepTimer(session.state.model, device, distributed=world.size > 1)
@@ -69,7 +80,7 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     )
     for place in found.get("host_waits", ()):
         log.warning(f"the host waits for the GPU in each step: {place}")
-    found |= {"images_per_s": rate, "finished_because": Reason.DUMMY}
+    found |= {"images_per_s": rate, "finished_because": "dummy"}
     run.finish(report.setting(session) | per_step(timer.total, "", "_s") | found)
     return 0
 

@@ -14,7 +14,6 @@ from logging import getLogger
 import torch
 
 from utils.errors import UserError
-from utils.preprocessing import largest_size
 from utils.session import Session, TrainStep
 from utils.world import gather, local, node_name
 
@@ -37,7 +36,8 @@ def find(session: Session, train_step: TrainStep) -> int:
     """
     args, world = session.args, session.world
     log.info(f"{args.arch}: forward and backward with growing batches ...")
-    size, gpus, how = search(session, train_step, largest_size(args))
+    side = max(args.epoch_sizes, default=args.image_size)
+    size, gpus, how = search(session, train_step, side)
     log.info(f"-b {size}: {how}")
     if world.is_main:
         print(f"largest batch per GPU: {size // gpus}", flush=True)

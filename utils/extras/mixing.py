@@ -1,7 +1,8 @@
-"""``--mixup`` and ``--cutmix``: pairs of training images are blended, and so are their targets.
+"""``--mixup`` and ``--cutmix`` blend pairs of training images; ``--repeated-aug`` repeats images.
 
-Interface: `build` makes what `utils.loaders.Batches.mix` is, a function of each micro-batch.
-Without this file, images are not mixed.
+Interface: `build` makes what `utils.loaders.Batches.mix` is, a function of each micro-batch;
+`repeated` is what `utils.samplers.TrainSampler.reorder` is, a function of each epoch's order.
+Without this file, each image comes once in an epoch, and alone.
 
 Mixup (Zhang et al. 2018, arXiv:1710.09412) takes a weighted mean of two images, CutMix (Yun et al.
 2019, arXiv:1905.04899) pastes a box of one into the other; with both options each pair gets one of
@@ -55,6 +56,21 @@ def build(alphas: tuple[float, float], sampler: TrainSampler, classes: int) -> M
         return mix(images, targets, plan[low // 2 : low // 2 + len(targets) // 2], classes)
 
     return mixed
+
+
+def repeated(order: np.ndarray, batch: int, views: int) -> np.ndarray:
+    """``order`` with ``views`` views of each image in its global batch of ``batch`` samples.
+
+    Repeated augmentation (Hoffer et al. 2020, arXiv:1901.09335): a step has fewer images, and
+    several crops of each; the number of steps of an epoch stays, so one of them looks at 1/views of
+    the images. View v of image i is the index i + v x images: modulo the number of images it is i,
+    and it is augmented in a way of its own (see `utils.images.ImageBatches`).
+    """
+    images, steps = len(order), len(order) // batch
+    own = -(-batch // views)  # images in a batch
+    chosen = order[: steps * own].reshape(steps, 1, own)
+    every = chosen + images * np.arange(views)[None, :, None]
+    return every.reshape(steps, -1)[:, :batch].reshape(-1)
 
 
 def draw(

@@ -1,4 +1,4 @@
-"""Decoded pixels in a few large files, written by `prepare_data.py pack` and read by training.
+"""Decoded pixels in a few large files, which `scripts/prepare_data.py pack` writes.
 
 No option: used where DATA/train, val or test holds such files. Interface: `Pack` is a
 `utils.folder.Source`. Without this file, packed data sets cannot be read.

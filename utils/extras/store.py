@@ -1,13 +1,19 @@
-"""Copies of a run in a store: uploaded in the background, fetched to an empty disk.
+"""``--store URL``: copies of a run's files, uploaded in the background; ``--resume URL``.
 
 A store is a folder or a URL (s3://, gs://, az://); fsspec, which torch depends on, transfers the
 files. No fault of the store stops or delays training.
+Interface: `Store.upload` is one of ``run.written``, the functions that get the path of each file
+that a run has written.
+Without this file: runs stay in their directories, and --resume takes local files.
 """
 
 import logging
+import multiprocessing.util
 import shutil
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +91,18 @@ def run_name(url: str, mark: str) -> str | None:
     return folder.rpartition("/")[2] if mark in names else None
 
 
-def fetch(url: str, folder: Path) -> Path:
-    """Download ``url`` into ``folder`` as a temporary file, see `utils.atomic.remove_leftovers`.
+def fetch(url: str, folder: Path | None) -> Path:
+    """Download ``url`` into ``folder``, or a temporary one, until this process ends at the latest.
 
-    A best model beside it comes, too, unless ``folder`` has one. Raises: `UserError`.
+    Into ``folder`` a best model beside it comes, too, unless there is one. Raises: `UserError`.
     """
     system, place, name, names = _find(url)
-    file = folder / f".{name}.from_store.tmp"
+    if folder is None:
+        scratch = tempfile.TemporaryDirectory(prefix="imagenet-")
+        _at_exit(scratch.cleanup)
+        folder = Path(scratch.name)
+    file = folder / f".{name}.from_store.tmp"  # a killed process's: `utils.atomic.remove_leftovers`
+    _at_exit(lambda: file.unlink(missing_ok=True))
     try:
         _download(system, f"{place}/{name}", file)
         if BEST in names and name != BEST and not (folder / BEST).exists():
@@ -99,6 +110,11 @@ def fetch(url: str, folder: Path) -> Path:
     except Exception as fault:
         raise UserError(f"cannot download {url} ({fault!r:.200})") from fault
     return file
+
+
+def _at_exit(clean_up: Callable[[], None]) -> None:
+    """Also after an error: `launch.run_main` ends a process this way."""
+    multiprocessing.util.Finalize(None, clean_up, exitpriority=0)
 
 
 class Store:

@@ -1,0 +1,55 @@
+"""``--progressive``: train on small images first, which are cheap, and on larger ones at the end.
+
+Interface: `sizes` becomes ``args.epoch_sizes``, the side of training images in each epoch.
+Without this file, training images have one size, that of ``--image-size``.
+
+Howard's and others' entries in DAWNBench (2018) began it; ffcv-imagenet trains at 160 pixels, then
+at 192. The size is a function of the epoch alone: a resumed run, or one on another number of
+processes, sees the same images.
+"""
+
+import argparse
+import math
+import re
+
+# From FROM to TO, as ffcv-imagenet's configurations of 16 and 32 epochs grow (start_ramp 11 and 23,
+# end_ramp 13 and 27): https://github.com/libffcv/ffcv-imagenet/tree/main/rn50_configs
+GROWS_FROM, GROWS_UNTIL = 0.7, 0.85  # shares of the epochs
+COARSEST = 32  # pixels between two sizes, at most
+
+
+def check(text: str) -> str:
+    """The type of the option: the text, checked."""
+    if re.fullmatch(r"0*[1-9]\d*(:\d+|(,0*[1-9]\d*)*)", text):
+        numbers = _numbers(text)
+        if ":" not in text or numbers[0] < numbers[1]:
+            return text
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither FROM:TO (160:192) nor a list of sizes (128,160,192)"
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(":" if ":" in text else ",")]
+
+
+def sizes(text: str, epochs: int) -> tuple[int, ...]:
+    """The side of training images in each of ``epochs``, pixels."""
+    wanted = _numbers(text)
+    if ":" not in text:
+        return tuple(wanted[epoch * len(wanted) // epochs] for epoch in range(epochs))
+    low, high = wanted
+    step = math.gcd(COARSEST, low, high)
+    found = []
+    for epoch in range(epochs):
+        done = ((epoch + 0.5) / epochs - GROWS_FROM) / (GROWS_UNTIL - GROWS_FROM)
+        side = low + (high - low) * min(1.0, max(0.0, done))
+        found.append(step * math.floor(side / step + 0.5))
+    return tuple(found)
+
+
+def describe(found: tuple[int, ...]) -> str:
+    """Which size comes when: "160 pixels from epoch 1, 192 from epoch 13"."""
+    grown = [(size, n) for n, size in enumerate(found) if n == 0 or size != found[n - 1]]
+    text = ", ".join(f"{size} from epoch {n + 1}" for size, n in grown)
+    return text.replace(" from", " pixels from", 1)
