@@ -331,29 +331,30 @@ class Runner:
         if not self.args.link or arm.nodes == 1:
             return self.run([words], arm)
         with namespaces.network(arm.nodes) as nodes:
-            place = ["env", f"MASTER_ADDR={namespaces.address(0)}", f"WORLD_SIZE={arm.nodes}"]
-            place.append(f"MASTER_PORT={network.free_port()}")
             for node in nodes:
                 namespaces.limit(node, self.args.link)
-            starts = ([*node.enter, *place, f"NODE_RANK={i}"] for i, node in enumerate(nodes))
-            return self.run([[*start, *words] for start in starts], arm)
+            place = ["-n", str(arm.nodes), "--dist-url"]
+            place += [f"tcp://{namespaces.address(0)}:{network.free_port()}", "-nr"]
+            starts = [[*one.enter, *words, *place, str(i)] for i, one in enumerate(nodes)]
+            return self.run(starts, arm)
 
     def run(self, commands: list[list[str]], arm: Arm | None = None) -> int:
-        """Run ``commands`` side by side. What they print is shown, and added to the arm's log."""
+        """Run ``commands`` side by side. The log of an arm gets what they print, and is shown."""
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "NODE_RANK")}
         env |= {"PYTHONUNBUFFERED": "1", **dict(self.args.env or ())}
-        # Ctrl-C is for this process, which passes it on.
-        common = {"env": env, "start_new_session": True}
-        common["preexec_fn"] = functools.partial(launch.die_with_parent, os.getpid())
-        common["cwd"] = ROOT if self.args.slurm is not None else None
-        out = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT} | common
-        # -p: it goes on if nobody reads its output any more.
-        words = ["tee", "-a", "-p", str(arm.log) if arm else os.devnull]
-        with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as tee:
-            with open(arm.log, "a+", errors="replace") if arm else contextlib.nullcontext() as log:
-                self.started = [subprocess.Popen(one, stdout=tee.stdin, **out) for one in commands]
-                if arm:
-                    self.watch(arm, log)
+        # In a session of its own: Ctrl-C is for this process, which passes it on.
+        how = {"env": env, "start_new_session": True, "stdin": subprocess.DEVNULL}
+        how["preexec_fn"] = functools.partial(launch.die_with_parent, os.getpid())
+        how["cwd"] = ROOT if self.args.slurm is not None else None
+        with contextlib.ExitStack() as files:
+            if arm:
+                out = files.enter_context(open(arm.log, "ab"))
+                log = files.enter_context(open(arm.log, errors="replace"))
+                log.seek(0, os.SEEK_END)
+                how |= {"stdout": out, "stderr": subprocess.STDOUT}
+            self.started = [subprocess.Popen(one, **how) for one in commands]
+            if arm:
+                self.watch(arm, log)
             codes = [process.wait() for process in self.started]
             self.started = []
         return next((128 - code if code < 0 else code for code in codes if code), 0)
@@ -362,11 +363,15 @@ class Runner:
         return any(process.poll() is None for process in self.started)
 
     def watch(self, arm: Arm, log: TextIO) -> None:
-        """Wait for an arm. While it trains, run nvidia-smi: early on, and in its second half."""
-        began, due, tail = None, [0.0, 0.5], ""
-        while self.is_running():
+        """Show the log of an arm until it has ended. While it trains, run nvidia-smi: early on, and
+        in its second half."""
+        began, due, tail, running = None, [0.0, 0.5], "", True
+        while running:
+            running = self.is_running()  # before reading, or the last lines may be missed
             time.sleep(0.1)
-            tail = tail[-500:] + log.read()
+            text = log.read()
+            print(text, end="", flush=True)
+            tail = tail[-500:] + text
             if due and (lines := STEP.findall(tail)):
                 tail, now = "", time.monotonic()
                 began = began or now

@@ -15,12 +15,15 @@ Cell = Callable[[list[Figures]], str]  # from a case's rounds
 
 
 def measure(
-    cases: Iterable[Case], rounds: int, figures_of: Callable[[Case], Figures]
+    cases: Iterable[Case],
+    rounds: int,
+    figures_of: Callable[[Case], Figures],
+    strict: bool = False,
 ) -> dict[Case, list[Figures]]:
     """The figures of each case, round by round: a change of the machine's speed affects all.
 
     Every other round goes backwards. A case that fails is named and left out. Raises: `UserError`
-    if no case is left.
+    if no case is left; with ``strict`` once one has failed.
     """
     found: dict[Case, list[Figures]] = {case: [] for case in cases}
     for number in range(rounds):
@@ -29,6 +32,8 @@ def measure(
             try:
                 found[case].append(figures_of(case))
             except UserError as fault:
+                if strict:
+                    raise
                 print(f"{case}: {fault}", file=sys.stderr, flush=True)
                 del found[case]
                 if not found:

@@ -96,11 +96,16 @@ def draw(
                 continue
             figure, file = make(), out / f"{prefix}{name}.png"
             for kind in dict.fromkeys(("png", *formats)):
-                # Fast compression: the strongest takes longer than the drawing.
-                more = {"pil_kwargs": {"compress_level": 4}} if kind == "png" else {}
-                figure.savefig(file.with_suffix(f".{kind}"), metadata=NO_DATE[kind], **more)
+                save(figure, file.with_suffix(f".{kind}"))
             drawn.append(Picture(name, title, file))
     return drawn
+
+
+def save(figure: Any, file: Path) -> None:
+    """Write a figure. Raises: OSError; ValueError for a format that is unknown."""
+    # Fast compression: the strongest takes longer than the drawing.
+    more = {"pil_kwargs": {"compress_level": 4}} if file.suffix == ".png" else {}
+    figure.savefig(file, metadata=NO_DATE.get(file.suffix[1:]), **more)
 
 
 def plan(both: Comparison) -> dict[str, tuple[str, Callable[[], Any]]]:
@@ -198,7 +203,7 @@ def _set_axes(axes: Any, tag: str, over: str) -> None:
         axes.set_ylim(max(low, 0), min(high, 100))
     if logarithmic:
         axes.set_xscale("log", nonpositive="mask")
-        _round_ticks(axes.xaxis)
+        round_ticks(axes.xaxis)
         return
     axes.locator_params(axis="x", nbins=7, integer=over == "epochs", steps=[1, 2, 5, 10])
     if over != "epochs":
@@ -209,7 +214,7 @@ def _set_axes(axes: Any, tag: str, over: str) -> None:
         _enlarge_the_plateau(axes)
 
 
-def _round_ticks(axis: Any, ticks: Sequence[float] = ()) -> None:
+def round_ticks(axis: Any, ticks: Sequence[float] = ()) -> None:
     """On a logarithmic axis: ticks at 1, 2 and 5 times the powers of ten, or at ``ticks``. Where
     these do not fit, at the powers of ten alone."""
     from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
@@ -299,8 +304,8 @@ def scaling(both: Comparison) -> Any:
     axes.set(xlabel="GPUs (processes)", ylabel=PANELS[RATE][1])
     axes.set_title("Scaling: measured (line) and perfect (dashed)")
     axes.margins(0.12)
-    _round_ticks(axes.xaxis, sorted(counts))
-    _round_ticks(axes.yaxis)
+    round_ticks(axes.xaxis, sorted(counts))
+    round_ticks(axes.yaxis)
     axes.grid()
     figure.legend(*zip(*shown, strict=True), loc="outside right upper", title="GPUs (processes)")
     return figure
