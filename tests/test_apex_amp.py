@@ -2,6 +2,8 @@
 
 import argparse
 import re
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,13 +21,14 @@ STAND_IN_APEX = str(ROOT / "tests" / "stand_in_apex")
 WORLD = world.World(torch.device("cpu"))
 OVERFLOW = "apex.amp.overflow_next = True"
 STOP = """
-from utils.train import loop
-_f = loop.close_epoch
-def once(*a):
-    import os, signal
-    os.kill(os.getpid(), signal.SIGTERM)
-    return _f(*a)
-loop.close_epoch = once"""
+import os, signal
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+steps = []
+def hook(*_):
+    steps.append(1)
+    if len(steps) == 6:  # that of the first epoch with an overflow is not taken
+        os.kill(os.getpid(), signal.SIGTERM)
+register_optimizer_step_pre_hook(hook)"""
 
 
 def test_apex_is_used_as_published_scripts_use_it(tmp_path, folder):
@@ -87,7 +90,13 @@ def parsed(*options):
 
 def test_float16_on_a_cpu_comes_with_a_warning(monkeypatch, capsys):
     """It draws no random numbers: weights stay as the seed makes them."""
-    monkeypatch.setattr(amp, "SLOW", 0.0)  # whatever this CPU is
+    conv2d = torch.conv2d
+
+    def slow(images, weights):
+        time.sleep(0.2 if images.dtype == torch.float16 else 0)
+        return conv2d(images, weights)
+
+    monkeypatch.setattr(torch, "conv2d", slow)  # whatever this CPU is
     before = torch.get_rng_state()
     choice.amp_and_parallel(parsed("--opt-level", "O0"), WORLD)
     amp.autocast_dtype(argparse.Namespace(amp="off"), WORLD)
@@ -114,7 +123,7 @@ def test_why_apex_is_not_used(site, tmp_path, monkeypatch, capsys, init, has_gpu
         (tmp_path / "apex" / name / "__init__.py").touch()
     (tmp_path / "apex" / "__init__.py").write_text(init or "")
     site(str(tmp_path))
-    monkeypatch.setattr(choice, "_has_gpu", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     amp, parallel = choice.amp_and_parallel(parsed(), WORLD)
     assert isinstance(amp, o2.Amp) and parallel is o2
     by = r"opt level O2 by plain PyTorch \(utils/extras/o2.py\)"
@@ -131,7 +140,7 @@ def test_an_apex_that_is_missing_is_told_before_processes_start(tmp_path, folder
 
 def test_torch_is_taken_when_asked_for_though_apex_is_there(site, monkeypatch):
     site(STAND_IN_APEX)
-    monkeypatch.setattr(choice, "_has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for options, kind in (((), choice.Amp), (("--amp-impl", "torch"), o2.Amp)):
         assert type(choice.amp_and_parallel(parsed(*options), WORLD)[0]) is kind
 
@@ -167,7 +176,9 @@ def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch):
 def test_precision(monkeypatch, capsys, device, asked, fast, sizes, precision, words):
     """``fast``: the CPU has AMX, the GPU computes in bf16."""
     supported = lambda including_emulation=True: including_emulation or fast  # noqa: E731
-    monkeypatch.setattr(amp, "has_amx", lambda: fast)
+    flags = "flags : amx_tile amx_bf16" if fast else "flags : fpu"
+    monkeypatch.setattr(Path, "read_text", lambda path: flags)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "ALL")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     args = argparse.Namespace(amp=asked, image_size=sizes[0], epoch_sizes=sizes[1:])
     dtype = amp.autocast_dtype(args, world.World(torch.device(device)))

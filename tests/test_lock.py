@@ -1,9 +1,11 @@
 """One owner of a run directory at a time, also after a crash."""
 
 import errno
+import fcntl
 import logging
 import signal
 import socket
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -56,15 +58,16 @@ def holder(folder: Path) -> Running:
 
 @pytest.mark.parametrize("patient", [False, True])
 def test_a_lock_that_is_held_is_waited_for_and_then_an_error(tmp_path, monkeypatch, patient):
-    monkeypatch.setattr(run_directory, "PATIENCE", 0.0)
-    monkeypatch.setattr(run_directory, "RESTART_PATIENCE", 600.0)
+    later, now = 0.0, time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + later)
     mine = run_directory.Lock(tmp_path, patient)
     with holder(tmp_path) as other:
         other.until("True")
         assert not mine.poll()
-        if patient:
-            assert not mine.poll()
-        else:
+        for later in (100.0, 200.0) if patient else (3.0,):
+            if later == 100.0:
+                assert not mine.poll()
+                continue
             with pytest.raises(UserError, match=f"process {other.process.pid} on"):
                 mine.poll()
         other.send(signal.SIGKILL)
@@ -79,14 +82,14 @@ def test_a_lock_that_is_given_up_while_another_takes_it_is_not_held_by_two(tmp_p
     """One has opened the file, which the other then removes."""
     first, second, third = (run_directory.Lock(tmp_path) for _ in range(3))
     assert first.poll()
-    flock = run_directory.fcntl.flock
+    flock = fcntl.flock
 
     def late(file, operation):
         first.release()
         flock(file, operation)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_directory.fcntl, "flock", late)
+        patch.setattr(fcntl, "flock", late)
         assert not second.poll()
     assert third.poll()
     assert not second.poll()
@@ -94,16 +97,12 @@ def test_a_lock_that_is_given_up_while_another_takes_it_is_not_held_by_two(tmp_p
 
 
 def test_without_locks_in_the_file_system_one_line_warns(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        run_directory.fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "none"))
-    )
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "none")))
     one = run_directory.Lock(tmp_path)
     assert one.poll()
     assert "has no locks" in one.warning
     one.release()
-    monkeypatch.setattr(
-        run_directory.fcntl, "flock", mock.Mock(side_effect=OSError(errno.EIO, "disk"))
-    )
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.EIO, "disk")))
     with pytest.raises(OSError, match="disk"):
         run_directory.Lock(tmp_path).poll()
 

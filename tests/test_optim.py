@@ -14,7 +14,7 @@ from torchvision.models import get_model
 from utils import optim, options
 from utils.errors import UserError
 from utils.extras import muon
-from utils.extras.muon import Muon, hidden_matrices, orthogonal
+from utils.extras.muon import Muon, orthogonal
 from utils.extras.o2 import LossScaler
 from utils.optim import learning_rate, scale_lr
 from utils.snapshots import TrainState, resume, snapshot_of, write
@@ -160,7 +160,8 @@ def test_a_step_that_overflows_leaves_no_trace():
 
     def go(overflows, scale):
         model = network()
-        groups = optim._groups(model, hidden_matrices(model), 0.05, None)
+        groups = optim.build(asked("--optimizer", "muon"), model).param_groups
+        groups = [{k: x[k] for k in ("params", "weight_decay", "muon") if k in x} for x in groups]
         built, good = Muon(groups, 1e-3, 0.95, (0.9, 0.999), fused=True), 0
         for bad in overflows:
             built.found_inf, built.grad_scale = torch.tensor(float(bad)), torch.tensor(scale)

@@ -17,7 +17,7 @@ from joined import start
 from running import fill, same, small_disk
 from test_checkpoint import ARGS, CLASSES, WORLD, build, ours, same_weights, trained
 
-from utils import atomic, snapshots
+from utils import snapshots
 from utils.atomic import link_atomically, read_checkpoint, save_atomically
 from utils.errors import UserError
 from utils.snapshots import (
@@ -88,8 +88,8 @@ def calls(monkeypatch):
         found.append(f"name {Path(target).name}")
         replace(source, target)
 
-    monkeypatch.setattr(atomic.os, "fsync", note_fsync)
-    monkeypatch.setattr(atomic.os, "replace", note_replace)
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
     return found
 
 
@@ -116,7 +116,7 @@ def test_a_durable_file_is_flushed_before_it_has_its_name_and_the_name_after(tmp
 def test_linked_or_copied(tmp_path, monkeypatch, by_link):
     if not by_link:
         refuse = mock.Mock(side_effect=OSError(18, "Invalid cross-device link"))
-        monkeypatch.setattr(atomic.os, "link", refuse)
+        monkeypatch.setattr(os, "link", refuse)
     source, path = tmp_path / "source", tmp_path / "path"
     source.write_bytes(b"new")
     (tmp_path / "symbolic").symlink_to(source)
@@ -138,7 +138,7 @@ def test_a_fault_at_any_call_leaves_a_readable_snapshot(tmp_path, name, deadly):
             save_epoch(tmp_path, epoch)
         pid = os.fork()
         if pid == 0:
-            real, calls = getattr(atomic.os, name), []
+            real, calls = getattr(os, name), []
 
             def fail(*arguments, real=real, calls=calls, number=number, **options):
                 calls.append(arguments)
@@ -148,7 +148,7 @@ def test_a_fault_at_any_call_leaves_a_readable_snapshot(tmp_path, name, deadly):
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise OSError(28, "No space left on device")
 
-            setattr(atomic.os, name, fail)
+            setattr(os, name, fail)
             try:
                 save_epoch(tmp_path, 3)
             except UserError:
@@ -168,9 +168,9 @@ def test_a_fault_at_any_call_leaves_a_readable_snapshot(tmp_path, name, deadly):
 
 def test_what_is_written_is_the_state_at_the_call(tmp_path, monkeypatch):
     """Training goes on while the thread is held up; the file has none of it."""
-    gate, state = threading.Event(), trained()
+    gate, state, save = threading.Event(), trained(), torch.save
     before = copy.deepcopy(state.model.state_dict())
-    monkeypatch.setattr(snapshots, "write", lambda *a: gate.wait(60) and write(*a))
+    monkeypatch.setattr(torch, "save", lambda *a: gate.wait(60) and save(*a))
     writer = SnapshotWriter(tmp_path)
     writer.save({SNAPSHOT: ours(state)})
     assert writer.busy

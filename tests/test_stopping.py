@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,6 @@ from conftest import draw_folder, summary, train
 from joined import in_processes, start
 from running import free_port, snapshot
 
-from utils import stopping
 from utils.errors import INTERRUPTED
 from utils.stopping import Reason, StopRequest
 from utils.world import World
@@ -29,7 +29,7 @@ def polled(seconds: float, rank: int, size: int) -> dict[str, Any]:
     A snapshot is due every sixth step. Rank 0 writes one from step 11 to step 15.
     """
     clock = SimpleNamespace(now=0.0)
-    stopping.time = SimpleNamespace(monotonic=lambda: clock.now)
+    time.monotonic = lambda: clock.now
     world, busy = World(torch.device("cpu"), rank, size), lambda: 11 <= clock.now / seconds <= 15
     stop = StopRequest(world, None, 0.0, minutes=seconds / 10, is_busy=busy)
     due = []
