@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils import amp, epoch, loop, models, optim, options
+from utils import addons, amp, epoch, loop, models, optim, options
 from utils.extras import compress
 from utils.loaders import build_loaders
 from utils.run_directory import Run
@@ -60,7 +60,7 @@ def train(args: Namespace, world: World) -> int:
     """Everything from the options to the last epoch. Returns the exit code."""
     device = world.device
     torch.manual_seed(args.seed)
-    loop.read_image_size(args, world)  # with --resume; model and precision depend on it
+    args = loop.with_checkpoint_sizes(args, world)  # with --resume; the model depends on them
 
     amp_dtype = amp.autocast_dtype(args, world)
 
@@ -91,7 +91,7 @@ def train(args: Namespace, world: World) -> int:
     # ---- communication: what the gradients are while they travel
     comm = compress.Exchange(replica, args, world, scaler)
 
-    forward = epoch.compiled(replica, args)  # as it is without --compile
+    forward = addons.compiled(replica, args)  # as it is without --compile
 
     # ---- the training step
     def train_step(
@@ -127,17 +127,17 @@ def train(args: Namespace, world: World) -> int:
     run = Run(args, world, mode="ddp")
     state = TrainState(model, optimizer, scaler, comm=comm)
     session = Session(args, world, run, loaders, state)
-    if args.find_batch or args.dummy:
-        return loop.measure_step(session, train_step)
+    if (code := loop.measure(session, train_step)) is not None:
+        return code  # --find-batch, --dummy
     loop.resume(session)
     if args.evaluate:
         return epoch.evaluate_only(session, predict)
-    loop.begin(session)
-    while loop.goes_on(session):
-        trained = epoch.train(session, train_step)
-        evaluated = epoch.evaluate(session, predict, loaders.val)
-        loop.close_epoch(session, trained, evaluated)  # curves, best model, snapshot
-    return loop.end(session, predict)
+    training = loop.begin(session)
+    while loop.goes_on(training):
+        trained = epoch.train(training, train_step)
+        evaluated = epoch.evaluate(training, predict, loaders.val)
+        loop.close_epoch(training, trained, evaluated)  # curves, best model, snapshot
+    return loop.end(training, predict)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from utils import amp, epoch, loop, models, optim, options
+from utils import addons, amp, epoch, loop, models, optim, options
 from utils.extras import fsdp
 from utils.loaders import build_loaders
 from utils.run_directory import Run
@@ -58,7 +58,7 @@ def train(args: Namespace, world: World) -> int:
     """Everything from the options to the last epoch. Returns the exit code."""
     device = world.device
     torch.manual_seed(args.seed)
-    loop.read_image_size(args, world)  # with --resume; model and precision depend on it
+    args = loop.with_checkpoint_sizes(args, world)  # with --resume; the model depends on them
 
     amp_dtype = amp.autocast_dtype(args, world)
 
@@ -87,7 +87,7 @@ def train(args: Namespace, world: World) -> int:
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
-    forward = epoch.compiled(model, args)  # as it is without --compile
+    forward = addons.compiled(model, args)  # as it is without --compile
 
     # ---- the training step
     def train_step(
@@ -123,17 +123,17 @@ def train(args: Namespace, world: World) -> int:
     run = Run(args, world, mode="fsdp")
     state = TrainState(model, optimizer, scaler)
     session = Session(args, world, run, loaders, state)
-    if args.find_batch or args.dummy:
-        return loop.measure_step(session, train_step)
+    if (code := loop.measure(session, train_step)) is not None:
+        return code  # --find-batch, --dummy
     loop.resume(session)
     if args.evaluate:
         return epoch.evaluate_only(session, predict)
-    loop.begin(session)
-    while loop.goes_on(session):
-        trained = epoch.train(session, train_step)
-        evaluated = epoch.evaluate(session, predict, loaders.val)
-        loop.close_epoch(session, trained, evaluated)  # curves, best model, snapshot
-    return loop.end(session, predict)
+    training = loop.begin(session)
+    while loop.goes_on(training):
+        trained = epoch.train(training, train_step)
+        evaluated = epoch.evaluate(training, predict, loaders.val)
+        loop.close_epoch(training, trained, evaluated)  # curves, best model, snapshot
+    return loop.end(training, predict)
 
 
 if __name__ == "__main__":

@@ -156,3 +156,167 @@ def meet_nodes(*job: Any) -> None:
 
 
 # ---- model and training step
+
+
+def timm_models() -> Any:
+    """`utils.extras.timm_models`, where timm is installed; else None."""
+    if not (find_spec("timm") and _is_there("timm_models")):
+        return None
+    from utils.extras import timm_models
+
+    return timm_models
+
+
+def preprocessing_of_weights(args: Any, local: bool) -> Any:
+    """The `Preprocessing` that the weights of ``--pretrained`` expect; None for new weights."""
+    if not args.pretrained:
+        return None
+    from utils.extras import foreign
+
+    return foreign.expected_preprocessing(args, local)
+
+
+def with_published_weights(arch: str, classes: int, image_size: int) -> Any:
+    """A model of torchvision with its published weights: ``--pretrained``."""
+    from utils.extras import foreign
+
+    return foreign.with_published_weights(arch, classes, image_size)
+
+
+def set_drop_path(model: Any, share: float) -> None:
+    """``--drop-path``, for a model of torchvision."""
+    from utils.extras import blocks
+
+    blocks.drop_path(model, share)
+
+
+def change_model(model: Any, args: Any, classes: int) -> list[str]:
+    """What options change in a new model. Returns: notes for the log."""
+    notes = []
+    if isinstance(args.pretrained, str):
+        from utils.extras import foreign
+
+        notes += foreign.load_weights(model, args.pretrained, args.arch, classes)
+    if args.zero_init_gamma or args.freeze or args.activation_checkpointing:
+        from utils.extras import blocks
+
+        notes += blocks.change(model, args, classes)
+    return notes
+
+
+def muon(model: Any, args: Any, betas: tuple[float, ...], fused: bool) -> Any:
+    """``--optimizer muon``."""
+    from utils.extras import muon
+
+    return muon.build(model, args, betas, fused)
+
+
+def average(state: Any, args: Any) -> Any:
+    """``--ema``: the `Average` of the model's weights, which follows each optimiser step; or None.
+
+    It begins with the weights as they are now.
+    """
+    if not args.ema or args.evaluate:
+        return None
+    from utils.extras.ema import Average
+
+    masters = getattr(state.weights, "named_masters", dict)()
+    found = Average(state.model, args.ema, masters)
+    state.optimizer.register_step_post_hook(lambda *_: found.after_step())
+    return found
+
+
+def compiled(module: Any, args: Any) -> Any:
+    """``module`` for the training step: compiled with ``--compile``, else as it is."""
+    if not args.compile:
+        return module
+    from utils.extras import compiling
+
+    return compiling.compiled(module, args)
+
+
+def first_step_timed(train_step: Any, args: Any, device: Any) -> Any:
+    """``train_step``; with ``--compile`` the time of its first call, which compiles, is logged."""
+    if not args.compile:
+        return train_step
+    from utils.extras import compiling
+
+    return compiling.first_step_timed(train_step, args, device)
+
+
+def measurement(args: Any) -> Any:
+    """What takes the place of a training, called with session and train_step; or None."""
+    if args.find_batch:
+        from utils.extras import find_batch
+
+        return find_batch.find
+    if args.dummy:
+        from utils.extras import dummy
+
+        return dummy.time_step
+    return None
+
+
+def profiler(args: Any, folder: Any) -> Any:
+    """``--profile``: a started profiler, whose ``step()`` is called after each step; or None."""
+    if not args.profile:
+        return None
+    from utils.extras import profiling
+
+    return profiling.start(folder)
+
+
+def sharding_text(model: Any, args: Any) -> str:
+    """A line about what of a sharded model is sharded how."""
+    from utils.extras import fsdp
+
+    return fsdp.describe(model, args.reshard)
+
+
+def sent_bytes(session: Any, trained: list[Any], plain: float) -> float:
+    """Bytes that a process sends per step, of ``plain`` bytes of gradients; computed."""
+    state, world = session.state, session.world
+    if state.sharded:
+        from utils.extras import fsdp
+
+        return fsdp.sent_bytes(trained, session.args, world, session.loaders.dtype)
+    if state.comm is not None:
+        plain = state.comm.wire_bytes([weight.shape for weight in trained])
+    return 2 * plain * (world.size - 1) / world.size  # a ring's all-reduce
+
+
+# ---- beside the training
+
+
+def watch_spot(args: Any, stop: Any, world: Any) -> None:
+    """``--spot-notice``: ask for the end of the run when EC2 reclaims this node."""
+    if args.spot_notice and world.local_rank == 0:  # any of the nodes may be reclaimed
+        from utils.extras import spot
+
+        spot.watch(args.spot_notice, stop)
+
+
+def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
+    """Warnings about a global batch that may cost accuracy."""
+    if not _is_there("advice"):
+        return []
+    from utils.extras import advice
+
+    return advice.batch_warnings(args, global_batch, lr)
+
+
+def advise(session: Any, record: dict[str, float]) -> None:
+    """Log what limited the first epoch, and what would help."""
+    if _is_there("advice"):
+        from utils.extras import advice
+
+        advice.bottleneck(session, record)
+
+
+def status(session: Any) -> Any:
+    """The file that scripts/status.sh reads; or None."""
+    if not _is_there("status"):
+        return None
+    from utils.extras.status import Status
+
+    return Status(session)

@@ -12,6 +12,7 @@ from utils.world import World, gather, has_amx
 LEAST_FOR_AMX = 224
 SLOW = 2.0  # times the time in float32
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}
+NAMES = {dtype or torch.float32: name for name, dtype in DTYPES.items()}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None:
     """The dtype for torch.autocast that ``--amp`` asks for; None for float32.
 
-    Sets ``args.precision`` to its name. All processes must call it, and get the same.
+    All processes must call it, and get the same.
     """
     device, choice = world.device, args.amp
     if choice == "auto" and device.type == "cuda":
@@ -44,7 +45,6 @@ def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None
         print("warning: this GPU only emulates bf16, slowly: --amp fp16 is faster", flush=True)
     if choice == "fp16" and device.type == "cpu" and world.is_main:
         note_slow_float16("--amp off")
-    args.precision = choice
     return DTYPES[choice]
 
 

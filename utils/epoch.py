@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from utils import optim, report, snapshots
+from utils import addons, optim, report, snapshots
 from utils.atomic import read_checkpoint
 from utils.errors import UserError
 from utils.loaders import BadFiles, Batches, MicroBatch
 from utils.metrics import UNREADABLE, Sums, to_metrics
-from utils.session import Predict, Session, TrainStep, show_status
+from utils.session import Predict, Session, Training, TrainStep
 from utils.snapshots import BEST, SNAPSHOT, TrainState
 from utils.stopping import Reason
 from utils.watch import per_step
@@ -26,18 +26,16 @@ from utils.world import copy_from_main, from_main, gather, reshard
 log = logging.getLogger(__name__)
 
 
-def train(session: Session, train_step: TrainStep) -> dict[str, float] | None:
+def train(session: Training, train_step: TrainStep) -> dict[str, float] | None:
     """Train the rest of the current epoch. Returns its record; None if the run is to stop."""
-    if session.args.compile and not session.epochs:
-        from utils.extras import compiling  # of this option alone
-
-        train_step = compiling.first_step_timed(train_step, session.args, session.world.device)
     meter = Meter(session)
+    if meter.is_first:
+        train_step = addons.first_step_timed(train_step, session.args, session.world.device)
     run_steps(session, train_step, meter)
     return meter.record()
 
 
-def run_steps(session: Session, train_step: TrainStep, meter: "Meter") -> None:
+def run_steps(session: Training, train_step: TrainStep, meter: "Meter") -> None:
     """The loop over the steps that are left of the epoch, until the run is to stop."""
     state, stop, steps = session.state, session.stop, session.train.sampler.steps_per_epoch
     state.model.train()
@@ -64,15 +62,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, session: Session, positi
         group["lr"] = lr
 
 
-def compiled(module: nn.Module, args: Any) -> nn.Module:
-    """``module`` for the training step: compiled with ``--compile``, else as it is."""
-    if not args.compile:
-        return module
-    from utils.extras import compiling
-
-    return compiling.compiled(module, args)
-
-
 def learning_rate_at(session: Session, position: float) -> float:
     """Learning rate at ``position`` (epochs since the start, fractional)."""
     args = session.args
@@ -91,7 +80,7 @@ def loss_scale(state: TrainState) -> dict[str, float]:
     return {f"Amp/{key}": float(scaler[key]) for key in ("scale", "skipped") if key in scaler}
 
 
-def save_snapshot(session: Session, is_best: bool = False) -> None:
+def save_snapshot(session: Training, is_best: bool = False) -> None:
     """Begin to write ``snapshot.pt``, and ``best.pt`` if this is the best model; in rank 0.
 
     To be called in all processes: each may have a part of the model, or of the exchange of
@@ -139,17 +128,17 @@ def _input_rates(session: Session, seconds: float) -> dict[str, float]:
 class Meter:
     """What an epoch measures: sums of loss and hits, the parts of a step, the lines printed."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Training):
         """The epoch begins."""
         self.session, self.state, self.watch = session, session.state, session.watch
         self.steps, self.first = session.train.sampler.steps_per_epoch, session.state.step
         self.sums = Sums(session.world.device, self.state.sums)
-        session.epoch_began = time.monotonic()
         title = f"Epoch {self.state.epoch + 1}/{session.args.epochs}"
         session.run.console.start_bar(title, self.steps, self.first)
         session.train.start_count()
         session.stop.begin_phase()
         self.watch.start_epoch()
+        self.is_first = self.watch.epochs == 1  # of this process
         self.began = time.perf_counter()
         self.last = (self.began, self.first, 0.0)  # of the last line: clock, step, seconds waited
 
@@ -191,7 +180,7 @@ class Meter:
         session, state, step = self.session, self.state, self.state.step
         session.run.console.move_bar(step)
         is_due = step % session.print_freq == 0 or step == self.steps
-        is_first = step == self.first + 1 and not session.epochs
+        is_first = step == self.first + 1 and self.is_first
         if not (is_due or is_first):
             return
         sums, before = self.sums.total(session.world), state.printed or [0.0] * 4
@@ -218,7 +207,7 @@ class Meter:
         if times["steps"]:  # in synchronous training, a process's own parts tell which is slow
             status["data_seconds"] = times["data"] / times["steps"]
             status["compute_seconds"] = (times["own"] or times["compute"]) / times["steps"]
-        show_status(session, "training", **status)
+        session.show_status("training", **status)
 
     def record(self) -> dict[str, float] | None:
         """The epoch has ended: its record for curves and history; None if it was cut short."""
@@ -259,7 +248,7 @@ def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, 
     ``/ema``.
     """
     found, ema = measure(session, predict, batches), session.state.ema
-    if found is None or ema is None or session.stop is None:
+    if found is None or ema is None:
         return found
     with ema.in_model():
         averaged = measure(session, predict, batches)
@@ -276,13 +265,14 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
     `UserError` when too many images are unreadable, or all of them, unless a training is under way,
     which stops.
     """
-    world, sampler, stop = session.world, batches.sampler, session.stop
+    world, sampler, stop = session.world, batches.sampler, None
     console, model = session.run.console, session.state.model
-    if stop is not None:
+    if isinstance(session, Training):
+        stop = session.stop
         if stop.reason:  # the epoch was cut short
             return None
         stop.begin_phase()
-        show_status(session, "evaluating")
+        session.show_status("evaluating")
     # Each rank has seen other batches since DDP last shared the running statistics of batch norm.
     copy_from_main(model, world, parameters=False)
     model.eval()
@@ -344,11 +334,11 @@ def evaluate_only(session: Session, predict: Predict) -> int:
     part = session.args.part
     found = evaluate(session, predict, getattr(session.loaders, part))
     report.evaluation(part, found)
-    report.end(session, **{part: found})
+    report.end(session, Reason.EVALUATED, **{part: found})
     return 0
 
 
-def test_best(session: Session, predict: Predict) -> dict[str, float] | None:
+def test_best(session: Training, predict: Predict) -> dict[str, float] | None:
     """Evaluate DATA/test with the best model of the run. Returns None when asked to stop."""
     best = session.run.folder / BEST
 

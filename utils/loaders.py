@@ -426,6 +426,7 @@ class Loaders:
     """The batches of a run's parts; None for a part that is missing or not needed."""
 
     classes: list[str]
+    dtype: torch.dtype  # of the images
     train: Batches | None = None
     val: Batches | None = None
     test: Batches | None = None
@@ -443,7 +444,7 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
     differ between train and val, too few images, or a data set that differs between nodes.
     """
     if args.dummy:
-        return Loaders(addons.dummy_classes(args))
+        return Loaders(addons.dummy_classes(args), dtype)
     root = Path(args.data)
     evaluate_only = args.evaluate and not (root / "train").is_dir()
     folders = class_folders(root / (args.part if evaluate_only else "train"))
@@ -455,7 +456,8 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
         check_same_classes(root, part, classes, subset=bool(args.classes))
     if not args.evaluate:
         parts.insert(0, "train")
-    loaders = Loaders(classes, **{p: _batches(p, classes, args, world, dtype) for p in parts})
+    made = {part: _batches(part, classes, args, world, dtype) for part in parts}
+    loaders = Loaders(classes, dtype, **made)
     loaders.use(args.preprocessing)
     return loaders
 

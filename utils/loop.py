@@ -3,14 +3,14 @@
 import logging
 import math
 import time
-from typing import Any
 
-from utils import errors, report, snapshots
+from utils import addons, errors, report, snapshots
 from utils.epoch import loss_scale, save_snapshot, test_best
 from utils.errors import INTERRUPTED, UserError
+from utils.options import Options
 from utils.preprocessing import Preprocessing
 from utils.run_directory import checkpoint_file
-from utils.session import Predict, Session, TrainStep, show_status, status_file
+from utils.session import Predict, Session, Training, TrainStep
 from utils.snapshots import SnapshotWriter, TrainState
 from utils.stopping import Reason, StopRequest
 from utils.watch import Watch
@@ -19,23 +19,22 @@ from utils.world import World, from_main
 log = logging.getLogger(__name__)
 
 
-def measure_step(session: Session, train_step: TrainStep) -> int:
-    """``--find-batch``: the step's largest batch; ``--dummy``: its time. Returns: exit code 0."""
-    from utils.extras import dummy, find_batch
-
-    measure = find_batch.find if session.args.find_batch else dummy.time_step
-    return measure(session, train_step)
+def measure(session: Session, train_step: TrainStep) -> int | None:
+    """``--find-batch`` or ``--dummy`` in place of a training. Returns: exit code; None to train."""
+    found = addons.measurement(session.args)
+    return found and found(session, train_step)
 
 
-def read_image_size(args: Any, world: World) -> None:
-    """Take sizes that were omitted on the command line from the ``--resume`` checkpoint."""
+def with_checkpoint_sizes(args: Options, world: World) -> Options:
+    """The options, with sizes that were omitted taken from the ``--resume`` checkpoint."""
     saved = from_main(lambda: snapshots.saved_preprocessing(checkpoint_file(args)), world)
-    if saved is not None:
-        args.preprocessing = _with_typed_sizes(args, Preprocessing.from_dict(saved, args.resume))
-        args.image_size = args.preprocessing.image_size
+    if saved is None:
+        return args
+    wanted = _with_typed_sizes(args, Preprocessing.from_dict(saved, args.resume))
+    return args.replaced(preprocessing=wanted, image_size=wanted.image_size)
 
 
-def _with_typed_sizes(args: Any, saved: Preprocessing) -> Preprocessing:
+def _with_typed_sizes(args: Options, saved: Preprocessing) -> Preprocessing:
     """A checkpoint's preprocessing, but in the sizes of the command line."""
     size = None if "image_size" in args.untyped else args.image_size
     return saved.resized(size, args.val_resize_size, args.val_image_size)
@@ -48,20 +47,14 @@ def resume(session: Session) -> None:
     classes = session.loaders.classes
 
     def add_parts() -> None:
-        if args.ema and not args.evaluate:
-            from utils.extras.ema import Average
+        if (average := addons.average(state, args)) is not None:
+            state.ema = state.parts["ema"] = average
 
-            masters = getattr(state.weights, "named_masters", dict)()
-            state.ema = state.parts["ema"] = Average(state.model, args.ema, masters)
-
-    snapshot = run.snapshot
-    session.resumed = snapshots.resume(state, args, session.world, snapshot, classes, add_parts)
-    if state.ema is not None:
-        state.optimizer.register_step_post_hook(lambda *_: state.ema.after_step())
+    state.resumed = snapshots.resume(state, args, session.world, run.snapshot, classes, add_parts)
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums, state.printed = args.start_epoch, 0, None, None
     _resolve_preprocessing(session)
-    for note in () if session.resumed else args.model_notes:
+    for note in () if state.resumed else getattr(state.model, "notes", ()):
         log.info(note)
 
 
@@ -76,33 +69,36 @@ def _resolve_preprocessing(session: Session) -> None:
         log.info(f"preprocessing as in {source}: {wanted}")
     session.loaders.use(wanted)
     state.preprocessing = wanted.as_dict()
-    args.preprocessing, args.image_size = wanted, wanted.image_size
     run.options["image_size"] = wanted.image_size
 
 
-def begin(session: Session) -> None:
+def begin(session: Session) -> Training:
     """Open the run's files, print its set-up, handle signals, start the clocks."""
     args, world, state, run = session.args, session.world, session.state, session.run
-    position = state.epoch + state.step / session.train.sampler.steps_per_epoch
+    steps = session.train.sampler.steps_per_epoch
     # All ranks add up what a line shows, so one of them says when a line is due.
-    session.print_freq = from_main(lambda: args.print_freq, world)
-    run.begin(state.epoch, position, report.facts(session))
+    print_freq = from_main(lambda: args.print_freq, world)
+    run.begin(state.epoch, state.epoch + state.step / steps, report.facts(session))
     report.start(session)
-    session.watch = Watch(args, world, run.folder, state.model)
+    writer = SnapshotWriter(run.folder, run.written) if world.is_main else None
     limits = (args.train_time, state.elapsed, args.snapshot_minutes)
-    session.stop = StopRequest(world, *limits, is_busy=lambda: session.snapshots.busy)
-    if args.spot_notice and world.local_rank == 0:  # any of the nodes may be reclaimed
-        session.stop.watch_spot(args.spot_notice)
-    show_status(session, "starting")
-    if world.is_main:
-        session.snapshots = SnapshotWriter(run.folder, run.written)
+    training = Training(
+        **vars(session),
+        stop=StopRequest(world, *limits, is_busy=lambda: writer.busy),
+        watch=Watch(args, world, run.folder, state.model),
+        snapshots=writer,
+        status=addons.status(session),
+        print_freq=print_freq,
+    )
+    addons.watch_spot(args, training.stop, world)
+    training.show_status("starting")
     if state.comm is not None:
-        steps = session.train.sampler.steps_per_epoch
         state.comm.start_at(state.epoch, state.step, steps, args.epochs)
     state.tick()
+    return training
 
 
-def goes_on(session: Session) -> bool:
+def goes_on(session: Training) -> bool:
     """Whether there is another epoch to train."""
     if session.state.epoch >= session.args.epochs:
         session.stop.ask(Reason.EPOCHS)
@@ -110,7 +106,7 @@ def goes_on(session: Session) -> bool:
 
 
 def close_epoch(
-    session: Session, trained: dict[str, float] | None, evaluated: dict[str, float] | None
+    session: Training, trained: dict[str, float] | None, evaluated: dict[str, float] | None
 ) -> None:
     """Record an epoch: curves, best model, snapshot. None: training or evaluation was cut short."""
     args, state = session.args, session.state
@@ -121,13 +117,12 @@ def close_epoch(
         else:  # in the middle of evaluation, it is of the moment after the epoch's last step
             save_snapshot(session)
         return
-    seconds = time.monotonic() - session.epoch_began
+    seconds = time.monotonic() - session.watch.epoch_began
     record = {**trained, **evaluated, "Seconds": seconds}
     is_best = add_to_history(state, record, args.best_by)
     session.run.epoch(state.history[-1], report.time_left(args, state))
-    session.epochs += 1
-    if session.epochs == 1:
-        report.bottleneck(session, trained)
+    if session.watch.epochs == 1:
+        addons.advise(session, trained)
     save_snapshot(session, is_best)
     top1 = max(evaluated["Top1/val"], evaluated.get("Top1/ema", 0.0))
     if args.desired_acc is not None and top1 >= args.desired_acc:
@@ -159,7 +154,7 @@ def add_to_history(state: TrainState, record: dict[str, float], best_by: str) ->
     return is_best
 
 
-def end(session: Session, predict: Predict) -> int:
+def end(session: Training, predict: Predict) -> int:
     """Wait for the last snapshot, evaluate DATA/test if there is one, write the summary.
 
     Returns: the process's exit code. Raises: `UserError` when the loss is no longer a finite
@@ -169,7 +164,7 @@ def end(session: Session, predict: Predict) -> int:
     run, stop = session.run, session.stop
     failure = from_main(session.snapshots.wait if session.snapshots else None, session.world)
     if stop.error is not None:
-        status_file().unlink(missing_ok=True)
+        session.forget_status()
         run.close()
         raise stop.error
     reason, test = stop.end_training(), None
@@ -177,8 +172,9 @@ def end(session: Session, predict: Predict) -> int:
         test = test_best(session, predict)
     stop.reason = stop.reason or reason
     session.watch.close()
-    status_file().unlink(missing_ok=True)
-    report.end(session, test=test)
+    session.forget_status()
+    pauses = session.snapshots.pauses if session.snapshots else []
+    report.end(session, stop.reason, test=test, pauses=pauses)
     stop.close()
     if failure:
         advice = f"free disk space, then {errors.how_to_continue}"
@@ -186,7 +182,7 @@ def end(session: Session, predict: Predict) -> int:
     return INTERRUPTED if stop.reason is Reason.INTERRUPTED else 0
 
 
-def _diverged(session: Session) -> UserError:
+def _diverged(session: Training) -> UserError:
     """The error for a loss that is not finite, or a loss scale that keeps falling."""
     state = session.state
     where = f"in epoch {state.epoch + 1}, step {state.step}"

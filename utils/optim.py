@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from utils import addons
 from utils.errors import UserError
 
 # The optimisers, and their --lr where none is given.
@@ -44,17 +45,14 @@ def build(args: Any, model: nn.Module) -> torch.optim.Optimizer:
     betas = tuple(float(beta) for beta in args.betas.split(","))
     fused = next(model.parameters()).is_cuda  # on the CPU not, see `sgd`
     if name == "muon":
-        from utils.extras.muon import Muon, hidden_matrices
-
-        groups = _groups(model, hidden_matrices(model), decay, args.wd_norm)
-        return Muon(groups, lr, momentum, betas, fused)
-    groups = _groups(model, [], decay, args.wd_norm)
+        return addons.muon(model, args, betas, fused)
+    groups = parameter_groups(model, [], decay, args.wd_norm)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr, betas=betas, weight_decay=decay, fused=fused)
     return sgd(groups, lr, momentum, decay, nesterov=name == "nesterov")
 
 
-def _groups(
+def parameter_groups(
     model: nn.Module, matrices: list[nn.Parameter], decay: float, decay_of_norms: float | None
 ) -> list[dict[str, Any]]:
     """The trained parameters of ``model``, in groups where their options differ.

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -56,6 +57,20 @@ ELSEWHERE = {
 # Eight wait for a slow disk while one core decodes; thousands would take minutes to start.
 CORES = launch.usable_cores()
 MOST_WORKERS = max(64, 8 * CORES)
+
+
+class Options(argparse.Namespace):
+    """The values of a command line. They do not change: what is derived later has its own place."""
+
+    def __init__(self, **values: Any):
+        self.__dict__.update(values)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"options do not change after parsing: {name}")
+
+    def replaced(self, **values: Any) -> "Options":
+        """A copy with other values."""
+        return Options(**vars(self) | values)
 
 
 def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser:
@@ -276,7 +291,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def parse(
     parser: argparse.ArgumentParser, words: Sequence[str] | None = None, local: bool = True
-) -> argparse.Namespace:
+) -> Options:
     """Parse the command line, or ``words``. Raises: `UserError` for options that do not fit.
 
     Without ``local`` they are for other machines: the files that they name may be missing here.
@@ -314,7 +329,7 @@ def parse(
     if args.profile and (args.dummy or args.evaluate):
         raise UserError("--profile traces training: leave out --dummy and --evaluate", alike=True)
     args.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
-    return args
+    return Options(**vars(args))
 
 
 def _resolve_preprocessing(args: argparse.Namespace) -> None:

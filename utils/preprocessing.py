@@ -92,3 +92,8 @@ def to_rgb(picture: Image.Image) -> Image.Image:
         grey = (wide >> 8 if wide.max(initial=0) > 255 else wide).astype(np.uint8)
         picture = Image.fromarray(grey)
     return picture.convert("RGB")
+
+
+def nearest_interpolation(name: str) -> str:
+    """``name``, or bicubic, which is the nearest to Lanczos', for a few models of timm."""
+    return name if name in INTERPOLATIONS else "bicubic"

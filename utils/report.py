@@ -1,31 +1,25 @@
 """What a run prints before and after training, and what summary.json holds."""
 
 import logging
-import math
 import shlex
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from utils import addons, errors, launch, optim, provenance, samplers
+from utils import addons, amp, errors, optim, provenance, samplers
 from utils.option_types import recipe_words
 from utils.provenance import over_epochs
 from utils.session import Session
 from utils.snapshots import TrainState
 from utils.stopping import Reason
-from utils.watch import PARTS, shares
+from utils.watch import PARTS
 from utils.world import KERNELS, gather, local
 
 log = logging.getLogger(__name__)
 
-# Above this share of the time for waiting for data, or for communication that compute does not
-# hide, a run says so.
-LIMIT = 0.1
-BUSY = 95.0  # per cent; below, the GPU could do more
-SGD_HOLDS_TO = 8192  # the largest global batch that was published as costing SGD no accuracy
-REFERENCE_LR = 0.1  # for a global batch of optim.REFERENCE_BATCH, by the same paper
 METRICS = ("Top1", "Top5", "Loss")
 WHY = {
     Reason.EPOCHS: "all epochs done",
@@ -33,7 +27,6 @@ WHY = {
     Reason.TRAIN_TIME: "time limit reached; to train on, raise --train-time and ",
     Reason.INTERRUPTED: "interrupted by a signal; to continue, ",
 }
-LARGE_FILE = 50_000  # bytes; ImageNet's files have 110,000 on average, shrunk to 256 pixels 27,000
 
 
 def start(session: Session) -> None:
@@ -55,7 +48,7 @@ def start(session: Session) -> None:
     )
     if sampler.sizes:
         sizes = addons.describe_sizes(sampler.sizes)
-        log.info(f"training images of {sizes}; evaluation at {args.preprocessing.crop}")
+        log.info(f"training images of {sizes}; evaluation at {session.loaders.val.dataset.size}")
     if world.device.type == "cuda":
         log.info(KERNELS)
     sharding(session)
@@ -70,45 +63,17 @@ def start(session: Session) -> None:
     if args.recipe:
         words = shlex.join(recipe_words(args.recipe))
         log.info(f"recipe {args.recipe}: {words} (options on the command line take precedence)")
-    for warning in batch_warnings(args, global_batch, scaled):
+    for warning in addons.batch_warnings(args, global_batch, scaled):
         log.warning(warning)
-    if session.resumed:
+    if state.resumed:
         done = f" (all {args.epochs} epochs are done)" if state.epoch >= args.epochs else ""
         log.info(f"resumed from {run.source}: epoch {state.epoch + 1}, step {state.step}{done}")
-
-
-def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
-    """Warnings about a global batch outside ``--batch-range``, or at which SGD may lose accuracy.
-
-    ``lr`` is the learning rate after warm-up, scaled.
-    """
-    said = []
-    low, high = map(int, (args.batch_range or f"0:{global_batch}").split(":"))
-    if not low <= global_batch <= high:
-        rate = args.lr * global_batch / (high if global_batch > high else low)
-        advice = f"; by the linear rule its rate would be --lr {rate:.3g}"
-        said.append(
-            f"the options are meant for a global batch of {low} to {high} (--batch-range), and "
-            f"this is {global_batch}{advice * (args.lr_scaling == 'none')}"
-        )
-    if global_batch > SGD_HOLDS_TO and args.optimizer in ("sgd", "nesterov"):
-        linear = REFERENCE_LR * global_batch / optim.REFERENCE_BATCH
-        said.append(
-            f"{args.optimizer} is known to keep its accuracy up to a global batch of "
-            f"{SGD_HOLDS_TO} (ResNet-50: Goyal et al. 2017, arXiv:1706.02677); this is "
-            f"{global_batch}, with lr {lr:.3g} (by the linear rule {linear:.3g}) and "
-            f"{args.warmup_epochs:g} epochs of warm-up: expect less accuracy, and use "
-            "--warmup-epochs 5 or more"
-        )
-    return said
 
 
 def sharding(session: Session) -> None:
     """Print what of a sharded model is sharded how."""
     if session.state.sharded:
-        from utils.extras import fsdp
-
-        log.info(fsdp.describe(session.state.model, session.args.reshard))
+        log.info(addons.sharding_text(session.state.model, session.args))
 
 
 def facts(session: Session) -> dict[str, Any]:
@@ -117,13 +82,14 @@ def facts(session: Session) -> dict[str, Any]:
     ``gpus`` counts processes where there is no GPU.
     """
     args, world, sampler = session.args, session.world, session.train.sampler
+    state = session.state
     on_gpu = world.device.type == "cuda"
     gpus = torch.cuda.device_count() if on_gpu and session.run.mode == "dp" else world.size
     return setting(session) | {
         "gpus": gpus,
-        "precision": getattr(args, "opt_level", None) or args.precision,
+        "precision": getattr(args, "opt_level", None) or amp.NAMES[session.loaders.dtype],
         "batch_per_gpu": session.global_batch / gpus,
-        "train_sizes": args.progressive or str(args.image_size),
+        "train_sizes": args.progressive or str(state.preprocessing["image_size"]),
         "steps_per_epoch": sampler.steps_per_epoch,
         "train_images": sampler.images,
         "val_images": session.loaders.val.sampler.images,
@@ -152,20 +118,10 @@ def setting(session: Session) -> dict[str, Any]:
 
 def sent_mb(session: Session) -> float:
     """MB that each process sends per step, computed."""
-    state, world = session.state, session.world
-    if world.size == 1:
+    if session.world.size == 1:
         return 0.0
-    from utils.extras import compress, fsdp  # of several processes
-
-    trained = [weight for weight in state.model.parameters() if weight.requires_grad]
-    if state.sharded:
-        return fsdp.sent_bytes(trained, session.args, world) / 1e6
-    if state.comm is None:  # Apex sums gradients in the precision of their weights
-        size = _bytes(trained)
-    else:
-        method = compress.parse(state.comm.method)
-        size = compress.wire_bytes([weight.shape for weight in trained], method)
-    return compress.sent_bytes(size, world.size) / 1e6
+    trained = [weight for weight in session.state.model.parameters() if weight.requires_grad]
+    return addons.sent_bytes(session, trained, _bytes(trained)) / 1e6
 
 
 def tensor_peak(session: Session) -> float | None:
@@ -205,58 +161,6 @@ def _bytes(tensors: list[torch.Tensor]) -> float:
     return float(sum(tensor.numel() * tensor.element_size() for tensor in mine.values()))
 
 
-def bottleneck(session: Session, record: dict[str, float]) -> None:
-    """Report what limited the first epoch: input, network or small kernels; and what would help."""
-    waiting, communication = record.get("IO/wait_share", 0.0), shares(record)["Time/communication"]
-    if waiting > LIMIT:
-        log.info(f"note: {waiting:.0%} of the time was spent waiting for images")
-        log.info(f"what helps: {'; '.join(_faster_input(session))}")
-    if communication > LIMIT:
-        # What is sent halves, and what of it compute hides stays hidden: so does the rest.
-        gain = 1 / (1 - communication / 2) - 1
-        link = ", or a faster link between the nodes" * (session.world.nodes > 1)
-        advice = f"a larger -b, --accum-steps{link}"
-        if getattr(session.args, "comm", None) == "fp32":
-            advice = f"--comm fp16: by this share {gain:.0%} more images/s; also {advice}"
-            if session.world.nodes > 1:
-                advice = f"the option that scripts/bench_network.py recommends, or {advice}"
-        log.info(f"note: communication takes {communication:.0%} of each step; try {advice}")
-    busy = record.get("busy", math.inf)
-    if busy < BUSY and max(waiting, communication) <= LIMIT:
-        log.info(
-            f"note: a GPU is {busy:.0f} % busy (median), not {BUSY:.0f} % or more: kernels are too "
-            "short for the host that starts them: raise -b, try --amp or --compile"
-        )
-
-
-def _faster_input(session: Session) -> list[str]:
-    """What would help a run that waits for images."""
-    reading, source = session.train.reading, session.train.bad.source
-    data, prepare = session.args.data.rstrip("/"), "python scripts/prepare_data.py"
-    cores = launch.usable_cores()
-    of_reading = reading.read_seconds / max(reading.seconds, 1e-9)
-    packed = source.stores_pixels
-    is_jpeg = not packed and source.path(0).lower().endswith((".jpg", ".jpeg"))
-    advice = []
-    if slow_disk := of_reading > 0.5:
-        mean = reading.bytes / max(reading.files, 1)
-        if packed:
-            mean = source.sample_sizes()[0]
-        advice.append(
-            f"the workers spent {of_reading:.0%} of their time reading files: a faster disk (local "
-            f"NVMe), or memory that holds the {len(source) * mean / 2**30:.3g} GiB of the data set"
-        )
-    elif is_jpeg and addons.region_decoder() is None:
-        advice.append("faster decoding, on each node: python scripts/build_region_decode.py")
-    if session.args.workers < cores:
-        advice.append(f"more workers: -j {cores} on this node")
-    if not packed and reading.bytes > LARGE_FILE * reading.files:
-        advice.append(f"smaller files: {prepare} shrink {data} {data}_small, then train on that")
-    elif not packed and not slow_disk:
-        advice.append(f"no decoding: {prepare} pack {data} {data}_packed, then train on that")
-    return advice or ["a machine with more cores for each GPU"]
-
-
 def evaluation(part: str, result: dict[str, float]) -> None:
     """Print the metrics of an evaluation of DATA/``part``."""
     log.info(
@@ -266,15 +170,21 @@ def evaluation(part: str, result: dict[str, float]) -> None:
 
 
 def end(
-    session: Session, val: dict[str, float] | None = None, test: dict[str, float] | None = None
+    session: Session,
+    reason: Reason,
+    val: dict[str, float] | None = None,
+    test: dict[str, float] | None = None,
+    pauses: Sequence[float] = (),
 ) -> None:
-    """Print the closing line and write summary.json. ``val`` defaults to the last epoch's."""
+    """Print the closing line and write summary.json.
+
+    ``val`` defaults to the last epoch's; ``pauses`` are the seconds for which training stood still
+    for each snapshot.
+    """
     state, run = session.state, session.run
-    reason = session.stop.reason if session.stop else Reason.EVALUATED
     last: dict[str, float] = val or (state.history[-1] if state.history else {})
     tags = sorted({tag for record in state.history for tag in record})
     mean = {tag: over_epochs(state.history, tag) for tag in tags}
-    pauses = session.snapshots.pauses if session.snapshots else []
     results = setting(session) | {
         "classes": len(session.loaders.classes),
         **{f"best_{name}": state.best.get(name) for name in ("top1", "top5", "loss", "epoch")},
@@ -287,7 +197,6 @@ def end(
         "val_unreadable": int(last.get("unreadable", 0)),
         **{f"val_{name.lower()}": last.get(f"{name}/val") for name in METRICS},
         "finished_because": reason,
-        # The longest time for which training stood still for a snapshot.
         "snapshot_pause_seconds": max(pauses, default=None),
         **{f"{part.removeprefix('Time/')}_s": mean.get(part) for part in PARTS},
         "hardware": {tag: mean[tag] for tag in tags if tag.startswith(("GPU/", "CPU/"))},

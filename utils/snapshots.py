@@ -267,6 +267,7 @@ class TrainState:
     preprocessing: dict[str, Any] | None = None  # of the images, as plain values
     comm: Any = None  # a Part: how processes exchange gradients, if not as DDP does
     ema: Any = None  # a Part: the averaged weights
+    resumed: bool = False  # from a snapshot of this suite
     clock: float | None = None  # when ``elapsed`` was brought up to date
     parts: dict[str, Part] = field(init=False)
 

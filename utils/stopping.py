@@ -1,15 +1,12 @@
-"""When to stop before the last epoch: time limit, signals, spot notices, agreed on by all ranks."""
+"""When to stop before the last epoch, and why; all ranks agree."""
 
 import contextlib
 import enum
-import logging
 import math
 import os
 import signal
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -34,15 +31,9 @@ class Reason(str, enum.Enum):
 
 # The reasons that one rank may see alone. By rising weight: the maximum of the votes decides.
 _VOTES = (None, Reason.TRAIN_TIME, Reason.INTERRUPTED, Reason.BAD_FILES, Reason.DIVERGED)
+SPOT_SERVICE = "http://169.254.169.254"  # of EC2, see `utils.extras.spot`
 SLOW = 2.0  # seconds; a vote takes milliseconds
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# EC2's metadata service (IMDSv2).
-SPOT_SERVICE = "http://169.254.169.254"
-SPOT_INTERVAL = 5.0  # seconds between two questions; AWS advises this
-# The service is never behind the proxy that the environment may name.
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-
-log = logging.getLogger(__name__)
 
 
 class StopRequest:
@@ -159,47 +150,6 @@ class StopRequest:
         return reason
 
     def close(self) -> None:
-        """Finish the vote that is under way, and stop watching the spot service."""
+        """Finish the vote that is under way; what watches for a reason in a thread ends."""
         self._finish_vote()
         self.closed.set()
-
-    def watch_spot(self, url: str) -> None:
-        """In a thread, ask the metadata service at ``url`` and stop when EC2 reclaims this node.
-
-        A service that does not answer is reported once, and polled on silently.
-        """
-        threading.Thread(target=self._watch_spot, args=(url.rstrip("/"),), daemon=True).start()
-
-    def _watch_spot(self, url: str) -> None:
-        reported = False
-        while not self.closed.is_set():
-            try:
-                if (notice := _spot_notice(url)) is not None:
-                    log.info(f"spot notice: {notice[:100]}: stopping with a snapshot")
-                    self.ask(Reason.INTERRUPTED)
-                    return
-            except Exception as fault:  # OSError, HTTPException, nonsense: none may end the thread
-                if not reported:
-                    reason = getattr(fault, "reason", None) or fault
-                    log.warning(f"{url} did not answer ({reason}): will keep polling silently")
-                reported = True
-            self.closed.wait(SPOT_INTERVAL)
-
-
-def _spot_notice(url: str) -> str | None:
-    """The notice of an interruption, if there is one. Raises: OSError without an answer."""
-
-    def ask(method: str, path: str, name: str, value: str) -> str:
-        headers = {f"X-aws-ec2-metadata-{name}": value}
-        request = urllib.request.Request(url + path, method=method, headers=headers)
-        with _open(request, timeout=2.0) as answer:  # the service is on the same host
-            return answer.read().decode()
-
-    token = ask("PUT", "/latest/api/token", "token-ttl-seconds", "60")
-    try:
-        return ask("GET", "/latest/meta-data/spot/instance-action", "token", token)
-    except urllib.error.HTTPError as fault:
-        fault.close()
-        if fault.code != 404:
-            raise
-        return None

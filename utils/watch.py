@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import profile, schedule, tensorboard_trace_handler
 
+from utils import addons
 from utils.world import World, gather, is_sharded
 
 log = logging.getLogger(__name__)
@@ -204,10 +204,12 @@ class Watch:
         self.world, self.device = world, world.device
         self.timer = StepTimer(model, world.device, distributed=world.size > 1)
         self.samples: dict[str, list[float]] = defaultdict(list)
+        self.epochs = 0  # begun in this process
+        self.epoch_began = 0.0  # time.monotonic()
         self.ticks = cpu_ticks()
         if self.device.type == "cuda" and not read_gpu(self.device):
             log.info("GPU utilisation is not recorded: pip install nvidia-ml-py")
-        self.profiler = start_profiler(folder) if args.profile and world.is_main else None
+        self.profiler = addons.profiler(args, folder) if world.is_main else None
         self.lock, self.ended = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -234,6 +236,7 @@ class Watch:
 
     def start_epoch(self) -> None:
         """Count from here."""
+        self.epochs, self.epoch_began = self.epochs + 1, time.monotonic()
         self.sample()  # the CPU's is a difference: it starts here
         self.samples = defaultdict(list)
         self.timer.start()
@@ -271,15 +274,3 @@ class Watch:
         self.thread.join()
         if self.profiler is not None:
             self.profiler.stop()
-
-
-def start_profiler(folder: Path) -> profile:
-    """``--profile``: begin a trace of steps 5 to 8 of this process, to be written to ``folder``."""
-    log.info(f"--profile: steps 5 to 8 will be traced into {folder}")
-    # The profiler's library calls a machine without a GPU an error, and its start news.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    steps = schedule(wait=3, warmup=1, active=4, repeat=1)
-    write = tensorboard_trace_handler(str(folder), "rank0")
-    profiler = profile(schedule=steps, on_trace_ready=write)
-    profiler.start()
-    return profiler

@@ -1,4 +1,9 @@
-"""Options that change a built model: --freeze, --zero-init-gamma, --drop-path, checkpointing."""
+"""Options that change a built model: --freeze, --zero-init-gamma, --drop-path,
+--activation-checkpointing.
+
+`utils.models.build` hands over the model. Without this file, models are as their library makes
+them.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,23 +19,21 @@ from torchvision.models import resnet
 from torchvision.ops import StochasticDepth
 
 from utils.errors import UserError
+from utils.models import head_of, repeated
 
-SEQUENCES = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
-
-def head_of(model: nn.Module, classes: int) -> str:
-    """The name of the last layer, with ``classes`` logits. Raises: `UserError`."""
-    own = model.get_classifier() if hasattr(model, "get_classifier") else None  # timm's
-    found = ""
-    for name, layer in model.named_modules():
-        if layer is own:
-            return name
-        width = getattr(layer, "out_features", getattr(layer, "out_channels", None))
-        if isinstance(layer, (nn.Linear, nn.Conv2d)) and width == classes:
-            found = name
-    if not found:
-        raise UserError(f"this model has no last layer of {classes} classes", alike=True)
-    return found
+def change(model: nn.Module, args: Any, classes: int) -> list[str]:
+    """Apply the options to ``model``. Returns: notes for the log. Raises: `UserError`."""
+    notes = []
+    if args.zero_init_gamma:
+        zero_init_gamma(model)
+    if args.freeze:
+        head = head_of(model, classes)
+        freeze(model, head)
+        notes.append(f"--freeze: only {head} is trained")
+    if args.activation_checkpointing:
+        notes.append(f"--activation-checkpointing: {checkpoint_blocks(model)}")
+    return notes
 
 
 def freeze(model: nn.Module, head: str) -> None:
@@ -118,42 +121,12 @@ def checkpoint_blocks(model: nn.Module) -> str:
 
     Raises: `UserError` for a model without repeated blocks.
     """
-    blocks = repeated(model)
-    if not blocks:
+    found = repeated(model)
+    if not found:
         text = "--activation-checkpointing: this model has no repeated blocks: leave it out"
         raise UserError(text, alike=True)
-    kinds = Counter(type(block) for block in blocks)
+    kinds = Counter(type(block) for block in found)
     made = {kind: type(kind.__name__, (Checkpointed, kind), {}) for kind in kinds}
-    for block in blocks:
+    for block in found:
         block.__class__ = made[type(block)]
     return ", ".join(f"{number} {kind.__name__}" for kind, number in kinds.items())
-
-
-def repeated(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model, in order: its outermost modules of a class that it has twice.
-
-    Not layers of torch itself, sequences of modules, or stages, which are rows of blocks.
-    """
-    kinds = Counter(type(module) for module in model.modules() if _is_block(module))
-    found: list[nn.Module] = []
-
-    def search(module: nn.Module) -> None:
-        for child in module.children():
-            if kinds[type(child)] > 1:
-                found.append(child)
-            else:
-                search(child)
-
-    search(model)
-    return found
-
-
-def _is_block(module: nn.Module) -> bool:
-    kind, children = type(module), list(module.children())
-    if isinstance(module, SEQUENCES) or kind.__module__.startswith("torch.nn"):
-        return False
-    if len(children) == 1 and isinstance(children[0], SEQUENCES):
-        row = list(children[0].children())
-        if all(map(_is_block, row)) and len(set(map(type, row))) == 1:
-            return False  # a stage
-    return bool(children) and not kind.__name__.endswith("Stage")  # timm's

@@ -473,6 +473,10 @@ class Exchange:
             self.peers = Peers(ranks.index(world.rank), len(ranks), group)
         self.ordered = OrderedCollectives(world.device)
 
+    def wire_bytes(self, shapes: Iterable[Sequence[int]]) -> float:
+        """Bytes that enter the collectives for gradients of these shapes."""
+        return wire_bytes(shapes, self.how)
+
     # ---- in training
 
     def start_at(self, epoch: int, step: int, steps: int, epochs: int) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils import report
+from utils import addons, report
 from utils.errors import UserError
 from utils.session import Session, TrainStep
 from utils.watch import StepTimer, per_step, shares
@@ -52,10 +52,7 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     if session.state.comm is not None:
         session.state.comm.start_at(1, 0, 1, 2)  # powersgd compresses from the first step on
     timer = StepTimer(session.state.model, device, distributed=world.size > 1)
-    if args.compile:
-        from utils.extras import compiling
-
-        train_step = compiling.first_step_timed(train_step, args, device)
+    train_step = addons.first_step_timed(train_step, args, device)
 
     def step() -> None:
         for micro in range(args.accum_steps):

@@ -10,12 +10,14 @@ import math
 import re
 from contextlib import nullcontext
 from logging import getLogger
+from typing import Any
 
 import torch
+from torch import nn
 
 from utils.errors import UserError
 from utils.session import Session, TrainStep
-from utils.world import gather, local, node_name
+from utils.world import gather, is_sharded, local, node_name
 
 STEP = 8  # images per device
 FASTEST = 4  # times the last size that fitted, at most
@@ -124,7 +126,29 @@ def _peak(
     for parameter in state.model.parameters():
         parameter.grad = None
     if state.sharded:
-        from utils.extras import fsdp
-
-        fsdp.forget_gradients(state.model)
+        _forget_gradients(state.model)
     return peak
+
+
+# ---- what torch has no public way for: without its private names, this does nothing
+
+
+def _forget_gradients(model: nn.Module) -> None:
+    """Drop the whole gradients of micro-batches that have ended no step."""
+    for group in _groups(model):
+        for shard in getattr(group, "fsdp_params", ()):
+            shard.unsharded_accumulated_grad = None
+            if hasattr(shard, "_unsharded_param"):
+                shard._unsharded_param.grad = None
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """What of a sharded model travels together, as torch keeps it."""
+    found: dict[int, Any] = {}  # a list of modules shares a group
+    for module in filter(is_sharded, model.modules()):
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch before 2.12
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        found |= {id(group): group for group in groups}
+    return list(found.values())

@@ -1,18 +1,85 @@
-"""Model weights in files of other programs, and in our own.
+"""Weights that this suite has not trained here: ``--pretrained``, and ``--resume`` of other files.
 
-Other programs are pytorch/examples, the Apex example, torchvision's references and timm. Their
-optimiser state, loss scale and epoch are ignored.
+Published weights of torchvision and timm, and files of pytorch/examples, the Apex example,
+torchvision's references and timm, whose optimiser state, loss scale and epoch are ignored. Without
+this file, new models and snapshots of this suite remain.
 """
 
+import os
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torchvision.models import get_model, get_model_weights
+from torchvision.models.vision_transformer import interpolate_embeddings
 
+from utils import addons
 from utils.atomic import read_checkpoint
 from utils.errors import UserError
+from utils.models import head_of, is_own, scale_input_as
+from utils.preprocessing import Preprocessing, nearest_interpolation
 
 _EMA = ("state_dict_ema", "model_ema")  # timm's name, and that of torchvision's references
+MOST_MISSING = 0.1  # share of the model's tensors; a file that lacks more is of another model
+_SHOWN = 4  # names in a message
+
+
+# ---- published weights
+
+
+def expected_preprocessing(args: Namespace, local: bool) -> Preprocessing | None:
+    """What the weights of ``--pretrained`` expect of images, if they say so. Raises: `UserError`.
+
+    Without ``local`` the file may be missing here.
+    """
+    published = published_preprocessing(args.arch)
+    if args.pretrained is True and published is None:
+        raise UserError(f"timm has no pretrained weights of {args.arch}: leave --pretrained out")
+    is_file = isinstance(args.pretrained, str) and (local or os.path.isfile(args.pretrained))
+    own = saved_preprocessing(args.pretrained) if is_file else None
+    return own or published
+
+
+def published_preprocessing(arch: str) -> Preprocessing | None:
+    """The preprocessing that the published weights of ``arch`` expect, if there are any.
+
+    Downloads nothing.
+    """
+    if not is_own(arch):
+        return addons.timm_models().preprocessing(arch)
+    wanted = get_model_weights(arch).DEFAULT.transforms()
+    (size,), (short,) = wanted.crop_size, wanted.resize_size
+    interpolation = nearest_interpolation(wanted.interpolation.value)
+    return Preprocessing(tuple(wanted.mean), tuple(wanted.std), interpolation, size, short)
+
+
+def with_published_weights(arch: str, classes: int, image_size: int) -> nn.Module:
+    """A model of torchvision with its best ImageNet weights, and a new last layer unless
+    ``classes`` is 1000."""
+    published = get_model_weights(arch).DEFAULT
+    options = {"input_size": (image_size, image_size)} if arch.startswith("maxvit") else {}
+    if arch.startswith("vit_") and published.meta["min_size"] != (image_size, image_size):
+        model = get_model(arch, weights=None, image_size=image_size)
+        state = published.get_state_dict(progress=True, check_hash=True)
+        model.load_state_dict(interpolate_embeddings(image_size, model.patch_size, state))
+    else:
+        model = get_model(arch, weights=published, **options)
+    if arch == "inception_v3":  # googlenet loses them by itself
+        model.aux_logits, model.AuxLogits = False, None
+    if classes != 1000:
+        name = head_of(model, 1000)
+        old = model.get_submodule(name)
+        if isinstance(old, nn.Linear):
+            new: nn.Module = nn.Linear(old.in_features, classes, bias=old.bias is not None)
+        else:
+            new = nn.Conv2d(old.in_channels, classes, old.kernel_size)
+        model.set_submodule(name, new)
+        model.num_classes = classes  # squeezenet and a few others keep a copy
+    return model
+
+
+# ---- files
 
 
 def read_weights(file: str) -> dict[str, Any]:
@@ -55,3 +122,82 @@ def plain_weights(
     if ema is not None:
         named.pop("n_averaged", None)  # the counter of torch.optim.swa_utils.AveragedModel
     return named, note
+
+
+# ---- --pretrained FILE
+
+
+def saved_preprocessing(file: str) -> Preprocessing | None:
+    """The preprocessing in a file of this suite; None for other files. Raises: `UserError`."""
+    saved = read_weights(file).get("preprocessing")
+    return None if saved is None else Preprocessing.from_dict(saved, file)
+
+
+def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[str]:
+    """Load the weights in ``file`` into ``model``, whose last layer has ``classes`` logits.
+
+    The last layer keeps its new weights if the file's has other classes; position embeddings are
+    resized to the model's image size. Returns: notes for the log. Raises: `UserError` for a file of
+    another model.
+    """
+    path, content, head = Path(file), read_weights(file), head_of(model, classes)
+    if isinstance(saved := content.get("arch"), str) and saved != arch:
+        raise UserError(f"{path} is a {saved}: use -a {saved} to load it", alike=True)
+    found, note = plain_weights(content, path)
+    own, fitted, notes = model.state_dict(), {}, []
+    for name, wanted in own.items():
+        value = found.get(name)
+        if not isinstance(value, Tensor):
+            continue
+        if value.shape != wanted.shape and name.endswith(("pos_embedding", "pos_embed")):
+            before, value = _size(value), resized(value, wanted, model)
+            notes.append(f"{name} resized from {before} to {_size(value)}")
+        if value.shape == wanted.shape:
+            fitted[name] = value
+        elif not name.startswith(f"{head}."):
+            why = f"{name} is {_size(value)}, not {_size(wanted)}"
+            raise UserError(f"{path} does not fit {arch}: {why}", alike=True)
+    # Old files lack the counters of batch norm.
+    lacking = [n for n in own if n not in fitted and not n.endswith("num_batches_tracked")]
+    new_head = [name for name in lacking if name.startswith(f"{head}.")]
+    missing = [name for name in lacking if name not in new_head]
+    if len(missing) > MOST_MISSING * len(own):
+        why = f"{len(missing)} of {len(own)} weights are not in it: {_list(missing)}"
+        raise UserError(f"{path} does not fit {arch}: {why}", alike=True)
+    model.load_state_dict(own | fitted)
+    scale_input_as(content, model)
+    notes = [f"weights from {path}: {len(fitted)} of {len(own)} tensors", *notes]
+    left = [name for name in found if name not in own]
+    kinds = {"new": new_head, "not in the file, so new": missing}
+    kinds["not in the model, so left out"] = left
+    notes += [f"{kind}: {_list(names)}" for kind, names in kinds.items() if names]
+    return [*([note] if note else []), "; ".join(notes)]
+
+
+def resized(positions: Tensor, wanted: Tensor, model: nn.Module) -> Tensor:
+    """Position embeddings [1, places, width] of a vision transformer for another image size.
+
+    By torchvision or timm for their own models; returned as they are if that is impossible.
+    """
+    if positions.ndim != 3 or positions.shape[2:] != wanted.shape[2:]:
+        return positions
+    if hasattr(model, "num_prefix_tokens"):
+        from timm.layers import resample_abs_pos_embed
+
+        size, tokens = list(model.patch_embed.grid_size), model.num_prefix_tokens
+        return resample_abs_pos_embed(positions, new_size=size, num_prefix_tokens=tokens)
+    name = "encoder.pos_embedding"
+    side = round((wanted.shape[1] - 1) ** 0.5)
+    try:  # as if patches had one pixel
+        return interpolate_embeddings(side, 1, {name: positions})[name]
+    except ValueError:
+        return positions
+
+
+def _size(value: Tensor) -> str:
+    return " x ".join(map(str, value.shape)) or "a number"
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

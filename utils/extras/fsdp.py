@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from utils.extras.blocks import SEQUENCES, repeated
+from utils.models import SEQUENCES, repeated
 from utils.world import World, is_sharded, local
 
 SMALL = 100_000  # weights; a smaller block is not worth a collective of its own
@@ -113,36 +113,12 @@ def describe(model: nn.Module, reshard: str) -> str:
     )
 
 
-def sent_bytes(trained: list[Tensor], args: Any, world: World) -> float:
+def sent_bytes(trained: list[Tensor], args: Any, world: World, dtype: torch.dtype) -> float:
     """Bytes that a process sends per step: weights as they compute, gradients in float32."""
     among = world.local_size if args.reshard == "node" else world.size
-    weight = 2 if args.precision in ("fp16", "bf16") else 4
+    weight = dtype.itemsize
     gathers = 1 if args.reshard == "none" else 2
     values = sum(weights.numel() for weights in trained)
     sent = (gathers * weight + 4) * values * (among - 1) / among
     groups = world.size // among  # which hold the same part, and sum its gradients
     return sent + 2 * (groups - 1) / groups * 4 * values / among
-
-
-# ---- what torch has no public way for: without its private names, this does nothing
-
-
-def forget_gradients(model: nn.Module) -> None:
-    """Drop the whole gradients of micro-batches that have ended no step."""
-    for group in _groups(model):
-        for shard in getattr(group, "fsdp_params", ()):
-            shard.unsharded_accumulated_grad = None
-            if hasattr(shard, "_unsharded_param"):
-                shard._unsharded_param.grad = None
-
-
-def _groups(model: nn.Module) -> list[Any]:
-    """What of a sharded model travels together, as torch keeps it."""
-    found: dict[int, Any] = {}  # a list of modules shares a group
-    for module in filter(is_sharded, model.modules()):
-        state = getattr(module, "_get_fsdp_state", lambda: None)()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch before 2.12
-            groups = [getattr(state, "_fsdp_param_group", None)]
-        found |= {id(group): group for group in groups}
-    return list(found.values())

@@ -5,6 +5,8 @@ K. Jordan 2024, kellerjordan.github.io/posts/muon, with the scale of Liu et al. 
 matrices: here a convolution is the matrix of its filters, [out, in x height x width]. Wide matrices
 are orthogonalised by their Gram matrices, in half the time: "Gram Newton-Schulz", with a restart
 (dao-lab.ai/blog/2026/gram-newton-schulz).
+
+``--optimizer muon``; an optimiser of torch like the others. Without this file they remain.
 """
 
 import math
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from utils.optim import parameter_groups
 from utils.world import has_amx, local, whole
 
 ITERATIONS, EPSILON = 5, 1e-7
@@ -21,6 +24,12 @@ WIDE = 2  # columns : rows, from which on Gram matrices are faster
 # eigenvalues, have grown. In bfloat16, 3 and 2 end closest to the exact iteration.
 STAGES = (3, 2)
 A, B, C = 3.4445, -4.7750, 2.0315  # of the quintic polynomial: the steepest at zero
+
+
+def build(model: nn.Module, args: Any, betas: tuple[float, ...], fused: bool) -> "Muon":
+    """Muon for the trained weights of ``model``, as the options say."""
+    groups = parameter_groups(model, hidden_matrices(model), args.weight_decay, args.wd_norm)
+    return Muon(groups, args.lr, args.momentum, betas, fused)
 
 
 class Muon(torch.optim.Optimizer):

@@ -1,0 +1,100 @@
+"""Advice in the log: what limited the first epoch, and a global batch that may cost accuracy.
+
+It reads what a run has measured, and changes nothing. Always on; without this file, less is said.
+"""
+
+import logging
+import math
+from typing import Any
+
+from utils import addons, launch, optim
+from utils.session import Session
+from utils.watch import shares
+
+# Above this share of the time for waiting for data, or for communication that compute does not
+# hide, a run says so.
+LIMIT = 0.1
+BUSY = 95.0  # per cent; below, the GPU could do more
+SGD_HOLDS_TO = 8192  # the largest global batch that was published as costing SGD no accuracy
+REFERENCE_LR = 0.1  # for a global batch of optim.REFERENCE_BATCH, by the same paper
+LARGE_FILE = 50_000  # bytes; ImageNet's files have 110,000 on average, shrunk to 256 pixels 27,000
+
+log = logging.getLogger(__name__)
+
+
+def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
+    """Warnings about a global batch outside ``--batch-range``, or at which SGD may lose accuracy.
+
+    ``lr`` is the learning rate after warm-up, scaled.
+    """
+    said = []
+    low, high = map(int, (args.batch_range or f"0:{global_batch}").split(":"))
+    if not low <= global_batch <= high:
+        rate = args.lr * global_batch / (high if global_batch > high else low)
+        advice = f"; by the linear rule its rate would be --lr {rate:.3g}"
+        said.append(
+            f"the options are meant for a global batch of {low} to {high} (--batch-range), and "
+            f"this is {global_batch}{advice * (args.lr_scaling == 'none')}"
+        )
+    if global_batch > SGD_HOLDS_TO and args.optimizer in ("sgd", "nesterov"):
+        linear = REFERENCE_LR * global_batch / optim.REFERENCE_BATCH
+        said.append(
+            f"{args.optimizer} is known to keep its accuracy up to a global batch of "
+            f"{SGD_HOLDS_TO} (ResNet-50: Goyal et al. 2017, arXiv:1706.02677); this is "
+            f"{global_batch}, with lr {lr:.3g} (by the linear rule {linear:.3g}) and "
+            f"{args.warmup_epochs:g} epochs of warm-up: expect less accuracy, and use "
+            "--warmup-epochs 5 or more"
+        )
+    return said
+
+
+def bottleneck(session: Session, record: dict[str, float]) -> None:
+    """Report what limited the first epoch: input, network or small kernels; and what would help."""
+    waiting, communication = record.get("IO/wait_share", 0.0), shares(record)["Time/communication"]
+    if waiting > LIMIT:
+        log.info(f"note: {waiting:.0%} of the time was spent waiting for images")
+        log.info(f"what helps: {'; '.join(_faster_input(session))}")
+    if communication > LIMIT:
+        # What is sent halves, and what of it compute hides stays hidden: so does the rest.
+        gain = 1 / (1 - communication / 2) - 1
+        link = ", or a faster link between the nodes" * (session.world.nodes > 1)
+        advice = f"a larger -b, --accum-steps{link}"
+        if getattr(session.args, "comm", None) == "fp32":
+            advice = f"--comm fp16: by this share {gain:.0%} more images/s; also {advice}"
+            if session.world.nodes > 1:
+                advice = f"the option that scripts/bench_network.py recommends, or {advice}"
+        log.info(f"note: communication takes {communication:.0%} of each step; try {advice}")
+    busy = record.get("busy", math.inf)
+    if busy < BUSY and max(waiting, communication) <= LIMIT:
+        log.info(
+            f"note: a GPU is {busy:.0f} % busy (median), not {BUSY:.0f} % or more: kernels are too "
+            "short for the host that starts them: raise -b, try --amp or --compile"
+        )
+
+
+def _faster_input(session: Session) -> list[str]:
+    """What would help a run that waits for images."""
+    reading, source = session.train.reading, session.train.bad.source
+    data, prepare = session.args.data.rstrip("/"), "python scripts/prepare_data.py"
+    cores = launch.usable_cores()
+    of_reading = reading.read_seconds / max(reading.seconds, 1e-9)
+    packed = source.stores_pixels
+    is_jpeg = not packed and source.path(0).lower().endswith((".jpg", ".jpeg"))
+    advice = []
+    if slow_disk := of_reading > 0.5:
+        mean = reading.bytes / max(reading.files, 1)
+        if packed:
+            mean = source.sample_sizes()[0]
+        advice.append(
+            f"the workers spent {of_reading:.0%} of their time reading files: a faster disk (local "
+            f"NVMe), or memory that holds the {len(source) * mean / 2**30:.3g} GiB of the data set"
+        )
+    elif is_jpeg and addons.region_decoder() is None:
+        advice.append("faster decoding, on each node: python scripts/build_region_decode.py")
+    if session.args.workers < cores:
+        advice.append(f"more workers: -j {cores} on this node")
+    if not packed and reading.bytes > LARGE_FILE * reading.files:
+        advice.append(f"smaller files: {prepare} shrink {data} {data}_small, then train on that")
+    elif not packed and not slow_disk:
+        advice.append(f"no decoding: {prepare} pack {data} {data}_packed, then train on that")
+    return advice or ["a machine with more cores for each GPU"]

@@ -1,0 +1,24 @@
+"""``--profile``: a trace of a few steps, for Chrome, Perfetto and TensorBoard.
+
+`utils.watch.Watch` calls the profiler's ``step()``. Without this file, there is no trace.
+"""
+
+import logging
+import os
+from pathlib import Path
+
+from torch.profiler import profile, schedule, tensorboard_trace_handler
+
+log = logging.getLogger(__name__)
+
+
+def start(folder: Path) -> profile:
+    """Begin a trace of steps 5 to 8 of this process, to be written to ``folder``."""
+    log.info(f"--profile: steps 5 to 8 will be traced into {folder}")
+    # The profiler's library calls a machine without a GPU an error, and its start news.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    steps = schedule(wait=3, warmup=1, active=4, repeat=1)
+    write = tensorboard_trace_handler(str(folder), "rank0")
+    profiler = profile(schedule=steps, on_trace_ready=write)
+    profiler.start()
+    return profiler

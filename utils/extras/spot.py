@@ -1,0 +1,61 @@
+"""``--spot-notice``: stop with a snapshot when EC2 reclaims a spot instance.
+
+A thread asks the metadata service, and then `utils.stopping.StopRequest.ask` for the end. Without
+this file, such an instance ends without a last snapshot.
+"""
+
+import logging
+import threading
+import urllib.error
+import urllib.request
+
+from utils.stopping import Reason, StopRequest
+
+INTERVAL = 5.0  # seconds between two questions; AWS advises this
+# The service (IMDSv2) is never behind the proxy that the environment may name.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+log = logging.getLogger(__name__)
+
+
+def watch(url: str, stop: StopRequest) -> None:
+    """In a thread, ask the metadata service at ``url`` until ``stop`` is closed.
+
+    A service that does not answer is reported once, and polled on silently.
+    """
+    threading.Thread(target=_watch, args=(url.rstrip("/"), stop), daemon=True).start()
+
+
+def _watch(url: str, stop: StopRequest) -> None:
+    reported = False
+    while not stop.closed.is_set():
+        try:
+            if (notice := _notice(url)) is not None:
+                log.info(f"spot notice: {notice[:100]}: stopping with a snapshot")
+                stop.ask(Reason.INTERRUPTED)
+                return
+        except Exception as fault:  # OSError, HTTPException, nonsense: none may end the thread
+            if not reported:
+                reason = getattr(fault, "reason", None) or fault
+                log.warning(f"{url} did not answer ({reason}): will keep polling silently")
+            reported = True
+        stop.closed.wait(INTERVAL)
+
+
+def _notice(url: str) -> str | None:
+    """The notice of an interruption, if there is one. Raises: OSError without an answer."""
+
+    def ask(method: str, path: str, name: str, value: str) -> str:
+        headers = {f"X-aws-ec2-metadata-{name}": value}
+        request = urllib.request.Request(url + path, method=method, headers=headers)
+        with _open(request, timeout=2.0) as answer:  # the service is on the same host
+            return answer.read().decode()
+
+    token = ask("PUT", "/latest/api/token", "token-ttl-seconds", "60")
+    try:
+        return ask("GET", "/latest/meta-data/spot/instance-action", "token", token)
+    except urllib.error.HTTPError as fault:
+        fault.close()
+        if fault.code != 404:
+            raise
+        return None

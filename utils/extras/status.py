@@ -1,0 +1,75 @@
+"""The file in memory from which scripts/status.sh reads what each process is doing.
+
+`utils.session.Training.show_status` writes it. Always on; without this file, status.sh finds no
+training.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from utils.session import Session
+
+
+class Status:
+    """This process's file, in memory, as other nodes may have no run directory.
+
+    What cannot be written is left out. A reader tells by process number and start time whether a
+    killed process has left the file.
+    """
+
+    def __init__(self, session: Session):
+        world, run, args = session.world, session.run, session.args
+        self.state, self.figures = session.state, {}
+        self.folder = Path(f"/dev/shm/imagenet-suite-{os.getuid()}")
+        self.path = self.folder / f"{socket.gethostname()}-{os.getpid()}.json"
+        gpu = None
+        if world.device.type == "cuda":
+            gpu = f"GPU-{torch.cuda.get_device_properties(world.device).uuid}"
+        self.facts = {
+            "pid": os.getpid(),
+            "started": Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19],
+            "run": str(run.folder.resolve()),
+            "mode": run.mode,
+            "arch": args.arch,
+            "rank": world.rank,
+            "size": world.size,
+            "epochs": args.epochs,
+            "gpu": gpu,
+        }
+
+    def show(self, phase: str, **figures: Any) -> None:
+        """Write what this process is doing; figures stay until new ones come."""
+        self.figures |= figures
+        now = {"phase": phase, "epoch": self.state.epoch, "step": self.state.step}
+        facts = self.facts | now | {"at": time.time()} | self.figures
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            if not _is_private(self.folder):
+                return
+            # Not through a file or link that is there already.
+            temporary = self.path.with_name(f".{os.urandom(8).hex()}.tmp")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with open(os.open(temporary, flags, 0o600), "w") as file:
+                file.write(json.dumps(facts))
+            temporary.replace(self.path)
+
+    def remove(self) -> None:
+        """The process is about to end."""
+        with contextlib.suppress(OSError):
+            if _is_private(self.folder):
+                self.path.unlink()
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether this is a folder of this user, in which nobody else may write: /dev/shm is open to
+    all, so another user may have made one of this name."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022

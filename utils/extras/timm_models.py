@@ -1,0 +1,50 @@
+"""Models of timm, beside torchvision's: ``-a NAME``, where timm is installed.
+
+It answers `utils.models` by the same three questions: names, a model, what its published weights
+expect. Without this file, torchvision's models remain.
+"""
+
+from typing import Any
+
+import timm
+from torch import nn
+
+from utils.errors import UserError
+from utils.preprocessing import Preprocessing, nearest_interpolation
+
+
+def names() -> list[str]:
+    """All of timm's model names."""
+    return timm.list_models()
+
+
+def preprocessing(arch: str) -> Preprocessing | None:
+    """The preprocessing that the published weights of ``arch`` expect; None if there are none."""
+    if not timm.is_model_pretrained(arch):
+        return None
+    wanted = timm.get_pretrained_cfg(arch)
+    size = wanted.input_size[-1]
+    interpolation = nearest_interpolation(wanted.interpolation)
+    short = int(size / wanted.crop_pct)
+    return Preprocessing(tuple(wanted.mean), tuple(wanted.std), interpolation, size, short)
+
+
+def create(
+    arch: str, classes: int, image_size: int, pretrained: bool, drop_path: float | None
+) -> nn.Module:
+    """See `utils.models.create`."""
+    options: dict[str, Any] = {"pretrained": pretrained, "num_classes": classes}
+    if drop_path is not None:
+        options["drop_path_rate"] = drop_path
+    try:
+        model = timm.create_model(arch, **options)
+    except TypeError as fault:
+        if drop_path is None:
+            raise
+        raise UserError(f"--drop-path: {arch} takes none ({fault})", alike=True) from fault
+    positions = getattr(model, "pos_embed", None)
+    own_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if isinstance(positions, nn.Parameter) and own_size not in (None, (image_size, image_size)):
+        model = timm.create_model(arch, **options, img_size=image_size)
+        model.constructor_args = {"img_size": image_size}
+    return model
