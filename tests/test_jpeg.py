@@ -15,8 +15,8 @@ from batches import encode, noise_index, picture
 from test_images import ODD
 
 from utils import images as im
-from utils import report
 from utils.errors import UserError
+from utils.extras import advice
 from utils.extras import region_decode as part_of
 from utils.images import ImageBatches, Reading
 from utils.samplers import Batch
@@ -186,7 +186,7 @@ def test_a_run_that_waits_for_decoding_is_told(not_built, logged):
     session = mock.MagicMock(args=SimpleNamespace(workers=1, data="photos"))
     session.train.reading = Reading(10, 800_000, 0.1, 1.0)
     session.train.bad.source = SimpleNamespace(stores_pixels=False, path=lambda image: "x.JPEG")
-    report.bottleneck(session, {"IO/wait_share": 0.05})
+    advice.bottleneck(session, {"IO/wait_share": 0.05})
     assert not logged
-    report.bottleneck(session, {"IO/wait_share": 0.5})
+    advice.bottleneck(session, {"IO/wait_share": 0.5})
     assert "build_region_decode.py" in logged[1] and "prepare_data.py shrink photos" in logged[1]

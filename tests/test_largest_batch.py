@@ -12,7 +12,7 @@ from o2_cases import network
 from torch import nn
 
 from utils.errors import UserError
-from utils.extras import find_batch, fsdp
+from utils.extras import find_batch
 from utils.extras.find_batch import GIB
 from utils.snapshots import TrainState
 from utils.world import World
@@ -129,7 +129,7 @@ def sharded(rank: int, size: int) -> bool:
         if after_trial:
             model.set_requires_gradient_sync(False)
             model(images).sum().backward()
-            fsdp.forget_gradients(model)
+            find_batch._forget_gradients(model)
         model.set_requires_gradient_sync(True)
         model(images).square().sum().backward()
         found.append(model.weight.grad.to_local().clone())

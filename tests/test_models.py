@@ -76,10 +76,11 @@ def test_an_unknown_name_is_answered_by_the_nearest_ones(monkeypatch):
         models.create("vgg-16", 10, 224)
     # Models for other tasks are not offered.
     assert not {"fcn_resnet50", "r3d_18", "maskrcnn_resnet50_fpn"} & set(models.names())
-    monkeypatch.setattr(models, "timm", None)
+    monkeypatch.setattr(models.addons, "timm_models", lambda: None)
     with pytest.raises(UserError, match="pip install timm"):
         models.check_name("tinynet_e")
-    monkeypatch.setattr(models, "timm", Mock(**{"list_models.return_value": ["resnet18", "tin"]}))
+    more = Mock(**{"names.return_value": ["resnet18", "tin"]})
+    monkeypatch.setattr(models.addons, "timm_models", lambda: more)
     assert models.names().count("resnet18") == models.names().count("tin") == 1
 
 

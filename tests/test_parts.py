@@ -15,7 +15,7 @@ from torchvision.ops import StochasticDepth
 
 from utils import models
 from utils.errors import UserError
-from utils.extras import blocks
+from utils.extras import blocks, foreign
 from utils.preprocessing import Preprocessing
 
 
@@ -58,7 +58,7 @@ def test_weights_for_other_classes_leave_the_head_new(tmp_path, monkeypatch):
     new = small_resnet().state_dict()
     for path in (file, "model.safetensors"):
         model = small_resnet()
-        (said,) = models.load_weights(model, path, "resnet18", "fc")
+        (said,) = foreign.load_weights(model, path, "resnet18", 5)
         for name, value in model.state_dict().items():
             kept = name.startswith("fc.") or name not in state
             assert torch.equal(value, (new if kept else state)[name]), name
@@ -71,7 +71,7 @@ def test_weights_for_other_classes_leave_the_head_new(tmp_path, monkeypatch):
 def test_position_embeddings_are_resized_to_the_images(tmp_path):
     state = small_vit(size=16, seed=1).state_dict()
     file, model = saved(tmp_path, state), small_vit(size=24)
-    (said,) = models.load_weights(model, file, "vit", "heads.head")
+    (said,) = foreign.load_weights(model, file, "vit", 5)
     expected = interpolate_embeddings(24, 4, dict(state))
     assert same(model.state_dict(), expected)
     assert "encoder.pos_embedding resized from 1 x 17 x 8 to 1 x 37 x 8" in said
@@ -89,8 +89,8 @@ def test_position_embeddings_are_resized_to_the_images(tmp_path):
 def test_a_file_that_does_not_fit_is_a_sentence(tmp_path, content, sentence):
     file = saved(tmp_path, content)
     with pytest.raises(UserError, match=sentence):
-        models.saved_preprocessing(file)
-        models.load_weights(small_resnet(), file, "resnet18", "fc")
+        foreign.saved_preprocessing(file)
+        foreign.load_weights(small_resnet(), file, "resnet18", 5)
 
 
 def test_what_follows_the_option_may_be_the_data(typed, folder, tmp_path):
@@ -99,7 +99,7 @@ def test_what_follows_the_option_may_be_the_data(typed, folder, tmp_path):
     for words, pretrained in ((line, True), ((*line, file), file)):
         args = typed(*words)
         assert (args.pretrained, args.data, args.image_size) == (pretrained, str(folder), 299)
-        assert args.preprocessing == models.preprocessing("inception_v3")
+        assert args.preprocessing == foreign.published_preprocessing("inception_v3")
     with pytest.raises(UserError, match="is a folder, not a file"):
         typed(*line, tmp_path)
 
@@ -118,7 +118,7 @@ def test_images_as_the_file_says(typed, folder, tmp_path):
 def test_a_frozen_model_trains_its_head_alone():
     model, images = small_resnet(), torch.randn(4, 3, 32, 32)
     before = copy.deepcopy(model.state_dict())
-    blocks.freeze(model, blocks.head_of(model, 5))
+    blocks.freeze(model, models.head_of(model, 5))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for wrapper in (model, nn.DataParallel(model), copy.deepcopy(model)):
         wrapper.train()
@@ -199,8 +199,8 @@ def test_build_does_what_the_options_say(typed, folder, tmp_path):
     args = typed(*line)
     model = models.build(args, 5)
     assert [p.shape[0] for p in model.parameters() if p.requires_grad] == [5, 5]
-    assert args.model_notes[0].endswith("120 of 122 tensors; new: fc.weight, fc.bias")
-    assert args.model_notes[1:] == [
+    assert model.notes[0].endswith("120 of 122 tensors; new: fc.weight, fc.bias")
+    assert model.notes[1:] == [
         "--freeze: only fc is trained",
         "--activation-checkpointing: 8 BasicBlock",
     ]

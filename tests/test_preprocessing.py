@@ -12,8 +12,10 @@ from torchvision.models import VisionTransformer, get_model_weights
 
 from utils import addons, amp, loop, models
 from utils.errors import UserError
+from utils.extras import foreign
 from utils.folder import Folder
 from utils.images import ImageBatches
+from utils.options import Options
 from utils.preprocessing import IMAGENET, SIZES, Preprocessing
 from utils.samplers import EvalSampler, TrainSampler
 from utils.world import World
@@ -38,7 +40,7 @@ def evaluated(index, wanted) -> torch.Tensor:
 
 @pytest.mark.parametrize("arch", ["inception_v3", "resnet50", "swin_t", "efficientnet_v2_l"])
 def test_pixels_are_those_of_torchvisions_own_transforms(index, arch):
-    found = evaluated(index, models.preprocessing(arch))
+    found = evaluated(index, foreign.published_preprocessing(arch))
     transform = get_model_weights(arch).DEFAULT.transforms()
     for number in range(len(index)):
         expected = transform(Image.open(index.path(number)).convert("RGB"))
@@ -109,8 +111,8 @@ def test_omitted_sizes_are_those_of_the_checkpoint_before_the_precision_is_chose
         ("--val-image-size 96", 64, None),
     ):
         line = ("-e", "--resume", tmp_path / "best.pt", *words.split(), folder)
-        args, world = Namespace(**parse("imagenet_nd", *line)), World(torch.device("cpu"))
-        loop.read_image_size(args, world)
+        typed, world = Options(**parse("imagenet_nd", *line)), World(torch.device("cpu"))
+        args = loop.with_checkpoint_sizes(typed, world)
         assert (args.image_size, args.preprocessing.image_size) == (size, size)
         assert amp.autocast_dtype(args, world) is dtype
 

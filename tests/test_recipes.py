@@ -8,8 +8,9 @@ import pytest
 from conftest import ROOT, scalars, train
 from running import tiny
 
-from utils import network, option_types, report
+from utils import network, option_types
 from utils.errors import UserError
+from utils.extras import advice
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("imagenet_*.py"))
 NAMES = ("classic90", "fast16", "fast32", "strong100", "tiny", "vit-finetune")
@@ -92,7 +93,7 @@ def test_a_batch_beyond_what_is_known_is_named(changes, batch, wanted):
     usual = {"lr": 0.1, "lr_scaling": "none", "warmup_epochs": 0.0, "optimizer": "sgd"}
     usual["batch_range"] = None
     args = Namespace(**usual | changes)
-    said = report.batch_warnings(args, batch, args.lr)
+    said = advice.batch_warnings(args, batch, args.lr)
     assert len(said) == bool(wanted)
     for pattern in wanted:
         assert re.search(pattern, said[0]), said[0]

@@ -11,7 +11,8 @@ from joined import Job, run_jobs
 from running import assert_same_weights, same, snapshot
 from torchvision.models import get_model
 
-from utils.extras import blocks, fsdp
+from utils import models
+from utils.extras import fsdp
 from utils.world import World
 
 CURVES = ("Loss/train", "Top1/train", "Top5/train", "Loss/val", "Top1/val", "Top5/val", "Lr")
@@ -117,14 +118,18 @@ def test_each_process_holds_its_part(trained):
 
 
 @pytest.mark.parametrize(
-    ("reshard", "precision", "sent"),
-    [("full", "off", 10_500), ("none", "bf16", 5_250), ("node", "off", 10_000)],
+    ("reshard", "dtype", "sent"),
+    [
+        ("full", "float32", 10_500),
+        ("none", "bfloat16", 5_250),
+        ("node", "float32", 10_000),
+    ],
 )
-def test_bytes_that_travel(reshard, precision, sent):
+def test_bytes_that_travel(reshard, dtype, sent):
     """Of a thousand weights, on two nodes of four processes."""
-    args = SimpleNamespace(reshard=reshard, precision=precision)
+    args = SimpleNamespace(reshard=reshard)
     world = World(torch.device("cpu"), 0, 8, 0, 4, 2)
-    assert fsdp.sent_bytes([torch.empty(10, 100)], args, world) == sent
+    assert fsdp.sent_bytes([torch.empty(10, 100)], args, world, getattr(torch, dtype)) == sent
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,7 @@ def test_bytes_that_travel(reshard, precision, sent):
 def test_blocks_are_found_by_the_models_structure(arch, repeated, chosen, rest):
     with torch.device("meta"):
         model = get_model(arch)
-    assert len(blocks.repeated(model)) == repeated
+    assert len(models.repeated(model)) == repeated
     found = fsdp.units(model)
     assert Counter(type(block).__name__ for block in found) == chosen
     assert fsdp.size(model) - sum(map(fsdp.size, found)) <= rest * fsdp.size(model)

@@ -14,7 +14,8 @@ from running import eventually
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils import report, watch
+from utils import watch
+from utils.extras import advice
 from utils.watch import StepTimer, Watch
 from utils.world import World
 
@@ -159,7 +160,7 @@ def test_curves_summary_and_trace_of_two_processes(folder, tmp_path):
 def test_a_run_that_waits_for_communication_says_what_helps(logged, seconds, comm, told):
     session = SimpleNamespace(world=SimpleNamespace(nodes=2), args=SimpleNamespace(comm=comm))
     record = {"Time/data": 0.1, "Time/compute": 0.9 - seconds, "Time/communication": seconds}
-    report.bottleneck(session, record | {"busy": 96.0})
+    advice.bottleneck(session, record | {"busy": 96.0})
     assert len(logged) == bool(told)
     assert all(words in logged[0] for words in told)
 

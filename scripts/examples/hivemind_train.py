@@ -65,11 +65,12 @@ def main() -> int:
     add_options(parser)
     args = options.parse(parser)
     # Hivemind takes tensors for vectors (view(-1)), which NHWC weights are not.
-    args.channels_last, args.memory_format = False, torch.contiguous_format
-    args.target_batch = args.target_batch or args.batch_size
-    args.accum_steps, rest = divmod(args.target_batch, args.batch_size)  # what one process would do
+    args = args.replaced(channels_last=False, memory_format=torch.contiguous_format)
+    target = args.target_batch or args.batch_size
+    accum_steps, rest = divmod(target, args.batch_size)  # what one process would do
     if rest:
-        raise UserError(f"--target-batch {args.target_batch} is no multiple of -b")
+        raise UserError(f"--target-batch {target} is no multiple of -b")
+    args = args.replaced(target_batch=target, accum_steps=accum_steps)
     if hivemind is None:
         raise UserError(f"Hivemind is not installed for {sys.executable}: pip install hivemind")
     return train(args, single_process())
@@ -96,7 +97,7 @@ def train(args: Namespace, world: World) -> int:
     amp_dtype = amp.autocast_dtype(args, world)
 
     # ---- data: all of DATA/train, in an order of this peer's own; each image of DATA/val once
-    own_order = Namespace(**vars(args) | {"seed": secrets.randbelow(2**31)})
+    own_order = args.replaced(seed=secrets.randbelow(2**31))
     loaders = build_loaders(own_order, world, dtype=amp_dtype or torch.float32)
 
     # ---- model
@@ -157,7 +158,7 @@ def train(args: Namespace, world: World) -> int:
             return model(images)
 
     # ---- train, epoch by epoch of what all peers together have seen
-    loop.begin(session)
+    training = loop.begin(session)
     log.info("experimental; no order of samples, no exact resume here: see the top of this script")
     for address in dht.get_visible_maddrs():
         log.info(f"others join with --peers {address}")
@@ -165,16 +166,16 @@ def train(args: Namespace, world: World) -> int:
         log.info("the first peer of this swarm; with --peers it would join one")
     batches, own = endless(loaders.train), 0
     try:
-        while loop.goes_on(session):
+        while loop.goes_on(training):
             began, sums, first = time.monotonic(), Sums(device), swarm.local_epoch
-            session.epoch_began = began
+            training.watch.start_epoch()
             model.train()
             while (position := swarm.local_epoch) < (state.epoch + 1) * steps:
                 images, targets = next(batches)
                 loss, logits = train_step(images, targets)
                 sums.add(loss * len(targets), logits, targets)
                 own += len(targets)
-                if session.stop.poll():
+                if training.stop.poll():
                     break
                 if position != swarm.local_epoch and swarm.local_epoch % args.print_freq == 0:
                     now, step = divmod(swarm.local_epoch - 1, steps)
@@ -182,11 +183,11 @@ def train(args: Namespace, world: World) -> int:
                         f"Epoch {now + 1}/{args.epochs} step {step + 1}/{steps}  peers "
                         f"{peers_of(swarm)}  images of all {swarm.local_epoch * args.target_batch}"
                     )
-            if not session.stop.reason:
+            if not training.stop.reason:
                 state.epoch = swarm.local_epoch // steps - 1  # a late peer begins in a later epoch
             state.step = swarm.local_epoch - state.epoch * steps
-            if session.stop.reason:
-                loop.close_epoch(session, None, None)
+            if training.stop.reason:
+                loop.close_epoch(training, None, None)
                 break
             done = (swarm.local_epoch - first) * args.target_batch
             trained = {
@@ -200,16 +201,16 @@ def train(args: Namespace, world: World) -> int:
             seen |= {"Swarm/peers": float(peers_of(swarm)), "Swarm/own_samples": own}
             run.scalars(seen, state.epoch + 1)
             if not args.peers:
-                evaluated = epoch.evaluate(session, predict, loaders.val)
-                loop.close_epoch(session, trained, evaluated)
+                evaluated = epoch.evaluate(training, predict, loaders.val)
+                loop.close_epoch(training, trained, evaluated)
             else:
                 state.epoch, state.step = state.epoch + 1, 0
                 state.tick()
-                epoch.save_snapshot(session)
+                epoch.save_snapshot(training)
     finally:
         swarm.shutdown()
         dht.shutdown()
-    return loop.end(session, predict)
+    return loop.end(training, predict)
 
 
 def join(args: Namespace) -> "hivemind.DHT":
