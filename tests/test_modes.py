@@ -108,7 +108,7 @@ def loop_of(script: str) -> list[str]:
     """The loop over the epochs."""
     tree = ast.parse((ROOT / script).read_text())
     (train,) = (node for node in tree.body if getattr(node, "name", "") == "train")
-    (loop,) = (node for node in train.body if isinstance(node, (ast.While, ast.For)))
+    *_, loop = (node for node in train.body if isinstance(node, (ast.While, ast.For)))
     return ast.unparse(loop).splitlines()
 
 
