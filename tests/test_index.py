@@ -5,8 +5,8 @@ from unittest import mock
 
 import pytest
 
-from utils import folder
 from utils.errors import UserError
+from utils.extras import list_cache
 from utils.folder import Folder, class_folders, select_classes
 
 
@@ -159,10 +159,10 @@ def test_change_lists_that_class_anew(root, scans):
 
 def test_damaged_cache_is_made_again(root, scans):
     expected = contents(Folder(root, CLASSES))
-    data = (root / folder.CACHE).read_bytes()
+    data = (root / list_cache.CACHE).read_bytes()
     half = len(data) // 2
     for damaged in (data[:half], data[:half] + b"\xff" * 64 + data[half + 64 :], b""):
-        (root / folder.CACHE).write_bytes(damaged)
+        (root / list_cache.CACHE).write_bytes(damaged)
         scans.clear()
         for _ in range(2):
             assert contents(Folder(root, CLASSES)) == expected

@@ -33,6 +33,15 @@ def source_kind(root: Path) -> Any:
     return None
 
 
+def list_cache() -> Any:
+    """`utils.extras.list_cache`, where the list of an image folder's files is kept; or None."""
+    if not _is_there("list_cache"):
+        return None
+    from utils.extras import list_cache
+
+    return list_cache
+
+
 def region_decoder() -> Any:
     """`utils.extras.region_decode`, where its library is built; None: decode whole images."""
     if not _is_there("region_decode"):

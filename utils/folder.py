@@ -2,14 +2,8 @@
 
 A source of another kind derives from `Source`, overrides what differs, and gets a line in
 `utils.addons.source_kind`. Nothing else asks which kind it is.
-
-Listing 1.28 million files takes seconds on a warm local disk and minutes on a cold network disk.
-So the list is cached in the folder itself, class by class, with the modification times of its
-folders: adding, removing or renaming a file changes one of them, and the class is listed again.
 """
 
-import io
-import json
 import os
 import sys
 import time
@@ -22,14 +16,12 @@ import numpy as np
 from tqdm import tqdm
 
 from utils import addons
-from utils.atomic import save_atomically
 from utils.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 _SUFFIXES = tuple(suffix.encode() for suffix in SUFFIXES)
-CACHE = ".index.npz"
 # A folder that changed so shortly before it was listed may change again within the same tick of the
-# file system's clock, unnoticed: its listing is not reused.
+# file system's clock, unnoticed: its listing is not kept.
 RACY_SECONDS = 2.0
 THREADS = 8  # a network disk serves many requests at once
 SIZES_ASKED = 10_000  # files, spread over the data set, that estimate the mean size
@@ -161,9 +153,9 @@ def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listin
     ``shows``: draw a progress bar on a terminal, and report a cache that cannot be written. Raises:
     `UserError`.
     """
-    known = _read_cache(root)
-    missing = [name for name in classes if name not in known or not _fresh(root, known[name])]
-    if missing:
+    cache = addons.list_cache()
+    known = cache.read(root) if cache else {}
+    if missing := [n for n in classes if n not in known or not cache.is_fresh(root, known[n])]:
         with ThreadPoolExecutor(THREADS) as pool:
             bar = tqdm(
                 pool.map(lambda name: list_class(root, name), missing),
@@ -174,7 +166,8 @@ def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listin
                 disable=not (shows and sys.stderr.isatty()),
             )
             known |= zip(missing, bar, strict=True)
-        _write_cache(root, known, shows)
+        if cache:
+            cache.write(root, known, shows)
     return [known[name] for name in classes]
 
 
@@ -206,42 +199,6 @@ def list_class(root: Path, name: str) -> Listing:
             text = f"cannot read the class folder {os.fsdecode(place):.200}: {fault.strerror}"
             raise UserError(text, alike=True) from None
     return Listing(b"".join(path + b"\0" for path in sorted(found)), folders)
-
-
-def _fresh(root: Path, listing: Listing) -> bool:
-    try:
-        return all(
-            seen and os.stat(root / folder).st_mtime_ns == seen
-            for folder, seen in listing.folders.items()
-        )
-    except OSError:
-        return False
-
-
-def _read_cache(root: Path) -> dict[str, Listing]:
-    """The cached listings by class; none if there is no cache, or none that can be read."""
-    try:
-        with np.load(root / CACHE) as file:
-            classes = json.loads(file["classes"].tobytes())
-            paths = io.BytesIO(file["paths"].tobytes())
-    except Exception:  # zipfile and numpy find a damaged file in many ways
-        return {}
-    return {name: Listing(paths.read(size), seen) for name, (size, seen) in classes.items()}
-
-
-def _write_cache(root: Path, known: dict[str, Listing], shows: bool) -> None:
-    """Keep the listings ``known`` (by class) in ``root``; with ``shows``, say if that fails."""
-    classes = {name: (len(one.paths), one.folders) for name, one in known.items()}
-    content = {
-        "classes": np.frombuffer(json.dumps(classes).encode(), np.uint8),
-        "paths": np.frombuffer(b"".join(one.paths for one in known.values()), np.uint8),
-    }
-    try:
-        save_atomically(lambda file: np.savez(file, **content), root / CACHE)
-    except OSError as fault:
-        if shows:
-            text = f"note: cannot keep the list of files in {root} ({fault.strerror})"
-            print(f"{text}: each run lists the folder again", flush=True)
 
 
 # ---- the parts of a data set: DATA/train, DATA/val, DATA/test
