@@ -215,17 +215,12 @@ def open_source(root: Path, classes: list[str], shows: bool = False) -> Source:
 
 def class_folders(root: Path) -> list[str]:
     """Sorted names of the classes in ``root``. Raises `UserError` if there are none."""
-    if root.name == "test" and not root.is_dir():
-        raise UserError(
-            f"folder {root} is missing: --part test evaluates on it, --part val on DATA/val",
-            alike=True,
-        )
     if not root.is_dir():
-        raise UserError(
-            f"folder {root} is missing: DATA must hold train/CLASS/*.JPEG and val/CLASS/*.JPEG "
-            "(scripts/prepare_data.py makes them of known data sets)",
-            alike=True,
-        )
+        why = "DATA must hold train/CLASS/*.JPEG and val/CLASS/*.JPEG "
+        why += "(scripts/prepare_data.py makes them of known data sets)"
+        if root.name == "test":
+            why = "--part test evaluates on it, --part val on DATA/val"
+        raise UserError(f"folder {root} is missing: {why}", alike=True)
     kind = addons.source_kind(root) or Folder
     if not (names := kind.class_names(root)):
         raise UserError(f"folder {root} has no class folders in it", alike=True)

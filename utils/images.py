@@ -57,7 +57,9 @@ def decode(data: bytes) -> Tensor:
     # JPEG alone: torchvision 0.29 ends the process with a segmentation fault on a damaged PNG.
     if data.startswith(JPEG_MAGIC):
         try:
-            return _decode_jpeg(bytearray(data))
+            # Of a bytearray: torch would warn that bytes cannot be written.
+            whole = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            return decode_image(whole, ImageReadMode.RGB)
         except RuntimeError:
             pass  # damaged: Pillow's reason is the more readable one
     try:
@@ -68,10 +70,6 @@ def decode(data: bytes) -> Tensor:
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as fault:
         raise ValueError(str(fault)) from None
     return torch.from_numpy(pixels).permute(2, 0, 1)
-
-
-def _decode_jpeg(data: bytearray) -> Tensor:
-    return decode_image(torch.frombuffer(data, dtype=torch.uint8), ImageReadMode.RGB)
 
 
 def random_box(draw: random.Random, height: int, width: int, smallest: float = CROP_SCALE) -> Box:
