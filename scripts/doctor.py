@@ -423,12 +423,10 @@ def parse() -> argparse.Namespace:
 def examine(args: argparse.Namespace) -> int:
     """Check this node and, with the others, what is between them. Returns: the exit code."""
     launch.prepare()  # before torch is imported, which takes seconds
-    everyone, check = [], None
+    everyone: list[Facts] = []
     try:
         if args.nodes > 1:
-            typed, master = preflight.Names("--nodes", "--rank", "--port"), (args.master, args.port)
-            check = preflight.Preflight(args.rank, args.nodes, master, args.wait, typed)
-            check.meet(1)
+            preflight.meet(args.rank, args.nodes, 1, (args.master, args.port), args.wait)
         else:
             args.port = network.free_port()
         from utils import models
@@ -437,13 +435,8 @@ def examine(args: argparse.Namespace) -> int:
         everyone, between = compare_nodes(args)
         found = sorted(judge(everyone, between, args), key=lambda one: one.level)
     except (UserError, RuntimeError) as fault:
-        why, remedy = "training would not start on these nodes", "see the message"
-        texts = check.closed if check else []
-        if texts:
-            remedy = "open all TCP ports between the nodes, in both directions"
-        found = [
-            Finding(FAULT, text, why, remedy) for text in texts or [str(fault).partition("\n")[0]]
-        ]
+        why = "training would not start on these nodes"
+        found = [Finding(FAULT, str(fault).partition("\n")[0], why, "see the message")]
     for one in found:
         if args.rank == 0 or not everyone:
             print(one)
