@@ -190,3 +190,12 @@ def test_the_last_line_says_how_to_continue(folder, tmp_path):
     assert "resumed from" in out
     (run,) = tmp_path.iterdir()
     assert summary(run)["finished_because"] == "epochs"
+
+
+def test_control_characters_of_names_reach_neither_terminal_nor_log(folder, tmp_path):
+    runs, shown = tmp_path / "x\x1b[2J\ny", rf"{tmp_path}/x\x1b[2J\ny"
+    line = ("-a", "tiny_plain", "-b", "5", "--epochs", "1", "--output-dir", runs, "--name", "a")
+    out = train("imagenet_nd.py", *line, folder).out
+    assert f"run directory {shown}/a\n" in out
+    assert (runs / "a/train.log").read_text() == out
+    python("imagenet_nd.py", *line, folder).fails_with(f"{shown}/a holds a run already")
