@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -119,9 +120,17 @@ def shell(*lines: str, timeout: float = TIMEOUT, **env: str) -> list[Result]:
 
 
 def train(script: str, *arguments: object, processes: int = 0, **env: str) -> Result:
-    """Run a script on a `SMALL` model; with torchrun if ``processes`` is given. It must succeed."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
-    result = python(*(launcher if processes else ()), script, *SMALL, *arguments, **env)
+    """Run a script on a `SMALL` model; in so many ``processes`` if given. It must succeed."""
+    words = (*SMALL, *arguments)
+    if processes:
+        from joined import Job, run_jobs
+
+        with tempfile.TemporaryDirectory() as folder:
+            job = Job(script.removesuffix(".py"), words, processes, env=env)
+            run_jobs([job], Path(folder))
+            out, err = (Path(f"{folder}/job0_rank0{end}").read_text() for end in ("", ".err"))
+        return Result(0, out, err)
+    result = python(script, *words, **env)
     assert result.code == 0, result.out + result.err
     return result
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from conftest import ROOT, python, scalars, train
+from conftest import python, scalars, train
 from joined import start
 from running import Running, eventually
 
@@ -47,13 +47,14 @@ def test_a_second_training_is_refused_while_the_first_lives_and_takes_its_place_
 
 
 def holder(folder: Path) -> Running:
-    """A process that holds the lock of ``folder``."""
+    """A process that holds the lock of ``folder``, and writes its name into it."""
     code = (
-        "import sys, pathlib, time; from utils import run_directory\n"
-        "one = run_directory.Lock(pathlib.Path(sys.argv[1])); print(one.poll(), flush=True)\n"
-        "time.sleep(600)"
+        "import fcntl, os, sys, time\n"
+        "file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print(f'process {os.getpid()} on another', file=file, flush=True)\n"
+        "print('locked', flush=True); time.sleep(600)"
     )
-    return Running("-c", code, folder, PYTHONPATH=str(ROOT))
+    return Running("-c", code, folder / run_directory.LOCK)
 
 
 @pytest.mark.parametrize("patient", [False, True])
@@ -62,7 +63,7 @@ def test_a_lock_that_is_held_is_waited_for_and_then_an_error(tmp_path, monkeypat
     monkeypatch.setattr(time, "monotonic", lambda: now() + later)
     mine = run_directory.Lock(tmp_path, patient)
     with holder(tmp_path) as other:
-        other.until("True")
+        other.until("locked")
         assert not mine.poll()
         for later in (100.0, 200.0) if patient else (3.0,):
             if later == 100.0:

@@ -124,7 +124,7 @@ def test_the_marks_stand_around_the_wait_for_buckets(process_group):
 
 def test_curves_summary_and_trace_of_two_processes(folder, tmp_path):
     """Two epochs of six steps of 10 images, with --profile."""
-    options = ("-b", "5", "--epochs", "2", "--lr", "0.01", "-p", "2", "--profile")
+    options = ("-a", "tiny_full", "-b", "5", "--epochs", "2", "-p", "2", "--profile")
     place = ("--output-dir", tmp_path, "--name", "x")
     done = train("imagenet_ddp.py", folder, *options, *place, processes=2)
     assert "ERROR" not in done.err
