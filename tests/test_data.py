@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,11 @@ import torch
 from batches import PLACE, SEED, SIZE, batches_of, fetch, noise_index
 from torchvision.transforms.v2 import functional as tv
 
+from utils import addons, loaders, options
 from utils import images as im
-from utils import loaders, options
 from utils.errors import UserError
 from utils.extras import augment
+from utils.folder import Source
 from utils.images import ImageBatches
 from utils.metrics import UNREADABLE
 from utils.samplers import Batch, EvalSampler, TrainSampler
@@ -202,6 +204,53 @@ def test_loaders_of_a_folder(folder, tmp_path):
     shutil.rmtree(tmp_path / "test" / "class_1")
     with pytest.raises(UserError, match=r"different classes: only train has class_1$"):
         build(tmp_path, "--classes", "2")
+
+
+class Tarred(Source):
+    """Each part of a data set is one tar file of CLASS/NAME."""
+
+    def __init__(self, root, classes, shows=False):
+        with tarfile.open(root / "images.tar") as file:
+            members = {one.name: one for one in file.getmembers() if one.isfile()}
+        chosen = [x for c in classes for x in sorted(members) if x.startswith(f"{c}/")]
+        paths = b"".join(os.fsencode(name) + b"\0" for name in chosen)
+        counts = [sum(name.startswith(f"{c}/") for name in chosen) for c in classes]
+        super().__init__(root, classes, paths, counts)
+        self.places = [(members[name].offset_data, members[name].size) for name in chosen]
+
+    @staticmethod
+    def class_names(root):
+        with tarfile.open(root / "images.tar") as file:
+            return sorted({one.name.split("/")[0] for one in file.getmembers()})
+
+    def stored(self, image):
+        return f"{self.root}/images.tar", *self.places[image]
+
+    def read(self, image):
+        path, place, size = self.stored(image)
+        with open(path, "rb") as file:
+            return os.pread(file.fileno(), size, place)
+
+
+def test_a_source_of_another_kind_is_one_class_and_one_line(folder, tmp_path, monkeypatch):
+    for part in ("train", "val"):
+        (tmp_path / part).mkdir()
+        with tarfile.open(tmp_path / part / "images.tar", "w") as file:
+            for name in sorted(os.listdir(folder / part)):
+                if not name.startswith("."):
+                    file.add(folder / part / name, name)
+    expected = build(folder, "-j", "0")
+    kind = {tmp_path / "train": Tarred, tmp_path / "val": Tarred}
+    monkeypatch.setattr(addons, "source_kind", kind.get)
+    found = build(tmp_path, "-j", "0")
+    assert found.classes == expected.classes
+    for one, other in ((found.train, expected.train), (found.val, expected.val)):
+        for batch, wanted in zip(one, other, strict=True):
+            assert all(map(torch.equal, batch, wanted))
+    sources = (found.train.bad.source, expected.train.bad.source)
+    assert len({source.sample_sizes() for source in sources}) == 1
+    some = build(tmp_path, "-j", "0", "--classes", "class_2,class_1")
+    assert some.train.sampler.images == 40
 
 
 def test_loaders_do_as_the_options_say(folder):

@@ -1,6 +1,7 @@
 """What training reads images from: a `Source`. A folder of files, CLASS/*.JPEG, is the usual one.
 
-A source of another kind derives from `Source`, overrides what differs, and gets a line in
+A source of another kind is a file in utils/extras whose class derives from `Source`. It defines
+`class_names`, ``__init__(root, classes, shows)``, `read` and `stored`, and gets a line in
 `utils.addons.source_kind`. Nothing else asks which kind it is.
 """
 
@@ -96,8 +97,19 @@ class Source:
         return prints
 
     def sample_sizes(self) -> tuple[float, str]:
-        """Mean size of an image in bytes, and a fingerprint of the sizes."""
-        raise OSError(f"the sizes of the images in {self.root} are not known")
+        """Mean size in bytes, and a fingerprint, of `SIZES_ASKED` images evenly spread."""
+        count = min(len(self), SIZES_ASKED)
+        chosen = (np.arange(count) * len(self) // count).tolist()
+        with ThreadPoolExecutor(THREADS) as pool:
+            sizes = np.fromiter(pool.map(self._size, chosen), np.int64, count)
+        return float(sizes.mean()), f"{zlib.crc32(sizes.tobytes()):08x}"
+
+    def _size(self, image: int) -> int:
+        path, _, size = self.stored(image)
+        try:
+            return os.stat(path).st_size if size is None else size
+        except OSError:
+            return 0  # a dangling link: reading it will show that
 
 
 def path_starts(paths: bytes) -> np.ndarray:
@@ -131,20 +143,6 @@ class Folder(Source):
         """Sorted names of the class folders in ``root``; none where that is no folder."""
         names = os.listdir(root) if root.is_dir() else []
         return sorted(n for n in names if n[0] != "." and os.path.isdir(root / n))
-
-    def sample_sizes(self) -> tuple[float, str]:
-        """Of `SIZES_ASKED` files evenly spread over the folder."""
-        count = min(len(self), SIZES_ASKED)
-        chosen = (np.arange(count) * len(self) // count).tolist()
-        with ThreadPoolExecutor(THREADS) as pool:
-            sizes = np.fromiter(pool.map(self._size, chosen), np.int64, count)
-        return float(sizes.mean()), f"{zlib.crc32(sizes.tobytes()):08x}"
-
-    def _size(self, image: int) -> int:
-        try:
-            return os.stat(self.path(image)).st_size
-        except OSError:
-            return 0  # a dangling link: reading it will show that
 
 
 def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listing]:
