@@ -48,6 +48,23 @@ def ask(node: Node, hosts: object = "", code: int = 0) -> str:
 ROW = r"(?m)^ (\d) node\1 (?:[2-9]|\d\d+)/100000 \S+ \S+ \S+ ([\d.]+) .*?(<< straggler)?$"
 
 
+@pytest.mark.parametrize(
+    "prepare", ["ln -s {victim} {place}", "mkdir -m 777 {place}", "mkdir {place}; chown 1 {place}"]
+)
+def test_a_run_does_not_write_where_another_user_could(nodes, folder, tmp_path, prepare):
+    """/dev/shm is open to all: the folder of the status files may have been made by anybody."""
+    victim, place = tmp_path / "victim", f"/dev/shm/imagenet-suite-{os.getuid()}"
+    victim.mkdir()
+    line = f"python imagenet_nd.py {TINY_LINE} --epochs 1 --output-dir {tmp_path} {folder}"
+    first = f"rm -rf {place}; {prepare.format(victim=victim, place=place)}"
+    watch = f"(while :; do ls -A {place}/; sleep 0.02; done > {tmp_path}/seen) & watcher=$!"
+    last = f"code=$?; kill $watcher; rm -rf {place}; exit $code"
+    done = nodes[0].run(f"{first}; {watch}; {line}; {last}", ENV)
+    assert done.code == 0, done.err
+    assert (tmp_path / "seen").read_text() == ""
+    assert not list(victim.iterdir())
+
+
 def test_ranks_of_a_run_and_a_straggler(nodes, folder, tmp_path):
     """On all hosts and on one; then nothing, as both ranks have ended."""
     hosts, typed = nodes[0].folder / "hosts", []

@@ -14,19 +14,13 @@ from utils.option_types import recipe_words
 from utils.provenance import over_epochs
 from utils.session import Session
 from utils.snapshots import TrainState
-from utils.stopping import Reason
+from utils.stopping import WHY, Reason
 from utils.watch import PARTS
 from utils.world import KERNELS, gather, local
 
 log = logging.getLogger(__name__)
 
 METRICS = ("Top1", "Top5", "Loss")
-WHY = {
-    Reason.EPOCHS: "all epochs done",
-    Reason.DESIRED_ACC: "desired accuracy reached",
-    Reason.TRAIN_TIME: "time limit reached; to train on, raise --train-time and ",
-    Reason.INTERRUPTED: "interrupted by a signal; to continue, ",
-}
 
 
 def start(session: Session) -> None:
@@ -220,7 +214,7 @@ def end(
         best += f" (epoch {state.best['epoch']}{averaged})"
     rate = mean.get("Throughput/train")
     speed = "" if rate is None else f", {rate:.1f} images/s"
-    why = WHY[reason]
+    why = WHY.get(reason, reason.value)
     if reason in (Reason.TRAIN_TIME, Reason.INTERRUPTED):
         why += errors.how_to_continue
     log.info(f"Training time {_duration(state.elapsed)}, {best}{speed}: {why}")

@@ -29,6 +29,13 @@ class Reason(str, enum.Enum):
     EVALUATED = "evaluated"  # -e
 
 
+# How the closing line says it, where a run ends without an error; the last two say how to continue.
+WHY = {
+    Reason.EPOCHS: "all epochs done",
+    Reason.DESIRED_ACC: "desired accuracy reached",
+    Reason.TRAIN_TIME: "time limit reached; to train on, raise --train-time and ",
+    Reason.INTERRUPTED: "interrupted by a signal; to continue, ",
+}
 # The reasons that one rank may see alone. By rising weight: the maximum of the votes decides.
 _VOTES = (None, Reason.TRAIN_TIME, Reason.INTERRUPTED, Reason.BAD_FILES, Reason.DIVERGED)
 SPOT_SERVICE = "http://169.254.169.254"  # of EC2, see `utils.extras.spot`
