@@ -1,7 +1,9 @@
 """The places of processes, started by hand or by a launcher, and what all nodes must agree on."""
 
 import argparse
+import contextlib
 import functools
+import io
 import os
 import shutil
 import socket
@@ -57,7 +59,8 @@ DEFAULT_PORT = {"WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "b"}
     ("line", "env", "visible", "places", "nodes"),
     [
         ("", {}, 0, "0/1 0/1 127.0.0.1:7", 1),
-        ("-g 2", MASTER, 3, "0/2 0/2 b:8, 1/2 1/2 b:8", 1),
+        ("-g 2", MASTER, 3, "0/2 0/2 127.0.0.1:7, 1/2 1/2 127.0.0.1:7", 1),  # of another job
+        ("--dist-url tcp://a:6", MASTER, 1, "0/1 0/1 a:6", 1),
         (LINE, ELSEWHERE, 0, "2/4 0/2 a:6, 3/4 1/2 a:6", 2),
         ("", DEFAULT_PORT, 2, "2/4 0/2 b:29500, 3/4 1/2 b:29500", 2),
         ("--world-size 2 --rank 1", MASTER, 2, "2/4 0/2 b:8, 3/4 1/2 b:8", 2),
@@ -80,7 +83,8 @@ def test_places_by_hand(clean, line, env, visible, places, nodes):
         ("-g 3", {}, "-g 3 asks for more GPUs than the 2 of"),
         ("-n 2 -nr 2", MASTER, "--rank 2 is not one of the node ranks 0 to 1"),
         ("", {"WORLD_SIZE": "2"}, "--dist-url tcp://IP:PORT"),
-        ("", MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is wrong: "),
+        ("-n 2", MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is wrong: "),
+        ("-n 2", MASTER | {"MASTER_ADDR": ""}, "2 nodes need the address of node 0"),
         ("", LAUNCHED | {"RANK": "x"}, "RANK=x"),
         ("", LAUNCHED | {"RANK": "2"}, "RANK=2"),
         ("", LAUNCHED | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
@@ -161,9 +165,10 @@ DIFFERENT = [
     ("--lr 0.3", "--lr 0.4", f"{DIFFERS}lr: 0.3 on {{0}}, 0.4 on {{1}}"),
     ("--seed 1 --mixup 0.2 --comm int8", "-b 6 --amp off -a vgg11 --image-size 64", MANY),
     ("--resume a.pt", "", f"{DIFFERS}resume: True on {{0}}, False on {{1}}"),
-    # Not typed, but what two functions of `agreement` find.
+    # Not typed, but what is found.
     ("code=1", "code=2", "this code differs between the nodes: a.py: 1 on {0}, 2 on {1}"),
     ("release=2.13", "release=2.14", "torch differs between the nodes: 2.13 on {0}, 2.14 on {1}"),
+    ("script=nd", "script=dp", "the training script differs between the nodes: nd on {0}, dp on"),
     # Other files: one image less.
     ("data=folder", "data=other", "the data set's train folder differs between the nodes: 60 i"),
     ("-j 1 -p 3 --name a --profile", "-j 2 -p 4 --name b --output-dir b", None),
@@ -184,10 +189,10 @@ def _ends(lines: list[tuple], folder: Path, rank: int, size: int) -> list[str]:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     for number, words in enumerate(lines):
         how = functools.partial(dist.init_process_group, init_method=f"file://{folder}/{number}")
-        facts = {"code": "1", "release": "2.14", "data": "folder"}
+        facts = {"code": "1", "release": "2.14", "data": "folder", "script": "ddp"}
         facts |= dict(word.split("=") for word in words[rank].split() if "=" in word)
         typed = [word for word in words[rank].split() if "=" not in word]
-        line = ["imagenet_ddp.py", *typed, str(folder / facts["data"])]
+        line = [facts["script"], *typed, str(folder / facts["data"])]
         with (
             mock.patch.object(sys, "argv", line),
             mock.patch.object(dist, "init_process_group", how),
@@ -195,13 +200,14 @@ def _ends(lines: list[tuple], folder: Path, rank: int, size: int) -> list[str]:
             mock.patch.object(network, "code", return_value={"a.py": facts["code"]}),
             mock.patch.object(network, "release", return_value=facts["release"]),
             mock.patch.object(models, "build", side_effect=Built),
+            contextlib.redirect_stdout(io.StringIO()) as said,
         ):
             try:
                 script.main()
             except UserError as error:
                 found.append(f"{error.code} {error}")
             except Built:
-                found.append("built")
+                found.append(f"built {said.getvalue()}")
         dist.destroy_process_group()
     return found
 
@@ -211,7 +217,9 @@ def test_what_differs_ends_every_node_with_one_error(folder, tmp_path):
         shutil.copytree(folder, tmp_path / name)
     (tmp_path / "other/train/class_2/000.JPEG").unlink()
     found = in_processes(2, functools.partial(_ends, DIFFERENT, tmp_path), join=False)
-    assert found[0] == found[1]
+    assert found[0][:-1] == found[1][:-1]
     nodes = [f"{socket.gethostname()} (node {number})" for number in range(2)]
     for (*_, message), end in zip(DIFFERENT, found[0], strict=True):
         assert end.startswith(f"2 {message.format(*nodes)}" if message else "built"), end
+    noted = "note: --name differs between the nodes: a on {}, b on {}".format(*nodes)
+    assert noted in found[0][-1] and noted not in found[1][-1]

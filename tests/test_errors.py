@@ -255,6 +255,22 @@ def test_without_its_packages_a_command_is_one_error_message(line, package, tmp_
     assert "requirements.txt" in done.sentence
 
 
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ("ulimit -f 0", ("no folder for temporary files", "ulimit -f")),
+        ("ulimit -v 1000000", ("too little memory", "ulimit -v")),
+        ("export IMAGENET_LAUNCHER=abc", ("IMAGENET_LAUNCHER=abc", "unset it")),
+    ],
+)
+def test_a_shell_in_which_torch_cannot_be_imported(limit, words):
+    for script in ("imagenet_nd.py", "imagenet_ddp.py"):
+        (done,) = shell(f"({limit}; python {script} --help 2>&1; echo code $?) | cat")
+        lines = done.out.splitlines()
+        assert (len(lines), lines[-1]) == (2, "code 2"), done.out
+        assert all(word in lines[0] for word in words), done.out
+
+
 CLOSED, FULL = "exec > >(:); wait $!", "exec > /dev/full"
 
 

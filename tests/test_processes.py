@@ -127,6 +127,31 @@ def test_a_terminals_interrupt_ends_two_processes_with_a_snapshot(folder, tmp_pa
         assert not list(Path(short).glob("pymp-*"))
 
 
+@pytest.mark.parametrize("way", ["spawn", "torchrun"])
+def test_temporary_folders_of_a_killed_run_are_removed_by_the_next(folder, tmp_path, way):
+    """Those of a run that still goes on are not."""
+
+    def left() -> set[str]:
+        return {
+            one.name for one in Path(short).iterdir() if one.name.startswith(("pymp", "torche"))
+        }
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        (Path(short) / "pymp-foreign").mkdir()
+        with endless(way, folder, tmp_path / "a", TMPDIR=short) as lives:
+            lives.until(r"step +3/")
+            of_living = left()
+            with endless(way, folder, tmp_path / "b", TMPDIR=short) as killed:
+                killed.until(r"step +3/")
+                killed.meet_family()
+                killed.send(signal.SIGKILL)
+                killed.process.wait()
+                assert all_gone(killed)
+            assert left() > of_living
+            done = python("-c", "from utils import launch; launch.run_main(int)", TMPDIR=short)
+            assert (done.code, left()) == (0, of_living), done.err
+
+
 @pytest.mark.parametrize("way", ["nd", "spawn"])
 def test_a_second_interrupt_ends_at_once(folder, tmp_path, way):
     with endless(way, folder, tmp_path, step_seconds=600) as run:

@@ -7,10 +7,12 @@ MASTER_ADDR and MASTER_PORT. `utils.world` joins them.
 import argparse
 import contextlib
 import ctypes
+import fcntl
 import math
 import multiprocessing
 import multiprocessing.util
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -29,6 +31,8 @@ MARKER = "IMAGENET_SUITE"  # a variable in the environment by which scripts/clea
 LAUNCHER = "IMAGENET_LAUNCHER"  # another: the process id of the launcher
 GRACE_SECONDS = 15.0  # for the others to exit once one process has failed
 REPORT_SECONDS = 60.0  # for a node's first process to find the error that others have found
+IN_USE = "imagenet_in_use"  # a file that is locked while its temporary folder is needed
+_in_use: list[Any] = []  # these files
 _PR_SET_PDEATHSIG = 1
 
 
@@ -55,6 +59,9 @@ def die_with_launcher() -> bool:
     Returns: whether there is a launcher.
     """
     if launcher := os.environ.pop(LAUNCHER, None):
+        if not launcher.isdecimal():
+            text = f"{LAUNCHER}={launcher} in the environment is not a process id: unset it"
+            raise UserError(text, alike=True)
         die_with_parent(int(launcher))
         return True
     if "LOCAL_RANK" in os.environ:
@@ -77,20 +84,34 @@ def _has_torch(pid: int) -> bool:
 def run_main(main: Callable[[], int | None]) -> None:
     """Call ``main`` and end the process with its exit code, or with a `UserError`'s message."""
     os.environ.setdefault(MARKER, "training")
-    _make_folder_for_sockets()
+    with contextlib.suppress(OSError):  # a full disk is reported where it matters
+        _make_temporary_folder()
     _exit_with(main, spawned=False)
 
 
-def _make_folder_for_sockets() -> None:
-    """Make one temporary folder for the sockets of this process's loader workers.
+def _make_temporary_folder() -> None:
+    """Make one folder for the sockets of loader workers; remove those of runs that were killed.
 
     Each worker would make its own and, as it is killed in the end, leave it behind. A socket's path
     has at most 107 bytes (unix(7)): with a longer TMPDIR, workers fail and training hangs.
     """
-    with contextlib.suppress(OSError):  # a full disk is reported where it matters
-        if len(os.fsencode(tempfile.gettempdir())) > 107 - len("/pymp-01234567/listener-01234567"):
-            tempfile.tempdir = "/tmp"
-        multiprocessing.util.get_temp_dir()
+    if len(os.fsencode(tempfile.gettempdir())) > 107 - len("/pymp-01234567/listener-01234567"):
+        tempfile.tempdir = "/tmp"
+    for pattern in ("pymp-*", "torchelastic_*"):
+        for folder in Path(tempfile.gettempdir()).glob(pattern):
+            file = folder / IN_USE
+            # Of this user alone: in /tmp, others may put anything in our way.
+            if folder.lstat().st_uid != os.getuid() or folder.is_symlink() or not file.is_file():
+                continue
+            with contextlib.suppress(OSError), open(file) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+    folders = [Path(multiprocessing.util.get_temp_dir())]
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # in torchelastic_*/JOB/attempt_N/RANK/
+        folders += [one for one in Path(path).parents if one.name.startswith("torchelastic_")]
+    for folder in folders:
+        _in_use.append(open(folder / IN_USE, "a"))
+        fcntl.flock(_in_use[-1], fcntl.LOCK_SH)  # until this process ends, however that may be
 
 
 def _exit_with(main: Callable[[], int | None], spawned: bool) -> NoReturn:
@@ -243,25 +264,36 @@ REQUIRED |= {"matplotlib": "matplotlib", "PIL": "pillow", "google": "protobuf"}
 
 
 def prepare() -> None:
-    """End with the launcher, and name a package that is missing. To be called before any import
-    that takes long: the launcher may be killed meanwhile."""
-    sys.excepthook = _report_missing
+    """End with the launcher, and with one line where torch or another package cannot be imported.
+
+    To be called before any import that takes long: the launcher may be killed meanwhile.
+    """
+    sys.excepthook = _report_import
     die_with_launcher()
 
 
-def _report_missing(
+def _report_import(
     kind: type[BaseException], fault: BaseException, trace: TracebackType | None
 ) -> None:
-    """End with an error message in place of the traceback of a missing package."""
-    if not isinstance(fault, ModuleNotFoundError) or fault.name not in REQUIRED:
+    """End with an error message in place of a traceback, if the user can fix the ``fault``."""
+    if isinstance(fault, ModuleNotFoundError) and fault.name in REQUIRED:
+        environment = Path(__file__).resolve().parents[1] / ".venv"
+        how = "`bash scripts/quickstart.sh` makes an environment with all that is needed"
+        if environment.exists():
+            how = f"`source {environment}/bin/activate` first"
+        text = f"{REQUIRED[fault.name]} is not installed for {sys.executable}: {how}, or "
+        text += "`pip install -r requirements.txt`"
+    elif isinstance(fault, FileNotFoundError) and "temporary directory" in str(fault):
+        text = "no folder for temporary files, such as /tmp, can be written to: free disk space, "
+        text += "set TMPDIR, or raise `ulimit -f`"
+    elif isinstance(fault, MemoryError) or "failed to map segment" in str(fault):
+        text = f"too little memory to start ({fault}): close other programs, or raise `ulimit -v`"
+    elif isinstance(fault, UserError):
+        text = str(fault)
+    else:
         sys.__excepthook__(kind, fault, trace)
         return
-    environment = Path(__file__).resolve().parents[1] / ".venv"
-    how = "`bash scripts/quickstart.sh` makes an environment with all that is needed"
-    if environment.exists():
-        how = f"`source {environment}/bin/activate` first"
-    text = f"{REQUIRED[fault.name]} is not installed for {sys.executable}: {how}, or "
-    sys.exit(report(UserError(text + "`pip install -r requirements.txt`", alike=True)))
+    sys.exit(report(UserError(text, alike=True)))
 
 
 # ---- how the processes of a job start
@@ -292,8 +324,8 @@ def run(worker: Callable[[Any], int], args: Any) -> int:
 
     Under torchrun or torch.distributed.launch this process is one of them. Otherwise it starts
     ``-g`` processes (default: one per GPU; one without GPUs) of node ``--rank`` of ``--world-size``
-    nodes. MASTER_ADDR, MASTER_PORT, WORLD_SIZE (nodes) and NODE_RANK in the environment are the
-    defaults of ``--dist-url``, ``--world-size`` and ``--rank``.
+    nodes. WORLD_SIZE (nodes) and NODE_RANK in the environment are the defaults of ``--world-size``
+    and ``--rank``; with several nodes, MASTER_ADDR and MASTER_PORT are those of ``--dist-url``.
 
     Returns: the exit code for this process. Raises: `UserError`.
     """
@@ -330,15 +362,14 @@ def _node(args: Any) -> tuple[int, int, tuple[str, int]]:
         raise UserError(f"--rank {rank} is not one of the node ranks 0 to {nodes - 1}")
     if args.dist_url:
         return rank, nodes, network.parse_tcp_url(args.dist_url)
-    if "MASTER_ADDR" in os.environ:
-        number = from_environment("MASTER_PORT", port, 29500)
-        return rank, nodes, (os.environ["MASTER_ADDR"], number)
-    if nodes > 1:
-        raise UserError(
-            f"{nodes} nodes need the address of node 0: --dist-url tcp://IP:PORT, "
-            "or MASTER_ADDR and MASTER_PORT in the environment"
-        )
-    return rank, nodes, ("127.0.0.1", network.free_port())
+    if nodes == 1:  # what the environment says of a master is of another job
+        return rank, nodes, ("127.0.0.1", network.free_port())
+    if master := os.environ.get("MASTER_ADDR"):
+        return rank, nodes, (master, from_environment("MASTER_PORT", port, 29500))
+    raise UserError(
+        f"{nodes} nodes need the address of node 0: --dist-url tcp://IP:PORT, "
+        "or MASTER_ADDR and MASTER_PORT in the environment"
+    )
 
 
 def _check_environment() -> None:

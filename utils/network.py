@@ -126,6 +126,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 REMEDY = {
     "the command line": "type the same options on every node",
+    "the training script": "start the same script on every node",
     "this code": "copy it to every node again",
     "torch": "install the same version on every node",
     "NCCL": "install the same version on every node",

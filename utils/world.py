@@ -75,17 +75,23 @@ def process_group(args: Any) -> Iterator[World]:
     try:
         me = Peer(node_name(world), network.address_towards(os.environ["MASTER_ADDR"]))
         nccl = torch.cuda.nccl.version() if world.device.type == "cuda" else ()
+        script = Path(sys.argv[0])
         facts = {
-            "this code": network.code(Path(sys.argv[0])),
+            "the training script": script.name,
+            "this code": network.code(script),
             "torch": network.release(torch.__version__),
             "NCCL": ".".join(map(str, nccl)),
             "number of processes per node": world.local_size,
             "the command line": network.options(args),
         }
-        found = gather((me, facts), world)
-        peers = [peer for peer, _ in found]
-        if fault := network.unlike([(peer.node, facts) for peer, facts in found]):
+        found = gather((me, facts, {"--name": args.name}), world)
+        peers = [peer for peer, *_ in found]
+        if fault := network.unlike([(peer.node, facts) for peer, facts, _ in found]):
             raise UserError(fault, alike=True)
+        if world.is_main and (
+            note := network.unlike([(peer.node, name) for peer, _, name in found])
+        ):
+            print(f"note: {note}; rank 0's is used", flush=True)
         yield world
     except (RuntimeError, TimeoutError) as fault:
         message = explain_collective(fault, world.rank, peers, args.dist_timeout)
