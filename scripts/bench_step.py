@@ -14,6 +14,8 @@ read, trained and evaluated; each is run on few images and on more, and the diff
 that start-up and evaluation do not. --peer adds a foreign script, whose {data} is replaced by the
 folder.
 
+Exit code 75: the machine is too slow or too busy to measure any case.
+
 Ratios are to the first case, medians over the rounds: of CPU time on the CPU, which other programs
 disturb least, of images/s on a GPU. All get --threads threads; there is no other tuning.
 """
