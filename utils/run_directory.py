@@ -359,7 +359,12 @@ class Run:
     def close(self) -> None:
         """Call the functions in ``at_end``. All ranks: a launcher ends the others when one has
         ended."""
-        from_main(lambda: [end() for end in self.at_end] and None, self.world)
+
+        def end_all() -> None:
+            for end in self.at_end:
+                end()
+
+        from_main(end_all, self.world)
 
     def begin(self, epoch: int, position: float, facts: dict[str, Any] | None = None) -> None:
         """Open the files. Points past ``epoch`` (finished) and ``position`` (epochs, fractional)

@@ -138,7 +138,10 @@ class EventFile:
                 file.write(_records(events))
         except OSError:
             with contextlib.suppress(OSError):
-                os.truncate(self.path, size) if size else self.path.unlink()
+                if size:
+                    os.truncate(self.path, size)
+                else:
+                    self.path.unlink()  # it was made here, and is empty
             raise
 
 
