@@ -128,8 +128,9 @@ def check_store(args: Any) -> None:
         store.check_options(args.store, args.resume)
 
 
-def open_store(run: Any) -> None:
-    """With --store, copy there what the run writes. For rank 0 of a training."""
+def follow(run: Any) -> None:
+    """What gets the run's curves (``run.curves``), its files (``run.written``) and its end
+    (``run.at_end``), besides TensorBoard: ``--store``. For rank 0 of a training."""
     if run.args.store:
         from utils.extras import store
 

@@ -330,7 +330,7 @@ class Run:
         """
         args, folder = self.args, self.folder
         if self.is_writing:
-            addons.open_store(self)
+            addons.follow(self)
         if is_url(args.resume):
             path, is_own = addons.fetch(args.resume, folder), False
         else:
