@@ -265,4 +265,4 @@ def test_loaders_do_as_the_options_say(folder):
     assert (order.reorder.keywords, order.sizes) == ({"views": 3}, (24, 32))
     assert order.global_batch == 32
     assert (found.val.dataset.size, found.val.dataset.resize) == (40, 46)
-    assert (found.val.sampler.rank, found.val.sampler.ranks) == (1, 4)
+    assert (found.val.sampler.slice, found.val.sampler.slices) == (1, 4)

@@ -42,7 +42,7 @@ def run_steps(session: Training, train_step: TrainStep, meter: "Meter") -> None:
     for batch in meter.timed(session.train.rest(state.epoch, state.step)):
         if batch.opens_step:
             set_learning_rate(state.optimizer, session, state.epoch + state.step / steps)
-        seed_dropout(session, *batch.place, session.world.rank)  # so no random state needs saving
+        seed_dropout(session, *batch.place, session.world.slice)  # so no random state needs saving
         loss, logits = train_step(batch.images, batch.targets, batch.weight, batch.ends_step)
         meter.add(loss, logits, batch)
         if not batch.ends_step:

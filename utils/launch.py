@@ -31,7 +31,7 @@ MARKER = "IMAGENET_SUITE"  # a variable in the environment by which scripts/clea
 LAUNCHER = "IMAGENET_LAUNCHER"  # another: the process id of the launcher
 GRACE_SECONDS = 15.0  # for the others to exit once one process has failed
 REPORT_SECONDS = 60.0  # for a node's first process to find the error that others have found
-IN_USE = "imagenet_in_use"  # a file that is locked while its temporary folder is needed
+IN_USE = "imagenet_in_use_"  # and a process id: a file that this process locks in a folder
 _in_use: list[Any] = []  # these files
 _PR_SET_PDEATHSIG = 1
 
@@ -99,19 +99,31 @@ def _make_temporary_folder() -> None:
         tempfile.tempdir = "/tmp"
     for pattern in ("pymp-*", "torchelastic_*"):
         for folder in Path(tempfile.gettempdir()).glob(pattern):
-            file = folder / IN_USE
             # Of this user alone: in /tmp, others may put anything in our way.
-            if folder.lstat().st_uid != os.getuid() or folder.is_symlink() or not file.is_file():
-                continue
-            with contextlib.suppress(OSError), open(file) as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
-    folders = [Path(multiprocessing.util.get_temp_dir())]
+            if not folder.is_symlink() and folder.stat().st_uid == os.getuid():
+                _remove_unused(folder)
+    folders = []
+    if "tempdir" not in multiprocessing.current_process()._config:  # else of a parent that forked
+        folders.append(Path(multiprocessing.util.get_temp_dir()))
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # in torchelastic_*/JOB/attempt_N/RANK/
         folders += [one for one in Path(path).parents if one.name.startswith("torchelastic_")]
     for folder in folders:
-        _in_use.append(open(folder / IN_USE, "a"))
-        fcntl.flock(_in_use[-1], fcntl.LOCK_SH)  # until this process ends, however that may be
+        file = folder / f"{IN_USE}{os.getpid()}"
+        new = file.with_name(f".{file.name}")
+        _in_use.append(open(new, "w"))
+        fcntl.flock(_in_use[-1], fcntl.LOCK_EX)  # until this process ends, however that may be
+        new.rename(file)  # another process that starts now finds it locked
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove a temporary folder if it is of this suite and its processes have all ended."""
+    files = list(folder.glob(f"{IN_USE}*"))
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        for file in files:
+            lock = stack.enter_context(open(file))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if files:
+            shutil.rmtree(folder)
 
 
 def _exit_with(main: Callable[[], int | None], spawned: bool) -> NoReturn:

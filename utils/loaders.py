@@ -373,7 +373,7 @@ class Batches:
         for count, (images, targets) in enumerate(self if step < sampler.steps_per_epoch else ()):
             done, number = divmod(count, sampler.accum)
             place = (epoch, step + done, number)
-            weight = len(targets) * sampler.ranks / sampler.global_batch
+            weight = len(targets) * sampler.slices / sampler.global_batch
             mixed = self.mix(images, targets, place) if self.mix else (images, targets, targets)
             yield MicroBatch(*mixed, weight, place, number == 0, number + 1 == sampler.accum)
 
@@ -471,17 +471,17 @@ def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torc
         f"the data set's {root.name} folder", source.fingerprint(), world, source.class_fingerprints
     )
     dataset = ImageBatches(source, args.image_size, args.seed, train, args.crop_scale)
-    ranks = (world.rank, world.size)
+    slices = (world.slice, world.slices)
     batch = args.batch_size
-    sampler: TrainSampler | EvalSampler = EvalSampler(len(source), batch, ranks)
+    sampler: TrainSampler | EvalSampler = EvalSampler(len(source), batch, slices)
     if train:
-        if len(source) < 2 * world.size * args.accum_steps:
+        if len(source) < 2 * world.slices * args.accum_steps:
             raise UserError(
-                f"{len(source)} training images are too few for {world.size} processes x "
+                f"{len(source)} training images are too few for {world.slices} processes x "
                 f"{args.accum_steps} accumulation steps (at least 2 for each)",
                 alike=True,
             )
-        sampler = TrainSampler(len(source), batch, ranks, args.accum_steps, args.seed)
+        sampler = TrainSampler(len(source), batch, slices, args.accum_steps, args.seed)
         sampler.reorder = addons.repeated_augmentation(args)
         sampler.sizes = args.epoch_sizes
         dataset.augment = addons.augmentation(args)

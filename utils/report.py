@@ -31,9 +31,9 @@ def start(session: Session) -> None:
         f"{args.arch}; processes: {world.size}, nodes: {world.nodes}, device: {world.device.type}; "
         f"run directory {run.folder}"
     )
-    factors = f"{args.batch_size} per process x {world.size}"
+    factors = f"{args.batch_size} per process x {world.slices}"
     factors += f" x {args.accum_steps} accumulation steps" * (args.accum_steps > 1)
-    if samplers.global_batch(args.batch_size, world.size, args.accum_steps) > global_batch:
+    if samplers.global_batch(args.batch_size, world.slices, args.accum_steps) > global_batch:
         factors += "; the whole data set is one step"
     log.info(
         f"{sampler.images} images in {len(session.loaders.classes)} classes: "

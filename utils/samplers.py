@@ -1,8 +1,8 @@
 """Which sample comes when: the training order, and exact shards for evaluation.
 
 The order of an epoch is a function of (seed, epoch) alone. It is cut into global batches, and each
-global batch into equal slices for micro-batches and ranks, so that global batch k holds the same
-images on any number of processes as long as the global batch size is the same.
+global batch into equal parts for micro-batches and slices (see `utils.world.World`), so that global
+batch k holds the same images on any number of processes as long as its size is the same.
 """
 
 import math
@@ -37,33 +37,33 @@ def epoch_order(images: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.RandomState(source).permutation(images)
 
 
-def global_batch(batch: int, ranks: int, accum: int, images: float = math.inf) -> int:
+def global_batch(batch: int, slices: int, accum: int, images: float = math.inf) -> int:
     """Images per optimiser step over all processes.
 
     ``batch`` images per process and micro-batch, ``accum`` micro-batches per step; a data set of
     fewer ``images`` is one step.
     """
-    return int(min(images, batch * ranks * accum))
+    return int(min(images, batch * slices * accum))
 
 
 class TrainSampler:
-    """Batches of one rank, epoch by epoch, from any step on; a ``batch_sampler`` for DataLoader.
+    """Batches of one slice, epoch by epoch, from any step on; a ``batch_sampler`` for DataLoader.
 
     ``batch`` is the size of a micro-batch per process and ``accum`` the number of micro-batches per
-    step, so a global batch has batch x ranks x accum images. Images at the end of an epoch that
+    step, so a global batch has batch x slices x accum images. Images at the end of an epoch that
     fill no global batch are left out (others in each epoch). A data set smaller than one global
     batch makes one smaller step an epoch, divided as evenly as possible. ``sizes`` are
     the sides of the images in each epoch (``args.epoch_sizes``), () if all have the same.
     """
 
-    def __init__(self, images: int, batch: int, ranks: tuple[int, int], accum: int, seed: int):
+    def __init__(self, images: int, batch: int, slices: tuple[int, int], accum: int, seed: int):
         self.images = images
-        self.rank, self.ranks = ranks
+        self.slice, self.slices = slices
         self.accum = accum
         self.seed = seed
-        self.global_batch = global_batch(batch, self.ranks, accum, images)
+        self.global_batch = global_batch(batch, self.slices, accum, images)
         self.steps_per_epoch = images // self.global_batch
-        self.largest = -(-self.global_batch // (self.ranks * accum))  # images in a batch
+        self.largest = -(-self.global_batch // (self.slices * accum))  # images in a batch
         # (order of the epoch, images of a global batch) -> another order; see `Batch`
         self.reorder: Callable[[np.ndarray, int], np.ndarray] | None = None
         self.sizes: tuple[int, ...] = ()
@@ -86,31 +86,31 @@ class TrainSampler:
         order = epoch_order(self.images, self.seed, self.epoch)
         if self.reorder:
             order = self.reorder(order, self.global_batch)
-        parts = self.ranks * self.accum
+        parts = self.slices * self.accum
         for step in range(self.first_step, self.steps_per_epoch):
             start = step * self.global_batch
             for micro in range(self.accum):
-                part = micro * self.ranks + self.rank
+                part = micro * self.slices + self.slice
                 low = start + part * self.global_batch // parts
                 high = start + (part + 1) * self.global_batch // parts
                 yield Batch(self.epoch, order[low:high], self.size)
 
 
 class EvalSampler:
-    """Batches of one rank for evaluation: over all ranks every image comes exactly once.
+    """Batches of one slice for evaluation: over all slices every image comes exactly once.
 
-    The images are cut into consecutive batches and these are dealt to the ranks in turn. No image
+    The images are cut into consecutive batches and these are dealt to the slices in turn. No image
     is repeated or dropped, and a batch is made of the same images at any world size.
     """
 
-    def __init__(self, images: int, batch: int, ranks: tuple[int, int]):
+    def __init__(self, images: int, batch: int, slices: tuple[int, int]):
         self.images = images
-        self.rank, self.ranks = ranks
+        self.slice, self.slices = slices
         self.batch = batch
         self.largest = max(1, min(batch, self.images))  # images in a batch
-        self.starts = range(self.rank * batch, self.images, self.ranks * batch)
-        # The ranks' highest number of batches.
-        self.rounds = -(-self.images // (batch * self.ranks))
+        self.starts = range(self.slice * batch, self.images, self.slices * batch)
+        # The highest number of batches of any slice.
+        self.rounds = -(-self.images // (batch * self.slices))
 
     def __len__(self) -> int:
         return len(self.starts)

@@ -41,7 +41,7 @@ class Session:
         if self.loaders.train is not None:
             return self.train.sampler.global_batch
         args = self.args
-        return samplers.global_batch(args.batch_size, self.world.size, args.accum_steps)
+        return samplers.global_batch(args.batch_size, self.world.slices, args.accum_steps)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,16 @@ class World:
     control: Any = None  # a gloo group: small decisions travel on the CPU and never stall the GPU
 
     @property
+    def slice(self) -> int:
+        """Which slice of each global batch this process trains on, 0 to ``slices`` - 1."""
+        return self.rank
+
+    @property
+    def slices(self) -> int:
+        """How many slices a global batch has: one for each process, as all modes are today."""
+        return self.size
+
+    @property
     def is_main(self) -> bool:
         """True in the one process that writes files."""
         return self.rank == 0

@@ -84,7 +84,7 @@ def time_step(session: Session, train_step: TrainStep) -> int:
 
 def random_batch(size: int, side: int, world: World, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Images float32 [size, 3, side, side] and targets int64 [size] from 0 to 999."""
-    generator = torch.Generator(world.device).manual_seed(seed + world.rank)
+    generator = torch.Generator(world.device).manual_seed(seed + world.slice)
     made = {"generator": generator, "device": world.device}
     return torch.randn((size, 3, side, side), **made), torch.randint(1000, (size,), **made)
 

@@ -58,7 +58,7 @@ def search(session: Session, train_step: TrainStep, side: int) -> tuple[int, int
     limit, node = min(gather((min(free) * (1 - MARGIN) - later, node_name(world)), world))
     step, most = STEP * count, 2**31
     if session.loaders.train is not None:  # the data set has no more, but for less than a step
-        share = session.loaders.train.sampler.images / world.size / args.accum_steps
+        share = session.loaders.train.sampler.images / world.slices / args.accum_steps
         most = step * math.ceil(share / step)
     model.train()
     # Compiling for each size would take longer than all the rest.

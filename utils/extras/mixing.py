@@ -38,7 +38,7 @@ def build(alphas: tuple[float, float], sampler: TrainSampler, classes: int) -> M
     last of an odd number of images is not mixed. Raises: `UserError` if slices of ``sampler``
     separate a pair.
     """
-    parts = sampler.ranks * sampler.accum
+    parts = sampler.slices * sampler.accum
     if any((part * sampler.global_batch // parts) % 2 for part in range(parts)):
         raise UserError(
             f"--mixup and --cutmix blend pairs of images, and a global batch of "
@@ -50,7 +50,7 @@ def build(alphas: tuple[float, float], sampler: TrainSampler, classes: int) -> M
         images: Tensor, targets: Tensor, place: tuple[int, int, int]
     ) -> tuple[Tensor, Tensor, Tensor]:
         epoch, step, micro = place
-        low = (micro * sampler.ranks + sampler.rank) * sampler.global_batch // parts
+        low = (micro * sampler.slices + sampler.slice) * sampler.global_batch // parts
         key = (sampler.seed, epoch, step)
         plan = draw(key, sampler.global_batch // 2, images.shape[-1], alphas)
         return mix(images, targets, plan[low // 2 : low // 2 + len(targets) // 2], classes)
