@@ -19,8 +19,8 @@ from fake_torch import CUDART
 from running import snapshot
 from torch import nn
 
-from utils import report, watch
-from utils.extras import dummy
+from utils import watch
+from utils.extras import advice, dummy
 
 pytestmark = pytest.mark.skipif(not playable(), reason="needs Linux on x86-64 or aarch64")
 
@@ -143,7 +143,7 @@ def test_the_largest_batch_is_printed_and_nothing_is_left(train, capsys, script,
     [(-math.inf, ("waiting for images", "communication takes")), (1.0, ("a GPU is 87 % busy",))],
 )
 def test_what_limits_a_run_is_told_once(train, monkeypatch, logged, limit, told):
-    monkeypatch.setattr(report, "LIMIT", limit)
+    monkeypatch.setattr(advice, "LIMIT", limit)
     monkeypatch.setattr(watch, "ENOUGH", 1)
     train(DDP, "--epochs", 3)
     notes = [line for line in logged if line.startswith("note: ")]
