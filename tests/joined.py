@@ -109,6 +109,8 @@ def _as_command(
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(env)
+    # A script marks the temporary folder as its own, and the next one clears it away.
+    multiprocessing.current_process()._config.pop("tempdir", None)
     if "HIDDEN_EXTRAS" in env:
         hide(env["HIDDEN_EXTRAS"].split())
     torch.set_num_threads(1)

@@ -88,20 +88,6 @@ FOREIGN = {
     *("--device", "--opt", "--no-build-isolation", "--branch"),
     *("--group-id", "--protocol", "--source-group", "--info"),
 }
-# Phrases that a reader in a hurry stumbles over, and what to write instead.
-WORDS = {
-    r"\bwhat you type wins\b": "options on the command line take precedence",
-    r"\b[Ww]ho reaches\b": "anyone who can reach",
-    r"\bone sentence\b|\ba sentence\b": "one line, an error message",
-    r"\broll call\b": "pre-flight check",
-    r"\bmeeting point\b": "rendezvous",
-    r"\bthe same line\b|\bthat line again\b": "the same command",
-    r"\bas if nothing were\b": "continue unaffected",
-    r"\bthat are namespaces\b": "simulated nodes",
-    r"\bsign of life\b": "heartbeat",
-    r"\bmade of whatever\b|\bby whatever\b": "if it is interrupted",
-    r"\bis gone:": "was removed:",
-}
 
 
 def commands(document: str) -> list[str]:
@@ -144,16 +130,6 @@ def test_documents_are_short_and_their_options_and_files_exist(document):
     assert not {place for place in places if not (ROOT / place).exists()}
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert ((ROOT / document).parent / link).exists(), f"{document} links {link}"
-
-
-def test_documents_messages_and_comments_use_the_terms_of_the_field():
-    files = [*(ROOT / document for document in LIMITS), *CODE, *(ROOT / "tests").glob("*.py")]
-    for path in {path for path in files if path.suffix in (".md", ".py", ".sh", ".txt", ".c")}:
-        if path.name == "test_layout.py":
-            continue
-        for pattern, better in WORDS.items():
-            found = re.search(pattern, path.read_text())
-            assert not found, f"{path.relative_to(ROOT)}: {found[0]!r}: better {better!r}"
 
 
 def test_the_picture_of_the_modes_is_drawn(tmp_path):

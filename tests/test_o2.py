@@ -147,10 +147,11 @@ def test_one_bad_value_anywhere_is_an_overflow():
     ("scale", "clean", "gradients", "expected"),
     [
         (2.0**16, 0, [GOOD] * 2000, 2.0**17),
+        (2.0**16, 1999, [GOOD], 2.0**17),  # the count is in the snapshot
         (2.0**16, 1999, [BAD] + [GOOD] * 1999, 2.0**15),  # an overflow restarts the count
         (2.0**24, 1999, [GOOD], 2.0**24),  # the cap
     ],
-    ids=range(3),
+    ids=range(4),
 )
 def test_it_doubles_after_2000_clean_steps_in_a_row_and_halves(scale, clean, gradients, expected):
     scaler = LossScaler(CPU)

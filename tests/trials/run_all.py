@@ -20,7 +20,6 @@ LIMIT = 1800  # seconds for one of them
 TRIALS = {  # name: what it shows, and the command
     "kills": ("killed runs continue bit for bit", "kill_runs.py --kills 100"),
     "starts": ("no way to exchange gradients hangs", "comm_starts.py --starts 60"),
-    "batches": ("batches equal those of whole images", "same_batches.py {}/data 3"),
     "faults": ("runs on several nodes continue after each fault", "faults.py"),
 }
 
