@@ -28,19 +28,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils import addons, amp, epoch, loop, models, optim, options
-from utils.extras import compress
 from utils.loaders import build_loaders
 from utils.run_directory import Run
 from utils.session import Session
 from utils.snapshots import TrainState
-from utils.world import World, process_group
+from utils.world import World, form_buckets, process_group
 
 
 def parser() -> ArgumentParser:
     """The command line of this script."""
     parser = options.build_parser(__doc__, batch="images per step and process (per GPU)")
     amp.add_options(parser)
-    compress.add_options(parser)
+    options.add_communication(parser)
     launch.add_options(parser)
     return parser
 
@@ -89,7 +88,8 @@ def train(args: Namespace, world: World) -> int:
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
     # ---- communication: what the gradients are while they travel
-    comm = compress.Exchange(replica, args, world, scaler)
+    form_buckets(replica, world, args)
+    comm = addons.exchange(replica, args, world, scaler)  # None: as DDP does
 
     forward = addons.compiled(replica, args)  # as it is without --compile
 

@@ -6,6 +6,7 @@ import itertools
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from joined import in_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from utils import addons
 from utils.errors import UserError
 from utils.extras import compress
-from utils.extras.compress import Exchange, OrderedCollectives, Peers, PowerSGD, Quantised, Step
-from utils.world import World
+from utils.extras.compress import OrderedCollectives, Peers, PowerSGD, Quantised, Step
+from utils.world import World, form_buckets
 
 CPU, ALONE = torch.device("cpu"), Peers(0, 1, None)
 # Methods, and how far from the exact weights they end, as a share of the way from the start.
@@ -175,7 +177,9 @@ class Training:
         self.rank = world.rank
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
         args = SimpleNamespace(comm=comm, seed=3, image_size=8, evaluate=False)
-        self.exchange = Exchange(self.replica, args, world, self.scaler)
+        form_buckets(self.replica, world, args)
+        plain = Mock(**{"state_dict.return_value": {}})
+        self.exchange = addons.exchange(self.replica, args, world, self.scaler) or plain
 
     def step(self, number: int, factor: float = 1.0) -> None:
         """One step; its loss is multiplied by ``factor``."""

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from conftest import ROOT, summary
-from joined import Job, run_jobs
+from joined import Job, command, run_jobs
 from test_layout import imports
 
 CORE = {path.stem: path for path in (ROOT / "utils").glob("*.py") if path.stem != "__init__"}
@@ -20,15 +20,6 @@ MODES = {
     "imagenet_ddp_apex": ("apex", "o2"),
 }
 OPTION = r"(?<![\w-])--?[a-z][a-z-]*"
-# What is still to do; each entry goes with the commit that makes its test pass.
-NAMELESS = "apex fsdp o2"
-NEEDED = {"imagenet_ddp": "compress"}
-
-
-def to_do(names, unfinished: str) -> list:
-    """Parameters, of which the unfinished ones must fail."""
-    fails = pytest.mark.xfail(strict=True, reason="to do; take it from the list above")
-    return [pytest.param(x, marks=fails) if x in unfinished.split() else x for x in names]
 
 
 @pytest.mark.parametrize("name", sorted(CORE.keys() - {"addons"}))
@@ -42,7 +33,7 @@ def test_extras_do_not_import_each_other(name):
     assert found <= ({"o2"} if name == "apex" else set())
 
 
-@pytest.mark.parametrize("name", to_do(sorted(EXTRAS), NAMELESS))
+@pytest.mark.parametrize("name", sorted(EXTRAS))
 def test_an_extra_names_what_turns_it_on(name):
     """An option of a script, or the command without which it is not used; or it is always on."""
     parsers = [importlib.import_module(script).parser() for script in MODES]
@@ -64,11 +55,11 @@ def train_without(hidden, script, folder, place):
 
 @pytest.mark.parametrize("script", MODES)
 def test_a_script_trains_without_extras(script, folder, tmp_path):
-    others = EXTRAS.keys() - {*MODES[script], NEEDED.get(script)}
+    others = EXTRAS.keys() - set(MODES[script])
     train_without(others, script, folder, tmp_path)
 
 
-@pytest.mark.parametrize(("script", "name"), NEEDED.items())
-@pytest.mark.xfail(strict=True, reason="to do; take it from the list above")
-def test_a_script_trains_without_one_that_is_still_needed(script, name, folder, tmp_path):
-    train_without([name], script, folder, tmp_path)
+def test_an_option_whose_file_was_deleted_is_an_error_line(folder, tmp_path):
+    line = ("-a", "resnet18", "--ema", "0.9", "-j", "1", "--output-dir", tmp_path, folder)
+    done = command("imagenet_nd", *line, HIDDEN_EXTRAS="ema")
+    done.fails_with("utils/extras/ema.py, which is missing", "git checkout utils/extras/ema.py")

@@ -236,6 +236,24 @@ def average(state: Any, args: Any) -> Any:
     return found
 
 
+def comm_method(text: str) -> str:
+    """The type of ``--comm``: the method's full name. Raises: `UserError`."""
+    if text == "fp32":
+        return text
+    from utils.extras import compress
+
+    return compress.parse(text).name
+
+
+def exchange(replica: Any, args: Any, world: Any, scaler: Any) -> Any:
+    """``--comm``: how the processes exchange gradients; None: as DistributedDataParallel does."""
+    if args.comm == "fp32" or world.size == 1:
+        return None
+    from utils.extras.compress import Exchange
+
+    return Exchange(replica, args, world, scaler)
+
+
 def compiled(module: Any, args: Any) -> Any:
     """``module`` for the training step: compiled with ``--compile``, else as it is."""
     if not args.compile:

@@ -40,8 +40,14 @@ def printable(text: str) -> str:
 how_to_continue = "run the same command with --resume auto"
 
 
-def of_shortage(fault: RuntimeError) -> UserError | None:
-    """The error for a `RuntimeError` of torch about too little memory; None for any other."""
+def of_fault(fault: Exception) -> UserError | None:
+    """The error for too little memory, or for a file of utils/extras that an option needs and that
+    was deleted; None for any other."""
+    if isinstance(fault, ModuleNotFoundError):
+        file = f"{str(fault.name).replace('.', '/')}.py"
+        text = f"an option needs {file}, which is missing: leave that option out, or restore the "
+        text += f"file by `git checkout {file}`"
+        return UserError(text, alike=True) if file.startswith("utils/extras/") else None
     text = " ".join(str(fault).split())
     worker = re.search(
         r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (is killed by [^.]*|exited)", text

@@ -137,8 +137,8 @@ def _exit_with(main: Callable[[], int | None], spawned: bool) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was lost", file=sys.stderr)
         sys.exit(130)
-    except (UserError, RuntimeError) as fault:
-        error = errors.of_shortage(fault) if isinstance(fault, RuntimeError) else fault
+    except (UserError, RuntimeError, ModuleNotFoundError) as fault:
+        error = fault if isinstance(fault, UserError) else errors.of_fault(fault)
         if error is None:
             raise
         if not spawned and errors.is_reported_by_another(error):

@@ -289,6 +289,18 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_communication(parser: argparse.ArgumentParser) -> None:
+    """How gradients are exchanged between the processes, for DistributedDataParallel."""
+    add = parser.add_argument_group("communication").add_argument
+    text = (
+        "format of the exchanged gradients: fp32, fp16, bf16, int8, int4 or powersgd[:RANK] (4); "
+        "scripts/bench_network.py measures which is fast on your network"
+    )
+    add("--comm", type=addons.comm_method, default="fp32", metavar="METHOD", help=text)
+    text = "gradients are exchanged in buckets of this size; default: torch's, first 1, then 25"
+    add("--bucket-mb", type=amount, metavar="MIB", help=text)
+
+
 def parse(
     parser: argparse.ArgumentParser, words: Sequence[str] | None = None, local: bool = True
 ) -> Options:

@@ -96,18 +96,24 @@ def facts(session: Session) -> dict[str, Any]:
 
 def setting(session: Session) -> dict[str, Any]:
     """Facts of the run in both the event file and summary.json."""
-    state, world = session.state, session.world
+    world = session.world
     return {
         "arch": session.args.arch,
         "mode": session.run.mode,
         "world_size": world.size,
         "nodes": world.nodes,
         "global_batch": session.global_batch,
-        "comm": state.comm.method if state.comm is not None else None,
+        "comm": _comm(session),
         "sent_mb_per_step": sent_mb(session),
         "device": world.device.type,
         "tensor_peak_bytes": tensor_peak(session),
     }
+
+
+def _comm(session: Session) -> str | None:
+    """The method of ``--comm``, "fp32" in one process; None in a mode that has no choice."""
+    method = getattr(session.args, "comm", None)
+    return "fp32" if method and session.world.size == 1 else method
 
 
 def sent_mb(session: Session) -> float:

@@ -1,6 +1,7 @@
 """NVIDIA Apex's own amp and parallel (until its tag 25.04), where they are installed and usable.
 
-Elsewhere utils/extras/o2.py computes the same; `amp_and_parallel` chooses.
+Elsewhere utils/extras/o2.py computes the same; `amp_and_parallel` chooses, by ``--amp-impl``. Both
+files are for imagenet_ddp_apex.py alone.
 """
 
 import argparse

@@ -16,7 +16,6 @@ DistributedDataParallel's order, which is the same in all processes, in one thre
 stream (GPU).
 """
 
-import argparse
 import math
 import queue
 import threading
@@ -32,8 +31,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import UserError
-from utils.option_types import amount
-from utils.world import World, form_buckets
+from utils.world import World
 
 # ---- collectives in one fixed order, beside the backward pass
 
@@ -406,22 +404,6 @@ def mean_of(states: list[dict[str, dict[int, Tensor]]]) -> dict[str, dict[int, T
 LATE = 0.25  # share of the steps before which powersgd does not begin
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """How gradients are exchanged between the processes."""
-    add = parser.add_argument_group("communication").add_argument
-    text = (
-        "format of the exchanged gradients: fp32, fp16, bf16, int8, int4 or powersgd[:RANK] (4); "
-        "scripts/bench_network.py measures which is fast on your network"
-    )
-    add("--comm", type=_method, default="fp32", metavar="METHOD", help=text)
-    text = "gradients are exchanged in buckets of this size; default: torch's, first 1, then 25"
-    add("--bucket-mb", type=amount, metavar="MIB", help=text)
-
-
-def _method(text: str) -> str:
-    return parse(text).name
-
-
 class Exchange:
     """The exchange of gradients in one process; it is saved in snapshots.
 
@@ -444,17 +426,14 @@ class Exchange:
         self.scale = scaler.scale if scaler is not None and scaler.is_enabled() else None
         trained = (p for p in replica.module.parameters() if p.requires_grad)
         self.number = {parameter: i for i, parameter in enumerate(trained)}
-        form_buckets(replica, world, args)
-        self.method = args.comm if world.size > 1 else "fp32"
-        self.how = parse(self.method)
+        self.method, self.how = args.comm, parse(args.comm)
+        self._make_groups()
         self.codec: Quantised | PowerSGD | None = None
-        if self.method != "fp32":  # else DistributedDataParallel's own exchange
-            self._make_groups()
-            if self.leads and self.how.bits:
-                self.codec = Quantised(self.how.bits, self.peers)
-            elif self.leads and self.how.rank:
-                self.codec = PowerSGD(self.how.rank, self.peers, self.seed, self.scale)
-            replica.register_comm_hook(None, self._hook)
+        if self.leads and self.how.bits:
+            self.codec = Quantised(self.how.bits, self.peers)
+        elif self.leads and self.how.rank:
+            self.codec = PowerSGD(self.how.rank, self.peers, self.seed, self.scale)
+        replica.register_comm_hook(None, self._hook)
 
     def _make_groups(self) -> None:
         """Make the process groups. On a node, the first process compresses for all."""

@@ -1,4 +1,4 @@
-"""Sharded models (FSDP2): what is sharded together, and whole tensors and shards of one another.
+"""Sharded models (FSDP2), for imagenet_fsdp.py: what is sharded together; ``--reshard``.
 
 All functions take plain tensors and models as well. FSDP and DTensor take a second to import, so
 only the functions that need them do.

@@ -8,7 +8,8 @@
 Apex removed amp in 2025 (its documentation: https://nvidia.github.io/apex/amp.html). `Amp` and
 `DistributedDataParallel` have the calls and arguments of ``apex.amp`` and ``apex.parallel`` that
 training scripts use; on the same gradients they compute the same weights, bit for bit
-(tests/test_o2.py, and tests/test_real_apex.py against the original).
+(tests/test_o2.py, and tests/test_real_apex.py against the original). For imagenet_ddp_apex.py
+alone, which takes it by ``--opt-level``.
 """
 
 import argparse
