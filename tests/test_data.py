@@ -261,7 +261,7 @@ def test_loaders_do_as_the_options_say(folder):
     assert train.loader.slots == found.val.loader.slots == 2 * 3 + 2, "3 workers per process"
     assert (dataset.seed, dataset.crop_scale, dataset.size, train.bad.limit) == (9, 0.5, 32, 7)
     assert dataset.augment.transforms[0].p == 0.25
-    assert (order.seed, order.rank, order.ranks, order.accum) == (9, 1, 4, 2)
+    assert (order.seed, order.slice, order.slices, order.accum) == (9, 1, 4, 2)
     assert (order.reorder.keywords, order.sizes) == ({"views": 3}, (24, 32))
     assert order.global_batch == 32
     assert (found.val.dataset.size, found.val.dataset.resize) == (40, 46)
