@@ -97,6 +97,17 @@ def test_unreadable_image_is_replaced_by_the_next_readable_one(index):
     assert torch.equal(images[others], intact[others]), "no other sample moves"
 
 
+def test_a_pipe_and_a_device_are_no_images(index):
+    """A pipe would wait for its writer, and a device may never end."""
+    for image in (4, 15, 23):
+        os.remove(index.path(image))
+    os.mkfifo(index.path(4))
+    os.symlink("/dev/zero", index.path(15))
+    os.symlink("/dev/full", index.path(23))
+    _, _, reading = fetch(training(index), EVERY)
+    assert reading.faults == [(image, "not a regular file") for image in (4, 15, 23)]
+
+
 def test_evaluation_shows_centre_crops_and_marks_unreadable_images(index):
     bad = [0, 9, 23]
     spoil(index, *bad)

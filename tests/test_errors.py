@@ -34,6 +34,10 @@ def attempt(*words: object) -> Result:
         ("nd --mixup=inf", "argument --mixup"),
         ("nd --batch-range 9:1", "9:1 is not LOW:HIGH, such as"),
         ("nd -b 0", "0 is not at least 1"),
+        ("nd --image-size 99999999999999999999", "at most 10000"),
+        ("nd --repeated-aug 99999999999", "at most 1000"),
+        ("nd --wd 1e308", "at most 1000000000"),
+        ("nd --mixup 1e-320", "neither 0 nor 0.001"),
         ("nd -j 5000", "argument -j/--workers: 5000 is not at least 0 and at most"),
         ("nd --epochs 2 --warmup-epochs 2.5", "--warmup-epochs 2.5 is longer than --epochs 2"),
         ("nd --resume auto", "--resume auto needs --name"),
@@ -73,6 +77,9 @@ def test_an_error_is_one_line(folder):
     assert not done.out, "it waited for another node first"
     words = ("this machine is out of memory", "bytes", "--accum")
     attempt("--dummy", "-b", 1000000000, folder).fails_with(*words)
+    for classes in ("0", "99999999999"):
+        attempt("--dummy", "--classes", classes).fails_with("--classes a number, 1 to 1000000")
+    attempt("--classes", "/proc/self/mem", folder).fails_with("/proc/self/mem cannot be read")
 
 
 # ---- the data set

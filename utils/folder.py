@@ -6,6 +6,7 @@ A source of another kind is a file in utils/extras whose class derives from `Sou
 """
 
 import os
+import stat
 import sys
 import time
 import zlib
@@ -65,7 +66,7 @@ class Source:
 
     def read(self, image: int) -> bytes:
         """The image file. Raises: OSError."""
-        with open(self.path(image), "rb", buffering=0) as file:
+        with open(self.path(image), "rb", buffering=0, opener=_open_regular) as file:
             return file.read()
 
     def shape(self, image: int) -> tuple[int, int] | None:
@@ -116,6 +117,15 @@ def path_starts(paths: bytes) -> np.ndarray:
     """The start of each path (each ends with a zero byte), and the end of the last: int64 [n+1]."""
     ends = np.flatnonzero(np.frombuffer(paths, np.uint8) == 0)
     return np.concatenate([[0], ends + 1])
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Raises: OSError for a pipe, which would wait for its writer, or a device without an end."""
+    handle = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError("not a regular file")
+    return handle
 
 
 class Listing(NamedTuple):
@@ -235,7 +245,11 @@ def select_classes(choice: str | None, folders: list[str]) -> list[str]:
         return folders[: int(choice)]
     chosen = choice.split(",")
     if os.path.isfile(choice):
-        chosen = Path(choice).read_text(encoding="utf-8", errors="replace").split("\n")
+        try:
+            chosen = Path(choice).read_text(encoding="utf-8", errors="replace").split("\n")
+        except OSError as fault:
+            text = f"--classes {choice} cannot be read ({fault.strerror})"
+            raise UserError(text, alike=True) from None
     chosen = sorted({name.strip() for name in chosen} - {""})
     unknown = [name for name in chosen if name not in folders]
     if unknown or not chosen:

@@ -55,7 +55,7 @@ def number(
     """
 
     limits = f"{'more than' if exclusive else 'at least'} {low}"
-    limits += f" and at most {high}" if high < math.inf else ""
+    limits += f" and at most {high:.12g}" if high < math.inf else ""
 
     def parse(text: str) -> Any:
         value = kind(text)
@@ -104,6 +104,14 @@ def accuracy(text: str) -> float:
     return value * 100 if value <= 1 else value
 
 
+def beta_shape(text: str) -> float:
+    """A of a distribution Beta(A, A), or 0. Below 0.001 its random numbers are no numbers."""
+    value = number(float, 0, 1000)(text)
+    if 0 < value < 0.001:
+        raise argparse.ArgumentTypeError(f"{text} is neither 0 nor 0.001 to 1000")
+    return value
+
+
 def betas(text: str) -> str:
     """Two numbers from 0 to below 1; kept as text, like all values in options.json."""
     values = [float(part) for part in text.split(",")]
@@ -145,8 +153,10 @@ def run_name(text: str) -> str:
 
 
 betas.__name__ = "pair of numbers"
-count, positive = number(int, 0), number(int, 1)
-share, amount = number(float, 0, 1), number(float, 0)
+# Upper limits, as numbers beyond them overflow or take all memory, with errors far from the option.
+count, positive = number(int, 0, 2**31 - 1), number(int, 1, 2**31 - 1)
+epochs, pixels = number(int, 0, 1_000_000), number(int, 1, 10_000)
+share, amount = number(float, 0, 1), number(float, 0, 1e9)
 ema_decay = number(float, 0, 0.9999999, exclusive=True)  # 1 would keep the first weights
 seed = number(int, 0, 2**63 - 1)  # torch.manual_seed
 port, seconds = number(int, 1, 65535), number(float, 1, 1_000_000)

@@ -16,11 +16,14 @@ from utils.option_types import (
     accuracy,
     amount,
     batch_range,
+    beta_shape,
     betas,
     count,
     ema_decay,
+    epochs,
     http,
     number,
+    pixels,
     positive,
     recipe_names,
     refuse_gone,
@@ -99,12 +102,12 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         "side of the crop in pixels; default: that of the --resume checkpoint, else what "
         "--pretrained weights expect, else 224"
     )
-    add("--image-size", type=positive, metavar="PX", help=text)
+    add("--image-size", type=pixels, metavar="PX", help=text)
     text = (
         "short side of a validation image before the centre crop; default: image size x 256/224, "
         "or as the checkpoint or weights expect. Set it to the image size to keep the borders"
     )
-    add("--val-resize-size", type=positive, metavar="PX", help=text)
+    add("--val-resize-size", type=pixels, metavar="PX", help=text)
     add("-b", "--batch-size", "--b", type=positive, default=128, metavar="N", help=batch)
     text = "print the largest batch per GPU that fits into its memory, and exit"
     add("--find-batch", action="store_true", help=text)
@@ -132,17 +135,17 @@ def _add_augmentation_options(parser: argparse.ArgumentParser) -> None:
     text = "probability of a grey box in a training crop"
     add("--random-erasing", type=share, default=0.0, metavar="P", help=text)
     text = "blend pairs of images with shares from Beta(A, A); 0.2 is common"
-    add("--mixup", type=amount, default=0.0, metavar="A", help=text)
+    add("--mixup", type=beta_shape, default=0.0, metavar="A", help=text)
     text = (
         "paste a box of one image into another, with shares from Beta(A, A); 1 is common. With "
         "--mixup: one of the two, with probability 0.5 each"
     )
-    add("--cutmix", type=amount, default=0.0, metavar="A", help=text)
+    add("--cutmix", type=beta_shape, default=0.0, metavar="A", help=text)
     text = (
         "repeated augmentation: N crops of each image in a global batch, of N times fewer images;"
         " 3 is common for vision transformers"
     )
-    add("--repeated-aug", type=positive, default=1, metavar="N", help=text)
+    add("--repeated-aug", type=number(int, 1, 1000), default=1, metavar="N", help=text)
     text = (
         "side of the training crops by epoch, pixels. 160:192: 160 for the first 70 %% of the "
         "epochs, 192 from 85 %% on, between in steps of 32 (smaller if a size is no multiple). "
@@ -197,8 +200,8 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     add("--recipe", metavar="NAME|FILE", help=text)
     text = "global batches for which --lr and the like were chosen; warn of another one"
     add("--batch-range", type=batch_range, metavar="LOW:HIGH", help=text)
-    add("--epochs", type=count, default=90, metavar="N", help="total number of epochs")
-    add("--start-epoch", type=count, metavar="N", help="start from this epoch")
+    add("--epochs", type=epochs, default=90, metavar="N", help="total number of epochs")
+    add("--start-epoch", type=epochs, metavar="N", help="start from this epoch")
     text = (
         "muon: Muon for the matrices and convolutions inside the model, AdamW for the rest, with "
         "one --lr and --wd for both"
@@ -259,7 +262,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "side of the crop in evaluation; default: --image-size. Somewhat larger crops often score"
         " better (Touvron et al. 2019, arXiv:1906.06423)"
     )
-    add("--val-image-size", type=positive, metavar="PX", help=text)
+    add("--val-image-size", type=pixels, metavar="PX", help=text)
     text = "average the logits of each image and its mirror image in evaluation"
     add("--val-flip", action="store_true", help=text)
     text = (

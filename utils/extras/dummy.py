@@ -23,6 +23,7 @@ from utils.watch import StepTimer, per_step, shares
 from utils.world import World
 
 WARMUP_STEPS, TIMED_STEPS = 5, 20
+MOST_CLASSES = 1_000_000
 AHEAD = 3  # steps that a host may run ahead of a GPU without having to wait for it
 
 log = logging.getLogger(__name__)
@@ -30,8 +31,9 @@ log = logging.getLogger(__name__)
 
 def classes(choice: str | None) -> list[str]:
     """Names of as many classes as ``--classes`` says. Raises: `UserError`."""
-    if choice and not choice.isdecimal():
-        raise UserError("--dummy has no folders: give --classes a number", alike=True)
+    if choice and not (choice.isdecimal() and 0 < int(choice) <= MOST_CLASSES):
+        text = f"--dummy has no folders: give --classes a number, 1 to {MOST_CLASSES}"
+        raise UserError(text, alike=True)
     return [str(number) for number in range(int(choice or 1000))]
 
 
