@@ -129,7 +129,7 @@ def sharded(rank: int, size: int) -> bool:
         if after_trial:
             model.set_requires_gradient_sync(False)
             model(images).sum().backward()
-            find_batch._forget_gradients(model)
+            find_batch.forget_gradients(model)
         model.set_requires_gradient_sync(True)
         model(images).square().sum().backward()
         found.append(model.weight.grad.to_local().clone())

@@ -231,9 +231,9 @@ def average(state: Any, args: Any) -> Any:
     from utils.extras.ema import Average
 
     masters = getattr(state.weights, "named_masters", dict)()
-    found = Average(state.model, args.ema, masters)
-    state.optimizer.register_step_post_hook(lambda *_: found.after_step())
-    return found
+    averages = Average(state.model, args.ema, masters)
+    state.optimizer.register_step_post_hook(lambda *_: averages.after_step())
+    return averages
 
 
 def comm_method(text: str) -> str:
@@ -301,16 +301,11 @@ def sharding_text(model: Any, args: Any) -> str:
     return fsdp.describe(model, args.reshard)
 
 
-def sent_bytes(session: Any, trained: list[Any], plain: float) -> float:
-    """Bytes that a process sends per step, of ``plain`` bytes of gradients; computed."""
-    state, world = session.state, session.world
-    if state.sharded:
-        from utils.extras import fsdp
+def sharded_bytes(session: Any, trained: list[Any]) -> float:
+    """Bytes that a process of a sharded model sends per step; computed."""
+    from utils.extras import fsdp
 
-        return fsdp.sent_bytes(trained, session.args, world, session.loaders.dtype)
-    if state.comm is not None:
-        plain = state.comm.wire_bytes([weight.shape for weight in trained])
-    return 2 * plain * (world.size - 1) / world.size  # a ring's all-reduce
+    return fsdp.sent_bytes(trained, session.args, session.world, session.loaders.dtype)
 
 
 # ---- beside the training

@@ -1,6 +1,6 @@
 """What training reads images from: a `Source`. A folder of files, CLASS/*.JPEG, is the usual one.
 
-A source of another kind is a file in utils/extras whose class derives from `Source`. It defines
+A source of another kind is a file in utils/extras whose class derives from `Source`. It overrides
 `class_names`, ``__init__(root, classes, shows)``, `read` and `stored`, and gets a line in
 `utils.addons.source_kind`. Nothing else asks which kind it is.
 """
@@ -53,8 +53,9 @@ class Source:
 
     @staticmethod
     def class_names(root: Path) -> list[str]:
-        """All classes in ``root``, sorted. Raises: `UserError`."""
-        raise NotImplementedError
+        """Sorted names of the classes in ``root``, a folder each; none where that is no folder."""
+        names = os.listdir(root) if root.is_dir() else []
+        return sorted(n for n in names if n[0] != "." and os.path.isdir(root / n))
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -147,12 +148,6 @@ class Folder(Source):
         found = listings(root, classes, shows)
         paths = b"".join(listing.paths for listing in found)
         super().__init__(root, classes, paths, [one.paths.count(b"\0") for one in found])
-
-    @staticmethod
-    def class_names(root: Path) -> list[str]:
-        """Sorted names of the class folders in ``root``; none where that is no folder."""
-        names = os.listdir(root) if root.is_dir() else []
-        return sorted(n for n in names if n[0] != "." and os.path.isdir(root / n))
 
 
 def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listing]:

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 def measure(session: Session, train_step: TrainStep) -> int | None:
     """``--find-batch`` or ``--dummy`` in place of a training. Returns: exit code; None to train."""
-    found = addons.measurement(session.args)
-    return found and found(session, train_step)
+    measurement = addons.measurement(session.args)
+    return measurement and measurement(session, train_step)
 
 
 def with_checkpoint_sizes(args: Options, world: World) -> Options:

@@ -16,7 +16,7 @@ from utils.session import Session
 from utils.snapshots import TrainState
 from utils.stopping import WHY, Reason
 from utils.watch import PARTS
-from utils.world import KERNELS, gather, local
+from utils.world import KERNELS, gather, local, ring_bytes
 
 log = logging.getLogger(__name__)
 
@@ -118,10 +118,15 @@ def _comm(session: Session) -> str | None:
 
 def sent_mb(session: Session) -> float:
     """MB that each process sends per step, computed."""
-    if session.world.size == 1:
+    state, world = session.state, session.world
+    if world.size == 1:
         return 0.0
-    trained = [weight for weight in session.state.model.parameters() if weight.requires_grad]
-    return addons.sent_bytes(session, trained, _bytes(trained)) / 1e6
+    trained = [weight for weight in state.model.parameters() if weight.requires_grad]
+    if state.sharded:
+        return addons.sharded_bytes(session, trained) / 1e6
+    if state.comm is not None:
+        return state.comm.sent_bytes([weight.shape for weight in trained]) / 1e6
+    return ring_bytes(_bytes(trained), world.size) / 1e6
 
 
 def tensor_peak(session: Session) -> float | None:

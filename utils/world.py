@@ -307,6 +307,12 @@ def copy_from_main(model: nn.Module, world: World, parameters: bool = True) -> N
             dist.broadcast(tensor, src=0, group=None if here else world.control)
 
 
+def ring_bytes(size: float, processes: int) -> float:
+    """Bytes that each of ``processes`` sends in a ring all-reduce of ``size`` bytes: all but its
+    own part, once for the sums and once to distribute them."""
+    return 2 * (processes - 1) / processes * size
+
+
 def form_buckets(replica: nn.Module, world: World, args: Any) -> None:
     """Have DistributedDataParallel form its final buckets before the first step.
 

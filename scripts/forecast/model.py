@@ -18,6 +18,7 @@ from functools import cached_property
 
 from utils.extras import compress
 from utils.extras.compress import Method
+from utils.world import ring_bytes
 
 # How often the arithmetic of a method reads or writes 4 bytes of memory per value. Not measured but
 # counted: bytes that the operations of utils/extras/compress.py move per value on a GPU, each in a
@@ -90,7 +91,7 @@ class Cluster:
         nodes, rate = self.nodes(gpus), self.local_gbit
         if nodes > 1:
             rate = min(rate, self.network_gbit * self.protocol)
-        transfer = compress.sent_bytes(size, gpus) / (rate * 1e9 / 8)
+        transfer = ring_bytes(size, gpus) / (rate * 1e9 / 8)
         local = 2 * (min(gpus, self.gpus_per_node) - 1) * self.local_latency_s
         ring = 2 * (nodes - 1) * self.latency_s + nodes * local
         tree = 2 * math.ceil(math.log2(nodes)) * self.latency_s + local

@@ -31,7 +31,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import UserError
-from utils.world import World
+from utils.world import World, ring_bytes
 
 # ---- collectives in one fixed order, beside the backward pass
 
@@ -183,12 +183,6 @@ def factors(shape: Sequence[int], rank: int) -> int:
     """
     values = rank * (shape[0] + math.prod(shape[1:])) if len(shape) > 1 else 0
     return values if 2 * values <= math.prod(shape) else 0
-
-
-def sent_bytes(size: float, processes: int) -> float:
-    """Bytes that each of ``processes`` sends in a ring all-reduce of ``size`` bytes: all but its
-    own part, once for the sums and once to distribute them."""
-    return 2 * (processes - 1) / processes * size
 
 
 @dataclass(frozen=True)
@@ -452,9 +446,9 @@ class Exchange:
             self.peers = Peers(ranks.index(world.rank), len(ranks), group)
         self.ordered = OrderedCollectives(world.device)
 
-    def wire_bytes(self, shapes: Iterable[Sequence[int]]) -> float:
-        """Bytes that enter the collectives for gradients of these shapes."""
-        return wire_bytes(shapes, self.how)
+    def sent_bytes(self, shapes: Iterable[Sequence[int]]) -> float:
+        """Bytes that this process sends per step for gradients of these shapes."""
+        return ring_bytes(wire_bytes(shapes, self.how), self.world.size)
 
     # ---- in training
 

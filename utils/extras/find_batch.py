@@ -126,14 +126,14 @@ def _peak(
     for parameter in state.model.parameters():
         parameter.grad = None
     if state.sharded:
-        _forget_gradients(state.model)
+        forget_gradients(state.model)
     return peak
 
 
 # ---- what torch has no public way for: without its private names, this does nothing
 
 
-def _forget_gradients(model: nn.Module) -> None:
+def forget_gradients(model: nn.Module) -> None:
     """Drop the whole gradients of micro-batches that have ended no step."""
     for group in _groups(model):
         for shard in getattr(group, "fsdp_params", ()):
