@@ -133,7 +133,7 @@ def train(args: Namespace, world: World) -> int:
     if args.evaluate:
         return epoch.evaluate_only(session, predict)
     training = loop.begin(session)
-    while loop.goes_on(training):
+    while loop.has_next_epoch(training):
         trained = epoch.train(training, train_step)
         evaluated = epoch.evaluate(training, predict, loaders.val)
         loop.close_epoch(training, trained, evaluated)  # curves, best model, snapshot

@@ -31,7 +31,7 @@ from utils.loaders import build_loaders
 from utils.run_directory import Run
 from utils.session import Session
 from utils.snapshots import TrainState
-from utils.world import World, copy_from_main, process_group
+from utils.world import World, copy_from_rank0, process_group
 
 
 def parser() -> ArgumentParser:
@@ -70,7 +70,7 @@ def train(args: Namespace, world: World) -> int:
     model = models.build(args, len(loaders.classes))
 
     # ---- fully sharded data parallelism: processes start with equal weights, and keep a part each
-    copy_from_main(model, world)
+    copy_from_rank0(model, world)
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     mesh = fsdp.mesh(args, world)
@@ -129,7 +129,7 @@ def train(args: Namespace, world: World) -> int:
     if args.evaluate:
         return epoch.evaluate_only(session, predict)
     training = loop.begin(session)
-    while loop.goes_on(training):
+    while loop.has_next_epoch(training):
         trained = epoch.train(training, train_step)
         evaluated = epoch.evaluate(training, predict, loaders.val)
         loop.close_epoch(training, trained, evaluated)  # curves, best model, snapshot

@@ -36,7 +36,7 @@ launch.prepare()  # before torch is imported, which takes seconds
 from bench import commands, namespaces, rounds
 from compare.table import markdown_table
 
-from utils.errors import UserError, go_on_without_reader, report
+from utils.errors import UserError, report, tolerate_broken_pipe
 from utils.option_types import list_of, number, positive
 
 METHODS = "fp32,fp16,int8,int4,powersgd:4"
@@ -169,5 +169,5 @@ def recommendation(count: int, found: dict[str, list[rounds.Figures]]) -> str:
 
 
 if __name__ == "__main__":
-    go_on_without_reader()
+    tolerate_broken_pipe()
     sys.exit(main())

@@ -41,7 +41,7 @@ launch.prepare()  # before torch is imported, which takes seconds
 
 from bench import commands, rounds
 
-from utils.errors import INTERRUPTED, UserError, go_on_without_reader, report
+from utils.errors import INTERRUPTED, UserError, report, tolerate_broken_pipe
 from utils.folder import SUFFIXES
 from utils.option_types import count, positive
 from utils.world import check_gpus
@@ -258,5 +258,5 @@ def page(found: dict[str, list[rounds.Figures]], args: argparse.Namespace) -> st
 
 
 if __name__ == "__main__":
-    go_on_without_reader()
+    tolerate_broken_pipe()
     sys.exit(main())

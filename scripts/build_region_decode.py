@@ -28,7 +28,7 @@ from utils import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
-from utils.errors import UserError, go_on_without_reader, report
+from utils.errors import UserError, report, tolerate_broken_pipe
 from utils.extras import region_decode
 
 FLAGS = ("-std=c99", "-O2", "-shared", "-fPIC")
@@ -134,5 +134,5 @@ def noise(sampling: str, size: tuple[int, int]) -> bytes:
 
 
 if __name__ == "__main__":
-    go_on_without_reader()
+    tolerate_broken_pipe()
     sys.exit(main())

@@ -134,7 +134,7 @@ def choose(found: Machine) -> tuple[str, str]:
         return NEWEST, str(found)
     if is_cpu_chosen():
         return NEWEST, "CUDA_VISIBLE_DEVICES asks for the CPU"
-    raise UserError(f"{fault}; {HIDE}", alike=True)
+    raise UserError(f"{fault}; {HIDE}", on_every_rank=True)
 
 
 def explain(found: Machine) -> str:

@@ -26,7 +26,7 @@ from compare import pictures, runs, table
 from compare.runs import Run
 from compare.table import Comparison
 
-from utils.errors import UserError, go_on_without_reader, report
+from utils.errors import UserError, report, tolerate_broken_pipe
 from utils.option_types import accuracy, number, positive
 
 
@@ -154,5 +154,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    go_on_without_reader()
+    tolerate_broken_pipe()
     sys.exit(main())

@@ -43,7 +43,7 @@ from job import Job
 from utils import errors, launch, network
 from utils.errors import UserError
 from utils.extras import preflight
-from utils.option_types import amount, count, from_environment, port, positive
+from utils.option_types import count, from_environment, non_negative, port, positive
 
 OK, WARNING, FAULT = 0, 1, 2
 MARKS = "✓!✗"
@@ -401,10 +401,10 @@ def parse() -> argparse.Namespace:
     add("-b", "--batch-size", type=positive, default=128, metavar="N", help="per process")
     add("--image-size", type=positive, default=224, metavar="PX", help="side of the crops")
     text = "training speed of one GPU, as --dummy measures it; default: published figures"
-    add("--need", type=amount, metavar="IMAGES_PER_S", help=text)
+    add("--need", type=non_negative, metavar="IMAGES_PER_S", help=text)
     add("--output-dir", default="runs", metavar="DIR", help="where runs will be written")
     text = "for other nodes (60; with HOSTS_FILE 20)"
-    add("--wait", type=amount, metavar="SECONDS", help=text)
+    add("--wait", type=non_negative, metavar="SECONDS", help=text)
     parser.set_defaults(grace=5.0, elastic=None)
     args = parser.parse_args()
     # Over ssh all are started at the same time: no node has to wait long.
@@ -469,5 +469,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.go_on_without_reader()
-    errors.end_with(main)
+    errors.tolerate_broken_pipe()
+    errors.exit_with(main)

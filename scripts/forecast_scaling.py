@@ -30,9 +30,9 @@ from compare.table import text_table
 from forecast import buckets, model, picture
 from forecast.model import Cluster, Forecast, Workload
 
-from utils.errors import UserError, go_on_without_reader, report
+from utils.errors import UserError, report, tolerate_broken_pipe
 from utils.extras import compress as comm_methods
-from utils.option_types import amount, list_of, number, positive
+from utils.option_types import list_of, number, positive
 
 MOST_COLUMNS = 12
 
@@ -94,10 +94,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name, kind, value, text in (
         ("network-gbit", above_0, Cluster.network_gbit, "a node's link, Gbit/s"),
         ("local-gbit", above_0, Cluster.local_gbit, "between GPUs of a node; NVLink: 400 or more"),
-        ("latency-us", amount, Cluster.latency_s * 1e6, "of a hop between nodes; InfiniBand: 5"),
+        ("latency-us", non_negative, Cluster.latency_s * 1e6, "of a hop between nodes; InfiniBand: 5"),
         ("protocol", above_0, Cluster.protocol,
          "share of the link that all-reduce gets; 1 for a measured bandwidth"),
-        ("jitter", amount, Cluster.jitter, "how much the slowest lags; quiet clusters: 0.01"),
+        ("jitter", non_negative, Cluster.jitter, "how much the slowest lags; quiet clusters: 0.01"),
     ):  # fmt: skip
         add(f"--{name}", type=kind, default=value, metavar="X", help=f"{text} (%(default)g)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture (PNG, SVG, PDF)")
@@ -200,5 +200,5 @@ def methods(work: Workload, cluster: Cluster, counts: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    go_on_without_reader()
+    tolerate_broken_pipe()
     sys.exit(main())

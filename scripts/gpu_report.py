@@ -21,7 +21,7 @@ import torch
 from bench import commands, photographs
 
 from utils import provenance
-from utils.errors import INTERRUPTED, UserError, go_on_without_reader, report
+from utils.errors import INTERRUPTED, UserError, report, tolerate_broken_pipe
 from utils.option_types import number
 from utils.world import check_gpus
 
@@ -139,7 +139,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    go_on_without_reader()
+    tolerate_broken_pipe()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the command
     try:
         sys.exit(main())

@@ -26,7 +26,7 @@ from prepare.folder import AGAIN, fill
 from prepare.pack import pack_folder, verify
 from prepare.shrink import shrink_folder
 
-from utils.errors import UserError, go_on_without_reader, report
+from utils.errors import UserError, report, tolerate_broken_pipe
 from utils.launch import usable_cores
 from utils.option_types import number, positive
 
@@ -140,5 +140,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    go_on_without_reader()
+    tolerate_broken_pipe()
     sys.exit(main())

@@ -556,7 +556,7 @@ def held(folder: Path, arms: list[Arm]) -> Iterator[None]:
 
 
 def main() -> int:
-    hosts.go_on_without_reader()
+    hosts.tolerate_broken_pipe()
     args, training = parse(sys.argv[1:])
     command = shlex.join(["bash", "scripts/scaling_study.sh", *sys.argv[1:]])
     arms, folder = plan(args, training), args.logbook / args.name
@@ -593,4 +593,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.end_with(main)
+    errors.exit_with(main)

@@ -63,7 +63,7 @@ def test_options_that_cannot_be(folder, parse, capsys, monkeypatch, line, named)
         assert end.value.code == 2
         printed = capsys.readouterr().err
         if isinstance(end.value, UserError):
-            assert end.value.alike
+            assert end.value.on_every_rank
             assert not printed
         assert named in (printed or str(end.value))
         assert bool(printed) <= (local_rank == "0")
@@ -209,7 +209,7 @@ from utils import launch
 from utils.errors import UserError
 def main():
     time.sleep({seconds})
-    raise UserError('the data folder is missing', alike=True)
+    raise UserError('the data folder is missing', on_every_rank=True)
 {more}
 launch.run_main(main)
 """

@@ -38,7 +38,7 @@ class Local(job.Job):
         return guard
 
 machines = [hosts.Host(name, 2, "10.0.0.1") for name in options.names]
-hosts.end_with(Local(options, ["script.py"], machines, "").run)
+hosts.exit_with(Local(options, ["script.py"], machines, "").run)
 """
 # It ends as the file of its node says: with an exit code, or below 0 by a signal. The file "mode"
 # gives it a worker that ignores SIGTERM, and "stubborn" lets it do so itself.

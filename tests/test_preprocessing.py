@@ -62,7 +62,7 @@ def test_training_and_evaluation_have_sizes_of_their_own(index):
 
 
 @pytest.mark.parametrize(
-    ("line", "size", "short", "crop", "untyped"),
+    ("line", "size", "short", "crop", "defaulted_sizes"),
     [
         ((), 224, 256, 224, SIZES),
         (("--val-resize-size", 224), 224, 224, 224, SIZES[::2]),
@@ -71,11 +71,11 @@ def test_training_and_evaluation_have_sizes_of_their_own(index):
         (("--pretrained", "--val-image-size", 320), 299, 366, 320, SIZES[:2]),
     ],
 )
-def test_typed_sizes_win(parse, folder, line, size, short, crop, untyped):
+def test_typed_sizes_win(parse, folder, line, size, short, crop, defaulted_sizes):
     args = Namespace(**parse("imagenet_nd", "-a", "inception_v3", *line, folder))
     found = args.preprocessing
     assert (found.image_size, found.val_resize_size, found.crop) == (size, short, crop)
-    assert (args.image_size, args.untyped) == (size, untyped)
+    assert (args.image_size, args.defaulted_sizes) == (size, defaulted_sizes)
     assert Preprocessing.from_dict(found.as_dict(), "") == found
     # What a checkpoint says stays in proportion to a size that is typed.
     larger = found.resized(2 * size, None)

@@ -19,7 +19,7 @@ from utils.session import Predict, Session, Training, TrainStep
 from utils.snapshots import BEST, SNAPSHOT, TrainState
 from utils.stopping import Reason
 from utils.watch import per_step
-from utils.world import copy_from_main, from_main, gather, reshard
+from utils.world import broadcast_from_rank0, copy_from_rank0, gather, reshard
 
 # ---- the steps of an epoch
 
@@ -274,7 +274,7 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
         stop.begin_phase()
         session.show_status("evaluating")
     # Each rank has seen other batches since DDP last shared the running statistics of batch norm.
-    copy_from_main(model, world, parameters=False)
+    copy_from_rank0(model, world, parameters=False)
     model.eval()
     console.start_bar("Evaluation", sampler.rounds)
     sums, began, iterator = Sums(world.device), time.perf_counter(), iter(batches)
@@ -324,7 +324,7 @@ def _all_bad(bad: BadFiles) -> UserError:
     return UserError(
         f"none of the {len(bad.source)} images in {bad.source.root} could be read, the last one "
         f"{bad.source.path(max(bad.seen))}: check the disk and the copy of the data set",
-        alike=True,
+        on_every_rank=True,
     )
 
 
@@ -345,7 +345,7 @@ def test_best(session: Training, predict: Predict) -> dict[str, float] | None:
     def read() -> Any:
         return read_checkpoint(best)["state_dict"] if best.is_file() else None
 
-    weights = from_main(read, session.world)
+    weights = broadcast_from_rank0(read, session.world)
     if weights is not None:
         session.state.load_weights(weights)
     test = measure(session, predict, session.loaders.test)

@@ -19,13 +19,13 @@ INTERRUPTED = 75  # EX_TEMPFAIL: stopped by a signal, with a snapshot; run again
 class UserError(Exception):
     """An error that the user can fix; the message, one line, says how.
 
-    ``alike`` marks an error that every process of the job finds by itself (a missing option, say):
-    one process per node reports it. ``code`` is the exit code.
+    ``on_every_rank`` marks an error that every process of the job finds by itself (a missing
+    option, say): one process per node reports it. ``code`` is the exit code.
     """
 
-    def __init__(self, message: str, alike: bool = False, code: int = BAD_INPUT):
+    def __init__(self, message: str, on_every_rank: bool = False, code: int = BAD_INPUT):
         super().__init__(message)
-        self.alike, self.code = alike, code
+        self.on_every_rank, self.code = on_every_rank, code
 
 
 def printable(text: str) -> str:
@@ -47,7 +47,7 @@ def of_fault(fault: Exception) -> UserError | None:
         file = f"{str(fault.name).replace('.', '/')}.py"
         text = f"an option needs {file}, which is missing: leave that option out, or restore the "
         text += f"file by `git checkout {file}`"
-        return UserError(text, alike=True) if file.startswith("utils/extras/") else None
+        return UserError(text, on_every_rank=True) if file.startswith("utils/extras/") else None
     text = " ".join(str(fault).split())
     worker = re.search(
         r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (is killed by [^.]*|exited)", text
@@ -70,7 +70,7 @@ def of_fault(fault: Exception) -> UserError | None:
 
 def is_reported_by_another(error: UserError) -> bool:
     """Whether another process of this node finds the same ``error`` and is to print it."""
-    return error.alike and os.environ.get("LOCAL_RANK", "0") != "0"
+    return error.on_every_rank and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def report(error: UserError | OSError) -> int:
@@ -85,7 +85,7 @@ def report(error: UserError | OSError) -> int:
 def show(error: UserError) -> None:
     """Print ``error`` as one line on stderr."""
     rank = os.environ.get("RANK")
-    where = f" (rank {rank})" if rank and not error.alike else ""
+    where = f" (rank {rank})" if rank and not error.on_every_rank else ""
     text = printable(f"error{where}: {error}")
     print(text, file=sys.stderr, flush=True)
     tell_torchrun(text)
@@ -102,7 +102,7 @@ def tell_torchrun(text: str) -> None:
             json.dump({"message": {"message": text, "extraInfo": more}}, file)
 
 
-def go_on_without_reader() -> None:
+def tolerate_broken_pipe() -> None:
     """Drop output that cannot be written (`| head -3`, a full disk), instead of failing.
 
     Call it at the start of a program: it still writes its files, and keeps its exit code.
@@ -137,7 +137,7 @@ class _Droppable(io.FileIO):
         return memoryview(data).nbytes
 
 
-def end_with(main: Callable[[], int]) -> NoReturn:
+def exit_with(main: Callable[[], int]) -> NoReturn:
     """Call ``main`` and exit with its exit code, or with that of a `UserError`.
 
     Does not wait for other threads.

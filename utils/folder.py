@@ -47,7 +47,7 @@ class Source:
         for name, count in zip(classes, counts, strict=True):
             if not count:
                 text = f"class folder {root}/{name} has no images ({' '.join(SUFFIXES)})"
-                raise UserError(text, alike=True)
+                raise UserError(text, on_every_rank=True)
         self.starts = path_starts(paths)
         self.targets = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
 
@@ -200,7 +200,7 @@ def list_class(root: Path, name: str) -> Listing:
                         waiting.append(b"%s/%s" % (folder, entry.name))
         except OSError as fault:
             text = f"cannot read the class folder {os.fsdecode(place):.200}: {fault.strerror}"
-            raise UserError(text, alike=True) from None
+            raise UserError(text, on_every_rank=True) from None
     return Listing(b"".join(path + b"\0" for path in sorted(found)), folders)
 
 
@@ -223,10 +223,10 @@ def class_folders(root: Path) -> list[str]:
         why += "(scripts/prepare_data.py makes them of known data sets)"
         if root.name == "test":
             why = "--part test evaluates on it, --part val on DATA/val"
-        raise UserError(f"folder {root} is missing: {why}", alike=True)
+        raise UserError(f"folder {root} is missing: {why}", on_every_rank=True)
     kind = addons.source_kind(root) or Folder
     if not (names := kind.class_names(root)):
-        raise UserError(f"folder {root} has no class folders in it", alike=True)
+        raise UserError(f"folder {root} has no class folders in it", on_every_rank=True)
     return names
 
 
@@ -236,7 +236,9 @@ def select_classes(choice: str | None, folders: list[str]) -> list[str]:
         return folders
     if choice.isdecimal():
         if not 0 < int(choice) <= len(folders):
-            raise UserError(f"--classes {choice}: there are {len(folders)} classes", alike=True)
+            raise UserError(
+                f"--classes {choice}: there are {len(folders)} classes", on_every_rank=True
+            )
         return folders[: int(choice)]
     chosen = choice.split(",")
     if os.path.isfile(choice):
@@ -244,12 +246,12 @@ def select_classes(choice: str | None, folders: list[str]) -> list[str]:
             chosen = Path(choice).read_text(encoding="utf-8", errors="replace").split("\n")
         except OSError as fault:
             text = f"--classes {choice} cannot be read ({fault.strerror})"
-            raise UserError(text, alike=True) from None
+            raise UserError(text, on_every_rank=True) from None
     chosen = sorted({name.strip() for name in chosen} - {""})
     unknown = [name for name in chosen if name not in folders]
     if unknown or not chosen:
         named = ", ".join(ascii(name[:60]) for name in unknown[:3]) or "nothing"
-        raise UserError(f"--classes names {named}, which is not a class folder", alike=True)
+        raise UserError(f"--classes names {named}, which is not a class folder", on_every_rank=True)
     return chosen
 
 
@@ -265,4 +267,4 @@ def check_same_classes(root: Path, part: str, classes: list[str], subset: bool) 
     ]
     if only:
         text = f"{root}/train and {root}/{part} have different classes: {'; '.join(only)}"
-        raise UserError(text, alike=True)
+        raise UserError(text, on_every_rank=True)

@@ -61,7 +61,7 @@ def die_with_launcher() -> bool:
     if launcher := os.environ.pop(LAUNCHER, None):
         if not launcher.isdecimal():
             text = f"{LAUNCHER}={launcher} in the environment is not a process id: unset it"
-            raise UserError(text, alike=True)
+            raise UserError(text, on_every_rank=True)
         die_with_parent(int(launcher))
         return True
     if "LOCAL_RANK" in os.environ:
@@ -131,7 +131,7 @@ def _exit_with(main: Callable[[], int | None], spawned: bool) -> NoReturn:
 
     Unlike `supervise`, torchrun does not wait for the process that reports the error.
     """
-    errors.go_on_without_reader()
+    errors.tolerate_broken_pipe()
     try:
         sys.exit(main())
     except KeyboardInterrupt:
@@ -144,7 +144,7 @@ def _exit_with(main: Callable[[], int | None], spawned: bool) -> NoReturn:
         if not spawned and errors.is_reported_by_another(error):
             _wait_for_the_end(error)
         code = errors.report(error)
-        if error.alike:
+        if error.on_every_rank:
             _end_torchrun()
         _kill_children()
         multiprocessing.util._exit_function()  # frees semaphores, as at the end of any child
@@ -305,7 +305,7 @@ def _report_import(
     else:
         sys.__excepthook__(kind, fault, trace)
         return
-    sys.exit(report(UserError(text, alike=True)))
+    sys.exit(report(UserError(text, on_every_rank=True)))
 
 
 # ---- how the processes of a job start
@@ -397,5 +397,5 @@ def _check_environment() -> None:
     raise UserError(
         f"{' '.join(f'{name}={value}' for name, value in found.items())} in the environment is not "
         "the place of a process in a job: start with torchrun, or unset LOCAL_RANK",
-        alike=True,
+        on_every_rank=True,
     )

@@ -41,7 +41,7 @@ from utils.images import ImageBatches, Reading
 from utils.metrics import UNREADABLE
 from utils.preprocessing import MEAN, STD, Channels, Preprocessing
 from utils.samplers import Batch, EvalSampler, TrainSampler
-from utils.world import World, check_alike, first_on_node, gather
+from utils.world import World, check_same_on_every_rank, first_on_node, gather
 
 log = logging.getLogger(__name__)
 PREFETCH = 2  # batches per worker that are requested in advance
@@ -88,7 +88,7 @@ class Ring:
         self._whole = whole
         self._free: deque[tuple[int, torch.cuda.Event | None]] = deque()
 
-    def room(self, slot: int, number: int, size: int = 0) -> Tensor:
+    def slot_view(self, slot: int, number: int, size: int = 0) -> Tensor:
         """The place of ``number`` images in a slot: uint8 [number, size, size, 3], contiguous.
 
         ``size`` 0: the ring's.
@@ -193,7 +193,7 @@ class Tasks(Dataset):
             yield batch._replace(slot=self.ring.take())
 
     def __getitems__(self, batch: Batch) -> Filled:
-        images = self.ring.room(batch.slot, len(batch.indices), batch.size)
+        images = self.ring.slot_view(batch.slot, len(batch.indices), batch.size)
         return Filled(batch.slot, *self.dataset.fill(images, batch), batch.size)
 
 
@@ -280,7 +280,7 @@ class BadFiles:
         return UserError(
             f"more than {self.limit} image files could not be read (--max-bad-files), the last "
             f"one {last}: check the disk and the copy of the data set",
-            alike=True,
+            on_every_rank=True,
         )
 
 
@@ -390,7 +390,7 @@ class Batches:
         """The batch on the device, normalised; its slot is free again when that is done."""
         ring = self.loader.ring
         slot, number = filled.slot, len(filled.targets)
-        images = ring.room(slot, number, filled.size)
+        images = ring.slot_view(slot, number, filled.size)
         if self.stream is None:
             batch = self._normalise(images), torch.from_numpy(filled.targets)
             ring.free_after(slot)
@@ -467,7 +467,7 @@ def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torc
     root, train = Path(args.data) / part, part == "train"
     # The first process of a node lists the folder; the others read its cache.
     source = first_on_node(lambda: open_source(root, classes, world.local_rank == 0), world)
-    check_alike(
+    check_same_on_every_rank(
         f"the data set's {root.name} folder", source.fingerprint(), world, source.class_fingerprints
     )
     dataset = ImageBatches(source, args.image_size, args.seed, train, args.crop_scale)
@@ -479,7 +479,7 @@ def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torc
             raise UserError(
                 f"{len(source)} training images are too few for {world.slices} processes x "
                 f"{args.accum_steps} accumulation steps (at least 2 for each)",
-                alike=True,
+                on_every_rank=True,
             )
         sampler = TrainSampler(len(source), batch, slices, args.accum_steps, args.seed)
         sampler.reorder = addons.repeated_augmentation(args)

@@ -14,7 +14,7 @@ from utils.session import Predict, Session, Training, TrainStep
 from utils.snapshots import SnapshotWriter, TrainState
 from utils.stopping import Reason, StopRequest
 from utils.watch import Watch
-from utils.world import World, from_main
+from utils.world import World, broadcast_from_rank0
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,9 @@ def measure(session: Session, train_step: TrainStep) -> int | None:
 
 def with_checkpoint_sizes(args: Options, world: World) -> Options:
     """The options, with sizes that were omitted taken from the ``--resume`` checkpoint."""
-    saved = from_main(lambda: snapshots.saved_preprocessing(checkpoint_file(args)), world)
+    saved = broadcast_from_rank0(
+        lambda: snapshots.saved_preprocessing(checkpoint_file(args)), world
+    )
     if saved is None:
         return args
     wanted = _with_typed_sizes(args, Preprocessing.from_dict(saved, args.resume))
@@ -36,7 +38,7 @@ def with_checkpoint_sizes(args: Options, world: World) -> Options:
 
 def _with_typed_sizes(args: Options, saved: Preprocessing) -> Preprocessing:
     """A checkpoint's preprocessing, but in the sizes of the command line."""
-    size = None if "image_size" in args.untyped else args.image_size
+    size = None if "image_size" in args.defaulted_sizes else args.image_size
     return saved.resized(size, args.val_resize_size, args.val_image_size)
 
 
@@ -77,7 +79,7 @@ def begin(session: Session) -> Training:
     args, world, state, run = session.args, session.world, session.state, session.run
     steps = session.train.sampler.steps_per_epoch
     # All ranks add up what a line shows, so one of them says when a line is due.
-    print_freq = from_main(lambda: args.print_freq, world)
+    print_freq = broadcast_from_rank0(lambda: args.print_freq, world)
     run.begin(state.epoch, state.epoch + state.step / steps, report.facts(session))
     report.start(session)
     writer = SnapshotWriter(run.folder, run.written) if world.is_main else None
@@ -98,7 +100,7 @@ def begin(session: Session) -> Training:
     return training
 
 
-def goes_on(session: Training) -> bool:
+def has_next_epoch(session: Training) -> bool:
     """Whether there is another epoch to train."""
     if session.state.epoch >= session.args.epochs:
         session.stop.ask(Reason.EPOCHS)
@@ -162,7 +164,9 @@ def end(session: Training, predict: Predict) -> int:
     After any exception the process ends at once instead: what is done here waits for other ranks.
     """
     run, stop = session.run, session.stop
-    failure = from_main(session.snapshots.wait if session.snapshots else None, session.world)
+    failure = broadcast_from_rank0(
+        session.snapshots.wait if session.snapshots else None, session.world
+    )
     if stop.error is not None:
         session.forget_status()
         run.close()
@@ -178,7 +182,7 @@ def end(session: Training, predict: Predict) -> int:
     stop.close()
     if failure:
         advice = f"free disk space, then {errors.how_to_continue}"
-        raise UserError(f"{failure}; {advice}", alike=True)
+        raise UserError(f"{failure}; {advice}", on_every_rank=True)
     return INTERRUPTED if stop.reason is Reason.INTERRUPTED else 0
 
 
@@ -191,4 +195,4 @@ def _diverged(session: Training) -> UserError:
         scale = loss_scale(state)["Amp/scale"]
         fault = f"gradients overflow without end {where}, now at a loss scale of {scale:.3g}"
     advice = "lower --lr, add --warmup-epochs or --clip-grad; the last snapshot is intact"
-    return UserError(f"{fault}: {advice}", alike=True)
+    return UserError(f"{fault}: {advice}", on_every_rank=True)

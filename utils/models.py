@@ -29,10 +29,14 @@ def resolve(args: argparse.Namespace, default_data: str, local: bool = True) -> 
     check_name(args.arch)
     if isinstance(args.pretrained, str) and os.path.isdir(args.pretrained):
         if args.data != default_data:
-            raise UserError(f"--pretrained {args.pretrained} is a folder, not a file", alike=True)
+            raise UserError(
+                f"--pretrained {args.pretrained} is a folder, not a file", on_every_rank=True
+            )
         args.data, args.pretrained = args.pretrained, True  # as typed: --pretrained DATA
     if args.pretrained and args.zero_init_gamma:
-        raise UserError("--zero-init-gamma is for new weights: not with --pretrained", alike=True)
+        raise UserError(
+            "--zero-init-gamma is for new weights: not with --pretrained", on_every_rank=True
+        )
     args.preprocessing = addons.preprocessing_of_weights(args, local) or IMAGENET
 
 
@@ -54,7 +58,7 @@ def check_name(arch: str) -> None:
         near = difflib.get_close_matches(arch, known, n=4, cutoff=0.5)
         hint = f"; nearest names: {', '.join(near)}" if near else ""
         more = "" if addons.timm_models() else " (more architectures with: pip install timm)"
-        raise UserError(f"unknown arch {arch!r}{hint}{more}", alike=True)
+        raise UserError(f"unknown arch {arch!r}{hint}{more}", on_every_rank=True)
 
 
 def build(args: Any, classes: int) -> nn.Module:
@@ -161,7 +165,7 @@ def _unfit(arch: str, image_size: int, fault: Exception, option: str = "--image-
     reason = " ".join(str(fault).split())[:160]
     return UserError(
         f"{arch} does not take images of {image_size} pixels: choose another {option} ({reason})",
-        alike=True,
+        on_every_rank=True,
     )
 
 
@@ -179,7 +183,7 @@ def head_of(model: nn.Module, classes: int) -> str:
         if isinstance(layer, (nn.Linear, nn.Conv2d)) and width == classes:
             found = name
     if not found:
-        raise UserError(f"this model has no last layer of {classes} classes", alike=True)
+        raise UserError(f"this model has no last layer of {classes} classes", on_every_rank=True)
     return found
 
 

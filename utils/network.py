@@ -134,16 +134,15 @@ REMEDY = {
 
 # Options that may differ between nodes: paths, output, what one process alone decides, what each
 # node has of its own. All others must be the same on every node.
-FREE = {"data", "classes", "name", "output_dir", "store", "recipe", "command", "mode", "wanted"}
-FREE |= {"workers", "print_freq", "profile", "spot_notice", "memory_format", "model_notes"}
-FREE |= {"snapshot_minutes", "train_time", "dist_url", "dist_timeout", "dist_backend", "gpus"}
-FREE |= {"world_size", "rank", "local_rank", "preprocessing", "untyped", "epoch_sizes"}
+MAY_DIFFER = frozenset(
+    ["data", "classes", "name", "output_dir", "store", "recipe", "command", "mode", "wanted", "workers", "print_freq", "profile", "spot_notice", "memory_format", "model_notes", "snapshot_minutes", "train_time", "dist_url", "dist_timeout", "dist_backend", "gpus", "world_size", "rank", "local_rank", "preprocessing", "defaulted_sizes", "epoch_sizes"]
+)
 PATHS = {"resume", "pretrained"}  # each node may have its own, but all or none
 
 
 def options(args: Any) -> dict[str, str]:
     """The options that must be the same on every node, as on the command line."""
-    given = {key: value for key, value in vars(args).items() if key not in FREE}
+    given = {key: value for key, value in vars(args).items() if key not in MAY_DIFFER}
     given |= {key: bool(given[key]) for key in PATHS & given.keys()}
     return {f"--{key.replace('_', '-')}": str(value) for key, value in given.items()}
 
@@ -161,7 +160,7 @@ def release(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def unlike(found: list[tuple[str, Mapping[str, Any]]]) -> str | None:
+def describe_mismatch(found: list[tuple[str, Mapping[str, Any]]]) -> str | None:
     """An error message about the first fact on which nodes disagree; None if they agree.
 
     ``found``: for each process its node's name, and its facts by name ("this code", "torch" ...). A

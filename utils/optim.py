@@ -26,13 +26,13 @@ def resolve(args: argparse.Namespace) -> None:
     if args.momentum is None:
         args.momentum = 0.95 if name == "muon" else 0.9
     if name == "nesterov" and not args.momentum:
-        raise UserError("--optimizer nesterov needs a --momentum", alike=True)
+        raise UserError("--optimizer nesterov needs a --momentum", on_every_rank=True)
     if args.weight_decay is None:
         args.weight_decay = 0.05 if name in ("adamw", "muon") else 1e-4
     if getattr(args, "opt_level", None) == "O3" and name in ("adamw", "muon"):
         raise UserError(
             f"--optimizer {name} needs float32: --opt-level O2 keeps float32 masters, O3 does not",
-            alike=True,
+            on_every_rank=True,
         )
 
 

@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
                 )
             elif similar := difflib.get_close_matches(found[1], self._option_string_actions, 1):
                 message += f": did you mean {similar[0]}?"
-        error = UserError(message, alike=True)
+        error = UserError(message, on_every_rank=True)
         if is_reported_by_another(error):
             raise error
         tell_torchrun(f"error: {message} (see --help)")
@@ -93,7 +93,9 @@ def from_environment(name: str, kind: Callable[[str], Any], default: Any = None)
         reason = str(fault)
     except ValueError:
         reason = f"{text!r} is not a {kind.__name__}"
-    raise UserError(f"the environment variable {name}={text} is wrong: {reason}", alike=True)
+    raise UserError(
+        f"the environment variable {name}={text} is wrong: {reason}", on_every_rank=True
+    )
 
 
 def accuracy(text: str) -> float:
@@ -156,13 +158,13 @@ betas.__name__ = "pair of numbers"
 # Upper limits, as numbers beyond them overflow or take all memory, with errors far from the option.
 count, positive = number(int, 0, 2**31 - 1), number(int, 1, 2**31 - 1)
 epochs, pixels = number(int, 0, 1_000_000), number(int, 1, 10_000)
-share, amount = number(float, 0, 1), number(float, 0, 1e9)
+fraction, non_negative = number(float, 0, 1), number(float, 0, 1e9)
 ema_decay = number(float, 0, 0.9999999, exclusive=True)  # 1 would keep the first weights
 seed = number(int, 0, 2**63 - 1)  # torch.manual_seed
 port, seconds = number(int, 1, 65535), number(float, 1, 1_000_000)
 
 
-def refuse_gone(words: Sequence[str], gone: Mapping[str, str]) -> None:
+def reject_removed(words: Sequence[str], gone: Mapping[str, str]) -> None:
     """Raise `UserError` for an option, or its value, that a program no longer has.
 
     ``gone`` has what to use instead of "--option" or of "--option value"; a value is compared up to
@@ -173,7 +175,7 @@ def refuse_gone(words: Sequence[str], gone: Mapping[str, str]) -> None:
         value = (value or " ".join(words[number + 1 : number + 2])).partition(":")[0]
         for wanted in (name, f"{name} {value}"):
             if wanted in gone:
-                raise UserError(f"{wanted} was removed: {gone[wanted]}", alike=True)
+                raise UserError(f"{wanted} was removed: {gone[wanted]}", on_every_rank=True)
 
 
 def recipe_names() -> list[str]:
@@ -187,7 +189,8 @@ def recipe_file(name: str) -> Path:
         if path.is_file():
             return path
     raise UserError(
-        f"there is no recipe {name}: give a file, or one of {', '.join(recipe_names())}", alike=True
+        f"there is no recipe {name}: give a file, or one of {', '.join(recipe_names())}",
+        on_every_rank=True,
     )
 
 
@@ -197,7 +200,7 @@ def recipe_words(name: str) -> list[str]:
     try:
         return shlex.split(path.read_text(encoding="utf-8"), comments=True)
     except (OSError, ValueError) as fault:  # ValueError: not UTF-8 either
-        raise UserError(f"the recipe {path} cannot be read: {fault}", alike=True) from None
+        raise UserError(f"the recipe {path} cannot be read: {fault}", on_every_rank=True) from None
 
 
 def with_recipe(words: Sequence[str]) -> list[str]:

@@ -14,28 +14,28 @@ from utils.option_types import (
     Formatter,
     Parser,
     accuracy,
-    amount,
     batch_range,
     beta_shape,
     betas,
     count,
     ema_decay,
     epochs,
+    fraction,
     http,
+    non_negative,
     number,
     pixels,
     positive,
     recipe_names,
-    refuse_gone,
+    reject_removed,
     run_name,
     seed,
-    share,
     with_recipe,
 )
 
 # Options that were removed, and their replacements. Other command lines have their own list.
 _FIND_BATCH = "run the command once with --find-batch, then give -b the number that it prints"
-GONE = {
+REMOVED = {
     "--comm auto": "`python scripts/bench_network.py --nodes 2 --master IP --rank R -- -a resnet50 "
     "-b 64` on each node recommends a method for your network",
     "--b auto": _FIND_BATCH,
@@ -129,11 +129,11 @@ def _add_augmentation_options(parser: argparse.ArgumentParser) -> None:
         "smallest share of the image's area that a training crop covers; 0.25 to 0.5 suits short "
         "trainings and small images"
     )
-    add("--crop-scale", type=share, default=preprocessing.CROP_SCALE, metavar="S", help=text)
+    add("--crop-scale", type=fraction, default=preprocessing.CROP_SCALE, metavar="S", help=text)
     text = "RandAugment, TrivialAugment, AutoAugment or AugMix on training crops"
     add("--auto-augment", choices=preprocessing.POLICIES, help=text)
     text = "probability of a grey box in a training crop"
-    add("--random-erasing", type=share, default=0.0, metavar="P", help=text)
+    add("--random-erasing", type=fraction, default=0.0, metavar="P", help=text)
     text = "blend pairs of images with shares from Beta(A, A); 0.2 is common"
     add("--mixup", type=beta_shape, default=0.0, metavar="A", help=text)
     text = (
@@ -170,7 +170,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "stochastic depth: drop rate of the last block; earlier blocks scale down linearly; "
         "default: the model's own"
     )
-    add("--drop-path", type=share, metavar="P", help=text)
+    add("--drop-path", type=fraction, metavar="P", help=text)
     text = (
         "start the residual blocks of a ResNet as the identity: zero the weight of their last "
         "batch norm"
@@ -208,27 +208,33 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--optimizer", choices=optim.NAMES, default="sgd", help=text)
     text = "learning rate after warm-up (default: 0.1); with adamw and muon 0.001"
-    add("--lr", "--learning-rate", type=amount, help=text)
-    add("--momentum", type=share, help="momentum of sgd and nesterov (default: 0.9); of muon 0.95")
+    add("--lr", "--learning-rate", type=non_negative, help=text)
+    add(
+        "--momentum",
+        type=fraction,
+        help="momentum of sgd and nesterov (default: 0.9); of muon 0.95",
+    )
     text = "betas of adamw, and of the AdamW part of muon"
     add("--betas", type=betas, default="0.9,0.999", metavar="B1,B2", help=text)
     text = (
         "weight decay: an L2 penalty in sgd and nesterov (default: 0.0001), decoupled in adamw "
         "and muon (default: 0.05)"
     )
-    add("--wd", "--weight-decay", dest="weight_decay", type=amount, help=text)
+    add("--wd", "--weight-decay", dest="weight_decay", type=non_negative, help=text)
     text = "weight decay of norms, biases and position embeddings; 0 is common; default: --wd"
-    add("--wd-norm", type=amount, metavar="D", help=text)
+    add("--wd-norm", type=non_negative, metavar="D", help=text)
     text = (
         "step: x0.1 every 30 epochs and once more at 80; constant: --lr in all epochs; cosine, "
         "linear: to 0 at the last epoch; onecycle: up in 30 %% of the epochs, or in "
         "--warmup-epochs, then to 0"
     )
     add("--lr-schedule", choices=optim.SCHEDULES, default="step", help=text)
-    add("--warmup-epochs", type=amount, default=0.0, metavar="N", help="linear warm-up from 0")
+    add(
+        "--warmup-epochs", type=non_negative, default=0.0, metavar="N", help="linear warm-up from 0"
+    )
     text = "scale --lr with the global batch: linear, lr x batch/256; sqrt, lr x (batch/256)^0.5"
     add("--lr-scaling", choices=("none", "linear", "sqrt"), default="none", help=text)
-    add("--label-smoothing", type=share, default=0.0, metavar="E", help="0.1 is common")
+    add("--label-smoothing", type=fraction, default=0.0, metavar="E", help="0.1 is common")
     text = "batches accumulated for one step; the global batch grows by this factor"
     add("--accum-steps", type=positive, default=1, metavar="N", help=text)
     add(
@@ -239,7 +245,13 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         help="compile the training step by torch.compile (not evaluation); without a mode, the "
         "option goes after DATA. reduce-overhead: with CUDA graphs, for small batches",
     )
-    add("--clip-grad", type=amount, default=0.0, metavar="NORM", help="gradient norm limit; 0: off")
+    add(
+        "--clip-grad",
+        type=non_negative,
+        default=0.0,
+        metavar="NORM",
+        help="gradient norm limit; 0: off",
+    )
     add("--seed", type=seed, default=0, help="seed of weights, order and augmentation")
 
 
@@ -253,7 +265,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--resume", nargs="?", const="auto", metavar="FILE|URL|auto", help=text)
     text = "minutes between snapshots within an epoch; one is also taken after each epoch"
-    add("--snapshot-minutes", type=amount, default=10.0, metavar="MIN", help=text)
+    add("--snapshot-minutes", type=non_negative, default=10.0, metavar="MIN", help=text)
     text = "evaluate the model of --resume or --pretrained on DATA/val and exit"
     add("-e", "--evaluate", action="store_true", help=text)
     text = "with --evaluate, evaluate on DATA/test instead"
@@ -273,7 +285,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     text = "stop when this validation top-1 is reached; 0.75 and 75 mean the same"
     add("--desired-acc", type=accuracy, metavar="A", help=text)
     text = "stop after this many hours, with a snapshot"
-    add("--train-time", type=amount, metavar="HOURS", help=text)
+    add("--train-time", type=non_negative, metavar="HOURS", help=text)
     text = "steps between printed lines"
     add("-p", "--print-freq", type=positive, default=10, metavar="N", help=text)
     text = "write a trace of steps 5 to 8 into the run directory (Chrome, Perfetto, TensorBoard)"
@@ -301,7 +313,7 @@ def add_communication(parser: argparse.ArgumentParser) -> None:
     )
     add("--comm", type=addons.comm_method, default="fp32", metavar="METHOD", help=text)
     text = "gradients are exchanged in buckets of this size; default: torch's, first 1, then 25"
-    add("--bucket-mb", type=amount, metavar="MIB", help=text)
+    add("--bucket-mb", type=non_negative, metavar="MIB", help=text)
 
 
 def parse(
@@ -312,7 +324,7 @@ def parse(
     Without ``local`` they are for other machines: the files that they name may be missing here.
     """
     words = with_recipe(sys.argv[1:] if words is None else words)
-    refuse_gone(words, GONE)
+    reject_removed(words, REMOVED)
     args = parser.parse_args(words)
     models.resolve(args, parser.get_default("data"), local)
     optim.resolve(args)
@@ -320,29 +332,33 @@ def parse(
         wanted = "give DATA, or draw one: python scripts/prepare_data.py sample data/sample"
         if os.path.isdir(args.resume or ""):
             wanted = f"--resume took {args.resume} for its file; write --resume auto {args.resume}"
-        raise UserError(f"data folder {args.data} is missing: {wanted}", alike=True)
+        raise UserError(f"data folder {args.data} is missing: {wanted}", on_every_rank=True)
     _resolve_preprocessing(args)
     args.epoch_sizes = addons.epoch_sizes(args)
     if local and args.find_batch and not torch.cuda.is_available():
-        raise UserError("--find-batch measures the memory of GPUs, and there is none", alike=True)
+        raise UserError(
+            "--find-batch measures the memory of GPUs, and there is none", on_every_rank=True
+        )
     if args.warmup_epochs and args.warmup_epochs > args.epochs:
         raise UserError(
             f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",
-            alike=True,
+            on_every_rank=True,
         )
     addons.check_store(args)
     if args.evaluate and not (args.resume or args.pretrained):
         raise UserError(
             "--evaluate needs a trained model: add --resume runs/NAME/best.pt, or --name NAME "
             "--resume auto, or --pretrained",
-            alike=True,
+            on_every_rank=True,
         )
     if args.part != "val" and not args.evaluate:
-        raise UserError(f"--part {args.part} is for --evaluate: add -e", alike=True)
+        raise UserError(f"--part {args.part} is for --evaluate: add -e", on_every_rank=True)
     if args.resume == "auto" and not args.name:
-        raise UserError("--resume auto needs --name, the run to continue", alike=True)
+        raise UserError("--resume auto needs --name, the run to continue", on_every_rank=True)
     if args.profile and (args.dummy or args.evaluate):
-        raise UserError("--profile traces training: leave out --dummy and --evaluate", alike=True)
+        raise UserError(
+            "--profile traces training: leave out --dummy and --evaluate", on_every_rank=True
+        )
     args.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     return Options(**vars(args))
 
@@ -350,11 +366,11 @@ def parse(
 def _resolve_preprocessing(args: argparse.Namespace) -> None:
     """Set the sizes in ``args.preprocessing``, and the image size. Raises: `UserError`.
 
-    ``args.untyped`` names the sizes that a checkpoint may still change.
+    ``args.defaulted_sizes`` names the sizes that a checkpoint may still change.
     """
     names = ("image_size", "val_resize_size", "val_image_size")
     sizes = {name: getattr(args, name) for name in names}
-    args.untyped = tuple(name for name, size in sizes.items() if size is None)
+    args.defaulted_sizes = tuple(name for name, size in sizes.items() if size is None)
     args.preprocessing = args.preprocessing.resized(**sizes)
     args.typed_preprocessing = args.preprocessing
     args.image_size = args.preprocessing.image_size

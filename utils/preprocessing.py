@@ -55,7 +55,8 @@ class Preprocessing:
         if short < crop:
             name = "--val-image-size" if own else "--image-size"
             raise UserError(
-                f"--val-resize-size {short} is smaller than the crop, {name} {crop}", alike=True
+                f"--val-resize-size {short} is smaller than the crop, {name} {crop}",
+                on_every_rank=True,
             )
         return replace(self, image_size=size, val_resize_size=short, val_image_size=own)
 
@@ -70,7 +71,7 @@ class Preprocessing:
             return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
         except (AttributeError, TypeError) as fault:
             text = f"{file} has unknown preprocessing: {saved!r:.200} ({fault})"
-            raise UserError(text, alike=True) from None
+            raise UserError(text, on_every_rank=True) from None
 
     def __str__(self) -> str:
         own = f"{self.val_image_size} from " if self.val_image_size else ""

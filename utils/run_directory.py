@@ -23,7 +23,7 @@ from utils.errors import UserError, printable
 from utils.option_types import is_url
 from utils.provenance import is_cpu_chosen
 from utils.snapshots import BEST, SNAPSHOT, find_whole, finish_write, latest
-from utils.world import World, ask_driver, from_main, gather, is_elastic, node_name
+from utils.world import World, ask_driver, broadcast_from_rank0, gather, is_elastic, node_name
 
 # ---- one training at a time
 
@@ -113,7 +113,7 @@ class Lock:
                 f"{self.path.parent} is in use by a run that is still active ({owner}): wait for "
                 "its end, stop it, or choose another --name; if its machine is gone, remove "
                 f"{self.path}",
-                alike=True,
+                on_every_rank=True,
             )
 
 
@@ -255,20 +255,20 @@ class Run:
             raise UserError(
                 "restarts (torchrun --max-restarts, --elastic) continue one run: add --name X "
                 "--resume auto, without --start-epoch",
-                alike=True,
+                on_every_rank=True,
             )
         # An evaluation of the run --name leaves the files of that run alone.
         has_own = args.name and not args.find_batch and not (args.evaluate and continues)
         if self.is_writing or has_own:
-            self.folder = from_main(lambda: _directory(args, world, mode), world)
+            self.folder = broadcast_from_rank0(lambda: _directory(args, world, mode), world)
             if self.is_writing:
                 self.lock = Lock(self.folder, patient=is_elastic())  # rank 0 acquires it
                 errors.how_to_continue = self._how_to_continue()
             # In short rounds, as the other ranks wait no longer than --dist-timeout for one.
-            while not from_main(self._make, world):
+            while not broadcast_from_rank0(self._make, world):
                 time.sleep(0.5)
             if self.is_writing and is_elastic():
-                self._check_shared(from_main(lambda: self.lock.text, world))
+                self._check_shared(broadcast_from_rank0(lambda: self.lock.text, world))
         self.console = Console(self.folder, world)
         if world.is_main and is_cpu_chosen() and (unused := ask_driver("gpus")):
             log.info(f"note: CUDA_VISIBLE_DEVICES asks for the CPU; {unused} not used")
@@ -276,7 +276,7 @@ class Run:
             log.info(self.lock.note)
         if self.lock and self.lock.warning:
             log.warning(self.lock.warning)
-        self.snapshot = from_main(self._find_snapshot, world)  # the file to resume from
+        self.snapshot = broadcast_from_rank0(self._find_snapshot, world)  # the file to resume from
         # The same as it is called in messages: what a URL names is a temporary file here.
         self.source = args.resume if is_url(args.resume) else self.snapshot
 
@@ -319,7 +319,7 @@ class Run:
                 raise UserError(
                     f"{name} does not see what {found[0][0]} writes into {self.folder}: a job that "
                     "continues when nodes fail needs an --output-dir that they share",
-                    alike=True,
+                    on_every_rank=True,
                 )
 
     def _find_snapshot(self) -> Path | None:
@@ -364,7 +364,7 @@ class Run:
             for end in self.at_end:
                 end()
 
-        from_main(end_all, self.world)
+        broadcast_from_rank0(end_all, self.world)
 
     def begin(self, epoch: int, position: float, facts: dict[str, Any] | None = None) -> None:
         """Open the files. Points past ``epoch`` (finished) and ``position`` (epochs, fractional)
@@ -373,7 +373,9 @@ class Run:
         """
         if self.folder is None:
             return
-        from_main(lambda: self._open_files(epoch, round(1000 * position), facts), self.world)
+        broadcast_from_rank0(
+            lambda: self._open_files(epoch, round(1000 * position), facts), self.world
+        )
 
     def _open_files(self, epoch: int, step_x: int, facts: dict[str, Any] | None) -> None:
         with self._writing():

@@ -23,7 +23,7 @@ from utils.atomic import link_atomically, read_checkpoint, save_atomically, unna
 from utils.errors import UserError
 from utils.models import scale_input_as
 from utils.optim import TO_THE_END
-from utils.world import World, from_main, is_elastic, is_sharded, shard_like, whole
+from utils.world import World, broadcast_from_rank0, is_elastic, is_sharded, shard_like, whole
 
 log = logging.getLogger(__name__)
 
@@ -313,7 +313,7 @@ class TrainState:
                 f"the snapshot was taken in the middle of an epoch, after {images} images, which "
                 f"is no whole number of global batches of {global_batch}: resume with the global "
                 f"batch {self.global_batch} that it was made with",
-                alike=True,
+                on_every_rank=True,
             )
         if repeated and self.sums:  # the means stay what they are, and each image counts once
             part = (images - repeated) / images
@@ -332,7 +332,7 @@ class TrainState:
             raise UserError(
                 f"the snapshot does not fit this model, another arch or number of classes? "
                 f"({' '.join(str(fault).split())[:250]}){hint}",
-                alike=True,
+                on_every_rank=True,
             ) from None
 
 
@@ -413,7 +413,7 @@ def resume(
     a full snapshot of ours. ``add_parts()`` is called between the weights and the other parts: some
     begin with the weights. Raises: `UserError`.
     """
-    content = from_main(lambda: read_checkpoint(path) if path else None, world)
+    content = broadcast_from_rank0(lambda: read_checkpoint(path) if path else None, world)
     if content is None:
         add_parts()
         return False
@@ -441,7 +441,9 @@ def resume(
         _load_parts(state, args, content, path)
     # Its checksums were right, so it was written like that: by another program.
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as fault:
-        raise UserError(f"{path} does not fit this program ({fault!r:.200})", alike=True) from fault
+        raise UserError(
+            f"{path} does not fit this program ({fault!r:.200})", on_every_rank=True
+        ) from fault
     for note in _changes(state, args, content):
         tell(note)
     if not world.is_main:
@@ -456,12 +458,12 @@ def _check(
     is_snapshot, theirs = "progress" in content, content.get("classes")
     saved = content["options"] if is_snapshot else content.get("options", content)
     if (arch := content.get("arch", saved.get("arch", args.arch))) != args.arch:
-        raise UserError(f"{path} is a {arch}: use -a {arch} to load it", alike=True)
+        raise UserError(f"{path} is a {arch}: use -a {arch} to load it", on_every_rank=True)
     if classes and theirs and list(theirs) != classes:
         raise UserError(
             f"{path} has other classes than the data ({len(theirs)}: {theirs[0]}, ...): choose the "
             "same with DATA and --classes",
-            alike=True,
+            on_every_rank=True,
         )
     if not is_snapshot or args.evaluate or args.start_epoch is not None:
         return
@@ -474,14 +476,14 @@ def _check(
         raise UserError(
             f"{path} was made with {' '.join(_typed(key, saved) for key in fixed)}: use these "
             "options, or begin a new schedule from its weights with --start-epoch 0",
-            alike=True,
+            on_every_rank=True,
         )
 
 
 def changed_options(saved: dict[str, Any], args: Any) -> list[str]:
     """Names of the options that differ now, without places and what the snapshot decides."""
     now = vars(args)
-    free = (*_PLACES, *getattr(args, "untyped", ()))
+    free = (*_PLACES, *getattr(args, "defaulted_sizes", ()))
     return [key for key in saved if key in now and key not in free and saved[key] != now[key]]
 
 
@@ -505,7 +507,7 @@ def _load_parts(state: TrainState, args: Any, content: dict[str, Any], path: Pat
                 f"the {name} state in {path} does not fit this run ({fault}): is it of another "
                 "model, --optimizer, --wd-norm or --freeze? To start from its weights alone: "
                 f"--pretrained {path}",
-                alike=True,
+                on_every_rank=True,
             ) from fault
 
 

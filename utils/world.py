@@ -96,10 +96,10 @@ def process_group(args: Any) -> Iterator[World]:
         }
         found = gather((me, facts, {"--name": args.name}), world)
         peers = [peer for peer, *_ in found]
-        if fault := network.unlike([(peer.node, facts) for peer, facts, _ in found]):
-            raise UserError(fault, alike=True)
+        if fault := network.describe_mismatch([(peer.node, facts) for peer, facts, _ in found]):
+            raise UserError(fault, on_every_rank=True)
         if world.is_main and (
-            note := network.unlike([(peer.node, name) for peer, _, name in found])
+            note := network.describe_mismatch([(peer.node, name) for peer, _, name in found])
         ):
             print(f"note: {note}; rank 0's is used", flush=True)
         yield world
@@ -133,7 +133,7 @@ def _join(args: Any) -> World:
     else:
         if args.sync_bn:
             text = "--sync-bn needs GPUs: torch has no SyncBatchNorm for the CPU"
-            raise UserError(text, alike=True)
+            raise UserError(text, on_every_rank=True)
         if "OMP_NUM_THREADS" not in os.environ:  # by default each process would use all cores
             torch.set_num_threads(max(1, launch.usable_cores() // local_size))
         # Not an error: the documented multi-GPU command lines, which name nccl, can then be tried
@@ -190,7 +190,7 @@ def check_gpus() -> None:
     else:
         usable = provenance.is_cpu_chosen()
     if not usable and (why := ask_driver("explain")):
-        raise UserError(why, alike=True)
+        raise UserError(why, on_every_rank=True)
 
 
 def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
@@ -234,7 +234,7 @@ def is_elastic() -> bool:
     )  # set by the elastic launchers of scripts/
 
 
-def from_main(compute: Callable[[], Any], world: World) -> Any:
+def broadcast_from_rank0(compute: Callable[[], Any], world: World) -> Any:
     """Compute something in rank 0 alone and give its (picklable) result to every process.
 
     A `UserError` raised in rank 0 is raised in every process, so that all exit together.
@@ -249,7 +249,7 @@ def from_main(compute: Callable[[], Any], world: World) -> Any:
             box[1] = str(error)
     dist.broadcast_object_list(box, src=0, group=world.control)
     if box[1] is not None:
-        raise UserError(box[1], alike=True)
+        raise UserError(box[1], on_every_rank=True)
     return box[0]
 
 
@@ -273,11 +273,13 @@ def first_on_node(compute: Callable[[], Any], world: World) -> Any:
         except UserError as fault:
             error = str(fault)
     if errors := [text for text in gather(error, world) if text]:
-        raise UserError(errors[0], alike=True)
+        raise UserError(errors[0], on_every_rank=True)
     return result if world.local_rank == 0 else compute()
 
 
-def check_alike(what: str, value: Any, world: World, parts: Callable[[], dict[str, str]]) -> None:
+def check_same_on_every_rank(
+    what: str, value: Any, world: World, parts: Callable[[], dict[str, str]]
+) -> None:
     """Raise `UserError`, naming the nodes, unless ``value`` is the same in every process.
 
     ``parts()``, called only when it is not, lets the message name the first part that differs.
@@ -288,8 +290,8 @@ def check_alike(what: str, value: Any, world: World, parts: Callable[[], dict[st
         from utils import network
 
         first = network.first_difference(gather((me, parts()), world))
-        fault = network.unlike(found)
-        raise UserError(f"{fault} ({first})" if first else str(fault), alike=True)
+        fault = network.describe_mismatch(found)
+        raise UserError(f"{fault} ({first})" if first else str(fault), on_every_rank=True)
 
 
 def node_name(world: World) -> str:
@@ -298,7 +300,7 @@ def node_name(world: World) -> str:
 
 
 @torch.no_grad()
-def copy_from_main(model: nn.Module, world: World, parameters: bool = True) -> None:
+def copy_from_rank0(model: nn.Module, world: World, parameters: bool = True) -> None:
     """Give every process rank 0's buffers and, by default, parameters."""
     if world.size > 1:
         tensors = list(model.buffers()) + (list(model.parameters()) if parameters else [])

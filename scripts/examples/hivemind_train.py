@@ -42,7 +42,7 @@ from utils import amp, epoch, loop, models, optim, options
 from utils.errors import UserError
 from utils.loaders import Batches, build_loaders
 from utils.metrics import Sums, to_metrics
-from utils.option_types import amount, positive
+from utils.option_types import non_negative, positive
 from utils.run_directory import Run
 from utils.session import Session
 from utils.snapshots import TrainState
@@ -86,7 +86,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--listen", default="/ip4/0.0.0.0/tcp/0", metavar="ADDRESS", help=text)
     add("--target-batch", type=positive, metavar="N", help="images per step of all; default: -b")
     text = "to find each other before a step: 1 to 5 on one network, else 10 to 15"
-    add("--matchmaking", type=amount, default=10.0, metavar="SECONDS", help=text)
+    add("--matchmaking", type=non_negative, default=10.0, metavar="SECONDS", help=text)
 
 
 def train(args: Namespace, world: World) -> int:
@@ -166,7 +166,7 @@ def train(args: Namespace, world: World) -> int:
         log.info("the first peer of this swarm; with --peers it would join one")
     batches, own = endless(loaders.train), 0
     try:
-        while loop.goes_on(training):
+        while loop.has_next_epoch(training):
             began, sums, first = time.monotonic(), Sums(device), swarm.local_epoch
             training.watch.start_epoch()
             model.train()

@@ -165,7 +165,7 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def main() -> int:
-    hosts.go_on_without_reader()
+    hosts.tolerate_broken_pipe()
     options, command = parse(sys.argv[1:])
     if ray is None:
         raise UserError(f"Ray is not installed for {sys.executable}: pip install ray")
@@ -195,4 +195,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.end_with(main)
+    errors.exit_with(main)

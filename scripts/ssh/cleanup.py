@@ -141,7 +141,7 @@ def clean(grace, dry_run, run):
 def main():
     import hosts  # only here, as this file is sent to nodes without it
 
-    hosts.go_on_without_reader()
+    hosts.tolerate_broken_pipe()
     parser = hosts.make_parser("cleanup.sh", HELP)
     add = parser.add_argument
     add("--name", metavar="RUN", help="end only this run (started with --name RUN)")
@@ -180,4 +180,4 @@ if __name__ == "__main__":
         sys.exit(clean(**ARGUMENTS))
     import hosts
 
-    hosts.end_with(main)
+    hosts.exit_with(main)

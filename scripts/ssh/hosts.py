@@ -24,9 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # what is imported from there needs nothing but Python
 
-from utils.errors import UserError, end_with, go_on_without_reader  # noqa: F401
+from utils.errors import UserError, exit_with, tolerate_broken_pipe  # noqa: F401
 from utils.launch import MARKER
-from utils.option_types import Formatter, amount
+from utils.option_types import Formatter, non_negative
 
 # Reads the program; what follows on the same standard input is the program's own.
 BOOTSTRAP = (
@@ -167,7 +167,7 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     text = "a variable for the environment on the nodes; NAME alone: with its value here"
     add("--env", type=_variable, action="append", metavar="NAME[=VALUE]", help=text)
     text = "time for a snapshot before a script that was asked to stop is killed"
-    add("--grace", type=amount, default=20.0, metavar="SECONDS", help=text)
+    add("--grace", type=non_negative, default=20.0, metavar="SECONDS", help=text)
 
 
 def _variable(text: str) -> tuple[str, str]:
@@ -195,4 +195,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    exit_with(main)

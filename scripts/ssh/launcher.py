@@ -16,7 +16,7 @@ from job import Job
 
 from utils import errors
 from utils.errors import UserError
-from utils.option_types import amount, port, positive, run_name
+from utils.option_types import non_negative, port, positive, run_name
 
 HELP = """Train on several nodes from one machine, over ssh.
 
@@ -102,7 +102,7 @@ def check(command: list[str], several: bool, again: bool) -> argparse.Namespace:
     parser.add_argument("--name", type=run_name)
     parser.add_argument("--resume")
     parser.add_argument("--output-dir", default="runs")
-    parser.add_argument("--dist-timeout", type=amount)
+    parser.add_argument("--dist-timeout", type=non_negative)
     found = parser.parse_known_args(command[1:])[0]
     if again and not found.name:
         raise UserError("--name, the run to continue when a node fails, is missing after --")
@@ -141,7 +141,7 @@ def fetch(options: argparse.Namespace, host: Host, script: argparse.Namespace) -
 
 
 def main() -> int:
-    hosts.go_on_without_reader()
+    hosts.tolerate_broken_pipe()
     options, command = parse(sys.argv[1:])
     machines = machines_of(options)
     script = check(command, len(machines) > 1 or bool(machines[0].slots), bool(options.elastic))
@@ -165,4 +165,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.end_with(main)
+    errors.exit_with(main)

@@ -133,7 +133,7 @@ def row(rank):
 def main():
     import hosts  # only here, as this file is sent to nodes without it
 
-    hosts.go_on_without_reader()
+    hosts.tolerate_broken_pipe()
     options = hosts.make_parser("status.sh", HELP).parse_args()
     found, code = [], 0
     if options.hosts:
@@ -157,4 +157,4 @@ if __name__ == "__main__":
     else:
         import hosts
 
-        hosts.end_with(main)
+        hosts.exit_with(main)

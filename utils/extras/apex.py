@@ -95,7 +95,7 @@ def _why_not(args: argparse.Namespace) -> str | None:
         reason = f"Apex cannot be imported ({fault!r:.200})"
     if reason and args.amp_impl == "apex":
         remedy = HOW_TO_GET_APEX if _has_gpu() else USE_TORCH
-        raise UserError(f"--amp-impl apex: {reason}: {remedy}", alike=True)
+        raise UserError(f"--amp-impl apex: {reason}: {remedy}", on_every_rank=True)
     return reason
 
 

@@ -66,7 +66,7 @@ def zero_init_gamma(model: nn.Module) -> None:
     for block in own:
         (block.bn3 if isinstance(block, resnet.Bottleneck) else block.bn2).weight.zero_()
     if not found + own:
-        raise UserError("--zero-init-gamma is for ResNets: leave it out", alike=True)
+        raise UserError("--zero-init-gamma is for ResNets: leave it out", on_every_rank=True)
 
 
 def drop_path(model: nn.Module, share: float) -> None:
@@ -78,7 +78,9 @@ def drop_path(model: nn.Module, share: float) -> None:
     drops = [module for module in model.modules() if isinstance(module, StochasticDepth)]
     most = max((drop.p for drop in drops), default=0.0)
     if not most:
-        raise UserError("--drop-path: this model has no stochastic depth: leave it out", alike=True)
+        raise UserError(
+            "--drop-path: this model has no stochastic depth: leave it out", on_every_rank=True
+        )
     for drop in drops:
         drop.p = drop.p / most * share
 
@@ -124,7 +126,7 @@ def checkpoint_blocks(model: nn.Module) -> str:
     found = repeated(model)
     if not found:
         text = "--activation-checkpointing: this model has no repeated blocks: leave it out"
-        raise UserError(text, alike=True)
+        raise UserError(text, on_every_rank=True)
     kinds = Counter(type(block) for block in found)
     made = {kind: type(kind.__name__, (Checkpointed, kind), {}) for kind in kinds}
     for block in found:

@@ -22,7 +22,9 @@ def compiled(module: nn.Module, args: Any) -> nn.Module:
     """
     if isinstance(module, nn.DataParallel) or is_sharded(module):
         what = "sharded models" if is_sharded(module) else "DataParallel"
-        raise UserError(f"--compile does not support {what}: use imagenet_ddp.py", alike=True)
+        raise UserError(
+            f"--compile does not support {what}: use imagenet_ddp.py", on_every_rank=True
+        )
     # Beyond this limit, steps would no longer be compiled.
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, len(set(args.epoch_sizes)))
@@ -51,7 +53,7 @@ def first_step_timed(train_step: Any, args: Any, device: torch.device) -> Any:
             raise UserError(
                 f"--compile {args.compile} does not work here ({text[0] if text else fault!r}): "
                 "install what is missing, or leave it out",
-                alike=True,
+                on_every_rank=True,
             ) from fault
         if device.type == "cuda":
             torch.cuda.synchronize(device)

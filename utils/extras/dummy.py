@@ -33,7 +33,7 @@ def classes(choice: str | None) -> list[str]:
     """Names of as many classes as ``--classes`` says. Raises: `UserError`."""
     if choice and not (choice.isdecimal() and 0 < int(choice) <= MOST_CLASSES):
         text = f"--dummy has no folders: give --classes a number, 1 to {MOST_CLASSES}"
-        raise UserError(text, alike=True)
+        raise UserError(text, on_every_rank=True)
     return [str(number) for number in range(int(choice or 1000))]
 
 

@@ -78,7 +78,7 @@ def search(session: Session, train_step: TrainStep, side: int) -> tuple[int, int
         raise UserError(
             f"not even {step} images fit into {(limit + later) / GIB:.3g} GiB on {node}: use a "
             "smaller model or --image-size",
-            alike=True,
+            on_every_rank=True,
         )
     taken, room = (seen[low] + later) / GIB, (limit + later) / (1 - MARGIN) / GIB
     how = f"takes about {taken:.3g} of {room:.3g} GiB on {node}, which has the least"

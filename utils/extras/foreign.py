@@ -95,7 +95,9 @@ def read_weights(file: str) -> dict[str, Any]:
 
         return load_file(path)
     except ImportError:
-        raise UserError(f"{path} needs a package: pip install safetensors", alike=True) from None
+        raise UserError(
+            f"{path} needs a package: pip install safetensors", on_every_rank=True
+        ) from None
     except Exception as fault:  # the package's own kind, among others
         raise UserError(f"{path} cannot be read as weights ({str(fault)[:200]})") from fault
 
@@ -116,7 +118,7 @@ def plain_weights(
     if found is None:
         found = content.get(ema, content)
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise UserError(f"{path} holds no model weights", alike=True)
+        raise UserError(f"{path} holds no model weights", on_every_rank=True)
     # Without the prefixes of DistributedDataParallel and torch.compile.
     named = {n.replace("_orig_mod.", "").removeprefix("module."): x for n, x in found.items()}
     if ema is not None:
@@ -142,7 +144,7 @@ def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[s
     """
     path, content, head = Path(file), read_weights(file), head_of(model, classes)
     if isinstance(saved := content.get("arch"), str) and saved != arch:
-        raise UserError(f"{path} is a {saved}: use -a {saved} to load it", alike=True)
+        raise UserError(f"{path} is a {saved}: use -a {saved} to load it", on_every_rank=True)
     found, note = plain_weights(content, path)
     own, fitted, notes = model.state_dict(), {}, []
     for name, wanted in own.items():
@@ -156,14 +158,14 @@ def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[s
             fitted[name] = value
         elif not name.startswith(f"{head}."):
             why = f"{name} is {_size(value)}, not {_size(wanted)}"
-            raise UserError(f"{path} does not fit {arch}: {why}", alike=True)
+            raise UserError(f"{path} does not fit {arch}: {why}", on_every_rank=True)
     # Old files lack the counters of batch norm.
     lacking = [n for n in own if n not in fitted and not n.endswith("num_batches_tracked")]
     new_head = [name for name in lacking if name.startswith(f"{head}.")]
     missing = [name for name in lacking if name not in new_head]
     if len(missing) > MOST_MISSING * len(own):
         why = f"{len(missing)} of {len(own)} weights are not in it: {_list(missing)}"
-        raise UserError(f"{path} does not fit {arch}: {why}", alike=True)
+        raise UserError(f"{path} does not fit {arch}: {why}", on_every_rank=True)
     model.load_state_dict(own | fitted)
     scale_input_as(content, model)
     notes = [f"weights from {path}: {len(fitted)} of {len(own)} tensors", *notes]

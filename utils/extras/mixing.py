@@ -43,7 +43,7 @@ def build(alphas: tuple[float, float], sampler: TrainSampler, classes: int) -> M
         raise UserError(
             f"--mixup and --cutmix blend pairs of images, and a global batch of "
             f"{sampler.global_batch} in {parts} parts separates some pairs: choose an even -b",
-            alike=True,
+            on_every_rank=True,
         )
 
     def mixed(

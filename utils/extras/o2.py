@@ -153,7 +153,7 @@ def choose(
     level = LEVELS[opt_level]
     if keep_batchnorm_fp32 is not None:
         if opt_level == "O1":
-            raise UserError("--keep-batchnorm-fp32 has no meaning with O1", alike=True)
+            raise UserError("--keep-batchnorm-fp32 has no meaning with O1", on_every_rank=True)
         level = replace(level, keep_batchnorm_fp32=str(keep_batchnorm_fp32) == "True")
     return level if loss_scale is None else replace(level, loss_scale=loss_scale)
 

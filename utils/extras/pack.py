@@ -58,7 +58,7 @@ class Pack(Source):
         index = _read_index(root)
         self.size = index.size
         if unknown := [name for name in classes if name not in index.classes]:
-            raise UserError(f"the pack has no class {unknown[0]}", alike=True)
+            raise UserError(f"the pack has no class {unknown[0]}", on_every_rank=True)
         numbers = [index.classes.index(name) for name in classes]
         ends, counts = np.cumsum(index.counts), index.counts[numbers]
         rows = [np.arange(ends[n] - index.counts[n], ends[n]) for n in numbers]
@@ -159,4 +159,6 @@ def _read_index(root: Path) -> _Index:
 
 
 def _broken(what: str) -> UserError:
-    return UserError(f"{what}; copy the pack again, or run prepare_data.py pack again", alike=True)
+    return UserError(
+        f"{what}; copy the pack again, or run prepare_data.py pack again", on_every_rank=True
+    )

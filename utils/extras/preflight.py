@@ -34,7 +34,7 @@ TRIES, TRY_SECONDS = 32, 2.0  # connections that a node tries at once, and for h
 LONGEST = 2**20  # bytes of a message
 GREETING = "imagenet preflight check"
 PROCESSES = "number of processes per node"
-ALIKE = (PROCESSES, "this code", "torch")  # facts that must be the same on all nodes
+MUST_AGREE = (PROCESSES, "this code", "torch")  # facts that must be the same on all nodes
 KINDS = {"rank": int, "nodes": int, "host": str, "ports": list}  # of the facts that a node sends
 KINDS |= {PROCESSES: int, "this code": dict, "torch": str}
 SAME_PORT = "port (--dist-url or MASTER_PORT)"
@@ -229,8 +229,8 @@ class Leader:
         """Raises: `UserError` with what keeps the nodes from training together."""
         everyone = [self.facts[rank] for rank in range(self.nodes)]
         names = [f"{facts['host']} (node {rank})" for rank, facts in enumerate(everyone)]
-        alike = [{key: facts[key] for key in ALIKE} for facts in everyone]
-        if different := network.unlike(list(zip(names, alike, strict=True))):
+        alike = [{key: facts[key] for key in MUST_AGREE} for facts in everyone]
+        if different := network.describe_mismatch(list(zip(names, alike, strict=True))):
             raise UserError(different)
         targets = [
             (name, facts["address"], facts["ports"][:PORTS])

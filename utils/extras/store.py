@@ -43,7 +43,7 @@ def check_options(store: str | None, resume: str | None) -> None:
             raise UserError(
                 f"{url} cannot be used ({fault}): a store is a folder, s3://BUCKET/PREFIX, "
                 "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, with the package for it",
-                alike=True,
+                on_every_rank=True,
             ) from None
 
 

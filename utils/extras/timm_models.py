@@ -41,7 +41,7 @@ def create(
     except TypeError as fault:
         if drop_path is None:
             raise
-        raise UserError(f"--drop-path: {arch} takes none ({fault})", alike=True) from fault
+        raise UserError(f"--drop-path: {arch} takes none ({fault})", on_every_rank=True) from fault
     positions = getattr(model, "pos_embed", None)
     own_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if isinstance(positions, nn.Parameter) and own_size not in (None, (image_size, image_size)):
