@@ -32,7 +32,7 @@ from forecast.model import Cluster, Forecast, Workload
 
 from utils.errors import UserError, report, tolerate_broken_pipe
 from utils.extras import compress as comm_methods
-from utils.option_types import list_of, number, positive
+from utils.option_types import list_of, non_negative, number, positive
 
 MOST_COLUMNS = 12
 
@@ -94,7 +94,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name, kind, value, text in (
         ("network-gbit", above_0, Cluster.network_gbit, "a node's link, Gbit/s"),
         ("local-gbit", above_0, Cluster.local_gbit, "between GPUs of a node; NVLink: 400 or more"),
-        ("latency-us", non_negative, Cluster.latency_s * 1e6, "of a hop between nodes; InfiniBand: 5"),
+        ("latency-us", non_negative, Cluster.latency_s * 1e6,
+         "of a hop between nodes; InfiniBand: 5"),
         ("protocol", above_0, Cluster.protocol,
          "share of the link that all-reduce gets; 1 for a measured bandwidth"),
         ("jitter", non_negative, Cluster.jitter, "how much the slowest lags; quiet clusters: 0.01"),

@@ -134,9 +134,11 @@ REMEDY = {
 
 # Options that may differ between nodes: paths, output, what one process alone decides, what each
 # node has of its own. All others must be the same on every node.
-MAY_DIFFER = frozenset(
-    ["data", "classes", "name", "output_dir", "store", "recipe", "command", "mode", "wanted", "workers", "print_freq", "profile", "spot_notice", "memory_format", "model_notes", "snapshot_minutes", "train_time", "dist_url", "dist_timeout", "dist_backend", "gpus", "world_size", "rank", "local_rank", "preprocessing", "defaulted_sizes", "epoch_sizes"]
-)
+_MAY_DIFFER = """data classes name output_dir store recipe command mode wanted
+    workers print_freq profile spot_notice memory_format model_notes
+    snapshot_minutes train_time dist_url dist_timeout dist_backend gpus
+    world_size rank local_rank preprocessing defaulted_sizes epoch_sizes"""
+MAY_DIFFER = frozenset(_MAY_DIFFER.split())
 PATHS = {"resume", "pretrained"}  # each node may have its own, but all or none
 
 

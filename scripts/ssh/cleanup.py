@@ -148,7 +148,7 @@ def main():
     add("--dry-run", action="store_true", help="only list what would be ended")
     add("--yes", action="store_true", help="do not ask, on a terminal")
     text = "between SIGTERM and SIGKILL"
-    add("--grace", type=hosts.amount, default=30.0, metavar="SECONDS", help=text)
+    add("--grace", type=hosts.non_negative, default=30.0, metavar="SECONDS", help=text)
     options = parser.parse_args()
 
     def act(dry_run):
