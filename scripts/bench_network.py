@@ -14,10 +14,18 @@ medians. MB is what a node sends per step, counted by its interfaces, headers in
 is the time of a step of one node alone, divided by that of this step. The recommended method is the
 most exact one whose step takes at most 5 % longer than the shortest. Simulated nodes share the
 cores of one machine: compare methods there, and measure efficiency on real nodes.
+
+    sudo .venv/bin/python scripts/bench_network.py --sleep vgg19 --nodes 2,4,8 --gbit 7.5,25
+
+With --sleep the simulated nodes do not compute. They sleep as long as a GPU (a T4 with AMP) takes
+for each layer of the model, and exchange gradients of its shapes as they become ready. Sleeps take
+--slow-down times as long, tensors are --shrink times smaller, and links are slower by both factors.
+All figures are in the units of the real nodes. Smaller tensors make PowerSGD send relatively more.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -25,6 +33,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -43,19 +52,34 @@ METHODS = "fp32,fp16,int8,int4,powersgd:4"
 PORT = 29555
 
 
+class Model(NamedTuple):
+    """What one T4 computes per step with AMP, seconds; an estimate by published images/s."""
+
+    classes: int
+    batch: int
+    compute_s: float
+
+
+# VGG-19: 160 images/s; ResNet-50: 400.
+MODELS = {"vgg19": Model(20, 32, 0.200), "resnet50": Model(1000, 64, 0.160)}
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
-        measured = {count: measure(count, args) for count in args.nodes}
+        places = list(itertools.product(args.gbit, args.nodes))
+        measured = {place: measure(*place, args) for place in places}
     except UserError as error:
         return report(error)
     if args.rank:
         return 0
-    head = ["nodes", "method", "MB sent", "step, ms", "images/s", "efficiency"]
-    rows = [row for count, found in measured.items() for row in rows_of(count, found)]
-    print(markdown_table([*head, f"to {args.methods[0]}"], rows))
-    for count, times in measured.items():
-        print(recommendation(count, times))
+    head = ["Gbit/s", "nodes", "method", "MB sent", "step, ms", "images/s", "efficiency"]
+    rows = [row for place, found in measured.items() for row in rows_of(place, found)]
+    first = 1 if args.master else 0  # real links are not limited: their rate is unknown
+    print(markdown_table([*head[first:], f"to {args.methods[0]}"], [row[first:] for row in rows]))
+    for (gbit, count), found in measured.items():
+        link = "" if args.master else f" with {gbit:g} Gbit/s"
+        print(f"{count} nodes{link}: {recommendation(found)}")
     return 0
 
 
@@ -72,7 +96,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--rounds", type=positive, default=3, metavar="N", help="(%(default)s)")
     text = "of one run; one that takes longer ends the bench (%(default)s)"
     add("--limit", type=positive, default=600, metavar="SECONDS", help=text)
-    add("--gbit", type=above_0, default=10.0, metavar="X", help="of each simulated link, Gbit/s")
+    text = "rates of the simulated links, Gbit/s, such as 7.5,25 (10)"
+    add("--gbit", type=list_of(above_0), default=[10.0], metavar="LIST", help=text)
+    text = f"sleep in place of computing; one of {', '.join(MODELS)}"
+    add("--sleep", choices=MODELS, metavar="MODEL", help=text)
+    add("--slow-down", type=positive, default=16, metavar="N", help="with --sleep (%(default)s)")
+    add("--shrink", type=positive, default=16, metavar="N", help="with --sleep (%(default)s)")
     group = parser.add_argument_group("between real machines")
     group.add_argument("--master", metavar="IP", help="of rank 0; the links are not limited then")
     group.add_argument("--rank", type=number(int, 0), default=0, metavar="R", help="of this node")
@@ -81,6 +110,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.options = argv[end + 1 :]
     if args.master and len(args.nodes) > 1:
         parser.error("--nodes takes one number with --master")
+    if args.sleep and (args.master or args.options):
+        parser.error(
+            "--sleep is for simulated nodes: without --master and without options after --"
+        )
     return args
 
 
@@ -93,31 +126,37 @@ def _methods(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(str(fault)) from None
 
 
-def measure(count: int, args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
-    """The summaries of each round on ``count`` nodes, by method, after "alone", one node's.
+def measure(gbit: float, count: int, args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
+    """The figures of each round on ``count`` nodes, by method, after "alone", one node's.
 
     They are empty on machines other than rank 0's.
     """
-    with places(count, args) as (nodes, master):
+    place = f"{count} nodes" if args.master else f"{count} nodes, {gbit:g} Gbit/s"
+    print(f"... {place}", file=sys.stderr, flush=True)
+    scale = args.slow_down * args.shrink if args.sleep else 1
+    with places(gbit / scale, count, args) as (nodes, master):
+        if args.sleep:
+            return run_sleeping(nodes, count, master, args)
 
         def figures_of(method: str) -> rounds.Figures:
             if method != "alone":
                 return run(nodes, count, method, master, args)
             return {} if args.rank else run(nodes[:1], 1, "fp32", master, args)
 
-        print(f"... {count} nodes", file=sys.stderr, flush=True)
         return rounds.measure(["alone", *args.methods], args.rounds, figures_of, strict=True)
 
 
 @contextlib.contextmanager
-def places(count: int, args: argparse.Namespace) -> Iterator[tuple[list[list[str]], str]]:
+def places(
+    gbit: float, count: int, args: argparse.Namespace
+) -> Iterator[tuple[list[list[str]], str]]:
     """The command prefix of each local node, and the address of rank 0."""
     if args.master:
         yield [[]], args.master
         return
     with namespaces.network(count) as nodes:
         for node in nodes:
-            namespaces.limit(node, f"{int(args.gbit * 1e9)}bit", "200ms")
+            namespaces.limit(node, f"{int(gbit * 1e9)}bit", "200ms")
         yield [list(node.enter) for node in nodes], namespaces.address(0)
 
 
@@ -125,7 +164,6 @@ def run(
     nodes: list[list[str]], count: int, method: str, master: str, args: argparse.Namespace
 ) -> rounds.Figures:
     """The summary of the run; empty on ranks other than 0. Raises: `UserError`."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     with tempfile.TemporaryDirectory() as out:
         each = []
         for rank, enter in enumerate(nodes, args.rank):
@@ -133,16 +171,39 @@ def run(
             words += ["--comm", method, "--world-size", str(count), "--rank", str(rank)]
             words += ["--dist-url", f"tcp://{master}:{args.port}", *args.options]
             each.append([*words, "--output-dir", f"{out}/{rank}", "--name", "case"])
-        late = f"{method} on {count} nodes takes longer than --limit"
-        for rank, done in enumerate(commands.run(each, args.limit, late, env=env, cwd=ROOT)):
-            if done.returncode:
-                said = commands.last_lines(done)
-                raise UserError(f"node {rank + args.rank} failed: {said}")
+        run_all(each, f"{method} on {count} nodes", args)
         summary = Path(f"{out}/0/case/summary.json")
         return json.loads(summary.read_text()) if not args.rank else {}
 
 
-def rows_of(count: int, found: dict[str, list[rounds.Figures]]) -> list[list[str]]:
+def run_sleeping(
+    nodes: list[list[str]], count: int, master: str, args: argparse.Namespace
+) -> dict[str, list[rounds.Figures]]:
+    """The figures of all methods and rounds, from `bench/sleeping_node.py`. Raises: `UserError`."""
+    with tempfile.TemporaryDirectory() as out:
+        order = {"arch": args.sleep, **MODELS[args.sleep]._asdict(), "nodes": count}
+        order |= {name: getattr(args, name) for name in ("methods", "rounds")}
+        order |= {name: getattr(args, name) for name in ("slow_down", "shrink")}
+        order |= {"meet": f"tcp://{master}:{args.port}", "out": f"{out}/figures.json"}
+        node = [sys.executable, str(ROOT / "scripts/bench/sleeping_node.py")]
+        each = [
+            [*enter, *node, json.dumps(order | {"rank": rank})] for rank, enter in enumerate(nodes)
+        ]
+        run_all(each, f"{args.sleep} on {count} nodes", args)
+        return json.loads(Path(order["out"]).read_text())
+
+
+def run_all(commands_of_nodes: list[list[str]], what: str, args: argparse.Namespace) -> None:
+    """Run a command on each node, with one thread. Raises: `UserError`."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    late = f"{what} takes longer than --limit"
+    done = commands.run(commands_of_nodes, args.limit, late, env=env, cwd=ROOT)
+    for rank, one in enumerate(done, args.rank):
+        if one.returncode:
+            raise UserError(f"node {rank} failed: {commands.last_lines(one)}")
+
+
+def rows_of(place: tuple[float, int], found: dict[str, list[rounds.Figures]]) -> list[list[str]]:
     """Medians over the rounds; the last column is the speed-up to the first method."""
     alone, first, *_ = found.values()
     columns = [
@@ -152,20 +213,27 @@ def rows_of(count: int, found: dict[str, list[rounds.Figures]]) -> list[list[str
         rounds.speed_up(alone, "ms_per_step", ".0%"),
         rounds.speed_up(first, "ms_per_step"),
     ]
-    names = [name for name in found if name != "alone"]
-    return [[str(count), name, *(cell(found[name]) for cell in columns)] for name in names]
+    head = [f"{number:g}" for number in place]
+    return [
+        [*head, name, *(cell(figures) for cell in columns)]
+        for name, figures in found.items()
+        if name != "alone"
+    ]
 
 
-def recommendation(count: int, found: dict[str, list[rounds.Figures]]) -> str:
-    """A line with the option to use on ``count`` nodes, and what it saves."""
+def recommendation(found: dict[str, list[rounds.Figures]]) -> str:
+    """The option to use, and what it saves."""
     from utils.extras import compress
 
     names = sorted(set(found) - {"alone"}, key=compress.exactness, reverse=True)
     times = {name: median(one["ms_per_step"] for one in found[name]) for name in names}
     best = compress.most_exact(times)
-    others = [f"{n}: {times[n]:.0f} ms" for n in ("fp32", "fp16") if n in times and n != best]
-    compared = f" ({', '.join(others)})" if others else ""
-    return f"{count} nodes: use --comm {best}, {times[best]:.0f} ms per step{compared}"
+    text = f"use --comm {best}, {times[best]:.0f} ms per step"
+    for other in ("fp32", "fp16"):
+        if other in times and other != best:
+            saved = 1 - times[best] / times[other]
+            text += f"; {other}: {times[other]:.0f} ms, {saved:.0%} of which {best} saves"
+    return text
 
 
 if __name__ == "__main__":

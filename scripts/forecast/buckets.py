@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from utils import models
 
-FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DistributedDataParallel's defaults
+# DistributedDataParallel's defaults, bytes: of the first bucket, of the others.
+LIMITS = (2**20, 25 * 2**20)
 
 
 def trace(arch: str, classes: int = 1000, image_size: int = 224) -> tuple[Bucket, ...]:
@@ -21,6 +22,23 @@ def trace(arch: str, classes: int = 1000, image_size: int = 224) -> tuple[Bucket
 
     As after DDP's first step, the tensor that brings a bucket to its limit closes it.
     """
+    arrived = gradients(arch, classes, image_size)
+    buckets: list[Bucket] = []
+    shapes: list[tuple[int, ...]] = []
+    for position, (ready, shape) in enumerate(arrived, start=1):
+        shapes.append(shape)
+        full = 4 * sum(map(math.prod, shapes)) >= LIMITS[bool(buckets)]
+        if full or position == len(arrived):
+            buckets.append(Bucket(ready, tuple(shapes)))
+            shapes = []
+    return tuple(buckets)
+
+
+def gradients(
+    arch: str, classes: int = 1000, image_size: int = 224
+) -> list[tuple[float, tuple[int, ...]]]:
+    """The gradients of ``arch`` in the order of their arrival: the share of the step's compute (0
+    to 1) that is done by then, and the shape. Raises: `UserError` (unknown arch)."""
     with torch.device("meta"):
         model = models.create(arch, classes, image_size).train()
         images = torch.empty(2, 3, image_size, image_size)
@@ -32,19 +50,11 @@ def trace(arch: str, classes: int = 1000, image_size: int = 224) -> tuple[Bucket
                 lambda p: arrived.append((counter.get_total_flops(), tuple(p.shape)))
             )
         model(images).sum().backward()
-    buckets: list[Bucket] = []
-    shapes: list[tuple[int, ...]] = []
-    for position, (done, shape) in enumerate(arrived, start=1):
-        shapes.append(shape)
-        full = 4 * sum(map(math.prod, shapes)) >= (BUCKET_BYTES if buckets else FIRST_BYTES)
-        if full or position == len(arrived):
-            buckets.append(Bucket(done / counter.get_total_flops(), tuple(shapes)))
-            shapes = []
-    return tuple(buckets)
+    return [(done / counter.get_total_flops(), shape) for done, shape in arrived]
 
 
 def _convolution_backward(gradient, _images, weight, *rest, **_) -> int:
     """Operations of a convolution's backward, from shapes: torch's count is wrong with groups."""
-    *_, wanted = rest  # gradients: of the input, of the weight, of the bias
+    *_, required = rest  # gradients: of the input, of the weight, of the bias
     images, _channels, *places = gradient
-    return sum(wanted[:2]) * 2 * images * math.prod(places) * math.prod(weight)
+    return sum(required[:2]) * 2 * images * math.prod(places) * math.prod(weight)

@@ -123,11 +123,11 @@ def time_steps(
     run(warm_up - 1)
     if timer is not None:
         timer.start()
-    sent, cpu = _sent_bytes(), time.process_time()
+    sent, cpu = sent_bytes(), time.process_time()
     found = {
         "ms_per_step": 1000 * run(steps) / steps,
         "cpu_ms_per_step": 1000 * (time.process_time() - cpu) / steps,
-        "network_mb_per_step": (_sent_bytes() - sent) / 1e6 / steps,
+        "network_mb_per_step": (sent_bytes() - sent) / 1e6 / steps,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     if timer is not None:
@@ -154,7 +154,7 @@ def _host_waits(step: Callable[[], Any]) -> list[str]:
     return [f"{one.filename}:{one.lineno}" for one in waits]
 
 
-def _sent_bytes() -> int:
+def sent_bytes() -> int:
     """Bytes that have left this machine, by all network interfaces but the loopback."""
     rows = [line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
     return sum(int(counts.split()[8]) for name, counts in rows if name.strip() != "lo")
