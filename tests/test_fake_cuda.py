@@ -19,8 +19,7 @@ from fake_torch import CUDART
 from running import snapshot
 from torch import nn
 
-from utils import watch
-from utils.extras import advice, dummy
+from utils.extras import advice, dummy, watch
 
 pytestmark = pytest.mark.skipif(not playable(), reason="needs Linux on x86-64 or aarch64")
 

@@ -8,6 +8,7 @@ that are their mode (fsdp, o2, apex). Extras import the core, not one another.
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from utils.option_types import is_url
@@ -285,13 +286,29 @@ def measurement(args: Any) -> Any:
     return None
 
 
-def profiler(args: Any, folder: Any) -> Any:
-    """``--profile``: a started profiler, whose ``step()`` is called after each step; or None."""
-    if not args.profile:
-        return None
-    from utils.extras import profiling
+def watch(session: Any) -> Any:
+    """What measures the parts of each step and the hardware: `utils.extras.watch.Watch`."""
+    if not _is_there("watch"):
+        nothing = {"timed": iter, "end_step": bool, "recent": dict, "end_epoch": dict}
+        return SimpleNamespace(**nothing, close=lambda: None)
+    from utils.extras.watch import Watch
 
-    return profiling.start(folder)
+    return Watch(session)
+
+
+def step_timer(session: Any) -> Any:
+    """The clock of a step, for ``--dummy``: `utils.extras.watch.StepTimer`."""
+    from utils.extras.watch import StepTimer
+
+    return StepTimer(session.state.model, session.world.device, session.world.size > 1)
+
+
+def profile(session: Any) -> None:
+    """``--profile``: trace some steps of rank 0."""
+    if session.args.profile and session.world.is_main:
+        from utils.extras import profiling
+
+        profiling.start(session.run.folder, session.state.optimizer)
 
 
 def sharding_text(model: Any, args: Any) -> str:

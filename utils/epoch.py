@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from utils.metrics import UNREADABLE, Sums, to_metrics
 from utils.session import Predict, Session, Training, TrainStep
 from utils.snapshots import BEST, SNAPSHOT, TrainState
 from utils.stopping import Reason
-from utils.watch import per_step
 from utils.world import broadcast_from_rank0, copy_from_rank0, gather, reshard
 
 # ---- the steps of an epoch
@@ -131,24 +129,17 @@ class Meter:
     def __init__(self, session: Training):
         """The epoch begins."""
         self.session, self.state, self.watch = session, session.state, session.watch
+        self.timed = session.watch.timed  # batches with the clock of a step around each
+        self.state.begin_epoch()
         self.steps, self.first = session.train.sampler.steps_per_epoch, session.state.step
         self.sums = Sums(session.world.device, self.state.sums)
         title = f"Epoch {self.state.epoch + 1}/{session.args.epochs}"
         session.run.console.start_bar(title, self.steps, self.first)
         session.train.start_count()
         session.stop.begin_phase()
-        self.watch.start_epoch()
-        self.is_first = self.watch.epochs == 1  # of this process
+        self.is_first = self.state.epoch == session.first_epoch  # of this process
         self.began = time.perf_counter()
         self.last = (self.began, self.first, 0.0)  # of the last line: clock, step, seconds waited
-
-    def timed(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """The same batches, with the clock of a step around each."""
-        for batch in batches:
-            self.watch.timer.begin()
-            yield batch
-            if batch.ends_step:  # what came after the step itself is no part of it
-                self.watch.timer.wait()
 
     def add(self, loss: Tensor, logits: Tensor, batch: MicroBatch) -> None:
         """Count a micro-batch that has been started. Nothing here waits for the device."""
@@ -200,14 +191,11 @@ class Meter:
 
     def _draw(self, loss: float, rate: float) -> None:
         """Per-step curves, and the figures of scripts/ssh/status.py."""
-        session, state, times = self.session, self.state, self.watch.timer.recent()
-        curves = {"Step/loss": loss, "Step/throughput": rate} | per_step(times, "Step/", "_s")
+        session, state, parts = self.session, self.state, self.watch.recent()
+        curves = {"Step/loss": loss, "Step/throughput": rate}
+        curves |= {f"Step/{part}_s": parts[part] for part in report.PARTS if part in parts}
         session.run.scalars(curves, round(1000 * (state.epoch + state.step / self.steps)))
-        status = {"steps": self.steps, "images_per_s": rate}
-        if times["steps"]:  # in synchronous training, a process's own parts tell which is slow
-            status["data_seconds"] = times["data"] / times["steps"]
-            status["compute_seconds"] = (times["own"] or times["compute"]) / times["steps"]
-        session.show_status("training", **status)
+        session.show_status("training", steps=self.steps, images_per_s=rate, parts=parts)
 
     def record(self) -> dict[str, float] | None:
         """The epoch has ended: its record for curves and history; None if it was cut short."""
@@ -235,7 +223,7 @@ class Meter:
             record["Size/train"] = float(sampler.size)
         if done:
             record |= _input_rates(session, seconds)
-        return record | loss_scale(state) | self.watch.end_epoch() | report.memory_tags(session)
+        return record | loss_scale(state) | self.watch.end_epoch()
 
 
 # ---- evaluation

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 
 from utils import addons, errors, report, snapshots
 from utils.epoch import loss_scale, save_snapshot, test_best
@@ -13,7 +12,6 @@ from utils.run_directory import checkpoint_file
 from utils.session import Predict, Session, Training, TrainStep
 from utils.snapshots import SnapshotWriter, TrainState
 from utils.stopping import Reason, StopRequest
-from utils.watch import Watch
 from utils.world import World, broadcast_from_rank0
 
 log = logging.getLogger(__name__)
@@ -87,12 +85,14 @@ def begin(session: Session) -> Training:
     training = Training(
         **vars(session),
         stop=StopRequest(world, *limits, is_busy=lambda: writer.busy),
-        watch=Watch(args, world, run.folder, state.model),
+        watch=addons.watch(session),
         snapshots=writer,
         status=addons.status(session),
         print_freq=print_freq,
+        first_epoch=state.epoch,
     )
     addons.watch_spot(args, training.stop, world)
+    addons.profile(session)
     training.show_status("starting")
     if state.comm is not None:
         state.comm.start_at(state.epoch, state.step, steps, args.epochs)
@@ -119,11 +119,11 @@ def close_epoch(
         else:  # in the middle of evaluation, it is of the moment after the epoch's last step
             save_snapshot(session)
         return
-    seconds = time.monotonic() - session.watch.epoch_began
+    seconds, is_first = state.elapsed - state.epoch_began, state.epoch == session.first_epoch
     record = {**trained, **evaluated, "Seconds": seconds}
     is_best = add_to_history(state, record, args.best_by)
     session.run.epoch(state.history[-1], report.time_left(args, state))
-    if session.watch.epochs == 1:
+    if is_first:
         addons.advise(session, trained)
     save_snapshot(session, is_best)
     top1 = max(evaluated["Top1/val"], evaluated.get("Top1/ema", 0.0))

@@ -15,12 +15,12 @@ from utils.provenance import over_epochs
 from utils.session import Session
 from utils.snapshots import TrainState
 from utils.stopping import WHY, Reason
-from utils.watch import PARTS
-from utils.world import KERNELS, gather, local, ring_bytes
+from utils.world import KERNELS, ring_bytes
 
 log = logging.getLogger(__name__)
 
 METRICS = ("Top1", "Top5", "Loss")
+PARTS = ("data", "compute", "communication")  # of a step, see `utils.extras.watch`
 
 
 def start(session: Session) -> None:
@@ -126,44 +126,13 @@ def sent_mb(session: Session) -> float:
         return addons.sharded_bytes(session, trained) / 1e6
     if state.comm is not None:
         return state.comm.sent_bytes([weight.shape for weight in trained]) / 1e6
-    return ring_bytes(_bytes(trained), world.size) / 1e6
+    return ring_bytes(sum(weight.nbytes for weight in trained), world.size) / 1e6
 
 
 def tensor_peak(session: Session) -> float | None:
     """Peak bytes of this process's tensors on its GPU."""
     device = session.world.device
     return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
-
-
-def memory_tags(session: Session) -> dict[str, float]:
-    """Memory of each process's tensors in MiB, as tags. Collective.
-
-    ``optimizer`` is its state and, where it has them, the float32 masters of the parameters;
-    ``activations``, on a GPU, are the rest of the peak.
-    """
-    model, optimizer = session.state.model, session.state.optimizer
-    weights = list(model.parameters())
-    known = {id(weight) for weight in weights}
-    masters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-    kept = [x for entry in optimizer.state.values() for x in entry.values() if torch.is_tensor(x)]
-    mine = {
-        "parameters": _bytes([*weights, *model.buffers()]),
-        "gradients": _bytes([weight for weight in weights if weight.requires_grad]),
-        "optimizer": _bytes([*masters, *kept]),
-    }
-    if (peak := tensor_peak(session)) is not None:
-        mine["activations"] = max(0.0, peak - sum(mine.values()))
-    return {
-        f"Memory/{part}_mb_rank{rank}": size / 2**20
-        for rank, sizes in enumerate(gather(mine, session.world))
-        for part, size in sizes.items()
-    }
-
-
-def _bytes(tensors: list[torch.Tensor]) -> float:
-    """Bytes that this process holds of ``tensors``, each counted once."""
-    mine = {id(tensor): local(tensor) for tensor in tensors}
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in mine.values()))
 
 
 def evaluation(part: str, result: dict[str, float]) -> None:
@@ -203,7 +172,7 @@ def end(
         **{f"val_{name.lower()}": last.get(f"{name}/val") for name in METRICS},
         "finished_because": reason,
         "snapshot_pause_seconds": max(pauses, default=None),
-        **{f"{part.removeprefix('Time/')}_s": mean.get(part) for part in PARTS},
+        **{f"{part}_s": mean.get(f"Time/{part}") for part in PARTS},
         "hardware": {tag: mean[tag] for tag in tags if tag.startswith(("GPU/", "CPU/"))},
     }
     if state.ema is not None:

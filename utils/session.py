@@ -11,7 +11,6 @@ from utils.loaders import Batches, Loaders
 from utils.run_directory import Run
 from utils.snapshots import SnapshotWriter, TrainState
 from utils.stopping import StopRequest
-from utils.watch import Watch
 from utils.world import World
 
 # train_step(images, targets, weight, update) -> (loss, logits), documented in each script.
@@ -49,12 +48,13 @@ class Training(Session):
     """What lives from `loop.begin` to `loop.end` besides."""
 
     stop: StopRequest
-    watch: Watch
+    watch: Any  # see `addons.watch`
     snapshots: SnapshotWriter | None  # in rank 0 alone
     status: Any  # `utils.extras.status.Status`, if any
     print_freq: int  # steps between printed lines, the same in all ranks
+    first_epoch: int  # the first one that this process trains
 
-    def show_status(self, phase: str, **figures: float) -> None:
+    def show_status(self, phase: str, **figures: Any) -> None:
         """Say what this process is doing, for scripts/status.sh."""
         if self.status is not None:
             self.status.show(phase, **figures)

@@ -269,6 +269,7 @@ class TrainState:
     ema: Any = None  # a Part: the averaged weights
     resumed: bool = False  # from a snapshot of this suite
     clock: float | None = None  # when ``elapsed`` was brought up to date
+    epoch_began: float = 0.0  # ``elapsed`` when this process began to train the epoch
     parts: dict[str, Part] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -286,6 +287,11 @@ class TrainState:
         now = time.monotonic()
         self.elapsed += now - self.clock if self.clock is not None else 0.0
         self.clock = now
+
+    def begin_epoch(self) -> None:
+        """Note the time."""
+        self.tick()
+        self.epoch_began = self.elapsed
 
     @property
     def sharded(self) -> bool:

@@ -168,7 +168,7 @@ def train(args: Namespace, world: World) -> int:
     try:
         while loop.has_next_epoch(training):
             began, sums, first = time.monotonic(), Sums(device), swarm.local_epoch
-            training.watch.start_epoch()
+            state.begin_epoch()
             model.train()
             while (position := swarm.local_epoch) < (state.epoch + 1) * steps:
                 images, targets = next(batches)

@@ -8,8 +8,8 @@ import math
 from typing import Any
 
 from utils import addons, launch, optim
+from utils.report import PARTS
 from utils.session import Session
-from utils.watch import shares
 
 # Above this share of the time for waiting for data, or for communication that compute does not
 # hide, a run says so.
@@ -50,7 +50,8 @@ def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
 
 def bottleneck(session: Session, record: dict[str, float]) -> None:
     """Report what limited the first epoch: input, network or small kernels; and what would help."""
-    waiting, communication = record.get("IO/wait_share", 0.0), shares(record)["Time/communication"]
+    waiting, parts = record.get("IO/wait_share", 0.0), [record.get(f"Time/{x}", 0.0) for x in PARTS]
+    communication = parts[-1] / (sum(parts) or 1.0)
     if waiting > LIMIT:
         log.info(f"note: {waiting:.0%} of the time was spent waiting for images")
         log.info(f"what helps: {'; '.join(_faster_input(session))}")

@@ -19,7 +19,6 @@ from torch import Tensor
 from utils import addons, report
 from utils.errors import UserError
 from utils.session import Session, TrainStep
-from utils.watch import StepTimer, per_step, shares
 from utils.world import World
 
 WARMUP_STEPS, TIMED_STEPS = 5, 20
@@ -53,7 +52,7 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     targets %= len(session.loaders.classes)
     if session.state.comm is not None:
         session.state.comm.start_at(1, 0, 1, 2)  # powersgd compresses from the first step on
-    timer = StepTimer(session.state.model, device, distributed=world.size > 1)
+    timer = addons.step_timer(session)
     train_step = addons.first_step_timed(train_step, args, device)
 
     def step() -> None:
@@ -68,10 +67,11 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     )
     found = time_steps(step, world, WARMUP_STEPS, TIMED_STEPS, timer)
     rate = 1000 * global_batch / found["ms_per_step"]
-    parts = per_step(timer.total, "Time/")
+    times = timer.stop()
+    parts = {part: times[part] for part in report.PARTS if part in times}
     communication = ""
-    if "Time/communication" in parts:
-        communication = f" ({shares(parts)['Time/communication']:.0%} communication)"
+    if "communication" in parts:
+        communication = f" ({parts['communication'] / sum(parts.values()):.0%} communication)"
     log.info(
         f"dummy data, {args.arch}, {world.size} x {device.type}, global batch {global_batch}: "
         f"{rate:.1f} images/s, {found['ms_per_step']:.1f} ms per step{communication}, "
@@ -80,7 +80,8 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     for place in found.get("host_waits", ()):
         log.warning(f"the host waits for the GPU in each step: {place}")
     found |= {"images_per_s": rate, "finished_because": "dummy"}
-    run.finish(report.setting(session) | per_step(timer.total, "", "_s") | found)
+    found |= {f"{part}_s": seconds for part, seconds in parts.items()}
+    run.finish(report.setting(session) | found)
     return 0
 
 
@@ -92,7 +93,7 @@ def random_batch(size: int, side: int, world: World, seed: int = 0) -> tuple[Ten
 
 
 def time_steps(
-    step: Callable[[], Any], world: World, warm_up: int, steps: int, timer: StepTimer | None = None
+    step: Callable[[], Any], world: World, warm_up: int, steps: int, timer: Any = None
 ) -> dict[str, Any]:
     """Call ``step`` and measure it. ``timer`` is on in the timed calls. Collective.
 

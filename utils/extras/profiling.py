@@ -1,18 +1,20 @@
 """``--profile``: a trace of a few steps, for Chrome, Perfetto and TensorBoard.
 
-`utils.watch.Watch` calls the profiler's ``step()``. Without this file, there is no trace.
+Interface: the optimiser's post-step hook. Without this file, there is no trace.
 """
 
 import logging
+import multiprocessing.util
 import os
 from pathlib import Path
 
+from torch.optim import Optimizer
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 log = logging.getLogger(__name__)
 
 
-def start(folder: Path) -> profile:
+def start(folder: Path, optimizer: Optimizer) -> None:
     """Begin a trace of steps 5 to 8 of this process, to be written to ``folder``."""
     log.info(f"--profile: steps 5 to 8 will be traced into {folder}")
     # The profiler's library calls a machine without a GPU an error, and its start news.
@@ -21,4 +23,6 @@ def start(folder: Path) -> profile:
     write = tensorboard_trace_handler(str(folder), "rank0")
     profiler = profile(schedule=steps, on_trace_ready=write)
     profiler.start()
-    return profiler
+    optimizer.register_step_post_hook(lambda *_: profiler.step())
+    # A shorter training's trace is written at its end: `launch.run_main` ends a process this way.
+    multiprocessing.util.Finalize(None, profiler.stop, exitpriority=0)

@@ -11,7 +11,6 @@ import socket
 import stat
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -45,8 +44,15 @@ class Status:
             "gpu": gpu,
         }
 
-    def show(self, phase: str, **figures: Any) -> None:
-        """Write what this process is doing; figures stay until new ones come."""
+    def show(self, phase: str, parts: dict[str, float] | None = None, **figures: float) -> None:
+        """Write what this process is doing; figures stay until new ones come.
+
+        ``parts`` are the mean seconds per step by part; in synchronous training, a process's own
+        parts tell which is slow.
+        """
+        if parts:
+            figures["data_seconds"] = parts["data"]
+            figures["compute_seconds"] = parts.get("own", parts["compute"])
         self.figures |= figures
         now = {"phase": phase, "epoch": self.state.epoch, "step": self.state.step}
         facts = self.facts | now | {"at": time.time()} | self.figures

@@ -1,12 +1,15 @@
-"""The instruments of a process: the parts of a step, readings of GPU and CPU, a trace.
+"""The parts of a step (``Time/...``), readings of GPU and CPU, memory. Always on.
+
+Interface: `Watch`, which `utils.epoch.Meter` calls; `StepTimer` is used by ``--dummy``, too.
+Without this file, these curves and the notes about them are missing; a step's whole time stays.
 
 A step is waiting for data, compute, and exposed communication. No step waits for the device: on a
 GPU the marks are CUDA events, read when they have passed; on the CPU, readings of the clock. Two
-marks stand inside backward, set by callbacks of autograd: when all local gradients are there, and
+marks are set within backward by callbacks of autograd: when all local gradients are there, and
 when DistributedDataParallel has seen the last bucket's all-reduce. The time between them is what
-compute does not hide; it holds the waiting for slower processes, too. The reduction itself is not
-touched, so that weights stay equal bit for bit. A sharded model waits all along, for weights and
-gradients of each block: there this part is not measured, and belongs to compute.
+compute does not hide, waiting for slower processes included. The reduction itself is not
+touched, so that weights stay equal bit for bit. A sharded model communicates all along, for weights
+and gradients of each block: there this part is not measured, and belongs to compute.
 """
 
 import contextlib
@@ -17,7 +20,7 @@ import os
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -25,15 +28,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from utils import addons
-from utils.world import World, gather, is_sharded
+from utils.loaders import MicroBatch
+from utils.report import PARTS, tensor_peak
+from utils.session import Session
+from utils.world import gather, is_sharded, local
 
 log = logging.getLogger(__name__)
 
-PARTS = ("Time/data", "Time/compute", "Time/communication")
 Mark = Any  # a torch.cuda.Event, or seconds of the clock
 Interval = tuple[str, Mark, Mark]  # what for, begin, end
-Times = Counter  # of `StepTimer.total`
+Times = Counter  # number of "steps", and seconds by part
 
 SECONDS = 1.0  # between samples of the hardware
 ENOUGH = 30  # samples; a median of fewer says little
@@ -123,27 +127,27 @@ class StepTimer:
         """The next batch is requested; lines may have been printed since `end`."""
         self.last = self.clock.mark()
 
-    def stop(self) -> Times:
-        """The epoch has ended and the device is idle. Returns: all times."""
+    def stop(self) -> dict[str, float]:
+        """The epoch has ended and the device is idle. Returns: mean seconds per step by part."""
         while self.pending:
             self._add(*self.pending.popleft())
         self.now = self.last = None
-        return self.total
+        return _per_step(self.total)
 
-    def recent(self) -> Times:
-        """What has come since the last call. A GPU's last steps are not in it yet."""
+    def recent(self) -> dict[str, float]:
+        """The same since the last call. A GPU's last steps are not in it yet."""
         since, self.since = self.since, Counter()
-        return since
+        return _per_step(since)
 
     def _add(self, intervals: list[Interval], update: bool) -> None:
-        found: Times = Counter(steps=int(update))
+        times: Times = Counter(steps=int(update))
         for part, begin, end in intervals:
-            found[part] += self.clock.seconds(begin, end)
+            times[part] += self.clock.seconds(begin, end)
         if not self.sharded:
-            found["communication"] += 0.0  # measured, also where there was none
-            found["compute"] -= found["communication"]  # which is within its interval
-        self.total.update(found)
-        self.since.update(found)
+            times["communication"] += 0.0  # measured, also where there was none
+            times["compute"] -= times["communication"]  # which is within its interval
+        self.total.update(times)
+        self.since.update(times)
 
     def _first_gradient(self, weight: torch.Tensor) -> None:
         """Backward has reached the model: have its end marked."""
@@ -163,29 +167,23 @@ def _at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def per_step(times: Times, prefix: str, suffix: str = "") -> dict[str, float]:
-    """Seconds per step of the parts that were measured; empty if there was no step."""
-    names = ("data", "compute", "communication") if times["steps"] else ()
-    return {f"{prefix}{n}{suffix}": times[n] / times["steps"] for n in names if n in times}
+def _per_step(times: Times) -> dict[str, float]:
+    """Mean seconds of the measured parts; empty if there was no step."""
+    steps = times["steps"]
+    return {part: times[part] / steps for part in times if part != "steps" and steps}
 
 
-def shares(record: Mapping[str, float]) -> dict[str, float]:
-    """The shares that the parts of a step have in it; 0 where they were not measured."""
-    parts = {part: record.get(part, 0.0) for part in PARTS}
-    return {part: seconds / (sum(parts.values()) or 1.0) for part, seconds in parts.items()}
-
-
-# ---- all instruments
+# ---- GPU, CPU and memory
 
 
 def read_gpu(device: torch.device) -> dict[str, float]:
     """Utilisation in per cent, memory in GiB, power in watts, temperature in Celsius, by NVML."""
-    found = {}
+    values = {}
     for tag, (name, factor) in GPU.items():
         # Errors of many kinds: not every GPU has every sensor.
         with contextlib.suppress(Exception):
-            found[tag] = factor * getattr(torch.cuda, name)(device)
-    return found
+            values[tag] = factor * getattr(torch.cuda, name)(device)
+    return values
 
 
 def cpu_ticks() -> tuple[int, int]:
@@ -193,23 +191,47 @@ def cpu_ticks() -> tuple[int, int]:
     lines = map(str.split, Path("/proc/stat").read_text().splitlines())
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user.
-    found = [[int(text) for text in ticks[:8]] for name, *ticks in lines if name in cores]
-    return sum(ticks[3] + ticks[4] for ticks in found), sum(map(sum, found))
+    ticks = [[int(text) for text in counts[:8]] for name, *counts in lines if name in cores]
+    return sum(one[3] + one[4] for one in ticks), sum(map(sum, ticks))
+
+
+def tensor_bytes(session: Session) -> dict[str, float]:
+    """Bytes of this process's tensors, by what they are for.
+
+    "optimizer" is its state and, where it has them, the float32 masters of the parameters;
+    "activations", on a GPU, are the rest of the peak.
+    """
+    model, optimizer = session.state.model, session.state.optimizer
+    weights = list(model.parameters())
+    known = {id(weight) for weight in weights}
+    masters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    kept = [x for entry in optimizer.state.values() for x in entry.values() if torch.is_tensor(x)]
+    sizes = {
+        "parameters": _bytes([*weights, *model.buffers()]),
+        "gradients": _bytes([weight for weight in weights if weight.requires_grad]),
+        "optimizer": _bytes([*masters, *kept]),
+    }
+    if (peak := tensor_peak(session)) is not None:
+        sizes["activations"] = max(0.0, peak - sum(sizes.values()))
+    return sizes
+
+
+def _bytes(tensors: list[torch.Tensor]) -> float:
+    """Bytes that this process holds of ``tensors``, each counted once."""
+    mine = {id(tensor): local(tensor) for tensor in tensors}
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in mine.values()))
 
 
 class Watch:
     """One process's instruments. A thread samples GPU and CPU every second; `close` ends it."""
 
-    def __init__(self, args: Any, world: World, folder: Path, model: nn.Module):
-        self.world, self.device = world, world.device
-        self.timer = StepTimer(model, world.device, distributed=world.size > 1)
+    def __init__(self, session: Session):
+        self.session, self.device = session, session.world.device
+        self.timer = StepTimer(session.state.model, self.device, session.world.size > 1)
         self.samples: dict[str, list[float]] = defaultdict(list)
-        self.epochs = 0  # begun in this process
-        self.epoch_began = 0.0  # time.monotonic()
         self.ticks = cpu_ticks()
         if self.device.type == "cuda" and not read_gpu(self.device):
             log.info("GPU utilisation is not recorded: pip install nvidia-ml-py")
-        self.profiler = addons.profiler(args, folder) if world.is_main else None
         self.lock, self.ended = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -222,55 +244,59 @@ class Watch:
         """Read GPU and CPU. Returns all samples since the epoch began."""
         with self.lock:
             resident = int(Path("/proc/self/statm").read_text().split()[1])
-            found = {"CPU/memory_gb": resident * os.sysconf("SC_PAGE_SIZE") / GIB}
+            values = {"CPU/memory_gb": resident * os.sysconf("SC_PAGE_SIZE") / GIB}
             ticks = cpu_ticks()
             idle, total = map(operator.sub, ticks, self.ticks)
             if total > 0:  # else no tick has passed
                 self.ticks = ticks
-                found["CPU/utilisation"] = 100 * (1 - idle / total)
+                values["CPU/utilisation"] = 100 * (1 - idle / total)
             if self.device.type == "cuda":
-                found |= read_gpu(self.device)
-            for tag, value in found.items():
+                values |= read_gpu(self.device)
+            for tag, value in values.items():
                 self.samples[tag].append(value)
             return self.samples
 
-    def start_epoch(self) -> None:
-        """Count from here."""
-        self.epochs, self.epoch_began = self.epochs + 1, time.monotonic()
+    def timed(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """The batches that are left of an epoch, with the clock of a step around each."""
         self.sample()  # the CPU's is a difference: it starts here
         self.samples = defaultdict(list)
         self.timer.start()
+        for batch in batches:
+            self.timer.begin()
+            yield batch
+            if batch.ends_step:  # what came after the step itself is no part of it
+                self.timer.wait()
 
     def end_step(self, update: bool) -> None:
         """A micro-batch has been started; with ``update`` it ended a step."""
         self.timer.end(update)
-        if update and self.profiler is not None:
-            self.profiler.step()
+
+    def recent(self) -> dict[str, float]:
+        """Mean seconds per step by part, since the last call."""
+        return self.timer.recent()
 
     def end_epoch(self) -> dict[str, float]:
-        """The epoch's values of all processes, for all of them. The device must be idle.
+        """The epoch's tags of all processes. Collective; the device must be idle.
 
         Times are means over the processes, so that they add up to a step; of the samples it is the
         mean of each process, of memory the most. "busy" is the idlest GPU's median utilisation.
         """
         samples, self.samples = self.sample(), defaultdict(list)
-        means = {
-            f"{tag}_rank{self.world.rank}": max(found) if "memory" in tag else fmean(found)
-            for tag, found in sorted(samples.items())
-        }
+        tags = {tag: max(x) if "memory" in tag else fmean(x) for tag, x in sorted(samples.items())}
+        sizes = tensor_bytes(self.session).items()
+        tags |= {f"Memory/{part}_mb": size / 2**20 for part, size in sizes}
         busy = samples.get("GPU/utilisation", [])
-        busy_median = median(busy) if len(busy) >= ENOUGH else math.inf
-        mine = (per_step(self.timer.stop(), "Time/"), means, busy_median)
-        times, hardware, medians = zip(*gather(mine, self.world), strict=True)
+        median_busy = median(busy) if len(busy) >= ENOUGH else math.inf
+        mine = (self.timer.stop(), tags, median_busy)
+        times, tags_of_ranks, medians = zip(*gather(mine, self.session.world), strict=True)
         timed = [one for one in times if one]
-        values = {part: fmean(one[part] for one in timed) for part in timed[0]} if timed else {}
-        for figures in hardware:
-            values |= figures
+        parts = [part for part in PARTS if timed and part in timed[0]]
+        values = {f"Time/{part}": fmean(one[part] for one in timed) for part in parts}
+        for rank, of_rank in enumerate(tags_of_ranks):
+            values |= {f"{tag}_rank{rank}": value for tag, value in of_rank.items()}
         return values | {"busy": min(medians)}
 
     def close(self) -> None:
-        """Stop the instruments."""
+        """End the thread."""
         self.ended.set()
         self.thread.join()
-        if self.profiler is not None:
-            self.profiler.stop()
