@@ -1,12 +1,12 @@
-"""Train on 1, 2, 4, ... nodes, one arm after the other, and keep a log book.
+"""Train on 1, 2, 4, ... nodes, one run after the other, and keep a log book.
 
     bash scripts/scaling_study.sh HOSTS_FILE --nodes 1,2,4,8 --hours 2 -- SCRIPT OPTIONS DATA
     bash scripts/scaling_study.sh --simulate 2 -- SCRIPT OPTIONS DATA    # on this machine
     bash scripts/scaling_study.sh --slurm='--gpus-per-node=4' --nodes 1,2 -- SCRIPT OPTIONS DATA
 
-An arm is one run: a number of nodes, a value of each --vary option, a seed. If the study is
-interrupted, run the same command again: finished arms are not repeated, an unfinished one resumes
-from its snapshot.
+A study trains once for each combination of a number of nodes, a value of each --vary option, and a
+seed. If it is interrupted, run the same command again. Finished runs are not repeated, and an
+unfinished one resumes from its snapshot.
 """
 
 import argparse
@@ -16,16 +16,14 @@ import functools
 import importlib
 import itertools
 import json
-import math
 import os
 import re
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +39,7 @@ launch.prepare()  # before torch is imported, which takes seconds
 import hosts
 import launcher
 from bench import namespaces
-from compare import pictures, runs, table
-from compare.runs import Run
+from studies import page
 
 from utils import errors, network
 from utils.errors import BAD_INPUT, INTERRUPTED, UserError
@@ -51,7 +48,9 @@ from utils.option_types import count, list_of, number, positive
 
 FINISHED = ("epochs", "desired_acc", "train_time")  # in summary.json: the run did all it was asked
 LARGEST = "largest"  # as -b of the study
-FOUND = re.compile(r"largest batch per GPU: (\d+)")  # the last line of a script with --find-batch
+LARGEST_LINE = re.compile(
+    r"largest batch per GPU: (\d+)"
+)  # the last line of a script with --find-batch
 # A line of training in the log, but no epoch's last one, after which evaluation begins.
 STEP = re.compile(r"Epoch (\d+)/(\d+) step +(\d+)/(?!\3\s)(\d+)\s")
 ONE_NODE = ("imagenet_nd.py", "imagenet_dp.py")
@@ -59,17 +58,10 @@ ONE_NODE = ("imagenet_nd.py", "imagenet_dp.py")
 OWN = {"--name": "--name", "--train-time": "--hours", "--lr-scaling": "--lr-scaling"}
 OWN |= dict.fromkeys(("-n", "--world-size"), "--nodes")
 OWN |= dict.fromkeys(("-nr", "--rank", "--dist-url", "--resume", "-e", "--evaluate", "--dummy"))
-PICTURES = ("overlay", "training_throughput", "scaling", "loss_val_hours", "top1_val_hours", "gpu")
-LEGEND = (
-    "Learning rate: the highest that was reached. Epoch time: evaluation included, the first epoch "
-    "left out if there are others. Epochs at a time: finished by then. Scaling efficiency: epoch "
-    "time x processes of the first column, divided by the same of this one. Validation loss and "
-    "test figures: of the model in best.pt, which --best-by chooses."
-)
 
 
 @dataclass(frozen=True)
-class Arm:
+class StudyRun:
     """One run; ``command`` is script and options, as for one node."""
 
     name: str
@@ -77,30 +69,30 @@ class Arm:
     group: str  # the varied options
     seed: int | None
     command: tuple[str, ...]
-    run: Path
+    folder: Path
     data: str
 
     @property
     def is_finished(self) -> bool:
         try:
-            summary = json.loads((self.run / "summary.json").read_text())
+            summary = json.loads((self.folder / "summary.json").read_text())
         except (OSError, ValueError):
             return False
         return summary.get("finished_because") in FINISHED
 
     @property
     def log(self) -> Path:
-        return self.run / "study.log"
+        return self.folder / "study.log"
 
     @property
     def begun(self) -> Path:
-        """It holds the command with which the arm has begun."""
-        return self.run / "study.command"
+        """This file holds the command with which the run began."""
+        return self.folder / "study.command"
 
     @property
     def batch(self) -> int | None:
-        """The largest batch per GPU, once it was found."""
-        file = self.run / "study.batch"
+        """The largest batch per GPU, once --find-batch has printed it."""
+        file = self.folder / "study.batch"
         return int(file.read_text()) if file.exists() else None
 
     @property
@@ -123,18 +115,23 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     hosts.add_node_options(parser)
     add = parser.add_argument
     add("--sync", action="store_true", help="copy this code to the nodes first")
-    add("--no-doctor", action="store_true", help="do not check the nodes before the first arm")
-    add("--simulate", type=positive, metavar="N", help="so many processes of this machine as nodes")
+    add("--no-doctor", action="store_true", help="do not check the nodes before the first run")
+    add(
+        "--simulate",
+        type=positive,
+        metavar="N",
+        help="simulate N nodes with N processes of this machine",
+    )
     text = "with --simulate, as root: network namespaces with links of this rate, such as 300mbit"
     add("--link", metavar="RATE", help=text)
-    text = "each arm is a job, submitted with these options of sbatch"
+    text = "each run is a job, submitted with these options of sbatch"
     add("--slurm", nargs="?", const="", metavar="='OPTIONS'", help=text)
     text = "numbers of nodes, such as 1,2,4,8; default: 1, 2, 4, ... up to all"
     add("--nodes", type=list_of(positive), help=text)
     above_0 = number(float, 0, exclusive=True)
-    add("--hours", type=above_0, metavar="H", help="training time of each arm; default: --epochs")
+    add("--hours", type=above_0, metavar="H", help="training time of each run; default: --epochs")
     add("--name", help="of the study and its page; its runs are NAME_2nodes; default: the model")
-    text = "repeat each arm with these seeds; the table has means and standard deviations"
+    text = "repeat each run with these seeds; the table has means and standard deviations"
     add("--seeds", type=list_of(count), help=text)
     text = "train with each value of an option; again for another one. script=A,B varies the script"
     add("--vary", action="append", type=varied, metavar="OPTION=A,B", help=text)
@@ -147,14 +144,14 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--logbook", type=Path, default=Path("logbook"), metavar="DIR", help="of all studies")
     text = "copy each run's best model and last snapshot to URL/NAME OF THE RUN/"
     add("--store", metavar="URL|DIR", help=text)
-    add("--dry-run", action="store_true", help="only print each arm's command")
+    add("--dry-run", action="store_true", help="only print each run's command")
     args = parser.parse_args(words)
     if [args.hosts, args.simulate, args.slurm].count(None) != 2:
         raise UserError("give either a HOSTS_FILE, or --simulate N, or --slurm")
     if args.link and not (args.simulate and re.fullmatch(r"\d+(\.\d+)?[kmg]bit", args.link)):
         raise UserError(f"--link {args.link} is not a rate such as 300mbit, with --simulate N")
     if not training:
-        raise UserError("what to train is missing: ... -- imagenet_ddp.py OPTIONS DATA")
+        raise UserError("the training command is missing: ... -- imagenet_ddp.py OPTIONS DATA")
     if args.slurm is not None and not args.nodes:
         raise UserError("--slurm needs --nodes, such as --nodes 1,2,4")
     if args.global_batch and args.batch_size:
@@ -188,28 +185,28 @@ def parse_with_script(script: str, words: Sequence[str], local: bool) -> argpars
 
     Raises: `UserError`, or SystemExit after a message.
     """
-    from utils import options
+    from utils import options as shared
 
     parser = importlib.import_module(script.removesuffix(".py")).parser()
     parser.prog = script
-    return options.parse(parser, words, local)
+    return shared.parse(parser, words, local)
 
 
-def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
-    """The arms, in the order in which they are trained. Raises: `UserError`."""
+def plan(args: argparse.Namespace, training: list[str]) -> list[StudyRun]:
+    """The runs, in the order in which they are trained. Raises: `UserError`."""
     script, *rest = training
     own = OWN | ({"--seed": "--seeds"} if args.seeds else {})
     own |= dict.fromkeys(("-b", "--b", "--batch-size"), "-b") if args.batch_size else {}
     own |= {"--store": "--store"} if args.store else {}
     for name, value in itertools.chain(*args.vary):
         if as_option(name) in OWN or name in ("seed", "output-dir"):
-            raise UserError(f"--vary {name}={value} is not possible: a study decides that itself")
+            raise UserError(f"--vary {name}={value} is not possible: the study sets it")
         own[as_option(name)] = f"--vary {name}"
     for word in (one.partition("=")[0] for one in rest):
         if word in own:
             how = f"give {own[word]} before the --" if own[word] else "leave it out"
             raise UserError(f"{word} among the script's options: {how}")
-    arms: dict[str, Arm] = {}
+    planned: dict[str, StudyRun] = {}
     for seed, nodes, *variation in itertools.product(args.seeds or [None], args.nodes, *args.vary):
         script = dict(variation).get("script", training[0])
         if not re.fullmatch(r"imagenet_\w+\.py", script) or not (ROOT / script).is_file():
@@ -217,13 +214,13 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
         if script in ONE_NODE and nodes > 1:
             raise UserError(f"{script} trains on one node: use imagenet_ddp.py, or --nodes 1")
         more = [word for n, v in variation if n != "script" for word in (as_option(n), v)]
-        typed = parse_with_script(script, [*rest, *more], bool(args.simulate))
-        args.name = args.name or typed.arch
+        options = parse_with_script(script, [*rest, *more], bool(args.simulate))
+        args.name = args.name or options.arch
         if args.global_batch:
-            more += ["-b", str(share_of_batch(args, script, typed, nodes))]
+            more += ["-b", str(share_of_batch(args, script, options, nodes))]
         elif nodes > args.nodes[0] and args.lr_scaling != "none":
             batch = REFERENCE_BATCH * nodes / args.nodes[0]
-            more += ["--lr", f"{scale_lr(typed.lr, batch, args.lr_scaling):.6g}"]
+            more += ["--lr", f"{scale_lr(options.lr, batch, args.lr_scaling):.6g}"]
         more += ["--seed", str(seed)] if seed is not None else []
         more += ["--train-time", f"{args.hours:g}"] if args.hours else []
         more += ["--store", args.store] if args.store else []
@@ -232,23 +229,23 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[Arm]:
         parts += [f"{n}-{v.removesuffix('.py')}" for n, v in variation]
         parts += [f"seed{seed}"] if seed is not None else []
         name = re.sub(r"[^\w.+-]", "-", "_".join(parts))
-        if name in arms:
-            raise UserError(f"two arms would be called {name}: each number and value once")
-        # The study's own options stand behind the typed ones: the last of two wins.
+        if name in planned:
+            raise UserError(f"two runs would be called {name}: each number and value once")
+        # The study's own options come last, so that they override the others.
         command = (script, *rest, *more, "--name", name, "--resume", "auto")
         group = ", ".join(f"{option} {value}" for option, value in variation)
-        run = Path(typed.output_dir) / name
-        arms[name] = Arm(name, nodes, group, seed, command, run, typed.data)
-    return list(arms.values())
+        folder = Path(options.output_dir) / name
+        planned[name] = StudyRun(name, nodes, group, seed, command, folder, options.data)
+    return list(planned.values())
 
 
 def as_option(name: str) -> str:
     return f"--{name}" if len(name) > 1 else f"-{name}"
 
 
-def share_of_batch(args: argparse.Namespace, script: str, typed: Any, nodes: int) -> int:
+def share_of_batch(args: argparse.Namespace, script: str, options: Any, nodes: int) -> int:
     """-b for a global batch that stays the same."""
-    each = getattr(typed, "gpus", None) or (args.machines and args.machines[0].slots)
+    each = getattr(options, "gpus", None) or (args.machines and args.machines[0].slots)
     each = 1 if args.simulate else each
     if not each:
         raise UserError(
@@ -261,25 +258,27 @@ def share_of_batch(args: argparse.Namespace, script: str, typed: Any, nodes: int
     return args.global_batch // processes
 
 
-def start_of(arm: Arm, args: argparse.Namespace, folder: Path, find: bool = False) -> list[str]:
-    """The command that trains an arm, and returns when the run has ended.
+def start_of(
+    run: StudyRun, args: argparse.Namespace, folder: Path, find: bool = False
+) -> list[str]:
+    """The command that trains a run, and returns when it has ended.
 
     With ``find`` it finds the largest batch instead.
     """
-    script, *words = arm.command
+    script, *words = run.command
     if find:
         words.append("--find-batch")
     elif args.batch_size == LARGEST:
-        words += ["-b", str(arm.batch or "LARGEST")]
+        words += ["-b", str(run.batch or "LARGEST")]
     if args.simulate:
-        many = [] if script in ONE_NODE else ["-g", "1" if args.link else str(arm.nodes)]
+        many = [] if script in ONE_NODE else ["-g", "1" if args.link else str(run.nodes)]
         return [sys.executable, str(ROOT / script), *words, *many]
     if args.slurm is not None:
         # A job of an earlier launcher may still be there: the next one of that name waits for it.
-        own = [f"--nodes={arm.nodes}", f"--job-name={arm.name}", "--dependency=singleton"]
-        own += [f"--output={arm.log}", *shlex.split(args.slurm)]
+        own = [f"--nodes={run.nodes}", f"--job-name={run.name}", "--dependency=singleton"]
+        own += [f"--output={run.log}", *shlex.split(args.slurm)]
         return ["sbatch", "--wait", *own, "scripts/train.sbatch", script, *words]
-    start = ["bash", "scripts/train_on_nodes.sh", str(folder / f"hosts_{arm.nodes}")]
+    start = ["bash", "scripts/train_on_nodes.sh", str(folder / f"hosts_{run.nodes}")]
     start += [] if find else ["--fetch"]
     return [*start, *reach(args), "--", script, *words]
 
@@ -293,10 +292,10 @@ def reach(args: argparse.Namespace) -> list[str]:
 
 
 class Runner:
-    """Runs an arm; Ctrl-C and SIGTERM stop it with a snapshot, and then the study."""
+    """Starts runs. Ctrl-C and SIGTERM end the present one with a snapshot, and the study."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path):
-        self.args, self.folder = args, folder
+    def __init__(self, args: argparse.Namespace, book: Path):
+        self.args, self.book = args, book
         self.stopped = False
         self.started: list[subprocess.Popen] = []
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -307,39 +306,37 @@ class Runner:
         for process in self.started:
             process.send_signal(signal.SIGINT)
 
-    def train(self, arm: Arm) -> None:
-        """Train an arm, with the largest batch if that was asked for. Raises: `UserError`."""
-        arm.run.mkdir(parents=True, exist_ok=True)
-        if self.args.batch_size == LARGEST and not arm.batch:
-            begin = arm.log.stat().st_size if arm.log.exists() else 0
-            code = self.start(arm, find=True)
-            if found := FOUND.findall(arm.log.read_bytes()[begin:].decode(errors="replace")):
-                (arm.run / "study.batch").write_text(found[-1])
+    def train(self, run: StudyRun) -> None:
+        """Train a run, with the largest batch if -b asks for it. Raises: `UserError`."""
+        run.folder.mkdir(parents=True, exist_ok=True)
+        if self.args.batch_size == LARGEST and not run.batch:
+            begin = run.log.stat().st_size if run.log.exists() else 0
+            code = self.start(run, find=True)
+            if sizes := LARGEST_LINE.findall(run.log.read_bytes()[begin:].decode(errors="replace")):
+                (run.folder / "study.batch").write_text(sizes[-1])
             elif code == BAD_INPUT:
-                raise UserError(
-                    f"no largest batch was found, see above: give -b N, not -b {LARGEST}"
-                )
+                raise UserError(f"--find-batch failed, see above: give -b N, not -b {LARGEST}")
             else:
                 return
-        arm.begun.write_text(shlex.join(arm.command))
-        self.start(arm)
+        run.begun.write_text(shlex.join(run.command))
+        self.start(run)
 
-    def start(self, arm: Arm, find: bool = False) -> int:
+    def start(self, run: StudyRun, find: bool = False) -> int:
         """Run the command of `start_of` on all nodes. Returns its exit code."""
-        words = start_of(arm, self.args, self.folder, find)
-        print(f"\n== arm {arm.name}\n+ {shlex.join(words)}", flush=True)
-        if not self.args.link or arm.nodes == 1:
-            return self.run([words], arm)
-        with namespaces.network(arm.nodes) as nodes:
+        words = start_of(run, self.args, self.book, find)
+        print(f"\n== run {run.name}\n+ {shlex.join(words)}", flush=True)
+        if not self.args.link or run.nodes == 1:
+            return self.execute([words], run)
+        with namespaces.network(run.nodes) as nodes:
             for node in nodes:
                 namespaces.limit(node, self.args.link)
-            place = ["-n", str(arm.nodes), "--dist-url"]
+            place = ["-n", str(run.nodes), "--dist-url"]
             place += [f"tcp://{namespaces.address(0)}:{network.free_port()}", "-nr"]
             starts = [[*one.enter, *words, *place, str(i)] for i, one in enumerate(nodes)]
-            return self.run(starts, arm)
+            return self.execute(starts, run)
 
-    def run(self, commands: list[list[str]], arm: Arm | None = None) -> int:
-        """Run ``commands`` side by side. The log of an arm gets what they print, and is shown."""
+    def execute(self, commands: list[list[str]], run: StudyRun | None = None) -> int:
+        """Run ``commands`` side by side. The run's log gets their output, which is also shown."""
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "NODE_RANK")}
         env |= {"PYTHONUNBUFFERED": "1", **dict(self.args.env or ())}
         # In a session of its own: Ctrl-C is for this process, which passes it on.
@@ -347,14 +344,14 @@ class Runner:
         how["preexec_fn"] = functools.partial(launch.die_with_parent, os.getpid())
         how["cwd"] = ROOT if self.args.slurm is not None else None
         with contextlib.ExitStack() as files:
-            if arm:
-                out = files.enter_context(open(arm.log, "ab"))
-                log = files.enter_context(open(arm.log, errors="replace"))
+            if run:
+                out = files.enter_context(open(run.log, "ab"))
+                log = files.enter_context(open(run.log, errors="replace"))
                 log.seek(0, os.SEEK_END)
                 how |= {"stdout": out, "stderr": subprocess.STDOUT}
             self.started = [subprocess.Popen(one, **how) for one in commands]
-            if arm:
-                self.watch(arm, log)
+            if run:
+                self.watch(run, log)
             codes = [process.wait() for process in self.started]
             self.started = []
         return next((128 - code if code < 0 else code for code in codes if code), 0)
@@ -362,9 +359,9 @@ class Runner:
     def is_running(self) -> bool:
         return any(process.poll() is None for process in self.started)
 
-    def watch(self, arm: Arm, log: TextIO) -> None:
-        """Show the log of an arm until it has ended. While it trains, run nvidia-smi: early on, and
-        in its second half."""
+    def watch(self, run: StudyRun, log: TextIO) -> None:
+        """Show a run's log until it has ended. While it trains, call nvidia-smi: early on, and in
+        its second half."""
         began, due, tail, running = None, [0.0, 0.5], "", True
         while running:
             running = self.is_running()  # before reading, or the last lines may be missed
@@ -380,171 +377,64 @@ class Runner:
                 if self.args.hours:
                     part = max(part, (now - began) / 3600 / self.args.hours)
                 if part >= due[0]:
-                    self.nvidia_smi(arm, f"in epoch {epoch} of {epochs}, step {step} of {steps}")
+                    self.nvidia_smi(run, f"in epoch {epoch} of {epochs}, step {step} of {steps}")
                     due = [one for one in due if one > part]
 
-    def nvidia_smi(self, arm: Arm, place: str) -> None:
-        """Keep what nvidia-smi prints on each node while an arm trains, where there is one."""
+    def nvidia_smi(self, run: StudyRun, place: str) -> None:
+        """Keep what nvidia-smi prints on each node while a run trains, if it has that program."""
         where = {"this machine": []} if self.args.simulate else {}
-        for host in self.args.machines[: arm.nodes]:
+        for host in self.args.machines[: run.nodes]:
             where[host.name] = [*shlex.split(self.args.ssh), "-o", "BatchMode=yes", host.address]
         if self.args.slurm is not None:
             # The job that trains, whose name train.sbatch has printed, is not always the newest.
-            job = re.findall(r"--name slurm_(\d+)", arm.log.read_text(errors="replace"))[-1]
-            on_all = [f"--jobid={job}", f"--nodes={arm.nodes}", "--ntasks-per-node=1", "--overlap"]
-            where[f"job {job}"] = ["srun", *on_all, "--label"]
+            job = re.findall(r"--name slurm_(\d+)", run.log.read_text(errors="replace"))[-1]
+            nodes = [f"--jobid={job}", f"--nodes={run.nodes}", "--ntasks-per-node=1", "--overlap"]
+            where[f"job {job}"] = ["srun", *nodes, "--label"]
 
-        def ask(before: list[str]) -> str:
-            """The lines, by node where srun has put a node's number before each."""
+        def output(before: list[str]) -> str:
             how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
             with contextlib.suppress(OSError, subprocess.SubprocessError):
                 done = subprocess.run([*before, "nvidia-smi"], timeout=30, check=True, **how)
                 lines = done.stdout.splitlines()
-                if "--label" in before:
+                if "--label" in before:  # srun puts the number of its node before each line
                     lines.sort(key=lambda line: line.partition(":")[0])
                 return "\n".join(lines)
             return ""
 
         with ThreadPoolExecutor() as pool:
-            texts = dict(zip(where, pool.map(ask, where.values()), strict=True))
+            texts = dict(zip(where, pool.map(output, where.values()), strict=True))
         dumps = [f"# {name}, {place}\n{text}\n" for name, text in texts.items() if text]
         if dumps and self.is_running():
-            (self.folder / f"{arm.name}.nvidia-smi.txt").write_text("\n".join(dumps))
+            (self.book / f"{run.name}.nvidia-smi.txt").write_text("\n".join(dumps))
 
-    def check_nodes(self, arms: list[Arm]) -> None:
+    def check_nodes(self, runs: list[StudyRun]) -> None:
         """Copy the code to all hosts, if asked to, and check them. Raises: `UserError`."""
-        args, arm = self.args, max(arms, key=lambda arm: arm.nodes)
+        args, run = self.args, max(runs, key=lambda run: run.nodes)
         lines = [text for text in args.hosts.read_text().splitlines() if text.split("#")[0].split()]
-        for nodes in {one.nodes for one in arms}:
-            (self.folder / f"hosts_{nodes}").write_text("\n".join(lines[:nodes]) + "\n")
-        for host in args.machines[: arm.nodes] if args.sync else ():
+        for nodes in {one.nodes for one in runs}:
+            (self.book / f"hosts_{nodes}").write_text("\n".join(lines[:nodes]) + "\n")
+        for host in args.machines[: run.nodes] if args.sync else ():
             launcher.sync(args, host)
-        words = ["bash", "scripts/doctor.sh", str(self.folder / f"hosts_{arm.nodes}"), *reach(args)]
-        if not args.no_doctor and self.run([[*words, "--data", arm.data]]) not in (0, 1):
+        words = ["bash", "scripts/doctor.sh", str(self.book / f"hosts_{run.nodes}"), *reach(args)]
+        if not args.no_doctor and self.execute([[*words, "--data", run.data]]) not in (0, 1):
             raise UserError(
                 "the nodes are not ready, see above: correct that and run the same command again "
                 "(--no-doctor trains all the same)"
             )
 
 
-def rows(columns: dict[str, list[tuple[Arm, Run]]], hours: float | None) -> list[list[str]]:
-    """The table that published scaling experiments have, row for row. A column has repeats."""
-    rates = [rate for found in columns.values() for _, run in found if (rate := run.highest("Lr"))]
-    # 1e-4 that went through 32 bits must not become 9.99e-5.
-    power = math.floor(math.log10(min(rates) * 1.0001)) if rates else 0
-    first = next((found for found in columns.values() if found), [])
-    base = [run.epoch_seconds * processes(arm, run) for arm, run in first if run.epoch_seconds]
-
-    def epochs(arm: Arm, run: Run) -> int | None:
-        if hours is None:
-            return run.epochs
-        known = arm.is_finished or (run.total_hours or 0.0) >= hours
-        return run.done_within(hours) if known else None
-
-    def efficiency(arm: Arm, run: Run) -> float | None:
-        own = (run.epoch_seconds or 0.0) * processes(arm, run)
-        return statistics.fmean(base) / own if base and own else None
-
-    minutes = lambda value: f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"  # noqa: E731
-    of = "" if hours is None else f" @ {hours:g} hr"
-    asked: list[tuple[str, Callable[[Arm, Run], float | None], Callable[[float], str]]] = [
-        (f"Learning Rate (e{power})", lambda _, run: run.highest("Lr"),
-         lambda x: f"{x / 10.0**power:.2f}"),
-        ("Global Batch Size", lambda _, run: run.facts.get("global_batch"), "{:.0f}".format),
-        ("Steps Per Epoch", lambda _, run: run.facts.get("steps_per_epoch"), "{:.0f}".format),
-        ("Avg Epoch Time (min)", lambda _, run: runs.ratio(run.epoch_seconds, 60), minutes),
-        (f"Epoch Num{of}", epochs, lambda x: f"{x:.3g}" if x % 1 else f"{x:.0f}"),
-        ("Scaling Efficiency", efficiency, "{:.2f}".format),
-        ("Best Validation Loss", lambda _, run: run.of_best("Loss"), "{:.4f}".format),
-        ("Test Loss", lambda _, run: run.last("Loss/test"), "{:.4f}".format),
-        ("Top1 Test Accuracy", lambda _, run: run.last("Top1/test"), "{:.2f}%".format),
-    ]  # fmt: skip
-    if any(arm.batch for column in columns.values() for arm, _ in column):
-        asked.insert(1, ("Largest Batch Per GPU", lambda arm, _: arm.batch, "{:.0f}".format))
-    found = []
-    for title, value_of, show in asked:
-        cells = []
-        for column in columns.values():
-            values = [v for arm, run in column if (v := value_of(arm, run)) is not None]
-            mean = show(statistics.fmean(values)) if values else table.NONE
-            several = len(set(values)) > 1
-            cells.append(f"{mean} ± {show(statistics.stdev(values))}" if several else mean)
-        found.append([title, *cells])
-    return found
-
-
-def processes(arm: Arm, run: Run) -> float:
-    return run.facts.get("gpus") or arm.nodes
-
-
-def write_page(args: argparse.Namespace, arms: list[Arm], command: str) -> None:
-    """Bring LOGBOOK/NAME.md and the list of all studies up to date."""
-    page, folder = args.logbook / f"{args.name}.md", args.logbook / args.name
-    finished = [arm for arm in arms if arm.is_finished]
-    found = []
-    for arm in arms:
-        run = runs.read(arm.run) if list(arm.run.glob("*tfevents*")) else None
-        if run and run.epochs is not None:
-            seed = "" if arm.seed is None else f"seed {arm.seed}"
-            run.label = ", ".join(filter(None, [arm.title.lower(), arm.group, seed]))
-            run.facts["nodes"] = arm.nodes  # simulated ones share a machine, which is one node
-            found.append((arm, run))
-    parts = [
-        f"# {table.escape_markdown(args.name)}",
-        f"{len(finished)} of {len(arms)} arms finished.",
-    ]
-    if args.simulate:
-        links = f", with links of {args.link}" if args.link else ""
-        parts.append(
-            f"**Simulated: the nodes are processes that share the {os.cpu_count()} cores of one "
-            f"machine{links}; their speeds say nothing about a cluster.**"
-        )
-    parts.append("## Scaling")
-    for group in dict.fromkeys(arm.group for arm in arms):
-        columns = {
-            title: [(arm, run) for arm, run in found if (arm.title, arm.group) == (title, group)]
-            for title in dict.fromkeys(arm.title for arm in arms)
-        }
-        parts += [f"**{table.escape_markdown(group)}**"] if group else []
-        parts.append(table.markdown_table(["", *columns], rows(columns, args.hours)))
-    states = [[arm.name, arm.state] for arm in arms]
-    parts += [LEGEND, "## Arms", table.markdown_table(["arm", "state"], states)]
-    if found:
-        wanted = [json.loads((arm.run / "options.json").read_text()) for arm, _ in found]
-        target = next((top1 for one in wanted if (top1 := one.get("desired_acc"))), None)
-        both = table.Comparison([run for _, run in found], args.hours, target)
-        drawn = pictures.draw(both, folder, only=PICTURES)
-        parts.append(both.section(page, "Metrics", command, [one.file for one in drawn]))
-    if len({arm.nodes for arm in finished}) == len(finished) > 1:
-        words = ["--from", *(str(arm.run) for arm in finished)]
-        words += ["--nodes", ",".join(map(str, args.nodes))]
-        words += ["--gpus-per-node", "1"] if args.simulate else []
-        words += [] if args.simulate and not args.link else ["--fit-network"]
-        line = [sys.executable, str(ROOT / "scripts/forecast_scaling.py"), *words]
-        told = subprocess.run(line, capture_output=True, text=True, check=False)
-        parts += ["## Forecast and measured", table.fence((told.stdout + told.stderr).strip())]
-    for file in (folder / f"{arm.name}.nvidia-smi.txt" for arm in arms):
-        if text := file.is_file() and file.read_text().strip():
-            parts += [f"## {file.name.removesuffix('.txt')}", table.fence(text)]
-    table.put(page, "scaling_study", args.name, "\n\n".join(parts))
-    names = sorted(one.stem for one in args.logbook.glob("*.md") if one.stem != "README")
-    links = "\n".join(f"- [{name}]({name}.md)" for name in names)
-    table.put(args.logbook / "README.md", "scaling_study", "index", f"# Log book\n\n{links}")
-    print(f"log book: {page} is up to date", flush=True)
-
-
 @contextlib.contextmanager
-def held(folder: Path, arms: list[Arm]) -> Iterator[None]:
-    """No second launcher works at this study meanwhile; its arms stay as they have begun.
+def study_lock(folder: Path, runs: list[StudyRun]) -> Iterator[None]:
+    """Lock the study. Reject runs that began with other options.
 
     Raises: `UserError`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for arm in arms:
-        begun = arm.begun.read_text() if arm.begun.exists() else shlex.join(arm.command)
-        if begun != shlex.join(arm.command):
+    for run in runs:
+        begun = run.begun.read_text() if run.begun.exists() else shlex.join(run.command)
+        if begun != shlex.join(run.command):
             raise UserError(
-                f"the arm {arm.name} has begun with other options: run the command as it was "
+                f"the run {run.name} began with other options: use that command "
                 f"({begun}), or choose another --name"
             )
     with open(folder / ".lock", "w") as lock:
@@ -559,37 +449,37 @@ def main() -> int:
     hosts.tolerate_broken_pipe()
     args, training = parse(sys.argv[1:])
     command = shlex.join(["bash", "scripts/scaling_study.sh", *sys.argv[1:]])
-    arms, folder = plan(args, training), args.logbook / args.name
-    left = [arm for arm in arms if not arm.is_finished]
-    print(f"study {args.name}: {len(arms)} arms, {len(left)} to be trained")
-    for arm in arms:
-        print(f"{arm.name}: {'to be trained' if arm in left else 'finished'}")
-        if args.dry_run and arm in left:
-            if args.batch_size == LARGEST and not arm.batch:
-                print(f"    + {shlex.join(start_of(arm, args, folder, find=True))}")
-            print(f"    + {shlex.join(start_of(arm, args, folder))}")
+    runs, folder = plan(args, training), args.logbook / args.name
+    left = [run for run in runs if not run.is_finished]
+    print(f"study {args.name}: {len(runs)} runs, {len(left)} to be trained")
+    for run in runs:
+        print(f"{run.name}: {'to be trained' if run in left else 'finished'}")
+        if args.dry_run and run in left:
+            if args.batch_size == LARGEST and not run.batch:
+                print(f"    + {shlex.join(start_of(run, args, folder, find=True))}")
+            print(f"    + {shlex.join(start_of(run, args, folder))}")
     if args.hours:
-        node_hours = args.hours * sum(arm.nodes for arm in left)
+        node_hours = args.hours * sum(run.nodes for run in left)
         print(f"at most {args.hours * len(left):g} h of training ({node_hours:g} node-hours)")
     if args.dry_run:
         return 0
-    with held(folder, arms):
+    with study_lock(folder, runs):
         runner = Runner(args, folder)
         if args.hosts and left:
             runner.check_nodes(left)
-        for arm in [*left, *left]:  # once more what a lost node or process has ended
-            if arm.is_finished or runner.stopped:
+        for run in [*left, *left]:  # a run that a lost node has ended gets a second attempt
+            if run.is_finished or runner.stopped:
                 continue
-            runner.train(arm)
-            if not arm.is_finished and not runner.stopped:
-                print(f"error: arm {arm.name}: {arm.state}", file=sys.stderr, flush=True)
-            write_page(args, arms, command)
+            runner.train(run)
+            if not run.is_finished and not runner.stopped:
+                print(f"error: {run.name}: {run.state}", file=sys.stderr, flush=True)
+            page.write(args, runs, command)
         if not left:
-            write_page(args, arms, command)
+            page.write(args, runs, command)
     if runner.stopped:
         print("stopped; run the same command again to continue this study", flush=True)
         return INTERRUPTED
-    return 0 if all(arm.is_finished for arm in arms) else 1
+    return 0 if all(run.is_finished for run in runs) else 1
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on 1, 2, 4, ... nodes, one arm after the other, and keep a log book of it; see --help.
+# Train on 1, 2, 4, ... nodes, one run after the other, and keep a log book of it; see --help.
 set -euo pipefail
 export IMAGENET_SUITE=launcher # the mark by which scripts/cleanup.sh knows its own
 here=$(cd "$(dirname "$0")" && pwd)

@@ -15,7 +15,8 @@ from compare.runs import Run
 from conftest import ROOT, TIMEOUT, shell
 from nodes import Nodes, need
 from running import TINY_LINE, Running, eventually, everyone, tiny
-from scaling_study import Arm
+from scaling_study import StudyRun
+from studies import page as study_page
 from test_slurm import STAND_INS
 
 from utils.errors import UserError
@@ -24,31 +25,31 @@ _, ENV = tiny()
 TRAINING = "imagenet_ddp.py -a vgg19 -b 32 --lr 1e-4 tests"  # any folder is data to a plan
 
 
-def plan(own: str, training: str = TRAINING) -> list[Arm]:
-    """The arms of a study with these options of its own; by default, of 8 simulated nodes."""
+def plan(own: str, training: str = TRAINING) -> list[StudyRun]:
+    """The runs of a study with these options of its own; by default, of 8 simulated nodes."""
     where = "" if re.search("/hosts|--simulate|--slurm", own) else "--simulate 8"
     words = f"{where} --name s {own} -- {training}".split()
     return scaling_study.plan(*scaling_study.parse(words))
 
 
-def options(arms: list[Arm], name: str) -> list[str]:
-    """What the script takes in each arm: the last of several values."""
-    places = [len(arm.command) - arm.command[::-1].index(name) for arm in arms]
-    return [arm.command[place] for arm, place in zip(arms, places, strict=True)]
+def options(runs: list[StudyRun], name: str) -> list[str]:
+    """What the script takes in each run: the last of several values."""
+    places = [len(run.command) - run.command[::-1].index(name) for run in runs]
+    return [run.command[place] for run, place in zip(runs, places, strict=True)]
 
 
 def test_weak_scaling_keeps_the_batch_and_scales_the_rate():
     """The learning rates of the published experiment on 1, 2, 4 and 8 nodes."""
-    arms = plan("--hours 2")
-    assert [arm.name for arm in arms] == ["s_1node", "s_2nodes", "s_4nodes", "s_8nodes"]
-    assert options(arms, "--lr") == ["1e-4", "0.000141421", "0.0002", "0.000282843"]
-    assert options(arms, "-b") == ["32"] * 4
-    assert options(arms, "--train-time") == ["2"] * 4
+    runs = plan("--hours 2")
+    assert [run.name for run in runs] == ["s_1node", "s_2nodes", "s_4nodes", "s_8nodes"]
+    assert options(runs, "--lr") == ["1e-4", "0.000141421", "0.0002", "0.000282843"]
+    assert options(runs, "-b") == ["32"] * 4
+    assert options(runs, "--train-time") == ["2"] * 4
     assert options(plan("--lr-scaling linear"), "--lr")[-1] == "0.0008"
-    assert [arm.nodes for arm in plan("--simulate 6")] == [1, 2, 4, 6]
+    assert [run.nodes for run in plan("--simulate 6")] == [1, 2, 4, 6]
     for more, lr in (("--optimizer adamw", "0.002"), ("--recipe fast16", "0.85")):
-        _, arm = plan("--nodes 2,8", f"imagenet_ddp.py tests {more}")
-        assert (options([arm], "--lr"), arm.data) == ([lr], "tests")
+        _, run = plan("--nodes 2,8", f"imagenet_ddp.py tests {more}")
+        assert (options([run], "--lr"), run.data) == ([lr], "tests")
 
 
 def test_strong_scaling_shares_the_batch_and_keeps_the_rate(tmp_path):
@@ -60,20 +61,20 @@ def test_strong_scaling_shares_the_batch_and_keeps_the_rate(tmp_path):
         (hosts, "imagenet_ddp.py -g 4", ["24", "12"]),
         (f"{hosts} --nodes 1", "imagenet_dp.py", ["96"]),
     ):
-        arms = plan(f"{own} --global-batch 96", f"{script} tests")
-        assert options(arms, "-b") == batches
-        assert not any("--lr" in arm.command for arm in arms)
+        runs = plan(f"{own} --global-batch 96", f"{script} tests")
+        assert options(runs, "-b") == batches
+        assert not any("--lr" in run.command for run in runs)
 
 
 def test_a_grid_with_seeds():
     """All of one seed first; the nodes from few to many."""
-    arms = plan("--nodes 1,2 --vary recipe=tiny,fast16 --seeds 0,1")
-    assert [arm.name for arm in arms][:3] == [
+    runs = plan("--nodes 1,2 --vary recipe=tiny,fast16 --seeds 0,1")
+    assert [run.name for run in runs][:3] == [
         *("s_1node_recipe-tiny_seed0", "s_1node_recipe-fast16_seed0", "s_2nodes_recipe-tiny_seed0")
     ]
-    assert options(arms, "--seed") == ["0"] * 4 + ["1"] * 4
+    assert options(runs, "--seed") == ["0"] * 4 + ["1"] * 4
     scripts = plan("--nodes 1 --vary script=imagenet_ddp.py,imagenet_fsdp.py")
-    assert [arm.command[0] for arm in scripts] == ["imagenet_ddp.py", "imagenet_fsdp.py"]
+    assert [run.command[0] for run in scripts] == ["imagenet_ddp.py", "imagenet_fsdp.py"]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_a_grid_with_seeds():
         ("", "imagenet_ddp.py nowhere", "data folder nowhere is missing"),
         ("--seeds 0,1", f"{TRAINING} --seed 3", "give --seeds before"),
         ("--nodes 16", TRAINING, "--nodes 16, but there are 8"),
-        ("--nodes 2,2", TRAINING, "two arms would be called s_2nodes"),
+        ("--nodes 2,2", TRAINING, "two runs would be called s_2nodes"),
         ("-b largest", TRAINING, "-b among the script's options: give -b before the --"),
         ("-b 8 --global-batch 64", "imagenet_ddp.py tests", "either --global-batch or -b"),
         ("--link 5", TRAINING, "--link 5 is not a rate"),
@@ -108,15 +109,18 @@ def test_what_has_begun_stays_as_it_is(tmp_path):
     """Arms may be added to a study; those that have begun may not change."""
     training = f"{TRAINING} --output-dir {tmp_path}/runs"
     first, more = (plan(f"--nodes {nodes}", training) for nodes in ("1,2", "1,2,4"))
-    with scaling_study.held(tmp_path / "book/s", first), pytest.raises(UserError, match="already"):
-        scaling_study.held(tmp_path / "book/s", first).__enter__()
-    first[0].run.mkdir(parents=True)
+    with (
+        scaling_study.study_lock(tmp_path / "book/s", first),
+        pytest.raises(UserError, match="already"),
+    ):
+        scaling_study.study_lock(tmp_path / "book/s", first).__enter__()
+    first[0].folder.mkdir(parents=True)
     first[0].begun.write_text(shlex.join(first[0].command))
-    with scaling_study.held(tmp_path / "book/s", more):
+    with scaling_study.study_lock(tmp_path / "book/s", more):
         pass
     other = plan("--nodes 1,2 --hours 1", training)
-    with pytest.raises(UserError, match="s_1node has begun with other options"):
-        scaling_study.held(tmp_path / "book/s", other).__enter__()
+    with pytest.raises(UserError, match="s_1node began with other options"):
+        scaling_study.study_lock(tmp_path / "book/s", other).__enter__()
 
 
 def test_a_dry_run_prints_what_can_be_typed_and_does_nothing(tmp_path):
@@ -175,7 +179,7 @@ PUBLISHED = """
 CELLS = [[cell.strip() for cell in row.split("|")[1:-1]] for row in PUBLISHED]
 
 
-def published_run(place: int, more_loss: float = 0.0) -> tuple[Arm, Run]:
+def published_run(place: int, more_loss: float = 0.0) -> tuple[StudyRun, Run]:
     """The run of a column, with what its cells say; the epochs after 2 hours were trained too."""
     lr, batch, steps, minutes, epochs, _, loss, test_loss, top1 = (
         float(row[place + 1].strip("%")) for row in CELLS
@@ -191,17 +195,17 @@ def published_run(place: int, more_loss: float = 0.0) -> tuple[Arm, Run]:
         "Loss/test": {last: test_loss},
         "Top1/test": {last: top1},
     }
-    return Arm(f"{nodes}", nodes, "", None, (), run.path, "DATA"), run
+    return StudyRun(f"{nodes}", nodes, "", None, (), run.path, "DATA"), run
 
 
 def test_the_published_table_column_for_column():
     columns = {f"{2**place} Nodes": [published_run(place)] for place in range(4)}
-    assert scaling_study.rows(columns, 2.0) == CELLS
+    assert study_page.rows(columns, 2.0) == CELLS
 
 
 def test_the_validation_loss_is_that_of_the_model_that_is_tested():
     """--best-by chooses it, also between a model and its averaged weights."""
-    arm, run = published_run(0)
+    one, run = published_run(0)
     run.scalars |= {
         "Loss/val": {1: 0.7, 2: 0.5, 3: 0.6},
         "Top1/val": {1: 71.0, 2: 70.0, 3: 72.0},
@@ -210,17 +214,17 @@ def test_the_validation_loss_is_that_of_the_model_that_is_tested():
     }
     for best_by, loss in (("top1", "0.8000"), ("loss", "0.5000")):
         run.facts["best_by"] = best_by
-        rows = {title: cells for title, *cells in scaling_study.rows({"1 Node": [(arm, run)]}, 2.0)}
+        rows = {title: cells for title, *cells in study_page.rows({"1 Node": [(one, run)]}, 2.0)}
         assert rows["Best Validation Loss"] == [loss]
 
 
 def test_repeats_have_a_mean_and_a_spread():
-    """What a run has not recorded, or not reached, is "-"; an arm to come has a column."""
+    """What a run has not recorded, or not reached, is "-"; a run to come has a column."""
     columns = {"1 Node": [published_run(0), published_run(0, 0.02)], "2 Nodes": []}
     for _, run in columns["1 Node"]:
         run.scalars.pop("Loss/test")
         run.hours = {1: 0.1}
-    rows = {title: cells for title, *cells in scaling_study.rows(columns, 2.0)}
+    rows = {title: cells for title, *cells in study_page.rows(columns, 2.0)}
     assert rows["Best Validation Loss"] == ["0.3895 ± 0.0141", "-"]
     assert rows["Test Loss"] == rows["Epoch Num @ 2 hr"] == ["-", "-"]
     assert rows["Global Batch Size"] == ["32", "-"]
@@ -228,17 +232,17 @@ def test_repeats_have_a_mean_and_a_spread():
 
 def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
     """A run of two processes on this machine records one node."""
-    monkeypatch.setattr(scaling_study.pictures, "draw", lambda *_, **__: [])
+    monkeypatch.setattr(study_page.pictures, "draw", lambda *_, **__: [])
     own = f"--simulate 2 --name s --logbook {tmp_path}/book -- imagenet_ddp.py"
     args, training = scaling_study.parse(f"{own} --output-dir {tmp_path} tests".split())
     runs = scaling_study.plan(args, training)
     for number, one in enumerate(runs, 1):
         facts = {"arch": "resnet18", "gpus": number, "nodes": 1, "global_batch": 128 * number}
-        event_files.write(one.run, event_files.epochs_of(100 * number, 128), options=facts)
-        (one.run / "options.json").write_text("{}")
-        (one.run / "summary.json").write_text('{"finished_because": "epochs"}')
+        event_files.write(one.folder, event_files.epochs_of(100 * number, 128), options=facts)
+        (one.folder / "options.json").write_text("{}")
+        (one.folder / "summary.json").write_text('{"finished_because": "epochs"}')
     (tmp_path / "book").mkdir()
-    scaling_study.write_page(args, runs, "command")
+    study_page.write(args, runs, "command")
     page = (tmp_path / "book/s.md").read_text()
     assert "| nodes | 1 | 2 |" in page
     assert "1 GPU per node" in page, page  # the forecast
@@ -295,7 +299,7 @@ def left(place: Path) -> list:
 
 
 def test_a_study_is_killed_stopped_and_continued(folder, tmp_path):
-    """Finished arms are not trained again, not even one whose end nobody could note.
+    """Finished runs are not trained again, not even one whose end nobody could note.
 
     A run has written its summary before it prints its time.
     """
@@ -303,33 +307,33 @@ def test_a_study_is_killed_stopped_and_continued(folder, tmp_path):
     programs = put_programs(tmp_path, **{"nvidia-smi": COUNT})
     words = study(tmp_path, "--simulate 1 --env KEY=secret --vary lr=0.05,0.02", training)
     slow = ENV | programs | {"STEP_SECONDS": "0.2"}
-    arms = [tmp_path / f"runs/s_1node_lr-{lr}" for lr in ("0.05", "0.02")]
+    runs = [tmp_path / f"runs/s_1node_lr-{lr}" for lr in ("0.05", "0.02")]
     with run(words, **slow) as started:
         started.until("Training time")
         started.send(signal.SIGKILL)
         started.process.wait()
         assert eventually(lambda: not left(tmp_path)), left(tmp_path)
     assert not (tmp_path / "book/s.md").exists()
-    first = (arms[0] / "summary.json").stat().st_mtime_ns
+    first = (runs[0] / "summary.json").stat().st_mtime_ns
     with run(words, **slow) as started:
         started.until("Epoch 1/2 step")
         started.send(signal.SIGINT, group=True)
         done = started.result()
     assert done.code == 75, done.out + done.err
-    assert "2 arms, 1 to be trained" in done.out
-    assert "1 of 2 arms finished" in (tmp_path / "book/s.md").read_text()
+    assert "2 runs, 1 to be trained" in done.out
+    assert "1 of 2 runs finished" in (tmp_path / "book/s.md").read_text()
     with run(words, **slow) as started:
-        started.until(f"resumed from {arms[1]}/snapshot.pt: epoch 1, step [1-9]")
+        started.until(f"resumed from {runs[1]}/snapshot.pt: epoch 1, step [1-9]")
         done = started.result()
-    assert (done.code, done.out.count("== arm")) == (0, 1), done.out + done.err
-    assert (arms[0] / "summary.json").stat().st_mtime_ns == first
+    assert (done.code, done.out.count("\n== run")) == (0, 1), done.out + done.err
+    assert (runs[0] / "summary.json").stat().st_mtime_ns == first
     with run(words, **slow) as started:
         done = started.result()
-    assert (done.code, done.out.count("== arm")) == (0, 0), done.out + done.err
-    assert "2 arms, 0 to be trained" in done.out
+    assert (done.code, done.out.count("\n== run")) == (0, 0), done.out + done.err
+    assert "2 runs, 0 to be trained" in done.out
     page = (tmp_path / "book/s.md").read_text()
     for text in (
-        "2 of 2 arms finished",
+        "2 of 2 runs finished",
         "**Simulated: the nodes are processes",
         "| Global Batch Size | 5 |",
         "--env KEY --vary",
@@ -402,7 +406,7 @@ def test_over_ssh_launcher_and_node_are_killed(folder, tmp_path):
             first.process.wait()
         with nodes[0].type(words, **ENV) as second:
             second.allow(4 * TIMEOUT)
-            second.until(r"== arm s_2nodes")
+            second.until(r"== run s_2nodes")
             second.until(r"\[node1\] Epoch 2/3 step")
             nodes[2].kill()
             second.until("lost the connection to node2")
