@@ -20,8 +20,8 @@ launch.prepare()  # before torch is imported, which takes seconds
 import torch
 from bench import commands, photographs
 
-from utils import provenance
 from utils.errors import INTERRUPTED, UserError, report, tolerate_broken_pipe
+from utils.extras import comparison
 from utils.option_types import number
 from utils.world import check_gpus
 
@@ -120,7 +120,7 @@ def main() -> int:
     names["gpus"] = str(0 if small else torch.cuda.device_count())
     names["input"] = "" if photographs.find() else names["out"] + "/sample"
     names["workers"] = str(launch.usable_cores())
-    about = provenance.describe(torch.device(args.device)) | {"gpus": names["gpus"]}
+    about = comparison.describe(torch.device(args.device)) | {"gpus": names["gpus"]}
     text = f"# GPU report\n\n{date.today():%d %B %Y}, `bash scripts/gpu_report.sh`\n\n"
     text += "**Tried on the CPU: the figures mean nothing.**\n\n" if small else ""
     text += "\n".join(f"- {name}: {value}" for name, value in about.items()) + "\n"

@@ -144,7 +144,7 @@ def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
     """All points in a run's event files: tag -> [(x, value)]. Each tag must be in the table."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from utils.tensorboard import LAYOUT
+    from utils.extras.comparison import LAYOUT
 
     events = EventAccumulator(
         str(run), size_guidance={"scalars": 0}, purge_orphaned_data=False

@@ -12,6 +12,7 @@ from tensorboard import program
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+from utils.extras.comparison import closing, opening
 from utils.tensorboard import EventFile, cut_off
 
 STATUSES = ["STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING", "STATUS_UNKNOWN"]
@@ -60,7 +61,7 @@ def test_file_cut_short_by_a_crash_is_read_as_far_as_it_goes(written):
 
 def test_a_disk_that_was_full_leaves_one_file_whose_curves_have_a_gap(tmp_path, logged):
     with small_disk(tmp_path) as disk:
-        events, ballast = EventFile(disk, {"lr": 0.1}), disk / "ballast"
+        events, ballast = EventFile(disk, opening({"lr": 0.1})), disk / "ballast"
         events.write({"Loss/train": 1.0}, 1)
         fill(ballast)
         for x in range(2, 200):
@@ -68,10 +69,10 @@ def test_a_disk_that_was_full_leaves_one_file_whose_curves_have_a_gap(tmp_path, 
         kept = [x for x, _ in scalars(disk)["Loss/train"]]
         assert kept == [*range(1, kept[-1] + 1)] and kept[-1] < 199
         with pytest.raises(OSError):
-            EventFile(disk, {"lr": 0.1})
+            EventFile(disk, opening({"lr": 0.1}))
         ballast.unlink()
         events.write({"Loss/train": 200.0}, 200)
-        events.close(success=True)
+        events.add(closing(success=True))
         assert [x for x, _ in scalars(disk)["Loss/train"]] == [*kept, 200]
         assert len(list(disk.iterdir())) == 1
         assert len(logged) == 1 and "its curves have a gap" in logged[0]

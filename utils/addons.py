@@ -5,6 +5,7 @@ imports it only then. Nothing else in the core imports from there; the scripts i
 that are their mode (fsdp, o2, apex). Extras import the core, not one another.
 """
 
+import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -354,9 +355,45 @@ def advise(session: Any, record: dict[str, float]) -> None:
 
 
 def status(session: Any) -> Any:
-    """The file that scripts/status.sh reads; or None."""
+    """A function of (phase, figures) that says what this process is doing: to scripts/status.sh."""
     if not _is_there("status"):
-        return None
+        return lambda *_, **figures: None
     from utils.extras.status import Status
 
-    return Status(session)
+    return Status(session).show
+
+
+def progress_bar(world: Any) -> Any:
+    """A progress bar for rank 0 on a terminal; or None."""
+    if not (world.is_main and sys.stderr.isatty() and _is_there("progress_bar")):
+        return None
+    from utils.extras.progress_bar import ProgressBar
+
+    return ProgressBar()
+
+
+def facts(session: Any) -> dict[str, Any]:
+    """Facts about a training, for its event file and summary.json."""
+    if not _is_there("comparison"):
+        return {}
+    from utils.extras import comparison
+
+    return comparison.facts(session)
+
+
+def opening_summaries(facts: dict[str, Any]) -> list[Any]:
+    """What an event file begins with: the charts of TensorBoard, and the facts about the run."""
+    if not _is_there("comparison"):
+        return []
+    from utils.extras import comparison
+
+    return comparison.opening(facts)
+
+
+def closing_summaries(success: bool) -> list[Any]:
+    """What an event file ends with."""
+    if not _is_there("comparison"):
+        return []
+    from utils.extras import comparison
+
+    return comparison.closing(success)

@@ -134,7 +134,7 @@ class Meter:
         self.steps, self.first = session.train.sampler.steps_per_epoch, session.state.step
         self.sums = Sums(session.world.device, self.state.sums)
         title = f"Epoch {self.state.epoch + 1}/{session.args.epochs}"
-        session.run.console.start_bar(title, self.steps, self.first)
+        session.run.start_steps(title, self.steps, self.first)
         session.train.start_count()
         session.stop.begin_phase()
         self.is_first = self.state.epoch == session.first_epoch  # of this process
@@ -169,7 +169,7 @@ class Meter:
         of a resumed one has a line as well, which counts for the next line, too.
         """
         session, state, step = self.session, self.state, self.state.step
-        session.run.console.move_bar(step)
+        session.run.step(step)
         is_due = step % session.print_freq == 0 or step == self.steps
         is_first = step == self.first + 1 and self.is_first
         if not (is_due or is_first):
@@ -187,7 +187,7 @@ class Meter:
         place += f" step {step:{len(str(self.steps))}}/{self.steps}"
         values = {"loss": metrics.loss, "top-1": metrics.top1, "top-5": metrics.top5}
         values |= {"images/s": rate, "s/step": seconds / done, "waiting %": 100 * waited / seconds}
-        session.run.step(place, step, values)
+        session.run.step(step, place, values)
 
     def _draw(self, loss: float, rate: float) -> None:
         """Per-step curves, and the figures of scripts/ssh/status.py."""
@@ -204,7 +204,7 @@ class Meter:
         if session.world.device.type == "cuda":
             torch.cuda.synchronize(session.world.device)
         seconds, done = time.perf_counter() - self.began, state.step - self.first
-        session.run.console.stop_bar()
+        session.run.stop_steps()
         # If evaluation is stopped, the epoch is not closed, and they are needed.
         state.sums = self.sums.total(session.world)
         bad.share(session.world)
@@ -254,7 +254,7 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
     which stops.
     """
     world, sampler, stop = session.world, batches.sampler, None
-    console, model = session.run.console, session.state.model
+    run, model = session.run, session.state.model
     if isinstance(session, Training):
         stop = session.stop
         if stop.reason:  # the epoch was cut short
@@ -264,7 +264,7 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
     # Each rank has seen other batches since DDP last shared the running statistics of batch norm.
     copy_from_rank0(model, world, parameters=False)
     model.eval()
-    console.start_bar("Evaluation", sampler.rounds)
+    run.start_steps("Evaluation", sampler.rounds)
     sums, began, iterator = Sums(world.device), time.perf_counter(), iter(batches)
     for number in range(sampler.rounds):
         batch = next(iterator, None)  # the last round may not reach all ranks
@@ -278,12 +278,12 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
         elif session.state.sharded:  # the other ranks gather their weights with this one
             for _ in range(1 + session.args.val_flip):
                 predict(batches.blank())
-        console.move_bar(number + 1)
+        run.step(number + 1)
         if stop is not None and stop.poll():
             break
     reshard(model)
     metrics, seconds = to_metrics(sums.total(world)), time.perf_counter() - began
-    console.stop_bar()
+    run.stop_steps()
     bad = batches.bad
     bad.share(world)
     if bad.too_many or not (metrics.images or (stop is not None and stop.reason)):

@@ -78,7 +78,7 @@ def begin(session: Session) -> Training:
     steps = session.train.sampler.steps_per_epoch
     # All ranks add up what a line shows, so one of them says when a line is due.
     print_freq = broadcast_from_rank0(lambda: args.print_freq, world)
-    run.begin(state.epoch, state.epoch + state.step / steps, report.facts(session))
+    run.begin(state.epoch, state.epoch + state.step / steps, addons.facts(session))
     report.start(session)
     writer = SnapshotWriter(run.folder, run.written) if world.is_main else None
     limits = (args.train_time, state.elapsed, args.snapshot_minutes)
@@ -87,7 +87,7 @@ def begin(session: Session) -> Training:
         stop=StopRequest(world, *limits, is_busy=lambda: writer.busy),
         watch=addons.watch(session),
         snapshots=writer,
-        status=addons.status(session),
+        show_status=addons.status(session),
         print_freq=print_freq,
         first_epoch=state.epoch,
     )
@@ -168,7 +168,6 @@ def end(session: Training, predict: Predict) -> int:
         session.snapshots.wait if session.snapshots else None, session.world
     )
     if stop.error is not None:
-        session.forget_status()
         run.close()
         raise stop.error
     reason, test = stop.end_training(), None
@@ -176,7 +175,6 @@ def end(session: Training, predict: Predict) -> int:
         test = test_best(session, predict)
     stop.reason = stop.reason or reason
     session.watch.close()
-    session.forget_status()
     pauses = session.snapshots.pauses if session.snapshots else []
     report.end(session, stop.reason, test=test, pauses=pauses)
     stop.close()

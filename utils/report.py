@@ -2,14 +2,13 @@
 
 import logging
 import shlex
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from utils import addons, amp, errors, optim, provenance, samplers
+from utils import addons, errors, optim, samplers
 from utils.option_types import recipe_words
 from utils.provenance import over_epochs
 from utils.session import Session
@@ -70,32 +69,8 @@ def sharding(session: Session) -> None:
         log.info(addons.sharding_text(session.state.model, session.args))
 
 
-def facts(session: Session) -> dict[str, Any]:
-    """What the event file records besides the options: sizes, data, machine, date.
-
-    ``gpus`` counts processes where there is no GPU.
-    """
-    args, world, sampler = session.args, session.world, session.train.sampler
-    state = session.state
-    on_gpu = world.device.type == "cuda"
-    gpus = torch.cuda.device_count() if on_gpu and session.run.mode == "dp" else world.size
-    return setting(session) | {
-        "gpus": gpus,
-        "precision": getattr(args, "opt_level", None) or amp.NAMES[session.loaders.dtype],
-        "batch_per_gpu": session.global_batch / gpus,
-        "train_sizes": args.progressive or str(state.preprocessing["image_size"]),
-        "steps_per_epoch": sampler.steps_per_epoch,
-        "train_images": sampler.images,
-        "val_images": session.loaders.val.sampler.images,
-        "class_count": len(session.loaders.classes),
-        "data_id": session.train.bad.source.fingerprint(),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        **provenance.describe(world.device),
-    }
-
-
 def setting(session: Session) -> dict[str, Any]:
-    """Facts of the run in both the event file and summary.json."""
+    """Facts about a run: of the event file, of summary.json and of ``--dummy``."""
     world = session.world
     return {
         "arch": session.args.arch,

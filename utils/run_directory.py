@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from tqdm import tqdm
-
 from utils import addons, errors, tensorboard
 from utils.atomic import read_checkpoint, remove_leftovers, save_atomically
 from utils.errors import UserError, printable
@@ -148,7 +146,7 @@ class Console(logging.Handler):
         super().__init__(logging.INFO)
         self.path, self.world = folder and folder / LOG, world
         self.shows = world.local_rank == 0
-        self.bar: tqdm | None = None
+        self.bar = addons.progress_bar(world)
         logger = logging.getLogger("utils")
         logger.setLevel(logging.INFO)
         logger.addHandler(self)
@@ -157,30 +155,12 @@ class Console(logging.Handler):
         """Show one line. A full disk must not end a training: the line has been printed."""
         text = as_line(record)
         if self.bar is not None:
-            tqdm.write(text)
+            self.bar.write(text)
         elif self.shows:
             print(text if self.world.is_main else f"[rank {self.world.rank}] {text}", flush=True)
         if self.world.is_main and self.path is not None:
             with contextlib.suppress(OSError), open(self.path, "a") as file:
                 file.write(text + "\n")
-
-    def start_bar(self, title: str, steps: int, done: int = 0) -> None:
-        """Show a progress bar for ``steps`` steps if rank 0 writes to a terminal."""
-        if self.world.is_main and sys.stderr.isatty():
-            self.bar = tqdm(total=steps, initial=done, desc=title, leave=False, unit="step")
-
-    def move_bar(self, done: int, text: str = "") -> None:
-        """Let the bar, if there is one, show ``done`` steps, and from now on ``text`` behind it."""
-        if self.bar is not None:
-            if text:
-                self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update(done - self.bar.n)
-
-    def stop_bar(self) -> None:
-        """Remove the bar."""
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
 
 
 # ---- the directory
@@ -369,7 +349,7 @@ class Run:
     def begin(self, epoch: int, position: float, facts: dict[str, Any] | None = None) -> None:
         """Open the files. Points past ``epoch`` (finished) and ``position`` (epochs, fractional)
         that a killed run left in the event files are cut off, so that curves never run backward.
-        ``facts`` about a training (see `report.facts`) begin the run's `record`.
+        ``facts`` about a training (see `addons.facts`) begin the run's `record`.
         """
         if self.folder is None:
             return
@@ -387,16 +367,27 @@ class Run:
                 self.tell_written(self.folder / name)
             if facts is not None:  # without curves, an event file would make it a run to compare
                 self.record |= facts
-                self.events = tensorboard.EventFile(self.folder, self.options | self.record)
+                opening = addons.opening_summaries(self.options | self.record)
+                self.events = tensorboard.EventFile(self.folder, opening)
                 self.curves.append(self.events.write)
 
-    def step(self, place: str, done: int, values: dict[str, float]) -> None:
-        """Report ``done`` steps of an epoch: move the bar, or print a line."""
-        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+    def start_steps(self, title: str, steps: int, done: int = 0) -> None:
+        """The ``steps`` steps of an epoch or of an evaluation begin."""
         if self.console.bar is not None:
-            self.console.move_bar(done, text)
-        else:
+            self.console.bar.start(title, steps, done)
+
+    def step(self, done: int, place: str = "", values: dict[str, float] | None = None) -> None:
+        """So many steps are ``done``; print ``place`` and ``values``, if there are any."""
+        text = "  ".join(f"{name} {value:.4g}" for name, value in (values or {}).items())
+        if self.console.bar is not None:
+            self.console.bar.move(done, text)
+        elif text:
             log.info(f"{place}  {text}")
+
+    def stop_steps(self) -> None:
+        """The last step is done."""
+        if self.console.bar is not None:
+            self.console.bar.stop()
 
     def scalars(self, values: dict[str, float], x: int) -> None:
         """Draw points at ``x``, in rank 0; NaN (nothing measured) is left out."""
@@ -432,7 +423,8 @@ class Run:
             try:
                 _save_json(clean, path)
                 if self.events is not None:
-                    self.events.close(self.record["finished_because"] != "interrupted")
+                    success = self.record["finished_because"] != "interrupted"
+                    self.events.add(addons.closing_summaries(success))
             except OSError as fault:
                 log.warning(f"cannot write {path} ({fault.strerror})")
             self.tell_written(path)

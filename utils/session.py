@@ -50,16 +50,6 @@ class Training(Session):
     stop: StopRequest
     watch: Any  # see `addons.watch`
     snapshots: SnapshotWriter | None  # in rank 0 alone
-    status: Any  # `utils.extras.status.Status`, if any
+    show_status: Callable[..., None]  # of (phase, figures): see `addons.status`
     print_freq: int  # steps between printed lines, the same in all ranks
     first_epoch: int  # the first one that this process trains
-
-    def show_status(self, phase: str, **figures: Any) -> None:
-        """Say what this process is doing, for scripts/status.sh."""
-        if self.status is not None:
-            self.status.show(phase, **figures)
-
-    def forget_status(self) -> None:
-        """Training has ended."""
-        if self.status is not None:
-            self.status.remove()

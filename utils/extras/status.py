@@ -1,11 +1,11 @@
 """The file in memory from which scripts/status.sh reads what each process is doing.
 
-`utils.session.Training.show_status` writes it. Always on; without this file, status.sh finds no
-training.
+Interface: `Training.show_status`. Always on; without this file, status.sh finds no training.
 """
 
 import contextlib
 import json
+import multiprocessing.util
 import os
 import socket
 import stat
@@ -43,6 +43,8 @@ class Status:
             "epochs": args.epochs,
             "gpu": gpu,
         }
+        # Also after an error: `launch.run_main` ends a process this way.
+        multiprocessing.util.Finalize(None, self.remove, exitpriority=0)
 
     def show(self, phase: str, parts: dict[str, float] | None = None, **figures: float) -> None:
         """Write what this process is doing; figures stay until new ones come.

@@ -1,0 +1,166 @@
+"""What a run is compared by: TensorBoard's pages "custom scalars" and HParams. Always on.
+
+Interface: summaries that open and close an event file; scripts/compare_runs.py reads them, too.
+Without this file, runs have curves alone: no charts, no table of options, machine and versions.
+"""
+
+import re
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from torch.utils.tensorboard.summary import custom_scalars, hparams
+
+from utils import amp, provenance, report
+from utils.session import Session
+
+ROOT = Path(__file__).resolve().parents[2]
+# All tags, by page and chart of TensorBoard's custom scalars; the title says what they mean. Of a
+# tag that ends in _rank there is one for each process: _rank0, _rank1, ...
+CHARTS = {
+    "Accuracy": {
+        "validation: top-1, % (ema: of the averaged weights)": "Top1/val Top1/ema",
+        "validation: top-5, %": "Top5/val Top5/ema",
+        "validation: loss": "Loss/val Loss/ema",
+        "training: top-1, %": "Top1/train",
+        "training: top-5, %": "Top5/train",
+        "training: loss": "Loss/train",
+        "the best model on DATA/test, at the end": "Loss/test Top1/test Top5/test",
+        "learning rate": "Lr",
+        "size of training images, with --progressive": "Size/train",
+    },
+    "Speed": {
+        "images/s, all processes": "Throughput/train Throughput/val",
+        # Communication: what compute does not hide, waiting for slower processes included. FSDP's
+        # is part of compute.
+        "seconds per step, and its parts (means over all processes)": (
+            "Time/train Time/val Time/data Time/compute Time/communication"
+        ),
+        "share of the time that training waits for data": "IO/wait_share",
+        "reading, MB/s": "IO/read_mb_s",
+        "reading, files/s": "IO/files_s",
+        "unreadable files": "IO/bad_files",
+    },
+    "Steps": {  # since the last printed line
+        "loss": "Step/loss",
+        "images/s, all processes": "Step/throughput",
+        "seconds per step of rank 0": "Step/data_s Step/compute_s Step/communication_s",
+    },
+    "Hardware": {
+        "GPU utilisation, %": "GPU/utilisation_rank",
+        "GPU memory, GiB": "GPU/memory_gb_rank",
+        "GPU power, W": "GPU/power_w_rank",
+        "GPU temperature, C": "GPU/temperature_c_rank",
+        "CPU utilisation, % of the cores that the process may use": "CPU/utilisation_rank",
+        "memory of the process, GiB": "CPU/memory_gb_rank",
+        "tensors, MiB": (
+            "Memory/parameters_mb_rank Memory/gradients_mb_rank Memory/optimizer_mb_rank "
+            "Memory/activations_mb_rank"
+        ),
+        "loss scale": "Amp/scale",
+        "steps skipped since the run began": "Amp/skipped",
+    },
+}
+# The columns of the HParams page, which has room for few; the entry itself has all options.
+COLUMNS = {
+    **dict.fromkeys(("arch", "mode", "precision", "comm"), ""),
+    **dict.fromkeys(
+        ("nodes", "gpus", "batch_per_gpu", "global_batch", "lr", "epochs", "image_size"), 0.0
+    ),
+}
+METRICS = ("Top1/val", "Top5/val", "Loss/val", "Throughput/train", "Time/train", "IO/wait_share")
+
+
+def _patterns(tags: str) -> list[str]:
+    return [f"^{tag}" if tag.endswith("_rank") else f"^{tag}$" for tag in tags.split()]
+
+
+LAYOUT = {
+    page: {title: ["Multiline", _patterns(tags)] for title, tags in charts.items()}
+    for page, charts in CHARTS.items()
+}
+
+
+# ---- an event file
+
+
+def opening(options: Mapping[str, Any]) -> list[Summary]:
+    """The summaries that open an event file: charts, and the HParams entry with its values."""
+    return [custom_scalars(LAYOUT), *entry(options)]
+
+
+def entry(options: Mapping[str, Any]) -> list[Summary]:
+    """The summaries that open a run's HParams entry: which columns there are, and its values.
+
+    scripts/compare_runs.py reads a run's options from it.
+    """
+    return [hparams(COLUMNS, dict.fromkeys(METRICS))[0], hparams(dict(options), {})[1]]
+
+
+def closing(success: bool) -> list[Summary]:
+    """The summary that ends it. Without it, a run is still training, or was killed."""
+    end = hparams({}, {})[2]
+    if not success:
+        data = end.value[0].metadata.plugin_data
+        content = HParamsPluginData.FromString(data.content)
+        content.session_end_info.status = STATUS_FAILURE
+        data.content = content.SerializeToString()
+    return [end]
+
+
+# ---- facts about a run
+
+
+def facts(session: Session) -> dict[str, Any]:
+    """What event file and summary.json say of a run besides the options: sizes, data, machine.
+
+    ``gpus`` counts processes where there is no GPU.
+    """
+    args, world, sampler = session.args, session.world, session.train.sampler
+    state = session.state
+    on_gpu = world.device.type == "cuda"
+    gpus = torch.cuda.device_count() if on_gpu and session.run.mode == "dp" else world.size
+    return report.setting(session) | {
+        "gpus": gpus,
+        "precision": getattr(args, "opt_level", None) or amp.NAMES[session.loaders.dtype],
+        "batch_per_gpu": session.global_batch / gpus,
+        "train_sizes": args.progressive or str(state.preprocessing["image_size"]),
+        "steps_per_epoch": sampler.steps_per_epoch,
+        "train_images": sampler.images,
+        "val_images": session.loaders.val.sampler.images,
+        "class_count": len(session.loaders.classes),
+        "data_id": session.train.bad.source.fingerprint(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        **describe(world.device),
+    }
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Names and versions: cpu, gpu and driver where ``device`` is a GPU, torch, commit."""
+    model = re.search(r"^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    facts = {
+        "cpu": model[1].strip() if model else "",
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+    if device.type == "cuda":
+        facts |= {"gpu": torch.cuda.get_device_name(device), "driver": provenance.driver()}
+    return {key: text for key, text in facts.items() if text}
+
+
+def commit() -> str:
+    """This code's commit, with "+" behind it if files differ from it; empty if unknown."""
+    if not (ROOT / ".git").exists():  # do not take the commit of a repository around this copy
+        return ""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty=+"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
