@@ -10,8 +10,8 @@ It begins with the pre-flight check of a run (ports in both directions, code, to
 process per node compares data, GPUs, versions, clocks and limits, measures reading, decoding and
 the all-reduce, and forecasts a step.
 
-Exit code, the same on every node: 0 all is well, 1 warnings (training will work, but look at them),
-2 faults. Node 0 prints the findings.
+Exit code, the same on every node: 0 all is well; 1 warnings: training works, but look at them; 2
+errors: training would fail. Node 0 prints the findings.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from utils.errors import UserError
 from utils.extras import preflight
 from utils.option_types import count, from_environment, non_negative, port, positive
 
-OK, WARNING, FAULT = 0, 1, 2
+OK, WARNING, ERROR = 0, 1, 2
 MARKS = "✓!✗"
 START = timedelta(minutes=2)  # for a node to import torch once all are there
 LONG = timedelta(minutes=30)  # listing ImageNet for the first time on a network disk takes minutes
@@ -53,7 +53,7 @@ BUCKET = 25 * 2**20  # bytes of gradients that DDP exchanges at once
 SECONDS = 0.5  # for each measurement of a disk, a core
 CLOCK_LIMIT = 2.0  # seconds
 POOR_EFFICIENCY = 0.7
-# Images/s that one GPU asks for: ResNet-50 in mixed precision, published, or estimated from that.
+# Images/s that one GPU needs: ResNet-50 in mixed precision, published or estimated from that.
 RESNET50_IMAGES_PER_S = {"T4": 400, "V100": 1200, "A100": 2470, "H100": 4900, "H200": 4900}
 RESNET50_GFLOPS = 4.09  # forward, one image of 224 x 224
 Facts = dict[str, Any]
@@ -61,7 +61,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found; of a warning or fault also why it matters and what to do."""
+    """A line of the report. Warnings and errors also say why they matter and what to do."""
 
     level: int
     what: str
@@ -74,11 +74,11 @@ class Finding:
         return text + (f"\n    what to do: {self.remedy}" if self.remedy else "")
 
 
-# ---- what a node can say about itself
+# ---- facts about one node
 
 
 def facts(args: argparse.Namespace, interface: str | None) -> Facts:
-    """Everything that is compared; without the others."""
+    """All facts about this node; no communication."""
     import torch
 
     from utils.world import check_gpus
@@ -113,27 +113,28 @@ def facts(args: argparse.Namespace, interface: str | None) -> Facts:
 
 
 def data_set(args: argparse.Namespace) -> Facts:
-    """Fingerprints of train and val, and how fast images come in; or a run's own "error"."""
+    """Fingerprints of train and val, and the speed of reading and decoding; or, if a run could not
+    start with this data set, the "error"."""
     from utils.folder import check_same_classes, class_folders, open_source
 
-    root, found = Path(args.data), {}
+    root, result = Path(args.data), {}
     try:
         classes = class_folders(root / "train")
         check_same_classes(root, "val", classes, subset=False)
         for part in ("val", "train"):
             index = open_source(root / part, classes, shows=args.rank == 0)
-            found[part] = {
+            result[part] = {
                 "fingerprint": index.fingerprint(),
                 "of_classes": index.class_fingerprints(),
                 "sizes": index.sample_sizes()[1],
             }
-        return found | {"files_per_s": read_speed(index), "core": decode_speed(index, args)}
+        return result | {"files_per_s": read_speed(index), "core": decode_speed(index, args)}
     except UserError as error:
         return {"error": str(error)}
 
 
 def read_speed(index: Any) -> float:
-    """Files/s of images chosen at random, past the kernel's copies; one thread per core."""
+    """Files/s, read at random by one thread per core; copies in memory are dropped first."""
     chosen = random.sample(range(len(index)), min(256, len(index)))
     began, done = time.perf_counter(), []
 
@@ -161,7 +162,7 @@ def decode_speed(index: Any, args: argparse.Namespace) -> float:
     torch.set_num_threads(1)
     order = np.random.default_rng().permutation(len(index))
     batches = ImageBatches(index, args.image_size, 0, train=True)
-    batches.__getitems__(Batch(0, order[:4]))  # the first ones load libraries
+    batches.__getitems__(Batch(0, order[:4]))  # the first call loads libraries
     images, began, used = 0, time.perf_counter(), time.process_time()
     while time.perf_counter() - began < SECONDS:
         batches.__getitems__(Batch(0, np.take(order, range(images, images + 8), mode="wrap")))
@@ -170,7 +171,7 @@ def decode_speed(index: Any, args: argparse.Namespace) -> float:
     return images / max(time.process_time() - used, 1e-6)
 
 
-# ---- what the nodes find out together
+# ---- facts about the network
 
 
 def compare_nodes(args: argparse.Namespace) -> tuple[list[Facts], Facts]:
@@ -196,9 +197,9 @@ def compare_nodes(args: argparse.Namespace) -> tuple[list[Facts], Facts]:
 
 
 def other_interfaces(leads: str | None) -> list[str]:
-    """Variables that make gloo or NCCL use another interface than the one that ``leads`` to node 0,
-    in words."""
-    found = []
+    """A line for each variable that makes gloo or NCCL use another network interface than the one
+    that ``leads`` to node 0."""
+    lines = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "").lstrip("=")
         if (
@@ -206,31 +207,31 @@ def other_interfaces(leads: str | None) -> list[str]:
             and leads
             and not (value.startswith("^") or leads.startswith(tuple(value.split(","))))
         ):
-            found.append(f"{variable} chooses {value}, but {leads} leads to node 0")
-    return found
+            lines.append(f"{variable} chooses {value}, but {leads} leads to node 0")
+    return lines
 
 
 def gather(value: Any) -> list[Any]:
     """The ``value`` of every node. Collective."""
     import torch.distributed as dist
 
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def all_reduce() -> Facts:
-    """Bytes/s and latency of a link, as a ring all-reduce over the nodes sees it. Collective."""
+    """Bytes/s and latency in seconds of a link, measured by all-reduces. Collective."""
     import torch
     import torch.distributed as dist
 
     def seconds(tensor: Any, times: int) -> float:
-        spent = []
+        durations = []
         for _ in range(times):
             began = time.perf_counter()
             dist.all_reduce(tensor)
-            spent.append(time.perf_counter() - began)
-        return max(gather(statistics.median(spent)))  # the same on every node
+            durations.append(time.perf_counter() - began)
+        return max(gather(statistics.median(durations)))  # the same on every node
 
     nodes, small, large = dist.get_world_size(), torch.zeros(1), torch.zeros(BUCKET // 4)
     seconds(small, 2)
@@ -240,7 +241,7 @@ def all_reduce() -> Facts:
     return {"bytes_per_s": speed, "latency_s": seconds(small, 30) / rounds}
 
 
-# ---- judgement
+# ---- findings
 
 
 def judge(everyone: list[Facts], between: Facts, args: argparse.Namespace) -> Iterator[Finding]:
@@ -254,7 +255,7 @@ def judge(everyone: list[Facts], between: Facts, args: argparse.Namespace) -> It
         if abs(ahead) > CLOCK_LIMIT:
             side = "ahead of" if ahead > 0 else "behind"
             text = f"the clock of {name} is {abs(ahead):.1f} s {side} that of {names[0]}"
-            why = "logs cannot be compared, and object stores refuse requests"
+            why = "logs cannot be compared, and object stores reject requests"
             remedy = "turn on time synchronisation there (timedatectl set-ntp true, or chrony)"
             yield Finding(WARNING, text, why, remedy)
     if args.nodes > 1:
@@ -264,8 +265,8 @@ def judge(everyone: list[Facts], between: Facts, args: argparse.Namespace) -> It
 def of_versions(names: list[str], everyone: list[Facts]) -> Iterator[Finding]:
     on_gpus = any(one["gpus"] for one in everyone)
     for key, level, why in (
-        ("nccl", FAULT if on_gpus else WARNING, "NCCL refuses to work with another version"),
-        ("python", WARNING, "objects are pickled on one node and unpickled on others"),
+        ("nccl", ERROR if on_gpus else WARNING, "NCCL works only with its own version"),
+        ("python", WARNING, "one node unpickles objects that another has pickled"),
         ("gpus", WARNING, "all processes wait for the slowest; -g needs the same number of GPUs"),
         ("driver", WARNING, "a torch that works on one node may not work on another"),
         ("mtu", WARNING, "large messages can vanish, and training hangs at its first all-reduce"),
@@ -281,34 +282,34 @@ def of_versions(names: list[str], everyone: list[Facts]) -> Iterator[Finding]:
 
 
 def of_node(rank: int, name: str, one: Facts, args: argparse.Namespace) -> Iterator[Finding]:
-    """What is wrong on one node, whatever the others have."""
+    """Problems of one node by itself."""
     free = one["disk"]
     for text in one["interfaces"]:
         why = "training hangs if the other nodes cannot reach this one there"
         yield Finding(WARNING, f"{name}: {text}", why, "unset it if that is not intended")
     for bad, level, what, why, remedy in (
-        (one["gpu_trouble"], FAULT, one["gpu_trouble"], "training would end with this error",
+        (one["gpu_trouble"], ERROR, one["gpu_trouble"], "training would end with this error",
          "see there"),
         (one["shm"] < 256e6 and len(one["gpus"]) > 1, WARNING,
          f"/dev/shm has only {one['shm'] / 1e6:.0f} MB free",
          "NCCL and the loaders pass data through it", "docker run --ipc=host"),
         (one["files"] < 1024, WARNING, f"a process may open only {one['files']} files",
          "workers, sockets and batches need a file descriptor each", "ulimit -n 4096"),
-        (free < (5e9 if rank == 0 else 5e8), FAULT if rank == 0 and free < 5e8 else WARNING,
+        (free < (5e9 if rank == 0 else 5e8), ERROR if rank == 0 and free < 5e8 else WARNING,
          f"only {free / 1e9:.1f} GB of disk are free at {one['disk_place']}",
          "node 0 writes two snapshots, several times as large as the model, and the best model",
          "free disk space, or choose another --output-dir"),
     ):  # fmt: skip
         if bad:
             yield Finding(level, f"{name}: {what}", why, remedy)
-    asked = (need_of(one, args) or 0) * max(1, len(one["gpus"]))
+    needed = (need_of(one, args) or 0) * max(1, len(one["gpus"]))
     for verb, rate, remedy in (
         ("reads", one["data"].get("files_per_s"), "use a local disk, or"),
         ("decodes", one["cores"] * one["data"].get("core", 0), "use more cores, or"),
     ):
         text = f"{name} {verb} {rate or 0:.0f} images/s"
-        if rate and rate < asked:
-            text += f", and will be asked for {asked:.0f} (see --need)"
+        if rate and rate < needed:
+            text += f", but its GPUs need {needed:.0f} (see --need)"
             shrink = f"{remedy} shrink the images (scripts/prepare_data.py shrink)"
             yield Finding(WARNING, text, "GPUs wait for images", shrink)
         elif rate:
@@ -316,7 +317,7 @@ def of_node(rank: int, name: str, one: Facts, args: argparse.Namespace) -> Itera
 
 
 def need_of(one: Facts, args: argparse.Namespace) -> float | None:
-    """Images/s that one GPU of a node will ask for; None if unknown."""
+    """Images/s that one GPU of a node needs; None if unknown."""
     words = one["gpus"][0].replace("-", " ").split() if one["gpus"] else ()
     known = [rate for name, rate in RESNET50_IMAGES_PER_S.items() if name in words]
     if args.need or not known:
@@ -329,12 +330,12 @@ def need_of(one: Facts, args: argparse.Namespace) -> float | None:
     return None
 
 
-def of_data(names: list[str], found: list[Facts]) -> Iterator[Finding]:
+def of_data(names: list[str], data_sets: list[Facts]) -> Iterator[Finding]:
     usable = {}
-    for name, data in zip(names, found, strict=True):
+    for name, data in zip(names, data_sets, strict=True):
         if "error" in data:
             why, remedy = "a run could not start there", "put the whole data set there (--data)"
-            yield Finding(FAULT, f"{name}: {data['error']}", why, remedy)
+            yield Finding(ERROR, f"{name}: {data['error']}", why, remedy)
         else:
             usable[name] = data
     for part in ("train", "val"):
@@ -343,19 +344,17 @@ def of_data(names: list[str], found: list[Facts]) -> Iterator[Finding]:
             first = [(name, data[part]["of_classes"]) for name, data in usable.items()]
             each = "; ".join(f"{name} has {fingerprint}" for name, fingerprint in prints.items())
             text = f"the {part} images differ: {each}; {network.first_difference(first)}"
-            why = (
-                "each node takes its share by the numbers in its own list: training does not start"
-            )
+            why = "a node takes its slice by position in its own list: training does not start"
             remedy = "copy the data set again (rsync -a --delete DATA/ NODE:DATA/)"
-            yield Finding(FAULT, text, why, remedy)
+            yield Finding(ERROR, text, why, remedy)
         elif len({data[part]["sizes"] for data in usable.values()}) > 1:
             text = f"the {part} images have the same names but different sizes"
             why = "one copy is damaged, or was made in another way (shrunk, for example)"
             remedy = "compare them: rsync -an --checksum --itemize-changes DATA/ NODE:DATA/"
             yield Finding(WARNING, text, why, remedy)
         elif usable:
-            alike = ", the same on all nodes" if len(usable) == len(names) > 1 else ""
-            yield Finding(OK, f"data: {part} {next(iter(prints.values()))}{alike}")
+            same = ", the same on all nodes" if len(usable) == len(names) > 1 else ""
+            yield Finding(OK, f"data: {part} {next(iter(prints.values()))}{same}")
 
 
 def of_speed(everyone: list[Facts], between: Facts, args: argparse.Namespace) -> Iterator[Finding]:
@@ -370,14 +369,14 @@ def of_speed(everyone: list[Facts], between: Facts, args: argparse.Namespace) ->
     cluster = model.Cluster(each, network_gbit=gbit, protocol=1.0, latency_s=latency)
     packed = buckets.trace(args.arch, image_size=args.image_size)
     work = model.Workload(args.batch_size, min(needs), packed)
-    found = model.forecast(work, cluster, each * len(everyone))
+    expected = model.forecast(work, cluster, each * len(everyone))
     best, name = model.choice(work, cluster, each * len(everyone))
     text = (
         f"forecast for {args.arch}, {args.batch_size} images per process: "
-        f"{1000 * found.step_s:.0f} ms per step, scaling efficiency {found.efficiency:.0%}; with "
-        f"--comm {name} {best.efficiency:.0%}"
+        f"{1000 * expected.step_s:.0f} ms per step, scaling efficiency "
+        f"{expected.efficiency:.0%}; with --comm {name} {best.efficiency:.0%}"
     )
-    if found.efficiency >= POOR_EFFICIENCY:
+    if expected.efficiency >= POOR_EFFICIENCY:
         yield Finding(OK, text)
     else:
         remedy = f"--comm {name}, more images between two exchanges (-b, --accum-steps)"
@@ -391,19 +390,25 @@ def parse() -> argparse.Namespace:
     env, parser = os.environ, hosts.make_parser("doctor.sh", __doc__)
     hosts.add_node_options(parser)
     add = parser.add_argument
-    add("--rank", type=count, default=env.get("NODE_RANK", "0"), metavar="R", help="of this node")
+    add(
+        "--rank",
+        type=count,
+        default=env.get("NODE_RANK", "0"),
+        metavar="R",
+        help="rank of this node",
+    )
     nodes = env.get("WORLD_SIZE", "1")
-    add("--nodes", type=positive, default=nodes, metavar="N", help="how many take part")
+    add("--nodes", type=positive, default=nodes, metavar="N", help="number of nodes")
     add("--master", default=env.get("MASTER_ADDR"), metavar="IP", help="address of node 0")
-    add("--port", type=port, help="of node 0 (8888; with HOSTS_FILE a free one)")
+    add("--port", type=port, help="port of node 0 (8888; with HOSTS_FILE a free one)")
     add("--data", metavar="DIR", help="image folder ($IMAGENET_DIR, else /data)")
     add("-a", "--arch", default="resnet50", help="model for the forecast")
-    add("-b", "--batch-size", type=positive, default=128, metavar="N", help="per process")
+    add("-b", "--batch-size", type=positive, default=128, metavar="N", help="images per process")
     add("--image-size", type=positive, default=224, metavar="PX", help="side of the crops")
-    text = "training speed of one GPU, as --dummy measures it; default: published figures"
+    text = "images/s that one GPU trains, measured by --dummy; default: published figures"
     add("--need", type=non_negative, metavar="IMAGES_PER_S", help=text)
     add("--output-dir", default="runs", metavar="DIR", help="where runs will be written")
-    text = "for other nodes (60; with HOSTS_FILE 20)"
+    text = "how long to wait for the other nodes (60; with HOSTS_FILE 20)"
     add("--wait", type=non_negative, metavar="SECONDS", help=text)
     parser.set_defaults(grace=5.0, elastic=None)
     args = parser.parse_args()
@@ -433,17 +438,17 @@ def examine(args: argparse.Namespace) -> int:
 
         models.check_name(args.arch)
         everyone, between = compare_nodes(args)
-        found = sorted(judge(everyone, between, args), key=lambda one: one.level)
-    except (UserError, RuntimeError) as fault:
+        findings = sorted(judge(everyone, between, args), key=lambda one: one.level)
+    except (UserError, RuntimeError) as error:
         why = "training would not start on these nodes"
-        found = [Finding(FAULT, str(fault).partition("\n")[0], why, "see the message")]
-    for one in found:
+        findings = [Finding(ERROR, str(error).partition("\n")[0], why, "see the message")]
+    for one in findings:
         if args.rank == 0 or not everyone:
             print(one)
-    levels = [one.level for one in found]
-    code, total = max(levels), f"all is well ({len(found)} checks)"
+    levels = [one.level for one in findings]
+    code, total = max(levels), f"all is well ({len(findings)} checks)"
     if code:
-        numbers = {"fault": levels.count(FAULT), "warning": levels.count(WARNING)}
+        numbers = {"error": levels.count(ERROR), "warning": levels.count(WARNING)}
         total = ", ".join(f"{n} {word}{'s' * (n != 1)}" for word, n in numbers.items())
     print(f"node {args.rank}: {total}" + " (see node 0)" * (args.rank > 0), flush=True)
     return code
@@ -453,8 +458,8 @@ def over_ssh(args: argparse.Namespace) -> int:
     """Run this program on every host of a file. Returns its exit code."""
     machines = [replace(host, slots=None) for host in hosts.read(args.hosts)]
     names = ("data", "arch", "batch_size", "image_size", "need", "output_dir", "wait")
-    typed = [(name.replace("_", "-"), getattr(args, name)) for name in names]
-    command = ["scripts/doctor.py", *(f"--{n}={v}" for n, v in typed if v is not None)]
+    options = [(name.replace("_", "-"), getattr(args, name)) for name in names]
+    command = ["scripts/doctor.py", *(f"--{n}={v}" for n, v in options if v is not None)]
     return Job(args, command, machines, "doctor").run()
 
 

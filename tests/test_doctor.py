@@ -1,4 +1,4 @@
-"""The doctor on two nodes: green when they are well; and it finds each fault that was put in."""
+"""The doctor on two nodes: green when they are well; and it finds each defect that was put in."""
 
 import re
 import shutil
@@ -40,7 +40,7 @@ def ask_doctor(
 
 
 def bad(result: Result) -> list[str]:
-    """The lines that are warnings or faults."""
+    """The lines that are warnings or errors."""
     return [line for line in result.out.splitlines() if re.match("(.node[01]. )?[!✗] ", line)]
 
 
@@ -65,7 +65,7 @@ def test_over_ssh_from_one_machine(nodes, folder):
     assert "[node0] node 0: all is well" in done.out
     # A node that ssh cannot reach decides the exit code.
     assert "error: ssh to node9 failed" in ask("node0\nnode9\n", code=2).err
-    # So does a fault, which both nodes report: the closed ports, two in each direction.
+    # So does an error, which both nodes report: the closed ports, two in each direction.
     for node in nodes:
         node.block_ports(f"1024-2199, 2300-{PORT - 1}, {PORT + 1}-65535")  # between: sshd
     done = ask("node0\nnode1\n", "--port", PORT, code=2)
@@ -75,7 +75,7 @@ def test_over_ssh_from_one_machine(nodes, folder):
     assert "open all TCP ports" in done.out
 
 
-def test_faults_of_one_node_are_all_found(nodes, folder, tmp_path):
+def test_all_defects_of_one_node_are_reported(nodes, folder, tmp_path):
     other = shutil.copytree(folder, tmp_path / "data", ignore=shutil.ignore_patterns(".index*"))
     small = tmp_path / "small"
     small.mkdir()
@@ -94,18 +94,18 @@ def test_faults_of_one_node_are_all_found(nodes, folder, tmp_path):
         "! node 1 (node1): GLOO_SOCKET_IFNAME chooses side0, but eth0 leads to node 0",
         "! the clock of node 1 (node1) is 30.0 s ahead of that of node 0",
         "! node 1 (node1): a process may open only 512 files",
-        "! node 1 (node1): only 0.4 GB of disk",  # on node 0 a fault
+        "! node 1 (node1): only 0.4 GB of disk",  # on node 0 an error
         "✗ node 1 (node1): torch",  # cannot use the GPU
         "! driver differs",
         "✗ the train images differ",
         "! the val images have the same names but different sizes",
     ]
-    said = bad(first)
+    lines = bad(first)
     assert not bad(second)
-    assert "node 1: 2 faults, 7 warnings (see node 0)" in second.out
+    assert "node 1: 2 errors, 7 warnings (see node 0)" in second.out
     for start in words:
-        assert [one for one in said if one.startswith(start)], (start, said)
-    assert len(said) == len(words)
+        assert [one for one in lines if one.startswith(start)], (start, lines)
+    assert len(lines) == len(words)
     for text in ("60 images", "59 images", "class_1: 20 images", "driver 470", "why it matters"):
         assert text in first.out
     assert first.out.count("what to do: ") == len(words)
@@ -124,7 +124,7 @@ def test_the_speed_of_a_link_and_the_forecast_from_it(nodes, folder):
     results = ask_doctor(nodes, folder, "--need", "50", code=1)
     (line,) = bad(results[0])
     assert line.startswith("! forecast for resnet50, 16 images per process")
-    assert "node 0: 0 faults, 1 warning\n" in results[0].out
+    assert "node 0: 0 errors, 1 warning\n" in results[0].out
     gbit = re.search(r"all-reduce reaches (\S+) Gbit/s, ", results[0].out)[1]
     assert 0.1 < float(gbit) < 0.22
     # 102 MB of gradients at 25 MB/s against 16 images at 50 images/s.
