@@ -11,22 +11,13 @@ import time
 import pytest
 import torch
 from conftest import ROOT, shell
-from running import Running, free_port
+from running import Running, eventually, free_port
 
 from utils import network
 from utils.errors import UserError
 from utils.extras import preflight
 
 HERE = "127.0.0.1"
-CHECK = """
-import sys; sys.path.insert(0, '.')
-from utils import launch
-from utils.extras import preflight
-node, nodes, port, processes, wait = map(int, sys.argv[2:])
-def main():
-    preflight.meet(node, nodes, processes, (sys.argv[1], port), wait)
-launch.run_main(main)
-"""
 
 
 @pytest.fixture
@@ -35,13 +26,11 @@ def port() -> int:
 
 
 @pytest.fixture
-def line(tmp_path, port):
-    """Gives the command of the check alone."""
-    script = tmp_path / "check.py"
-    script.write_text(CHECK)
+def line(port):
+    """Gives the command of the check, which the wrappers run before torchrun."""
 
     def typed(rank, nodes=2, processes=1, wait=60, master=HERE):
-        return f"python {script} {master} {rank} {nodes} {port} {processes} {wait}"
+        return f"python -m utils.extras.preflight {rank} {nodes} {processes} {master}:{port} {wait}"
 
     return typed
 
@@ -165,6 +154,26 @@ def test_nodes_with_other_code_or_another_torch(line, tmp_path, file, more, word
         changed.write(more)
     for result in shell(line(0), f"cd {other} && PYTHONPATH={other} {line(1)}"):
         result.fails_with("(node 1)", *words)
+
+
+WRAPPER = """
+import os, subprocess, sys
+os.environ["IMAGENET_LAUNCHER"] = str(os.getpid())
+subprocess.run([sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_the_check_ends_with_the_wrapper_that_has_started_it(line):
+    with Running("-c", WRAPPER, *line(1, wait=600).split()[1:]) as wrapper:
+        wrapper.until("waiting for node 0")
+        wrapper.meet_family()
+        wrapper.send(signal.SIGKILL)
+        assert eventually(lambda: not any(one.lives() for one in wrapper.family))
+
+
+@pytest.mark.parametrize("words", ["0 2 x h:1", "0 2 1", "0 2 1 h:1 -5"])
+def test_wrong_arguments_of_the_check_are_one_error_line(words):
+    shell(f"python -m utils.extras.preflight {words}")[0].fails_with("usage: python -m utils")
 
 
 # ---- questions about the network

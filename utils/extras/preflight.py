@@ -2,7 +2,12 @@
 
 - Used by several nodes that are started by hand or by the wrappers (``--world-size``, WORLD_SIZE),
   and by scripts/elastic_train.sh, doctor.py and train_on_nodes.sh.
-- Interface: `meet`, which `utils.launch` calls, through addons.py, before it starts processes.
+- Interface: `meet`, which `utils.launch` calls, through addons.py, before it starts processes; and
+  two commands, of which the wrappers run the first one before torchrun:
+
+      python -m utils.extras.preflight NODE_RANK NODES PROCESSES HOST:PORT [SECONDS]
+      python -m utils.extras.preflight rendezvous HOST:PORT
+
 - Without this file, torch waits for missing nodes, silently, and ends with a stack trace of C++;
   the three scripts do not start.
 
@@ -12,6 +17,7 @@ Messages are JSON objects, one a line. A node sends all facts that must be the s
 follows node 0's messages: print a line, connect to the ports of the others, end.
 """
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -23,8 +29,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from utils import network
+from utils import launch, network
 from utils.errors import UserError, printable
+from utils.option_types import count, positive, seconds
 
 PATIENCE = 10.0  # seconds for an answer
 LOST = 90.0  # seconds without a message from node 0, which sends one every 15 s while it waits
@@ -367,3 +374,30 @@ def rendezvous(master: str) -> str:
 
     network.connect(host, int(number), clock.limit, waiting).close()
     return f"{address} false"
+
+
+def main() -> int:
+    """Run the check, or answer `rendezvous`. Exit codes: 0; 2 with one error line; 130: Ctrl-C."""
+    launch.die_with_launcher()
+    words = sys.argv[1:]
+    if words[:1] == ["rendezvous"] and len(words) == 2:
+        network.parse_tcp_url(f"tcp://{words[1]}")
+        print(rendezvous(words[1]))
+        return 0
+    try:
+        kinds = (count, positive, positive, lambda text: network.parse_tcp_url(f"tcp://{text}"))
+        rank, nodes, processes, master = (
+            kind(word) for kind, word in zip(kinds, words[:4], strict=True)
+        )
+        wait = seconds(words[4]) if len(words) == 5 else 300.0
+    except (ValueError, argparse.ArgumentTypeError):
+        how = (
+            "usage: python -m utils.extras.preflight NODE_RANK NODES PROCESSES HOST:PORT [SECONDS]"
+        )
+        raise UserError(how) from None
+    meet(rank, nodes, processes, master, wait)
+    return 0
+
+
+if __name__ == "__main__":
+    launch.run_main(main)
