@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Make the image folders OUT/train/CLASS/ and OUT/val/CLASS/ that training reads.
+"""Make the data sets OUT/train and OUT/val that training reads.
 
     python scripts/prepare_data.py sample data/sample
     python scripts/prepare_data.py imagenet data/imagenet --source ~/Downloads
+    python scripts/prepare_data.py shards data/imagenet /nfs/imagenet
 
-`shrink` copies an image folder with smaller images, `pack` with decoded ones. If a preparation is
-interrupted, run the same command again: it finishes the work.
+`shards`, `shrink` and `pack` copy a data set: into a few large files, with smaller images, or with
+decoded ones. If a preparation is interrupted, run the same command again: it finishes the work.
 """
 
 import argparse
@@ -21,10 +22,10 @@ from utils import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
-from prepare import sources
-from prepare.folder import AGAIN, fill
+from prepare import shards, shrink, sources
+from prepare.folder import AGAIN, BATCH, Split, fill
 from prepare.pack import pack_folder, verify
-from prepare.shrink import shrink_folder
+from prepare.reading import check_apart, open_images, split_of
 
 from utils.errors import UserError, report, tolerate_broken_pipe
 from utils.launch import usable_cores
@@ -46,9 +47,34 @@ def fill_from(args: argparse.Namespace) -> None:
         keys = ("source",)
         args.source = args.source and args.source.expanduser().resolve()
         open_source = partial(SOURCES[args.command], args.source)
-    found = ", ".join(f"{key} {getattr(args, key)}" for key in keys if getattr(args, key))
-    what = f"{args.command} ({found})" if found else args.command
+    values = ", ".join(f"{key} {getattr(args, key)}" for key in keys if getattr(args, key))
+    what = f"{args.command} ({values})" if values else args.command
     fill(args.out, what, ("train", "val"), open_source, args.workers)
+
+
+def copy(args: argparse.Namespace) -> None:
+    """`shards` and `shrink`: copy a data set into shards, shrink its images, or both at once."""
+    source, out = check_apart(args.source, args.out)
+    images = open_images(source)
+    size = next(iter(images.values())).source.sample_sizes()[0]
+    what, change = f"{args.command} (source {source}", None
+    if args.command == "shrink":
+        what += f", size {args.size}, quality {args.quality}"
+        change = partial(shrink.shrink, size=args.size, quality=args.quality)
+        size = shrink.expected_bytes(size, args.size)
+    filler, chunk = {}, BATCH
+    if args.shards:
+        filler, chunk = {"filler": shards.fill_shards}, shards.images_per_shard(size, args.shards)
+        names = [f"{name} {part.source.fingerprint()}" for name, part in images.items()]
+        what += f", {', '.join(names)}, shards of {chunk} images"
+        # Labels in shards are numbers, which must mean the same in all splits.
+        classes = sorted(set().union(*(part.classes for part in images.values())))
+        images = {name: part._replace(classes=classes) for name, part in images.items()}
+
+    def open_splits(missing: list[str]) -> dict[str, Split]:
+        return {name: split_of(images[name], name, change, chunk) for name in missing}
+
+    fill(out, f"{what})", images, open_splits, args.workers, **filler)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,8 +85,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add(name: str, summary: str) -> Callable[..., Any]:
         command = commands.add_parser(name, help=summary, description=summary)
-        if name in ("shrink", "pack"):
-            command.add_argument("source", type=Path, metavar="SRC", help="the folder to copy")
+        if name in ("shards", "shrink", "pack"):
+            text = "the data set to copy: folder, tar files, or what `imagenet` reads"
+            command.add_argument("source", type=Path, metavar="DATA", help=text)
         text = "the pack to read" if name == "verify" else "the folder to make"
         command.add_argument("out", type=Path, metavar="OUT", help=text)
         text, cores = "processes (default: one per usable core, here %(default)s)", usable_cores()
@@ -96,7 +123,13 @@ def build_parser() -> argparse.ArgumentParser:
         for the classes of the validation images (required)"""
     option("--source", type=Path, metavar="DIR", required=True, help=text)
 
-    text = "a copy of an image folder with images reduced to a short side of at most N pixels"
+    text = "a copy of a data set as tar files, which network disks read faster; also for WebDataset"
+    option = add("shards", text)
+    size = {"type": positive, "metavar": "MB"}
+    text = "size of a file (default: %(default)s)"
+    option("--size", dest="shards", default=shards.MEGABYTES, help=text, **size)
+
+    text = "a copy of a data set with images reduced to a short side of at most N pixels"
     option = add("shrink", text)
     text = """largest short side in pixels (default: %(default)s, for training crops of 224);
         smaller images and unreadable files are copied unchanged; all others become JPEG files of
@@ -104,8 +137,10 @@ def build_parser() -> argparse.ArgumentParser:
     option("--size", type=positive, default=256, metavar="N", help=text)
     text = "JPEG quality, 1 to 100 (default: %(default)s)"
     option("--quality", type=number(int, 1, 100), default=90, metavar="Q", help=text)
+    text = "write tar files of this size, as `shards` does (default without MB: %(const)s)"
+    option("--shards", nargs="?", const=shards.MEGABYTES, help=text, **size)
 
-    text = "a copy of an image folder as decoded and reduced pixels, in a few large files"
+    text = "a copy of a data set as decoded and reduced pixels, in a few large files"
     option = add("pack", text)
     text = """largest short side in pixels (default: %(default)s, for training crops of 224, which
         takes 263 KB an image, 337 GB for ImageNet)"""
@@ -119,8 +154,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 after an error, 130 after Ctrl-C."""
     args = build_parser().parse_args(argv)
     try:
-        if args.command == "shrink":
-            shrink_folder(args.source, args.out, args.size, args.quality, args.workers)
+        if args.command in ("shards", "shrink"):
+            copy(args)
         elif args.command == "pack":
             pack_folder(args.source, args.out, args.size, args.workers)
         elif args.command == "verify":

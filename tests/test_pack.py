@@ -176,7 +176,7 @@ def test_what_is_interrupted_or_removed_is_made_and_no_more(source, packed, tmp_
 def test_what_is_refused(source, copy, tmp_path):
     new = tmp_path / "new"
     for command in ("shrink", "pack"):
-        assert "has no images in train/CLASS/" in fail(command, copy, new)
+        assert "holds decoded pixels" in fail(command, copy, new)
     assert not new.exists()
     assert f"not pack (source {source}, size 32," in fail("pack", source, copy, "--size", 32)
     marker = copy / ".prepared.json"  # as if an image had come since

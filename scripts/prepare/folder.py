@@ -1,7 +1,7 @@
-"""Fill an image folder OUT/SPLIT/CLASS/ with several processes.
+"""Fill OUT/train, OUT/val and OUT/test, with several processes: class folders, or shards.
 
-After an interruption the same command finishes the work: an image gets its name when it is whole,
-existing images are skipped, and a marker file records the content and the finished splits.
+After an interruption the same command finishes the work: a file gets its name when it is complete,
+existing files are skipped, and a marker file records the content and the finished splits.
 """
 
 import fcntl
@@ -11,18 +11,18 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from utils.atomic import link_atomically, remove_leftovers, save_atomically
+from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError
 from utils.folder import Folder, list_class
 from utils.launch import die_with_parent
@@ -35,20 +35,65 @@ BATCH = 16  # images handed to a worker together
 AGAIN = "run the same command again to finish the work"
 
 
-class Item(NamedTuple):
-    """One image: its place ``SPLIT/CLASS/NAME`` and its content.
+class Stored(NamedTuple):
+    """Bytes in a file; without a length, the whole file."""
 
-    The content is bytes, a file to link or copy, or a function that a worker calls for the bytes.
-    If that raises ValueError, the file ``source`` is copied.
+    path: str
+    offset: int = 0
+    length: int | None = None
+
+    def read(self) -> bytes:
+        """Raises: OSError; `UserError` for a pipe or a device, which may have no end, and for a
+        file that ends too early."""
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise UserError(f"{self.path} is a pipe or a device, not an image: remove it")
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            data = file.read(self.length)
+        if self.length is not None and len(data) < self.length:
+            raise UserError(f"{self.path} is truncated: get it again")
+        return data
+
+
+class Item(NamedTuple):
+    """One image: its place ``SPLIT/CLASS/NAME``, and its content.
+
+    A worker gets the content by reading what is `Stored`, or by calling a function. With
+    ``change`` it writes ``change(content)``, or the content as it is if that raises ValueError.
     """
 
     place: str
-    content: bytes | Path | Callable[[], bytes]
-    source: Path | None = None
+    content: bytes | Stored | Callable[[], bytes]
+    change: Callable[[bytes], bytes] | None = None
+
+    def data(self, messages: list[str]) -> bytes:
+        """In a worker: the bytes to write; an image that cannot be changed adds a message."""
+        content = self.content
+        if isinstance(content, Stored):
+            content = content.read()
+        elif not isinstance(content, bytes):
+            content = content()
+        try:
+            return self.change(content) if self.change else content
+        except ValueError as error:
+            name = self.content.path if isinstance(self.content, Stored) else self.place
+            messages.append(f"copied as it is: {name}: {error}")
+            return content
 
 
-# The number of images that a complete split has, and the images of the source.
-Split = tuple[int, Iterable[Item]]
+class Split(NamedTuple):
+    """What OUT/train, say, is to hold: its images in chunks, of which a worker writes one at a
+    time. Each chunk becomes a shard; for a folder they are small."""
+
+    images: int
+    chunks: Iterable[Iterable[Item]]  # a `Sequence` for shards
+    classes: Sequence[str] = ()  # sorted; classes without an image, too
+
+
+def in_batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """``items`` in chunks for a folder."""
+    each = iter(items)
+    return iter(lambda: list(islice(each, BATCH)), [])
 
 
 def work(
@@ -158,71 +203,94 @@ def locked(out: Path, what: str) -> Iterator[dict[str, Any]]:
             out.rmdir()  # fails unless it is empty
 
 
-def place_in(out: Path, place: str) -> Path:
-    """The path of ``place`` in ``out``. Raises: `UserError` for a place outside, which an archive
-    or a list of classes may name."""
-    if ".." in PurePosixPath(place).parts or "\0" in place:
+def check_place(out: Path, place: str) -> str:
+    """``place`` itself: SPLIT/CLASS/NAME below ``out``, with folders between them or not.
+
+    All names come through here, as archives, tables and metadata may name anything. Raises:
+    `UserError` for a place outside ``out``, or one that training would ignore.
+    """
+    parts = place.split("/")
+    if not {"", ".", ".."}.isdisjoint(parts) or "\0" in place or place.count("/") < 2:
         raise UserError(f"{place!r}, in the source, is no place in {out}: get the source again")
-    return out / place.lstrip("/")
+    if any(part.startswith(".") for part in parts):
+        raise UserError(f"{place!r}, in the source, is a hidden file, which training would ignore")
+    return place
 
 
-def read_regular(path: Path) -> bytes:
-    """The content of a file. Raises: `UserError` for a pipe or a device, which may have no end."""
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path} is a pipe or a device, not an image: remove it")
-    return path.read_bytes()
+def _link(source: Path, path: Path) -> None:
+    """Make ``path`` a hard link to the file ``source``, or a symbolic one where that is impossible
+    (another file system, a file of another user)."""
+    source = source.resolve()  # a link to a symbolic link would not be a file of its own
+    path.unlink(missing_ok=True)
+    try:
+        os.link(source, path)
+    except OSError:
+        os.symlink(source, path)
 
 
-def _write(out: Path, items: list[Item]) -> tuple[int, list[str]]:
+def _write(out: Path, chunk: Iterable[Item]) -> tuple[int, list[str]]:
     """In a worker: write the images that are missing. Returns the number of all, and a message for
     each undecodable one."""
-    notes = []
-    for place, content, source in items:
-        path = place_in(out, place)
+    messages: list[str] = []
+    count = 0
+    for item in chunk:
+        count += 1
+        path = out / check_place(out, item.place)
         if path.exists() and path.stat().st_size:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, Path):
-            link_atomically(content, path)
+        content = item.content
+        if isinstance(content, Stored) and content.length is None and not item.change:
+            _link(Path(content.path), path)
             continue
-        try:
-            data = content if isinstance(content, bytes) else content()
-        except ValueError as error:
-            notes.append(f"copied as it is: {source}: {error}")
-            data = read_regular(source)
+        data = item.data(messages)
         # Not flushed, which would take longer than the rest. A file that a crash of the system
         # leaves empty is written again.
         save_atomically(lambda file, data=data: file.write(data), path, durable=False)
-    return len(items), notes
+    return count, messages
+
+
+def _fill_folder(out: Path, name: str, split: Split, workers: int) -> tuple[int, int]:
+    """Write a split as class folders. Returns: images that are there, and undecodable ones."""
+    for class_name in split.classes:  # without images, too, as class numbers must not change
+        (out / check_place(out, f"{name}/{class_name}/x")).parent.mkdir(parents=True, exist_ok=True)
+    messages = work(partial(_write, out), split.chunks, workers, split.images, " images")
+    return sum(len(names) for _, names in images_by_class(out / name)), len(messages)
+
+
+Filler = Callable[[Path, str, Split, int], tuple[int, int]]
 
 
 def fill(
-    out: Path, what: str, wanted: tuple[str, ...], open_source: Callable[..., Any], workers: int
-) -> int:
+    out: Path,
+    what: str,
+    splits: Iterable[str],
+    open_splits: Callable[[list[str]], dict[str, Split]],
+    workers: int,
+    filler: Filler = _fill_folder,
+) -> None:
     """Write all images that are missing.
 
-    ``what`` is the command and all that determines the content, ``wanted`` the splits that ``out``
-    is to have. ``open_source`` returns a `Split` for each unfinished split, or for some of them.
-
-    Returns: the number of images that could not be decoded. Raises: `UserError`; the same command
-    then continues.
+    ``what`` is the command and all that determines the content, ``splits`` what ``out`` is to
+    have. ``open_splits`` returns a `Split` for each unfinished one, or for some of them.
+    ``filler`` writes one. Raises: `UserError`; the same command then continues.
     """
     with locked(out, what) as marker:
-        counts, faults = dict(marker.get("counts", {})), 0
-        missing = [name for name in wanted if name not in counts]
-        todo: dict[str, Split] = open_source(missing) if missing else {}
-        for name, (total, items) in todo.items():
+        counts, undecodable = dict(marker.get("counts", {})), 0
+        missing = [name for name in splits if name not in counts]
+        opened = open_splits(missing) if missing else {}
+        for name, split in opened.items():
             mark(out, what, False, counts)
+            (out / name).mkdir(exist_ok=True)
             remove_leftovers(out / name, recursive=True)
-            each = iter(items)
-            batches = iter(lambda each=each: list(islice(each, BATCH)), [])
-            faults += len(work(partial(_write, out), batches, workers, total, " images"))
-            counts[name] = sum(len(names) for _, names in images_by_class(out / name))
-            if counts[name] != total:
-                print(f"note: the complete {name} set has {total} images, not {counts[name]}")
-        if todo or not marker["finished"]:
+            counts[name], failed = filler(out, name, split, workers)
+            undecodable += failed
+            if counts[name] != split.images:
+                text = f"the complete {name} set has {split.images} images, not {counts[name]}"
+                print(f"note: {text}")
+        if opened or not marker["finished"]:
             mark(out, what, True, counts)
-    found = {split: len(Folder.class_names(out / split)) for split in counts}
-    numbers = ", ".join(f"{s} {n} images in {found[s]} classes" for s, n in counts.items())
-    print(f"{'done' if todo else 'nothing to do'}: {out} holds {what}: {numbers}")
-    return faults
+    numbers = ", ".join(f"{name} {count} images" for name, count in counts.items())
+    print(f"{'done' if opened else 'nothing to do'}: {out} holds {what}: {numbers}")
+    if undecodable:
+        print(f"{undecodable} images cannot be decoded, and were copied as they are")

@@ -16,18 +16,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from prepare.folder import SPLITS, locked, mark, read_regular, work
-from prepare.shrink import check_places, opened, reduce
+from prepare.folder import SPLITS, Stored, locked, mark, work
+from prepare.reading import check_apart, open_images
+from prepare.shrink import opened, reduce
 from tqdm import tqdm
 
 from utils import addons
 from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError
 from utils.extras import pack
-from utils.folder import Folder, class_folders
+from utils.folder import Source
 from utils.preprocessing import to_rgb
 
-File = tuple[Path, range, Folder]  # of a pack: its path, and its images in this index
+File = tuple[Path, range, Source]  # of a pack: its path, and its images in this source
 
 
 def end_of_file(records: np.ndarray) -> bytes:
@@ -51,9 +52,9 @@ def read_end(path: Path) -> np.ndarray | None:
     return records if magic == pack.MAGIC else None
 
 
-def _content(path: str, size: int) -> tuple[bytes, tuple[int, int], str | None]:
+def _content(image: Stored, size: int) -> tuple[bytes, tuple[int, int], str | None]:
     """The content to store for an image, its height and width, and why it cannot be decoded."""
-    data = read_regular(Path(path))
+    data = image.read()
     try:
         with opened(data) as picture:
             small = reduce(picture, size)
@@ -63,28 +64,28 @@ def _content(path: str, size: int) -> tuple[bytes, tuple[int, int], str | None]:
         return data, (0, 0), str(error)
 
 
-def _make(size: int, job: tuple[Path, int, list[str]]) -> tuple[int, list[str]]:
+def _make(size: int, job: tuple[Path, int, list[Stored]]) -> tuple[int, list[str]]:
     """In a worker: write one file of a pack. Returns 1, and a message for each image stored
     unchanged.
 
-    ``job``: the file's path, the number of its first image, and the images' paths.
+    ``job``: the file's path, the number of its first image, and where the images are.
     """
-    place, first, paths = job
+    place, first, images = job
     records, notes = [], []
 
     def write(file: BinaryIO) -> None:
-        for image, path in enumerate(paths, start=first):
-            content, shape, reason = _content(path, size)
-            records.append((image, file.tell(), len(content), *shape, zlib.crc32(content)))
+        for number, image in enumerate(images, start=first):
+            content, shape, reason = _content(image, size)
+            records.append((number, file.tell(), len(content), *shape, zlib.crc32(content)))
             file.write(content)
-            notes.extend([f"stored as it is: {path}: {reason}"] if reason else [])
+            notes.extend([f"stored as it is: {image.path}: {reason}"] if reason else [])
         file.write(end_of_file(np.array(records, pack.RECORD)))
 
     save_atomically(write, place)
     return 1, notes
 
 
-def _join(folder: Path, files: list[Path], index: Folder, size: int) -> np.ndarray:
+def _join(folder: Path, files: list[Path], index: Source, size: int) -> np.ndarray:
     """Write the index of a split whose ``files`` are all complete. Returns its records."""
     records = np.concatenate([read_end(path) for path in files])
     arrays = {
@@ -101,13 +102,17 @@ def _join(folder: Path, files: list[Path], index: Folder, size: int) -> np.ndarr
 
 
 def pack_folder(source: Path, out: Path, size: int, workers: int) -> None:
-    """Write the packed copy of an image folder, its short sides at most ``size`` pixels.
+    """Write the packed copy of a data set, its short sides at most ``size`` pixels.
 
     Raises: OSError if a file cannot be opened; `UserError` if ``out`` holds something else or is
-    being written; and what `check_places` raises.
+    being written; and what `open_images` raises.
     """
-    source, out, splits = check_places(source, out)
-    indices = {s: Folder(source / s, class_folders(source / s), shows=True) for s in splits}
+    source, out = check_apart(source, out)
+    indices = {}
+    for split, (images, classes) in open_images(source).items():
+        if empty := set(classes) - set(images.classes):
+            raise UserError(f"class {min(empty)} of {source / split} has no images: remove it")
+        indices[split] = images
     # The fingerprints change when files are added, removed or renamed.
     images = ", ".join(f"{split} {index.fingerprint()}" for split, index in indices.items())
     what = f"pack (source {source}, size {size}, {images})"
@@ -120,10 +125,11 @@ def pack_folder(source: Path, out: Path, size: int, workers: int) -> None:
         remove_leftovers(out, recursive=True)
         if missing := [one for one in files if read_end(one[0]) is None]:
             mark(out, what, False, {})
-            for split in splits:
+            for split in indices:
                 (out / split).mkdir(exist_ok=True)
             jobs = (
-                (path, part.start, [index.path(i) for i in part]) for path, part, index in missing
+                (path, part.start, [Stored(*index.stored(i)) for i in part])
+                for path, part, index in missing
             )
             # A small data set is one file: more workers would be idle.
             work(partial(_make, size), jobs, min(workers, len(missing)), len(missing), " files")

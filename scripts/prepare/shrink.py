@@ -1,4 +1,4 @@
-"""Copy an image folder with every image reduced to a short side of at most N pixels.
+"""Reduce an image file to a short side of at most N pixels.
 
 Training crops are 224 pixels wide, so that most pixels of a large photograph are decoded but not
 used; RESULTS.md compares the cost of reading the copy and the original. The smallest training
@@ -15,11 +15,8 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
-from prepare.folder import SPLITS, Item, Split, fill, images_by_class, read_marker, read_regular
 
 from utils.errors import UserError
 from utils.preprocessing import to_rgb
@@ -72,13 +69,12 @@ def opened(data: bytes) -> Iterator[Image.Image]:
         raise ValueError(reason or type(error).__name__) from error
 
 
-def shrink(path: Path, size: int, quality: int) -> bytes:
-    """The bytes of an image file if its short side has at most ``size`` pixels; else a reduced JPEG
+def shrink(data: bytes, size: int, quality: int) -> bytes:
+    """``data``, an image file, if its short side has at most ``size`` pixels; else a reduced JPEG
     file of ``quality`` (1 to 100).
 
     Raises: ValueError if it cannot be decoded, or is too long for a JPEG file.
     """
-    data = read_regular(path)
     with opened(data) as image:
         small = reduce(image, size)
         if small is None:
@@ -90,46 +86,6 @@ def shrink(path: Path, size: int, quality: int) -> bytes:
         return file.getvalue()
 
 
-def check_places(source: Path, out: Path) -> tuple[Path, Path, list[str]]:
-    """The folders in full, and the splits of ``source`` that have images.
-
-    Raises: `UserError` if ``source`` has no images or is not finished, or one folder is the other
-    or inside it.
-    """
-    source, out = source.expanduser().resolve(), out.expanduser().resolve()
-    if source in (out, *out.parents) or out in source.parents:
-        raise UserError(f"{source} and {out} overlap; choose another folder for the copy")
-    if not read_marker(source).get("finished", True):
-        raise UserError(f"{source} is not finished; first run the command that makes it again")
-    splits = [s for s in SPLITS if any(names for _, names in images_by_class(source / s))]
-    if not splits:
-        raise UserError(f"{source} has no images in train/CLASS/ or val/CLASS/")
-    print(f"listing the images in {source}", flush=True)
-    return source, out, splits
-
-
-def shrink_folder(source: Path, out: Path, size: int, quality: int, workers: int) -> None:
-    """Write the shrunk copy of an image folder (train/CLASS/, val/CLASS/, test/CLASS/).
-
-    Raises: OSError if a file cannot be opened, and what `check_places` and `fill` raise.
-    """
-    source, out, splits = check_places(source, out)
-
-    def item(place: str) -> Item:
-        path = source / place
-        return Item(place, partial(shrink, path, size=size, quality=quality), path)
-
-    def todo(missing: list[str]) -> dict[str, Split]:
-        found = {}
-        for split in missing:
-            places = []
-            for label, names in images_by_class(source / split):
-                # Without images, too, as class numbers must not change.
-                (out / split / label).mkdir(parents=True, exist_ok=True)
-                places += [f"{split}/{name}" for name in names]
-            found[split] = len(places), map(item, places)
-        return found
-
-    what = f"shrink (source {source}, size {size}, quality {quality})"
-    if faults := fill(out, what, tuple(splits), todo, workers):
-        print(f"{faults} images cannot be decoded, and were copied as they are")
+def expected_bytes(mean: float, size: int) -> float:
+    """About how large images of ``mean`` bytes will be (ImageNet's at 256 pixels: 27 KB)."""
+    return min(mean, 27_000 * (size / 256) ** 2)

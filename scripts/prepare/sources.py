@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from prepare.folder import Item, Split
+from prepare.folder import Item, Split, Stored, in_batches
 
 from utils.errors import UserError
 
@@ -121,7 +121,7 @@ def sample(classes: int, train: int, val: int, seed: int, missing: list[str]) ->
                 place = f"{split}/{name}/{name}_{i:05d}.JPEG"
                 yield Item(place, partial(draw, seed, split, name, i))
 
-    return {split: (classes * numbers[split], items(split)) for split in missing}
+    return {s: Split(classes * numbers[s], in_batches(items(s))) for s in missing}
 
 
 # ---- published data sets
@@ -149,7 +149,7 @@ def _small(kind: str, folder: str, source: Path | None, missing: list[str]) -> d
     for split in missing:
         with _reading(source or f"{kind} from the internet", "" if source else "; give --source"):
             part = getattr(datasets, kind)(folder, split == "train", download=source is None)
-        splits[split] = len(part), items(split, part)
+        splits[split] = Split(len(part), in_batches(items(split, part)))
     return splits
 
 
@@ -202,7 +202,7 @@ def imagenet(source: Path, missing: list[str]) -> dict[str, Split]:
         path = archive if archive.exists() else folder
         if path.exists():
             items = _train(path) if split == "train" else _val(path, _val_labels(source))
-            splits[split] = IMAGENET[split], items
+            splits[split] = Split(IMAGENET[split], in_batches(items))
         else:
             print(f"not prepared: {split}, as neither {archive} nor {folder} exists")
     if not splits and len(missing) == len(ARCHIVES):
@@ -234,7 +234,7 @@ def _train(path: Path) -> Iterator[Item]:
 
     if path.is_dir():
         for image in sorted(path.glob("*/*.JPEG")):
-            yield Item(f"train/{image.parent.name}/{image.name}", image)
+            yield Item(f"train/{image.parent.name}/{image.name}", Stored(str(image)))
         return
     _check_md5(path, ARCHIVE_META["train"][1])
     with _reading(path):
@@ -248,7 +248,7 @@ def _val(path: Path, labels: dict[str, str]) -> Iterator[Item]:
     from torchvision.datasets.imagenet import ARCHIVE_META
 
     if path.is_dir():
-        images = ((image.name, image) for image in sorted(path.glob("*.JPEG")))
+        images = ((image.name, Stored(str(image))) for image in sorted(path.glob("*.JPEG")))
     else:
         _check_md5(path, ARCHIVE_META["val"][1])
         images = ((name, file.read()) for name, file in _members(path, ".JPEG"))

@@ -1,0 +1,97 @@
+"""Write images into tar files of some hundred MB, which training and WebDataset read.
+
+OUT/train/ holds train-00000-of-00147.tar and so on, and classes.txt: one class in a line, sorted;
+the line's number, from 0, is the label. A shard holds CLASS/NAME.JPEG with the bytes of the image
+file and CLASS/NAME.cls with the label. Names are percent-encoded where WebDataset needs that: its
+key ends at the first dot of a file name, and belongs to one image. classes.txt is written last.
+"""
+
+import io
+import os
+import tarfile
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from prepare.folder import Item, Split, check_place, work
+
+from utils.atomic import save_atomically
+from utils.errors import UserError
+
+CLASSES = "classes.txt"
+MEGABYTES = 500  # of a shard
+
+
+def images_per_shard(image_bytes: float, megabytes: int) -> int:
+    """How many images of ``image_bytes`` each a shard of about ``megabytes`` has."""
+    return max(1, round(megabytes * 1e6 / (image_bytes + 2048)))  # headers, label and padding
+
+
+def fill_shards(out: Path, name: str, split: Split, workers: int) -> tuple[int, int]:
+    """Write a split as shards. Returns: its images, and how many are undecodable.
+
+    A `prepare.folder.Filler`.
+    """
+    chunks = split.chunks
+    assert isinstance(chunks, Sequence)
+    labels = {class_name: number for number, class_name in enumerate(split.classes)}
+    names = [f"{name}-{number:05d}-of-{len(chunks):05d}.tar" for number in range(len(chunks))]
+    missing = [i for i, shard in enumerate(names) if not (out / name / shard).exists()]
+    jobs = ((out / name / names[i], chunks[i]) for i in missing)
+    write = partial(_write, out, labels)
+    messages = work(write, jobs, max(1, min(workers, len(missing))), len(missing), " shards")
+    lines = "".join(f"{_escape(class_name)}\n" for class_name in split.classes).encode(
+        "utf-8", "surrogateescape"
+    )
+    save_atomically(lambda file: file.write(lines), out / name / CLASSES)
+    return split.images, len(messages)
+
+
+def _write(
+    out: Path, labels: dict[str, int], job: tuple[Path, Iterable[Item]]
+) -> tuple[int, list[str]]:
+    """In a worker: write one shard. Returns 1, and a message for each undecodable image."""
+    path, items = job
+    messages: list[str] = []
+    keys: set[str] = set()
+
+    def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+        member = tarfile.TarInfo(name)
+        member.size = len(data)
+        tar.addfile(member, io.BytesIO(data))
+
+    def write(file: io.BufferedWriter) -> None:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
+            for item in items:
+                name = check_place(out, item.place).partition("/")[2]
+                key, suffix = _key(name, keys)
+                add(tar, key + suffix, item.data(messages))
+                add(tar, f"{key}.cls", b"%d" % labels[name.partition("/")[0]])
+
+    save_atomically(write, path)
+    return 1, messages
+
+
+def _escape(name: str) -> str:
+    """``name`` on one line, and not hidden from WebDataset, which skips __NAME__."""
+    name = name.replace("%", "%25").replace("\n", "%0A").replace("\r", "%0D")
+    return f"%5F{name[1:]}" if name.startswith("__") else name
+
+
+def _key(name: str, keys: set[str]) -> tuple[str, str]:
+    """The key of CLASS/NAME.JPEG in a shard and its suffix; the key is added to ``keys``.
+
+    `urllib.parse.unquote` gives back the name. Images that differ in their suffix alone get
+    different keys, as another character is encoded. Raises: `UserError` if that is impossible.
+    """
+    stem, suffix = os.path.splitext(_escape(name))
+    folder, _, stem = stem.rpartition("/")
+    stem = stem.replace(".", "%2E")
+    plain = [i for i, c in enumerate(stem) if c.isascii() and c.isalnum() and "%" not in stem[:i]]
+    for i in (None, *plain):
+        other = stem if i is None else f"{stem[:i]}%{ord(stem[i]):02X}{stem[i + 1 :]}"
+        key = f"{folder}/{other}"
+        if key not in keys:
+            keys.add(key)
+            return key, suffix
+    raise UserError(f"several images are named {name} but for the suffix: rename one of them")

@@ -1,0 +1,143 @@
+"""`prepare_data.py shards`: tar files that training and WebDataset read, whatever interrupts it."""
+
+import signal
+import tarfile
+import time
+from urllib.parse import unquote
+
+import pytest
+import webdataset
+from batches import encode, picture
+from PIL import Image
+from preparing import SCRIPT, fail, images, put, run, said, succeed, tree
+from running import Running, wait_for_group
+from test_prepare_data import source  # noqa: F401  (a fixture: a folder with all oddities)
+
+ODD_NAMES = (
+    *("blank in name.JPEG", "größe-写真.jpg", "two.dots.jpeg", "100%25.png", "__meta__.jpg"),
+    *("twin.jpg", "twin.png", "twin.jpeg", "line\nbreak.jpg", f"{'long' * 60}.JPEG"),
+    "deep/er/x.webp",
+)
+CLASSES = ["__odd__", "a.b", "c d", "none"]
+
+
+def members(shard):
+    """Names and bytes in a tar file, in order."""
+    with tarfile.open(shard) as tar:
+        return [(one.name, tar.extractfile(one).read()) for one in tar]
+
+
+def folder_of(out):
+    """The image folder that shards hold: path -> bytes."""
+    found = {}
+    for shard in out.glob("*/*.tar"):
+        for name, data in members(shard):
+            if not name.endswith(".cls"):
+                found[f"{shard.parent.name}/{unquote(name, errors='surrogateescape')}"] = data
+    return found
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """Few bytes for each image: shards copy what they do not understand."""
+    folder = tmp_path_factory.mktemp("odd") / "data"
+    for split, class_name in (("train", "__odd__"), ("train", "a.b"), ("val", "c d")):
+        files = {name: f"{class_name}/{name}".encode() * 3999 for name in ODD_NAMES}
+        put(folder / split / class_name, files)
+    put(folder / "train" / "c d", {b"\xff.jpg".decode("utf-8", "surrogateescape"): b"x"})
+    for class_name in CLASSES:
+        (folder / "train" / class_name).mkdir(exist_ok=True)
+    return folder
+
+
+def test_webdataset_reads_every_image_with_its_label(odd, tmp_path):
+    out = tmp_path / "out"
+    assert "train 23 images, val 11 images" in succeed("shards", odd, out, "--size", 1)
+    assert folder_of(out) == images(odd)
+    assert [line.replace("%5F", "_") for line in (out / "train/classes.txt").open()] == [
+        f"{name}\n" for name in CLASSES
+    ]
+    assert (out / "train/classes.txt").read_bytes() == (out / "val/classes.txt").read_bytes()
+    for split in ("train", "val"):
+        shards = sorted(map(str, (out / split).glob(f"{split}-*-of-*.tar")))
+        assert len(shards) > 1 and shards[0].endswith(f"{split}-00000-of-{len(shards):05d}.tar")
+        read = {}
+        for sample in webdataset.WebDataset(shards, shardshuffle=False):
+            (data,) = (v for k, v in sample.items() if k[0] != "_" and k != "cls")
+            class_name = unquote(sample["__key__"]).split("/")[0]
+            assert CLASSES[int(sample["cls"])] == class_name
+            assert read.setdefault(sample["__key__"], data) is data
+        assert sorted(read.values()) == sorted(
+            data for name, data in images(odd).items() if name.startswith(f"{split}/")
+        )
+
+
+def test_order_is_that_of_the_folder(tmp_path):
+    names = [f"{c}/{i:02d}.jpg" for c in "ab" for i in range(15)]
+    put(tmp_path / "data/train", dict.fromkeys(names, b"x" * 90_000))
+    succeed("shards", tmp_path / "data", tmp_path / "out", "--size", 1, "--workers", 2)
+    shards = sorted((tmp_path / "out/train").glob("*.tar"))
+    order = [name for shard in shards for name, _ in members(shard) if name.endswith(".jpg")]
+    assert order == names
+
+
+def test_shrunk_into_shards_in_one_pass(source, tmp_path):  # noqa: F811
+    """The same bytes, messages and classes as those of a shrunk folder."""
+    options = ("--size", 64, "--quality", 85, "--workers", 2)
+    done = run("shrink", source, tmp_path / "shards", *options, "--shards", 1)
+    expected = run("shrink", source, tmp_path / "folder", *options)
+    assert folder_of(tmp_path / "shards") == images(tmp_path / "folder")
+    assert done.code == 0 and sorted(said(done.err)) == sorted(said(expected.err))
+    assert "4 images cannot be decoded" in done.out
+    assert "nothing\n" in (tmp_path / "shards/val/classes.txt").read_text()
+
+
+def test_killed_again_and_again_it_still_finishes(tmp_path):
+    """At any moment only whole shards have names; those of before are kept."""
+    data = [encode(picture(300, 200, seed)) for seed in range(3)]
+    put(tmp_path / "data/train", {f"a/{i:03d}.jpg": data[i % 3] for i in range(300)})
+    command, out = ("shrink", tmp_path / "data", tmp_path / "out", "--shards", 1), tmp_path / "out"
+    options = ("--size", 150, "--quality", 95, "--workers", 2)
+    succeed("shrink", tmp_path / "data", tmp_path / "whole", "--shards", 1, *options)
+    total, kept = len(list((tmp_path / "whole/train").glob("*.tar"))), {}
+    assert total > 3
+    for kills in (1, 2):
+        with Running(SCRIPT, *command, *options) as running:
+            while len(list(out.glob("train/*.tar"))) < kills:
+                assert running.process.poll() is None, running.result()
+                time.sleep(0.002)
+            running.send(signal.SIGKILL)
+            running.process.wait(30)
+            assert not wait_for_group(running.process.pid, 30)
+        shards = {path: path.stat().st_mtime_ns for path in out.glob("train/*.tar")}
+        assert kept.items() <= shards.items() and not (out / "train/classes.txt").exists()
+        assert len(shards) < total
+        kept = shards
+    succeed(*command, *options)
+    for path, written in kept.items():
+        assert path.stat().st_mtime_ns == written
+    assert {k: v for k, v in tree(out).items() if k[0] != "."} == {
+        k: v for k, v in tree(tmp_path / "whole").items() if k[0] != "."
+    }
+    assert "nothing to do" in succeed(*command, *options)
+    put(tmp_path / "data/train", {"a/new.jpg": data[0]})
+    assert "choose another folder" in fail(*command, *options)
+
+
+def test_images_that_differ_in_case_of_the_suffix_are_kept_apart(tmp_path):
+    names = ("x.jpg", "x.JPG", "y.png", "y.jpg")
+    put(tmp_path / "data/train/a", {name: name.encode() for name in names})
+    succeed("shards", tmp_path / "data", tmp_path / "out")
+    assert folder_of(tmp_path / "out") == images(tmp_path / "data")
+    (shard,) = (tmp_path / "out").rglob("*.tar")
+    assert len(list(webdataset.WebDataset(str(shard), shardshuffle=False))) == 4
+    put(tmp_path / "data/train/a", {"x.jpeg": b"x"})
+    assert "rename one of them" in fail("shards", tmp_path / "data", tmp_path / "third")
+
+
+def test_an_image_is_decoded_from_a_shard(tmp_path):
+    put(tmp_path / "data/train/a", {"x.JPEG": encode(picture(40, 30))})
+    succeed("shards", tmp_path / "data", tmp_path / "out")
+    (shard,) = (tmp_path / "out").rglob("*.tar")
+    (sample,) = webdataset.WebDataset(str(shard), shardshuffle=False).decode("pil")
+    assert isinstance(sample["jpeg"], Image.Image) and sample["cls"] == 0
