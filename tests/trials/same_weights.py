@@ -131,7 +131,7 @@ def by_position(optimizer: dict[str, Any]) -> dict[str, Any]:
 def of_snapshot(content: dict[str, Any]) -> dict[str, Any]:
     """The parts of a snapshot, today's or f59f9ac's, under one set of names."""
     found = {name: content.get(name) for name in ("model", "ema", "scaler", "comm", "progress")}
-    if found["comm"] == {"method": "fp32"}:  # as f59f9ac wrote; today there is no entry
+    if (found["comm"] or {}).get("method") == "fp32":  # as f59f9ac wrote; today there is no entry
         found["comm"] = None
     return found | {"optimizer": by_position(content["optimizer"]), "classes": content["classes"]}
 
