@@ -28,6 +28,7 @@ from prepare.pack import pack_folder, verify
 from prepare.reading import check_apart, open_images, split_of
 
 from utils.errors import UserError, report, tolerate_broken_pipe
+from utils.extras import devkit
 from utils.launch import usable_cores
 from utils.option_types import number, positive
 
@@ -119,8 +120,8 @@ def build_parser() -> argparse.ArgumentParser:
     text = "ImageNet 2012: 1,281,167 training and 50,000 validation images of 1000 classes"
     option = add("imagenet", text)
     text = f"""folder of {" and ".join(sources.ARCHIVES.values())}, or of Kaggle's
-        {sources.KAGGLE_IMAGES}/, with {sources.KAGGLE_CSV}, or else {sources.DEVKIT} (needs scipy),
-        for the classes of the validation images (required)"""
+        {sources.KAGGLE_IMAGES}/, with {devkit.KAGGLE_CSV}, or else {devkit.DEVKIT}, for the
+        classes of the validation images (required)"""
     option("--source", type=Path, metavar="DIR", required=True, help=text)
 
     text = "a copy of a data set as tar files, which network disks read faster; also for WebDataset"

@@ -1,5 +1,6 @@
 """scripts/prepare_data.py, called in this process, and what it has written."""
 
+import base64
 import contextlib
 import io
 import re
@@ -77,3 +78,21 @@ def tar_bytes(members, mode="w"):
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     return file.getvalue()
+
+
+# Three synsets with the ILSVRC2012_ID 2, 1001 and 1: n01440764, n00001740 (no class) and n01443537,
+# as scipy.io.savemat(file, {"synsets": array of structs}, do_compression=True) writes them.
+META = """TUFUTEFCIDUuMCBNQVQtZmlsZSBQbGF0Zm9ybTogcG9zaXgsIENyZWF0ZWQgb246IFdlZCBOb3YgMjUgMDI6MzM6
+NTEgMjAyNgAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAABSU0PAAAAJAEAAHic
+42NgYIhgZWBgA9IcQMzEAAGsUD4zEDNCMTsQF1fmFaeWFAPlWRj4oOIhQOzpExwW5GxkYGgU7+nCEO4HJOCgPL8opRjOS8/JL0bw
+8kpz45MzMnNSilLzGBgQLBgA2WHAgHAfJ5r7GJEwA9j9jGA/gPQ5IOljwaKPE0mfAJSfZ2BoYmJgbmaCZL8FAXNY0cwB8UtS85Iz
+iNTPhqYfxE9USMsszsDUz0bA/5xQceTwcyCgnwlNvwBc9wd7KMMBPR64CbiDBWjqS2ZK4gEIDM1NDJD8QU44puaVZJZUQvRnENBv
+hKYfxK8gGWB3L4nx5kCreCMm/zAyUJh/jE2NzRmwhwM2czjQzAHx0/NzUkA5AN396PphAFk/NnsHKt8AAIPlTBU="""
+
+
+def devkit_bytes(truth):
+    """ILSVRC2012_devkit_t12.tar.gz with this ILSVRC2012_ID for each validation image."""
+    folder, lines = "ILSVRC2012_devkit_t12/data", "".join(f"{number}\n" for number in truth)
+    members = [("meta.mat", base64.b64decode(META))]
+    members += [("ILSVRC2012_validation_ground_truth.txt", lines.encode())]
+    return tar_bytes([(f"{folder}/{name}", data) for name, data in members], "w:gz")

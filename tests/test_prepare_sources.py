@@ -5,13 +5,11 @@ import os
 import pickle
 import shutil
 import struct
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
-from preparing import fail, images, put, succeed, tar_bytes, times, tree
+from preparing import devkit_bytes, fail, images, put, succeed, tar_bytes, times, tree
 from torchvision import datasets
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
@@ -150,20 +148,16 @@ def test_every_image_lands_in_its_class(no_sums, request, tmp_path, layout):
     assert times(out) == before
 
 
-def test_the_devkit_gives_the_classes(no_sums, archives, tmp_path, monkeypatch):
+def test_the_devkit_gives_the_classes(no_sums, archives, tmp_path):
     """Its table has a node above the classes; its rows are in no order."""
-    rows = [(2, TENCH, "tench", "", 0), (3, "n00001740", "entity", "", 2), (1, GOLDFISH, "", "", 0)]
-    truth = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
-    put(archives, {DEVKIT: tar_bytes([(truth, b"1\n2\n2\n")], "w:gz")})
+    put(archives, {DEVKIT: devkit_bytes([1, 2, 2])})
     (archives / CSV).unlink()
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    command = ("imagenet", tmp_path / "out", "--source", archives)
-    assert "it needs scipy: pip install scipy" in fail(*command)
-    matlab = SimpleNamespace(loadmat=lambda *_, **__: {"synsets": rows})
-    for name, module in (("scipy", SimpleNamespace(io=matlab)), ("scipy.io", matlab)):
-        monkeypatch.setitem(sys.modules, name, module)
-    succeed(*command)
+    succeed("imagenet", tmp_path / "out", "--source", archives)
     assert images(tmp_path / "out") == expected()
+    put(archives, {DEVKIT: devkit_bytes([1, 2, 2])[:300]})
+    assert f"cannot read {archives / DEVKIT} (" in fail(
+        "imagenet", tmp_path / "again", "--source", archives
+    )
 
 
 def test_archives_may_come_one_after_the_other_and_a_cut_one_is_named(no_sums, archives, tmp_path):

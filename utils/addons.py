@@ -32,16 +32,37 @@ def source_kind(root: Path) -> Any:
         from utils.extras.pack import Pack
 
         return Pack
+    if _is_there("tars"):
+        from utils.extras import tars
+
+        if tars.tar_files(root):
+            return tars.Tars
     return None
 
 
 def list_cache() -> Any:
-    """`utils.extras.list_cache`, where the list of an image folder's files is kept; or None."""
+    """`utils.extras.list_cache`, where the list of the images is kept; or None."""
     if not _is_there("list_cache"):
         return None
     from utils.extras import list_cache
 
     return list_cache
+
+
+def validation_label_files(folder: Path) -> list[Path]:
+    """The files in ``folder`` that say of which classes ImageNet's validation images are."""
+    if not _is_there("devkit"):
+        return []
+    from utils.extras import devkit
+
+    return devkit.label_files(folder)
+
+
+def validation_labels(folder: Path) -> dict[str, str]:
+    """The class of each of ImageNet's validation images, by file name. Raises: `UserError`."""
+    from utils.extras import devkit
+
+    return devkit.val_labels(folder)
 
 
 def region_decoder() -> Any:

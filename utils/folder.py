@@ -22,8 +22,8 @@ from utils.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 _SUFFIXES = tuple(suffix.encode() for suffix in SUFFIXES)
-# A folder that changed so shortly before it was listed may change again within the same tick of the
-# file system's clock, unnoticed: its listing is not kept.
+# A folder or file that changed so shortly before it was read may change again within the same tick
+# of the file system's clock, unnoticed: what was read is not kept.
 RACY_SECONDS = 2.0
 THREADS = 8  # a network disk serves many requests at once
 SIZES_ASKED = 10_000  # files, spread over the data set, that estimate the mean size
@@ -67,7 +67,7 @@ class Source:
 
     def read(self, image: int) -> bytes:
         """The image file. Raises: OSError."""
-        with open(self.path(image), "rb", buffering=0, opener=_open_regular) as file:
+        with open(self.path(image), "rb", buffering=0, opener=open_regular) as file:
             return file.read()
 
     def shape(self, image: int) -> tuple[int, int] | None:
@@ -120,8 +120,9 @@ def path_starts(paths: bytes) -> np.ndarray:
     return np.concatenate([[0], ends + 1])
 
 
-def _open_regular(path: str, flags: int) -> int:
-    """Raises: OSError for a pipe, which would wait for its writer, or a device without an end."""
+def open_regular(path: str, flags: int) -> int:
+    """A file descriptor. Raises: OSError, also for a pipe, which would wait for its writer, and for
+    a device, which may have no end."""
     handle = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -174,6 +175,15 @@ def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listin
     return [known[name] for name in classes]
 
 
+def settled_mtime(path: bytes | str) -> int:
+    """When a file or folder changed, ns; 0 if so lately that it may change again unnoticed.
+
+    Raises: OSError.
+    """
+    changed = os.stat(path).st_mtime_ns
+    return 0 if abs(time.time() - changed / 1e9) < RACY_SECONDS else changed
+
+
 def list_class(root: Path, name: str) -> Listing:
     """List the images of class folder ``name``, sub-folders included. Raises: `UserError`.
 
@@ -186,9 +196,7 @@ def list_class(root: Path, name: str) -> Listing:
         folder = waiting.pop()
         place = os.path.join(os.fsencode(root), folder)
         try:
-            changed = os.stat(place).st_mtime_ns
-            racy = abs(time.time() - changed / 1e9) < RACY_SECONDS
-            folders[os.fsdecode(folder)] = 0 if racy else changed
+            folders[os.fsdecode(folder)] = settled_mtime(place)
             with os.scandir(place) as entries:
                 for entry in entries:
                     # Hidden files are not samples: editors, copy programs and macOS leave them.
@@ -216,10 +224,15 @@ def open_source(root: Path, classes: list[str], shows: bool = False) -> Source:
     return kind(root, classes, shows)
 
 
+def has_part(root: Path) -> bool:
+    """Whether there are images of DATA/train, DATA/val or DATA/test: a folder, or files beside."""
+    return root.is_dir() or addons.source_kind(root) is not None
+
+
 def class_folders(root: Path) -> list[str]:
     """Sorted names of the classes in ``root``. Raises `UserError` if there are none."""
-    if not root.is_dir():
-        why = "DATA must hold train/CLASS/*.JPEG and val/CLASS/*.JPEG "
+    if not has_part(root):
+        why = "DATA must hold train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train.tar and val.tar "
         why += "(scripts/prepare_data.py makes them of known data sets)"
         if root.name == "test":
             why = "--part test evaluates on it, --part val on DATA/val"

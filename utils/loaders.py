@@ -36,7 +36,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from utils import addons, launch
 from utils.errors import UserError
-from utils.folder import Source, check_same_classes, class_folders, open_source, select_classes
+from utils.folder import (
+    Source,
+    check_same_classes,
+    class_folders,
+    has_part,
+    open_source,
+    select_classes,
+)
 from utils.images import ImageBatches, Reading
 from utils.metrics import UNREADABLE
 from utils.preprocessing import MEAN, STD, Channels, Preprocessing
@@ -446,14 +453,20 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
     if args.dummy:
         return Loaders(addons.dummy_classes(args), dtype)
     root = Path(args.data)
-    evaluate_only = args.evaluate and not (root / "train").is_dir()
-    folders = class_folders(root / (args.part if evaluate_only else "train"))
-    classes = select_classes(args.classes, folders)
-    parts = ["val", "test"] if (root / "test").is_dir() else ["val"]
+    evaluate_only = args.evaluate and not has_part(root / "train")
+    parts = ["val", "test"] if has_part(root / "test") else ["val"]
     if args.evaluate:
         parts = [args.part]
-    for part in parts:
-        check_same_classes(root, part, classes, subset=bool(args.classes))
+
+    def find_classes() -> list[str]:
+        folders = class_folders(root / (args.part if evaluate_only else "train"))
+        classes = select_classes(args.classes, folders)
+        for part in parts:
+            check_same_classes(root, part, classes, subset=bool(args.classes))
+        return classes
+
+    # The first process of a node makes the index of tar files; the others read its cache.
+    classes = first_on_node(find_classes, world)
     if not args.evaluate:
         parts.insert(0, "train")
     made = {part: _batches(part, classes, args, world, dtype) for part in parts}

@@ -4,7 +4,6 @@ torchvision reads the published archives and checks their MD5 sums. Each source 
 unfinished splits.
 """
 
-import csv
 import io
 import math
 import random
@@ -21,6 +20,7 @@ from PIL import Image
 from prepare.folder import Item, Split, Stored, in_batches
 
 from utils.errors import UserError
+from utils.extras.devkit import val_labels
 
 FASHION_CLASSES = (
     *("0_tshirt_top", "1_trouser", "2_pullover", "3_dress", "4_coat"),
@@ -32,8 +32,7 @@ FASHION_FILES = tuple(
 DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")
 CIFAR_ARCHIVE = "cifar-10-python.tar.gz"
 ARCHIVES = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
-KAGGLE_CSV, KAGGLE_IMAGES = "LOC_val_solution.csv", "ILSVRC/Data/CLS-LOC"
-DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+KAGGLE_IMAGES = "ILSVRC/Data/CLS-LOC"
 IMAGENET = {"train": 1_281_167, "val": 50_000}  # images
 
 
@@ -201,7 +200,7 @@ def imagenet(source: Path, missing: list[str]) -> dict[str, Split]:
         archive, folder = source / ARCHIVES[split], source / KAGGLE_IMAGES / split
         path = archive if archive.exists() else folder
         if path.exists():
-            items = _train(path) if split == "train" else _val(path, _val_labels(source))
+            items = _train(path) if split == "train" else _val(path, val_labels(source))
             splits[split] = Split(IMAGENET[split], in_batches(items))
         else:
             print(f"not prepared: {split}, as neither {archive} nor {folder} exists")
@@ -260,23 +259,3 @@ def _val(path: Path, labels: dict[str, str]) -> Iterator[Item]:
             yield Item(f"val/{left.pop(name)}/{name}", content)
     if left:
         raise UserError(f"{path} lacks {len(left)} of the images, such as {min(left)}")
-
-
-def _val_labels(source: Path) -> dict[str, str]:
-    """The class (WordNet id) of each validation image, by file name."""
-    from torchvision.datasets import imagenet as archives
-
-    table, devkit = source / KAGGLE_CSV, source / DEVKIT
-    if table.is_file():
-        with _reading(table), table.open(newline="") as file:
-            rows = csv.DictReader(file)
-            return {f"{r['ImageId']}.JPEG": r["PredictionString"].split()[0] for r in rows}
-    if not devkit.is_file():
-        text = "the classes of the validation images are not known"
-        raise UserError(f"{text}: neither {KAGGLE_CSV} nor {DEVKIT} is in {source}")
-    advice = f"; it needs scipy: pip install scipy, or put {KAGGLE_CSV} beside it"
-    with tempfile.TemporaryDirectory() as folder, _reading(devkit, advice):
-        Path(folder, DEVKIT).symlink_to(devkit.resolve())
-        archives.parse_devkit_archive(folder)
-        wnids = archives.load_meta_file(folder)[1]
-    return {f"ILSVRC2012_val_{i:08d}.JPEG": wnid for i, wnid in enumerate(wnids, start=1)}

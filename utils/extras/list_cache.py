@@ -1,14 +1,18 @@
-"""The list of the files in an image folder, kept in that folder as .index.npz.
+"""The list of the images in a folder, kept in that folder as .index.npz.
 
-No option: every script, imagenet_nd.py for one, uses it for a folder of files. Interface: `read`,
-`is_fresh` and `write`, which `utils.folder.listings` calls. Without this file, each process lists
-the folder at its start.
+No option: every script, imagenet_nd.py for one, uses it for a folder of files, and for tar files.
+Interface: `read`, `is_fresh` and `write`, which `utils.folder.listings` calls. Without this file,
+each process lists the folder at its start.
 
 Listing 1.28 million files takes seconds on a warm local disk and minutes on a cold network disk.
 The list is kept class by class, with the modification times of its folders: adding, removing or
 renaming a file changes one of them, and the class is listed again.
+
+Where the folder cannot be written, the list is kept in the user's cache folder
+($XDG_CACHE_HOME/imagenet-training, or ~/.cache/imagenet-training).
 """
 
+import hashlib
 import io
 import json
 import os
@@ -20,6 +24,14 @@ from utils.atomic import save_atomically
 from utils.folder import Listing
 
 CACHE = ".index.npz"
+
+
+def _places(root: Path) -> list[Path]:
+    """The files that may have the list of ``root``: beside the images, in the user's cache."""
+    here = root / CACHE if root.is_dir() else root.with_name(f".{root.name}{CACHE}")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    name = hashlib.sha256(os.fsencode(os.path.abspath(root))).hexdigest()[:16]
+    return [here, Path(cache, "imagenet-training", f"{name}.npz")]
 
 
 def is_fresh(root: Path, listing: Listing) -> bool:
@@ -35,8 +47,14 @@ def is_fresh(root: Path, listing: Listing) -> bool:
 
 def read(root: Path) -> dict[str, Listing]:
     """The kept listings by class; none if there are none, or none that can be read."""
+    here, of_user = _places(root)
+    # The latter is newer: `write` removes it when it can write the former.
+    return _load(here) | _load(of_user)
+
+
+def _load(place: Path) -> dict[str, Listing]:
     try:
-        with np.load(root / CACHE) as file:
+        with np.load(place) as file:
             classes = json.loads(file["classes"].tobytes())
             paths = io.BytesIO(file["paths"].tobytes())
     except Exception:  # zipfile and numpy find a damaged file in many ways
@@ -45,15 +63,23 @@ def read(root: Path) -> dict[str, Listing]:
 
 
 def write(root: Path, known: dict[str, Listing], shows: bool) -> None:
-    """Keep the listings ``known`` (by class) in ``root``; with ``shows``, say if that fails."""
+    """Keep the listings ``known`` (by class); with ``shows``, say if they cannot be written."""
     classes = {name: (len(one.paths), one.folders) for name, one in known.items()}
     content = {
         "classes": np.frombuffer(json.dumps(classes).encode(), np.uint8),
         "paths": np.frombuffer(b"".join(one.paths for one in known.values()), np.uint8),
     }
+    here, of_user = _places(root)
     try:
-        save_atomically(lambda file: np.savez(file, **content), root / CACHE)
-    except OSError as fault:
+        save_atomically(lambda file: np.savez(file, **content), here)
+        of_user.unlink(missing_ok=True)
+        return
+    except OSError as error:
+        reason = error.strerror
+    try:
+        of_user.parent.mkdir(parents=True, exist_ok=True)
+        save_atomically(lambda file: np.savez(file, **content), of_user)
+    except OSError:
         if shows:
-            text = f"note: cannot keep the list of files in {root} ({fault.strerror})"
+            text = f"note: cannot keep the list of files in {root} ({reason}) or {of_user.parent}"
             print(f"{text}: each run lists the folder again", flush=True)

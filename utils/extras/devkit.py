@@ -1,0 +1,110 @@
+"""The classes of ImageNet's 50,000 validation images, which lie in one folder or tar file.
+
+No option: used where DATA holds ILSVRC2012_img_val.tar, and by `scripts/prepare_data.py imagenet`.
+Interface: `val_labels`. Without this file, training on the original tar files ends with an error.
+"""
+
+import csv
+import struct
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from utils.errors import UserError
+
+KAGGLE_CSV = "LOC_val_solution.csv"
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
+META = "data/meta.mat"
+# MATLAB's level 5 format: types of elements, and numpy's names of the numeric ones.
+# https://www.mathworks.com/help/pdf_doc/matlab/matfile_format.pdf
+MATRIX, COMPRESSED = 14, 15
+NUMBERS = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8"}
+LARGEST = 1 << 28  # bytes of meta.mat after decompression; the real one has a few million
+
+
+def label_files(folder: Path) -> list[Path]:
+    """The files in ``folder`` that `val_labels` reads, most wanted first."""
+    return [path for path in (folder / KAGGLE_CSV, folder / DEVKIT) if path.is_file()]
+
+
+def val_labels(folder: Path) -> dict[str, str]:
+    """The class (WordNet id) of each validation image, by file name.
+
+    Read from Kaggle's table or from the devkit of image-net.org. Raises: `UserError`.
+    """
+    if not (files := label_files(folder)):
+        text = "the classes of the validation images are not known"
+        raise UserError(f"{text}: neither {KAGGLE_CSV} nor {DEVKIT} is in {folder}")
+    try:
+        return _of_kaggle(files[0]) if files[0].name == KAGGLE_CSV else _of_devkit(files[0])
+    except Exception as error:  # the readers of damaged files raise nearly anything
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise UserError(f"cannot read {files[0]} ({reason}); get the file again") from error
+
+
+def _of_kaggle(path: Path) -> dict[str, str]:
+    with path.open(newline="") as file:
+        rows = csv.DictReader(file)
+        return {f"{row['ImageId']}.JPEG": row["PredictionString"].split()[0] for row in rows}
+
+
+def _of_devkit(path: Path) -> dict[str, str]:
+    content = {}
+    with tarfile.open(path) as tar:
+        for member in tar:
+            for name in (TRUTH, META):
+                if member.isfile() and member.name.endswith(name):
+                    content[name] = tar.extractfile(member).read()
+    if missing := {TRUTH, META} - content.keys():
+        raise ValueError(f"{min(missing)} is missing")
+    wnids = _synsets(content[META])
+    numbers = map(int, content[TRUTH].split())
+    return {f"ILSVRC2012_val_{i:08d}.JPEG": wnids[n] for i, n in enumerate(numbers, start=1)}
+
+
+def _synsets(data: bytes) -> dict[int, str]:
+    """The WordNet id of each ILSVRC2012_ID: two fields of the array ``synsets`` in meta.mat."""
+    for kind, array in _elements(data[128:]):  # after a header
+        if kind != MATRIX:
+            continue
+        # Flags, dimensions, name, width of a field name, field names, then the values by rows.
+        _, _, name, width, names, *values = [content for _, content in _elements(array)]
+        if name == b"synsets":
+            size = int.from_bytes(width, "little")
+            fields = [names[i : i + size].rstrip(b"\0") for i in range(0, len(names), size)]
+            columns = [
+                values[fields.index(field) :: len(fields)] for field in (b"ILSVRC2012_ID", b"WNID")
+            ]
+            return {int(_value(n)[0]): _text(wnid) for n, wnid in zip(*columns, strict=True)}
+    raise ValueError(f"{META} has no array synsets")
+
+
+def _value(array: bytes) -> np.ndarray:
+    kind, content = list(_elements(array))[3]  # after flags, dimensions and name
+    return np.frombuffer(content, NUMBERS[kind])
+
+
+def _text(array: bytes) -> str:
+    content = list(_elements(array))[3][1]
+    return content.replace(b"\0", b"").decode("ascii")  # one or two bytes a letter
+
+
+def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Type and content of each element of a level 5 file, or of an array in it."""
+    place = 0
+    while place + 8 <= len(data):
+        kind, size = struct.unpack_from("<II", data, place)
+        start = place + 8
+        if kind >> 16:  # a short one: up to four bytes take the place of the size
+            kind, size, start = kind & 0xFFFF, kind >> 16, place + 4
+        content = data[start : start + size]
+        if kind == COMPRESSED:
+            yield from _elements(zlib.decompressobj().decompress(content, LARGEST))
+            place = start + size
+            continue
+        yield kind, content
+        place = -(-(start + size) // 8) * 8
