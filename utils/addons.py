@@ -350,6 +350,14 @@ def sharded_bytes(session: Any, trained: list[Any]) -> float:
 # ---- beside the training
 
 
+def draw_first_batch(session: Any) -> None:
+    """Have the first training batch drawn: in the event file, and by ``run.pictures``."""
+    if session.run.events is not None and _is_there("grid"):
+        from utils.extras import grid
+
+        grid.draw_first_batch(session)
+
+
 def watch_spot(args: Any, stop: Any, world: Any) -> None:
     """``--spot-notice``: ask for the end of the run when EC2 reclaims this node."""
     if args.spot_notice and world.local_rank == 0:  # any of the nodes may be reclaimed

@@ -92,6 +92,7 @@ def begin(session: Session) -> Training:
         first_epoch=state.epoch,
     )
     addons.watch_spot(args, training.stop, world)
+    addons.draw_first_batch(session)
     addons.profile(session)
     training.show_status("starting")
     if state.comm is not None:

@@ -208,8 +208,9 @@ def checkpoint_file(args: Any) -> Path | None:
 class Run:
     """A process's run directory, log and curves. ``mode``: nd, dp, ddp, ...
 
-    In rank 0, the functions in ``curves`` get (tags, x) to draw, those in ``written`` the path of
-    each file that was written, and those in ``at_end`` are called when nothing more comes.
+    In rank 0, the functions in ``curves`` get (tags, x) to draw, those in ``pictures`` (tag, image
+    of Pillow, x), those in ``written`` the path of each file that was written, and those in
+    ``at_end`` are called when nothing more comes.
     """
 
     def __init__(self, args: Any, world: World, mode: str):
@@ -222,6 +223,7 @@ class Run:
         self.lock: Lock | None = None  # of a training
         self.is_writing = not (args.evaluate or args.dummy or args.find_batch)  # a training
         self.curves: list[Callable[[dict[str, float], int], None]] = []
+        self.pictures: list[Callable[[str, Any, int], None]] = []
         self.written: list[Callable[[Path], None]] = []
         self.at_end: list[Callable[[], None]] = []
         self.events: tensorboard.EventFile | None = None  # of a training, in rank 0

@@ -23,7 +23,7 @@ from utils.atomic import save_atomically
 
 log = logging.getLogger(__name__)
 
-STEP_TAGS = "Step/"  # tags with x = 1000 x epoch; all others have x = epochs finished
+STEP_TAGS = ("Step/", "Images/")  # x = 1000 x epoch; all other tags have x = epochs finished
 TEST_TAGS = "/test"  # the ends of the tags that are written once, when a run ends
 
 

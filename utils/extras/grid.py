@@ -1,0 +1,115 @@
+"""Images of a batch in a grid, each with its classes: scripts/show_images.py draws it, and each
+training adds that of its first batch to its event file. Always on.
+
+Interface: `draw_first_batch` replaces `utils.loaders.Batches.mix` for one batch, and calls
+`utils.tensorboard.EventFile.add` and the functions in `Run.pictures`. Without this file TensorBoard shows no images.
+"""
+
+import io
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch import Tensor
+
+from utils.errors import printable
+from utils.loaders import Batches
+from utils.session import Session
+from utils.tensorboard import EventFile
+
+MOST = 32  # images in a grid
+MOST_PIXELS = 4_000_000  # of all its images: drawing takes about 0.1 s
+LEAST = 96  # pixels of a tile's width: captions need it, so smaller images are magnified
+GAP, LINE = 8, 15  # pixels between tiles; of a line of text
+PAPER, INK = "#ffffff", "#1a1c1e"
+TAG = "Images/train"
+
+
+def pixels(images: Tensor, batches: Batches) -> np.ndarray:
+    """Undo the normalisation of ``batches``: [n, 3, h, w] to uint8 [n, h, w, 3]."""
+    scale, shift = (one[:3, None, None].cpu() for one in (batches.scale, batches.shift))
+    values = (images.detach().float().cpu() - shift) / scale
+    return values.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
+
+
+def captions(targets: Tensor, classes: Sequence[str]) -> list[str]:
+    """The class of each image; of mixed ones (targets float [n, classes]) a line for each share."""
+    if not targets.is_floating_point():
+        return [classes[target] if target >= 0 else "unreadable" for target in targets.tolist()]
+    shares, largest = targets.cpu().topk(min(2, len(classes)), dim=1)
+    return [
+        "\n".join(
+            f"{share:.0%} {classes[i]}" for share, i in zip(*pair, strict=True) if share > 0.005
+        )
+        for pair in zip(shares.tolist(), largest.tolist(), strict=True)
+    ]
+
+
+def sheet(tiles: Sequence[np.ndarray], texts: Sequence[str], columns: int) -> Image.Image:
+    """Draw ``tiles`` (uint8 [h, w, 3]) in rows of ``columns``, each above its text.
+
+    Tiles narrower than `LEAST` are magnified by a whole number, all by the same. Text is cut at the
+    width of a tile.
+    """
+    widest = max(tile.shape[1] for tile in tiles)
+    zoom = -(-LEAST // widest)
+    wide, high = zoom * widest, zoom * max(tile.shape[0] for tile in tiles)
+    lines = max(text.count("\n") + 1 for text in texts)
+    column, row = wide + GAP, high + LINE * lines + GAP
+    page = Image.new("RGB", (columns * column + GAP, -(-len(tiles) // columns) * row + GAP), PAPER)
+    pen = ImageDraw.Draw(page)
+    font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", 11)
+    for number, (tile, text) in enumerate(zip(tiles, texts, strict=True)):
+        x, y = GAP + number % columns * column, GAP + number // columns * row
+        image = Image.fromarray(tile)
+        page.paste(
+            image.resize([zoom * side for side in image.size], Image.Resampling.NEAREST), (x, y)
+        )
+        for i, line in enumerate(text.split("\n")):
+            name = printable(line[:wide])
+            while font.getlength(name) > wide:
+                name = name[:-2] + "…"
+            pen.text((x, y + high + i * LINE), name, INK, font)
+    return page
+
+
+def of_batch(batches: Batches, images: Tensor, targets: Tensor, most: int = MOST) -> Image.Image:
+    """The grid of a batch's first images: normalised [n, 3, size, size]; targets as in training."""
+    count = max(1, min(len(images), most))
+    tiles = pixels(images[:count], batches)
+    columns = min(count, max(1, round((2 * count) ** 0.5)))
+    return sheet(tiles, captions(targets[:count], batches.dataset.source.classes), columns)
+
+
+def write(events: EventFile, tag: str, image: Image.Image, x: int) -> None:
+    """Write a picture into an event file."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)  # ten times as fast as the default
+    size = dict(zip(("width", "height"), image.size, strict=True))
+    png = Summary.Image(**size, colorspace=3, encoded_image_string=buffer.getvalue())
+    events.add([Summary(value=[Summary.Value(tag=tag, image=png)])], x)
+
+
+def draw_first_batch(session: Session) -> None:
+    """Have the next training batch drawn in the event file, and by ``session.run.pictures``."""
+    batches, mix = session.train, session.train.mix
+    shows = [partial(write, session.run.events), *session.run.pictures]
+
+    def draw(images: Tensor, targets: Tensor, place: Any) -> tuple[Tensor, Tensor, Tensor]:
+        batches.mix = mix
+        mixed = mix(images, targets, place) if mix else (images, targets, targets)
+        epoch, step, _ = place
+        # After the position where the run begins: one that begins there again replaces the image.
+        x = round(1000 * (epoch + step / batches.sampler.steps_per_epoch)) + 1
+        most = min(MOST, MOST_PIXELS // images[0, 0].numel())
+        image = of_batch(batches, *mixed[:2], most)
+        for show in shows:
+            show(TAG, image, x)
+        return mixed
+
+    batches.mix = draw
