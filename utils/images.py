@@ -225,11 +225,15 @@ class ImageBatches(Dataset):
                 break
             found = (wanted + step) % len(self.source)
             try:
-                self._view(found, (self.seed << 72) | (epoch << 48) | wanted, out, reading)
+                self._view(found, self.key(wanted, epoch), out, reading)
                 return found
             except (OSError, ValueError) as fault:
                 reading.faults.append((found, str(fault)))
         return None
+
+    def key(self, wanted: int, epoch: int) -> int:
+        """What seeds the augmentation of image ``wanted`` (of a `Batch`) in an epoch."""
+        return (self.seed << 72) | (epoch << 48) | wanted
 
     def _view(self, image: int, key: int, out: Tensor, reading: Reading) -> None:
         """Read an image and write its view: uint8 [size, size, 3]; ``key`` seeds its augmentation.
@@ -249,7 +253,7 @@ class ImageBatches(Dataset):
         """The pixels that the view of an image needs, and how to cut the view out of them."""
         source = self.source
         if (shape := source.shape(image)) is not None:
-            cut = self._cut(shape, key, size)
+            cut = self.cut(shape, key, size)
             top, left, height, width = cut.box
             began = time.perf_counter()
             rows = source.rows(image, top, height)
@@ -260,13 +264,14 @@ class ImageBatches(Dataset):
         data = source.read(image)
         reading.count(len(data), began)
         if self.train and self.regions and (shape := self.regions.shape_of(data)) is not None:
-            cut = self._cut(shape, key, size)
+            cut = self.cut(shape, key, size)
             if (decoded := self.regions.decode(data, cut.box)) is not None:
                 return decoded[0], cut._replace(box=decoded[1])
         pixels = decode(data)
-        return pixels, self._cut(pixels.shape[1:], key, size)
+        return pixels, self.cut(pixels.shape[1:], key, size)
 
-    def _cut(self, shape: tuple[int, int], key: int, size: int) -> Cut:
+    def cut(self, shape: tuple[int, int], key: int, size: int) -> Cut:
+        """How the view of ``size`` pixels is made of an image of ``shape`` (height, width)."""
         if not self.train:
             return eval_cut(shape, size, self.resize)
         return train_cut(shape, size, random.Random(key), self.crop_scale)

@@ -50,15 +50,19 @@ def captions(targets: Tensor, classes: Sequence[str]) -> list[str]:
     ]
 
 
+def magnified(side: int, width: int) -> int:
+    """A ``side`` of a tile of this ``width`` as it is drawn, pixels."""
+    return side * -(-LEAST // width)
+
+
 def sheet(tiles: Sequence[np.ndarray], texts: Sequence[str], columns: int) -> Image.Image:
     """Draw ``tiles`` (uint8 [h, w, 3]) in rows of ``columns``, each above its text.
 
-    Tiles narrower than `LEAST` are magnified by a whole number, all by the same. Text is cut at the
-    width of a tile.
+    Tiles narrower than `LEAST` are magnified by a whole number. Text is cut at the width of the
+    widest tile.
     """
-    widest = max(tile.shape[1] for tile in tiles)
-    zoom = -(-LEAST // widest)
-    wide, high = zoom * widest, zoom * max(tile.shape[0] for tile in tiles)
+    sizes = [[magnified(side, tile.shape[1]) for side in tile.shape[1::-1]] for tile in tiles]
+    wide, high = (max(sides) for sides in zip(*sizes, strict=True))
     lines = max(text.count("\n") + 1 for text in texts)
     column, row = wide + GAP, high + LINE * lines + GAP
     page = Image.new("RGB", (columns * column + GAP, -(-len(tiles) // columns) * row + GAP), PAPER)
@@ -66,10 +70,8 @@ def sheet(tiles: Sequence[np.ndarray], texts: Sequence[str], columns: int) -> Im
     font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", 11)
     for number, (tile, text) in enumerate(zip(tiles, texts, strict=True)):
         x, y = GAP + number % columns * column, GAP + number // columns * row
-        image = Image.fromarray(tile)
-        page.paste(
-            image.resize([zoom * side for side in image.size], Image.Resampling.NEAREST), (x, y)
-        )
+        image = Image.fromarray(tile).resize(sizes[number], Image.Resampling.NEAREST)
+        page.paste(image, (x, y))
         for i, line in enumerate(text.split("\n")):
             name = printable(line[:wide])
             while font.getlength(name) > wide:

@@ -10,7 +10,8 @@ until the process has met a signal; in rank R alone with HOLD_RANK=R. With SEEN_
 each process keeps a file there, <rank>_<start>, with a line for each training batch that it has
 seen: the checksums of its images, which crop and flip make different in each epoch. With
 SEEN_SEEDS=FOLDER it does the same with torch's seeds. In rank R the clock jumps forward by an hour
-in the second training batch with CLOCK_JUMPS_IN=R.
+in the second training batch with CLOCK_JUMPS_IN=R. With FIRST_BATCH=FILE rank 0 saves the images of
+its first training batch there.
 """
 
 import os
@@ -51,6 +52,8 @@ class Tiny(nn.Sequential):
             if self.training and "SEEN_IMAGES" in os.environ:
                 pixels = (image.contiguous().numpy() for image in images.float().cpu())
                 note(os.environ["SEEN_IMAGES"], *(zlib.crc32(one.tobytes()) for one in pixels))
+            if self.training and self.trained == 1 and rank == "0" and "FIRST_BATCH" in os.environ:
+                torch.save(images, os.environ["FIRST_BATCH"])
             if self.training and "SEEN_SEEDS" in os.environ:
                 note(os.environ["SEEN_SEEDS"], torch.initial_seed())
             if self.trained == 2 and os.environ.get("CLOCK_JUMPS_IN") == rank:

@@ -1,0 +1,185 @@
+"""Draw the images of a training's first batch as its model sees them, with their classes.
+
+    python scripts/show_images.py --auto-augment ra --mixup 0.2 data/sample
+    python scripts/show_images.py --mode ddp -g 8 --recipe fast16 --original DATA
+    python scripts/show_images.py --epochs 0,1,2 --progressive 160:192 DATA
+    python scripts/show_images.py --val --image-size 64 data/sample
+
+Takes the options of the training script, and loads images by the training's own code: those of
+its first step (with several processes, those of rank 0), cropped, augmented and mixed. With
+--resume it is the step at which the snapshot continues. Below a mixed image stands the share of
+each class.
+"""
+
+import argparse
+import importlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from utils import launch
+
+launch.prepare()  # before torch is imported, which takes seconds
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+
+from utils import loop, options
+from utils.atomic import read_checkpoint
+from utils.errors import UserError, report, tolerate_broken_pipe
+from utils.extras import grid
+from utils.images import decode
+from utils.loaders import Batches, build_loaders
+from utils.option_types import count, list_of, positive
+from utils.run_directory import checkpoint_file
+from utils.samplers import Batch
+from utils.world import World
+
+MODES = ("nd", "dp", "ddp", "fsdp", "ddp_apex")
+BOX = "#ff2020"
+
+
+@dataclass(frozen=True)
+class Rank0(World):
+    """Rank 0 of a job of so many ``processes``, without the others."""
+
+    processes: int = 1
+
+    @property
+    def slices(self) -> int:
+        return self.processes
+
+
+def parse(words: list[str]) -> options.Options:
+    """The options of the picture and of the training. Raises: `UserError`."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    text = "the training script whose options and batches to use: imagenet_MODE.py"
+    first.add_argument("--mode", choices=MODES, default="nd", help=text)
+    mode = first.parse_known_args(words)[0].mode
+    parser = importlib.import_module(f"imagenet_{mode}").parser()
+    parser.description = __doc__
+    add = parser.add_argument_group("picture").add_argument
+    add("--mode", choices=MODES, default="nd", help=text)
+    add("--original", action="store_true", help="beside each crop, its image with the crop's box")
+    add("--val", action="store_true", help="the first images of DATA/val as evaluation sees them")
+    add("--show", type=positive, metavar="N", help="images to draw; default: 32 tiles in all")
+    add("--out", type=Path, default=Path("images.png"), metavar="FILE", help="the picture")
+    text = "draw the same images in several epochs, counted from 0, such as 0,1,2; before mixing"
+    add("--in-epochs", type=list_of(count), metavar="LIST", help=text)
+    # --epochs N is the length of the training, and --epochs 0,1,2 a list for this command.
+    for i, word in enumerate(words := list(words)):
+        name, _, value = word.partition("=")
+        if name == "--epochs" and "," in (value or "".join(words[i + 1 : i + 2])):
+            words[i] = word.replace("--epochs", "--in-epochs", 1)
+    args = options.parse(parser, words)
+    if args.dummy:
+        raise UserError("--dummy has no images: leave it out")
+    if late := [epoch for epoch in args.in_epochs or () if epoch >= args.epochs]:
+        raise UserError(
+            f"epoch {late[0]} is not one of the {args.epochs} epochs, 0 to --epochs - 1"
+        )
+    return args
+
+
+def position(args: options.Options, batches: Batches) -> tuple[int, int]:
+    """The epoch and step with which the training begins: those of the ``--resume`` snapshot."""
+    path = checkpoint_file(args)
+    saved = read_checkpoint(path, lazily=True).get("progress") if path else None
+    if saved is None or args.start_epoch is not None:
+        return args.start_epoch or 0, 0
+    steps = saved["step"] * saved["global_batch"] // batches.sampler.global_batch
+    return saved["epoch"], steps
+
+
+def original(batches: Batches, wanted: int, epoch: int, side: int) -> tuple[np.ndarray, str]:
+    """The image behind index ``wanted`` of a `Batch`, with the box of its crop, and its file name.
+
+    Returns: uint8 [h, h, 3], as large as the crop of ``side`` pixels is drawn.
+    """
+    dataset = batches.dataset
+    source, image = dataset.source, wanted % len(dataset.source)
+    while image in batches.bad.seen and dataset.train:  # the next one has taken its place
+        image = (image + 1) % len(source)
+    if (shape := source.shape(image)) is not None:
+        pixels = np.array(source.rows(image, 0, shape[0]))
+    elif image in batches.bad.seen:
+        pixels = np.zeros((side, side, 3), np.uint8)
+    else:
+        pixels = decode(source.read(image)).permute(1, 2, 0).numpy()
+    high, wide = pixels.shape[:2]
+    cut = dataset.cut((high, wide), dataset.key(wanted, epoch), side)
+    top, left, *box = cut.box
+    y, x = (length / size for length, size in zip(box, cut.size, strict=True))  # of the window
+    top, left, down, right = top + cut.window[0] * y, left + cut.window[1] * x, *cut.window[2:]
+    canvas = Image.new("RGB", [grid.magnified(side, side)] * 2, grid.PAPER)
+    zoom = canvas.width / max(wide, high)
+    canvas.paste(Image.fromarray(pixels).resize([max(1, round(zoom * n)) for n in (wide, high)]))
+    corners = [left, top, left + right * x, top + down * y]
+    ImageDraw.Draw(canvas).rectangle([zoom * n for n in corners], outline=BOX, width=2)
+    return np.asarray(canvas), Path(source.path(image)).name
+
+
+def draw(args: options.Options) -> tuple[Image.Image, str]:
+    """The picture, and a line about it. Raises: `UserError`."""
+    processes = 1
+    if hasattr(args, "gpus"):  # of a mode with several processes
+        processes = (args.gpus or max(1, torch.cuda.device_count())) * (args.world_size or 1)
+    world = Rank0(torch.device("cpu"), processes=processes)
+    args = loop.with_checkpoint_sizes(args, world).replaced(workers=0)
+    loaders = build_loaders(args, world, torch.float32)
+    if args.val or args.evaluate:
+        batches, epoch, what = getattr(loaders, args.part), 0, f"of DATA/{args.part}, as evaluated"
+        images, targets = next(iter(batches))
+    else:
+        batches = loaders.train
+        epoch, step = position(args, batches)
+        images, targets = next(batches.rest(epoch, step))[:2]
+        batches.sampler.start_at(epoch, step)
+        what = f"of epoch {epoch}, step {step}"
+    epochs = args.in_epochs or []
+    each = (1 + args.original) * max(1, len(epochs))  # tiles of an image
+    number = min(len(images), args.show or max(4, grid.MOST // each))
+    line = f"{number} of the {len(images)} images {what}"
+    if each == 1:
+        return grid.of_batch(batches, images, targets, number), line
+    crops, names = grid.pixels(images[:number], batches), grid.captions(targets, loaders.classes)
+    tiles, texts = [], []
+    for row, wanted in enumerate(next(iter(batches.sampler)).indices[:number].tolist()):
+        for e in epochs or [epoch]:
+            crop, name = crops[row], names[row]
+            if epochs:
+                batches.sampler.start_at(e, 0)
+                task = Batch(e, np.array([wanted]), batches.sampler.size)
+                made, target, reading = batches.dataset.__getitems__(task)
+                batches.bad.note(reading.faults)
+                crop, name = made[0].numpy(), grid.captions(target, loaders.classes)[0]
+                name = f"epoch {e}: {name}"
+            if args.original:
+                tile, file = original(batches, wanted, e, len(crop))
+                tiles.append(tile)
+                texts.append(file)
+            tiles.append(crop)
+            texts.append(name)
+    return grid.sheet(tiles, texts, each * max(1, 8 // each)), line
+
+
+def main() -> int:
+    args = parse(sys.argv[1:])
+    picture, line = draw(args)
+    try:
+        picture.save(args.out)
+    except ValueError:
+        raise UserError(f"--out {args.out}: give a file name that ends in .png") from None
+    print(f"{args.out}: {line}")
+    return 0
+
+
+if __name__ == "__main__":
+    tolerate_broken_pipe()
+    try:
+        sys.exit(main())
+    except (UserError, OSError) as error:
+        sys.exit(report(error))

@@ -1,0 +1,82 @@
+"""scripts/show_images.py and TensorBoard show the pixels that the first train_step gets."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from conftest import STAND_IN, python
+from joined import Job, run_jobs
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from utils.preprocessing import MEAN, STD
+
+SIZE, GAP, LINE, ZOOM = 32, 8, 15, 3  # small images are drawn three times as large
+MIXED = ("--mixup", "0.4", "--cutmix", "1", "--auto-augment", "ra", "--random-erasing", "0.5")
+MIXED += ("--progressive", "32:40", "--repeated-aug", "2", "--seed", "3")
+CASES = {"nd": ("-b", "12", *MIXED), "ddp": ("-b", "6", "--accum-steps", "2")}
+
+
+def show(*words, **env):
+    return python("scripts/show_images.py", *words, PYTHONPATH=STAND_IN, **env)
+
+
+def tiles(picture, number, columns, lines):
+    """The images in a grid, uint8 [number, SIZE, SIZE, 3]."""
+    pixels, side = np.asarray(picture), ZOOM * SIZE
+    cut = []
+    for i in range(number):
+        y, x = GAP + i // columns * (side + lines * LINE + GAP), GAP + i % columns * (side + GAP)
+        cut.append(pixels[y : y + side : ZOOM, x : x + side : ZOOM])
+    return np.stack(cut)
+
+
+@pytest.mark.parametrize("mode", CASES)
+def test_the_picture_shows_what_train_step_gets(mode, folder, tmp_path):
+    words = ("-a", "tiny_plain", "--image-size", SIZE, "-j", 1, "--epochs", 2, *CASES[mode])
+    line = map(str, (*words, "--output-dir", tmp_path, "--name", "run", folder))
+    env = {"FIRST_BATCH": str(tmp_path / "batch.pt")}
+    run_jobs([Job(f"imagenet_{mode}", tuple(line), 1 + (mode == "ddp"), env=env)], tmp_path)
+    batch = torch.load(tmp_path / "batch.pt").permute(0, 2, 3, 1)
+    trained = ((batch * torch.tensor(STD) + torch.tensor(MEAN)) * 255).round()
+
+    file = tmp_path / "shown.png"
+    more = ("-g", 2) if mode == "ddp" else ()
+    done = show("--mode", mode, *words, *more, "--out", file, folder)
+    assert done.code == 0, done.err
+    columns, lines = {12: (5, 2), 6: (3, 1)}[len(trained)]
+    shown = tiles(Image.open(file), len(trained), columns, lines)
+    assert shown.tolist() == trained.int().tolist()
+
+    events = EventAccumulator(str(tmp_path / "run"), size_guidance={"images": 0}).Reload()
+    (image,) = events.Images("Images/train")
+    drawn = Image.open(io.BytesIO(image.encoded_image_string))
+    assert np.array_equal(np.asarray(drawn), np.asarray(Image.open(file)))
+
+
+def test_the_same_images_in_several_epochs_beside_their_originals(folder, tmp_path):
+    words = ("--image-size", SIZE, "-b", 10, folder)
+    plain, epochs, val = (tmp_path / f"{name}.png" for name in ("plain", "epochs", "val"))
+    assert show("--out", plain, *words).code == 0
+    assert show("--epochs", "0,1", "--original", "--show", 3, "--out", epochs, *words).code == 0
+    several = tiles(Image.open(epochs), 24, 8, 1)
+    # Three images: original and crop in epoch 0, then in epoch 1; the rows have two images.
+    crops = several[:12].reshape(3, 2, 2, SIZE, SIZE, 3)[:, :, 1]
+    assert np.array_equal(crops[:, 0], tiles(Image.open(plain), 3, 4, 1))
+    assert not np.array_equal(crops[:, 0], crops[:, 1])
+    assert show("--val", "--out", val, *words).code == 0
+    assert Image.open(val).size == Image.open(plain).size
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--epochs", "0,90"), "epoch 90 is not one of the 90 epochs"),
+        (("--out", "no/folder/x.png"), "No such file or directory"),
+        (("--out", "picture.doc"), "ends in .png"),
+        (("--dummy",), "--dummy has no images"),
+    ],
+)
+def test_bad_input_is_one_line(words, message, folder):
+    show("--image-size", SIZE, "-b", 4, *words, folder).fails_with(message)
