@@ -2,7 +2,8 @@
 training adds that of its first batch to its event file. Always on.
 
 Interface: `draw_first_batch` replaces `utils.loaders.Batches.mix` for one batch, and calls
-`utils.tensorboard.EventFile.add` and the functions in `Run.pictures`. Without this file TensorBoard shows no images.
+`utils.tensorboard.EventFile.add` and the functions in `Run.pictures`. Without this file
+TensorBoard shows no images.
 """
 
 import io
