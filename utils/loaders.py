@@ -469,13 +469,15 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
     classes = first_on_node(find_classes, world)
     if not args.evaluate:
         parts.insert(0, "train")
-    made = {part: _batches(part, classes, args, world, dtype) for part in parts}
+    made = {part: part_batches(part, classes, args, world, dtype) for part in parts}
     loaders = Loaders(classes, dtype, **made)
     loaders.use(args.preprocessing)
     return loaders
 
 
-def _batches(part: str, classes: list[str], args: Any, world: World, dtype: torch.dtype) -> Batches:
+def part_batches(
+    part: str, classes: list[str], args: Any, world: World, dtype: torch.dtype
+) -> Batches:
     """The batches of DATA/``part``: training crops of train, else centre crops."""
     root, train = Path(args.data) / part, part == "train"
     # The first process of a node lists the folder; the others read its cache.
