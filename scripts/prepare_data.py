@@ -22,7 +22,7 @@ from utils import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
-from prepare import shards, shrink, sources
+from prepare import parquet, shards, shrink, sources
 from prepare.folder import AGAIN, BATCH, Split, fill
 from prepare.pack import pack_folder, verify
 from prepare.reading import check_apart, open_images, split_of
@@ -78,6 +78,21 @@ def copy(args: argparse.Namespace) -> None:
     fill(out, f"{what})", images, open_splits, args.workers, **filler)
 
 
+def convert_parquet(args: argparse.Namespace) -> None:
+    """`parquet`: copy Hugging Face's files into shards or class folders."""
+    source, out = check_apart(args.source, args.out)
+    kind = "folders" if args.folders else f"shards of {args.size} MB"
+    names = args.names.resolve() if args.names else None
+    what = f"parquet (source {source}, names {names}, {kind})"
+    filler = {} if args.folders else {"filler": shards.fill_shards}
+    splits = parquet.open_parquet(source, names, args.size)
+
+    def open_splits(missing: list[str]) -> dict[str, Split]:
+        return {name: splits[name] for name in missing}
+
+    fill(out, what, splits, open_splits, args.workers, **filler)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     raw = argparse.RawDescriptionHelpFormatter
@@ -86,8 +101,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add(name: str, summary: str) -> Callable[..., Any]:
         command = commands.add_parser(name, help=summary, description=summary)
-        if name in ("shards", "shrink", "pack"):
-            text = "the data set to copy: folder, tar files, or what `imagenet` reads"
+        if name in ("shards", "shrink", "pack", "parquet"):
+            text = "the data set to copy: class folders, tar files, or what `imagenet` reads"
+            text = "the folder of the parquet files" if name == "parquet" else text
             command.add_argument("source", type=Path, metavar="DATA", help=text)
         text = "the pack to read" if name == "verify" else "the folder to make"
         command.add_argument("out", type=Path, metavar="OUT", help=text)
@@ -147,6 +163,16 @@ def build_parser() -> argparse.ArgumentParser:
         takes 263 KB an image, 337 GB for ImageNet)"""
     option("--size", type=positive, default=256, metavar="N", help=text)
 
+    text = "shards, or class folders, from the parquet files of Hugging Face's image data sets"
+    option = add("parquet", text)
+    option(
+        "--size", default=shards.MEGABYTES, help="size of a shard (default: %(default)s)", **size
+    )
+    option("--folders", action="store_true", help="write class folders, not shards")
+    text = """names of the classes, one per line in the order of the labels (default: ImageNet's
+        n01440764 and so on from the names of the images, else the names in the files)"""
+    option("--names", type=Path, metavar="FILE", help=text)
+
     add("verify", "read a whole pack and compare checksums")
     return parser
 
@@ -157,6 +183,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command in ("shards", "shrink"):
             copy(args)
+        elif args.command == "parquet":
+            convert_parquet(args)
         elif args.command == "pack":
             pack_folder(args.source, args.out, args.size, args.workers)
         elif args.command == "verify":

@@ -1,0 +1,122 @@
+"""`prepare_data.py parquet`: made-up files with the schema of Hugging Face's ILSVRC/imagenet-1k."""
+
+import json
+import sys
+
+import pyarrow
+import pytest
+import webdataset
+from preparing import fail, images, put, succeed
+from pyarrow import parquet
+from test_shards import folder_of
+
+WORDNET = ("n01440764", "n01443537", "n02012849", "n03126707")
+# As in ImageNet: the names of two classes are equal.
+NAMES = ["tench, Tinca tinca", "goldfish", "crane", "crane"]
+IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+
+
+def write(path, rows, names=NAMES, group=2, label="label"):
+    """A parquet file of (bytes, path, label)."""
+    info = {"info": {"features": {label: {"names": names, "_type": "ClassLabel"}}}}
+    schema = pyarrow.schema([("image", IMAGE), (label, pyarrow.int64())])
+    if names:
+        schema = schema.with_metadata({"huggingface": json.dumps(info)})
+    data = [{"image": {"bytes": b, "path": p}, label: number} for b, p, number in rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pyarrow.Table.from_pylist(data, schema)
+    parquet.write_table(table, path, row_group_size=group)
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """Five training files, whose rows are shuffled, and two of validation; expected folder."""
+    expected, folder = {}, tmp_path / "hub"
+    for split, part, files in (("train", "train", 5), ("validation", "val", 2)):
+        for number in range(files):
+            rows = []
+            for i in range(7):
+                label = (i * 5 + number) % 4
+                name = f"{WORDNET[label]}_{number}{i}_{WORDNET[label]}.JPEG"
+                if part == "val":
+                    name = f"ILSVRC2012_val_{number}{i}_{WORDNET[label]}.JPEG"
+                rows.append((f"{part}{number}{i}".encode() * 50, name, label))
+                expected[f"{part}/{WORDNET[label]}/{name}"] = rows[-1][0]
+            write(folder / "data" / f"{split}-{number:05d}-of-{files:05d}.parquet", rows)
+    tests = [(b"test", f"ILSVRC2012_test_{i}.JPEG", -1) for i in range(3)]
+    write(folder / "data" / "test-00000-of-00001.parquet", tests)
+    return folder, expected
+
+
+def test_imagenet_in_shards_and_in_folders(hub, tmp_path):
+    folder, expected = hub
+    said = succeed("parquet", folder, tmp_path / "shards")
+    assert "left out: test, as its classes are not published" in said
+    assert "train 35 images, val 14 images" in said
+    assert folder_of(tmp_path / "shards") == expected
+    assert (tmp_path / "shards/val/classes.txt").read_text().split() == sorted(WORDNET)
+    shards = sorted(map(str, tmp_path.glob("shards/train/train-*-of-00005.tar")))
+    for sample in webdataset.WebDataset(shards, shardshuffle=False):
+        assert sample["__key__"].startswith(f"{WORDNET[int(sample['cls'])]}/")
+    succeed("parquet", folder / "data", tmp_path / "folders", "--folders")
+    assert images(tmp_path / "folders") == expected
+    assert "nothing to do" in succeed("parquet", folder, tmp_path / "shards")
+    lost = folder / "data" / "train-00003-of-00005.parquet"
+    lost.unlink()
+    assert "has not all 5 files such as train-0000" in fail("parquet", folder, tmp_path / "new")
+    lost.write_bytes(b"PAR1 no")
+    assert f"cannot read {lost}" in fail("parquet", folder, tmp_path / "new")
+
+
+def test_names_from_the_metadata_or_a_table(tmp_path):
+    """Images without names, or several of the same name: each is kept."""
+    rows = [(b"\x89PNG1", None, 1), (b"2", "x.jpg", 0), (b"3", "x.jpg", 0), (b"4", "a/b.bmp", -1)]
+    write(tmp_path / "in/train-00000-of-00001.parquet", rows, ["b", "a"], label="fine_label")
+    write(tmp_path / "in/test-00000-of-00001.parquet", rows[1:2], ["b", "a"], label="fine_label")
+    said = succeed("parquet", tmp_path / "in", tmp_path / "out", "--folders")
+    assert "numbered in the order of their names" in said
+    assert "left out: 1 images of train without a label" in said
+    assert "become val/" in said
+    assert images(tmp_path / "out") == {
+        "train/a/00000000.png": b"\x89PNG1",
+        "train/b/00000001_x.jpg": b"2",
+        "train/b/00000002_x.jpg": b"3",
+        "val/b/x.jpg": b"2",
+    }
+    (tmp_path / "names").write_text("zebra\nyak\n")
+    succeed("parquet", tmp_path / "in", tmp_path / "table", "--names", tmp_path / "names")
+    assert (tmp_path / "table/train/classes.txt").read_text() == "yak\nzebra\n"
+    assert folder_of(tmp_path / "table")["train/yak/00000000.png"] == b"\x89PNG1"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["crane", "crane"], "2 classes are named 'crane': give --names FILE"),
+        (["../../up", "b"], "a class cannot be named '../../up'"),
+        (["a"], "labels up to 1, and 1 names of classes"),
+        ([], "labels up to 1, and 0 names of classes"),
+    ],
+)
+def test_bad_names_of_classes_are_one_line(tmp_path, names, message):
+    write(tmp_path / "in/train.parquet", [(b"1", "x.jpg", 0), (b"2", "../../y.jpg", 1)], names)
+    assert message in fail("parquet", tmp_path / "in", tmp_path / "a/b/out", "--folders")
+    assert not list(tmp_path.rglob("*.jpg"))
+
+
+def test_other_files_and_a_missing_package(tmp_path, monkeypatch):
+    put(tmp_path, {"empty/x.txt": b""})
+    assert "has no files train-*.parquet" in fail("parquet", tmp_path / "empty", tmp_path / "out")
+    damaged = tmp_path / "damaged/train.parquet"
+    write(damaged, [(b"image" * 999, "x.jpg", 0)], ["a"])
+    data = damaged.read_bytes()
+    place = data.index(b"PAR1") + 4  # the first page, which a worker reads
+    damaged.write_bytes(data[:place] + b"\xff" * 60 + data[place + 60 :])
+    assert f"cannot read {damaged}" in fail("parquet", damaged.parent, tmp_path / "out1")
+    (tmp_path / "in").mkdir()
+    parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "in/train.parquet")
+    line = fail("parquet", tmp_path / "in", tmp_path / "out")
+    assert "has the columns text; it needs one column of images" in line
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    line = fail("parquet", tmp_path / "in", tmp_path / "out")
+    assert line == "error: parquet files need pyarrow: pip install pyarrow"
