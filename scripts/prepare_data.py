@@ -26,11 +26,12 @@ from prepare import parquet, shards, shrink, sources
 from prepare.folder import AGAIN, BATCH, Split, fill
 from prepare.pack import pack_folder, verify
 from prepare.reading import check_apart, open_images, split_of
+from prepare.split import split_folder
 
 from utils.errors import UserError, report, tolerate_broken_pipe
 from utils.extras import devkit
 from utils.launch import usable_cores
-from utils.option_types import number, positive
+from utils.option_types import number, positive, seed
 
 SOURCES = {
     "fashion-mnist": sources.fashion_mnist,
@@ -101,6 +102,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add(name: str, summary: str) -> Callable[..., Any]:
         command = commands.add_parser(name, help=summary, description=summary)
+        if name == "split":
+            command.add_argument("out", type=Path, metavar="DATA", help="the data set to change")
+            return command.add_argument
         if name in ("shards", "shrink", "pack", "parquet"):
             text = "the data set to copy: class folders, tar files, or what `imagenet` reads"
             text = "the folder of the parquet files" if name == "parquet" else text
@@ -173,6 +177,14 @@ def build_parser() -> argparse.ArgumentParser:
         n01440764 and so on from the names of the images, else the names in the files)"""
     option("--names", type=Path, metavar="FILE", help=text)
 
+    text = """move a part of DATA/train to DATA/test, for `--part test`: which images depends on
+        their names alone, so that all nodes agree; another fraction moves images there or back"""
+    option = add("split", text)
+    text = "share of the images of each class; 0 moves all back"
+    option("--test", type=number(float, 0, 0.9), required=True, metavar="FRACTION", help=text)
+    text = "another seed chooses other images (default: %(default)s)"
+    option("--seed", type=seed, default=0, metavar="N", help=text)
+
     add("verify", "read a whole pack and compare checksums")
     return parser
 
@@ -185,6 +197,8 @@ def main(argv: list[str] | None = None) -> int:
             copy(args)
         elif args.command == "parquet":
             convert_parquet(args)
+        elif args.command == "split":
+            split_folder(args.out, args.test, args.seed)
         elif args.command == "pack":
             pack_folder(args.source, args.out, args.size, args.workers)
         elif args.command == "verify":

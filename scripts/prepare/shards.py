@@ -34,15 +34,15 @@ def fill_shards(out: Path, name: str, split: Split, workers: int) -> tuple[int, 
     """
     chunks = split.chunks
     assert isinstance(chunks, Sequence)
+    if broken := [name for name in split.classes if "\n" in name or "\r" in name]:
+        raise UserError(f"the name of class {broken[0]!r} has two lines: rename its folder")
     labels = {class_name: number for number, class_name in enumerate(split.classes)}
     names = [f"{name}-{number:05d}-of-{len(chunks):05d}.tar" for number in range(len(chunks))]
     missing = [i for i, shard in enumerate(names) if not (out / name / shard).exists()]
     jobs = ((out / name / names[i], chunks[i]) for i in missing)
     write = partial(_write, out, labels)
     messages = work(write, jobs, max(1, min(workers, len(missing))), len(missing), " shards")
-    lines = "".join(f"{_escape(class_name)}\n" for class_name in split.classes).encode(
-        "utf-8", "surrogateescape"
-    )
+    lines = os.fsencode("".join(f"{class_name}\n" for class_name in split.classes))
     save_atomically(lambda file: file.write(lines), out / name / CLASSES)
     return split.images, len(messages)
 
