@@ -1,4 +1,4 @@
-"""Compare training runs: a table, pictures of their curves and speeds, and a page with both.
+"""Compare training runs: a table, pictures of their curves and speeds, and a page with comparison.
 
     python scripts/compare_runs.py runs/one_node runs/two_nodes --labels "1 node" "2 nodes"
     python scripts/compare_runs.py runs --out figures --target-top1 75 --results
@@ -22,9 +22,9 @@ from utils import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
-from compare import pictures, runs, table
+from compare import page, pictures, runs, table
+from compare.comparison import Comparison, origin
 from compare.runs import Run
-from compare.table import Comparison
 
 from utils.errors import UserError, report, tolerate_broken_pipe
 from utils.option_types import accuracy, number, positive
@@ -64,10 +64,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _formats(text: str) -> list[str]:
-    found = text.split(",")
-    if not set(found) <= set(pictures.NO_DATE):
+    formats = text.split(",")
+    if not set(formats) <= set(pictures.NO_DATE):
         raise argparse.ArgumentTypeError(f"{text} is not a list of png, svg and pdf")
-    return found
+    return formats
 
 
 def compare(args: argparse.Namespace) -> Comparison:
@@ -76,14 +76,14 @@ def compare(args: argparse.Namespace) -> Comparison:
     Runs found in a folder are sorted by their number of GPUs; others keep the order given.
     Raises: `UserError`.
     """
-    found: dict[Path, Run] = {}
+    named: dict[Path, Run] = {}
     for path in args.runs:
         for run in runs.find(path):
-            found.setdefault(run.path.resolve(), run)
-    filled = [run for run in found.values() if run.epochs is not None]
+            named.setdefault(run.path.resolve(), run)
+    filled = [run for run in named.values() if run.epochs is not None]
     why = "is left out: it has no finished epoch, or other tags"
     left_out = [
-        "; ".join([f"{run.path} {why}", *run.notes]) for run in found.values() if run.epochs is None
+        "; ".join([f"{run.path} {why}", *run.notes]) for run in named.values() if run.epochs is None
     ]
     if not filled:
         raise UserError("; ".join(left_out))
@@ -102,9 +102,11 @@ def compare(args: argparse.Namespace) -> Comparison:
     runs.name_runs(filled)
     for run, label in zip(filled, args.labels or (), strict=False):
         run.label = label
-    both = Comparison(filled, args.within, args.target_top1, args.price)
-    both.notes += left_out
-    return both
+    if len({run.label for run in filled}) < len(filled):
+        raise UserError("each run needs a label of its own: change --labels")
+    comparison = Comparison(filled, args.within, args.target_top1, args.price)
+    comparison.notes += left_out
+    return comparison
 
 
 def beside(path: Path) -> Path:
@@ -115,14 +117,12 @@ def beside(path: Path) -> Path:
     return (folder.parent if is_run else folder) / "compare"
 
 
-def _page(both: Comparison, drawn: list[pictures.Picture], title: str, command: str) -> str:
-    import jinja2
-
-    environment = jinja2.Environment(autoescape=True)
-    text = (Path(table.__file__).parent / "page.html").read_text(encoding="utf-8")
-    origins = {run.label: table.origin(run) for run in both.runs}
-    facts = {"pictures": drawn, "origins": origins, "title": title, "command": command}
-    return environment.from_string(text).render(both=both, **facts)
+def _page(comparison: Comparison, title: str, command: str) -> str:
+    origins = {run.label: origin(run) for run in comparison.runs}
+    facts = {"comparison": comparison, "charts": pictures.charts(comparison), "origins": origins}
+    return page.render(
+        Path(page.__file__).parent / "page.html", title=title, command=command, **facts
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -131,21 +131,22 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     command = shlex.join(["python", "scripts/compare_runs.py", *argv])
     try:
-        both = compare(args)
-        print(both.as_text(), "", *(f"- {note}" for note in both.notes), sep="\n")
-        title = args.title or f"Comparison: {', '.join(run.label for run in both.runs)}"
+        comparison = compare(args)
+        notes = [f"- {note}" for note in comparison.notes]
+        print(*comparison.sentences, "", comparison.as_text(), "", *notes, sep="\n")
+        title = args.title or f"Comparison: {', '.join(run.label for run in comparison.runs)}"
         out = args.out or beside(args.runs[0])
-        drawn = pictures.draw(both, out, args.prefix, formats=args.formats)
+        drawn = pictures.draw(comparison, out, args.prefix, formats=args.formats)
         for kind, text in (
-            ("md", both.as_markdown() + "\n"),
-            ("csv", both.as_csv()),
-            ("html", _page(both, drawn, title, command)),
+            ("md", comparison.as_markdown() + "\n"),
+            ("csv", comparison.as_csv()),
+            ("html", _page(comparison, title, command)),
         ):
             (out / f"{args.prefix}compare.{kind}").write_text(text, encoding="utf-8")
         print(f"\nin {out}: {args.prefix}compare.md, .csv, .html, and {len(drawn)} pictures")
         if args.results:
-            chosen = [p.file for p in drawn if p.name in ("training_throughput", "top1_val")]
-            section = both.section(args.results, title, command, chosen)
+            chosen = [drawn[name] for name in ("top1_val", "training_throughput") if name in drawn]
+            section = comparison.section(args.results, title, command, chosen)
             table.put(args.results, "compare_runs", title, section)
             print(f"section '{title}' in {args.results}")
     except (UserError, OSError) as error:

@@ -12,68 +12,84 @@ from event_files import BEGAN, epochs_of, folder_name, note, table, write
 from utils.errors import UserError
 
 TWO_RUNS_AND_ANOTHER = """
-                                         two           one         other
-nodes                                      4             1             -
-GPUs (processes)                           2             1             1
-arch                                resnet50      resnet50         vgg19
-mode                                     ddp            nd            nd
-recipe                             classic90     classic90     classic90
-training image sizes                       -             -       128:160
-learning rate (highest)                  0.1           0.1           0.1
-batch per GPU                             65            64            64
-global batch                             130            64            64
-steps per epoch                            5             5             5
-images/s                                1900          1000          2000
-images/s per GPU                         950          1000          2000
-speed-up to one                         1.90          1.00             -
-scaling efficiency                      95 %         100 %             -
-time per step, ms                      68.42            64         85.33
-time per epoch                        30 min           1 h        1.25 h
-epochs finished                            5             4             4
-epochs in 2.5 h                            5             2             2
-total time                             2.5 h           4 h           5 h
-best val top-1, %                      60.50         70.00         61.00
-  in epoch                                 4             4             4
-  after                                  2 h           4 h           5 h
-  of averaged weights                      -         65.00             -
-best val top-5, %                      80.25         85.00         80.50
-  in epoch                                 4             4             4
-  after                                  2 h           4 h           5 h
-best val loss                         2.0750        1.6000        2.0500
-  in epoch                                 4             4             4
-  after                                  2 h           4 h           5 h
-  of averaged weights                      -        1.8000             -
-test top-1, %                              -         48.12             -
-test top-5, %                              -         80.00             -
-test loss                                  -        2.5000             -
-time to top-1 of 60 %                    2 h           3 h           5 h
-  epochs needed                            4             3             4
-cost to top-1 of 60 %                      4           1.5             -
-cost of the whole run                      5             2             -
-waiting for data                           -          25 %             -
-  share of step: data                      -          20 %             -
-  share of step: compute                   -          60 %             -
-  share of step: communication             -          20 %             -
-parameters, MiB per process                -             8             -
-gradients, MiB per process                 -             9             -
-optimizer, MiB per process                 -            10             -
-activations, MiB per process               -            11             -
-sent per step, MB per process          44.71             -             -
-GPU utilisation, %                         -            91             -
-GPU memory, GiB                            -            12             -
-GPU power, W                               -           100             -
-CPU utilisation, %                         -            50             -
-state                           not finished  not finished  not finished
+other cannot be compared with one: it has another model (vgg19, not resnet50) and image size \
+(176, not 224) and data (8 images, not 9 images) and training image sizes (128:160, not 224).
+two trained 1.90 times as many images per second as one (95 % efficiency).
+Both reached 60 % top-1: after 2 h (two) and 3 h (one).
+Top-1 after epoch 4, the last of the shortest run: 60.50 % (two) and 70.00 % (one) (how much is \
+noise is unknown: the number of images is not recorded).
+Beware: runs of different length (4 to 5 epochs); global batches of 64 to 130, which changes \
+accuracy; runs that differ in mode, precision, comm, gpu, cpu and torch.
+
+                                        two           one         other
+--- set-up
+nodes                                     4             1             -
+GPUs (processes)                          2             1             1
+arch                               resnet50      resnet50         vgg19
+mode                                    ddp            nd            nd
+recipe                            classic90     classic90     classic90
+training image sizes                      -             -       128:160
+learning rate (highest)                 0.1           0.1           0.1
+batch per GPU                            65            64            64
+global batch                            130            64            64
+steps per epoch                           5             5             5
+state                          not finished  not finished  not finished
+--- speed
+images/s                               1900          1000          2000
+images/s per GPU                        950          1000          2000
+speed-up to one                        1.90          1.00             -
+scaling efficiency                     95 %         100 %             -
+time per step, ms                     68.42            64         85.33
+--- time
+time per epoch                       30 min           1 h        1.25 h
+epochs finished                           5             4             4
+epochs in 2.5 h                           5             2             2
+total time                            2.5 h           4 h           5 h
+time to top-1 of 60 %                   2 h           3 h           5 h
+  epochs needed                           4             3             4
+cost to top-1 of 60 %                     4           1.5             -
+cost of the whole run                     5             2             -
+--- accuracy
+best val top-1, %                     60.50         70.00         61.00
+  in epoch                                4             4             4
+  after                                 2 h           4 h           5 h
+  of averaged weights                     -         65.00             -
+best val top-5, %                     80.25         85.00         80.50
+  in epoch                                4             4             4
+  after                                 2 h           4 h           5 h
+best val loss                        2.0750        1.6000        2.0500
+  in epoch                                4             4             4
+  after                                 2 h           4 h           5 h
+  of averaged weights                     -        1.8000             -
+test top-1, %                             -         48.12             -
+test top-5, %                             -         80.00             -
+test loss                                 -        2.5000             -
+--- where the time goes
+waiting for data                          -          25 %             -
+share of step: data                       -          20 %             -
+share of step: compute                    -          60 %             -
+share of step: communication              -          20 %             -
+sent per step, MB per process         44.71             -             -
+GPU utilisation, %                        -            91             -
+GPU power, W                              -           100             -
+CPU utilisation, %                        -            50             -
+--- memory
+GPU memory, GiB                           -            12             -
+parameters, MiB per process               -             8             -
+gradients, MiB per process                -             9             -
+optimizer, MiB per process                -            10             -
+activations, MiB per process              -            11             -
 
 two: two
 one: one
 other: other
+
 two differs from its base one in batch per gpu (65, not 64) and mode (ddp, not nd) and \
-precision (fp16, not fp32) and comm (int8, not fp32) and gpu (A100, not T4) and \
-cpu (fast, not slow) and torch (2.5, not 2.4): the efficiency is not that of scaling alone
-NOT COMPARABLE: other differs from one in arch (vgg19, not resnet50) and \
-image size (176, not 224) and data id (8 images, not 9 images) and \
-train sizes (128:160, not 224); it has no speed-up
+precision (fp16, not fp32) and comm (int8, not fp32) and gpu (A100, not T4) and cpu (fast, not \
+slow) and torch (2.5, not 2.4): the efficiency is not that of scaling alone
+NOT COMPARABLE: other differs from one in model (vgg19, not resnet50) and image size (176, not \
+224) and data (8 images, not 9 images) and training image sizes (128:160, not 224); it has no \
+speed-up
 speed-up and efficiency: images/s relative to one, at different batches per GPU"""
 ONE = {
     "arch": "resnet50", "mode": "nd", "recipe": "classic90", "gpus": 1, "batch_per_gpu": 64,
@@ -111,7 +127,8 @@ def test_the_whole_table_and_its_notes(tmp_path):
     write(tmp_path / "other", every_2, seconds=9000, options=OTHER)
     given = [tmp_path / name for name in ("two", "one", "other")]
     _, notes, both = table(*given, "--price", 0.5)
-    shown = "\n".join(["", both.as_text().replace(f"{tmp_path}/", ""), *notes])
+    text = both.as_text().replace(f"{tmp_path}/", "")
+    shown = "\n".join(["", *both.sentences, "", text, "", *notes])
     assert shown == TWO_RUNS_AND_ANOTHER
 
 
@@ -140,7 +157,7 @@ NOT_FINITE = [(NAN, 3.0), (7.0, NAN), (5.0, 5.0), (math.inf, 6.0)]
                  "scaling_efficiency": "100 %,100 %,90 %,83 %,-", "nodes": "1,1,-,-,-",
                  "batch_per_gpu": "64,64,32,32,32", "global_batch": "64,64,64,64,128"},
             ["relative to 1 GPU resnet50 ddp b64, at an equal global batch .strong scaling",
-             r"NOT COMPARABLE: 1 GPU vgg19_bn .* in arch \(vgg19_bn, not resnet50\); its base is",
+             r"NOT COMPARABLE: 1 GPU vgg19_bn .* in model \(vgg19_bn, not resnet50\); its base is",
              "NOT COMPARABLE: 4 GPUs wide_resnet50_2 .*; it has no speed-up"],
             id="differences",
         ),
@@ -170,6 +187,62 @@ def test_the_table(tmp_path, written, options, expected, said):
     assert {key: ",".join(cells[key]) for key in expected} == expected
     for pattern in said:
         note(notes, pattern)
+
+
+GOOD = {"arch": "resnet50", "gpus": 1, "val_images": 50_000, "global_batch": 256}
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        pytest.param(
+            {"a": (1600, (60, 75.9), GOOD | {"device": "cuda"})},
+            ["a trained 1600 images per second on 1 GPU (processes).",
+             "It reached 75.90 % top-1 in epoch 2 (3.33 min)."],
+            id="one",
+        ),
+        pytest.param(
+            {"1 node": (1600, (60, 75.9), GOOD | {"gpus": 4}),
+             "2 nodes": (3072, (60, 76.2), GOOD | {"gpus": 8})},
+            ["2 nodes trained 1.92 times as many images per second as 1 node (96 % efficiency).",
+             "Both reached 75 % top-1: after 3.33 min (1 node) and 3.33 min (2 nodes).",
+             "Best top-1: 75.90 % (1 node) and 76.20 % (2 nodes), a difference within the noise of "
+             "50000 validation images."],
+            id="scaling",
+        ),
+        pytest.param(  # 0.53 points at 76 %: two independent samples of 50,000
+            {"a": (1600, (60, 75.7), GOOD), "b": (1620, (60, 76.25), GOOD)},
+            ["a and b trained equally fast: the speed of an epoch varies as much as theirs.",
+             "Both reached 75 % top-1: after 3.33 min (a) and 3.33 min (b).",
+             "Best top-1: 75.70 % (a) and 76.25 % (b), more than the noise of 50000 images, but "
+             "another seed may change it as well."],
+            id="beyond noise",
+        ),
+        pytest.param(
+            {"a": (100, (20,), GOOD | {"device": "cpu"}),
+             "b": (150, (20,), GOOD | {"device": "cpu", "global_batch": 512, "mode": "ddp"}),
+             "c": (150, (20,), {"arch": "vgg19"}), "d": (9, (20,), {"arch": "vgg16"})},
+            ["c cannot be compared with a: it has another model (vgg19, not resnet50); nor can d.",
+             "b trained 1.50 times as many images per second as a.",
+             "Best top-1: 20.00 % (a) and 20.00 % (b), no difference.",
+             "Beware: one epoch only, in which caches and compilers warm up; global batches of 256 "
+             "to 512, which changes accuracy; speeds of CPUs, which say nothing about GPUs."],
+            id="little to say",
+        ),
+        pytest.param(
+            {name: (100 * i, (20, 30 + i), GOOD) for i, name in enumerate("abcde", 1)},
+            ["The fastest run, e, trained 5.00 times as many images per second as a.",
+             "First to reach 31 % top-1: a, in 3.33 min.",
+             "Best top-1: 31.00 % to 35.00 %, more than the noise of 50000 images, but another "
+             "seed may change it as well."],
+            id="many",
+        ),
+    ],
+)  # fmt: skip
+def test_the_sentences(tmp_path, runs, expected):
+    for name, (rate, top1, options) in runs.items():
+        write(tmp_path / name, epochs_of(rate, 256, top1), options=options)
+    assert table(*(tmp_path / name for name in runs))[2].sentences == expected
 
 
 def test_resumed_run(tmp_path):

@@ -232,7 +232,7 @@ def test_repeats_have_a_mean_and_a_spread():
 
 def test_simulated_nodes_are_nodes_in_the_log_book(tmp_path, monkeypatch):
     """A run of two processes on this machine records one node."""
-    monkeypatch.setattr(study_page.pictures, "draw", lambda *_, **__: [])
+    monkeypatch.setattr(study_page.pictures, "draw", lambda *_, **__: {})
     own = f"--simulate 2 --name s --logbook {tmp_path}/book -- imagenet_ddp.py"
     args, training = scaling_study.parse(f"{own} --output-dir {tmp_path} tests".split())
     runs = scaling_study.plan(args, training)

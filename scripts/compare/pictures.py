@@ -1,4 +1,4 @@
-"""The pictures of a comparison."""
+"""The diagrams of a comparison: as data for its page, and drawn as PNG for Markdown."""
 
 import math
 import statistics
@@ -6,18 +6,18 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from compare.comparison import Comparison
+from compare.page import Chart
 from compare.runs import RATE, Run, ratio
-from compare.table import NONE, Comparison, number, share
+from compare.table import NONE
 
 # From pale to dark, so that the runs differ in grey too, and a later curve shows on an earlier one.
 COLOURS = "#f0b030", "#5cb4e4", "#e8743c", "#38a07c", "#b44c90", "#2c66b0", "#8c1c28", "#15182c"
 DASHES: tuple[Any, ...] = "-", (0, (4, 1.2)), (0, (1.2, 0.9)), (0, (6, 1.2, 1.2, 1.2))
 MARKERS = "osD^vP<X"
 INK, GRID = "#1a1c1e", "#dcdddf"
-BUNCHED = 0.15  # curves whose last third takes less of the panel's height get an inset
-INSET = (0.46, 0.13, 0.51, 0.42)  # left, bottom, width, height, as parts of the panel
 LOGARITHMIC = 5  # runs whose hours differ by more than this factor get a logarithmic axis
 MATPLOTLIB = {
     "font.size": 13, "axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left",
@@ -47,10 +47,10 @@ PANELS = CURVES | {
     "GPU/memory_gb": ("GPU memory, fullest GPU", "GiB", 1),
     "CPU/utilisation": ("CPU utilisation, mean of all nodes", "%", 1),
 }
-GROUPS = {  # pictures of several panels: title and tags
-    "IO": ("Input", ("IO/wait_share", "IO/read_mb_s", "IO/files_s")),
-    "gpu": ("Hardware", ("GPU/utilisation", "GPU/memory_gb", "CPU/utilisation")),
-    "overlay": ("All in one", ("Loss/train", "Loss/val", "Top1/val", RATE)),
+GROUPS = {  # pictures of several panels
+    "IO": ("IO/wait_share", "IO/read_mb_s", "IO/files_s"),
+    "gpu": ("GPU/utilisation", "GPU/memory_gb", "CPU/utilisation"),
+    "overlay": ("Loss/train", "Loss/val", "Top1/val", RATE),
 }
 BARS = {  # title, what the bars show, rows of the table that are written beside a bar
     "training_throughput": (
@@ -64,41 +64,33 @@ BARS = {  # title, what the bars show, rows of the table that are written beside
         {"step_ms": "{} ms", "epoch_h": "({} per epoch)"},
     ),
 }
-OVER = {
-    "epochs": "epochs finished", "hours": "hours of training", "minutes": "minutes of training"
-}  # fmt: skip
-
-
-class Picture(NamedTuple):
-    """A drawn picture."""
-
-    name: str
-    title: str
-    file: Path
+OVER = {"epochs": "epochs finished", "hours": "hours of training"}
 
 
 def draw(
-    both: Comparison,
+    comparison: Comparison,
     out: Path,
     prefix: str = "",
     only: Collection[str] = (),
     formats: Iterable[str] = (),
-) -> list[Picture]:
-    """Draw the pictures (or ``only`` some) into the folder ``out``, as PNG and in ``formats``."""
+) -> dict[str, Path]:
+    """Draw the pictures (or ``only`` some) into the folder ``out``, as PNG and in ``formats``.
+
+    Returns: the PNG files by the names of the pictures.
+    """
     import matplotlib
 
     matplotlib.use("agg")
     out.mkdir(parents=True, exist_ok=True)
-    drawn = []
+    files = {}
     with matplotlib.rc_context(MATPLOTLIB):
-        for name, (title, make) in plan(both).items():
+        for name, make in plan(comparison).items():
             if only and name not in only:
                 continue
-            figure, file = make(), out / f"{prefix}{name}.png"
+            figure, files[name] = make(), out / f"{prefix}{name}.png"
             for kind in dict.fromkeys(("png", *formats)):
-                save(figure, file.with_suffix(f".{kind}"))
-            drawn.append(Picture(name, title, file))
-    return drawn
+                save(figure, files[name].with_suffix(f".{kind}"))
+    return files
 
 
 def save(figure: Any, file: Path) -> None:
@@ -108,27 +100,56 @@ def save(figure: Any, file: Path) -> None:
     figure.savefig(file, metadata=NO_DATE.get(file.suffix[1:]), **more)
 
 
-def plan(both: Comparison) -> dict[str, tuple[str, Callable[[], Any]]]:
-    """The pictures for which there are points: name -> (title, function)."""
-    plans: dict[str, tuple[str, Callable[[], Any]]] = {}
-
-    def add(name: str, title: str, *panels: tuple[str, str]) -> None:
-        filled = [one for one in panels if any(line(run, *one) for run in both.runs)]
-        if filled:
-            plans[name] = title, partial(curves, both, filled)
-
+def plan(comparison: Comparison) -> dict[str, Callable[[], Any]]:
+    """The pictures for which there are points: name -> function that draws it."""
+    panels = {}
     for tag in CURVES:
-        name, title = tag.lower().replace("/", "_"), PANELS[tag][0]
-        add(name, title, (tag, "epochs"))
-        add(f"{name}_hours", f"{title}, by time", (tag, "hours"))
+        name = tag.lower().replace("/", "_")
+        panels |= {name: [(tag, "epochs")], f"{name}_hours": [(tag, "hours")]}
+    panels |= {name: [(tag, "epochs") for tag in tags] for name, tags in GROUPS.items()}
+    found = {
+        name: [chart for pair in pairs if (chart := curves(comparison, *pair))]
+        for name, pairs in panels.items()
+    }
+    found["scaling"] = [chart] if (chart := scaling(comparison)) else []
+    plans = {name: partial(draw_charts, comparison, some) for name, some in found.items() if some}
     for name, (title, unit, keys) in BARS.items():
-        if any(both.values[next(iter(keys))]):
-            plans[name] = title, partial(bars, both, title, unit, keys)
-    if len({run.facts["gpus"] for run in both.runs if run.efficiency}) > 1:
-        plans["scaling"] = "Scaling", partial(scaling, both)
-    for name, (title, tags) in GROUPS.items():
-        add(name, title, *((tag, "epochs") for tag in tags))
+        if any(comparison.values.get(next(iter(keys)), ())):
+            plans[name] = partial(draw_bars, comparison, title, unit, keys)
     return plans
+
+
+def charts(comparison: Comparison) -> list[tuple[str, Chart]]:
+    """The diagrams of the page, each with its key of `OVER`; "" stays with comparison of them."""
+    found = [(over, curves(comparison, tag, over)) for tag in PANELS for over in OVER]
+    return [(over, chart) for over, chart in [("", scaling(comparison)), *found] if chart]
+
+
+# ---- what is drawn
+
+
+def curves(comparison: Comparison, tag: str, over: str) -> Chart | None:
+    """The curves of a key of `PANELS` over one of `OVER`; None if no run has points."""
+    found = [(run.label, line(run, tag, over)) for run in comparison.runs]
+    found = [(label, points) for label, points in found if points]
+    if not found:
+        return None
+    title, unit, _ = PANELS[tag]
+    ends = [max(points) for _, points in found]
+    logarithmic = over == "hours" and max(ends) > LOGARITHMIC * min(ends)
+    if over == "hours" and max(ends) < 1:
+        over = "minutes"
+        found = [(label, {60 * x: y for x, y in points.items()}) for label, points in found]
+    return Chart(
+        title,
+        unit,
+        OVER.get(over, "minutes of training") + " (logarithmic)" * logarithmic,
+        found,
+        log="x" * logarithmic,
+        zero=tag == RATE or tag.startswith(("IO/", "GPU/", "CPU/")),
+        whole=over == "epochs",
+        shared=over == "epochs",
+    )
 
 
 def line(run: Run, tag: str, over: str) -> dict[float, float]:
@@ -140,6 +161,28 @@ def line(run: Run, tag: str, over: str) -> dict[float, float]:
     at = run.hours if over == "hours" else {x: x for x in values}
     join = max if tag == "GPU/memory_gb" else statistics.fmean
     return {at[x]: join(values[x]) for x in sorted(values) if x in at}
+
+
+def scaling(comparison: Comparison) -> Chart | None:
+    """Images/s against GPUs, measured and perfect; None for runs on equal numbers of GPUs."""
+    lines: list[tuple[str, dict[float, float]]] = []
+    for base in comparison.bases:
+        known = [run for run in comparison.runs if run.base is base and run.efficiency]
+        known.sort(key=lambda run: run.efficiency)  # of several with equal GPUs, the best counts
+        points = {run.facts["gpus"]: run for run in known}
+        more = f", relative to {base.label}" if len(comparison.bases) > 1 else ""
+        lines.append((f"measured{more}", {n: run.usual(RATE) for n, run in points.items()}))
+        perfect = {n: run.usual(RATE) / run.efficiency for n, run in points.items()}
+        lines.append((f"perfect{more}", perfect))
+    ticks = tuple(sorted({x for _, points in lines for x in points}))
+    if len(ticks) < 2:
+        return None
+    plain = tuple(label for label, _ in lines[1::2])
+    what = "Scaling: measured and perfect", "images/s", "GPUs (processes)"
+    return Chart(*what, lines, log="xy", ticks=ticks, plain=plain)
+
+
+# ---- pictures by matplotlib, for Markdown
 
 
 def style(i: int, runs: int) -> dict[str, Any]:
@@ -156,62 +199,65 @@ def style(i: int, runs: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def curves(both: Comparison, panels: Sequence[tuple[str, str]]) -> Any:
-    """A figure of panels (tag, key of `OVER`): one below the other, four two by two; right of them
-    the runs' names, in their order."""
+def draw_charts(comparison: Comparison, charts: Sequence[Chart]) -> Any:
+    """A figure of diagrams: one below the other, four two by two; below them the lines' names."""
     from matplotlib.figure import Figure
 
-    rows, columns = (2, 2) if len(panels) == 4 else (len(panels), 1)
-    labels = [textwrap.fill(run.label, 26) for run in both.runs]
-    lines = sum(label.count("\n") + 1 for label in labels)
-    height = max((3.7 if rows > 1 else 4.2) * rows, 1.3 + 0.29 * lines)
-    figure = Figure(figsize=(6.0 * columns + 2.4, height), layout="constrained")
+    names = {name for chart in charts for name, _ in chart.lines}
+    order = [run.label for run in comparison.runs if run.label in names]
+    if len(order) < len(names):  # the lines are not runs
+        order = [name for name, _ in charts[0].lines]
+    rows, columns = (2, 2) if len(charts) == 4 else (len(charts), 1)
+    width = 8.4 if columns == 1 else 14.0  # inches
+    # As many names in a line as fit.
+    beside = max(1, min(len(order), int(width / (0.11 * max(map(len, order)) + 1.0))))
+    height = (3.6 if rows > 1 else 4.2) * rows + 0.28 * math.ceil(len(order) / beside)
+    figure = Figure(figsize=(width, height), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.12, wspace=0.03)  # inches, share of a panel
-    handles: dict[int, Any] = {}
-    every = figure.subplots(rows, columns, squeeze=False).flat
-    for axes, (tag, over) in zip(every, panels, strict=True):
-        found = {i: line(run, tag, over) for i, run in enumerate(both.runs)}
-        lines = {i: points for i, points in found.items() if points}
-        factor = 60 if over == "hours" and max(map(max, lines.values())) < 1 else 1
-        for i, points in lines.items():
-            stride = math.ceil(len(points) / 8)  # the runs' markers are at different epochs
-            marks = (i * stride // len(both.runs), stride)
+    handles: dict[str, Any] = {}
+    for axes, chart in zip(figure.subplots(rows, columns, squeeze=False).flat, charts, strict=True):
+        for label, points in chart.lines:
+            i, (xs, ys) = order.index(label), zip(*sorted(points.items()), strict=True)
+            stride = math.ceil(len(xs) / 8)  # the runs' markers are at different epochs
             # Nothing is outside the limits; what is at them (100 %) is not cut in half.
-            looks = {"markevery": marks, "clip_on": False} | style(i, len(both.runs))
-            xs = [factor * x for x in points]
-            (handles[i],) = axes.plot(xs, list(points.values()), **looks)
-        _set_axes(axes, tag, "minutes" if factor > 1 else over)
-    shown = [(handles[i], labels[i]) for i in sorted(handles)]
+            looks = {"markevery": (i * stride // len(order), stride), "clip_on": False}
+            looks |= style(i, len(order))
+            if label in chart.plain:
+                looks = {"color": INK, "linestyle": "--"}
+            (handles[label],) = axes.plot(xs, ys, **looks)
+        _set_axes(axes, chart)
     # A label that begins with "_" is left out of a legend, unless it is given as a text.
-    figure.legend(*zip(*shown, strict=True), loc="outside right upper")
+    texts = [textwrap.fill(label, int(width / 0.12)) for label in order]
+    figure.legend(
+        [handles[label] for label in order], texts, loc="outside lower center", ncols=beside
+    )
     return figure
 
 
-def _set_axes(axes: Any, tag: str, over: str) -> None:
-    title, unit, _ = PANELS[tag]
-    ends = [max(one.get_xdata()) for one in axes.lines]
-    first, last = min(min(one.get_xdata()) for one in axes.lines), max(ends)
-    logarithmic = bool(over != "epochs" and last > LOGARITHMIC * min(ends))
-    axes.set(title=title, ylabel=unit, xlabel=OVER[over] + " (logarithmic)" * logarithmic)
+def _set_axes(axes: Any, chart: Chart) -> None:
+    axes.set(title=chart.title, ylabel=chart.unit, xlabel=chart.x)
     axes.grid(axis="y")
     axes.margins(x=0.02)
     axes.locator_params(axis="y", nbins=7)
-    if tag == RATE or tag.startswith(("IO/", "GPU/", "CPU/")):
+    if chart.zero:
         axes.set_ylim(bottom=0)
-    if "%" in unit:
+    if "%" in chart.unit:
         low, high = axes.get_ylim()
         axes.set_ylim(max(low, 0), min(high, 100))
-    if logarithmic:
+    if chart.log:
         axes.set_xscale("log", nonpositive="mask")
-        round_ticks(axes.xaxis)
+        round_ticks(axes.xaxis, chart.ticks)
+        if "y" in chart.log:
+            axes.set_yscale("log")
+            round_ticks(axes.yaxis)
         return
-    axes.locator_params(axis="x", nbins=7, integer=over == "epochs", steps=[1, 2, 5, 10])
-    if over != "epochs":
+    axes.locator_params(axis="x", nbins=7, integer=chart.whole, steps=[1, 2, 5, 10])
+    xs = {x for _, points in chart.lines for x in points}
+    if not chart.whole:
         axes.set_xlim(left=0)
-    elif first == last:
-        axes.set(xlim=(first - 1, first + 1), xticks=[first])
-    if tag.startswith("Top"):
-        _enlarge_the_plateau(axes)
+    elif len(xs) == 1:
+        (x,) = xs
+        axes.set(xlim=(x - 1, x + 1), xticks=[x])
 
 
 def round_ticks(axis: Any, ticks: Sequence[float] = ()) -> None:
@@ -226,41 +272,14 @@ def round_ticks(axis: Any, ticks: Sequence[float] = ()) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _enlarge_the_plateau(axes: Any) -> None:
-    """If the ends of the curves overlap, draw them larger in the lower right corner, where there is
-    room."""
-    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-    points = [tuple(point) for one in axes.lines for point in one.get_xydata()]
-    first, last = min(x for x, _ in points), max(x for x, _ in points)
-    start = last - (last - first) / 3  # not above last, however it is rounded
-    # A curve needs two points there, or the inset shows a piece of one line.
-    together = [one for one in axes.lines if sum(x >= start for x in one.get_xdata()) > 1]
-    late = [y for x, y in points if x >= start]
-    bottom, spread = min(late), max(late) - min(late)
-    room, edge = low + 0.62 * (high - low), left + (INSET[0] - 0.07) * (right - left)
-    is_free = all(y >= room for x, y in points if x > edge)
-    if len(together) < 2 or not is_free or not 0 < spread < BUNCHED * (high - low):
-        return
-    inset = axes.inset_axes(INSET)
-    for one in axes.lines:
-        looks = {"color": one.get_color(), "linestyle": one.get_linestyle()}
-        inset.plot(*one.get_data(), linewidth=0.6 * one.get_linewidth(), **looks)
-    ends = bottom - 0.08 * spread, min(bottom + 1.08 * spread, 100)
-    inset.set(xlim=(start, last), ylim=ends)
-    inset.grid(axis="y")
-    inset.tick_params(labelsize=10)
-    inset.locator_params(nbins=4, steps=[1, 2, 2.5, 5, 10])
-    axes.indicate_inset_zoom(inset, edgecolor=INK)
-
-
-def bars(both: Comparison, title: str, unit: str, keys: dict[str, str]) -> Any:
+def draw_bars(comparison: Comparison, title: str, unit: str, keys: dict[str, str]) -> Any:
     """One bar per run, followed by its figures: cells of the table."""
     from matplotlib.figure import Figure
 
-    runs, first = both.runs, next(iter(keys))
+    runs, first = comparison.runs, next(iter(keys))
     figure = Figure(figsize=(8.6, 1.3 + 0.5 * len(runs)), layout="constrained")
     axes = figure.subplots()
-    places, lengths = range(len(runs)), [value or 0 for value in both.values[first]]
+    places, lengths = range(len(runs)), [value or 0 for value in comparison.values[first]]
     axes.barh(places, lengths, 0.6, color=[style(i, len(runs))["color"] for i in places])
     if first == "images_per_s":
         pairs = zip(lengths, runs, strict=True)
@@ -268,7 +287,11 @@ def bars(both: Comparison, title: str, unit: str, keys: dict[str, str]) -> Any:
     edges = axes.barh(places, lengths, 0.6, fill=False, edgecolor=INK, linestyle=":")
     texts = []
     for i in places:
-        cells = [(form, both.cells[key][i]) for key, form in keys.items()]
+        cells = [
+            (form, comparison.cells[key][i])
+            for key, form in keys.items()
+            if key in comparison.cells
+        ]
         known = [form.format(cell) for form, cell in cells if cell != NONE]
         texts.append("  ".join(known) or "not recorded")
     axes.bar_label(edges, texts, padding=6)
@@ -279,33 +302,4 @@ def bars(both: Comparison, title: str, unit: str, keys: dict[str, str]) -> Any:
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.margins(x=0.03 * max(map(len, texts)))
     axes.set_xlim(left=0)
-    return figure
-
-
-def scaling(both: Comparison) -> Any:
-    """Images/s against GPUs, both logarithmic, with perfect scaling as a line. The figures stand
-    right of it, where no line crosses them."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 5.4), layout="constrained")
-    axes, counts, shown = figure.subplots(), set(), []
-    for i, base in enumerate(both.bases):
-        known = [run for run in both.runs if run.base is base and run.efficiency]
-        points = {run.facts["gpus"]: run for run in sorted(known, key=lambda run: run.efficiency)}
-        gpus = sorted(points)
-        counts |= points.keys()
-        looks = {"color": COLOURS[-3 - i % 5], "marker": MARKERS[i % len(MARKERS)]}
-        (measured,) = axes.loglog(gpus, [points[n].usual(RATE) for n in gpus], **looks)
-        perfect = [points[n].usual(RATE) / points[n].efficiency for n in gpus]
-        axes.loglog(gpus, perfect, "--", color=INK)
-        for n in gpus:
-            rate, part = number(points[n].usual(RATE)), share(points[n].efficiency)
-            shown.append((measured, f"{n:g}: {rate} images/s, {part}"))
-    axes.set(xlabel="GPUs (processes)", ylabel=PANELS[RATE][1])
-    axes.set_title("Scaling: measured (line) and perfect (dashed)")
-    axes.margins(0.12)
-    round_ticks(axes.xaxis, sorted(counts))
-    round_ticks(axes.yaxis)
-    axes.grid()
-    figure.legend(*zip(*shown, strict=True), loc="outside right upper", title="GPUs (processes)")
     return figure

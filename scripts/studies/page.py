@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compare import pictures, runs, table
+from compare.comparison import Comparison
 from compare.runs import Run
 
 if TYPE_CHECKING:
@@ -110,6 +111,11 @@ def write(args: argparse.Namespace, planned: list["StudyRun"], command: str) -> 
             f"**Simulated: the nodes are processes that share the {os.cpu_count()} cores of one "
             f"machine{links}; their speeds say nothing about a cluster.**"
         )
+    if trained:
+        options = [json.loads((one.folder / "options.json").read_text()) for one, _ in trained]
+        target = next((top1 for one in options if (top1 := one.get("desired_acc"))), None)
+        comparison = Comparison([run for _, run in trained], args.hours, target)
+        parts.append(comparison.lead())
     parts.append("## Scaling")
     for group in dict.fromkeys(one.group for one in planned):
         columns = {
@@ -121,12 +127,8 @@ def write(args: argparse.Namespace, planned: list["StudyRun"], command: str) -> 
     states = [[one.name, one.state] for one in planned]
     parts += [LEGEND, "## Runs", table.markdown_table(["run", "state"], states)]
     if trained:
-        options = [json.loads((one.folder / "options.json").read_text()) for one, _ in trained]
-        target = next((top1 for one in options if (top1 := one.get("desired_acc"))), None)
-        comparison = table.Comparison([run for _, run in trained], args.hours, target)
         drawn = pictures.draw(comparison, folder, only=PICTURES)
-        files = [one.file for one in drawn]
-        parts.append(comparison.section(page, "Metrics", command, files))
+        parts += ["## Metrics", comparison.section(page, "", command, drawn.values())]
     if len({one.nodes for one in finished}) == len(finished) > 1:
         parts += ["## Forecast and measured", table.fence(forecast(args, finished))]
     for file in (folder / f"{one.name}.nvidia-smi.txt" for one in planned):

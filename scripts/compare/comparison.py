@@ -1,0 +1,232 @@
+"""Runs beside each other: the rows of their table, in groups, and its formats."""
+
+import csv
+import io
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from compare import summary
+from compare.runs import RATE, STEP_TIME, Run, ratio
+from compare.table import NONE, duration, escape_markdown, fence, markdown_table, number, share
+from compare.table import text_table as plain_table
+
+METRICS = {  # tag: title, form of a value
+    "Top1": ("top-1, %", "{:.2f}"),
+    "Top5": ("top-5, %", "{:.2f}"),
+    "Loss": ("loss", "{:.4f}"),
+}
+MACHINE = ("gpu", "driver", "cpu", "torch")
+
+
+class Row(NamedTuple):
+    """A quantity: ``of(run)`` is its value, ``show(value)`` its text; ``key``: CSV column."""
+
+    title: str
+    key: str
+    of: Callable[[Run], Any]
+    show: Callable[[Any], str] = number
+
+
+class Comparison:
+    """Runs and their table. ``bases``: the runs that speeds are divided by; ``groups``: rows by the
+    group's title, without those that no run has a value for; ``values`` and ``cells``: by the keys
+    of the rows, one of each run; ``sentences``: what the table shows, in at most five; ``notes``.
+    """
+
+    def __init__(
+        self,
+        runs: list[Run],
+        within: float | None = None,
+        target: float | None = None,
+        price: float | None = None,
+    ):
+        """``within``: hours; ``target``: per cent; ``price``: of a node for an hour."""
+        self.runs, self.within, self.target, self.price = runs, within, target, price
+        summary.find_bases(runs)
+        self.bases = list(dict.fromkeys(run.base for run in runs if run.base))
+        if within is None and all(run.hours for run in runs):
+            self.within = min(run.total_hours for run in runs)
+        tops = [top for run in runs if (top := run.best("Top1/val")[0]) is not None]
+        if target is None and tops:
+            self.target = float(math.floor(min(tops)))
+        self.groups: dict[str, list[Row]] = {}
+        self.values: dict[str, list[Any]] = {}
+        self.cells: dict[str, list[str]] = {}
+        for group, rows in _rows(self).items():
+            for row in rows:
+                values = [row.of(run) for run in runs]
+                if any(value not in summary.UNKNOWN for value in values):
+                    self.groups.setdefault(group, []).append(row)
+                    self.values[row.key] = values
+                    self.cells[row.key] = [
+                        NONE if value in summary.UNKNOWN else row.show(value) for value in values
+                    ]
+        self.sentences = summary.sentences(runs, self.target)
+        self.notes = summary.notes(runs)
+
+    def lines(self, mark: str) -> list[list[str]]:
+        """The table line by line: of each group its title, in ``mark``, and its rows."""
+        found = []
+        for group, rows in self.groups.items():
+            found.append([mark.format(group), *[""] * len(self.runs)])
+            found += [[row.title, *self.cells[row.key]] for row in rows]
+        return found
+
+    def as_text(self) -> str:
+        """One column per run; long labels stand below, with the path of each run."""
+        labels = [run.label for run in self.runs]
+        short = max(map(len, labels)) <= 20
+        heads = labels if short else [f"({i})" for i, _ in enumerate(labels, 1)]
+        head, *lines = plain_table(["", *heads], self.lines("--- {}")).splitlines()
+        named = [
+            f"{head}: {run.path}" if short else f"{head} {run.label}: {run.path}"
+            for head, run in zip(heads, self.runs, strict=True)
+        ]
+        return "\n".join([head, *lines, "", *named])
+
+    def as_markdown(self) -> str:
+        head = ["", *(run.label for run in self.runs)]
+        text = markdown_table(head, [[name.strip(), *rest] for name, *rest in self.lines("--- {}")])
+        return re.sub(r"(?m)^\| --- (.*?) \|", r"| **\1** |", text)  # a group's title
+
+    def as_csv(self) -> str:
+        """One line per run, full precision, empty where unknown. Shares are 0 to 1, accuracies in
+        per cent, times in the unit that the column names."""
+        file = io.StringIO()
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["run", "label", *self.values])
+        for run, *values in zip(self.runs, *self.values.values(), strict=True):
+            cells = [f"{v:.10g}" if isinstance(v, float) else v for v in values]
+            writer.writerow([run.path, run.label, *cells])
+        return file.getvalue()
+
+    def lead(self) -> str:
+        """The sentences, as Markdown."""
+        return escape_markdown(" ".join(self.sentences))
+
+    def section(self, file: Path, title: str, command: str, pictures: Iterable[Path]) -> str:
+        """The comparison as a section of a Markdown ``file``; without a ``title`` what follows the
+        sentences."""
+        parts = [f"## {escape_markdown(title)}\n\n{self.lead()}"] if title else []
+        parts += [fence(command), self.as_markdown()]
+        parts.append("\n".join(f"- {escape_markdown(note)}" for note in self.notes))
+        for picture in pictures:
+            link = os.path.relpath(picture, file.parent).replace(" ", "%20")
+            parts.append(f"![{escape_markdown(picture.stem.replace('_', ' '))}]({link})")
+        head = ["run", *origin(self.runs[0])]
+        rows = [[run.label, *origin(run).values()] for run in self.runs]
+        parts += ["How each run was made:", markdown_table(head, rows)]
+        return "\n\n".join(filter(None, parts))
+
+
+def origin(run: Run) -> dict[str, str]:
+    """Where a run comes from. Its command is shown without the folder of the script."""
+    facts = run.facts
+    known = {
+        "folder": run.folder.name,
+        "date": facts.get("date") or time.strftime("%Y-%m-%d", time.gmtime(facts["began"])),
+        "commit": facts.get("commit"),
+        "machine": ", ".join(f"{key} {facts[key]}" for key in MACHINE if facts.get(key)),
+        "data": facts.get("data_id"),
+        "command": re.sub(r"^\S*/", "", facts.get("command") or ""),
+    }
+    return {key: str(value or "not recorded") for key, value in known.items()}
+
+
+def _rows(comparison: Comparison) -> dict[str, list[Row]]:
+    """All quantities, by the titles of their groups."""
+    target, price, within = comparison.target, comparison.price, comparison.within
+
+    def fact(title: str, key: str) -> Row:
+        return Row(title, key, lambda run: run.facts.get(key))
+
+    def usual(title: str, key: str, tag: str, show: Callable = number) -> Row:
+        return Row(title, key, lambda run: run.usual(tag), show)
+
+    def highest(title: str, key: str, tag: str) -> Row:
+        return Row(title, key, lambda run: run.highest(tag))
+
+    def cost(run: Run, hours: float | None) -> float | None:
+        nodes = run.facts.get("nodes")
+        return hours * nodes * price if price and hours and nodes else None
+
+    def until_target(run: Run) -> float | None:
+        return None if target is None else run.hours.get(run.reached(target))
+
+    def best(tag: str) -> list[Row]:
+        (title, form), key, val = METRICS[tag], tag.lower(), f"{tag}/val"
+        return [
+            Row(f"best val {title}", f"best_{key}", lambda run: run.best(val)[0], form.format),
+            Row("  in epoch", f"best_{key}_epoch", lambda run: run.best(val)[1]),
+            Row("  after", f"best_{key}_h", lambda run: run.hours.get(run.best(val)[1]), duration),
+            Row("  of averaged weights", f"best_ema_{key}",
+                lambda run: run.best(f"{tag}/ema")[0], form.format),
+        ]  # fmt: skip
+
+    def test(tag: str) -> Row:
+        last = partial(Run.last, tag=f"{tag}/test")
+        return Row(f"test {METRICS[tag][0]}", f"test_{tag.lower()}", last, METRICS[tag][1].format)
+
+    to = f" to {comparison.bases[0].label}" if len(comparison.bases) == 1 else ""
+    per_gpu = lambda run: ratio(run.usual(RATE), run.facts.get("gpus"))  # noqa: E731
+    done = lambda run: None if within is None else run.done_within(within)  # noqa: E731
+    needed = lambda run: None if target is None else run.reached(target)  # noqa: E731
+    goal = f"top-1 of {target or 0:g} %"
+    return {
+        "set-up": [
+            fact("nodes", "nodes"),
+            fact("GPUs (processes)", "gpus"),
+            fact("arch", "arch"),
+            fact("mode", "mode"),
+            fact("recipe", "recipe"),
+            fact("training image sizes", "progressive"),
+            highest("learning rate (highest)", "lr", "Lr"),
+            fact("batch per GPU", "batch_per_gpu"),
+            fact("global batch", "global_batch"),
+            fact("steps per epoch", "steps_per_epoch"),
+            Row("state", "state", lambda run: run.state),
+        ],
+        "speed": [
+            usual("images/s", "images_per_s", RATE),
+            Row("images/s per GPU", "images_per_s_per_gpu", per_gpu),
+            Row(f"speed-up{to}", "speed_up", lambda run: run.speed_up, "{:.2f}".format),
+            Row("scaling efficiency", "scaling_efficiency", lambda run: run.efficiency, share),
+            Row("time per step, ms", "step_ms", lambda run: ratio(run.usual(STEP_TIME), 0.001)),
+        ],
+        "time": [
+            Row("time per epoch", "epoch_h", lambda run: ratio(run.epoch_seconds, 3600), duration),
+            Row("epochs finished", "epochs", lambda run: run.epochs),
+            Row(f"epochs in {duration(within or 0)}", "epochs_within", done),
+            Row("total time", "hours", lambda run: run.total_hours, duration),
+            Row(f"time to {goal}", "target_h", until_target, duration),
+            Row("  epochs needed", "target_epochs", needed),
+            Row(f"cost to {goal}", "target_cost", lambda run: cost(run, until_target(run))),
+            Row("cost of the whole run", "cost", lambda run: cost(run, run.total_hours)),
+        ],
+        "accuracy": [*best("Top1"), *best("Top5"), *best("Loss"), *map(test, METRICS)],
+        "where the time goes": [
+            usual("waiting for data", "data_wait_share", "IO/wait_share", share),
+            *(
+                Row(f"share of step: {part}", f"step_{part}_share",
+                    partial(summary.step_share, part=part), share)
+                for part in summary.STEP_PARTS
+            ),
+            fact("sent per step, MB per process", "sent_mb_per_step"),
+            usual("GPU utilisation, %", "gpu_utilisation", "GPU/utilisation"),
+            usual("GPU power, W", "gpu_w", "GPU/power_w"),
+            usual("CPU utilisation, %", "cpu_utilisation", "CPU/utilisation"),
+        ],
+        "memory": [
+            highest("GPU memory, GiB", "gpu_memory_gb", "GPU/memory_gb"),
+            *(
+                highest(f"{name}, MiB per process", f"{name}_mb", f"Memory/{name}_mb")
+                for name in ("parameters", "gradients", "optimizer", "activations")
+            ),
+        ],
+    }  # fmt: skip
