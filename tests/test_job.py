@@ -19,15 +19,15 @@ import guard, hosts, job
 
 for name in ("RETRY_SECONDS", "JOIN_SECONDS", "LOST_SECONDS", "END_SECONDS"):
     setattr(job, name, 1.0)
-guard.HEARTBEAT_SECONDS = 0.5
 options = argparse.Namespace(**json.loads(sys.argv[1]))
 guard.LEASE_SECONDS = options.lease
 
 class Local(job.Job):
     def open(self, host, program):
-        usual, now = b"SILENCE_SECONDS = 15.0", b"SILENCE_SECONDS = %d.0" % options.silence
-        assert program.count(usual) == 1
-        program = program.replace(usual, now)
+        for name, usual, now in (("SILENCE", 15, options.silence), ("HEARTBEAT", 2, 0.3)):
+            usual, now = (f"{name}_SECONDS = {x:.1f}".encode() for x in (usual, now))
+            assert program.count(usual) == 1
+            program = program.replace(usual, now)
         away = os.path.exists(f"{options.dir}/{host.name}_away")
         words = [sys.executable, "-uc", "exit(255)" if away else hosts.BOOTSTRAP, host.name]
         how = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

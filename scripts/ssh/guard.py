@@ -1,10 +1,14 @@
 """Runs on a node, for scripts/ssh/job.py, and leaves nothing behind.
 
 It is sent over ssh's standard input, so a node needs nothing but Python (3.7 or newer). Then a line
-of JSON says what to start, and more lines follow: an empty one as a heartbeat, TERM to ask for a
-snapshot and the end, KILL to end at once. When they stop coming (the launcher or the link is gone)
-it asks for the end itself. It ends everything that was started below it before it ends: as a child
-subreaper it adopts all orphans, and so knows what is its own.
+of JSON says what to start. TERM asks for a snapshot and the end, KILL ends at once. It ends
+everything that was started below it before it ends: as a child subreaper it adopts all orphans, and
+so knows what is its own.
+
+What runs here holds a lease on the run directory. The guard prints a heartbeat with the time of its
+own clock, and the launcher sends it back: the lease counts from when an answered heartbeat was
+printed. So an answer that was held up on its way extends nothing, and the launcher knows when the
+lease ends at the latest: `LEASE_SECONDS` after its last answer, whatever has failed.
 """
 
 from __future__ import annotations
@@ -21,12 +25,11 @@ import sys
 import threading
 import time
 
-HELLO = "@@guard "
-HEARTBEAT_SECONDS = 3.0
-# A node that cannot hear the launcher must be empty 25 s later; up to 15 s may be a mere hiccup.
-LEASE_SECONDS = 25.0
-SILENCE_SECONDS = 15.0
-GRACE_WHEN_LOST = 6.0
+HELLO, HEARTBEAT = "@@guard ", "@@heartbeat "  # lines for the launcher, not to be shown
+HEARTBEAT_SECONDS = 2.0
+SILENCE_SECONDS = 15.0  # without an answer: the launcher or the link is gone, and the script ends
+GRACE_WHEN_SILENT = 6.0  # for its snapshot; then it is killed
+LEASE_SECONDS = 25.0  # the sum of both, and 4 s to kill everything on a busy machine
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -67,6 +70,20 @@ def listen(events):
     events.put("lost")
 
 
+def send_heartbeats():
+    """For ever. In a thread: the launcher's output may be held up for a while."""
+    with contextlib.suppress(OSError):
+        while True:
+            # One call, as the script writes to the same pipe.
+            os.write(sys.stdout.fileno(), f"{HEARTBEAT}{time.monotonic():.2f}\n".encode())
+            time.sleep(HEARTBEAT_SECONDS)
+
+
+def answered(event, before):
+    """When the last answered heartbeat was printed; ``before``: as of the last event."""
+    return float(event[len(HEARTBEAT) :]) if event.startswith(HEARTBEAT) else before
+
+
 def start(job):
     """Start the job's command in its own session, with this process's output. Returns its id."""
     libc, guard = ctypes.CDLL(None), os.getpid()
@@ -86,35 +103,40 @@ def start(job):
     ).pid
 
 
-def wait_for(pid, events, grace):
-    """Wait until ``pid`` ends, and end it if there is a reason to. Returns its exit code."""
-    heard, deadline, code = time.monotonic(), None, None
+def wait_for(pid, events, grace, heard):
+    """Wait until ``pid`` ends, and end it if there is a reason to. Returns its exit code.
+
+    ``heard`` is the time of the last answered heartbeat, ``grace`` the seconds for a snapshot.
+    """
+    asked, deadline, code = False, float("inf"), None
     while code is None:
-        event = None
+        event = ""
         with contextlib.suppress(queue.Empty):
             event = events.get(timeout=0.2)
-        now = time.monotonic()
-        if event is not None:
-            heard = now
-        elif now - heard > SILENCE_SECONDS:
-            event = "silence"
-        if event in ("TERM", "lost", "silence") and deadline is None:
+        now, heard = time.monotonic(), answered(event, heard)
+        lost = event == "lost" or now > heard + SILENCE_SECONDS
+        if (lost or event == "TERM") and not asked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-            deadline = now + (GRACE_WHEN_LOST if event == "silence" else grace)
-        if event == "KILL" or (deadline is not None and now > deadline):
+            asked, deadline = True, now + grace
+        if lost:
+            deadline = min(deadline, heard + SILENCE_SECONDS + GRACE_WHEN_SILENT)
+        if event == "KILL" or now > deadline:
             kill_all_below(os.getpid())
         code = collect(pid)
     return code
 
 
 def receive(events):
-    """The job; None if the launcher has given up or is gone."""
-    event = ""
-    with contextlib.suppress(queue.Empty):
-        while not event:
-            event = events.get(timeout=SILENCE_SECONDS)
-    return json.loads(event) if event.startswith("{") else None
+    """The job, None if the launcher has given up or is gone; and when it was last heard."""
+    heard, event = time.monotonic(), ""
+    while time.monotonic() < heard + SILENCE_SECONDS and event not in ("TERM", "KILL", "lost"):
+        with contextlib.suppress(queue.Empty):
+            event = events.get(timeout=1.0)
+            if event.startswith("{"):
+                return json.loads(event), heard
+            heard = answered(event, heard)
+    return None, heard
 
 
 def hello():
@@ -135,7 +157,8 @@ def main():
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     print(HELLO + json.dumps(hello()), flush=True)
     threading.Thread(target=listen, args=(events,), daemon=True).start()
-    job = receive(events)
+    threading.Thread(target=send_heartbeats, daemon=True).start()
+    job, heard = receive(events)
     if job is None:
         return 1
     folder = job["folder"] = os.path.join(os.path.expanduser("~"), job["folder"])
@@ -149,7 +172,7 @@ def main():
         print(text.format(python, folder, fault.strerror), file=sys.stderr)
         return 2
     try:
-        return wait_for(child, events, job["grace"])
+        return wait_for(child, events, job["grace"], heard)
     finally:
         while kill_all_below(os.getpid()):
             collect(child)

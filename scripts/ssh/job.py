@@ -40,7 +40,7 @@ END_SECONDS = 30.0  # for the other nodes once the first has finished
 JOIN_SECONDS = 20.0  # before an attempt is interrupted for a node: others may come back as well
 QUICK_SECONDS, QUICK_FAILURES = 120.0, 5  # after so many short attempts in a row the job fails
 RETRY_SECONDS = 15.0  # between attempts to reach a lost node
-_HELLO = guard.HELLO.encode()
+_HELLO, _HEARTBEAT = guard.HELLO.encode(), guard.HEARTBEAT.encode()
 AWAY, CALLED, READY, BUSY = range(4)  # READY: the guard waits for a job, BUSY: it has one
 
 
@@ -61,6 +61,7 @@ class Node:
         if state in (AWAY, CALLED):
             self.hello: dict | None = None
             self.code: int | None = None
+            self.answered = self.since  # the guard's last heartbeat
 
     def leave(self, failed: bool) -> None:
         """The connection has ended: call again, at once or, after a failure, later."""
@@ -76,7 +77,7 @@ class Node:
         threading.Thread(target=self._follow, args=(self.pipe,), daemon=True).start()
 
     def say(self, order: bytes) -> None:
-        """Send an order, or a heartbeat; the guard may be gone."""
+        """Send an order, or answer a heartbeat; the guard may be gone."""
         with suppress(OSError), self.lock:
             self.pipe.stdin.write(order)
             self.pipe.stdin.flush()
@@ -89,13 +90,18 @@ class Node:
         self.job.events.put((self, pipe.wait()))
 
     def _show(self, source: Iterable[bytes], stream: Any) -> None:
-        """Handle lines of output: the guard's first one, and those to show."""
+        """Handle lines of output: the guard's own, and those to show."""
         for line in source:
+            # A heartbeat may follow text of the script that has no end of line yet.
+            text, heartbeat, moment = line.partition(_HEARTBEAT)
+            if heartbeat:
+                self.answered = time.monotonic()
+                self.say(heartbeat + moment)
             if self.hello is None and line.startswith(_HELLO):
                 self.hello = json.loads(line[len(_HELLO) :])
                 self.job.events.put((self, None))
-            elif self.hello or not self.failed:  # the reason of a failure is shown once
-                self.job.show(self, line, stream)
+            elif text and (self.hello or not self.failed):  # the reason of a failure is shown once
+                self.job.show(self, text, stream)
 
     @property
     def lost(self) -> bool:
@@ -129,7 +135,7 @@ class Job:
         self.again = options.elastic is not None
         self.least, self.most = options.elastic or (len(machines), len(machines))
         self.events: queue.SimpleQueue = queue.SimpleQueue()
-        self.screen = threading.Lock()
+        self.lines: queue.Queue = queue.Queue()  # that were printed on nodes, to be shown
         self.nodes: list[Node] = []
         self.number = 0  # of attempts so far
         self.quick = 0  # attempts in a row that failed soon
@@ -161,7 +167,7 @@ class Job:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, lambda number, _: self.signals.append(number))
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # nodes end when this process is silent
-        threading.Thread(target=self._beat, daemon=True).start()
+        threading.Thread(target=self._write, daemon=True).start()
         code = None
         try:
             while code is None:
@@ -174,19 +180,20 @@ class Job:
         return code
 
     def show(self, node: Node, text: bytes, stream: Any) -> None:
-        """Print a line of a node; it is dropped if nobody reads our output any more."""
-        label = f"[{node.host.name}]".ljust(max(len(one.host.name) for one in self.nodes) + 2)
-        if stream.isatty() and "NO_COLOR" not in os.environ:
-            label = f"\033[{node.colour}m{label}\033[0m"
-        with self.screen, suppress(OSError):
-            stream.buffer.write(label.encode() + b" " + text.rstrip(b"\r\n") + b"\n")
-            stream.flush()
+        """Print a line of a node, soon: heartbeats must not wait for who reads our output."""
+        self.lines.put((node, text, stream))
 
-    def _beat(self) -> None:
-        """Send heartbeats, for ever."""
+    def _write(self) -> None:
+        """Print what is to be shown, for ever; it is dropped if nobody reads our output."""
         while True:
-            time.sleep(guard.HEARTBEAT_SECONDS)
-            self._say(b"\n", list(self.nodes))
+            node, text, stream = self.lines.get()
+            label = f"[{node.host.name}]".ljust(max(len(one.host.name) for one in self.nodes) + 2)
+            if stream.isatty() and "NO_COLOR" not in os.environ:
+                label = f"\033[{node.colour}m{label}\033[0m"
+            with suppress(OSError):
+                stream.buffer.write(label.encode() + b" " + text.rstrip(b"\r\n") + b"\n")
+                stream.flush()
+            self.lines.task_done()
 
     def _say(self, order: bytes, nodes: list[Node]) -> None:
         for node in nodes:
@@ -207,6 +214,7 @@ class Job:
             node.failed = False
             node.enter(READY)
             return None
+        self.lines.join()  # what it has printed comes before what is said about its end
         node.code = code
         if node.state == BUSY:
             return node
@@ -288,6 +296,7 @@ class Job:
             # The pre-flight check need not wait for a late node 0.
             environment["IMAGENET_ALL_UP"] = "1"
             job |= {"environment": environment | given, "grace": options.grace}
+            node.answered = time.monotonic()
             node.say(json.dumps(job).encode() + b"\n")
             node.enter(BUSY)
 
@@ -354,9 +363,10 @@ class Job:
         lost = any(node.lost for node in nodes)
         self.run_host = None if nodes[0].lost else nodes[0].host
         if nodes[0].lost and self.again and not self.signals:
-            self.lease_end = time.monotonic() + guard.LEASE_SECONDS
-            name = nodes[0].host.name
-            note(f"waiting {guard.LEASE_SECONDS:g} s: then nothing runs on {name} any more")
+            self.lease_end = nodes[0].answered + guard.LEASE_SECONDS
+            if (left := self.lease_end - time.monotonic()) > 0:
+                name = nodes[0].host.name
+                note(f"waiting {left:.0f} s: then nothing runs on {name} any more")
         for node in nodes:
             node.leave(failed=node.lost)
         if self.signals:
