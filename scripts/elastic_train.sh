@@ -25,14 +25,15 @@ need_number MAX_RESTARTS "${MAX_RESTARTS:=100}" '[1-9][0-9]*' "a whole number, a
 need_master
 use_environment
 MASTER_PORT=${MASTER_PORT:-8888}
-place=$(ask utils.extras.preflight rendezvous "$MASTER_ADDR:$MASTER_PORT")
+place=$(use_python -m utils.extras.preflight rendezvous "$MASTER_ADDR:$MASTER_PORT") || exit
 echo "torchrun waits for ${2%:*} nodes at $MASTER_ADDR:$MASTER_PORT, silently, for up to 10 minutes"
-export IMAGENET_ELASTIC=1 # restarts continue one run, and an error in the options ends torchrun
-# torchrun's own store would be in use for a node that comes back, and keep dead addresses.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# Without is_host and its address, a node whose own name does not resolve cannot join.
-torchrun=("--nnodes=$2" --rdzv_backend=c10d "--rdzv_id=$3" "--rdzv_conf=is_host=${place#* }"
-    "--rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT" "--local_addr=${place% *}"
-    "--max_restarts=$MAX_RESTARTS")
+# Restarts continue one run, and an error in the options ends torchrun. torchrun's own store would be
+# in use for a node that comes back, and keep dead addresses.
+variables=(IMAGENET_ELASTIC=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+# Without is_host and its address, a node whose own name does not resolve cannot join. Nodes that
+# notice a loss late have 15 s to join the others (torchrun's own choice is 30).
+torchrun=("--nnodes=$2" --rdzv_backend=c10d "--rdzv_id=$3" "--local_addr=${place% *}"
+    "--rdzv_conf=is_host=${place#* },last_call_timeout=15"
+    "--rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT" "--max_restarts=$MAX_RESTARTS")
 log=node_$(hostname).log # node ranks change as nodes come and go
 launch "$1" "${@:3}"

@@ -26,11 +26,22 @@ need_master() {
     need_several_nodes "${SCRIPT:-}"
 }
 
-# ask MODULE FUNCTION ARGUMENT: print what a function of utils/ returns, or exit with its error.
-ask() {
-    (cd "$root" && exec "$PYTHON" -c 'import importlib, sys
-try: print(getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(sys.argv[3]))
-except Exception as fault: sys.exit(f"error: {fault}")' "$@") || exit 2
+# use_python WORD ...: in a subshell, run Python in the repository. The pre-flight check ends with this
+# shell, however that ends.
+use_python() { cd "$root" && IMAGENET_LAUNCHER=$$ exec "$PYTHON" "$@"; }
+
+# option NAME DEFAULT WORD ...: the value of an option among the words; of several, the last one's.
+option() {
+    local name=$1 value=$2
+    shift 2
+    while [ $# -gt 0 ]; do
+        case $1 in
+        "$name="*) value=${1#*=} ;;
+        "$name") value=${2:-$value} ;;
+        esac
+        shift
+    done
+    echo "$value"
 }
 
 # log_to FILE: from here on, keep a copy of all output there.
@@ -40,13 +51,14 @@ log_to() {
     exec > >(exec tee -i -p -a "$1") 2> >(exec tee -i -p -a "$1" >&2)
 }
 
-# launch HOURS NAME BATCH_SIZE [-- TRAINING OPTION ...]: become the training script.
+# launch HOURS NAME BATCH_SIZE [-- TRAINING OPTION ...]: become the training.
 #
-# Its processes are started by torchrun with the options in `torchrun`, if there are any, else by
-# the script itself, with those in `nodes`. The output is also written to `log` in the run directory.
-torchrun=() nodes=() log=node0.log
+# torchrun starts its processes, with the options in `torchrun` (none: on this node alone) and the
+# environment in `variables`. Before, the pre-flight check gets the first arguments in `preflight`, if
+# there are any. The output is also written to `log` in the run directory.
+torchrun=() preflight=() variables=() log=node0.log
 launch() {
-    local hours=$1 name=$2 batch=$3 script=${SCRIPT:-imagenet_ddp.py} runs=runs number processes
+    local hours=$1 name=$2 batch=$3 script=${SCRIPT:-imagenet_ddp.py} processes seconds
     shift 3
     [ $# -eq 0 ] || [ "$1" = -- ] || fail "$1: put options of the training script after --"
     [ $# -eq 0 ] || shift
@@ -55,27 +67,35 @@ launch() {
     need_number NPROC "${NPROC:-1}" '[1-9][0-9]*' "a whole number, at least 1"
     [ -f "$root/$script" ] || fail "SCRIPT=$script does not exist in $root"
     use_environment
-    ask utils.option_types run_name "$name" >/dev/null
+    (use_python -c 'import sys; from utils.option_types import run_name
+try: run_name(sys.argv[1])
+except Exception as error: sys.exit(f"error: {error}")' "$name") || exit 2
 
-    local command=("$PYTHON")
-    if [ ${#torchrun[@]} -gt 0 ]; then
-        processes=$(gpus_of "$PYTHON" check) || exit
-        command+=(-m torch.distributed.run "${torchrun[@]}" "--nproc_per_node=${NPROC:-$processes}")
-    elif [ -n "${NPROC:-}" ] && [[ $script != imagenet_@(nd|dp).py ]]; then
-        nodes+=(-g "$NPROC")
-    fi
     # The same command, run again, resumes from the last snapshot.
-    command+=("$root/$script" "${nodes[@]}" -b "$batch" --train-time "$hours" --name "$name")
-    command+=(--resume auto ${ARCH:+-a "$ARCH"} "$@" ${DATA:+"$DATA"})
-
-    for ((number = 1; number <= $#; number++)); do # of several, the last one counts
-        case ${!number} in
-        --output-dir=*) runs=${!number#*=} ;;
-        --output-dir) [ $number -eq $# ] || runs=${@:number+1:1} ;;
-        esac
-    done
+    local training=("$root/$script" -b "$batch" --train-time "$hours" --name "$name" --resume auto)
+    training+=(${ARCH:+-a "$ARCH"} "$@" ${DATA:+"$DATA"})
     export IMAGENET_SUITE=launcher:$name # the mark by which scripts/cleanup.sh knows its own
-    log_to "$runs/$name/$log"
-    echo "+${MASTER_ADDR:+ MASTER_ADDR=$MASTER_ADDR}$(printf ' %q' "${command[@]}")"
-    exec "${command[@]}"
+    log_to "$(option --output-dir runs "$@")/$name/$log"
+    if [[ $script == imagenet_@(nd|dp).py ]]; then
+        echo "+$(printf ' %q' "$PYTHON" "${training[@]}")"
+        exec "$PYTHON" "${training[@]}"
+    fi
+
+    processes=${NPROC:-$(gpus_of "$PYTHON" check)} || exit
+    if [ ${#preflight[@]} -gt 0 ]; then
+        seconds=$(option --dist-timeout 300 "$@")
+        preflight=(-m utils.extras.preflight "${preflight[@]}" "$processes" "$MASTER_ADDR:$MASTER_PORT")
+        echo "+ cd $root; $PYTHON ${preflight[*]} $seconds"
+        (use_python "${preflight[@]}" "$seconds") || exit
+    fi
+    [ ${#torchrun[@]} -gt 0 ] || torchrun=(--nnodes=1 --node_rank=0 --master_addr=127.0.0.1
+        "--master_port=$(use_python -c 'from utils import network; print(network.free_port())')")
+    # torchrun's own choice of threads is 1. Threads that spin at barriers slow down loader workers.
+    local threads=$(($(nproc) / processes))
+    variables+=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}")
+    variables+=("OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}")
+    export "${variables[@]}"
+    torchrun+=("--nproc_per_node=$processes" "${training[@]}")
+    echo "+ ${variables[*]} ${PYTHON%python*}torchrun$(printf ' %q' "${torchrun[@]}")"
+    exec "$PYTHON" "$root/scripts/torchrun.py" "${torchrun[@]}"
 }

@@ -22,6 +22,6 @@ need_number NODE_RANK "$2" '[0-9]+' "a whole number"
 need_number NODES "$3" '[1-9][0-9]*' "a whole number, at least 1"
 [ "$2" -lt "$3" ] || fail "NODE_RANK $2 is not one of 0 to $(($3 - 1))"
 need_master
-export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-8888}
-nodes=(-n "$3" -nr "$2") log=node$2.log
+MASTER_PORT=${MASTER_PORT:-8888} preflight=("$2" "$3") log=node$2.log
+torchrun=("--nnodes=$3" "--node_rank=$2" "--master_addr=$MASTER_ADDR" "--master_port=$MASTER_PORT")
 launch "$1" "${@:4}"

@@ -1,13 +1,15 @@
 """The shell scripts: --help, wrong arguments, waiting, and a host whose own name is unknown."""
 
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, Result, shell, summary
-from nodes import Node, Nodes, type_on_each
-from running import TINY_LINE, eventually, tiny
+from nodes import Nodes, type_on_each
+from running import TINY_LINE, Running, eventually, tiny
 
 SCRIPTS = ROOT / "scripts"
 INNER = ("environment.sh", "launch.sh")  # not typed by anybody
@@ -54,87 +56,144 @@ def test_a_wrong_argument_is_named_and_writes_nothing(command, named, tmp_path):
     assert sorted(tmp_path.rglob("*")) == [here.parent, here]
 
 
-PLAYED = f"""#!/bin/bash
-case "$*" in # in place of training, print the command and its environment
-*imagenet_*) echo "$* at $MASTER_ADDR:$MASTER_PORT$WORLD_SIZE$NODE_RANK for $IMAGENET_SUITE" ;;
+HERE, PORT = "127.0.0.1", str(20000 + os.getpid() % 10000)  # none that the kernel gives to others
+SIMULATED = f"""#!/bin/bash
+case "$*" in # in place of training, print the command
+*imagenet_*) echo "$* at $MASTER_ADDR for $IMAGENET_SUITE" ;;
 *) exec {sys.executable} "$@" ;;
 esac
 """
-REST = "--resume auto"
-HERE, PORT = "127.0.0.1", str(20000 + os.getpid() % 10000)  # none that the kernel gives to others
-RENDEZVOUS = "--nnodes=1:2 --rdzv_backend=c10d --rdzv_id=mine --rdzv_conf=is_host=true"
-RENDEZVOUS += f" --rdzv_endpoint={HERE}:{PORT} --local_addr={HERE} --max_restarts=7"
 
 
-@pytest.mark.parametrize(
-    ("command", "env", "log", "wanted"),
-    [
-        (
-            "one_node_train.sh 1.5 mine 8 -- -p 3 --output-dir a --output-dir=b",
-            {"MASTER_ADDR": "x", "MASTER_PORT": "7", "WORLD_SIZE": "2", "NODE_RANK": "1"}
-            | {"NPROC": "2", "ARCH": "vgg19", "DATA": "/d", "SCRIPT": "imagenet_nd.py"},
-            "b/mine/node0.log",
-            f"imagenet_nd.py -b 8 --train-time 1.5 --name mine {REST} -a vgg19 -p 3"
-            " --output-dir a --output-dir=b /d at : for launcher:mine",
-        ),
-        (
-            "multi_node_train.sh .5 1 3 mine 7 -- -p 3",
-            {"MASTER_ADDR": "10.0.0.1", "NPROC": "2"},
-            "runs/mine/node1.log",
-            f"imagenet_ddp.py -n 3 -nr 1 -g 2 -b 7 --train-time .5 --name mine {REST} -p 3"
-            " at 10.0.0.1:8888 for launcher:mine",
-        ),
-        (
-            "elastic_train.sh 3 1:2 mine 5",
-            {"MASTER_ADDR": HERE, "MASTER_PORT": PORT, "MAX_RESTARTS": "7", "NPROC": "4"},
-            "runs/mine/node_*.log",
-            f"-m torch.distributed.run {RENDEZVOUS} --nproc_per_node=4 imagenet_ddp.py"
-            f" -b 5 --train-time 3 --name mine {REST} at {HERE}:{PORT} for launcher:mine",
-        ),
-    ],
-)
-def test_arguments_reach_the_training_script(command, env, log, wanted, tmp_path):
-    (tmp_path / "python").write_text(PLAYED)
+def test_arguments_reach_a_script_of_one_process(tmp_path):
+    """The environment of a job on several nodes does not. Of a repeated option, the last counts."""
+    (tmp_path / "python").write_text(SIMULATED)
     (tmp_path / "python").chmod(0o755)
+    env = {"MASTER_ADDR": "x", "MASTER_PORT": "7", "WORLD_SIZE": "2", "NODE_RANK": "1"}
+    env |= {"NPROC": "2", "ARCH": "vgg19", "DATA": "/d", "SCRIPT": "imagenet_nd.py"}
+    command = "one_node_train.sh 1.5 mine 8 -- -p 3 --output-dir a --output-dir=b"
     done = typed(command, tmp_path, **env, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert (done.code, done.err) == (0, "")
-    assert done.out.splitlines()[-1].replace(f"{ROOT}/", "") == wanted
-    (written,) = tmp_path.glob(log)
-    assert wanted in written.read_text().replace(f"{ROOT}/", "")
+    expected = "imagenet_nd.py -b 8 --train-time 1.5 --name mine --resume auto -a vgg19 -p 3"
+    expected += " --output-dir a --output-dir=b /d at for launcher:mine"
+    assert " ".join(done.out.splitlines()[-1].split()) == f"{ROOT}/{expected}"
+    assert f"{ROOT}/{expected}" in " ".join((tmp_path / "b/mine/node0.log").read_text().split())
 
 
+@pytest.mark.parametrize("wrapper", ["one_node_train.sh 1 run", "elastic_train.sh 1 1:1 run"])
 @pytest.mark.parametrize(
     ("words", "named"), [("{folder}/none", "none is missing"), ("--mixup 2 {folder}", "--mixup")]
 )
-def test_elastic_train_ends_with_one_error(folder, tmp_path, words, named):
-    """Not with torchrun's stack trace, and not after a hundred restarts."""
-    command = f"elastic_train.sh 1 1:1 run 5 -- {TINY_LINE} {words.format(folder=folder)}"
+def test_bad_input_ends_with_one_error(folder, tmp_path, wrapper, words, named):
+    """Not with torchrun's stack trace, nor its exit code, nor after a hundred restarts."""
+    command = f"{wrapper} 5 -- {TINY_LINE} {words.format(folder=folder)}"
     env = {"MASTER_ADDR": HERE, "MASTER_PORT": PORT, "NPROC": "2"}
     done = typed(command, tmp_path, **tiny()[1], **env)
-    assert done.code != 0
-    assert "Traceback" not in done.out
+    assert done.code == 2, done
+    assert "Traceback" not in done.out + done.err
     assert named in done.sentence
 
 
+def training(wrapper: str, *options: object, **env: str) -> Running:
+    """A wrapper that trains, in the background."""
+    become = "import os, sys; os.execvp('bash', ['bash', *sys.argv[1:]])"
+    words = [f"{SCRIPTS}/{wrapper.split()[0]}", *wrapper.split()[1:], "--", *TINY_LINE.split()]
+    env = tiny(step_seconds=0.05)[1] | {"NPROC": "2"} | env
+    return Running("-c", become, *words, "-p", "1", *options, **env)
+
+
+def test_the_printed_torchrun_command_can_be_pasted(folder, tmp_path):
+    """It continues the run, as the wrapper itself would."""
+    options = ("--epochs", "1", "--output-dir", tmp_path, folder)
+    with training("one_node_train.sh 1 run 5", *options) as run:
+        line = run.until(r"^\+ .*torchrun .*--nnodes=1 ")
+        assert run.result().code == 0
+    assert line in (tmp_path / "run/node0.log").read_text()
+    pasted = line.removeprefix("+ ").strip().replace("--epochs 1", "--epochs 2")
+    (done,) = shell(f"cd {tmp_path} && {pasted}", **tiny()[1])
+    assert done.code == 0, done.err
+    assert "resumed from" in done.out
+    assert [summary(tmp_path / "run")[key] for key in ("world_size", "epochs_done")] == [2, 2]
+
+
+ENDS = [("SIGINT", 75), ("SIGKILL", -9), ("rank", 137)]
+ENDS += [pytest.param("SIGTERM", 75, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize(("end", "code"), ENDS)
+def test_ends_of_a_training_by_torchrun(folder, tmp_path, end, code):
+    options = ("--epochs", "10000", "--output-dir", tmp_path, folder)
+    with training("one_node_train.sh 1 run 5", *options) as run:
+        run.until(r"step +3/")
+        family = run.meet_family()
+        if end == "rank":
+            parents = {one.parent for one in family}  # the ranks have loader workers
+            ranks = [one for one in family if one.parent == run.pid and one.pid in parents]
+            os.kill(max(one.pid for one in ranks), signal.SIGKILL)
+        else:
+            run.send(getattr(signal, end), group=end == "SIGINT")
+        result = run.result()
+        assert eventually(lambda: not any(one.lives() for one in family)), family
+    assert result.code == code, result.err
+    assert "Traceback" not in result.err
+    if code == 75:
+        assert summary(tmp_path / "run")["finished_because"] == "interrupted"
+        assert (tmp_path / "run/snapshot.pt").is_file()
+    if end == "rank":
+        assert result.err.splitlines()[-1] == "error: a training process was killed by SIGKILL"
+
+
+@pytest.mark.long
+def test_a_second_interrupt_does_not_wait_for_the_step(folder, tmp_path):
+    options = ("--epochs", "10000", "--output-dir", tmp_path, folder)
+    with training("one_node_train.sh 1 run 5", *options, STEP_SECONDS="600") as run:
+        for _ in range(2):
+            run.until("a long step begins")
+        family = run.meet_family()
+        run.send(signal.SIGINT, group=True)
+        time.sleep(1)
+        assert run.process.poll() is None
+        run.send(signal.SIGINT, group=True)
+        result = run.result()
+        assert eventually(lambda: not any(one.lives() for one in family)), family
+    assert (result.code, "Traceback" in result.err) == (130, False)
+
+
 def test_hosts_whose_own_names_do_not_resolve_can_train(folder, tmp_path):
-    """Two by hand, then one elastically. Closed data ports are one error on both."""
+    """Two, one of which is lost, and one elastically. Closed data ports are one error on both."""
 
-    def on_each(nodes: list[Node], command: str) -> list[Result]:
-        line = f"NPROC={3 - len(nodes)} MASTER_ADDR={{ip}} bash scripts/{command} -- {TINY_LINE}"
-        line += f" --epochs 1 --output-dir {tmp_path} {folder}"
-        return type_on_each(nodes, line, **tiny()[1])
+    def line(command: str, processes: int, port: int = 8888) -> str:
+        first = f"NPROC={processes} MASTER_ADDR={{ip}} MASTER_PORT={port} exec bash scripts/"
+        return f"{first}{command} -- {TINY_LINE} -p 1 --output-dir {tmp_path} {folder} --epochs "
 
-    by_hand = "multi_node_train.sh 1 {rank} 2 by_hand 5"
+    by_hand = line("multi_node_train.sh 1 {rank} 2 by_hand 5", 1)
+    env = tiny(step_seconds=0.05)[1]
     with Nodes(2) as nodes:
         for node in nodes:
             node.replace("/etc/hosts", "127.0.0.1 localhost\n")
-        results = on_each(nodes, by_hand) + on_each(nodes[:1], "elastic_train.sh 1 1:1 elastic 5")
-        assert [done.code for done in results] == [0, 0, 0], results
-        for name, count in (("by_hand", 2), ("elastic", 1)):
-            found = summary(tmp_path / name)
-            assert [found[key] for key in ("world_size", "nodes", "epochs_done")] == [2, count, 1]
+        commands = [f"{by_hand}10000".format(rank=rank, ip=nodes[0].ip) for rank in range(2)]
+        with nodes[0].type(commands[0], **env) as first, nodes[1].type(commands[1], **env) as other:
+            first.until("all 2 nodes are here")
+            first.until(r"^\+ .*torchrun --nnodes=2 --node_rank=0 --master_addr=10.77.0.1 ")
+            first.until(r"Epoch 2/10000 step")
+            os.kill(other.pid, signal.SIGKILL)  # bash, which has become torchrun
+            lost = first.result()
+            assert eventually(lambda: not nodes[1].processes()), nodes[1].processes()
+        assert (lost.code, "Traceback" in lost.err) == (69, False), lost.err
+        assert "lost touch with rank 1 on node1" in lost.err.splitlines()[-1]
+        done = summary(tmp_path / "by_hand")["epochs_done"]
+        results = type_on_each(nodes, f"{by_hand}{done + 2}", **env)
+        assert [done.code for done in results] == [0, 0], results
+        found = summary(tmp_path / "by_hand")
+        assert [found[key] for key in ("world_size", "nodes")] == [2, 2]
+
         nodes[1].block_ports("1024-8887, 8889-65535")
         closed = "node0 (node 0) cannot connect to node1 (node 1)"
-        for done in on_each(nodes, by_hand):
-            done.fails_with(closed, "open all TCP ports")
+        alone = line("elastic_train.sh 1 1:1 elastic 5", 2, 7777).format(ip=nodes[0].ip)
+        with nodes[0].type(f"{alone}1", **env) as elastic:
+            for result in type_on_each(nodes, f"{by_hand}1", **env):
+                result.fails_with(closed, "open all TCP ports")
+            assert elastic.result().code == 0
+        found = summary(tmp_path / "elastic")
+        assert [found[key] for key in ("world_size", "epochs_done")] == [2, 1]
         assert eventually(lambda: not any(node.processes() for node in nodes))

@@ -1,0 +1,81 @@
+"""torchrun for scripts/launch.sh, with the options of torchrun and better ends.
+
+- The exit code is that of the training process that failed first, and its error is the last line;
+  torchrun itself exits with 1 and a traceback of fifty lines.
+- After SIGTERM or Ctrl-C the training processes get the time that their snapshot takes, where
+  torchrun would kill them 30 s later, and none is started again. A second Ctrl-C kills them.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from utils import errors
+from utils.errors import BAD_INPUT, LOST_PEER, UserError
+
+signals: list[int] = []  # that this process has received
+codes: list[int] = []  # of the training processes that one of them has ended
+
+
+def main() -> int:
+    from torch.distributed import run  # takes seconds
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    def end(signum: int, frame: Any) -> None:
+        """Ask the training processes to end, and wait for them; torchrun then cleans up."""
+        signals.append(signum)
+        task = Path(f"/proc/self/task/{os.getpid()}/children")
+        children = [int(pid) for pid in task.read_text().split()]
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if signals.count(signal.SIGINT) > 1 else signal.SIGTERM)
+        if len(signals) > 1:
+            return  # into the first one's wait
+        for pid in children:
+            with contextlib.suppress(ChildProcessError):  # WNOWAIT: torchrun collects it
+                done = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                codes.append(done.si_status * (1 if done.si_code == os.CLD_EXITED else -1))
+        raise SignalException("", signal.Signals(signum))
+
+    logging.disable()  # of torchrun: the training processes themselves report errors
+    args = run.parse_args(None)
+    args.signals_to_handle = "SIGQUIT"  # not those that `end` handles
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, end)
+    try:
+        run.run(args)
+    except ChildFailedError as failed:
+        return exit_code(failed.get_first_failure()[1].exitcode)
+    except SignalException:
+        if signals.count(signal.SIGINT) > 1:
+            return 128 + signal.SIGINT
+        failed = [code for code in codes if code]
+        if not codes:
+            raise UserError("interrupted before training began", code=128 + signals[0]) from None
+        return exit_code(BAD_INPUT if BAD_INPUT in codes else max(failed, default=0))
+    except (RuntimeError, RendezvousError) as fault:
+        first = (str(fault).strip() or type(fault).__name__).splitlines()[0]
+        text = f"torchrun found no rendezvous with the other nodes: {first}"
+        raise UserError(text, code=LOST_PEER) from None
+    return 0
+
+
+def exit_code(code: int) -> int:
+    """For a shell; ``code`` is below 0 for a process that a signal has killed."""
+    if code >= 0:
+        return code
+    name = signal.Signals(-code).name
+    print(f"error: a training process was killed by {name}", file=sys.stderr, flush=True)
+    return 128 - code
+
+
+if __name__ == "__main__":
+    errors.exit_with(main)
