@@ -180,7 +180,8 @@ def _wait_for_the_end(error: UserError) -> None:
 def _end_torchrun() -> None:
     """Keep scripts/elastic_train.sh from restarting what fails each time with the same error."""
     if "IMAGENET_ELASTIC" in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-        os.kill(os.getppid(), signal.SIGKILL)  # at any other signal it prints a stack trace
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # scripts/torchrun.py sends it in return
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def _kill_children() -> None:
