@@ -33,7 +33,8 @@ def main() -> int:
         """Ask the training processes to end, and wait for them; torchrun then cleans up."""
         signals.append(signum)
         task = Path(f"/proc/self/task/{os.getpid()}/children")
-        children = [int(pid) for pid in task.read_text().split()]
+        # torchrun gives each a session of its own; the tee of launch.sh is in this one.
+        children = [pid for pid in map(int, task.read_text().split()) if os.getsid(pid) == pid]
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if signals.count(signal.SIGINT) > 1 else signal.SIGTERM)
