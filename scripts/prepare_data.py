@@ -29,7 +29,7 @@ from prepare.reading import check_apart, open_images, split_of
 from prepare.split import split_folder
 
 from utils.errors import UserError, report, tolerate_broken_pipe
-from utils.extras import devkit
+from utils.extras import devkit, layouts
 from utils.launch import usable_cores
 from utils.option_types import number, positive, seed
 
@@ -137,11 +137,12 @@ def build_parser() -> argparse.ArgumentParser:
     text = f"{archive}, or the folder that it is in (default: a download)"
     option("--source", type=Path, metavar="PATH", help=text)
 
-    text = "ImageNet 2012: 1,281,167 training and 50,000 validation images of 1000 classes"
+    text = "ImageNet 2012, or a part of it, from any layout in which it is published"
     option = add("imagenet", text)
-    text = f"""folder of {" and ".join(sources.ARCHIVES.values())}, or of Kaggle's
-        {sources.KAGGLE_IMAGES}/, with {devkit.KAGGLE_CSV}, or else {devkit.DEVKIT}, for the
-        classes of the validation images (required)"""
+    text = f"""folder of image-net.org's tar files, of Kaggle's {layouts.KAGGLE}/ or of its
+        imagenet100, or of train/CLASS and a flat val/. {devkit.KAGGLE_CSV} or
+        {devkit.DEVKIT} says the classes of validation images that lie flat. Files become hard
+        links, or symbolic ones (required)"""
     option("--source", type=Path, metavar="DIR", required=True, help=text)
 
     text = "a copy of a data set as tar files, which network disks read faster; also for WebDataset"

@@ -3,13 +3,20 @@
 import gzip
 import os
 import pickle
+import re
 import shutil
 import struct
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
+from batches import encode, picture
+from conftest import python, shell
 from PIL import Image
 from preparing import devkit_bytes, fail, images, put, succeed, tar_bytes, times, tree
+from running import STAND_IN
+from test_shards import folder_of
 from torchvision import datasets
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
@@ -28,7 +35,7 @@ CLOTHES = (
 @pytest.fixture
 def no_sums(monkeypatch):
     """Miniature archives pass for the published ones."""
-    for module in (datasets.cifar, datasets.imagenet, datasets.utils):
+    for module in (datasets.cifar, datasets.utils):
         monkeypatch.setattr(module, "check_integrity", lambda path, md5=None: os.path.isfile(path))
 
 
@@ -134,21 +141,73 @@ def kaggle(tmp_path):
     return put(tmp_path / "source", files)
 
 
-@pytest.mark.parametrize("layout", ["archives", "kaggle"])
-def test_every_image_lands_in_its_class(no_sums, request, tmp_path, layout):
+@pytest.fixture
+def imagenet100(tmp_path):
+    """Kaggle's imagenet100: the training classes are spread over four folders."""
+    folders, files = {TENCH: "train.X1", GOLDFISH: "train.X4"}, {"Labels.json": b"{}"}
+    for path, data in expected().items():
+        split, label, name = path.split("/")
+        folder = folders[label] if split == "train" else "val.X"
+        files[f"{folder}/{label}/{name}"] = data
+    return put(tmp_path / "source", files)
+
+
+@pytest.fixture
+def flat(kaggle):
+    """Class folders beside validation images that lie flat, and the devkit."""
+    for path in (kaggle / KAGGLE).iterdir():
+        path.rename(kaggle / path.name)
+    (kaggle / CSV).unlink()
+    shutil.rmtree(kaggle / "ILSVRC")
+    return put(kaggle, {DEVKIT: devkit_bytes([1, 2, 2]), "test/ILSVRC2012_test_1.JPEG": b"x"})
+
+
+@pytest.mark.parametrize("layout", ["archives", "kaggle", "imagenet100", "flat"])
+def test_every_image_lands_in_its_class(request, tmp_path, layout):
     source, out = request.getfixturevalue(layout), tmp_path / "out"
     succeed("imagenet", out, "--source", source)
     assert images(out) == expected() and tree(out).keys() - images(out).keys() == {".prepared.json"}
-    if layout == "kaggle":
-        name = f"train/{TENCH}/{TENCH}_1.JPEG"
-        assert (out / name).samefile(source / KAGGLE / name)
+    if layout != "archives":  # hard links: no second copy
+        files = {path.stat().st_ino for path in source.rglob("*.JPEG")}
+        assert {(out / name).stat().st_ino for name in expected()} <= files
+    succeed("shards", source, tmp_path / "shards")
+    assert folder_of(tmp_path / "shards") == expected()
     before = times(out)
     shutil.rmtree(source)
     succeed("imagenet", out, "--source", source)
     assert times(out) == before
 
 
-def test_the_devkit_gives_the_classes(no_sums, archives, tmp_path):
+@pytest.mark.parametrize("layout", ["kaggle", "imagenet100", "flat"])
+def test_training_names_the_command_that_works(request, tmp_path, layout):
+    data = tmp_path / "it's $HOME; data"
+    request.getfixturevalue(layout).rename(data)
+    pixels = encode(picture(40, 30))
+    for path in data.rglob("*.JPEG"):
+        path.write_bytes(pixels)
+    small = ("-a", "tiny_full", "-b", "4", "--epochs", "1", "--image-size", "32", "-j", "0")
+    done = python("imagenet_nd.py", *small, data, PYTHONPATH=STAND_IN)
+    assert done.code == 2, done
+    command, out = re.search(r"run `(.*)`, and train on (.*)$", done.sentence).groups()
+    assert str(data) in out and "scripts/prepare_data.py imagenet" in command
+    (prepared,) = shell(command)
+    assert prepared.code == 0, prepared
+    where = ("--output-dir", tmp_path / "runs")
+    done = python("imagenet_nd.py", *small, *where, out, PYTHONPATH=STAND_IN)
+    assert done.code == 0, done.err
+
+
+def test_on_another_file_system_links_are_symbolic(kaggle, tmp_path):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        if os.stat(memory).st_dev == os.stat(tmp_path).st_dev:
+            pytest.skip("/dev/shm is not another file system")
+        out = Path(memory, "out")
+        succeed("imagenet", out, "--source", kaggle)
+        assert images(out) == expected()
+        assert all((out / name).is_symlink() for name in expected())
+
+
+def test_the_devkit_gives_the_classes(archives, tmp_path):
     """Its table has a node above the classes; its rows are in no order."""
     put(archives, {DEVKIT: devkit_bytes([1, 2, 2])})
     (archives / CSV).unlink()
@@ -160,15 +219,15 @@ def test_the_devkit_gives_the_classes(no_sums, archives, tmp_path):
     )
 
 
-def test_archives_may_come_one_after_the_other_and_a_cut_one_is_named(no_sums, archives, tmp_path):
+def test_archives_may_come_one_after_the_other_and_a_cut_one_is_named(archives, tmp_path):
     out, whole = tmp_path / "out", (archives / TRAIN_TAR).read_bytes()
     command = ("imagenet", out, "--source", archives)
     (archives / VAL_TAR).rename(tmp_path / "later")
     (archives / TRAIN_TAR).write_bytes(whole[: len(whole) // 2])
     assert TRAIN_TAR in fail(*command)
-    assert images(out).items() <= expected().items()
+    assert not out.exists()
     (archives / TRAIN_TAR).write_bytes(whole)
-    succeed(*command)
+    assert "not prepared: val" in succeed(*command)
     assert images(out) == {k: v for k, v in expected().items() if k.startswith("train")}
     (archives / TRAIN_TAR).unlink()
     (tmp_path / "later").rename(archives / VAL_TAR)
@@ -176,35 +235,31 @@ def test_archives_may_come_one_after_the_other_and_a_cut_one_is_named(no_sums, a
     assert images(out) == expected()
 
 
-def test_nothing_is_written_outside_the_folder(no_sums, archives, tmp_path):
-    """A list of classes, or an archive, names a place further up."""
-    out = tmp_path / "deep/er/out"
-    before = tree(archives)
-    put(archives, {CSV: solution(["../../../../x", TENCH, TENCH])})
-    command = ("imagenet", out, "--source", archives)
-    assert "is no place in" in fail(*command)
-    put(archives, before | {TRAIN_TAR: tar_bytes([("...tar", tar_of(["x.JPEG"]))])})
-    assert "'train/../x.JPEG'" in fail("imagenet", tmp_path / "a/b", "--source", archives)
-    assert not list(tmp_path.rglob("x")) + list(tmp_path.rglob("x.JPEG"))
+@pytest.mark.parametrize("kind", ["archives", "flat"])
+@pytest.mark.parametrize("command", ["imagenet", "shards"])
+def test_nothing_is_written_outside_the_folder(request, tmp_path, kind, command):
+    """A list of classes names a place further up, or an absolute one."""
+    source = request.getfixturevalue(kind)
+    for number, bad in enumerate(("../../../../x", f"{tmp_path}/x", ".")):
+        out = tmp_path / f"deep/er/out{number}"
+        put(source, {CSV: solution([bad, TENCH, TENCH])})
+        words = ("--source", source) if command == "imagenet" else ()
+        line = fail(command, *((out,) if words else (source, out)), *words)
+        assert "is no place in" in line
+    assert not (tmp_path / "x").exists() and not list(tmp_path.rglob("deep/**/x"))
 
 
-def test_wrong_labels_and_archives_are_refused(request, archives, tmp_path):
+def test_wrong_labels_are_refused(flat, tmp_path):
     out = tmp_path / "out"
     message = fail("imagenet", out, "--source", tmp_path / "missing")
-    assert f"neither {TRAIN_TAR} nor {VAL_TAR} nor the folder {KAGGLE} is in" in message
-    assert not out.exists()
-    for name in (TRAIN_TAR, VAL_TAR):
-        assert f"{name} is not the published file" in fail("imagenet", out, "--source", archives)
-        assert not images(out)
-        (archives / name).unlink()
-    request.getfixturevalue("no_sums")
-    put(archives, {VAL_TAR: tar_of(VAL[:3])})
+    assert "has no images in train/CLASS/" in message and not out.exists()
     for labels, message in (
         (solution(VAL_CLASSES[:2]), f"holds {VAL[2]}, which the list of classes"),
         (solution([*VAL_CLASSES, TENCH]), f"lacks 1 of the images, such as {VAL[3]}"),
     ):
-        put(archives, {CSV: labels})
-        assert message in fail("imagenet", out, "--source", archives)
-    (archives / CSV).unlink()
-    message = fail("imagenet", out, "--source", archives)
+        put(flat, {CSV: labels})
+        assert message in fail("imagenet", out, "--source", flat)
+    for name in (CSV, DEVKIT):
+        (flat / name).unlink()
+    message = fail("imagenet", out, "--source", flat)
     assert "the classes of the validation images are not known: neither" in message

@@ -13,6 +13,8 @@ from preparing import SCRIPT, fail, images, put, run, said, succeed, tree
 from running import Running, wait_for_group
 from test_prepare_data import source  # noqa: F401  (a fixture: a folder with all oddities)
 
+from utils.folder import class_folders, open_source
+
 ODD_NAMES = (
     *("blank in name.JPEG", "größe-写真.jpg", "two.dots.jpeg", "100%25.png", "__meta__.jpg"),
     *("twin.jpg", "twin.png", "twin.jpeg", "line\nbreak.jpg", f"{'long' * 60}.JPEG"),
@@ -70,6 +72,16 @@ def test_webdataset_reads_every_image_with_its_label(odd, tmp_path):
         )
 
 
+def test_training_reads_the_images_of_the_folder_in_its_order(odd, tmp_path):
+    """So weights are equal, too."""
+    succeed("shards", odd, tmp_path / "out", "--size", 1)
+    assert class_folders(tmp_path / "out/train") == class_folders(odd / "train") == CLASSES
+    index, folder = (open_source(root / "train", CLASSES[:3]) for root in (tmp_path / "out", odd))
+    assert index.paths == folder.paths and index.targets.tolist() == folder.targets.tolist()
+    assert index.fingerprint() == folder.fingerprint()
+    assert all(index.read(i) == folder.read(i) for i in range(len(folder)))
+
+
 def test_order_is_that_of_the_folder(tmp_path):
     names = [f"{c}/{i:02d}.jpg" for c in "ab" for i in range(15)]
     put(tmp_path / "data/train", dict.fromkeys(names, b"x" * 90_000))
@@ -77,6 +89,8 @@ def test_order_is_that_of_the_folder(tmp_path):
     shards = sorted((tmp_path / "out/train").glob("*.tar"))
     order = [name for shard in shards for name, _ in members(shard) if name.endswith(".jpg")]
     assert order == names
+    succeed("imagenet", tmp_path / "back", "--source", tmp_path / "out")
+    assert images(tmp_path / "back") == images(tmp_path / "data")
 
 
 def test_shrunk_into_shards_in_one_pass(source, tmp_path):  # noqa: F811

@@ -65,6 +65,15 @@ def validation_labels(folder: Path) -> dict[str, str]:
     return devkit.val_labels(folder)
 
 
+def layout_advice(data: Path) -> str | None:
+    """What to do about images in a layout that training does not read; None: it is no such one."""
+    if not _is_there("layouts"):
+        return None
+    from utils.extras import layouts
+
+    return layouts.advice(data)
+
+
 def region_decoder() -> Any:
     """`utils.extras.region_decode`, where its library is built; None: decode whole images."""
     if not _is_there("region_decode"):

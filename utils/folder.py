@@ -234,12 +234,15 @@ def class_folders(root: Path) -> list[str]:
     if not has_part(root):
         why = "DATA must hold train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train.tar and val.tar "
         why += "(scripts/prepare_data.py makes them of known data sets)"
+        why = addons.layout_advice(root.parent) or why
         if root.name == "test":
             why = "--part test evaluates on it, --part val on DATA/val"
         raise UserError(f"folder {root} is missing: {why}", on_every_rank=True)
     kind = addons.source_kind(root) or Folder
     if not (names := kind.class_names(root)):
-        raise UserError(f"folder {root} has no class folders in it", on_every_rank=True)
+        why = addons.layout_advice(root.parent)
+        text = f"folder {root} has no class folders in it{(why and f': {why}') or ''}"
+        raise UserError(text, on_every_rank=True)
     return names
 
 

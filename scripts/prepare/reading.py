@@ -4,6 +4,8 @@
 """
 
 import math
+import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +14,17 @@ from prepare.folder import BATCH, SPLITS, Item, Split, Stored, read_marker
 
 from utils import addons
 from utils.errors import UserError
-from utils.folder import Folder, Source, class_folders, listings, open_source
+from utils.extras import layouts
+from utils.folder import (
+    SUFFIXES,
+    Folder,
+    Source,
+    class_folders,
+    has_part,
+    list_class,
+    listings,
+    open_source,
+)
 
 
 class Images(NamedTuple):
@@ -22,18 +34,74 @@ class Images(NamedTuple):
     classes: list[str]  # those without an image, too
 
 
-def open_images(data: Path) -> dict[str, Images]:
-    """The images of each split of ``data``. Raises: `UserError` if there are none."""
+class Files(Source):
+    """Images whose files are elsewhere than their CLASS/NAME says."""
+
+    def __init__(self, root: Path, files: dict[str, str]):
+        """``files``: the file of each CLASS/NAME."""
+        names = sorted(files, key=lambda name: (name.partition("/")[0], os.fsencode(name)))
+        self.files = [files[name] for name in names]
+        counts = Counter(name.partition("/")[0] for name in names)
+        paths = b"".join(os.fsencode(name) + b"\0" for name in names)
+        super().__init__(root, list(counts), paths, list(counts.values()))
+
+    def path(self, image: int) -> str:
+        """The file of ``image``."""
+        return self.files[image]
+
+
+def open_images(data: Path, splits: Sequence[str] = SPLITS) -> dict[str, Images]:
+    """The images of each of ``splits`` that ``data`` has. Raises: `UserError` if it has none."""
     if not read_marker(data).get("finished", True):
         raise UserError(f"{data} is not finished; first run the command that makes it again")
     print(f"listing the images in {data}", flush=True)
-    splits = {}
-    for split in SPLITS:
-        if (data / split).exists() and (images := _open_split(data / split)):
-            splits[split] = images
-    if not splits:
-        raise UserError(f"{data} has no images in train/CLASS/ or val/CLASS/")
-    return splits
+    opened = {}
+    layout = layouts.find(data)
+    for split in splits:
+        if layout and split != "test":
+            images = _open_layout(data, layout, split)
+        else:
+            images = _open_split(data / split) if has_part(data / split) else None
+        if images:
+            opened[split] = images
+    if not opened:
+        text = "has no images in train/CLASS/ or val/CLASS/, no tar files of them"
+        raise UserError(f"{data} {text}, and no layout of ImageNet that is known")
+    return opened
+
+
+def _open_layout(data: Path, layout: layouts.Layout, split: str) -> Images | None:
+    """The images of a split in ``layout``; None if there are none."""
+    folders = [folder for folder in layout.folders[split] if folder.is_dir()]
+    if split == "val" and layout.flat:
+        source = _label_flat(data, layout)
+    elif len(folders) < 2:
+        return _open_split(folders[0]) if folders else None
+    else:
+        files = {}
+        for folder in folders:
+            for class_name in Folder.class_names(folder):
+                for path in os.fsdecode(list_class(folder, class_name).paths).split("\0")[:-1]:
+                    if path in files:
+                        raise UserError(f"{path} is in {folder} and is {files[path]}: remove one")
+                    files[path] = str(folder / path)
+        source = Files(data, files)
+    return Images(source, source.classes)
+
+
+def _label_flat(data: Path, layout: layouts.Layout) -> Files:
+    """The validation images that lie in one folder. Raises: `UserError`."""
+    left = dict(addons.validation_labels(layout.labels or data))
+    files = {}
+    for name in os.listdir(layout.flat):
+        if name[0] == "." or not name.lower().endswith(SUFFIXES):
+            continue
+        if name not in left:
+            raise UserError(f"{layout.flat} holds {name}, which the list of classes does not name")
+        files[f"{left.pop(name)}/{name}"] = str(layout.flat / name)
+    if left:
+        raise UserError(f"{layout.flat} lacks {len(left)} of the images, such as {min(left)}")
+    return Files(layout.flat, files)
 
 
 def _open_split(root: Path) -> Images | None:
@@ -75,7 +143,7 @@ class Chunks(Sequence):
 
 
 def split_of(
-    images: Images, name: str, change: Callable[[bytes], bytes] | None, chunk: int = BATCH
+    images: Images, name: str, change: Callable[[bytes], bytes] | None = None, chunk: int = BATCH
 ) -> Split:
     """What OUT/``name`` is to hold: all ``images``, each as it is or after ``change``."""
     chunks = Chunks(images.source, name, chunk, change)

@@ -7,20 +7,19 @@ unfinished splits.
 import io
 import math
 import random
-import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
-from prepare.folder import Item, Split, Stored, in_batches
+from prepare.folder import Item, Split, in_batches
+from prepare.reading import open_images, split_of
 
 from utils.errors import UserError
-from utils.extras.devkit import val_labels
 
 FASHION_CLASSES = (
     *("0_tshirt_top", "1_trouser", "2_pullover", "3_dress", "4_coat"),
@@ -31,9 +30,6 @@ FASHION_FILES = tuple(
 )
 DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")
 CIFAR_ARCHIVE = "cifar-10-python.tar.gz"
-ARCHIVES = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
-KAGGLE_IMAGES = "ILSVRC/Data/CLS-LOC"
-IMAGENET = {"train": 1_281_167, "val": 50_000}  # images
 
 
 @contextmanager
@@ -190,24 +186,17 @@ def cifar10(source: Path | None, missing: list[str]) -> dict[str, Split]:
 
 
 def imagenet(source: Path, missing: list[str]) -> dict[str, Split]:
-    """ImageNet 2012: the published archives, or Kaggle's folders, in ``source``.
+    """The images in ``source``, whatever training or `prepare.reading` can read: the archives of
+    image-net.org, Kaggle's folders.
 
-    The images are the original files; Kaggle's are hard-linked where the file system allows it.
-    Raises: `UserError` if nothing is found, or the classes of the validation images are not known.
+    The images are the original files, as links where they are files. Raises: `UserError` if there
+    are none, or the classes of the validation images are not known.
     """
-    splits = {}
+    images = open_images(source, missing)
     for split in missing:
-        archive, folder = source / ARCHIVES[split], source / KAGGLE_IMAGES / split
-        path = archive if archive.exists() else folder
-        if path.exists():
-            items = _train(path) if split == "train" else _val(path, val_labels(source))
-            splits[split] = Split(IMAGENET[split], in_batches(items))
-        else:
-            print(f"not prepared: {split}, as neither {archive} nor {folder} exists")
-    if not splits and len(missing) == len(ARCHIVES):
-        names = " nor ".join(ARCHIVES.values())
-        raise UserError(f"neither {names} nor the folder {KAGGLE_IMAGES} is in {source}")
-    return splits
+        if split not in images:
+            print(f"not prepared: {split}, of which {source} has no images")
+    return {split: split_of(part, split) for split, part in images.items()}
 
 
 def _check_md5(path: Path, wanted: str) -> None:
@@ -216,46 +205,3 @@ def _check_md5(path: Path, wanted: str) -> None:
     print(f"checking the MD5 sum of {path}", flush=True)
     if not check_integrity(str(path), wanted):
         raise UserError(f"{path} is not the published file (its MD5 sum differs); get it again")
-
-
-def _members(path: Path, suffix: str, file: Any = None) -> Iterator[tuple[str, Any]]:
-    """Last part of the name, and open file, of each file in the tar ``path``, or ``file`` in it."""
-    with tarfile.open(path, "r:", fileobj=file) as tar:
-        for member in tar:
-            name = PurePosixPath(member.name).name
-            if member.isfile() and name.endswith(suffix):
-                yield name, tar.extractfile(member)
-
-
-def _train(path: Path) -> Iterator[Item]:
-    """The training images in a tar of one tar per class, or in one folder per class."""
-    from torchvision.datasets.imagenet import ARCHIVE_META
-
-    if path.is_dir():
-        for image in sorted(path.glob("*/*.JPEG")):
-            yield Item(f"train/{image.parent.name}/{image.name}", Stored(str(image)))
-        return
-    _check_md5(path, ARCHIVE_META["train"][1])
-    with _reading(path):
-        for name, of_class in _members(path, ".tar"):
-            for image, file in _members(path, ".JPEG", of_class):
-                yield Item(f"train/{name.removesuffix('.tar')}/{image}", file.read())
-
-
-def _val(path: Path, labels: dict[str, str]) -> Iterator[Item]:
-    """The validation images in a tar or folder, each in the folder of its class."""
-    from torchvision.datasets.imagenet import ARCHIVE_META
-
-    if path.is_dir():
-        images = ((image.name, Stored(str(image))) for image in sorted(path.glob("*.JPEG")))
-    else:
-        _check_md5(path, ARCHIVE_META["val"][1])
-        images = ((name, file.read()) for name, file in _members(path, ".JPEG"))
-    left = dict(labels)
-    with _reading(path):
-        for name, content in images:
-            if name not in left:
-                raise UserError(f"{path} holds {name}, which the list of classes does not name")
-            yield Item(f"val/{left.pop(name)}/{name}", content)
-    if left:
-        raise UserError(f"{path} lacks {len(left)} of the images, such as {min(left)}")

@@ -1,0 +1,78 @@
+"""Folders of ImageNet in layouts that training does not read, but `prepare_data.py imagenet` does.
+
+No option: asked where DATA/train or DATA/val has no class folders. Interface: `advice`, which
+completes that error message. Without this file, the message does not name the command.
+"""
+
+import os
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+from utils import addons
+from utils.folder import SUFFIXES
+
+ROOT = Path(__file__).resolve().parents[2]
+KAGGLE = "ILSVRC/Data/CLS-LOC"
+
+
+class Layout(NamedTuple):
+    """Where the images of a data set are."""
+
+    name: str
+    folders: dict[str, list[Path]]  # of each split: the folders that hold its class folders
+    flat: Path | None = None  # validation images without class folders
+    labels: Path | None = None  # the folder with the classes of these
+
+    def without_labels(self) -> bool:
+        """Whether the classes of the validation images are not known."""
+        return self.flat is not None and self.labels is None
+
+
+def find(data: Path) -> Layout | None:
+    """The layout of the folder ``data``; None if it is no known one, or the usual one."""
+    parts = {split: sorted(data.glob(f"{split}.X*")) for split in ("train", "val")}
+    if parts["train"]:
+        return Layout("Kaggle's imagenet100 (train.X1, ...)", parts)
+    for base in (data / KAGGLE, data / "Data/CLS-LOC", data):
+        flat = base / "val" if _is_flat(base / "val") else None
+        if flat or (base != data and (base / "train").is_dir()):
+            folders = {"train": [base / "train"], "val": [] if flat else [base / "val"]}
+            name = f"Kaggle's ImageNet ({base.relative_to(data)})"
+            name = "validation images without class folders" if base == data else name
+            return Layout(name, folders, flat, _label_folder(data, base))
+    return None
+
+
+def _is_flat(folder: Path) -> bool:
+    """Whether the first file in ``folder`` that is not hidden is an image; class folders come
+    first, if there are any."""
+    try:
+        with os.scandir(folder) as entries:
+            seen = [entry for entry in entries if entry.name[0] != "."]
+    except OSError:
+        return False
+    images = any(entry.name.lower().endswith(SUFFIXES) for entry in seen)
+    return images and not any(entry.is_dir() for entry in seen)
+
+
+def _label_folder(data: Path, base: Path) -> Path | None:
+    """The folder that holds the devkit or Kaggle's table: ``data``, its val/, or one above."""
+    above = (base / "val", base, *base.resolve().parents[:3])
+    return next((one for one in (data, *above) if addons.validation_label_files(one)), None)
+
+
+def advice(data: Path) -> str | None:
+    """What to do about a folder in a known layout: one clause with a command to type."""
+    if not (layout := find(data)):
+        return None
+    data = data if data.name not in ("", "..") else data.resolve()
+    out = data.with_name(f"{data.name}_folders")
+    script = ROOT / "scripts" / "prepare_data.py"
+    script = script.relative_to(ROOT) if Path.cwd() == ROOT else script
+    line = shlex.join(["python", str(script), "imagenet", str(out), "--source", str(data)])
+    first = ""
+    if layout.without_labels():
+        names = "LOC_val_solution.csv or ILSVRC2012_devkit_t12.tar.gz"
+        first = f"put {names}, which say the class of each image, into {data}, then "
+    return f"{data} holds {layout.name}: {first}run `{line}`, and train on {out}"
