@@ -1,16 +1,25 @@
 """Training from tar files: the images, their order, the kept index, and archives that lie."""
 
+import gzip
+import io
 import json
 import os
+import shutil
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from batches import fetch
 from joined import Job, run_jobs
-from preparing import devkit_bytes, put, tar_bytes
+from preparing import devkit_bytes, put, run, tar_bytes
 from running import assert_same_weights
 
 from utils.errors import UserError
+from utils.extras import tars
 from utils.folder import check_same_classes, class_folders, has_part, open_source
+from utils.images import ImageBatches
 
 TENCH, GOLDFISH = "n01440764", "n01443537"
 
@@ -176,3 +185,275 @@ def test_weights_are_those_of_the_folder_bit_for_bit(folder, originals, tmp_path
     run_jobs([Job("imagenet_ddp", two[1].options)], tmp_path)
     assert_same_weights(tmp_path / "nd_Downloads", tmp_path / "nd_extracted")
     assert_same_weights(tmp_path / "ddp_folder", tmp_path / "ddp_data")
+
+
+# ---- slow disks
+
+
+@pytest.mark.parametrize("kind", ["folder", "pack"])
+def test_reads_in_flight_on_a_slow_disk_change_nothing(folder, tmp_path, monkeypatch, kind):
+    """The same batches, and the same bad files; the first batch shows that the disk is slow."""
+    data = Path(shutil.copytree(folder, tmp_path / "data"))
+    (data / "train" / "class_1" / "007.JPEG").write_bytes(b"")
+    if kind == "pack":
+        assert run("pack", data, tmp_path / "pack", "--workers", 1, "--size", 32).code == 0
+        data = tmp_path / "pack"
+    results, most, now = [], [0], [0]
+    for slow in (False, True):
+        index = source(data)
+        if slow:
+            name = "read" if kind == "folder" else "rows"
+            real = getattr(index, name)
+
+            def late(*task, real=real):
+                now[0] += 1
+                most.append(now[0])
+                time.sleep(0.002)
+                now[0] -= 1
+                return real(*task)
+
+            monkeypatch.setattr(index, name, late)
+        dataset = ImageBatches(index, 24, seed=0, train=True)
+        results.append([fetch(dataset, range(k, k + 30), epoch=k) for k in range(3)])
+    assert max(most) > 1
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+        assert one[2].faults == other[2].faults and one[2].files == other[2].files
+
+
+# ---- the kept index
+
+
+@pytest.fixture
+def headers(monkeypatch):
+    """The tar files whose headers are read from now on."""
+    seen, real = [], tars._read_tar
+
+    def read(handle, path, *more):
+        seen.append(path.name)
+        return real(handle, path, *more)
+
+    monkeypatch.setattr(tars, "_read_tar", read)
+    return seen
+
+
+def test_the_index_is_kept_and_made_again_when_a_file_has_changed(folder, tmp_path, headers):
+    data = make(shards, folder, tmp_path)
+    expected = source(data).classes
+    assert len(headers) == 3
+    source(data)
+    assert len(headers) == 3, "kept"
+    for changed in ("train/train-00001-of-00003.tar", "classes.txt"):
+        headers.clear()
+        if changed == "classes.txt":
+            (data / changed).write_bytes(b"class_0\nclass_1\nclass_2\nclass_3\n")
+        os.utime(data / changed, (1.8e9, 1.8e9))
+        found = class_folders(data / "train")
+        assert found == expected + ["class_3"] * (changed == "classes.txt")
+        assert len(headers) == 3, changed
+    headers.clear()
+    (data / "train" / ".index.npz").write_bytes(b"damaged")
+    class_folders(data / "train")
+    assert len(headers) == 3
+
+
+def test_the_index_of_data_that_cannot_be_written_is_in_the_users_cache(
+    folder, tmp_path, headers, monkeypatch, capsys
+):
+    data, cache = make(nested, folder, tmp_path / "data"), tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    real = os.replace
+
+    def replace(path, target):
+        if str(target).startswith(str(data)):
+            raise OSError(30, "Read-only file system")
+        real(path, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    expected = contents(source(data))
+    headers.clear()
+    assert contents(source(data)) == expected and not headers
+    assert len(list(cache.rglob("*.npz"))) == 1 and not list(data.glob(".*"))
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    os.utime(data / "train.tar", (1.6e9, 1.6e9))
+    assert contents(source(data)) == expected
+    assert (data / ".train.index.npz").exists() and not list(cache.rglob("*.npz")), "the old one"
+    assert capsys.readouterr().out == ""
+
+
+# ---- archives that lie
+
+
+def member(name, data=b"", **fields):
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    for key, value in fields.items():
+        setattr(info, key, value)
+    return info, io.BytesIO(data)
+
+
+def tar(path, *members, form=tarfile.GNU_FORMAT):
+    """A tar file of `member` results, and DATA."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=form) as file:
+        for one in members:
+            file.addfile(*one)
+    return path.parent
+
+
+def names(data):
+    index = source(data)
+    return [os.fsdecode(path) for path in index.paths.split(b"\0")[:-1]]
+
+
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_names_of_every_kind(tmp_path, form):
+    long, deep = f"c/{'x' * 200}.jpg", f"c/{'d' * 90}/{'e' * 90}/f.jpg"
+    plain = (
+        "b/ä b.jpg",
+        "b/字 \n.png",
+        "../../b/up.jpg",
+        "/b/absolute.jpg",
+        "b//./c.jpg",
+        long,
+        deep,
+    )
+    other = ("b/README.txt", "b/.hidden.jpg", "b/._a.jpg", ".x/a.jpg", "top.jpg", "b/jpg")
+    members = [member(name, name.encode(), mtime=1.5) for name in (*plain, *other)]
+    data = tar(tmp_path / "train.tar", *members, form=form)
+    inside = ["b/absolute.jpg", "b/c.jpg", "b/up.jpg", "b/ä b.jpg", "b/字 \n.png"]
+    assert names(data) == [*inside, deep, long]
+    by_name = dict(zip(names(data), contents(source(data)), strict=True))
+    assert by_name[long] == long.encode() and by_name["b/up.jpg"] == b"../../b/up.jpg"
+    assert not (tmp_path.parent / "b").exists()
+
+
+def test_duplicates_and_links_are_as_after_extraction(tmp_path):
+    hard, soft = {"type": tarfile.LNKTYPE}, {"type": tarfile.SYMTYPE}
+    data = tar(
+        tmp_path / "train.tar",
+        member("a/1.jpg", b"old"),
+        member("a/2.jpg", linkname="a/1.jpg", **hard),
+        member("b/3.jpg", linkname="../a/2.jpg", **soft),
+        member("b/4.jpg", linkname="/etc/passwd", **soft),
+        member("b/5.jpg", linkname="5.jpg", **soft),
+        member("a/1.jpg", b"new"),
+    )
+    index = source(data)
+    assert names(data) == ["a/1.jpg", "a/2.jpg", "b/3.jpg", "b/4.jpg", "b/5.jpg"]
+    assert [index.read(i) for i in range(3)] == [b"new"] * 3
+    for image in (3, 4):
+        with pytest.raises(OSError, match="a link to an image that is not in this tar file"):
+            index.read(image)
+
+
+def test_equal_keys_in_several_shards_are_different_images(tmp_path):
+    for i in range(2):
+        sample = (member("000.jpg", b"%d" % i), member("000.cls", b"%d" % i))
+        tar(
+            tmp_path / "train" / f"{i}.tar",
+            *sample,
+            member("001.cls", b"0"),
+            member("001.jpg", b"x"),
+        )
+    assert names(tmp_path) == [
+        "00000/0/000.jpg",
+        "00000/0/001.jpg",
+        "00000/1/001.jpg",
+        "00001/1/000.jpg",
+    ]
+
+
+def test_numbers_of_another_encoding_and_a_tar_without_magic(tmp_path):
+    """Sizes in base 256, as of files above 8 GB; the header of 1979."""
+    data = bytearray(tar_bytes([("a/1.jpg", b"one"), ("b/2.jpg", b"two")]))
+    for start in (0, 1024):
+        data[start + 124 : start + 136] = b"\x80" + (3).to_bytes(11, "big")
+        data[start + 257 : start + 265] = bytes(8)
+        data[start + 148 : start + 156] = b" " * 8
+        data[start + 148 : start + 156] = b"%06o\0 " % sum(data[start : start + 512])
+    (tmp_path / "train.tar").write_bytes(data)
+    assert contents(source(tmp_path)) == [b"one", b"two"]
+
+
+WHOLE = tar_bytes([("a/1.jpg", b"x" * 900), ("b/2.jpg", b"y" * 900)])
+SPARSE = member("a/1.jpg", type=tarfile.GNUTYPE_SPARSE)
+CASES = {
+    "cut in a file": (WHOLE[:1100], "train.tar ends before its last file does"),
+    "cut between files": (WHOLE[:3072], "the copy is incomplete, copy it again"),
+    "cut in a header": (WHOLE[:1700], "ends before its last file does"),
+    "empty": (b"", "ends before its last file does"),
+    "html": (b"<html>" * 400, "train.tar is not a tar file"),
+    "gzip": (
+        gzip.compress(WHOLE, mtime=0) * 9,
+        "is compressed.*mv .*train.tar.gz && gunzip .*.gz` first",
+    ),
+    "damaged": (WHOLE[:1540] + b"z" + WHOLE[1541:], "train.tar is damaged at byte 1,536"),
+    "no images": (tar_bytes([("a/1.txt", b"x")]), "has no images in class folders"),
+    "no label": (
+        tar_bytes([("1.jpg", b""), ("1.cls", b"0"), ("2.jpg", b"")]),
+        "2.jpg has no label",
+    ),
+    "bad label": (tar_bytes([("1.jpg", b""), ("1.cls", b"../x")]), "the label ../x"),
+    "compressed class": (tar_bytes([("a.tar.gz", b"")]), "a.tar.gz is a compressed tar file"),
+    "class is no tar": (tar_bytes([("a.tar", b"x" * 600)]), "train.tar/a is not a tar file"),
+    "empty class": (tar_bytes([("a.tar", WHOLE), ("b.tar", tar_bytes([]))]), "b has no images"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_be_used_is_an_error_of_one_line(tmp_path, case):
+    content, message = CASES[case]
+    (tmp_path / "train.tar").write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        source(tmp_path)
+    assert str(error.value).isprintable()
+
+
+def test_what_cannot_be_used_is_an_error_of_one_line_too(tmp_path):
+    """Sparse files, pipes, missing shards, compressed ones, tables of classes."""
+    tar(tmp_path / "train.tar", SPARSE)
+    with pytest.raises(UserError, match=r"the sparse file a/1\.jpg: make it again without"):
+        source(tmp_path)
+    (tmp_path / "train.tar").unlink()
+    os.mkfifo(tmp_path / "train.tar")
+    with pytest.raises(UserError, match=r"cannot open .*train\.tar \(not a regular file\)"):
+        source(tmp_path)
+    (tmp_path / "train.tar").rename(tmp_path / "train.tgz")
+    with pytest.raises(UserError, match=r"train\.tgz is compressed.*: run `gunzip .*` first"):
+        source(tmp_path)
+    (tmp_path / "train.tgz").unlink()
+    with pytest.raises(UserError, match=r"train is missing: DATA must hold .* or train\.tar"):
+        source(tmp_path)
+    for i in (0, 2):
+        put(tmp_path, {f"train/x-{i:03}-of-003.tar": WHOLE})
+    with pytest.raises(UserError, match=r"x-001-of-003\.tar is missing, of 3 tar files"):
+        source(tmp_path)
+    put(tmp_path, {"train/x-001-of-003.tar": WHOLE, "classes.txt": b"crane\na\ncrane\n"})
+    with pytest.raises(UserError, match=r"classes\.txt has crane twice"):
+        source(tmp_path)
+
+
+def test_a_tar_file_that_is_cut_while_it_is_read(folder, tmp_path):
+    """Training names the tar file and the image, and takes the next one."""
+    index = source(make(nested, folder, tmp_path))
+    dataset = ImageBatches(index, 24, seed=0, train=True)
+    os.truncate(tmp_path / "train.tar", index.stored(58)[1] + 9)
+    _, targets, reading = fetch(dataset, [0, 58])
+    assert reading.faults == [(i, "train.tar ends before the image does") for i in (58, 59)]
+    assert targets.tolist() == [0, 0]
+    assert index.path(58) == f"{tmp_path}/train.tar/class_2/018.JPEG"
+
+
+def test_a_tar_file_that_grows_while_its_headers_are_read(folder, tmp_path, monkeypatch):
+    data, real = make(of_folders, folder, tmp_path), tars._read_tar
+
+    def read(handle, path, *more):
+        with open(path, "ab") as file:
+            file.write(bytes(512))
+        return real(handle, path, *more)
+
+    monkeypatch.setattr(tars, "_read_tar", read)
+    with pytest.raises(UserError, match=r"train\.tar grew while its headers were read"):
+        source(data)

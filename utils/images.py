@@ -4,11 +4,14 @@ uint8 throughout, channels-last in memory. That is faster than Pillow with float
 decoder's channels-last strides, torch's antialiased resize takes its vectorised path.
 """
 
+import functools
 import io
+import itertools
 import math
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -144,6 +147,16 @@ def view(
 # ---- a batch of images, in a loader worker
 
 LONGEST_SEARCH = 10_000  # unreadable files in one batch; with more, the disk is at fault
+SLOW = 3e-4  # seconds for a read, on average: above, a worker has more than one in flight
+READS = 8  # at most; a small file on a network disk takes several round trips, decoding 3 to 8 ms
+
+
+class Fetched(NamedTuple):
+    """An image as it was read: its file, or rows of pixels and how to cut the view out of them."""
+
+    data: Any  # bytes, or uint8 [height, width, 3]
+    cut: Cut | None
+    seconds: float
 
 
 @dataclass
@@ -191,6 +204,10 @@ class ImageBatches(Dataset):
     augment: Callable[[Tensor], Tensor] | None = None
     # Decodes no more than a training crop of a file; None: all of it.
     regions: Any = field(default_factory=addons.region_decoder)
+    # Reads in flight, by image and key, while the last batch says that reads are `SLOW`.
+    ahead: dict[tuple[int, int], Future[Fetched]] = field(default_factory=dict, init=False)
+    slow: bool = field(default=False, init=False)
+    fetch_seconds: float = field(default=0.0, init=False)  # of this batch, in all threads
 
     def __getitems__(self, batch: Batch) -> tuple[Tensor, Tensor, Reading]:
         size = batch.size or self.size
@@ -206,14 +223,27 @@ class ImageBatches(Dataset):
         began = time.perf_counter()
         targets = np.full(len(batch.indices), UNREADABLE, np.int64)
         reading = Reading()
-        for row, wanted in enumerate(batch.indices.tolist()):
+        indices = batch.indices.tolist()
+        coming = iter(indices if self.slow else ())
+        self.fetch_seconds = 0.0
+        self.ahead.clear()
+        for row, wanted in enumerate(indices):
+            for later in itertools.islice(coming, READS - len(self.ahead)):
+                task = later % len(self.source), self.key(later, batch.epoch)
+                self.ahead[task] = self._readers.submit(self._fetch, *task, images.shape[1])
             found = self._sample(wanted, batch.epoch, images[row], reading)
             if found is None:
                 images[row].zero_()
             else:
                 targets[row] = self.source.targets[found]
+        self.slow = self.fetch_seconds > SLOW * len(indices)
         reading.seconds = time.perf_counter() - began
         return targets, reading
+
+    @functools.cached_property
+    def _readers(self) -> ThreadPoolExecutor:
+        """Made with the first slow batch: in a worker, after the fork."""
+        return ThreadPoolExecutor(READS)
 
     def _sample(self, wanted: int, epoch: int, out: Tensor, reading: Reading) -> int | None:
         """Write the view of image ``wanted``, or of its replacement, into ``out``.
@@ -251,24 +281,30 @@ class ImageBatches(Dataset):
 
     def _pixels(self, image: int, key: int, size: int, reading: Reading) -> tuple[Tensor, Cut]:
         """The pixels that the view of an image needs, and how to cut the view out of them."""
-        source = self.source
-        if (shape := source.shape(image)) is not None:
-            cut = self.cut(shape, key, size)
-            top, left, height, width = cut.box
-            began = time.perf_counter()
-            rows = source.rows(image, top, height)
-            reading.count(rows.nbytes, began)
-            box = (0, left, height, width)
-            return torch.from_numpy(rows).permute(2, 0, 1), cut._replace(box=box)
         began = time.perf_counter()
-        data = source.read(image)
-        reading.count(len(data), began)
+        reads = self.ahead.pop((image, key), None)
+        data, cut, seconds = reads.result() if reads else self._fetch(image, key, size)
+        self.fetch_seconds += seconds
+        reading.count(len(data) if cut is None else data.nbytes, began)
+        if cut is not None:
+            _, left, height, width = cut.box
+            box = (0, left, height, width)
+            return torch.from_numpy(data).permute(2, 0, 1), cut._replace(box=box)
         if self.train and self.regions and (shape := self.regions.shape_of(data)) is not None:
             cut = self.cut(shape, key, size)
             if (decoded := self.regions.decode(data, cut.box)) is not None:
                 return decoded[0], cut._replace(box=decoded[1])
         pixels = decode(data)
         return pixels, self.cut(pixels.shape[1:], key, size)
+
+    def _fetch(self, image: int, key: int, size: int) -> Fetched:
+        """Read an image, or of stored pixels the rows that its view shows. Raises: OSError."""
+        began = time.perf_counter()
+        if (shape := self.source.shape(image)) is None:
+            return Fetched(self.source.read(image), None, time.perf_counter() - began)
+        cut = self.cut(shape, key, size)
+        rows = self.source.rows(image, cut.box[0], cut.box[2])
+        return Fetched(rows, cut, time.perf_counter() - began)
 
     def cut(self, shape: tuple[int, int], key: int, size: int) -> Cut:
         """How the view of ``size`` pixels is made of an image of ``shape`` (height, width)."""

@@ -15,6 +15,7 @@ is an `OSError`, an unreadable image, where a memory-mapped file would kill the 
 import functools
 import io
 import os
+import threading
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +46,7 @@ def file_name(number: int) -> str:
 
 class Pack(Source):
     """The images of a packed part, with the paths of the folder that it was made from, as if they
-    were in ``root``. Not for several threads."""
+    were in ``root``. Several threads may read."""
 
     stores_pixels = True
 
@@ -107,12 +108,15 @@ class Pack(Source):
 
     def _read(self, image: int, start: int, count: int) -> np.ndarray:
         path, place, _ = self.stored(image)
-        # A reused buffer stays in the processor's cache.
-        if len(self._buffer) < count:
-            self._buffer = np.empty(count, np.uint8)
-        file, wanted, done = _open(path).fileno(), self._buffer[:count], 0
+        buffer = self._buffer
+        if threading.current_thread() is not threading.main_thread():  # one of many reads in flight
+            buffer = np.empty(count, np.uint8)
+        elif len(buffer) < count:  # a reused buffer stays in the processor's cache
+            buffer = self._buffer = np.empty(count, np.uint8)
+        # The file object, as other threads may cause `_open` to forget it, which closes the file.
+        file, wanted, done = _open(path), buffer[:count], 0
         while done < count:
-            got = os.preadv(file, [wanted[done:]], place + start + done)
+            got = os.preadv(file.fileno(), [wanted[done:]], place + start + done)
             if not got:
                 raise OSError(f"{os.path.basename(path)} ends before the image does")
             done += got

@@ -299,7 +299,7 @@ def _read_tar(handle: int, path: Path, job: tuple[int, bytes, int, int], bar: tq
     content, seen = _Content(file, prefix), 0
     if prefix:
         content.folders.add(prefix)
-    for member in _members(handle, start, end, os.path.join(path, os.fsdecode(prefix))):
+    for member in _members(handle, start, end, str(path / os.fsdecode(prefix))):
         name = _normalised(prefix + b"/" + member.name if prefix else member.name)
         lower = name.lower()
         is_tar = lower.endswith(b".tar") and not prefix
@@ -375,10 +375,11 @@ def _paths(
     if not labelled and not names:
         plain |= {name + b"/": (0, 0, 0) for one in found for name in one.folders}
     top = b""  # folders above those of the classes
+    of_tars = {one.prefix for one in found}
     images = [name for name in plain if name[-1:] != b"/"]
     while images and len({name[len(top) :].partition(b"/")[0] for name in images}) == 1:
         deeper = images[0][: images[0].index(b"/", len(top)) + 1]
-        if any(name.count(b"/") <= deeper.count(b"/") for name in images):
+        if deeper[:-1] in of_tars or any(n.count(b"/") <= deeper.count(b"/") for n in images):
             break
         top = deeper
     paths |= {n[len(top) :]: plain[n] for n in plain if n.startswith(top) and n != top}
