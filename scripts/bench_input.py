@@ -3,23 +3,30 @@
 
     python scripts/bench_input.py             # on 1,500 images cut out of photographs
     python scripts/bench_input.py DATA        # on the training images of DATA
+    python scripts/bench_input.py --latency 0,1,5   # folder and tar files on a slow disk
 
-Prints one Markdown table, with timm and DALI if they are installed. Rounds of the pipelines
+Prints one Markdown table, with timm, DALI and SPDL if they are installed. Rounds of the pipelines
 alternate, so that a change of the machine's speed affects all of them. The figures are medians. The
 ratios are those of CPU time, which other programs on the machine disturb least. A faster pipeline
 makes more batches in a round, so that all rounds take about as long. CPU time is that of the
 workers, from start to end, and of this process, which receives the batches. With -j 0 one thread of
 this process makes them.
+
+--latency makes each open and stat by name, and each read that Linux's read-ahead of 128 KB would
+not have done, take so many milliseconds longer, by a library that is preloaded
+(scripts/bench/latency.c, compiled with cc). Its ratios are those of images/s.
 """
 
 import argparse
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
 import zlib
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -31,34 +38,71 @@ launch.prepare()  # before torch is imported, which takes seconds
 import numpy as np
 import torch
 from bench import photographs, pipelines, rounds
+from bench.commands import last_lines
 
 from utils.errors import UserError
 from utils.folder import Source, class_folders, open_source
-from utils.option_types import count, positive
+from utils.option_types import count, number, positive
 from utils.samplers import Batch, epoch_order
 
 BATCH = 64
 IDLE_SECONDS = 0.05
 MOST = 12  # times the batches of the first row
+LATENCY, SLOW_PATHS = "LATENCY_US", "LATENCY_PATHS"  # read by scripts/bench/latency.c
+FORMS = {"originals": "folder", "shards": "tar files"}
+EXAMPLES = "pytorch/examples, folder"
+
+
+class Row(NamedTuple):
+    """What a row of the table measures."""
+
+    pipeline: pipelines.Pipeline
+    index: Source
+    latency: float = 0  # ms
 
 
 def main() -> int:
     args = parse()
     torch.set_num_threads(1)
-    originals = Path(args.data) if args.data else made_images(args)
-    name = zlib.crc32(os.fsencode(originals.resolve()))
+    cache = Path(args.cache).resolve()
+    if args.latency and SLOW_PATHS not in os.environ:
+        with_slow_disk([cache, *([Path(args.data).resolve()] if args.data else [])], cache)
+    originals = (Path(args.data) if args.data else made_images(args)).resolve()
+    number = zlib.crc32(os.fsencode(originals))
     sets = {"originals": originals}
-    for command, title in (("shrink", "shrunk to 256"), ("pack", "packed at 256")):
-        sets[title] = prepared(command, originals, Path(args.cache) / f"{command}_{name:08x}")
+    copies = {"shrink": "shrunk to 256", "pack": "packed at 256"}
+    for command, title in ({"shards": "shards"} if args.latency else copies).items():
+        sets[title] = prepared(command, originals, cache / f"{command}_{number:08x}")
     rows = {}
     for title, root in sets.items():
         index = open_source(root / "train", class_folders(root / "train"))
         print(f"{title}: {len(index)} images, {index.sample_sizes()[0] / 1000:.0f} KB on average")
-        for name, pipeline in pipelines.all_of(index).items():
-            rows[f"{name}|{title}"] = pipeline, index
+        if not args.latency:
+            for name, pipeline in pipelines.all_of(index).items():
+                rows[f"{name}|{title}"] = Row(pipeline, index)
+            continue
+        suite = {f"this suite, {FORMS[title]}": pipelines.ThisSuite(index, regions=True)}
+        peer = {EXAMPLES: pipelines.Usual(index)} if title == "originals" else {}
+        for name, pipeline in (suite | peer).items():
+            rows |= {f"{name}|{ms:g} ms": Row(pipeline, index, ms) for ms in args.latency}
     print(f"torch {torch.__version__}, {launch.usable_cores()} cores\n", flush=True)
     print(compare(rows, args))
     return 0
+
+
+def with_slow_disk(paths: list[Path], cache: Path) -> NoReturn:
+    """Start this program again with the library that makes files in ``paths`` slow."""
+    cache.mkdir(parents=True, exist_ok=True)
+    library, source = cache / "latency.so", ROOT / "scripts" / "bench" / "latency.c"
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if not compiler:
+        raise UserError("--latency needs a C compiler: apt-get install gcc")
+    line = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"cannot compile {source}: {last_lines(done)}")
+    slow = {"LD_PRELOAD": str(library), SLOW_PATHS: ":".join(map(str, paths)), LATENCY: "0"}
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | slow)
 
 
 def parse() -> argparse.Namespace:
@@ -76,6 +120,8 @@ def parse() -> argparse.Namespace:
         help=f"of {BATCH} images, in a round of the first row (40); faster pipelines make more",
     )
     add("-j", "--workers", type=count, default=2, metavar="N", help="(2)")
+    text = "compare a folder, tar files and pytorch/examples with these delays of the disk"
+    add("--latency", type=latencies, metavar="MS,MS", help=text)
     add("--images", type=positive, default=1500, metavar="N", help="to make (1500)")
     add(
         "--photographs",
@@ -88,21 +134,26 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def latencies(text: str) -> list[float]:
+    """The type of ``--latency``: milliseconds, such as 0,1,5."""
+    return [number(float, 0, 1000)(part) for part in text.split(",")]
+
+
 def made_images(args: argparse.Namespace) -> Path:
     """The folder of images cut out of photographs, made if it does not exist."""
-    found = photographs.find(args.photographs)
-    if not found:
+    files = photographs.find(args.photographs)
+    if not files:
         place = f"in {args.photographs}" if args.photographs else "on this machine"
         raise UserError(
             f"found no photographs {place}: give DATA, or --photographs DIR, or "
             f"apt-get install {' '.join(photographs.PACKAGES)}"
         )
-    print(f"{args.images} images cut out of {len(found)} photographs, e.g. {found[0]}", flush=True)
-    return photographs.make(Path(args.cache), found, args.images)
+    print(f"{args.images} images cut out of {len(files)} photographs, e.g. {files[0]}", flush=True)
+    return photographs.make(Path(args.cache), files, args.images)
 
 
 def prepared(command: str, originals: Path, out: Path) -> Path:
-    """A copy of ``originals`` with a short side of 256 pixels, by prepare_data.py ``command``."""
+    """A copy of ``originals`` by prepare_data.py ``command``, with its defaults."""
     line = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), command, originals, out]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -136,30 +187,44 @@ def time_it(pipeline: pipelines.Pipeline, batches: list[Batch], workers: int) ->
     return cpu_seconds() - cpu, wall
 
 
-def compare(rows: dict[str, tuple[pipelines.Pipeline, Source]], args: argparse.Namespace) -> str:
+def compare(rows: dict[str, Row], args: argparse.Namespace) -> str:
     """Time all pipelines on all sets, in rounds. Returns the table."""
     batches = dict.fromkeys(rows, args.batches)
     turns = dict.fromkeys(rows, 0)
 
-    def figures_of(row: str) -> rounds.Figures:
-        pipeline, index = rows[row]
-        images = batches[row] * BATCH
-        cpu, wall = time_it(pipeline, batches_of(index, batches[row], turns[row]), args.workers)
-        turns[row] += 1
-        return {"cpu_ms": 1000 * cpu / images, "images_per_s": images / wall, "wall_s": wall}
+    def figures_of(name: str) -> rounds.Figures:
+        row = rows[name]
+        images = batches[name] * BATCH
+        order = batches_of(row.index, batches[name], turns[name])
+        os.environ[LATENCY] = f"{1000 * row.latency:.0f}"
+        cpu, wall = time_it(row.pipeline, order, args.workers)
+        os.environ[LATENCY] = "0"
+        turns[name] += 1
+        figures = {"cpu_ms": 1000 * cpu / images, "images_per_s": images / wall}
+        return figures | {"per_core": images / cpu, "wall_s": wall}
 
     # The first round warms up, and tells how many batches take as long as the first row's.
     warm = {row: one["wall_s"] for row, (one,) in rounds.measure(rows, 1, figures_of).items()}
     for row, wall in warm.items():
         longer = min(max(next(iter(warm.values())) / wall, 1), MOST)
         batches[row] = round(args.batches * longer)
-    found = rounds.measure(warm, args.rounds, figures_of)
+    measured = rounds.measure(warm, args.rounds, figures_of)
+    first = next(iter(measured.values()))
     columns = {
         "images/s": rounds.middle("images_per_s", ".0f"),
         "CPU ms per image": rounds.middle("cpu_ms", ".2f"),
-        "ratio": rounds.speed_up(next(iter(found.values())), "cpu_ms"),
+        "images/s per core": rounds.middle("per_core", ".0f"),
     }
-    return rounds.table(f"{args.workers} workers|images", found, columns)
+    if not args.latency:
+        columns["ratio"] = rounds.speed_up(first, "cpu_ms")
+        return rounds.table(f"{args.workers} workers|images", measured, columns)
+    for name, figures in measured.items():
+        same_delay = measured.get(f"{EXAMPLES}|{name.partition('|')[2]}", [])
+        for one, other in zip(figures, same_delay, strict=False):
+            one["to_examples"] = one["images_per_s"] / other["images_per_s"]
+    columns["to the first row"] = rounds.speed_up(first, "images_per_s", rate=True)
+    columns["to pytorch/examples"] = rounds.middle("to_examples", ".2f")
+    return rounds.table(f"{args.workers} workers|delay", measured, columns)
 
 
 if __name__ == "__main__":

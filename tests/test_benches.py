@@ -157,13 +157,31 @@ def test_ratios_are_of_cpu_time_to_the_first_row_and_round_by_round(monkeypatch,
         return slow * images / make, 2 * images / make
 
     monkeypatch.setattr(bench_input, "time_it", time_it)
-    rows = {"one|x": (100, index), "other|x": (300, index)}
-    table = bench_input.compare(rows, Namespace(rounds=3, batches=4, workers=1))
+    rows = {"one|x": bench_input.Row(100, index), "other|x": bench_input.Row(300, index)}
+    args = Namespace(rounds=3, batches=4, workers=1, latency=None)
+    table = bench_input.compare(rows, args)
     # After the first, all rounds take about as long.
     assert played[:2] == [(100, 4), (300, 4)]
     assert played[2:] == [(100, 4), (300, 12), (300, 12), (100, 4), (100, 4), (300, 12)]
     found = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
-    assert found == [["one", "x", "50", "10.00", "1.00"], ["other", "x", "150", "3.33", "3.00"]]
+    assert found == [
+        ["one", "x", "50", "10.00", "100", "1.00"],
+        ["other", "x", "150", "3.33", "300", "3.00"],
+    ]
+
+
+def test_a_slow_disk_delays_each_open_and_read(folder, tmp_path):
+    """In a folder an image takes both; the sleeps are a lower limit on any machine."""
+    line = ("--latency", "0,10", "--rounds", "1", "--batches", "1", "-j", "0")
+    done = python("scripts/bench_input.py", folder, "--cache", tmp_path / "cache", *line)
+    assert done.code == 0, done.err
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in done.out.splitlines()]
+    rates = {
+        (row[0], row[1]): float(row[2]) for row in rows if len(row) > 2 and row[1][:1].isdigit()
+    }
+    names = ("this suite, folder", "this suite, tar files", "pytorch/examples, folder")
+    assert rates.keys() == {(name, delay) for name in names for delay in ("0 ms", "10 ms")}
+    assert max(rates[names[0], "10 ms"], rates[names[2], "10 ms"]) < 1000 / 20
 
 
 def test_without_photographs_it_says_what_to_install(tmp_path):

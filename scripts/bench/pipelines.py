@@ -4,6 +4,7 @@ Each is called with a list of batches and a number of workers, and yields the ba
 With 0 workers one thread of this process makes them.
 """
 
+import random
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +17,7 @@ from torchvision.transforms import v2
 
 from utils import addons
 from utils.folder import Source
-from utils.images import ImageBatches
+from utils.images import ImageBatches, random_box
 from utils.loaders import RingLoader
 from utils.preprocessing import MEAN, STD
 from utils.samplers import Batch
@@ -137,6 +138,49 @@ class Dali:
         return built
 
 
+class Spdl:
+    """SPDL's threads, in which FFmpeg decodes, crops, resizes and flips."""
+
+    def __init__(self, index: Source):
+        self.index = index
+
+    def __call__(self, batches: list[Batch], workers: int) -> Iterator[Any]:
+        from spdl.pipeline import PipelineBuilder
+
+        threads = max(1, workers)
+        steps = PipelineBuilder().add_source(batches).pipe(self._batch, concurrency=threads)
+        pipeline = steps.add_sink(2).build(num_threads=threads)
+        with pipeline.auto_stop():
+            yield from pipeline
+
+    def _batch(self, batch: Batch) -> Any:
+        import spdl.io
+
+        frames = [self._frame(int(image)) for image in batch.indices]
+        pixels = spdl.io.to_torch(spdl.io.convert_frames(frames))
+        return pixels, self.index.targets[batch.indices]
+
+    def _frame(self, image: int) -> Any:
+        import spdl.io
+
+        packets = spdl.io.demux_image(self.index.path(image))
+        top, left, height, width = random_box(random, packets.height, packets.width)
+        flip = "hflip," if random.random() < 0.5 else ""
+        steps = f"crop={width}:{height}:{left}:{top}:exact=1,scale={SIZE}:{SIZE}:flags=bilinear"
+        return spdl.io.decode_packets(packets, filter_desc=f"{steps},{flip}format=rgb24")
+
+
+def has_spdl() -> bool:
+    """Whether SPDL is installed, and the FFmpeg that it needs."""
+    try:
+        import spdl.io
+        import spdl.pipeline
+
+        return bool(spdl.io.demux_image) and hasattr(spdl.io.lib._libspdl, "make_demuxer")
+    except (ImportError, AttributeError, RuntimeError):
+        return False
+
+
 class Fixed(list):
     """Batches, as a sampler gives them."""
 
@@ -172,12 +216,14 @@ def all_of(index: Source) -> dict[str, Pipeline]:
     if addons.region_decoder():
         suite["this suite, with region decode"] = ThisSuite(index, regions=True)
     suite["this suite, without its ring"] = ThisSuite(index, ring=False)
-    found: dict[str, Pipeline] = {
+    peers: dict[str, Pipeline] = {
         "pytorch/examples": Usual(index),
         "torchvision v2": V2Uint8(index),
     }
     if find_spec("timm"):
-        found["timm"] = Timm(index)
+        peers["timm"] = Timm(index)
     if find_spec("nvidia") and find_spec("nvidia.dali"):
-        found["DALI on the CPU"] = Dali(index)
-    return found | suite
+        peers["DALI on the CPU"] = Dali(index)
+    if has_spdl():
+        peers["SPDL"] = Spdl(index)
+    return peers | suite

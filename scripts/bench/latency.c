@@ -1,0 +1,110 @@
+/* A slow disk for the program that it is preloaded into (bench_input.py --latency): each open and
+ * stat by name, and each read that Linux's read-ahead would not have done, takes LATENCY_US
+ * microseconds longer, if the path begins with one of LATENCY_PATHS (separated by colons). As on a
+ * network disk, calls of several threads wait side by side. Covered: the calls that Python makes;
+ * not fopen and mmap, which C libraries may use.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#define FILES 65536
+#define READ_AHEAD (128 << 10) /* bytes, Linux's default; a longer read brings all that it asks for */
+
+/* Of each open file: 0 if it is fast, else 1 + the place up to which it has been read ahead. */
+static off_t known[FILES];
+
+static void wait_for_server(void) {
+    const char *text = getenv("LATENCY_US");
+    long us = text ? atol(text) : 0;
+    struct timespec left = {us / 1000000, us % 1000000 * 1000};
+    while (us && nanosleep(&left, &left) && errno == EINTR) {
+    }
+}
+
+static int is_slow(const char *path) {
+    const char *slow = getenv("LATENCY_PATHS");
+    while (slow && path) {
+        size_t length = strcspn(slow, ":");
+        if (length && !strncmp(path, slow, length))
+            return 1;
+        slow = slow[length] ? slow + length + 1 : NULL;
+    }
+    return 0;
+}
+
+static int opened(int file, const char *path) {
+    if (file >= 0 && file < FILES)
+        known[file] = is_slow(path);
+    return file;
+}
+
+static void before_read(int file, off_t place, size_t count) {
+    if (file < 0 || file >= FILES || place < 0 || !known[file])
+        return;
+    off_t end = known[file] - 1;
+    if (place < end && place + (off_t)count <= end)
+        return;
+    wait_for_server();
+    known[file] = 1 + place + (off_t)(count > READ_AHEAD ? count : READ_AHEAD);
+}
+
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+
+#define OPEN(name)                                                       \
+    int name(const char *path, int flags, ...) {                         \
+        va_list more;                                                    \
+        va_start(more, flags);                                           \
+        mode_t mode = va_arg(more, int);                                 \
+        va_end(more);                                                    \
+        if (is_slow(path))                                               \
+            wait_for_server();                                           \
+        return opened(REAL(name)(path, flags, mode), path);              \
+    }
+OPEN(open)
+OPEN(open64)
+
+#define STAT(name, buffer)                                               \
+    int name(const char *path, struct buffer *status) {                  \
+        if (is_slow(path))                                               \
+            wait_for_server();                                           \
+        return REAL(name)(path, status);                                 \
+    }
+STAT(stat, stat)
+STAT(stat64, stat64)
+
+ssize_t read(int file, void *data, size_t count) {
+    before_read(file, lseek(file, 0, SEEK_CUR), count);
+    return REAL(read)(file, data, count);
+}
+
+#define PREAD(name, offset)                                              \
+    ssize_t name(int file, void *data, size_t count, offset place) {     \
+        before_read(file, place, count);                                 \
+        return REAL(name)(file, data, count, place);                     \
+    }
+PREAD(pread, off_t)
+PREAD(pread64, off64_t)
+
+static size_t bytes_of(const struct iovec *parts, int count) {
+    size_t total = 0;
+    for (int i = 0; i < count; i++)
+        total += parts[i].iov_len;
+    return total;
+}
+
+#define PREADV(name, offset)                                                    \
+    ssize_t name(int file, const struct iovec *parts, int count, offset place) { \
+        before_read(file, place, bytes_of(parts, count));                       \
+        return REAL(name)(file, parts, count, place);                           \
+    }
+PREADV(preadv, off_t)
+PREADV(preadv64, off64_t)
