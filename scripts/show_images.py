@@ -154,7 +154,7 @@ def draw(args: options.Options) -> tuple[Image.Image, str]:
                 batches.sampler.start_at(e, 0)
                 task = Batch(e, np.array([wanted]), batches.sampler.size)
                 made, target, reading = batches.dataset.__getitems__(task)
-                batches.bad.note(reading.faults)
+                batches.bad.note(reading.unreadable)
                 crop, name = made[0].numpy(), grid.captions(target, loaders.classes)[0]
                 name = f"epoch {e}: {name}"
             if args.original:

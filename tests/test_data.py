@@ -80,7 +80,7 @@ def test_views_of_an_image_are_other_crops_of_it(index):
     assert targets.tolist() == [index.targets[3]] * 4
     assert torch.equal(images[0], images[3])
     assert len({image.numpy().tobytes() for image in images}) == 3
-    assert not reading.faults
+    assert not reading.unreadable
     assert not torch.equal(fetch(training(index, crop_scale=1.0), views)[0], images)
 
 
@@ -92,7 +92,7 @@ def test_unreadable_image_is_replaced_by_the_next_readable_one(index):
     images, found, reading = fetch(training(index), EVERY)
     assert torch.equal(images[:, 0, 0, 2], 10 * expected), "the blue tells which file it is"
     assert torch.equal(found, targets[expected])
-    assert [i for i, reason in reading.faults if reason] == [4, 5, 5, 15, 23]
+    assert [i for i, reason in reading.unreadable if reason] == [4, 5, 5, 15, 23]
     others = expected == torch.tensor(EVERY)
     assert torch.equal(images[others], intact[others]), "no other sample moves"
 
@@ -105,7 +105,7 @@ def test_a_pipe_and_a_device_are_no_images(index):
     os.symlink("/dev/zero", index.path(15))
     os.symlink("/dev/full", index.path(23))
     _, _, reading = fetch(training(index), EVERY)
-    assert reading.faults == [(image, "not a regular file") for image in (4, 15, 23)]
+    assert reading.unreadable == [(image, "not a regular file") for image in (4, 15, 23)]
 
 
 def test_evaluation_shows_centre_crops_and_marks_unreadable_images(index):
@@ -113,7 +113,7 @@ def test_evaluation_shows_centre_crops_and_marks_unreadable_images(index):
     spoil(index, *bad)
     images = torch.full((IMAGES, SIZE, SIZE, 3), 7, dtype=torch.uint8)  # of the slot's last batch
     targets, reading = evaluated(index, 18).fill(images, Batch(5, np.array(EVERY)))
-    assert [i for i, _ in reading.faults] == bad
+    assert [i for i, _ in reading.unreadable] == bad
     for i, (image, target) in enumerate(zip(images, targets, strict=True)):
         if i in bad:
             assert target == UNREADABLE and not image.any()

@@ -3,10 +3,12 @@
 import ast
 import importlib
 import re
+import sys
+from functools import partial
 
 import pytest
 from conftest import ROOT, summary
-from joined import Job, command, run_jobs
+from joined import Job, command, in_processes, run_jobs
 from test_layout import imports
 
 CORE = {path.stem: path for path in (ROOT / "utils").glob("*.py") if path.stem != "__init__"}
@@ -57,6 +59,26 @@ def train_without(hidden, script, folder, place):
 def test_a_script_trains_without_extras(script, folder, tmp_path):
     others = EXTRAS.keys() - set(MODES[script])
     train_without(others, script, folder, tmp_path)
+
+
+def train_without_each(folder, place, rank, size):
+    """In one process: an epoch for each extra, which cannot be imported meanwhile."""
+    import imagenet_nd
+    from utils import options
+    from utils.world import single_process
+
+    line = ["-a", "resnet18", "--image-size", "32", "-b", "20", "-j", "0", "--epochs", "1"]
+    for name in EXTRAS:
+        words = [*line, "--output-dir", str(place), "--name", name, str(folder)]
+        sys.modules[f"utils.extras.{name}"] = None  # as Python notes that there is none
+        imagenet_nd.train(options.parse(imagenet_nd.parser(), words), single_process())
+        del sys.modules[f"utils.extras.{name}"]
+
+
+def test_each_extra_can_be_deleted(folder, tmp_path):
+    in_processes(1, partial(train_without_each, folder, tmp_path), join=False)
+    for name in EXTRAS:
+        assert summary(tmp_path / name)["epochs_done"] == 1
 
 
 def test_an_option_whose_file_was_deleted_is_an_error_line(folder, tmp_path):

@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 
 from utils.errors import UserError
-from utils.extras import list_cache
-from utils.folder import Folder, class_folders, select_classes
+from utils.extras import classes, list_cache
+from utils.folder import Folder, class_folders
 
 
 def make(root, *names):
@@ -79,7 +79,6 @@ FOLDERS = ["ant", "bee", "cat", "dog"]
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        (None, FOLDERS),
         ("4", FOLDERS),
         (" dog , bee,", ["bee", "dog"]),
         (b"dog\r\n\n  ant\ndog\n", ["ant", "dog"]),
@@ -91,10 +90,10 @@ def test_select_classes(tmp_path, choice, expected):
         (tmp_path / "names.txt").write_bytes(choice)
         choice = str(tmp_path / "names.txt")
     if expected:
-        assert select_classes(choice, FOLDERS) == expected
+        assert classes.select(choice, FOLDERS) == expected
         return
     with pytest.raises(UserError, match=r"--classes .*(there are 4|not a class folder)") as error:
-        select_classes(choice, FOLDERS)
+        classes.select(choice, FOLDERS)
     assert str(error.value).isprintable()
 
 

@@ -114,7 +114,7 @@ def test_a_node_without_the_library_trains_on_the_same_pixels(library, tmp_path,
         batches = ImageBatches(index, 32, 0, train=True)
         assert bool(batches.regions) == (path == library)
         made[path], targets, reading = batches.__getitems__(Batch(0, np.arange(6)))
-        assert targets.tolist() == index.targets.tolist() and not reading.faults
+        assert targets.tolist() == index.targets.tolist() and not reading.unreadable
     assert torch.equal(*made.values())
 
 

@@ -49,13 +49,14 @@ def session(images: int = 10**6, values: int = 0, **changes: Any) -> SimpleNames
     if values:
         model.register_parameter("large", nn.Parameter(torch.empty(values, device="meta")))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train = SimpleNamespace(sampler=SimpleNamespace(images=images), dtype=torch.float32)
+    sampler = SimpleNamespace(images=images)
     return SimpleNamespace(
         args=SimpleNamespace(**usual | changes),
         state=TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False)),
         world=World(torch.device("cpu")),
         run=SimpleNamespace(mode="nd"),
-        loaders=SimpleNamespace(train=train),
+        train=SimpleNamespace(sampler=sampler),
+        loaders=SimpleNamespace(dtype=torch.float32),
     )
 
 

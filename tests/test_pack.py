@@ -138,7 +138,9 @@ def test_a_file_cut_while_it_is_in_use_has_unreadable_images(copy):
     os.truncate(copy / "train" / "00003.pixels", int(index.records["place"][35]) + 9)
     images, targets, reading = fetch(dataset, [30, 34, 35])
     lost = dict.fromkeys((35, 36), "00003.pixels ends before the image does")
-    assert dict(reading.faults) == lost and targets.tolist() == index.targets[[30, 34, 0]].tolist()
+    assert (
+        dict(reading.unreadable) == lost and targets.tolist() == index.targets[[30, 34, 0]].tolist()
+    )
     assert torch.equal(images[:2], intact)
 
 

@@ -212,8 +212,9 @@ def test_sigterm_after_the_end_does_not_change_the_exit_code():
 STUCK_FORK = """
 import os, sys, time
 from utils import loaders
+from utils.extras import forks
 
-loaders.BEGIN_SECONDS = 1.0
+forks.BEGIN_SECONDS = 1.0
 stuck, forks = list(map(int, sys.argv[1:])), []
 os.register_at_fork(before=lambda: forks.append(1))
 os.register_at_fork(after_in_child=lambda: len(forks) in stuck and time.sleep(600))

@@ -8,9 +8,9 @@ import pytest
 from conftest import ROOT, scalars, train
 from running import tiny
 
-from utils import network, option_types
+from utils import network
 from utils.errors import UserError
-from utils.extras import advice
+from utils.extras import advice, recipes
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("imagenet_*.py"))
 NAMES = ("classic90", "fast16", "fast32", "strong100", "tiny", "vit-finetune")
@@ -31,7 +31,7 @@ def recipe(tmp_path):
 def test_every_script_takes_every_recipe_and_the_command_line_takes_precedence(
     name, script, parse, tmp_path
 ):
-    words = option_types.recipe_words(name)
+    words = recipes.read(name)
     found = parse(script, tmp_path, "--epochs", 7, "--recipe", name)
     assert (found["data"], found["epochs"]) == (str(tmp_path), 7)
     assert found["lr"] == float(words[words.index("--lr") + 1])
@@ -42,9 +42,9 @@ def test_every_script_takes_every_recipe_and_the_command_line_takes_precedence(
 
 def test_the_recipes_name_their_batch_and_go_to_all_nodes():
     """A job whose nodes have other recipes is refused, as one with other code."""
-    assert option_types.recipe_names() == sorted(NAMES)
+    assert recipes.names() == sorted(NAMES)
     for name in NAMES:
-        assert "--batch-range" in option_types.recipe_words(name)
+        assert "--batch-range" in recipes.read(name)
     assert {f"scripts/recipes/{name}.txt" for name in NAMES} <= network.code().keys()
 
 

@@ -1,16 +1,15 @@
 """Native automatic mixed precision (torch.amp): its option, and the dtype that it chooses."""
 
 import argparse
-import time
 
 import torch
 
+from utils import addons
 from utils.world import World, gather, has_amx
 
 # ResNet-18 on two cores with AMX, beside other programs: with bf16 a step took less than half as
 # long as in float32 at 224 pixels, and more than twice as long at 64.
 LEAST_FOR_AMX = 224
-SLOW = 2.0  # times the time in float32
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}
 NAMES = {dtype or torch.float32: name for name, dtype in DTYPES.items()}
 
@@ -44,28 +43,5 @@ def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None
     if choice == "bf16" and not native and world.is_main:
         print("warning: this GPU only emulates bf16, slowly: --amp fp16 is faster", flush=True)
     if choice == "fp16" and device.type == "cpu" and world.is_main:
-        note_slow_float16("--amp off")
+        addons.note_slow_float16("--amp off")
     return DTYPES[choice]
-
-
-def note_slow_float16(option: str) -> None:
-    """Say so if float16 is slow on this CPU; ``option`` chooses float32 instead."""
-
-    def seconds(dtype: torch.dtype) -> float:
-        images = torch.ones(8, 32, 32, 32, dtype=dtype)  # no random numbers: the seed decides all
-        weights = torch.ones(32, 32, 3, 3, dtype=dtype, requires_grad=True)
-        times = []
-        for _ in range(3):
-            began = time.perf_counter()
-            torch.conv2d(images, weights).sum().backward()
-            times.append(time.perf_counter() - began)
-        return min(times)
-
-    base = seconds(torch.float32)
-    half, brain = (seconds(dtype) / base for dtype in (torch.float16, torch.bfloat16))
-    if half > SLOW:
-        print(
-            f"warning: float16 is slow on this CPU: a convolution takes {half:.0f} times as long "
-            f"as in float32 (bfloat16: {brain:.1f} times). To train here, use {option}",
-            flush=True,
-        )

@@ -146,9 +146,8 @@ class Folder(Source):
         ``shows``: draw a progress bar. Raises: `UserError` for a class folder that is missing or
         has no image.
         """
-        found = listings(root, classes, shows)
-        paths = b"".join(listing.paths for listing in found)
-        super().__init__(root, classes, paths, [one.paths.count(b"\0") for one in found])
+        lists = [listing.paths for listing in listings(root, classes, shows)]
+        super().__init__(root, classes, b"".join(lists), [paths.count(b"\0") for paths in lists])
 
 
 def listings(root: Path, classes: list[str], shows: bool = False) -> list[Listing]:
@@ -189,7 +188,7 @@ def list_class(root: Path, name: str) -> Listing:
 
     No file is looked at: for 1.28 million that would double the time.
     """
-    found: list[bytes] = []
+    files: list[bytes] = []
     folders: dict[str, int] = {}
     waiting = [os.fsencode(name)]
     while waiting:
@@ -203,13 +202,13 @@ def list_class(root: Path, name: str) -> Listing:
                     if entry.name.startswith(b"."):
                         continue
                     if entry.name.lower().endswith(_SUFFIXES):
-                        found.append(b"%s/%s" % (folder, entry.name))
+                        files.append(b"%s/%s" % (folder, entry.name))
                     elif entry.is_dir():  # fails for a link that leads back to itself
                         waiting.append(b"%s/%s" % (folder, entry.name))
-        except OSError as fault:
-            text = f"cannot read the class folder {os.fsdecode(place):.200}: {fault.strerror}"
+        except OSError as error:
+            text = f"cannot read the class folder {os.fsdecode(place):.200}: {error.strerror}"
             raise UserError(text, on_every_rank=True) from None
-    return Listing(b"".join(path + b"\0" for path in sorted(found)), folders)
+    return Listing(b"".join(path + b"\0" for path in sorted(files)), folders)
 
 
 # ---- the parts of a data set: DATA/train, DATA/val, DATA/test
@@ -244,31 +243,6 @@ def class_folders(root: Path) -> list[str]:
         text = f"folder {root} has no class folders in it{(why and f': {why}') or ''}"
         raise UserError(text, on_every_rank=True)
     return names
-
-
-def select_classes(choice: str | None, folders: list[str]) -> list[str]:
-    """The classes named by ``--classes``: a number, a file of names, one per line, or a,b,c."""
-    if not choice:
-        return folders
-    if choice.isdecimal():
-        if not 0 < int(choice) <= len(folders):
-            raise UserError(
-                f"--classes {choice}: there are {len(folders)} classes", on_every_rank=True
-            )
-        return folders[: int(choice)]
-    chosen = choice.split(",")
-    if os.path.isfile(choice):
-        try:
-            chosen = Path(choice).read_text(encoding="utf-8", errors="replace").split("\n")
-        except OSError as fault:
-            text = f"--classes {choice} cannot be read ({fault.strerror})"
-            raise UserError(text, on_every_rank=True) from None
-    chosen = sorted({name.strip() for name in chosen} - {""})
-    unknown = [name for name in chosen if name not in folders]
-    if unknown or not chosen:
-        named = ", ".join(ascii(name[:60]) for name in unknown[:3]) or "nothing"
-        raise UserError(f"--classes names {named}, which is not a class folder", on_every_rank=True)
-    return chosen
 
 
 def check_same_classes(root: Path, part: str, classes: list[str], subset: bool) -> None:

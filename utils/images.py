@@ -70,8 +70,8 @@ def decode(data: bytes) -> Tensor:
             pixels = np.array(to_rgb(picture))
     except UnidentifiedImageError:
         raise ValueError("not an image, or of an unknown format") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as fault:
-        raise ValueError(str(fault)) from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(str(error)) from None
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
@@ -167,10 +167,10 @@ class Reading:
     bytes: int = 0
     read_seconds: float = 0.0
     seconds: float = 0.0
-    faults: list[tuple[int, str]] = field(default_factory=list)  # (image, reason)
+    unreadable: list[tuple[int, str]] = field(default_factory=list)  # (image, reason)
 
     def add(self, other: "Reading") -> None:
-        """Add another batch's, but for its faults."""
+        """Add another batch's, but for unreadable files."""
         self.files += other.files
         self.bytes += other.bytes
         self.read_seconds += other.read_seconds
@@ -227,15 +227,15 @@ class ImageBatches(Dataset):
         coming = iter(indices if self.slow else ())
         self.fetch_seconds = 0.0
         self.ahead.clear()
-        for row, wanted in enumerate(indices):
+        for row, image in enumerate(indices):
             for later in itertools.islice(coming, READS - len(self.ahead)):
                 task = later % len(self.source), self.key(later, batch.epoch)
                 self.ahead[task] = self._readers.submit(self._fetch, *task, images.shape[1])
-            found = self._sample(wanted, batch.epoch, images[row], reading)
-            if found is None:
+            shown = self._sample(image, batch.epoch, images[row], reading)
+            if shown is None:
                 images[row].zero_()
             else:
-                targets[row] = self.source.targets[found]
+                targets[row] = self.source.targets[shown]
         self.slow = self.fetch_seconds > SLOW * len(indices)
         reading.seconds = time.perf_counter() - began
         return targets, reading
@@ -245,25 +245,25 @@ class ImageBatches(Dataset):
         """Made with the first slow batch: in a worker, after the fork."""
         return ThreadPoolExecutor(READS)
 
-    def _sample(self, wanted: int, epoch: int, out: Tensor, reading: Reading) -> int | None:
-        """Write the view of image ``wanted``, or of its replacement, into ``out``.
+    def _sample(self, image: int, epoch: int, out: Tensor, reading: Reading) -> int | None:
+        """Write the view of ``image``, or of its replacement, into ``out``.
 
-        Returns: the index of the image; None if none is readable.
+        Returns: the index of the image shown; None if none is readable.
         """
         for step in range(len(self.source) if self.train else 1):
-            if len(reading.faults) >= LONGEST_SEARCH:
+            if len(reading.unreadable) >= LONGEST_SEARCH:
                 break
-            found = (wanted + step) % len(self.source)
+            shown = (image + step) % len(self.source)
             try:
-                self._view(found, self.key(wanted, epoch), out, reading)
-                return found
-            except (OSError, ValueError) as fault:
-                reading.faults.append((found, str(fault)))
+                self._view(shown, self.key(image, epoch), out, reading)
+                return shown
+            except (OSError, ValueError) as error:
+                reading.unreadable.append((shown, str(error)))
         return None
 
-    def key(self, wanted: int, epoch: int) -> int:
-        """What seeds the augmentation of image ``wanted`` (of a `Batch`) in an epoch."""
-        return (self.seed << 72) | (epoch << 48) | wanted
+    def key(self, image: int, epoch: int) -> int:
+        """What seeds the augmentation of ``image`` (an index in a `Batch`) in an epoch."""
+        return (self.seed << 72) | (epoch << 48) | image
 
     def _view(self, image: int, key: int, out: Tensor, reading: Reading) -> None:
         """Read an image and write its view: uint8 [size, size, 3]; ``key`` seeds its augmentation.

@@ -16,7 +16,6 @@ SIGTERM.
 import functools
 import logging
 import mmap
-import multiprocessing.connection
 import os
 import signal
 import time
@@ -36,14 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from utils import addons, launch
 from utils.errors import UserError
-from utils.folder import (
-    Source,
-    check_same_classes,
-    class_folders,
-    has_part,
-    open_source,
-    select_classes,
-)
+from utils.folder import Source, check_same_classes, class_folders, has_part, open_source
 from utils.images import ImageBatches, Reading
 from utils.metrics import UNREADABLE
 from utils.preprocessing import MEAN, STD, Channels, Preprocessing
@@ -55,8 +47,6 @@ PREFETCH = 2  # batches per worker that are requested in advance
 MORE_SLOTS = 2  # for the batch that is about to be uploaded, and for the one being uploaded
 PAGE = mmap.PAGESIZE
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
-BEGIN_SECONDS = 10.0  # a fork takes milliseconds, and repeating a slow one does no harm
-TRIES = 5
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Slurm sends the last one
 
 
@@ -131,8 +121,8 @@ class Ring:
         """
         place, size = self._whole.data_ptr(), self._whole.nbytes
         runtime = torch.cuda.cudart()
-        if fault := int(runtime.cudaHostRegister(place, size, PORTABLE)):
-            text = f"{size / 1e9:.1f} GB of batches could not be page-locked (CUDA error {fault})"
+        if code := int(runtime.cudaHostRegister(place, size, PORTABLE)):
+            text = f"{size / 1e9:.1f} GB of batches could not be page-locked (CUDA error {code})"
             log.warning(f"{text}: uploads are slower; ulimit -l may be too low")
             return
         # Not at the interpreter's exit, after CUDA's.
@@ -205,52 +195,33 @@ class Tasks(Dataset):
 
 
 class Worker(ForkProcess):
-    """A forked process with `STOPS` blocked; `start` returns when it runs.
-
-    A fork that hangs is repeated: when one of torch's C++ threads is about to enter Python, the
-    child may wait for the interpreter's lock forever
-    (https://github.com/python/cpython/issues/112275, fixed in Python 3.12).
-    """
+    """A forked process with `STOPS` blocked, which exits with the training process."""
 
     def start(self) -> None:
-        """Fork until the child reports that it runs. Raises: RuntimeError when none does."""
-        task = self._target, self._args, self._kwargs  # start() forgets them
-        for _ in range(TRIES):
-            self._target, self._args, self._kwargs = task
-            self._pipe = os.pipe()
-            self._trainer = os.getpid()
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-            try:
-                super().start()  # the child keeps the mask
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            os.close(self._pipe[1])
-            # Also at the end of the pipe: DataLoader finds out that the child has died.
-            begun = multiprocessing.connection.wait([self._pipe[0]], BEGIN_SECONDS)
-            os.close(self._pipe[0])
-            if begun:
-                # At exit, multiprocessing stops the workers of a live iterator by SIGTERM, which
-                # is blocked, and would then wait for them forever.
-                self._popen.terminate = self._popen.kill
-                return
-            self.kill()
-            self.join()
-            self._popen = None
-        raise RuntimeError(f"{TRIES} forks of a data loading worker hung")
+        """Fork; the child keeps the mask of signals."""
+        self._trainer = os.getpid()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # At exit, multiprocessing stops the workers of a live iterator by SIGTERM, which is
+        # blocked, and would then wait for them forever.
+        self._popen.terminate = self._popen.kill
 
     def run(self) -> None:
-        """In the child: exit with the training process, report that it runs, and do the task."""
+        """In the child."""
         launch.die_with_parent(self._trainer)
-        os.write(self._pipe[1], b".")
-        for end in self._pipe:
-            os.close(end)
         super().run()
 
 
 class WorkerContext(ForkContext):
     """For ``DataLoader(multiprocessing_context=...)``."""
 
-    Process = Worker
+    @property
+    def Process(self) -> type[Worker]:  # the name that DataLoader calls
+        """The class of the workers."""
+        return addons.worker_class() or Worker
 
 
 # ---- batches on the device
@@ -269,9 +240,9 @@ class BadFiles:
         """Whether the run should end, with `error`."""
         return len(self.seen) > self.limit
 
-    def note(self, faults: list[tuple[int, str]]) -> None:
-        """Log the new ones among ``faults``, until there are too many."""
-        for image, reason in faults:
+    def note(self, unreadable: list[tuple[int, str]]) -> None:
+        """Log the new ones among ``unreadable``, until there are too many."""
+        for image, reason in unreadable:
             if image not in self.seen and not self.too_many:
                 self.seen[image] = reason
                 log.info(f"unreadable image {self.source.path(image)}: {reason}; skipped")
@@ -332,15 +303,15 @@ class Batches:
         self._normalise_by(MEAN, STD)
         self.loader = RingLoader(dataset, sampler, workers, page_locked=cuda)
 
-    def use(self, wanted: Preprocessing) -> None:
-        """Make images as ``wanted`` says. Before the first iteration, which starts the workers."""
+    def use(self, how: Preprocessing) -> None:
+        """Make images as ``how`` says. Before the first iteration, which starts the workers."""
         if isinstance(self.sampler, TrainSampler):  # the largest, where they grow
-            self.dataset.size = max(self.sampler.sizes, default=wanted.image_size)
+            self.dataset.size = max(self.sampler.sizes, default=how.image_size)
         else:
-            self.dataset.size = wanted.crop
-        self.dataset.resize = wanted.val_resize_size
-        self.dataset.interpolation = wanted.interpolation
-        self._normalise_by(wanted.mean, wanted.std)
+            self.dataset.size = how.crop
+        self.dataset.resize = how.val_resize_size
+        self.dataset.interpolation = how.interpolation
+        self._normalise_by(how.mean, how.std)
 
     def _normalise_by(self, mean: Channels, std: Channels) -> None:
         scale = [1 / (255 * s) for s in std]
@@ -366,9 +337,9 @@ class Batches:
         for filled in self._loaded():
             self.waited += time.perf_counter() - before
             self.reading.add(filled.reading)
-            self.bad.note(filled.reading.faults)
+            self.bad.note(filled.reading.unreadable)
             if self.dataset.train and (filled.targets == UNREADABLE).any():
-                # No replacement was found either; other ranks may not have noticed: not alike.
+                # Nor is there a replacement. Other ranks may not have noticed: this one reports it.
                 raise UserError(str(self.bad.error()))
             yield self._upload(filled)
             before = time.perf_counter()
@@ -438,20 +409,27 @@ class Loaders:
     val: Batches | None = None
     test: Batches | None = None
 
-    def use(self, wanted: Preprocessing) -> None:
+    def use(self, how: Preprocessing) -> None:
         """`Batches.use` for all parts."""
         for part in filter(None, (self.train, self.val, self.test)):
-            part.use(wanted)
+            part.use(how)
 
 
 def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
-    """Index DATA/train, DATA/val and, if present, DATA/test; make their loaders for this rank.
+    """The batches of this rank, of DATA/train, DATA/val and, if present, DATA/test.
 
     ``dtype`` is that of the first layer. Raises: `UserError` for missing folders, classes that
     differ between train and val, too few images, or a data set that differs between nodes.
     """
-    if args.dummy:
-        return Loaders(addons.dummy_classes(args), dtype)
+    sources = addons.sources(args) or _open_parts(args, world)
+    made = {part: _batches(part, source, args, world, dtype) for part, source in sources.items()}
+    loaders = Loaders(next(iter(sources.values())).classes, dtype, **made)
+    loaders.use(args.preprocessing)
+    return loaders
+
+
+def _open_parts(args: Any, world: World) -> dict[str, Source]:
+    """The images of the parts of DATA that this run needs: train, val, test."""
     root = Path(args.data)
     evaluate_only = args.evaluate and not has_part(root / "train")
     parts = ["val", "test"] if has_part(root / "test") else ["val"]
@@ -460,7 +438,7 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
 
     def find_classes() -> list[str]:
         folders = class_folders(root / (args.part if evaluate_only else "train"))
-        classes = select_classes(args.classes, folders)
+        classes = addons.select_classes(args.classes, folders)
         for part in parts:
             check_same_classes(root, part, classes, subset=bool(args.classes))
         return classes
@@ -469,25 +447,30 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
     classes = first_on_node(find_classes, world)
     if not args.evaluate:
         parts.insert(0, "train")
-    made = {part: part_batches(part, classes, args, world, dtype) for part in parts}
-    loaders = Loaders(classes, dtype, **made)
-    loaders.use(args.preprocessing)
-    return loaders
+    return {part: _open_part(part, classes, args, world) for part in parts}
+
+
+def _open_part(part: str, classes: list[str], args: Any, world: World) -> Source:
+    root = Path(args.data) / part
+    # The first process of a node lists the folder; the others read its cache.
+    source = first_on_node(lambda: open_source(root, classes, world.local_rank == 0), world)
+    what, prints = f"the data set's {part} folder", source.class_fingerprints
+    check_same_on_every_rank(what, source.fingerprint(), world, prints)
+    return source
 
 
 def part_batches(
     part: str, classes: list[str], args: Any, world: World, dtype: torch.dtype
 ) -> Batches:
-    """The batches of DATA/``part``: training crops of train, else centre crops."""
-    root, train = Path(args.data) / part, part == "train"
-    # The first process of a node lists the folder; the others read its cache.
-    source = first_on_node(lambda: open_source(root, classes, world.local_rank == 0), world)
-    check_same_on_every_rank(
-        f"the data set's {root.name} folder", source.fingerprint(), world, source.class_fingerprints
-    )
+    """The batches of DATA/``part`` alone; see `build_loaders`."""
+    return _batches(part, _open_part(part, classes, args, world), args, world, dtype)
+
+
+def _batches(part: str, source: Source, args: Any, world: World, dtype: torch.dtype) -> Batches:
+    """The batches of ``part``: training crops of "train", else centre crops."""
+    train = part == "train"
     dataset = ImageBatches(source, args.image_size, args.seed, train, args.crop_scale)
-    slices = (world.slice, world.slices)
-    batch = args.batch_size
+    slices, batch = (world.slice, world.slices), args.batch_size
     sampler: TrainSampler | EvalSampler = EvalSampler(len(source), batch, slices)
     if train:
         if len(source) < 2 * world.slices * args.accum_steps:
@@ -504,5 +487,5 @@ def part_batches(
     workers = -(-args.workers // world.local_size)
     batches = Batches(dataset, sampler, BadFiles(source, args.max_bad_files), place, workers)
     if train:
-        batches.mix = addons.mixing(args, sampler, len(classes))
+        batches.mix = addons.mixing(args, sampler, len(source.classes))
     return batches

@@ -90,46 +90,35 @@ def create(
         if not is_own(arch):
             model = addons.timm_models().create(arch, classes, image_size, pretrained, drop_path)
         else:
+            options = _options(arch, image_size)
             if pretrained:
-                model = addons.with_published_weights(arch, classes, image_size)
+                model = addons.extra("foreign").with_published_weights(arch, classes, image_size)
             else:
-                model = _new(arch, classes, image_size)
-            model.constructor_args = _constructor_args(model, arch, image_size)
+                model = get_model(arch, weights=None, num_classes=classes, **options)
+            if arch in WITH_AUXILIARY:  # to build it again without drawing weights
+                options |= {"init_weights": False, "transform_input": model.transform_input}
+            model.constructor_args = options
             if drop_path is not None:
-                addons.set_drop_path(model, drop_path)
-    except (AssertionError, ValueError) as fault:
-        raise _unfit(arch, image_size, fault) from fault
-    except (URLError, OSError) as fault:
+                addons.extra("blocks").drop_path(model, drop_path)
+    except (AssertionError, ValueError) as error:
+        raise _unfit(arch, image_size, error) from error
+    except (URLError, OSError) as error:
         raise UserError(
-            f"the pretrained weights of {arch} could not be downloaded ({fault}): "
+            f"the pretrained weights of {arch} could not be downloaded ({error}): "
             "put them in torch's cache folder (TORCH_HOME), give a file, --pretrained FILE, or "
             "leave it out"
-        ) from fault
+        ) from error
     _check_image_size(model, arch, image_size)
     return model
 
 
-def _new(arch: str, classes: int, image_size: int) -> nn.Module:
-    options: dict[str, Any] = {}
+def _options(arch: str, image_size: int) -> dict[str, Any]:
+    """What torchvision's constructor of ``arch`` needs, besides the number of classes."""
     if arch in WITH_AUXILIARY:
-        options = {"aux_logits": False, "init_weights": True}
-    elif arch.startswith("maxvit"):
-        options = {"input_size": (image_size, image_size)}
-    elif arch.startswith("vit_"):
-        options = {"image_size": image_size}
-    return get_model(arch, weights=None, num_classes=classes, **options)
-
-
-def _constructor_args(model: nn.Module, arch: str, image_size: int) -> dict[str, Any]:
-    """What torchvision's constructor needs to build ``model``, besides the number of classes."""
-    if arch in WITH_AUXILIARY:
-        plain = dict.fromkeys(("aux_logits", "init_weights"), False)
-        return plain | {"transform_input": model.transform_input}
-    if arch.startswith("vit_"):
-        return {"image_size": image_size}
+        return {"aux_logits": False, "init_weights": True}
     if arch.startswith("maxvit"):
         return {"input_size": (image_size, image_size)}
-    return {}
+    return {"image_size": image_size} if arch.startswith("vit_") else {}
 
 
 def scale_input_as(content: dict[str, Any], model: nn.Module) -> None:
@@ -155,14 +144,14 @@ def _check_image_size(
         images = torch.empty(2, 3, image_size, image_size, device="meta")
         with torch.no_grad():
             torch.func.functional_call(model, on_meta, (images,))
-    except (RuntimeError, AssertionError, ValueError) as fault:
-        raise _unfit(arch, image_size, fault, option) from fault
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise _unfit(arch, image_size, error, option) from error
     finally:
         model.train()
 
 
-def _unfit(arch: str, image_size: int, fault: Exception, option: str = "--image-size") -> UserError:
-    reason = " ".join(str(fault).split())[:160]
+def _unfit(arch: str, image_size: int, error: Exception, option: str = "--image-size") -> UserError:
+    reason = " ".join(str(error).split())[:160]
     return UserError(
         f"{arch} does not take images of {image_size} pixels: choose another {option} ({reason})",
         on_every_rank=True,
@@ -175,16 +164,16 @@ def _unfit(arch: str, image_size: int, fault: Exception, option: str = "--image-
 def head_of(model: nn.Module, classes: int) -> str:
     """The name of the last layer, with ``classes`` logits. Raises: `UserError`."""
     own = model.get_classifier() if hasattr(model, "get_classifier") else None  # timm's
-    found = ""
+    head = ""
     for name, layer in model.named_modules():
         if layer is own:
             return name
         width = getattr(layer, "out_features", getattr(layer, "out_channels", None))
         if isinstance(layer, (nn.Linear, nn.Conv2d)) and width == classes:
-            found = name
-    if not found:
+            head = name
+    if not head:
         raise UserError(f"this model has no last layer of {classes} classes", on_every_rank=True)
-    return found
+    return head
 
 
 def repeated(model: nn.Module) -> list[nn.Module]:
@@ -193,17 +182,17 @@ def repeated(model: nn.Module) -> list[nn.Module]:
     Not layers of torch itself, sequences of modules, or stages, which are rows of blocks.
     """
     kinds = Counter(type(module) for module in model.modules() if _is_block(module))
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
 
     def search(module: nn.Module) -> None:
         for child in module.children():
             if kinds[type(child)] > 1:
-                found.append(child)
+                blocks.append(child)
             else:
                 search(child)
 
     search(model)
-    return found
+    return blocks
 
 
 def _is_block(module: nn.Module) -> bool:

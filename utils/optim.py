@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from utils import addons
 from utils.errors import UserError
@@ -45,7 +44,7 @@ def build(args: Any, model: nn.Module) -> torch.optim.Optimizer:
     betas = tuple(float(beta) for beta in args.betas.split(","))
     fused = next(model.parameters()).is_cuda  # on the CPU not, see `sgd`
     if name == "muon":
-        return addons.muon(model, args, betas, fused)
+        return addons.extra("muon").build(model, args, betas, fused)
     groups = parameter_groups(model, [], decay, args.wd_norm)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr, betas=betas, weight_decay=decay, fused=fused)
@@ -86,7 +85,9 @@ def sgd(
     rounds the last elements of some differently.
     """
     weights = [weight for group in groups for weight in group["params"]]
-    fused = weights[0].is_cuda and (not hasattr(weights[0], "to_local") or _fused_takes_shards())
+    fused = weights[0].is_cuda
+    if fused and hasattr(weights[0], "to_local"):  # shards
+        fused = addons.extra("fsdp").let_fused_sgd_take_shards()
     optimizer = torch.optim.SGD(
         groups, lr, momentum, weight_decay=weight_decay, nesterov=nesterov, fused=fused
     )
@@ -95,25 +96,6 @@ def sgd(
     for weight in weights if momentum else ():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer
-
-
-def _fused_takes_shards() -> bool:
-    """Let the fused kernel of SGD work on shards (DTensors), which torch does only for Adam.
-
-    It computes element by element. torch has no public way to say so; without its private table, a
-    loss scaler waits for the device in each step.
-    """
-    from torch.distributed.tensor import DTensor
-
-    def step(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        args, kwargs = tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
-        op(*args, **kwargs)
-
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
-    if handlers is None:
-        return False
-    handlers.setdefault(torch.ops.aten._fused_sgd_.default, step)
-    return True
 
 
 # ---- the learning rate, a function of progress

@@ -1,34 +1,29 @@
-"""Shared by all command lines: types of values, recipes, removed options, the layout of --help."""
+"""Shared by all command lines: types of values, one-line errors, the layout of --help."""
 
 import argparse
 import difflib
 import math
 import os
 import re
-import shlex
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from utils.errors import BAD_INPUT, UserError, is_reported_by_another, tell_torchrun
-
-RECIPES = Path(__file__).resolve().parents[1] / "scripts" / "recipes"
 
 
 class Parser(argparse.ArgumentParser):
     """A wrong option is a one-line error; under torchrun, one process of a node prints it."""
 
-    elsewhere: Mapping[str, str] = {}  # options of other programs: the program that has it
+    @property
+    def option_names(self) -> list[str]:
+        """All options that this parser knows."""
+        return list(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
         """End with ``message``; raises `UserError` where another process prints it."""
-        if found := re.match(r"unrecognized arguments: (?:[^-]\S* )*(--?[\w-]+)", message):
-            message = f"unknown option {found[1]}"
-            if found[1] in self.elsewhere:
-                message = (
-                    f"{found[1]} is an option of {self.elsewhere[found[1]]}, not of this script"
-                )
-            elif similar := difflib.get_close_matches(found[1], self._option_string_actions, 1):
+        if unknown := re.match(r"unrecognized arguments: (?:[^-]\S* )*(--?[\w-]+)", message):
+            message = f"unknown option {unknown[1]}"
+            if similar := difflib.get_close_matches(unknown[1], self.option_names, 1):
                 message += f": did you mean {similar[0]}?"
         error = UserError(message, on_every_rank=True)
         if is_reported_by_another(error):
@@ -89,8 +84,8 @@ def from_environment(name: str, kind: Callable[[str], Any], default: Any = None)
         return default
     try:
         return kind(text)
-    except argparse.ArgumentTypeError as fault:
-        reason = str(fault)
+    except argparse.ArgumentTypeError as error:
+        reason = str(error)
     except ValueError:
         reason = f"{text!r} is not a {kind.__name__}"
     raise UserError(
@@ -124,8 +119,8 @@ def betas(text: str) -> str:
 
 def batch_range(text: str) -> str:
     """Global batches from LOW to HIGH; kept as text."""
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    if not found or not 0 < int(found[1]) <= int(found[2]):
+    limits = re.fullmatch(r"(\d+):(\d+)", text)
+    if not limits or not 0 < int(limits[1]) <= int(limits[2]):
         raise argparse.ArgumentTypeError(f"{text} is not LOW:HIGH, such as 512:4096")
     return text
 
@@ -162,54 +157,3 @@ fraction, non_negative = number(float, 0, 1), number(float, 0, 1e9)
 ema_decay = number(float, 0, 0.9999999, exclusive=True)  # 1 would keep the first weights
 seed = number(int, 0, 2**63 - 1)  # torch.manual_seed
 port, seconds = number(int, 1, 65535), number(float, 1, 1_000_000)
-
-
-def reject_removed(words: Sequence[str], gone: Mapping[str, str]) -> None:
-    """Raise `UserError` for an option, or its value, that a program no longer has.
-
-    ``gone`` has what to use instead of "--option" or of "--option value"; a value is compared up to
-    its first colon.
-    """
-    for number, word in enumerate(words):
-        name, _, value = word.partition("=")
-        value = (value or " ".join(words[number + 1 : number + 2])).partition(":")[0]
-        for wanted in (name, f"{name} {value}"):
-            if wanted in gone:
-                raise UserError(f"{wanted} was removed: {gone[wanted]}", on_every_rank=True)
-
-
-def recipe_names() -> list[str]:
-    """The recipes that come with the suite."""
-    return sorted(path.stem for path in RECIPES.glob("*.txt"))
-
-
-def recipe_file(name: str) -> Path:
-    """The file of a recipe: ``name`` itself, or one in scripts/recipes. Raises: `UserError`."""
-    for path in (Path(name), RECIPES / f"{name}.txt"):
-        if path.is_file():
-            return path
-    raise UserError(
-        f"there is no recipe {name}: give a file, or one of {', '.join(recipe_names())}",
-        on_every_rank=True,
-    )
-
-
-def recipe_words(name: str) -> list[str]:
-    """The options of a recipe; # begins a comment. Raises: `UserError`."""
-    path = recipe_file(name)
-    try:
-        return shlex.split(path.read_text(encoding="utf-8"), comments=True)
-    except (OSError, ValueError) as fault:  # ValueError: not UTF-8 either
-        raise UserError(f"the recipe {path} cannot be read: {fault}", on_every_rank=True) from None
-
-
-def with_recipe(words: Sequence[str]) -> list[str]:
-    """``words`` of a command line behind those of its ``--recipe``, if it has one.
-
-    Of options given twice the last one counts: the command line takes precedence. Raises:
-    `UserError`.
-    """
-    only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    only.add_argument("--recipe", nargs="?")
-    name = only.parse_known_args(words)[0].recipe
-    return [*(recipe_words(name) if name else ()), *words]

@@ -9,53 +9,8 @@ from typing import Any
 import torch
 
 from utils import addons, launch, models, optim, preprocessing, stopping
+from utils import option_types as types
 from utils.errors import UserError
-from utils.option_types import (
-    Formatter,
-    Parser,
-    accuracy,
-    batch_range,
-    beta_shape,
-    betas,
-    count,
-    ema_decay,
-    epochs,
-    fraction,
-    http,
-    non_negative,
-    number,
-    pixels,
-    positive,
-    recipe_names,
-    reject_removed,
-    run_name,
-    seed,
-    with_recipe,
-)
-
-# Options that were removed, and their replacements. Other command lines have their own list.
-_FIND_BATCH = "run the command once with --find-batch, then give -b the number that it prints"
-REMOVED = {
-    "--comm auto": "`python scripts/bench_network.py --nodes 2 --master IP --rank R -- -a resnet50 "
-    "-b 64` on each node recommends a method for your network",
-    "--b auto": _FIND_BATCH,
-    "--batch-size auto": _FIND_BATCH,
-    "-b auto": _FIND_BATCH,
-    "--memory-limit": "give -b a smaller number than --find-batch prints",
-    "--comm localsgd": "--comm powersgd sends as little, --accum-steps N sends N times less often",
-    "--ema-every": "the average now moves at every step: leave it out",
-    "--optimizer lamb": "use adamw or muon",
-    "--optimizer lars": "use sgd, nesterov or muon",
-}
-
-# Options that not all scripts have, and the script to use for each.
-_DDP = "-n --world-size -nr --rank -g --gpus --dist-url --dist-backend --sync-bn --comm --amp"
-_APEX = "--opt-level --keep-batchnorm-fp32 --loss-scale --amp-impl --delay-allreduce --allreduce"
-ELSEWHERE = {
-    **dict.fromkeys(_DDP.split(), "imagenet_ddp.py"),
-    **dict.fromkeys(_APEX.split(), "imagenet_ddp_apex.py"),
-    "--reshard": "imagenet_fsdp.py",
-}
 
 # Eight wait for a slow disk while one core decodes; thousands would take minutes to start.
 CORES = launch.usable_cores()
@@ -76,13 +31,12 @@ class Options(argparse.Namespace):
         return Options(**vars(self) | values)
 
 
-def build_parser(description: str | None, batch: str) -> argparse.ArgumentParser:
+def build_parser(description: str | None, batch: str) -> types.Parser:
     """The shared options. ``batch`` is the help text of ``--batch-size`` in this mode."""
     usage = "%(prog)s [options] [DATA]"  # a list of all would fill the first screen
-    parser = Parser(
-        usage=usage, description=description, formatter_class=Formatter, allow_abbrev=False
+    parser = types.Parser(
+        usage=usage, description=description, formatter_class=types.Formatter, allow_abbrev=False
     )
-    parser.elsewhere = ELSEWHERE
     _add_data_options(parser, batch)
     _add_augmentation_options(parser)
     _add_model_options(parser)
@@ -102,23 +56,23 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
         "side of the crop in pixels; default: that of the --resume checkpoint, else what "
         "--pretrained weights expect, else 224"
     )
-    add("--image-size", type=pixels, metavar="PX", help=text)
+    add("--image-size", type=types.pixels, metavar="PX", help=text)
     text = (
         "short side of a validation image before the centre crop; default: image size x 256/224, "
         "or as the checkpoint or weights expect. Set it to the image size to keep the borders"
     )
-    add("--val-resize-size", type=pixels, metavar="PX", help=text)
-    add("-b", "--batch-size", "--b", type=positive, default=128, metavar="N", help=batch)
+    add("--val-resize-size", type=types.pixels, metavar="PX", help=text)
+    add("-b", "--batch-size", "--b", type=types.positive, default=128, metavar="N", help=batch)
     text = "print the largest batch per GPU that fits into its memory, and exit"
     add("--find-batch", action="store_true", help=text)
     text = (
         f"data loading workers per node, shared by its processes; at most {MOST_WORKERS} here (8 "
         "per core, or 64)"
     )
-    workers = number(int, 0, MOST_WORKERS)
+    workers = types.number(int, 0, MOST_WORKERS)
     add("-j", "--workers", type=workers, default=CORES, metavar="N", help=text)
     text = "stop when more than N image files cannot be read"
-    add("--max-bad-files", type=count, default=100, metavar="N", help=text)
+    add("--max-bad-files", type=types.count, default=100, metavar="N", help=text)
     text = "time the training step alone, on synthetic batches that stay on the device"
     add("--dummy", action="store_true", help=text)
 
@@ -129,23 +83,24 @@ def _add_augmentation_options(parser: argparse.ArgumentParser) -> None:
         "smallest share of the image's area that a training crop covers; 0.25 to 0.5 suits short "
         "trainings and small images"
     )
-    add("--crop-scale", type=fraction, default=preprocessing.CROP_SCALE, metavar="S", help=text)
+    smallest = preprocessing.CROP_SCALE
+    add("--crop-scale", type=types.fraction, default=smallest, metavar="S", help=text)
     text = "RandAugment, TrivialAugment, AutoAugment or AugMix on training crops"
     add("--auto-augment", choices=preprocessing.POLICIES, help=text)
     text = "probability of a grey box in a training crop"
-    add("--random-erasing", type=fraction, default=0.0, metavar="P", help=text)
+    add("--random-erasing", type=types.fraction, default=0.0, metavar="P", help=text)
     text = "blend pairs of images with shares from Beta(A, A); 0.2 is common"
-    add("--mixup", type=beta_shape, default=0.0, metavar="A", help=text)
+    add("--mixup", type=types.beta_shape, default=0.0, metavar="A", help=text)
     text = (
         "paste a box of one image into another, with shares from Beta(A, A); 1 is common. With "
         "--mixup: one of the two, with probability 0.5 each"
     )
-    add("--cutmix", type=beta_shape, default=0.0, metavar="A", help=text)
+    add("--cutmix", type=types.beta_shape, default=0.0, metavar="A", help=text)
     text = (
         "repeated augmentation: N crops of each image in a global batch, of N times fewer images;"
         " 3 is common for vision transformers"
     )
-    add("--repeated-aug", type=number(int, 1, 1000), default=1, metavar="N", help=text)
+    add("--repeated-aug", type=types.number(int, 1, 1000), default=1, metavar="N", help=text)
     text = (
         "side of the training crops by epoch, pixels. 160:192: 160 for the first 70 %% of the "
         "epochs, 192 from 85 %% on, between in steps of 32 (smaller if a size is no multiple). "
@@ -170,7 +125,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "stochastic depth: drop rate of the last block; earlier blocks scale down linearly; "
         "default: the model's own"
     )
-    add("--drop-path", type=fraction, metavar="P", help=text)
+    add("--drop-path", type=types.fraction, metavar="P", help=text)
     text = (
         "start the residual blocks of a ResNet as the identity: zero the weight of their last "
         "batch norm"
@@ -188,76 +143,66 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "evaluate it beside the model; best.pt is the better of the two (see --best-by). 0.9999 "
         "suits long trainings, 0.998 or less short ones"
     )
-    add("--ema", type=ema_decay, metavar="DECAY", help=text)
+    add("--ema", type=types.ema_decay, metavar="DECAY", help=text)
 
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
     text = (
-        f"take options from a file, or from one in scripts/recipes: {', '.join(recipe_names())}; "
-        "options on the command line take precedence"
+        "take options from a file, or from one in scripts/recipes by its name (fast16); options on "
+        "the command line take precedence"
     )
     add("--recipe", metavar="NAME|FILE", help=text)
     text = "global batches for which --lr and the like were chosen; warn of another one"
-    add("--batch-range", type=batch_range, metavar="LOW:HIGH", help=text)
-    add("--epochs", type=epochs, default=90, metavar="N", help="total number of epochs")
-    add("--start-epoch", type=epochs, metavar="N", help="start from this epoch")
+    add("--batch-range", type=types.batch_range, metavar="LOW:HIGH", help=text)
+    add("--epochs", type=types.epochs, default=90, metavar="N", help="total number of epochs")
+    add("--start-epoch", type=types.epochs, metavar="N", help="start from this epoch")
     text = (
         "muon: Muon for the matrices and convolutions inside the model, AdamW for the rest, with "
         "one --lr and --wd for both"
     )
     add("--optimizer", choices=optim.NAMES, default="sgd", help=text)
     text = "learning rate after warm-up (default: 0.1); with adamw and muon 0.001"
-    add("--lr", "--learning-rate", type=non_negative, help=text)
-    add(
-        "--momentum",
-        type=fraction,
-        help="momentum of sgd and nesterov (default: 0.9); of muon 0.95",
-    )
+    add("--lr", "--learning-rate", type=types.non_negative, help=text)
+    text = "momentum of sgd and nesterov (default: 0.9); of muon 0.95"
+    add("--momentum", type=types.fraction, help=text)
     text = "betas of adamw, and of the AdamW part of muon"
-    add("--betas", type=betas, default="0.9,0.999", metavar="B1,B2", help=text)
+    add("--betas", type=types.betas, default="0.9,0.999", metavar="B1,B2", help=text)
     text = (
         "weight decay: an L2 penalty in sgd and nesterov (default: 0.0001), decoupled in adamw "
         "and muon (default: 0.05)"
     )
-    add("--wd", "--weight-decay", dest="weight_decay", type=non_negative, help=text)
+    add("--wd", "--weight-decay", dest="weight_decay", type=types.non_negative, help=text)
     text = "weight decay of norms, biases and position embeddings; 0 is common; default: --wd"
-    add("--wd-norm", type=non_negative, metavar="D", help=text)
+    add("--wd-norm", type=types.non_negative, metavar="D", help=text)
     text = (
         "step: x0.1 every 30 epochs and once more at 80; constant: --lr in all epochs; cosine, "
         "linear: to 0 at the last epoch; onecycle: up in 30 %% of the epochs, or in "
         "--warmup-epochs, then to 0"
     )
     add("--lr-schedule", choices=optim.SCHEDULES, default="step", help=text)
-    add(
-        "--warmup-epochs", type=non_negative, default=0.0, metavar="N", help="linear warm-up from 0"
-    )
+    text = "linear warm-up from 0"
+    add("--warmup-epochs", type=types.non_negative, default=0.0, metavar="N", help=text)
     text = "scale --lr with the global batch: linear, lr x batch/256; sqrt, lr x (batch/256)^0.5"
     add("--lr-scaling", choices=("none", "linear", "sqrt"), default="none", help=text)
-    add("--label-smoothing", type=fraction, default=0.0, metavar="E", help="0.1 is common")
+    add("--label-smoothing", type=types.fraction, default=0.0, metavar="E", help="0.1 is common")
     text = "batches accumulated for one step; the global batch grows by this factor"
-    add("--accum-steps", type=positive, default=1, metavar="N", help=text)
-    add(
-        "--compile",
-        nargs="?",
-        const="default",
-        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-        help="compile the training step by torch.compile (not evaluation); without a mode, the "
-        "option goes after DATA. reduce-overhead: with CUDA graphs, for small batches",
+    add("--accum-steps", type=types.positive, default=1, metavar="N", help=text)
+    text = (
+        "compile the training step by torch.compile (not evaluation); without a mode, the option "
+        "goes after DATA. reduce-overhead: with CUDA graphs, for small batches"
     )
-    add(
-        "--clip-grad",
-        type=non_negative,
-        default=0.0,
-        metavar="NORM",
-        help="gradient norm limit; 0: off",
-    )
-    add("--seed", type=seed, default=0, help="seed of weights, order and augmentation")
+    modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+    add("--compile", nargs="?", const="default", choices=modes, help=text)
+    text = "gradient norm limit; 0: off"
+    add("--clip-grad", type=types.non_negative, default=0.0, metavar="NORM", help=text)
+    add("--seed", type=types.seed, default=0, help="seed of weights, order and augmentation")
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("run").add_argument
-    add("--name", type=run_name, help="name of the run directory; default: date, host, arch, sizes")
+    text = "name of the run directory; default: date, host, arch, sizes"
+    add("--name", type=types.run_name, help=text)
     add("--output-dir", default="runs", metavar="DIR", help="parent of run directories")
     text = (
         "continue from this snapshot, a file or URL; auto (or no value, after DATA): from the "
@@ -265,7 +210,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--resume", nargs="?", const="auto", metavar="FILE|URL|auto", help=text)
     text = "minutes between snapshots within an epoch; one is also taken after each epoch"
-    add("--snapshot-minutes", type=non_negative, default=10.0, metavar="MIN", help=text)
+    add("--snapshot-minutes", type=types.non_negative, default=10.0, metavar="MIN", help=text)
     text = "evaluate the model of --resume or --pretrained on DATA/val and exit"
     add("-e", "--evaluate", action="store_true", help=text)
     text = "with --evaluate, evaluate on DATA/test instead"
@@ -274,7 +219,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "side of the crop in evaluation; default: --image-size. Somewhat larger crops often score"
         " better (Touvron et al. 2019, arXiv:1906.06423)"
     )
-    add("--val-image-size", type=pixels, metavar="PX", help=text)
+    add("--val-image-size", type=types.pixels, metavar="PX", help=text)
     text = "average the logits of each image and its mirror image in evaluation"
     add("--val-flip", action="store_true", help=text)
     text = (
@@ -283,11 +228,11 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--best-by", choices=("top1", "loss"), default="top1", help=text)
     text = "stop when this validation top-1 is reached; 0.75 and 75 mean the same"
-    add("--desired-acc", type=accuracy, metavar="A", help=text)
+    add("--desired-acc", type=types.accuracy, metavar="A", help=text)
     text = "stop after this many hours, with a snapshot"
-    add("--train-time", type=non_negative, metavar="HOURS", help=text)
+    add("--train-time", type=types.non_negative, metavar="HOURS", help=text)
     text = "steps between printed lines"
-    add("-p", "--print-freq", type=positive, default=10, metavar="N", help=text)
+    add("-p", "--print-freq", type=types.positive, default=10, metavar="N", help=text)
     text = "write a trace of steps 5 to 8 into the run directory (Chrome, Perfetto, TensorBoard)"
     add("--profile", action="store_true", help=text)
     text = (
@@ -299,9 +244,8 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "stop with a snapshot when EC2 reclaims a node; URL of the metadata service, if not "
         f"{stopping.SPOT_SERVICE}; without a URL, after DATA"
     )
-    add(
-        "--spot-notice", nargs="?", const=stopping.SPOT_SERVICE, type=http, metavar="URL", help=text
-    )
+    url = stopping.SPOT_SERVICE
+    add("--spot-notice", nargs="?", const=url, type=types.http, metavar="URL", help=text)
 
 
 def add_communication(parser: argparse.ArgumentParser) -> None:
@@ -313,54 +257,56 @@ def add_communication(parser: argparse.ArgumentParser) -> None:
     )
     add("--comm", type=addons.comm_method, default="fp32", metavar="METHOD", help=text)
     text = "gradients are exchanged in buckets of this size; default: torch's, first 1, then 25"
-    add("--bucket-mb", type=non_negative, metavar="MIB", help=text)
+    add("--bucket-mb", type=types.non_negative, metavar="MIB", help=text)
 
 
-def parse(
-    parser: argparse.ArgumentParser, words: Sequence[str] | None = None, local: bool = True
-) -> Options:
+def parse(parser: types.Parser, words: Sequence[str] | None = None, local: bool = True) -> Options:
     """Parse the command line, or ``words``. Raises: `UserError` for options that do not fit.
 
     Without ``local`` they are for other machines: the files that they name may be missing here.
     """
-    words = with_recipe(sys.argv[1:] if words is None else words)
-    reject_removed(words, REMOVED)
+    words = addons.expand(sys.argv[1:] if words is None else words, parser.option_names)
     args = parser.parse_args(words)
     models.resolve(args, parser.get_default("data"), local)
     optim.resolve(args)
-    if local and not args.dummy and not os.path.isdir(args.data):
-        wanted = "give DATA, or draw one: python scripts/prepare_data.py sample data/sample"
-        if os.path.isdir(args.resume or ""):
-            wanted = f"--resume took {args.resume} for its file; write --resume auto {args.resume}"
-        raise UserError(f"data folder {args.data} is missing: {wanted}", on_every_rank=True)
+    reason = "give DATA, or draw one: python scripts/prepare_data.py sample data/sample"
+    if os.path.isdir(args.resume or ""):
+        reason = f"--resume took {args.resume} for its file; write --resume auto {args.resume}"
+    is_missing = local and not addons.sources(args) and not os.path.isdir(args.data)
+    _reject_if(is_missing, f"data folder {args.data} is missing: {reason}")
     _resolve_preprocessing(args)
     args.epoch_sizes = addons.epoch_sizes(args)
-    if local and args.find_batch and not torch.cuda.is_available():
-        raise UserError(
-            "--find-batch measures the memory of GPUs, and there is none", on_every_rank=True
-        )
-    if args.warmup_epochs and args.warmup_epochs > args.epochs:
-        raise UserError(
-            f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",
-            on_every_rank=True,
-        )
+    _reject_if(
+        local and args.find_batch and not torch.cuda.is_available(),
+        "--find-batch measures the memory of GPUs, and there is none",
+    )
+    _reject_if(
+        args.warmup_epochs and args.warmup_epochs > args.epochs,
+        f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",
+    )
     addons.check_store(args)
-    if args.evaluate and not (args.resume or args.pretrained):
-        raise UserError(
-            "--evaluate needs a trained model: add --resume runs/NAME/best.pt, or --name NAME "
-            "--resume auto, or --pretrained",
-            on_every_rank=True,
-        )
-    if args.part != "val" and not args.evaluate:
-        raise UserError(f"--part {args.part} is for --evaluate: add -e", on_every_rank=True)
-    if args.resume == "auto" and not args.name:
-        raise UserError("--resume auto needs --name, the run to continue", on_every_rank=True)
-    if args.profile and (args.dummy or args.evaluate):
-        raise UserError(
-            "--profile traces training: leave out --dummy and --evaluate", on_every_rank=True
-        )
+    _reject_if(
+        args.evaluate and not (args.resume or args.pretrained),
+        "--evaluate needs a trained model: add --resume runs/NAME/best.pt, or --name NAME "
+        "--resume auto, or --pretrained",
+    )
+    _reject_if(
+        args.part != "val" and not args.evaluate, f"--part {args.part} is for --evaluate: add -e"
+    )
+    _reject_if(
+        args.resume == "auto" and not args.name, "--resume auto needs --name, the run to continue"
+    )
+    _reject_if(
+        args.profile and (addons.measures(args) or args.evaluate),
+        "--profile traces training: leave out --dummy, --find-batch and --evaluate",
+    )
     args.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     return Options(**vars(args))
+
+
+def _reject_if(is_wrong: Any, text: str) -> None:
+    if is_wrong:
+        raise UserError(text, on_every_rank=True)
 
 
 def _resolve_preprocessing(args: argparse.Namespace) -> None:

@@ -69,8 +69,8 @@ class Preprocessing:
         """The inverse of `as_dict`, for what ``file`` holds. Raises: `UserError`."""
         try:
             return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
-        except (AttributeError, TypeError) as fault:
-            text = f"{file} has unknown preprocessing: {saved!r:.200} ({fault})"
+        except (AttributeError, TypeError) as error:
+            text = f"{file} has unknown preprocessing: {saved!r:.200} ({error})"
             raise UserError(text, on_every_rank=True) from None
 
     def __str__(self) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from utils import addons, errors, optim, samplers
-from utils.option_types import recipe_words
 from utils.provenance import over_epochs
 from utils.session import Session
 from utils.snapshots import TrainState
@@ -40,7 +39,7 @@ def start(session: Session) -> None:
         f"evaluation on {session.loaders.val.sampler.images}"
     )
     if sampler.sizes:
-        sizes = addons.describe_sizes(sampler.sizes)
+        sizes = addons.extra("progressive").describe(sampler.sizes)
         log.info(f"training images of {sizes}; evaluation at {session.loaders.val.dataset.size}")
     if world.device.type == "cuda":
         log.info(KERNELS)
@@ -54,7 +53,7 @@ def start(session: Session) -> None:
         if scaled > 1.5 * args.lr and not args.warmup_epochs:
             log.info("note: a scaled-up learning rate usually needs --warmup-epochs 5")
     if args.recipe:
-        words = shlex.join(recipe_words(args.recipe))
+        words = shlex.join(addons.extra("recipes").read(args.recipe))
         log.info(f"recipe {args.recipe}: {words} (options on the command line take precedence)")
     for warning in addons.batch_warnings(args, global_batch, scaled):
         log.warning(warning)
@@ -66,7 +65,7 @@ def start(session: Session) -> None:
 def sharding(session: Session) -> None:
     """Print what of a sharded model is sharded how."""
     if session.state.sharded:
-        log.info(addons.sharding_text(session.state.model, session.args))
+        log.info(addons.extra("fsdp").describe(session.state.model, session.args.reshard))
 
 
 def setting(session: Session) -> dict[str, Any]:
@@ -98,7 +97,8 @@ def sent_mb(session: Session) -> float:
         return 0.0
     trained = [weight for weight in state.model.parameters() if weight.requires_grad]
     if state.sharded:
-        return addons.sharded_bytes(session, trained) / 1e6
+        dtype = session.loaders.dtype
+        return addons.extra("fsdp").sent_bytes(trained, session.args, world, dtype) / 1e6
     if state.comm is not None:
         return state.comm.sent_bytes([weight.shape for weight in trained]) / 1e6
     return ring_bytes(sum(weight.nbytes for weight in trained), world.size) / 1e6

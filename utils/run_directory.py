@@ -174,7 +174,7 @@ def _directory(args: Any, world: World, mode: str) -> Path:
     if continues and not name and (Path(args.resume).parent / OPTIONS).is_file():
         return Path(args.resume).parent  # a run continues where it was
     if continues and not name and is_url(args.resume):
-        name = addons.run_at(args.resume, mark=OPTIONS)
+        name = addons.extra("store").run_name(args.resume, OPTIONS)
     if not name:
         now, host = time.strftime("%b%d_%H-%M-%S"), socket.gethostname().split(".")[0]
         sizes = f"gpux{world.size}_b{args.batch_size}_cpu{args.workers}"
@@ -182,7 +182,7 @@ def _directory(args: Any, world: World, mode: str) -> Path:
     folder = Path(args.output_dir, name)
     if (folder / OPTIONS).exists() and not continues:
         advice = "choose another --name"
-        if not (args.evaluate or args.dummy):
+        if not (args.evaluate or addons.measures(args)):
             advice = f"continue it with --resume auto, or {advice}"
         raise UserError(f"{folder} holds a run already: {advice}")
     return folder
@@ -221,7 +221,7 @@ class Run:
         self.args, self.world, self.mode = args, world, mode
         self.folder: Path | None = None  # None: nothing is kept
         self.lock: Lock | None = None  # of a training
-        self.is_writing = not (args.evaluate or args.dummy or args.find_batch)  # a training
+        self.is_writing = not (args.evaluate or addons.measures(args))  # a training
         self.curves: list[Callable[[dict[str, float], int], None]] = []
         self.pictures: list[Callable[[str, Any, int], None]] = []
         self.written: list[Callable[[Path], None]] = []
@@ -314,7 +314,7 @@ class Run:
         if self.is_writing:
             addons.follow(self)
         if is_url(args.resume):
-            path, is_own = addons.fetch(args.resume, folder), False
+            path, is_own = addons.extra("store").fetch(args.resume, folder), False
         else:
             with self._writing():
                 if self.is_writing and args.resume == "auto":

@@ -429,7 +429,7 @@ def resume(
         if "preprocessing" in content:  # as in snapshot.pt and best.pt
             weights, note = content.get("model", content.get("state_dict")), None
         else:
-            weights, note = addons.weights_of_other_program(content, path)
+            weights, note = addons.extra("foreign").plain_weights(content, path)
         if note:
             tell(note)
         state.preprocessing = content.get("preprocessing")

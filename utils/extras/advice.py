@@ -1,11 +1,15 @@
-"""Advice in the log: what limited the first epoch, and a global batch that may cost accuracy.
+"""Advice in the log: what limited the first epoch, a global batch that may cost accuracy, and
+float16 on a CPU that is slow at it.
 
 It reads what a run has measured, and changes nothing. Always on; without this file, less is said.
 """
 
 import logging
 import math
+import time
 from typing import Any
+
+import torch
 
 from utils import addons, launch, optim
 from utils.report import PARTS
@@ -14,6 +18,7 @@ from utils.session import Session
 # Above this share of the time for waiting for data, or for communication that compute does not
 # hide, a run says so.
 LIMIT = 0.1
+SLOW = 2.0  # times the time of float32, from which on float16 is called slow
 BUSY = 95.0  # per cent; below, the GPU could do more
 SGD_HOLDS_TO = 8192  # the largest global batch that was published as costing SGD no accuracy
 REFERENCE_LR = 0.1  # for a global batch of optim.REFERENCE_BATCH, by the same paper
@@ -99,3 +104,26 @@ def _faster_input(session: Session) -> list[str]:
     elif not packed and not slow_disk:
         advice.append(f"no decoding: {prepare} pack {data} {data}_packed, then train on that")
     return advice or ["a machine with more cores for each GPU"]
+
+
+def note_slow_float16(option: str) -> None:
+    """Say so if float16 is slow on this CPU; ``option`` chooses float32 instead."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        images = torch.ones(8, 32, 32, 32, dtype=dtype)  # no random numbers: the seed decides all
+        weights = torch.ones(32, 32, 3, 3, dtype=dtype, requires_grad=True)
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            torch.conv2d(images, weights).sum().backward()
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    base = seconds(torch.float32)
+    half, brain = (seconds(dtype) / base for dtype in (torch.float16, torch.bfloat16))
+    if half > SLOW:
+        print(
+            f"warning: float16 is slow on this CPU: a convolution takes {half:.0f} times as long "
+            f"as in float32 (bfloat16: {brain:.1f} times). To train here, use {option}",
+            flush=True,
+        )

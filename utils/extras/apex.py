@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils import amp
+from utils import addons
 from utils.errors import UserError
 from utils.extras import o2
 from utils.extras.o2 import SMALLEST
@@ -72,7 +72,7 @@ def amp_and_parallel(args: argparse.Namespace, world: World) -> tuple[Any, Any]:
         by = f"plain PyTorch (utils/extras/o2.py): {reason}" if reason else "NVIDIA Apex"
         print(f"opt level {args.opt_level} by {by}", flush=True)
         if world.device.type == "cpu" and args.opt_level != "O0":
-            amp.note_slow_float16("--opt-level O0")
+            addons.note_slow_float16("--opt-level O0")
     if reason:
         return o2.Amp(world), o2
     parallel = importlib.import_module("apex.parallel")

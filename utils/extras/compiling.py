@@ -48,13 +48,13 @@ def first_step_timed(train_step: Any, args: Any, device: torch.device) -> Any:
         is_compiled, began = True, time.perf_counter()
         try:
             result = train_step(*batch)
-        except TorchDynamoException as fault:
-            text = str(fault).strip().splitlines()
+        except TorchDynamoException as error:
+            text = str(error).strip().splitlines()
             raise UserError(
-                f"--compile {args.compile} does not work here ({text[0] if text else fault!r}): "
+                f"--compile {args.compile} does not work here ({text[0] if text else error!r}): "
                 "install what is missing, or leave it out",
                 on_every_rank=True,
-            ) from fault
+            ) from error
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - began

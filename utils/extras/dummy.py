@@ -1,11 +1,12 @@
 """``--dummy``: the speed of the training step alone, on random images on the device.
 
-Interface: it calls `train_step` in place of the loop over an epoch; there are no loaders.
-Without this file, a step cannot be timed alone.
+Interface: `Dummy` is a `utils.folder.Source`; `time_step` calls `train_step` in place of the loop
+over an epoch. Without this file, a step cannot be timed alone.
 """
 
 import logging
 import resource
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from utils import addons, report
 from utils.errors import UserError
+from utils.folder import Source
 from utils.session import Session, TrainStep
 from utils.world import World
 
@@ -28,12 +30,20 @@ AHEAD = 3  # steps that a host may run ahead of a GPU without having to wait for
 log = logging.getLogger(__name__)
 
 
-def classes(choice: str | None) -> list[str]:
-    """Names of as many classes as ``--classes`` says. Raises: `UserError`."""
-    if choice and not (choice.isdecimal() and 0 < int(choice) <= MOST_CLASSES):
-        text = f"--dummy has no folders: give --classes a number, 1 to {MOST_CLASSES}"
-        raise UserError(text, on_every_rank=True)
-    return [str(number) for number in range(int(choice or 1000))]
+class Dummy(Source):
+    """More images than any batch has, of which none is ever read: batches are made on the device.
+
+    There are as many classes as ``--classes`` says. Raises: `UserError`.
+    """
+
+    def __init__(self, choice: str | None):
+        if choice and not (choice.isdecimal() and 0 < int(choice) <= MOST_CLASSES):
+            text = f"--dummy has no folders: give --classes a number, 1 to {MOST_CLASSES}"
+            raise UserError(text, on_every_rank=True)
+        self.root, self.classes = "", [str(number) for number in range(int(choice or 1000))]
+
+    def __len__(self) -> int:
+        return sys.maxsize
 
 
 def time_step(session: Session, train_step: TrainStep) -> int:
@@ -52,7 +62,7 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     targets %= len(session.loaders.classes)
     if session.state.comm is not None:
         session.state.comm.start_at(1, 0, 1, 2)  # powersgd compresses from the first step on
-    timer = addons.step_timer(session)
+    timer = addons.extra("watch").StepTimer(session.state.model, device, world.size > 1)
     train_step = addons.first_step_timed(train_step, args, device)
 
     def step() -> None:

@@ -56,10 +56,9 @@ def search(session: Session, train_step: TrainStep, side: int) -> tuple[int, int
     trained = sum(local(w).numel() for w in model.parameters() if w.requires_grad)
     later = 4.0 * trained * (2 + bool(args.ema))
     limit, node = min(gather((min(free) * (1 - MARGIN) - later, node_name(world)), world))
-    step, most = STEP * count, 2**31
-    if session.loaders.train is not None:  # the data set has no more, but for less than a step
-        share = session.loaders.train.sampler.images / world.slices / args.accum_steps
-        most = step * math.ceil(share / step)
+    step = STEP * count
+    share = session.train.sampler.images / world.slices / args.accum_steps
+    most = step * math.ceil(share / step)  # the data set has no more, but for less than a step
     model.train()
     # Compiling for each size would take longer than all the rest.
     eager = torch.compiler.set_stance("force_eager") if args.compile else nullcontext()
@@ -101,7 +100,7 @@ def _peak(
 ) -> float:
     """Bytes that forward and backward for random images take on the fullest of this process's
     GPUs; infinite if they run out of memory."""
-    args, state, train = session.args, session.state, session.loaders.train
+    args, state = session.args, session.state
     torch.cuda.empty_cache()
     for device in devices:
         torch.cuda.reset_peak_memory_stats(device)
@@ -109,7 +108,7 @@ def _peak(
     try:
         # The second micro-batch of a step finds the gradients of the first one.
         for _ in range(min(args.accum_steps, 2)):
-            images = torch.randn(shape, dtype=train.dtype if train else None, **on_device)
+            images = torch.randn(shape, dtype=session.loaders.dtype, **on_device)
             images = images.contiguous(memory_format=args.memory_format)
             targets = torch.zeros(len(images), dtype=torch.int64, **on_device)
             # In training, the next batch lies beside it, as bytes and as floats.
@@ -117,10 +116,10 @@ def _peak(
             train_step(images, targets, 1.0, False)
             del ahead, images
         peak = float(max(torch.cuda.max_memory_allocated(device) for device in devices))
-    except RuntimeError as fault:
+    except RuntimeError as error:
         # An exception of one process would leave the others waiting within a collective.
         tied = state.sharded or getattr(args, "sync_bn", False)
-        if tied or not SHORTAGE.search(str(fault)):
+        if tied or not SHORTAGE.search(str(error)):
             raise
         peak = math.inf
     for parameter in state.model.parameters():

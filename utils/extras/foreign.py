@@ -98,8 +98,8 @@ def read_weights(file: str) -> dict[str, Any]:
         raise UserError(
             f"{path} needs a package: pip install safetensors", on_every_rank=True
         ) from None
-    except Exception as fault:  # the package's own kind, among others
-        raise UserError(f"{path} cannot be read as weights ({str(fault)[:200]})") from fault
+    except Exception as error:  # the package's own kind, among others
+        raise UserError(f"{path} cannot be read as weights ({str(error)[:200]})") from error
 
 
 def plain_weights(

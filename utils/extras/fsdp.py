@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
 
 from utils.models import SEQUENCES, repeated
 from utils.world import World, is_sharded, local
@@ -122,3 +123,22 @@ def sent_bytes(trained: list[Tensor], args: Any, world: World, dtype: torch.dtyp
     sent = (gathers * weight + 4) * values * (among - 1) / among
     groups = world.size // among  # which hold the same part, and sum its gradients
     return sent + 2 * (groups - 1) / groups * 4 * values / among
+
+
+def let_fused_sgd_take_shards() -> bool:
+    """Let the fused kernel of SGD work on shards (DTensors), which torch does only for Adam.
+
+    It computes element by element. torch has no public way to say so; without its private table, a
+    loss scaler waits for the device in each step.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def step(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        args, kwargs = tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
+        op(*args, **kwargs)
+
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if handlers is None:
+        return False
+    handlers.setdefault(torch.ops.aten._fused_sgd_.default, step)
+    return True

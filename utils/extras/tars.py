@@ -361,7 +361,7 @@ def _paths(
             elif b"/" in name:
                 plain[name] = record
             elif re.fullmatch(rb"ILSVRC2012_val_\d{8}\.JPEG", name):
-                labels = labels or addons.validation_labels(files[content.file].parent)
+                labels = labels or addons.extra("devkit").val_labels(files[content.file].parent)
                 if name.decode() not in labels:
                     raise UserError(f"the class of {name.decode()} is not known", True)
                 paths[labels[name.decode()].encode() + b"/" + name] = record

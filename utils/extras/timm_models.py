@@ -38,10 +38,10 @@ def create(
         options["drop_path_rate"] = drop_path
     try:
         model = timm.create_model(arch, **options)
-    except TypeError as fault:
+    except TypeError as error:
         if drop_path is None:
             raise
-        raise UserError(f"--drop-path: {arch} takes none ({fault})", on_every_rank=True) from fault
+        raise UserError(f"--drop-path: {arch} takes none ({error})", on_every_rank=True) from error
     positions = getattr(model, "pos_embed", None)
     own_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if isinstance(positions, nn.Parameter) and own_size not in (None, (image_size, image_size)):

@@ -1,0 +1,81 @@
+"""``--recipe``; and what to use in place of an option that was removed or that another script has.
+
+Interface: `expand` gets the words of each training command before they are parsed. Without this
+file there are no recipes, and such an option is only called unknown.
+"""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from utils.errors import UserError
+
+RECIPES = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
+
+# Options, or values of them, that were removed, and their replacements.
+_FIND_BATCH = "run the command once with --find-batch, then give -b the number that it prints"
+REMOVED = {
+    "--comm auto": "`python scripts/bench_network.py --nodes 2 --master IP --rank R -- -a resnet50 "
+    "-b 64` on each node recommends a method for your network",
+    **dict.fromkeys(("-b auto", "--b auto", "--batch-size auto"), _FIND_BATCH),
+    "--memory-limit": "give -b a smaller number than --find-batch prints",
+    "--comm localsgd": "--comm powersgd sends as little, --accum-steps N sends N times less often",
+    "--ema-every": "the average now moves at every step: leave it out",
+    "--optimizer lamb": "use adamw or muon",
+    "--optimizer lars": "use sgd, nesterov or muon",
+}
+
+# Options that not all scripts have, and the script to use for each.
+_DDP = "-n --world-size -nr --rank -g --gpus --dist-url --dist-backend --sync-bn --comm --amp"
+_APEX = "--opt-level --keep-batchnorm-fp32 --loss-scale --amp-impl --delay-allreduce --allreduce"
+ELSEWHERE = {
+    **dict.fromkeys(_DDP.split(), "imagenet_ddp.py"),
+    **dict.fromkeys(_APEX.split(), "imagenet_ddp_apex.py"),
+    "--reshard": "imagenet_fsdp.py",
+}
+
+
+def expand(words: Sequence[str], own: Sequence[str]) -> list[str]:
+    """``words`` of a command line behind those of its ``--recipe``, if it has one.
+
+    If an option is given twice, the last one counts: the command line takes precedence. ``own``:
+    the options of this script. Raises: `UserError` for a recipe that cannot be read, and for an
+    option that was removed or that only another script has.
+    """
+    only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only.add_argument("--recipe", nargs="?")
+    name = only.parse_known_args(words)[0].recipe
+    words = [*(read(name) if name else ()), *words]
+    for number, word in enumerate(words):
+        option, _, value = word.partition("=")
+        # A value is compared up to its first colon.
+        value = (value or " ".join(words[number + 1 : number + 2])).partition(":")[0]
+        for gone in (option, f"{option} {value}"):
+            if gone in REMOVED:
+                raise UserError(f"{gone} was removed: {REMOVED[gone]}", on_every_rank=True)
+        if option in ELSEWHERE and option not in own:
+            text = f"{option} is an option of {ELSEWHERE[option]}, not of this script (see --help)"
+            raise UserError(text, on_every_rank=True)
+    return words
+
+
+def names() -> list[str]:
+    """The recipes that come with the suite."""
+    return sorted(path.stem for path in RECIPES.glob("*.txt"))
+
+
+def read(name: str) -> list[str]:
+    """The options in a recipe, a file or one in scripts/recipes; # begins a comment.
+
+    Raises: `UserError`.
+    """
+    files = [path for path in (Path(name), RECIPES / f"{name}.txt") if path.is_file()]
+    if not files:
+        text = f"there is no recipe {name}: give a file, or one of {', '.join(names())}"
+        raise UserError(text, on_every_rank=True)
+    try:
+        return shlex.split(files[0].read_text(encoding="utf-8"), comments=True)
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8 either
+        text = f"the recipe {files[0]} cannot be read: {error}"
+        raise UserError(text, on_every_rank=True) from None
