@@ -218,7 +218,7 @@ def test_reads_in_flight_on_a_slow_disk_change_nothing(folder, tmp_path, monkeyp
     assert max(most) > 1
     for one, other in zip(*results, strict=True):
         assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
-        assert one[2].faults == other[2].faults and one[2].files == other[2].files
+        assert one[2].unreadable == other[2].unreadable and one[2].files == other[2].files
 
 
 # ---- the kept index
@@ -441,7 +441,7 @@ def test_a_tar_file_that_is_cut_while_it_is_read(folder, tmp_path):
     dataset = ImageBatches(index, 24, seed=0, train=True)
     os.truncate(tmp_path / "train.tar", index.stored(58)[1] + 9)
     _, targets, reading = fetch(dataset, [0, 58])
-    assert reading.faults == [(i, "train.tar ends before the image does") for i in (58, 59)]
+    assert reading.unreadable == [(i, "train.tar ends before the image does") for i in (58, 59)]
     assert targets.tolist() == [0, 0]
     assert index.path(58) == f"{tmp_path}/train.tar/class_2/018.JPEG"
 

@@ -102,11 +102,8 @@ def validation_label_files(folder: Path) -> list[Path]:
 
 def layout_advice(data: Path) -> str | None:
     """What to do about images in a layout that training does not read; None: it is no such one."""
-    if not _is_there("layouts"):
-        return None
-    from utils.extras import layouts
-
-    return layouts.advice(data)
+    layouts = extra_if_there("layouts")
+    return layouts and layouts.advice(data)
 
 
 def region_decoder() -> Any:

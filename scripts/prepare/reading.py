@@ -91,7 +91,7 @@ def _open_layout(data: Path, layout: layouts.Layout, split: str) -> Images | Non
 
 def _label_flat(data: Path, layout: layouts.Layout) -> Files:
     """The validation images that lie in one folder. Raises: `UserError`."""
-    left = dict(addons.validation_labels(layout.labels or data))
+    left = dict(addons.extra("devkit").val_labels(layout.labels or data))
     files = {}
     for name in os.listdir(layout.flat):
         if name[0] == "." or not name.lower().endswith(SUFFIXES):
