@@ -1,0 +1,229 @@
+"""A run's best model, and what it predicts for a folder of images, on any number of processes."""
+
+import csv
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from utils import amp, models
+from utils.atomic import read_checkpoint
+from utils.errors import UserError
+from utils.folder import Source, class_folders
+from utils.loaders import Batches, part_batches
+from utils.metrics import UNREADABLE
+from utils.preprocessing import Preprocessing
+from utils.samplers import Batch
+from utils.snapshots import BEST
+from utils.world import World, gather
+
+NEEDED = ("state_dict", "arch", "classes", "preprocessing", "model_args")
+TOP = 5
+THUMBNAIL = 160  # pixels
+
+
+@dataclass
+class Best:
+    """The best model of a run."""
+
+    path: Path
+    content: dict[str, Any]
+
+    @property
+    def classes(self) -> list[str]:
+        return self.content["classes"]
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        return Preprocessing.from_dict(self.content["preprocessing"], self.path)
+
+    def build(self) -> nn.Module:
+        """The model with its weights, on the CPU, for evaluation. Raises: `UserError`."""
+        arch, size = self.content["arch"], self.preprocessing.image_size
+        model = models.create(arch, len(self.classes), size)
+        models.scale_input_as(self.content, model)
+        try:
+            model.load_state_dict(self.content["state_dict"])
+        except RuntimeError as error:
+            text = " ".join(str(error).split())[:250]
+            raise UserError(f"{self.path} does not fit {arch} ({text})", True) from None
+        return model.eval()
+
+
+def load(run: Path) -> Best:
+    """The best model of a run directory. Raises: `UserError`."""
+    path = run if run.is_file() else run / BEST
+    if not path.is_file():
+        text = f"{run} has no {BEST}: name a run directory in which an epoch has finished"
+        raise UserError(text, on_every_rank=True)
+    content = read_checkpoint(path)
+    if missing := [name for name in NEEDED if name not in content]:
+        text = f"{path} is no {BEST} of this suite: it has no {', '.join(missing)}"
+        raise UserError(text, on_every_rank=True)
+    return Best(path, content)
+
+
+@dataclass
+class Predictions:
+    """What a model predicts for n images, most likely class first.
+
+    ``targets`` int64 [n], ``top`` int64 [n, k] and ``probabilities`` float32 [n, k] (k: at most 5),
+    ``of_target`` float32 [n]: the probability of the true class; ``losses`` float64 [n]: cross
+    entropy. Classes are numbers in ``classes``, the model's; ``present`` are those of the folder.
+    """
+
+    classes: list[str]
+    present: list[int]
+    paths: list[str]
+    targets: np.ndarray
+    top: np.ndarray
+    probabilities: np.ndarray
+    of_target: np.ndarray
+    losses: np.ndarray
+    indices: np.ndarray  # int64 [n], of the images in the folder
+    unreadable: list[str] = field(default_factory=list)
+    batches: Batches | None = None
+
+    @property
+    def hits(self) -> np.ndarray:
+        """Whether each of the k classes is the true one: bool [n, k]."""
+        return self.top == self.targets[:, None]
+
+    def thumbnail(self, row: int) -> bytes:
+        """What the model sees of an image, small, as a JPEG file."""
+        task = Batch(0, self.indices[row : row + 1])
+        pixels, *_ = self.batches.dataset.__getitems__(task)
+        return jpeg(pixels[0])
+
+
+def jpeg(pixels: Tensor) -> bytes:
+    """A small picture of ``pixels`` (uint8 [h, w, 3]) as a JPEG file."""
+    picture, buffer = Image.fromarray(pixels.numpy()), io.BytesIO()
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    picture.save(buffer, "JPEG", quality=85)
+    return buffer.getvalue()
+
+
+def open_part(best: Best, args: Any, world: World) -> Batches:
+    """The images of DATA/part, or of DATA itself if it is a folder of class folders.
+
+    Raises: `UserError` for classes that the model does not know.
+    """
+    data, part = Path(args.data), args.part
+    if not (data / part).is_dir():
+        if any((data / name).is_dir() for name in ("train", "val", "test")):
+            raise UserError(f"folder {data / part} is missing", on_every_rank=True)
+        part = "."
+    names = class_folders(data / part)
+    if unknown := sorted(set(names) - set(best.classes)):
+        text = f"{len(unknown)} of the {len(names)} classes in {data / part} are not among the "
+        text += f"{len(best.classes)} of {best.path}: {', '.join(unknown[:3])}"
+        raise UserError(text, on_every_rank=True)
+    dtype = amp.autocast_dtype(args, world) or torch.float32
+    batches = part_batches(part, names, args, world, dtype)
+    batches.use(best.preprocessing)
+    return batches
+
+
+@torch.no_grad()
+def predict(best: Best, batches: Batches, args: Any, world: World) -> Predictions:
+    """Predict every image once, over all processes, which all get the result.
+
+    Among the classes of the folder alone, unless ``args.all_classes``. Raises: `UserError` when too
+    many images are unreadable, or all.
+    """
+    model = best.build().to(world.device, memory_format=args.memory_format)
+    dtype = batches.dtype if batches.dtype is not torch.float32 else None
+    present = [best.classes.index(name) for name in batches.dataset.source.classes]
+    number = torch.tensor(present, device=world.device)
+    absent = torch.ones(len(best.classes), dtype=torch.bool, device=world.device)
+    absent[number] = False
+    rows: list[tuple[Tensor, ...]] = []
+    for task, (images, targets) in zip(batches.sampler, batches, strict=True):
+        with torch.autocast(world.device.type, dtype, enabled=dtype is not None):
+            logits = model(images)
+        logits = logits.float()
+        if not args.all_classes:
+            logits = logits.masked_fill(absent, -torch.inf)
+        scores, readable = logits.log_softmax(1), targets != UNREADABLE
+        labels = number[targets.clamp(min=0)]
+        own = scores.gather(1, labels[:, None])[:, 0]
+        top, classes = scores.topk(min(TOP, len(present)))
+        found = (torch.from_numpy(task.indices).to(labels), labels, classes, top.exp(), own)
+        rows.append(tuple(one[readable].cpu() for one in found))
+    bad = batches.bad
+    bad.share(world)
+    source = bad.source
+    if bad.too_many:
+        raise bad.error()
+    columns = [torch.cat(one).numpy() for one in zip(*rows, strict=True)] if rows else None
+    parts = [one for one in gather(columns, world) if one and len(one[0])]
+    if not parts:
+        raise UserError(f"none of the images in {source.root} could be read", on_every_rank=True)
+    indices, labels, top, probabilities, own = map(np.concatenate, zip(*parts, strict=True))
+    order = np.argsort(indices)
+    root = Path(source.root)
+    return Predictions(
+        classes=best.classes,
+        present=present,
+        paths=[str(Path(source.path(i)).relative_to(root)) for i in indices[order].tolist()],
+        targets=labels[order],
+        top=top[order],
+        probabilities=probabilities[order],
+        of_target=np.exp(own[order]),
+        losses=-own[order].astype(np.float64),
+        indices=indices[order],
+        unreadable=[source.path(image) for image in sorted(bad.seen)],
+        batches=batches,
+    )
+
+
+def write_csv(found: Predictions, path: Path) -> None:
+    """A line for each image: see the header. Raises: OSError."""
+    count = found.top.shape[1]
+    header = ["path", "true", "predicted", "probability", "probability_of_true", "loss"]
+    header += [f"{name}{i}" for i in range(2, count + 1) for name in ("class", "probability")]
+    names = found.classes
+    with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        for i, name in enumerate(found.paths):
+            ranked = list(zip(found.top[i].tolist(), found.probabilities[i].tolist(), strict=True))
+            (first, p), *others = ranked
+            row = [name, names[found.targets[i]], names[first], f"{p:.9g}"]
+            row += [f"{found.of_target[i]:.9g}", f"{found.losses[i]:.9g}"]
+            writer.writerow(row + [x for k, p in others for x in (names[k], f"{p:.9g}")])
+
+
+@torch.no_grad()
+def of_files(best: Best, files: list[Path], args: Any, world: World) -> list[dict[str, Any]]:
+    """The most likely classes of image files: for each its path, picture (JPEG) and ``ranked``,
+    [(class, probability)]; in place of these an ``error`` if it cannot be read."""
+    from utils.images import ImageBatches
+
+    paths = b"".join(
+        str(file.absolute()).encode(errors="surrogateescape") + b"\0" for file in files
+    )
+    source = Source("/", ["images"], paths, [len(files)])
+    wanted = best.preprocessing
+    dataset = ImageBatches(source, wanted.crop, 0, train=False)
+    dataset.resize, dataset.interpolation = wanted.val_resize_size, wanted.interpolation
+    model, found = best.build().to(world.device), []
+    mean, std = (torch.tensor(one)[:, None, None] for one in (wanted.mean, wanted.std))
+    for number, file in enumerate(files):
+        pixels, _, reading = dataset.__getitems__(Batch(0, np.array([number])))
+        if reading.faults:
+            found.append({"path": str(file), "error": reading.faults[0][1]})
+            continue
+        images = ((pixels.permute(0, 3, 1, 2) / 255 - mean) / std).to(world.device)
+        scores = model(images).float().softmax(1)[0]
+        ranked = scores.topk(min(TOP, len(best.classes)))
+        names = [best.classes[i] for i in ranked.indices.tolist()]
+        pairs = list(zip(names, ranked.values.tolist(), strict=True))
+        found.append({"path": str(file), "ranked": pairs, "picture": jpeg(pixels[0])})
+    return found

@@ -1,0 +1,148 @@
+"""scripts/model_results.py: figures recomputed from its CSV, hostile names, an exported model."""
+
+import csv
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import draw_folder, environment, python, summary
+from torchvision.models import get_model
+
+ARCH, SIZE = "shufflenet_v2_x0_5", 32
+HOSTILE = "<img src=x onerror=alert(1)>\n\u202ec,d"
+CLASSES = sorted([HOSTILE, "class_1", "class_2"])
+
+
+def results(*words, **env):
+    return python("scripts/model_results.py", *words, "-j", 0, **env)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with ``data``, of which one class has a hostile name, and a run on it."""
+    place = tmp_path_factory.mktemp("results")
+    data = draw_folder(place / "data", train=8, val=7)
+    for part in ("train", "val"):
+        (data / part / "class_0").rename(data / part / HOSTILE)
+    line = ("-a", ARCH, "--image-size", SIZE, "-b", 8, "-j", 0, "--epochs", 1, "--lr", 0.01)
+    done = python("imagenet_nd.py", *line, "--output-dir", place, "--name", "run", data)
+    assert done.code == 0, done.err
+    return place
+
+
+def rows_of(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_figures_are_those_of_the_predictions(place):
+    """Two processes, of which one has an image more."""
+    broken = place / "data/val/class_2/broken.jpeg"
+    broken.write_bytes(b"no image")
+    done = results(place / "run", place / "data", "-g", 2, "-b", 4, "--images", broken)
+    broken.unlink()
+    assert done.code == 0, done.err
+    assert "broken.jpeg: cannot be read" in done.out
+    page = (place / "run/results_val.html").read_text()
+    assert "1 images could not be read" in page
+    rows = rows_of(place / "run/predictions_val.csv")
+    files = {str(path.relative_to(place / "data/val")) for path in place.glob("data/val/*/*.JPEG")}
+    assert len(rows) == 21
+    assert {row["path"] for row in rows} == files
+
+    right = [row["true"] == row["predicted"] for row in rows]
+    ranked = [[row["predicted"], row["class2"], row["class3"]] for row in rows]
+    assert all(sorted(one) == CLASSES for one in ranked)
+    run = summary(place / "run")
+    assert 100 * np.mean(right) == pytest.approx(run["best_top1"])
+    losses = [-np.log(float(row["probability_of_true"])) for row in rows]
+    assert np.mean(losses) == pytest.approx(run["best_loss"], rel=1e-4)
+
+    def shown(name):
+        found = re.search(rf"<th>{re.escape(name)}</th><td>(.*?)</td>", page)[1]
+        return [float(x) for x in re.findall(r"-?\d+\.\d+", found)]
+
+    p, z2 = np.mean(right), 1.959964**2 / 21  # Wilson: where |p - x| is 1.96 standard errors of x
+    interval = sorted(100 * np.roots([1 + z2, -(2 * p + z2), p * p]))
+    assert shown("top-1 (%)") == pytest.approx([100 * p, *interval], abs=0.006)
+    assert shown("loss")[0] == pytest.approx(np.mean(losses), abs=0.006)
+    sure, error = np.array([float(row["probability"]) for row in rows]), 0.0
+    for low in np.arange(15) / 15:
+        chosen = (sure > low) & (sure <= low + 1 / 15)
+        error += abs(sum(sure[chosen]) - np.sum(np.array(right)[chosen])) / 21
+    assert shown("expected calibration error (%)") == [pytest.approx(100 * error, abs=0.006)]
+
+    assert "<img src=x" not in page
+    assert html.escape("<img src=x onerror=alert(1)>") in page
+    assert "\u202e" not in page
+    assert all(x.startswith("data:") for x in re.findall(r'(?:src|href)="([^"]*)', page))
+
+
+def test_some_of_the_classes_and_two_runs(place, tmp_path):
+    """A folder of class folders; the same model twice gains and loses nothing."""
+    subset = tmp_path / "subset"
+    for name in ("class_1", "class_2"):
+        shutil.copytree(place / "data/val" / name, subset / name)
+    shutil.copytree(place / "run", tmp_path / "copy")
+    done = results(place / "run", tmp_path / "copy", subset, "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    first, second = (rows_of(tmp_path / f"out/predictions_subset_{i}.csv") for i in (1, 2))
+    assert first == second
+    assert len(first) == 14
+    assert {row["predicted"] for row in first} <= {"class_1", "class_2"}
+    page = (tmp_path / "out/results_subset_2_runs.html").read_text()
+    assert re.search(r"changed by 0\.00 .*: 0 are right only in copy, 0 only in run", page)
+    (subset / "unknown").mkdir()
+    results(place / "run", subset).fails_with("1 of the 3 classes", "unknown")
+
+
+def test_bad_input_is_one_line(place, tmp_path):
+    results(tmp_path, place / "data").fails_with("has no best.pt")
+    (tmp_path / "file").touch()
+    results(place / "run", "--out", tmp_path / "file/page").fails_with("cannot write", "--out")
+    (tmp_path / "real.json").write_text("[[1], 2]")
+    results(place / "run", "--real", tmp_path / "real.json").fails_with("not a list of lists")
+
+
+EXPORTED = """
+import os, sys, torch
+os.chdir(sys.argv[1])
+{code}
+torch.save(model(torch.load("images.pt")), "logits.pt")
+"""
+
+
+def test_an_exported_model_loads_elsewhere(tmp_path):
+    """By the lines in the folder's README.md for torchvision, and by timm where it is installed."""
+    pytest.importorskip("safetensors")
+    model, names = get_model("resnet18", num_classes=3).eval(), ["a", "b", "ä"]
+    sizes = {"image_size": 64, "val_resize_size": 73, "val_image_size": None}
+    sizes |= {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.2, 0.3), "interpolation": "bicubic"}
+    best = {"state_dict": model.state_dict(), "arch": "resnet18", "classes": names}
+    (tmp_path / "run").mkdir()
+    torch.save(best | {"preprocessing": sizes, "model_args": {}}, tmp_path / "run/best.pt")
+    out = tmp_path / "out"
+    done = results(tmp_path / "run", "--export", out)
+    assert done.code == 0, done.err
+    config = json.loads((out / "config.json").read_text())
+    assert config["label_names"] == names
+    images = torch.rand(2, 3, 64, 64)
+    torch.save(images, out / "images.pt")
+    (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
+    timm = 'import timm\nmodel = timm.create_model("local-dir:.", pretrained=True).eval()\n'
+    timm += "config = timm.data.resolve_model_data_config(model)\n"
+    timm += "steps = timm.data.create_transform(**config, is_training=False).transforms\n"
+    timm += "assert steps[0].size == 73, steps"
+    tried = [sys.executable, "-Ic", "import timm"]
+    has_timm = not subprocess.run(tried, capture_output=True, check=False).returncode
+    for lines in (code, timm) if has_timm else (code,):
+        words = [sys.executable, "-Ic", EXPORTED.format(code=lines), str(out)]
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert torch.equal(torch.load(out / "logits.pt"), model(images))
