@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import draw_folder, environment, python, summary
+from results import figures
+from results.predictions import Predictions
 from torchvision.models import get_model
 
 ARCH, SIZE = "shufflenet_v2_x0_5", 32
@@ -146,3 +148,17 @@ def test_an_exported_model_loads_elsewhere(tmp_path):
         done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert torch.equal(torch.load(out / "logits.pt"), model(images))
+
+
+def test_real_labels_and_many_classes(tmp_path):
+    """Of three validation images, one has two right classes, one has none and does not count."""
+    names = [f"n{i:08}" for i in range(1000)]
+    paths = [f"n/ILSVRC2012_val_{i:08}.JPEG" for i in (3, 1, 2)]
+    top = np.array([[7, 1], [5, 1], [9, 1]])
+    half = np.full((3, 2), 0.5, np.float32)
+    targets, present, ones = np.array([7, 4, 9]), list(range(1000)), np.ones(3)
+    found = Predictions(names, present, paths, targets, top, half, ones, ones, np.arange(3))
+    (tmp_path / "real.json").write_text("[[4, 5], [], [8]]")
+    assert figures.real_accuracy(found, tmp_path / "real.json").value == 50.0
+    assert figures.frequent_confusions(found) == [(names[4], names[5], 1)]
+    assert figures.confident_mistakes(found, 5) == [1]

@@ -78,7 +78,7 @@ def config(best: Best) -> dict[str, Any]:
 def export(best: Best, folder: Path, onnx: bool = False) -> list[Path]:
     """Write the model into ``folder``. Returns: the files. Raises: `UserError`, OSError."""
     try:
-        from safetensors.torch import save_file
+        from safetensors.torch import save
     except ModuleNotFoundError:
         raise UserError("--export needs a package: pip install safetensors") from None
     facts = config(best)
@@ -86,7 +86,7 @@ def export(best: Best, folder: Path, onnx: bool = False) -> list[Path]:
     paths = [folder / name for name in ("model.safetensors", "config.json", "README.md")]
     # Tensors of their own: a file of safetensors has none that share memory.
     weights = {name: x.clone().contiguous() for name, x in best.build().state_dict().items()}
-    save_file(weights, paths[0], {"format": "pt"})
+    paths[0].write_bytes(save(weights, {"format": "pt"}))
     paths[1].write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     paths[2].write_text(readme(best), encoding="utf-8")
     if onnx:
@@ -96,7 +96,7 @@ def export(best: Best, folder: Path, onnx: bool = False) -> list[Path]:
 
 
 def readme(best: Best) -> str:
-    """How to load the files in ``folder``, in Markdown."""
+    """How to load the exported files, in Markdown."""
     arch, own = best.content["arch"], models.is_own(best.content["arch"])
     package = "torchvision.models.get_model" if own else "timm.create_model"
     build = f'model = {package}(\n    "{arch}", num_classes=config["num_classes"], '
