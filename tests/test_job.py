@@ -4,11 +4,19 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from running import Process, Running, descendants, eventually
+
+sys.path.append(str(ROOT / "scripts/ssh"))
+import guard
+import hosts
 
 INTERRUPTED, LOST_PEER = 75, 69
 # In place of an ssh, a guard; none while there is a file NAME_away. Waiting times are short.
@@ -54,6 +62,8 @@ if mode:
     subprocess.Popen(["sleep", "600"], **quiet)
 if mode != "stubborn":
     signal.signal(signal.SIGTERM, end)
+if mode == "loud":
+    print("x" * 1_000_000, flush=True)
 print("rank", os.environ["NODE_RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:],
       os.environ["MASTER_ADDR"], "attempt", os.environ.get("IMAGENET_ELASTIC"), flush=True)
 while not os.path.exists(os.environ["NODE"]):
@@ -150,6 +160,46 @@ def test_nothing_outlives_a_job(start, tmp_path, way, job):
     assert ("asking all nodes to stop" in result.err) == (name in ("SIGINT", "SIGHUP"))
     died = way == "launcher SIGKILL"
     assert result.code == (-signal.SIGKILL if died else INTERRUPTED if saved else LOST_PEER)
+
+
+def test_a_launcher_whose_output_nobody_reads_still_answers(start, tmp_path):
+    """As with `| less`: the job must not end because its lines are not shown."""
+    (tmp_path / "mode").write_text("loud")
+    with start("a", silence=2) as run:
+        assert eventually(lambda: len(descendants(run.pid)) == 3)  # a guard, the script, its worker
+        time.sleep(5)
+        (tmp_path / "a").write_text("0")
+        run.until("rank 0 of 1")
+        assert ended(run) == (0, "")
+
+
+def test_answers_that_were_held_up_extend_no_lease(tmp_path):
+    """Each line that the guard gets here answers its first heartbeat."""
+    (tmp_path / "script.py").write_text("import time; time.sleep(600)")
+    program = hosts.program(Path(guard.__file__), {}).replace(b"= 15.0", b"= 3.0")
+    words = [sys.executable, "-uc", hosts.BOOTSTRAP]
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    job = {"command": ["script.py"], "folder": str(tmp_path), "python": sys.executable}
+    job |= {"environment": {}, "grace": 1.0}
+    with subprocess.Popen(words, **pipes) as ran:
+        ran.stdin.write(program)
+        ran.stdin.flush()
+        first = next(line for line in ran.stdout if line.startswith(guard.HEARTBEAT.encode()))
+        ran.stdin.write(json.dumps(job).encode() + b"\n")
+
+        def has_ended() -> bool:
+            with suppress(OSError):
+                ran.stdin.write(first)
+                ran.stdin.flush()
+            return ran.poll() is not None
+
+        try:
+            assert eventually(has_ended, 30)
+        finally:
+            ran.kill()
+            with suppress(OSError):
+                ran.stdin.close()
+    assert ran.returncode == 128 + signal.SIGTERM
 
 
 def test_a_node_without_an_answer(start, tmp_path):

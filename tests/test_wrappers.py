@@ -81,9 +81,12 @@ def test_arguments_reach_a_script_of_one_process(tmp_path):
     assert f"{ROOT}/{expected}" in " ".join((tmp_path / "b/mine/node0.log").read_text().split())
 
 
-@pytest.mark.parametrize("wrapper", ["one_node_train.sh 1 run", "elastic_train.sh 1 1:1 run"])
 @pytest.mark.parametrize(
-    ("words", "named"), [("{folder}/none", "none is missing"), ("--mixup 2 {folder}", "--mixup")]
+    ("wrapper", "words", "named"),
+    [
+        ("one_node_train.sh 1 run", "{folder}/none", "none is missing"),
+        ("elastic_train.sh 1 1:1 run", "--mixup 2 {folder}", "--mixup"),
+    ],
 )
 def test_bad_input_ends_with_one_error(folder, tmp_path, wrapper, words, named):
     """Not with torchrun's stack trace, nor its exit code, nor after a hundred restarts."""

@@ -114,7 +114,7 @@ class Trial:
 
 def worker_killed(trial: Trial) -> None:
     processes = trial.nodes[1].processes()
-    torchrun = {one.pid for one in processes if " -m torch.distributed.run " in one.command}
+    torchrun = {one.pid for one in processes if "/torchrun.py " in one.command}
     (worker,) = [x for x in processes if x.parent in torchrun and " -u " in x.command]
     now = time.monotonic()
     os.kill(worker.pid, signal.SIGKILL)
