@@ -85,7 +85,7 @@ except Exception as error: sys.exit(f"error: {error}")' "$name") || exit 2
     if [ ${#preflight[@]} -gt 0 ]; then
         seconds=$(option --dist-timeout 300 "$@")
         preflight=(-m utils.extras.preflight "${preflight[@]}" "$processes" "$MASTER_ADDR:$MASTER_PORT")
-        echo "+ cd $root; $PYTHON ${preflight[*]} $seconds"
+        echo "+ (cd $root && $PYTHON ${preflight[*]} $seconds)"
         (use_python "${preflight[@]}" "$seconds") || exit
     fi
     [ ${#torchrun[@]} -gt 0 ] || torchrun=(--nnodes=1 --node_rank=0 --master_addr=127.0.0.1
