@@ -304,7 +304,7 @@ def of_node(rank: int, name: str, one: Facts, args: argparse.Namespace) -> Itera
             yield Finding(level, f"{name}: {what}", why, remedy)
     needed = (need_of(one, args) or 0) * max(1, len(one["gpus"]))
     for verb, rate, remedy in (
-        ("reads", one["data"].get("files_per_s"), "use a local disk, or"),
+        ("reads", one["data"].get("files_per_s"), "use a local disk or prepare_data.py shards, or"),
         ("decodes", one["cores"] * one["data"].get("core", 0), "use more cores, or"),
     ):
         text = f"{name} {verb} {rate or 0:.0f} images/s"

@@ -32,7 +32,7 @@ SIZES_ASKED = 10_000  # files, spread over the data set, that estimate the mean 
 class Source:
     """The images of one part of a data set (DATA/train, say), numbered from 0, class by class.
 
-    ``targets``: int64 [n], the class of each image by the order of ``classes``. The names are in
+    ``targets``: integers [n], the class of each image by the order of ``classes``. The names are in
     one byte string: 1.28 million Python strings would be copied into the memory of every loader
     worker as their reference counts change.
     """
@@ -49,7 +49,8 @@ class Source:
                 text = f"class folder {root}/{name} has no images ({' '.join(SUFFIXES)})"
                 raise UserError(text, on_every_rank=True)
         self.starts = path_starts(paths)
-        self.targets = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
+        small = np.int16 if len(classes) < 2**15 else np.int32
+        self.targets = np.repeat(np.arange(len(classes), dtype=small), counts)
 
     @staticmethod
     def class_names(root: Path) -> list[str]:
@@ -115,9 +116,9 @@ class Source:
 
 
 def path_starts(paths: bytes) -> np.ndarray:
-    """The start of each path (each ends with a zero byte), and the end of the last: int64 [n+1]."""
+    """Where each path starts (each ends with a zero byte), and the last ends: integers [n+1]."""
     ends = np.flatnonzero(np.frombuffer(paths, np.uint8) == 0)
-    return np.concatenate([[0], ends + 1])
+    return np.concatenate([[0], ends + 1]).astype(np.uint32 if len(paths) < 2**32 else np.int64)
 
 
 def open_regular(path: str, flags: int) -> int:

@@ -95,6 +95,11 @@ def _faster_input(session: Session) -> list[str]:
             f"the workers spent {of_reading:.0%} of their time reading files: a faster disk (local "
             f"NVMe), or memory that holds the {len(source) * mean / 2**30:.3g} GiB of the data set"
         )
+        if source.stored(0)[2] is None:  # a file for each image
+            advice.append(
+                f"few large files, which need fewer round trips: {prepare} shards {data} "
+                f"{data}_shards, then train on that"
+            )
     elif is_jpeg and addons.region_decoder() is None:
         advice.append("faster decoding, on each node: python scripts/build_region_decode.py")
     if session.args.workers < cores:
