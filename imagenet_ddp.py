@@ -125,7 +125,7 @@ def train(args: Namespace, world: World) -> int:
 
     # ---- resume, then train and evaluate, epoch by epoch
     run = Run(args, world, mode="ddp")
-    state = TrainState(model, optimizer, scaler, comm=comm)
+    state = TrainState(model, optimizer, scaler, {"comm": comm})
     session = Session(args, world, run, loaders, state)
     if (code := loop.measure(session, train_step)) is not None:
         return code  # --find-batch, --dummy

@@ -122,7 +122,7 @@ def train(args: Namespace, world: World) -> int:
 
     # ---- resume, then train and evaluate, epoch by epoch
     run = Run(args, world, mode="apex")
-    state = TrainState(model, optimizer, amp.scaler, weights=amp.weights)
+    state = TrainState(model, optimizer, amp.scaler, {"model": amp.weights})
     session = Session(args, world, run, loaders, state)
     if (code := loop.measure(session, train_step)) is not None:
         return code  # --find-batch, --dummy

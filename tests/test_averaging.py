@@ -2,6 +2,7 @@
 
 import copy
 import math
+from argparse import Namespace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -10,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from o2_cases import prepare, train
 from running import same
-from test_checkpoint import ARGS, CLASSES, OPTIONS, WORLD, build, save_best, save_snapshot
+from test_checkpoint import ARGS, CLASSES, OPTIONS, WORLD, build, resume, save_best, save_snapshot
 from torch import nn
 
 from utils import epoch, loop
+from utils.addons import add_average
 from utils.atomic import read_checkpoint
 from utils.errors import UserError
 from utils.extras.ema import Average
-from utils.snapshots import resume
 
 
 @pytest.mark.parametrize(("level", "most"), [("O0", 0.9), ("O0", 0.3), ("O2", 0.9)])
@@ -50,19 +51,15 @@ def test_the_average_is_the_formula_and_the_model_gets_its_own_bits_back(level, 
 # ---- in snapshots
 
 
-def add_average(state):
-    state.ema = state.parts["ema"] = Average(state.model, 0.9)
-
-
 def averaged(seed=0):
     """A state with averages after some steps."""
     state = build(seed)
-    add_average(state)
+    state.parts["ema"] = Average(state.model, 0.9)
     state.global_batch = 32
     for _ in range(3):
         state.model(torch.randn(8, 4)).square().mean().backward()
         state.optimizer.step()
-        state.ema.after_step()
+        state.parts["ema"].after_step()
     state.best = {"epoch": 1, "top1": 50.0, "top5": 90.0, "ema": 1}
     return state
 
@@ -71,25 +68,27 @@ def test_averages_of_a_snapshot_are_restored_if_they_fit(tmp_path):
     """Without any in it, they begin from its weights."""
     path, old, new = tmp_path / "snapshot.pt", averaged(), averaged(seed=2)
     save_snapshot(build(seed=1), tmp_path, OPTIONS)
-    resume(new, ARGS, WORLD, path, add_parts=lambda: add_average(new))
-    assert new.ema.steps == 0
-    assert same(new.ema.averages, {n: new.model.state_dict()[n] for n in new.ema.averages})
+    resume(new, ARGS, path)
+    add_average(new, Namespace(ema=0.9, evaluate=False))
+    ema = new.parts["ema"]
+    assert ema.steps == 0
+    assert same(ema.averages, {n: new.model.state_dict()[n] for n in ema.averages})
     save_snapshot(old, tmp_path, OPTIONS)
-    resume(new, ARGS, WORLD, path)
-    assert new.ema.steps == 3
-    assert same(new.ema.averages, old.ema.averages)
+    resume(new, ARGS, path)
+    assert ema.steps == 3
+    assert same(ema.averages, old.parts["ema"].averages)
     content = read_checkpoint(path)
     for averages, message in (([], "does not fit this program"), ({}, "of another model")):
         content["ema"]["model"] = averages
         torch.save(content, path)
         with pytest.raises(UserError, match=message):
-            resume(averaged(), ARGS, WORLD, path)
+            resume(averaged(), ARGS, path)
 
 
 def test_best_pt_has_the_averages_where_they_are_better(tmp_path):
     state = averaged()
     own = state.model.state_dict()
-    for weights, wanted in (("ema", own | state.ema.averages), ("model", own)):
+    for weights, wanted in (("ema", own | state.parts["ema"].averages), ("model", own)):
         state.best["ema"] = int(weights == "ema")
         save_best(state, tmp_path, "tiny", CLASSES)
         best = read_checkpoint(tmp_path / "best.pt")
@@ -131,7 +130,7 @@ def test_flips_are_the_mean_of_two_views():
     batches = MagicMock(**{"__iter__.return_value": parts, "bad.too_many": False})
     batches.sampler = SimpleNamespace(rounds=2, images=9)
     session = MagicMock(args=SimpleNamespace(val_flip=True), world=WORLD, stop=None)
-    session.state.ema, session.state.model, session.state.sharded = None, model, False
+    session.state.parts, session.state.model, session.state.sharded = {}, model, False
     found = epoch.evaluate(session, model, batches)
     images, targets = (torch.cat(part) for part in zip(*parts, strict=True))
     logits = (model(images) + model(images.flip(3))) / 2

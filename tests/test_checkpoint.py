@@ -1,6 +1,7 @@
 """What a run continues from: our snapshots, files of other programs, and files that do not fit."""
 
 import io
+import logging
 import os
 import pickle
 import signal
@@ -17,7 +18,8 @@ from utils.atomic import read_checkpoint
 from utils.errors import UserError
 from utils.extras.o2 import LossScaler
 from utils.optim import sgd
-from utils.snapshots import TrainState, best_of, resume, snapshot_of, write
+from utils.resume import load_parts, load_weights
+from utils.snapshots import TrainState, best_of, snapshot_of, write
 from utils.world import World
 
 CPU = torch.device("cpu")
@@ -63,11 +65,21 @@ def same_weights(one, other):
     return same(one.model.state_dict(), other.model.state_dict())
 
 
+def resume(state, args, path, classes=None):
+    """Load a file, as `utils.loop.resume` does. Returns: whether it was a snapshot of ours."""
+    content = read_checkpoint(path)
+    for note in load_weights(state, args, content, path, classes):
+        logging.getLogger("utils").info(note)
+    for note in [] if args.evaluate else load_parts(state, args, content, path):
+        logging.getLogger("utils").info(note)
+    return state.resumed
+
+
 def resumed(tmp_path, content, args=ARGS, batch=32, classes=None):
     """A new state that has resumed from a file with ``content``, and whether it was a snapshot."""
     torch.save(content, tmp_path / "snapshot.pt")
     state = replace(build(seed=1, lr=0.025), global_batch=batch)
-    return state, resume(state, args, WORLD, tmp_path / "snapshot.pt", classes)
+    return state, resume(state, args, tmp_path / "snapshot.pt", classes)
 
 
 def ours(state=None, options=OPTIONS):

@@ -167,14 +167,14 @@ def test_each_skipped_step_is_reported_once_until_the_scale_is_lost(logged):
     start = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to "
     assert logged == [start + value for value in ("32768.0", "16384.0")]
     while float(scaler.value) >= SMALLEST:
-        assert not scaler.lost
+        assert scaler.failure is None
         moves(scaler, BAD)
-    assert scaler.lost
+    assert "overflow without end" in scaler.failure
     told, most = len(logged), [BAD] * (ENDLESS - 1)
     assert moves(fixed, *most, GOOD, *most)[1] == 8.0
-    assert not fixed.lost
+    assert fixed.failure is None
     moves(fixed, BAD)
-    assert fixed.lost
+    assert "overflow without end" in fixed.failure
     assert len(logged) == told
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from running import same
+from test_checkpoint import resume
 from torch import nn
 from torchvision.models import get_model
 
@@ -17,7 +18,7 @@ from utils.extras import muon
 from utils.extras.muon import Muon, orthogonal
 from utils.extras.o2 import LossScaler
 from utils.optim import learning_rate, scale_lr
-from utils.snapshots import TrainState, resume, snapshot_of, write
+from utils.snapshots import TrainState, snapshot_of, write
 from utils.world import World
 
 CPU = torch.device("cpu")
@@ -216,7 +217,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, line):
     whole, first, second = (state_of_line() for _ in range(3))
     expected = steps(whole.model, whole.optimizer, 0, 5)
     steps(first.model, first.optimizer, 0, 2)
-    assert resume(second, ARGS, WORLD, saved(first, tmp_path / "snapshot.pt"))
+    assert resume(second, ARGS, saved(first, tmp_path / "snapshot.pt"))
     assert same(steps(second.model, second.optimizer, 2, 5), expected)
     # Laid out in memory as a fused optimiser wants it.
     for weight, entry in second.optimizer.state.items():
@@ -229,15 +230,15 @@ def test_the_state_of_another_optimiser_is_refused(tmp_path):
     state, message = state_of("--wd-norm 0"), "of another model, --optimizer, --wd-norm or --freeze"
     steps(state.model, state.optimizer)
     with pytest.raises(UserError, match=message + ".*--pretrained"):
-        resume(state_of(""), ARGS, WORLD, saved(state, path))
+        resume(state_of(""), ARGS, saved(state, path))
     state = state_of("--optimizer muon")
     steps(state.model, state.optimizer)
     saved(state, path, optimizer="muon")
     new, args = state_of(adamw), Namespace(**vars(ARGS), optimizer="adamw")
     with pytest.raises(UserError, match="was made with --optimizer muon"):
-        resume(new, args, WORLD, path)
+        resume(new, args, path)
     args.start_epoch = 0  # from its weights alone
-    assert resume(new, args, WORLD, path)
+    assert resume(new, args, path)
     assert same(new.model.state_dict(), state.model.state_dict())
     assert not new.optimizer.state
 

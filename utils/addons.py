@@ -135,6 +135,12 @@ def mixing(args: Any, sampler: Any, classes: int) -> Any:
 # ---- a run: its directory, snapshots, end
 
 
+def describe_changes(state: Any, args: Any, content: dict[str, Any]) -> list[str]:
+    """Notes about what has changed since a snapshot."""
+    notes = extra_if_there("resume_notes")
+    return notes.describe(state, args, content) if notes else []
+
+
 def check_store(args: Any) -> None:
     """Raise `UserError` for a --store or a --resume URL that cannot be used here."""
     if args.store or is_url(args.resume):
@@ -183,17 +189,20 @@ def change_model(model: Any, args: Any, classes: int) -> list[str]:
     return notes
 
 
-def average(state: Any, args: Any) -> Any:
-    """``--ema``: the `Average` of the model's weights, which follows each optimiser step; or None.
+def add_average(state: Any, args: Any) -> None:
+    """``--ema``: the part "ema", an average of the model's weights that follows each step.
 
     It begins with the weights as they are now.
     """
-    if not args.ema or args.evaluate:
-        return None
-    masters = getattr(state.weights, "named_masters", dict)()
-    averages = extra("ema").Average(state.model, args.ema, masters)
-    state.optimizer.register_step_post_hook(lambda *_: averages.after_step())
-    return averages
+    if args.ema and not args.evaluate:
+        masters = getattr(state.parts["model"], "named_masters", dict)()
+        average = state.parts["ema"] = extra("ema").Average(state.model, args.ema, masters)
+        state.optimizer.register_step_post_hook(lambda *_: average.after_step())
+
+
+def other_weights(state: Any) -> dict[str, Any]:
+    """Contexts in which the model has other weights, to be evaluated as well; by their tags."""
+    return {"ema": state.parts["ema"].in_model()} if "ema" in state.parts else {}
 
 
 def exchange(replica: Any, args: Any, world: Any, scaler: Any) -> Any:
@@ -222,14 +231,17 @@ def measurement(args: Any) -> Any:
     return extra("dummy").time_step if args.dummy else None
 
 
+def sent_bytes(session: Any, trained: list[Any]) -> float | None:
+    """Bytes that a process sends per step, computed; None: those of a plain all-reduce."""
+    state, dtype = session.state, session.loaders.dtype
+    if "comm" in state.parts:
+        return state.parts["comm"].sent_bytes([weight.shape for weight in trained])
+    if state.sharded:
+        return extra("fsdp").sent_bytes(trained, session.args, session.world, dtype)
+    return None
+
+
 # ---- beside the training
-
-
-def draw_first_batch(session: Any) -> None:
-    """Have the first training batch drawn: in the event file, and by ``run.pictures``."""
-    grid = extra_if_there("grid") if session.run.events is not None else None
-    if grid:
-        grid.draw_first_batch(session)
 
 
 def watch(session: Any) -> Any:
@@ -240,16 +252,19 @@ def watch(session: Any) -> Any:
     return SimpleNamespace(**nothing, close=lambda: None)
 
 
-def profile(session: Any) -> None:
-    """``--profile``: trace some steps of rank 0."""
-    if session.args.profile and session.world.is_main:
-        extra("profiling").start(session.run.folder, session.state.optimizer)
-
-
-def watch_spot(args: Any, stop: Any, world: Any) -> None:
-    """``--spot-notice``: ask for the end of the run when EC2 reclaims this node."""
+def begin(training: Any) -> None:
+    """Training is about to begin: what options start beside it."""
+    args, world, state = training.args, training.world, training.state
+    if "comm" in state.parts:
+        steps = training.train.sampler.steps_per_epoch
+        state.parts["comm"].start_at(state.epoch, state.step, steps, args.epochs)
+    if args.profile and world.is_main:
+        extra("profiling").start(training.run.folder, state.optimizer)
+    # The first batch is drawn in the event file, and by ``run.pictures``.
+    if training.run.events is not None and (grid := extra_if_there("grid")):
+        grid.draw_first_batch(training)
     if args.spot_notice and world.local_rank == 0:  # any of the nodes may be reclaimed
-        extra("spot").watch(args.spot_notice, stop)
+        extra("spot").watch(args.spot_notice, training.stop)
 
 
 def note_slow_float16(option: str) -> None:

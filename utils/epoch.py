@@ -145,7 +145,7 @@ class Meter:
         """Count a micro-batch that has been started. Nothing here waits for the device."""
         self.sums.add(loss * len(batch.labels), logits, batch.labels)
         self.watch.end_step(batch.ends_step)
-        if getattr(self.state.scaler, "lost", False):
+        if self.state.problem():
             self.session.stop.ask(Reason.DIVERGED)
         if self.session.train.bad.too_many:
             self.session.stop.ask(Reason.BAD_FILES)
@@ -230,18 +230,19 @@ class Meter:
 
 
 def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
-    """Evaluate the model and, in a training with ``--ema``, the averaged weights beside it.
+    """Evaluate the model, and its other weights if it has any (``--ema``).
 
-    Returns None when asked to stop, else what `measure` does; the averaged ones' tags end in
-    ``/ema``.
+    Returns: what `measure` does, and the other weights' metrics, whose tags end in their name
+    (``Top1/ema``); None when asked to stop.
     """
-    found, ema = measure(session, predict, batches), session.state.ema
-    if found is None or ema is None:
-        return found
-    with ema.in_model():
-        averaged = measure(session, predict, batches)
-    names = ("Loss", "Top1", "Top5")
-    return averaged and found | {f"{name}/ema": averaged[f"{name}/val"] for name in names}
+    result = measure(session, predict, batches)
+    for name, weights in addons.other_weights(session.state).items():
+        if result is not None:
+            with weights:
+                metrics = measure(session, predict, batches)
+            tags = {f"{tag}/{name}": f"{tag}/val" for tag in report.METRICS}
+            result = metrics and result | {tag: metrics[own] for tag, own in tags.items()}
+    return result
 
 
 @torch.no_grad()
@@ -287,10 +288,10 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
     bad = batches.bad
     bad.share(world)
     if bad.too_many or not (metrics.images or (stop is not None and stop.reason)):
-        fault = bad.error() if bad.too_many else _all_bad(bad)
+        error = bad.error() if bad.too_many else _all_bad(bad)
         if stop is None:
-            raise fault
-        stop.ask(Reason.BAD_FILES, fault)
+            raise error
+        stop.ask(Reason.BAD_FILES, error)
     if stop is not None and stop.reason:
         return None
     unreadable = sampler.images - metrics.images
@@ -320,9 +321,9 @@ def evaluate_only(session: Session, predict: Predict) -> int:
     """``-e``: evaluate the model that was loaded, and write the summary. Returns exit code 0."""
     session.run.begin(session.state.epoch, session.state.epoch)
     part = session.args.part
-    found = evaluate(session, predict, getattr(session.loaders, part))
-    report.evaluation(part, found)
-    report.end(session, Reason.EVALUATED, **{part: found})
+    result = evaluate(session, predict, getattr(session.loaders, part))
+    report.evaluation(part, result)
+    report.end(session, Reason.EVALUATED, **{part: result})
     return 0
 
 

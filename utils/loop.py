@@ -3,11 +3,12 @@
 import logging
 import math
 
-from utils import addons, errors, report, snapshots
-from utils.epoch import loss_scale, save_snapshot, test_best
+from utils import addons, errors, report
+from utils.epoch import save_snapshot, test_best
 from utils.errors import INTERRUPTED, UserError
 from utils.options import Options
 from utils.preprocessing import Preprocessing
+from utils.resume import load_parts, load_weights, saved_preprocessing
 from utils.run_directory import checkpoint_file
 from utils.session import Predict, Session, Training, TrainStep
 from utils.snapshots import SnapshotWriter, TrainState
@@ -25,13 +26,11 @@ def measure(session: Session, train_step: TrainStep) -> int | None:
 
 def with_checkpoint_sizes(args: Options, world: World) -> Options:
     """The options, with sizes that were omitted taken from the ``--resume`` checkpoint."""
-    saved = broadcast_from_rank0(
-        lambda: snapshots.saved_preprocessing(checkpoint_file(args)), world
-    )
+    saved = broadcast_from_rank0(lambda: saved_preprocessing(checkpoint_file(args)), world)
     if saved is None:
         return args
-    wanted = _with_typed_sizes(args, Preprocessing.from_dict(saved, args.resume))
-    return args.replaced(preprocessing=wanted, image_size=wanted.image_size)
+    preprocessing = _with_typed_sizes(args, Preprocessing.from_dict(saved, args.resume))
+    return args.replaced(preprocessing=preprocessing, image_size=preprocessing.image_size)
 
 
 def _with_typed_sizes(args: Options, saved: Preprocessing) -> Preprocessing:
@@ -42,34 +41,36 @@ def _with_typed_sizes(args: Options, saved: Preprocessing) -> Preprocessing:
 
 def resume(session: Session) -> None:
     """Load the checkpoint that ``--resume`` names, if any. Raises: `UserError`."""
-    args, state, run = session.args, session.state, session.run
+    args, state, run, main = session.args, session.state, session.run, session.world.is_main
     state.global_batch = session.global_batch
-    classes = session.loaders.classes
-
-    def add_parts() -> None:
-        if (average := addons.average(state, args)) is not None:
-            state.ema = state.parts["ema"] = average
-
-    state.resumed = snapshots.resume(state, args, session.world, run.snapshot, classes, add_parts)
+    content, notes = broadcast_from_rank0(run.take_checkpoint, session.world), []
+    if content is not None:
+        notes += load_weights(state, args, content, run.source, session.loaders.classes)
+    addons.add_average(state, args)
+    if content is not None and not args.evaluate:
+        notes += load_parts(state, args, content, run.source)
+    if state.resumed and not main:
+        state.sums = None  # they are of all ranks: only one may bring them in again
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums, state.printed = args.start_epoch, 0, None, None
     _resolve_preprocessing(session)
-    for note in () if state.resumed else getattr(state.model, "notes", ()):
+    notes += [] if state.resumed else getattr(state.model, "notes", [])
+    for note in notes if main else ():
         log.info(note)
 
 
 def _resolve_preprocessing(session: Session) -> None:
     """Preprocess images as the checkpoint says, but in the sizes of the command line."""
     args, state, run = session.args, session.state, session.run
-    wanted, source = args.preprocessing, "the pretrained weights"
+    preprocessing, source = args.preprocessing, "the pretrained weights"
     if state.preprocessing is not None:
-        source = run.source
-        wanted = _with_typed_sizes(args, Preprocessing.from_dict(state.preprocessing, source))
-    if args.pretrained or wanted != args.typed_preprocessing:
-        log.info(f"preprocessing as in {source}: {wanted}")
-    session.loaders.use(wanted)
-    state.preprocessing = wanted.as_dict()
-    run.options["image_size"] = wanted.image_size
+        saved, source = Preprocessing.from_dict(state.preprocessing, run.source), run.source
+        preprocessing = _with_typed_sizes(args, saved)
+    if args.pretrained or preprocessing != args.typed_preprocessing:
+        log.info(f"preprocessing as in {source}: {preprocessing}")
+    session.loaders.use(preprocessing)
+    state.preprocessing = preprocessing.as_dict()
+    run.options["image_size"] = preprocessing.image_size
 
 
 def begin(session: Session) -> Training:
@@ -91,12 +92,8 @@ def begin(session: Session) -> Training:
         print_freq=print_freq,
         first_epoch=state.epoch,
     )
-    addons.watch_spot(args, training.stop, world)
-    addons.draw_first_batch(session)
-    addons.profile(session)
+    addons.begin(training)
     training.show_status("starting")
-    if state.comm is not None:
-        state.comm.start_at(state.epoch, state.step, steps, args.epochs)
     state.tick()
     return training
 
@@ -145,14 +142,14 @@ def add_to_history(state: TrainState, record: dict[str, float], best_by: str) ->
         if f"Top1/{model}" not in record:
             continue
         names = {"top1": "Top1", "top5": "Top5", "loss": "Loss"}
-        found = {key: record[f"{name}/{model}"] for key, name in names.items()}
+        figures = {key: record[f"{name}/{model}"] for key, name in names.items()}
         if best_by == "top1":
-            is_better = found["top1"] > state.best.get("top1", -1.0)
+            is_better = figures["top1"] > state.best.get("top1", -1.0)
         else:
-            is_better = found["loss"] < state.best.get("loss", math.inf)
+            is_better = figures["loss"] < state.best.get("loss", math.inf)
         if is_better:
-            is_best, state.best = True, {"epoch": state.epoch, **found}
-            if state.ema is not None:
+            is_best, state.best = True, {"epoch": state.epoch, **figures}
+            if "Top1/ema" in record:
                 state.best["ema"] = int(model == "ema")
     return is_best
 
@@ -188,10 +185,8 @@ def end(session: Training, predict: Predict) -> int:
 def _diverged(session: Training) -> UserError:
     """The error for a loss that is not finite, or a loss scale that keeps falling."""
     state = session.state
-    where = f"in epoch {state.epoch + 1}, step {state.step}"
-    fault = f"the loss is nan or infinite {where}"
-    if getattr(state.scaler, "lost", False):
-        scale = loss_scale(state)["Amp/scale"]
-        fault = f"gradients overflow without end {where}, now at a loss scale of {scale:.3g}"
+    problem = state.problem() or "the loss is nan or infinite"
     advice = "lower --lr, add --warmup-epochs or --clip-grad; the last snapshot is intact"
-    return UserError(f"{fault}: {advice}", on_every_rank=True)
+    return UserError(
+        f"{problem} in epoch {state.epoch + 1}, step {state.step}: {advice}", on_every_rank=True
+    )

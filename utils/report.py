@@ -96,12 +96,10 @@ def sent_mb(session: Session) -> float:
     if world.size == 1:
         return 0.0
     trained = [weight for weight in state.model.parameters() if weight.requires_grad]
-    if state.sharded:
-        dtype = session.loaders.dtype
-        return addons.extra("fsdp").sent_bytes(trained, session.args, world, dtype) / 1e6
-    if state.comm is not None:
-        return state.comm.sent_bytes([weight.shape for weight in trained]) / 1e6
-    return ring_bytes(sum(weight.nbytes for weight in trained), world.size) / 1e6
+    sent = addons.sent_bytes(session, trained)
+    if sent is None:
+        sent = ring_bytes(sum(weight.nbytes for weight in trained), world.size)
+    return sent / 1e6
 
 
 def tensor_peak(session: Session) -> float | None:
@@ -150,7 +148,7 @@ def end(
         **{f"{part}_s": mean.get(f"Time/{part}") for part in PARTS},
         "hardware": {tag: mean[tag] for tag in tags if tag.startswith(("GPU/", "CPU/"))},
     }
-    if state.ema is not None:
+    if "ema" in state.parts:
         results["best_weights"] = "ema" if state.best.get("ema") else "model"
         results |= {f"val_ema_{name.lower()}": last.get(f"{name}/ema") for name in METRICS}
     if test:

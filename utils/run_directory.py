@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from utils import addons, errors, tensorboard
-from utils.atomic import read_checkpoint, remove_leftovers, save_atomically
+from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError, printable
 from utils.option_types import is_url
 from utils.provenance import is_cpu_chosen
-from utils.snapshots import BEST, SNAPSHOT, find_whole, finish_write, latest
+from utils.snapshots import BEST, SNAPSHOT, latest, read_whole
 from utils.world import World, ask_driver, broadcast_from_rank0, gather, is_elastic, node_name
 
 # ---- one training at a time
@@ -199,10 +199,10 @@ def checkpoint_file(args: Any) -> Path | None:
     if not args.evaluate:
         return latest(folder)
     best = folder / BEST
-    found = best if best.is_file() else latest(folder)
-    if found is None:
+    file = best if best.is_file() else latest(folder)
+    if file is None:
         raise UserError(f"{folder} has no {BEST} and no {SNAPSHOT} to evaluate: check --name")
-    return found
+    return file
 
 
 class Run:
@@ -258,9 +258,10 @@ class Run:
             log.info(self.lock.note)
         if self.lock and self.lock.warning:
             log.warning(self.lock.warning)
-        self.snapshot = broadcast_from_rank0(self._find_snapshot, world)  # the file to resume from
-        # The same as it is called in messages: what a URL names is a temporary file here.
-        self.source = args.resume if is_url(args.resume) else self.snapshot
+        self.content: dict[str, Any] | None = None  # of the checkpoint to resume from, in rank 0
+        path = broadcast_from_rank0(self._read_checkpoint, world)
+        # Its name in messages: what a URL names is a temporary file here.
+        self.source = args.resume if is_url(args.resume) else path
 
     def _how_to_continue(self) -> str:
         if self.args.resume == "auto":
@@ -304,27 +305,26 @@ class Run:
                     on_every_rank=True,
                 )
 
-    def _find_snapshot(self) -> Path | None:
-        """The file to resume from; with "auto" the run's own, if it has one. Opens the store.
+    def _read_checkpoint(self) -> Path | None:
+        """Read the file to resume from; with "auto" the run's own, if it has one. Opens the store.
 
-        Raises: `UserError` where there is none, or only weights, which would begin a training and
-        overwrite the run in this directory.
+        Returns: its path. Raises: `UserError` where there is none, or only weights, which would
+        begin a training and overwrite the run in this directory.
         """
         args, folder = self.args, self.folder
         if self.is_writing:
             addons.follow(self)
         if is_url(args.resume):
-            path, is_own = addons.extra("store").fetch(args.resume, folder), False
+            path = addons.extra("store").fetch(args.resume, folder)
         else:
-            with self._writing():
-                if self.is_writing and args.resume == "auto":
-                    finish_write(folder)
-                path = checkpoint_file(args)
-                is_own = self.is_writing and path is not None and path.parent == folder
-                path = path and find_whole(path, set_aside=is_own)
+            path = checkpoint_file(args)
+        if path is None:
+            return None
+        is_own = self.is_writing and path.parent == folder and not is_url(args.resume)
+        with self._writing():
+            path, self.content = read_whole(path, set_aside=is_own)
         holds_run = is_own or (self.is_writing and (folder / OPTIONS).is_file())
-        continues = path is not None and args.start_epoch is None and holds_run
-        if continues and "progress" not in read_checkpoint(path, lazily=True):
+        if holds_run and args.start_epoch is None and "progress" not in self.content:
             file = args.resume if is_url(args.resume) else path
             raise UserError(
                 f"{file} has weights, but no position in a training: beginning anew would "
@@ -332,6 +332,11 @@ class Run:
                 "FILE with another --name"
             )
         return path
+
+    def take_checkpoint(self) -> dict[str, Any] | None:
+        """The content of the file to resume from, which is not kept any longer. In rank 0."""
+        content, self.content = self.content, None
+        return content
 
     def tell_written(self, path: Path) -> None:
         """Call the functions in ``written`` with the path of a file."""

@@ -1,13 +1,10 @@
-"""Snapshots: what they hold, how they are written beside training, how a run continues.
+"""Snapshots: what they hold, and how they are written beside training.
 
 Training stands still only while the state is copied to the host; a thread then writes it. At any
 instant, also in the middle of a write, ``snapshot.pt`` or the one before it is whole on disk.
 """
 
-import contextlib
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -18,12 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from utils import addons
-from utils.atomic import link_atomically, read_checkpoint, save_atomically, unnamed_files
+from utils.atomic import read_checkpoint, save_atomically
 from utils.errors import UserError
-from utils.models import scale_input_as
-from utils.optim import TO_THE_END
-from utils.world import World, broadcast_from_rank0, is_elastic, is_sharded, shard_like, whole
+from utils.world import is_elastic, is_sharded, shard_like, whole
 
 log = logging.getLogger(__name__)
 
@@ -38,47 +32,24 @@ def latest(folder: Path) -> Path | None:
     return next((folder / name for name in (SNAPSHOT, PREVIOUS) if (folder / name).is_file()), None)
 
 
-def find_whole(path: Path, set_aside: bool = False) -> Path:
-    """``path`` or, if it is a run's snapshot and damaged, the one before, which is reported.
+def read_whole(path: Path, set_aside: bool = False) -> tuple[Path, dict[str, Any]]:
+    """Read ``path`` or, if it is a run's snapshot and damaged, the one before, with a warning.
 
-    ``set_aside``: the run goes on in this folder. The damaged one then gets another name: the next
-    save would keep it as the one before, in place of the whole one. Raises: `UserError`.
+    ``set_aside``: the run continues in this folder, so the damaged file gets another name. The next
+    save would otherwise keep it as the previous one, in place of the whole one. Returns: the path
+    that was read, and its content. Raises: `UserError`.
     """
-    if path.name != SNAPSHOT or (fault := _damage(path)) is None:
-        return path
     previous = path.with_name(PREVIOUS)
-    if not previous.is_file():
-        raise fault
-    if damage := _damage(previous):
-        raise damage
-    log.warning(f"{fault}; continuing from the snapshot before it, {previous}")
+    try:
+        return path, read_checkpoint(path)
+    except UserError as damage:
+        if path.name != SNAPSHOT or not previous.is_file():
+            raise
+        content = read_checkpoint(previous)
+        log.warning(f"{damage}; continuing from the snapshot before it, {previous}")
     if set_aside and path.exists():
         path.replace(path.with_name(DAMAGED))
-    return previous
-
-
-def finish_write(folder: Path) -> None:
-    """Name the snapshot that a killed process had written as a whole, but not named yet."""
-    for file in unnamed_files(folder):
-        path, previous = folder / SNAPSHOT, folder / PREVIOUS
-        kept = [one for one in (path, previous) if _damage(one) is None]
-        last = max((one.stat().st_mtime_ns for one in kept), default=0)
-        if file.stat().st_mtime_ns <= last or _damage(file) is not None:
-            continue
-        if "progress" in read_checkpoint(file, lazily=True):
-            if path in kept:
-                link_atomically(path, previous)
-            file.replace(path)
-            log.info(f"note: {path} was written whole when its process was killed: using it")
-
-
-def _damage(path: Path) -> UserError | None:
-    """Why ``path`` is no whole checkpoint; None if it is one."""
-    try:
-        read_checkpoint(path)
-    except UserError as fault:
-        return fault
-    return None
+    return previous, content
 
 
 def write(content: dict[str, Any], path: Path) -> None:
@@ -89,10 +60,10 @@ def write(content: dict[str, Any], path: Path) -> None:
     previous = path.with_name(PREVIOUS) if path.name == SNAPSHOT else None
     try:
         save_atomically(lambda file: torch.save(content, file), path, previous)
-    except (OSError, RuntimeError) as fault:  # torch hides the cause in a RuntimeError
-        cause = fault if isinstance(fault, OSError) else fault.__context__
+    except (OSError, RuntimeError) as error:  # torch hides the cause in a RuntimeError
+        cause = error if isinstance(error, OSError) else error.__context__
         reason = cause.strerror if isinstance(cause, OSError) else "is the disk full?"
-        raise UserError(f"cannot write {path} ({reason}): the last saved file is intact") from fault
+        raise UserError(f"cannot write {path} ({reason}): the last saved file is intact") from error
 
 
 class SnapshotWriter:
@@ -177,7 +148,10 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class Part(Protocol):
-    """Something that a snapshot keeps. All ranks call both; what rank 0 gets is saved."""
+    """Something that a snapshot keeps. All ranks call both; what rank 0 gets is saved.
+
+    It may have a ``failure``: a sentence that says why training cannot go on, or None.
+    """
 
     def state_dict(self) -> Any:
         """Tensors (whole ones, or shards as torch's DTensor) and plain values."""
@@ -248,14 +222,14 @@ class TrainState:
     """All that the future of a run depends on. Order of samples, augmentation and dropout are
     functions of seed and position: no random state needs keeping.
 
-    ``parts`` are what a snapshot keeps, by name: to keep one more thing, add it there. The position
-    is the part "progress", this object itself.
+    ``parts`` are what a snapshot keeps, by name: to keep one more thing, add it there. Model,
+    optimiser and scaler are in it, and the position as "progress", this object itself.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: Any  # a Part
-    weights: Any = None  # the Part that saves a model which trains in less than float32
+    parts: dict[str, Part | None] = field(default_factory=dict)  # more of them; None is left out
     global_batch: int = 0
     epoch: int = 0  # epochs that are finished
     step: int = 0  # steps of ``global_batch`` images of the next epoch
@@ -265,22 +239,15 @@ class TrainState:
     sums: list[float] | None = None  # of the epoch so far, of all ranks, see `metrics.Sums`
     printed: list[float] | None = None  # the same at the last printed line
     preprocessing: dict[str, Any] | None = None  # of the images, as plain values
-    comm: Any = None  # a Part: how processes exchange gradients, if not as DDP does
-    ema: Any = None  # a Part: the averaged weights
     resumed: bool = False  # from a snapshot of this suite
     clock: float | None = None  # when ``elapsed`` was brought up to date
     epoch_began: float = 0.0  # ``elapsed`` when this process began to train the epoch
-    parts: dict[str, Part] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.parts = {
-            "model": self.weights or ModelPart(self.model),
-            "optimizer": OptimizerPart(self.optimizer),
-            "scaler": self.scaler,
-            "progress": self,
-        }
-        if self.comm is not None:
-            self.parts["comm"] = self.comm
+        more = {name: part for name, part in self.parts.items() if part is not None}
+        model, optimizer = ModelPart(self.model), OptimizerPart(self.optimizer)
+        self.parts = {"model": model, "optimizer": optimizer, "scaler": self.scaler, **more}
+        self.parts["progress"] = self
 
     def tick(self) -> None:
         """Add the time since the last call to ``elapsed``; the first call starts the clock."""
@@ -292,6 +259,10 @@ class TrainState:
         """Note the time."""
         self.tick()
         self.epoch_began = self.elapsed
+
+    def problem(self) -> str | None:
+        """Why training cannot go on, if any of the parts says so."""
+        return next(filter(None, (getattr(x, "failure", None) for x in self.parts.values())), None)
 
     @property
     def sharded(self) -> bool:
@@ -331,13 +302,13 @@ class TrainState:
         """Load whole weights. Raises `UserError` when they are of another model."""
         try:
             self.parts["model"].load_state_dict(state)
-        except RuntimeError as fault:
+        except RuntimeError as error:
             # Some models have weights for each place of the image.
             size = (self.preprocessing or {}).get("image_size")
             hint = f"; it was trained with --image-size {size}" if size else ""
             raise UserError(
                 f"the snapshot does not fit this model, another arch or number of classes? "
-                f"({' '.join(str(fault).split())[:250]}){hint}",
+                f"({' '.join(str(error).split())[:250]}){hint}",
                 on_every_rank=True,
             ) from None
 
@@ -354,7 +325,7 @@ def snapshot_of(
         "preprocessing": state.preprocessing,
         "model_args": getattr(state.model, "constructor_args", {}),
     }
-    return {"ema": None, "comm": None} | content | facts
+    return {"ema": None, "comm": None} | content | facts  # a reader may expect these two
 
 
 def _gathered(value: Any, main: bool) -> Any:
@@ -383,166 +354,3 @@ def best_of(state: TrainState, arch: str, snapshot: dict[str, Any]) -> dict[str,
         **{name: state.best.get(name) for name in ("epoch", "top1", "top5", "loss")},
         **{name: snapshot[name] for name in ("classes", "preprocessing", "model_args")},
     }
-
-
-# ---- how a run continues
-
-# Another value would break off the order of samples, the learning-rate schedule or the optimiser.
-_OPTIMISER = ("optimizer", "wd_norm", "freeze")
-_FIXED = ("seed", "repeated_aug", "lr_schedule", "warmup_epochs", "progressive", *_OPTIMISER)
-_PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
-
-
-def saved_preprocessing(path: Path | None) -> dict[str, Any] | None:
-    """The preprocessing in a checkpoint, without reading its weights; None if it has none.
-
-    A file that cannot be read has none either: what is wrong with it is said when it is loaded.
-    """
-    for file in (path, path.with_name(PREVIOUS)) if path else ():
-        with contextlib.suppress(UserError):
-            return read_checkpoint(file, lazily=True).get("preprocessing")
-    return None
-
-
-def resume(
-    state: TrainState,
-    args: Any,
-    world: World,
-    path: Path | None,
-    classes: list[str] | None = None,
-    add_parts: Callable[[], None] = lambda: None,
-) -> bool:
-    """Load ``path`` (as rank 0 finds it) into every process's ``state``.
-
-    Of any other file than our snapshots, the weights alone are loaded (see `utils.extras.foreign`).
-    ``args`` and ``classes`` are compared with what the file says of itself. Returns: whether it was
-    a full snapshot of ours. ``add_parts()`` is called between the weights and the other parts: some
-    begin with the weights. Raises: `UserError`.
-    """
-    content = broadcast_from_rank0(lambda: read_checkpoint(path) if path else None, world)
-    if content is None:
-        add_parts()
-        return False
-    tell = log.info if world.is_main else log.debug
-    try:
-        _check(content, args, path, classes)
-        if "preprocessing" in content:  # as in snapshot.pt and best.pt
-            weights, note = content.get("model", content.get("state_dict")), None
-        else:
-            weights, note = addons.extra("foreign").plain_weights(content, path)
-        if note:
-            tell(note)
-        state.preprocessing = content.get("preprocessing")
-        state.load_weights(weights)
-        scale_input_as(content, state.model)
-        add_parts()
-        if args.evaluate:
-            return False
-        if "progress" not in content:
-            tell(
-                f"note: {path} is not a snapshot: only its weights are loaded, and training begins "
-                f"at epoch {args.start_epoch or 0}"
-            )
-            return False
-        _load_parts(state, args, content, path)
-    # Its checksums were right, so it was written like that: by another program.
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as fault:
-        raise UserError(
-            f"{path} does not fit this program ({fault!r:.200})", on_every_rank=True
-        ) from fault
-    for note in _changes(state, args, content):
-        tell(note)
-    if not world.is_main:
-        state.sums = None  # they are of all ranks: only one may bring them in again
-    return True
-
-
-def _check(
-    content: dict[str, Any], args: Any, path: Path | None, classes: list[str] | None
-) -> None:
-    """Raise `UserError` where a file speaks of another model, other classes or another schedule."""
-    is_snapshot, theirs = "progress" in content, content.get("classes")
-    saved = content["options"] if is_snapshot else content.get("options", content)
-    if (arch := content.get("arch", saved.get("arch", args.arch))) != args.arch:
-        raise UserError(f"{path} is a {arch}: use -a {arch} to load it", on_every_rank=True)
-    if classes and theirs and list(theirs) != classes:
-        raise UserError(
-            f"{path} has other classes than the data ({len(theirs)}: {theirs[0]}, ...): choose the "
-            "same with DATA and --classes",
-            on_every_rank=True,
-        )
-    if not is_snapshot or args.evaluate or args.start_epoch is not None:
-        return
-    changed = changed_options(saved, args)
-    fixed = [key for key in changed if key in _FIXED]
-    # Step after step, the last epoch does not matter.
-    if "epochs" in changed and (saved.get("lr_schedule") in TO_THE_END or saved.get("progressive")):
-        fixed.append("epochs")
-    if fixed:
-        raise UserError(
-            f"{path} was made with {' '.join(_typed(key, saved) for key in fixed)}: use these "
-            "options, or begin a new schedule from its weights with --start-epoch 0",
-            on_every_rank=True,
-        )
-
-
-def changed_options(saved: dict[str, Any], args: Any) -> list[str]:
-    """Names of the options that differ now, without places and what the snapshot decides."""
-    now = vars(args)
-    free = (*_PLACES, *getattr(args, "defaulted_sizes", ()))
-    return [key for key in saved if key in now and key not in free and saved[key] != now[key]]
-
-
-def _typed(key: str, options: dict[str, Any]) -> str:
-    return f"--{key.replace('_', '-')} {options[key]}"
-
-
-def _load_parts(state: TrainState, args: Any, content: dict[str, Any], path: Path | None) -> None:
-    """Load all parts of a snapshot but the weights."""
-    changed, begun_anew = changed_options(content["options"], args), {"model"}
-    if args.start_epoch is not None and {*changed} & {*_OPTIMISER}:
-        begun_anew.add("optimizer")
-    content["scaler"] = _loss_scale(content["scaler"], state.scaler.state_dict())
-    for name, part in state.parts.items():
-        if name in begun_anew or content.get(name) is None:
-            continue
-        try:
-            part.load_state_dict(content[name])
-        except ValueError as fault:
-            raise UserError(
-                f"the {name} state in {path} does not fit this run ({fault}): is it of another "
-                "model, --optimizer, --wd-norm or --freeze? To start from its weights alone: "
-                f"--pretrained {path}",
-                on_every_rank=True,
-            ) from fault
-
-
-def _loss_scale(saved: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """A scaler's ``state`` with the loss scale that any of our scripts has ``saved``."""
-    clean = ("clean_steps", "_growth_tracker")
-    alike = {"clean_steps": clean, "_growth_tracker": clean}
-    found = {key: saved[name] for key in state for name in alike.get(key, (key,)) if name in saved}
-    return {**state, **found}
-
-
-def _changes(state: TrainState, args: Any, content: dict[str, Any]) -> list[str]:
-    """What is other than when the snapshot was taken, for the log."""
-    saved, before, notes = content["options"], content["progress"], []
-    batch, now = before["global_batch"], state.global_batch
-    if (images := before["step"] * batch - state.step * now) > 0:
-        notes.append(
-            f"note: the global batch is {now} now, so {images} images of this epoch are repeated, "
-            f"from step {state.step} on"
-        )
-    changes = []
-    commands = (sys.argv[0], *str(saved.get("command")).split()[:1])
-    scripts = [name for name in map(os.path.basename, commands) if name.startswith("imagenet_")]
-    if len(set(scripts)) > 1:
-        changes.append(f"the script is {scripts[0]} (was {scripts[1]})")
-    if batch != now:
-        changes.append(f"the global batch is {now} (was {batch})")
-    for key in changed_options(saved, args):
-        changes.append(f"{_typed(key, vars(args))} (was {saved[key]})")
-    if changes:
-        notes.append(f"changed since the snapshot: {', '.join(changes)}")
-    return notes

@@ -96,8 +96,8 @@ CASES = {
     "apex_o2": Case("ddp_apex", f"{FULL} -b 6 --opt-level O2 {EVERYTHING}", 2, resume=True),
     "apex_o2_squeeze": Case("ddp_apex", "-a squeezenet1_1 -b 12 --opt-level O2", 2),
     "apex_o3": Case("ddp_apex", f"{FULL} -b 6 --opt-level O3 --loss-scale 64", 2),
-    "diverged": Case("ddp", f"{FULL} -b 6 --lr 1e30", 2, code=2),
-    "scale_lost": Case("nd", f"{VIT} -b 6 --lr 1e30 --amp fp16", code=2),
+    "diverged": Case("ddp", f"{FULL} -b 6 --lr 1e9", 2, code=2),
+    "scale_lost": Case("nd", f"{VIT} -b 6 --lr 1e9 --amp fp16", code=2),
     "bad_files": Case("nd", f"{FULL} -b 6 --max-bad-files 1", code=2),
     "accuracy": Case("nd", f"{FULL} -b 9 --desired-acc 1 --start-epoch 1"),
 }

@@ -149,9 +149,9 @@ class Amp(o2.Amp):
         return float(self.amp.state_dict()["loss_scaler0"]["loss_scale"])
 
     @property
-    def lost(self) -> bool:
-        """Whether the scale has fallen too far to recover."""
-        return self.value < SMALLEST
+    def failure(self) -> str | None:
+        """A sentence, if the scale has fallen too far to recover."""
+        return o2.describe_overflow(self.value) if self.value < SMALLEST else None
 
     def state_dict(self) -> dict[str, float]:
         """Scale, clean steps in a row, and skipped steps."""

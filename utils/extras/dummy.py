@@ -60,8 +60,8 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     images, targets = random_batch(args.batch_size, side, world, args.seed)
     images = images.to(memory_format=args.memory_format)
     targets %= len(session.loaders.classes)
-    if session.state.comm is not None:
-        session.state.comm.start_at(1, 0, 1, 2)  # powersgd compresses from the first step on
+    if (comm := session.state.parts.get("comm")) is not None:
+        comm.start_at(1, 0, 1, 2)  # powersgd compresses from the first step on
     timer = addons.extra("watch").StepTimer(session.state.model, device, world.size > 1)
     train_step = addons.first_step_timed(train_step, args, device)
 

@@ -37,12 +37,17 @@ SMALLEST = 2.0**-14  # a gradient that float16 cannot hold at this scale is abov
 ENDLESS = 40  # skipped steps in a row
 
 
+def describe_overflow(scale: float) -> str:
+    """Why training cannot go on."""
+    return f"gradients overflow without end (the loss scale is {scale:.3g})"
+
+
 class LossScaler:
     """Apex's loss scale: 2**16 at first, halved on overflow, doubled after 2000 clean steps.
 
     Scale, counters and overflow flag stay on ``device``, so that no step waits for it. ``fixed``:
-    a constant scale. ``reports``: log each skipped step as soon as the host sees its flag. ``lost``
-    becomes true when steps are skipped without end.
+    a constant scale. ``reports``: log each skipped step as soon as the host sees its flag.
+    ``failure`` says so when steps are skipped without end.
     """
 
     FIRST, LARGEST, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000
@@ -53,7 +58,8 @@ class LossScaler:
         self.clean_steps = torch.tensor(0, dtype=torch.int32, device=device)
         self.overflow = torch.tensor(0.0, device=device)
         self.skipped = torch.tensor(0.0, dtype=torch.float64, device=device)
-        self.lost, self.in_a_row = False, 0
+        self.failure: str | None = None
+        self.in_a_row = 0
         self.pending: deque[tuple[Tensor, Any]] = deque()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -95,7 +101,8 @@ class LossScaler:
             self.pending.popleft()
             overflow, scale = seen.tolist()
             self.in_a_row = self.in_a_row + 1 if overflow else 0
-            self.lost = scale < SMALLEST if self.dynamic else self.in_a_row >= ENDLESS
+            is_lost = scale < SMALLEST if self.dynamic else self.in_a_row >= ENDLESS
+            self.failure = describe_overflow(scale) if is_lost else None
             if overflow and self.reports:
                 change = f"reducing loss scale to {scale}" if self.dynamic else f"scale {scale}"
                 log.info(f"Gradient overflow.  Skipping step, loss scaler 0 {change}")

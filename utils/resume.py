@@ -1,0 +1,143 @@
+"""How a run continues from a checkpoint: its weights, then all other parts of a snapshot."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from utils import addons
+from utils.atomic import read_checkpoint
+from utils.errors import UserError
+from utils.models import scale_input_as
+from utils.optim import TO_THE_END
+from utils.snapshots import PREVIOUS, TrainState
+
+# Another value would break off the order of samples, the learning-rate schedule or the optimiser.
+_OPTIMISER = ("optimizer", "wd_norm", "freeze")
+_FIXED = ("seed", "repeated_aug", "lr_schedule", "warmup_epochs", "progressive", *_OPTIMISER)
+_PLACES = ("name", "output_dir", "resume", "data", "command", "mode", "store", "dist_url", "rank")
+
+
+def saved_preprocessing(path: Path | None) -> dict[str, Any] | None:
+    """The preprocessing in a checkpoint, without reading its weights; None if it has none.
+
+    A file that cannot be read has none either: its error is reported when it is loaded.
+    """
+    for file in (path, path.with_name(PREVIOUS)) if path else ():
+        with contextlib.suppress(UserError):
+            return read_checkpoint(file, lazily=True).get("preprocessing")
+    return None
+
+
+def load_weights(
+    state: TrainState, args: Any, content: dict[str, Any], path: Any, classes: list[str]
+) -> list[str]:
+    """Load the model's weights from the ``content`` of a checkpoint, ours or another program's.
+
+    ``path`` is its name in messages. Returns: notes for the log. Raises: `UserError`, also where
+    the file says that it is of another model, other classes or another schedule.
+    """
+    note = None
+    with _of_another_program(path):
+        _check(content, args, path, classes)
+        if "preprocessing" in content:  # as in snapshot.pt and best.pt
+            weights = content.get("model", content.get("state_dict"))
+        else:
+            weights, note = addons.extra("foreign").plain_weights(content, path)
+        state.preprocessing = content.get("preprocessing")
+        state.load_weights(weights)
+        scale_input_as(content, state.model)
+    return [note] if note else []
+
+
+def load_parts(state: TrainState, args: Any, content: dict[str, Any], path: Any) -> list[str]:
+    """Load all parts of a snapshot but the weights; of any other file, none.
+
+    Returns: notes for the log. Raises: `UserError` for a part that does not fit.
+    """
+    if "progress" not in content:
+        start = args.start_epoch or 0
+        return [
+            f"note: {path} is not a snapshot: only its weights are loaded, and training begins at "
+            f"epoch {start}"
+        ]
+    with _of_another_program(path):
+        changed, begun_anew = changed_options(content["options"], args), {"model"}
+        if args.start_epoch is not None and {*changed} & {*_OPTIMISER}:
+            begun_anew.add("optimizer")
+        content["scaler"] = _loss_scale(content["scaler"], state.scaler.state_dict())
+        for name, part in state.parts.items():
+            if name in begun_anew or content.get(name) is None:
+                continue
+            try:
+                part.load_state_dict(content[name])
+            except ValueError as error:
+                raise UserError(
+                    f"the {name} state in {path} does not fit this run ({error}): is it of another "
+                    "model, --optimizer, --wd-norm or --freeze? To start from its weights alone: "
+                    f"--pretrained {path}",
+                    on_every_rank=True,
+                ) from error
+        state.resumed = True
+        return addons.describe_changes(state, args, content)
+
+
+@contextlib.contextmanager
+def _of_another_program(path: Any) -> Iterator[None]:
+    """Turn errors in reading a checkpoint's content into a `UserError`.
+
+    The file's checksums were right, so another program has written it like that.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise UserError(
+            f"{path} does not fit this program ({error!r:.200})", on_every_rank=True
+        ) from error
+
+
+def _check(content: dict[str, Any], args: Any, path: Any, classes: list[str]) -> None:
+    """Raise `UserError` where a file speaks of another model, other classes or another schedule."""
+    is_snapshot, theirs = "progress" in content, content.get("classes")
+    saved = content["options"] if is_snapshot else content.get("options", content)
+    if (arch := content.get("arch", saved.get("arch", args.arch))) != args.arch:
+        raise UserError(f"{path} is a {arch}: use -a {arch} to load it", on_every_rank=True)
+    if classes and theirs and list(theirs) != classes:
+        raise UserError(
+            f"{path} has other classes than the data ({len(theirs)}: {theirs[0]}, ...): choose the "
+            "same with DATA and --classes",
+            on_every_rank=True,
+        )
+    if not is_snapshot or args.evaluate or args.start_epoch is not None:
+        return
+    changed = changed_options(saved, args)
+    fixed = [key for key in changed if key in _FIXED]
+    # Step after step, the last epoch does not matter.
+    if "epochs" in changed and (saved.get("lr_schedule") in TO_THE_END or saved.get("progressive")):
+        fixed.append("epochs")
+    if fixed:
+        options = " ".join(as_typed(key, saved[key]) for key in fixed)
+        raise UserError(
+            f"{path} was made with {options}: use these options, or begin a new schedule from its "
+            "weights with --start-epoch 0",
+            on_every_rank=True,
+        )
+
+
+def changed_options(saved: dict[str, Any], args: Any) -> list[str]:
+    """Names of the options that differ now, without places and what the snapshot decides."""
+    now = vars(args)
+    free = (*_PLACES, *getattr(args, "defaulted_sizes", ()))
+    return [key for key in saved if key in now and key not in free and saved[key] != now[key]]
+
+
+def as_typed(key: str, value: Any) -> str:
+    """An option with its value, as on a command line."""
+    return f"--{key.replace('_', '-')} {value}"
+
+
+def _loss_scale(saved: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """A scaler's ``state`` with the loss scale that any of our scripts has ``saved``."""
+    clean = ("clean_steps", "_growth_tracker")  # torch's name and Apex's mean the same
+    names = {key: clean if key in clean else (key,) for key in state}
+    return state | {key: saved[name] for key in state for name in names[key] if name in saved}
