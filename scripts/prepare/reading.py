@@ -58,10 +58,9 @@ def open_images(data: Path, splits: Sequence[str] = SPLITS) -> dict[str, Images]
     opened = {}
     layout = layouts.find(data)
     for split in splits:
-        if layout and split != "test":
-            images = _open_layout(data, layout, split)
-        else:
-            images = _open_split(data / split) if has_part(data / split) else None
+        images = _open_layout(data, layout, split) if layout and split != "test" else None
+        if images is None and has_part(data / split):
+            images = _open_split(data / split)
         if images:
             opened[split] = images
     if not opened:
