@@ -34,7 +34,7 @@ from utils.extras import grid
 from utils.images import decode
 from utils.loaders import Batches, build_loaders
 from utils.option_types import count, list_of, positive
-from utils.run_directory import checkpoint_file
+from utils.run_directory import Console, checkpoint_file
 from utils.samplers import Batch
 from utils.world import World
 
@@ -128,6 +128,7 @@ def draw(args: options.Options) -> tuple[Image.Image, str]:
     if hasattr(args, "gpus"):  # of a mode with several processes
         processes = (args.gpus or max(1, torch.cuda.device_count())) * (args.world_size or 1)
     world = Rank0(torch.device("cpu"), processes=processes)
+    Console(None, world)  # shows warnings, such as unreadable images
     args = loop.with_checkpoint_sizes(args, world).replaced(workers=0)
     loaders = build_loaders(args, world, torch.float32)
     if args.val or args.evaluate:
