@@ -1,4 +1,4 @@
-"""Folders of ImageNet in layouts that training does not read, but `prepare_data.py imagenet` does.
+"""Folders of ImageNet in layouts that training does not read: scripts/prepare_data.py does.
 
 No option: asked where DATA/train or DATA/val has no class folders. Interface: `advice`, which
 completes that error message. Without this file, the message does not name the command.
