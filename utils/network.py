@@ -135,7 +135,7 @@ REMEDY = {
 # Options that may differ between nodes: paths, output, what one process alone decides, what each
 # node has of its own. All others must be the same on every node.
 _MAY_DIFFER = """data classes name output_dir store recipe command mode wanted
-    workers print_freq profile spot_notice memory_format model_notes
+    workers print_freq profile spot_notice tracker memory_format model_notes
     snapshot_minutes train_time dist_url dist_timeout dist_backend gpus
     world_size rank local_rank preprocessing defaulted_sizes epoch_sizes"""
 MAY_DIFFER = frozenset(_MAY_DIFFER.split())

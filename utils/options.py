@@ -241,6 +241,11 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--store", metavar="URL|DIR", help=text)
     text = (
+        "send curves, options and the first batch to Weights & Biases, too (pip install wandb); "
+        "offline with WANDB_MODE=offline"
+    )
+    add("--tracker", choices=("wandb",), help=text)
+    text = (
         "stop with a snapshot when EC2 reclaims a node; URL of the metadata service, if not "
         f"{stopping.SPOT_SERVICE}; without a URL, after DATA"
     )
@@ -285,6 +290,8 @@ def parse(parser: types.Parser, words: Sequence[str] | None = None, local: bool 
         f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",
     )
     addons.check_store(args)
+    if local:
+        addons.check_tracker(args)
     _reject_if(
         args.evaluate and not (args.resume or args.pretrained),
         "--evaluate needs a trained model: add --resume runs/NAME/best.pt, or --name NAME "

@@ -1,0 +1,108 @@
+"""--tracker wandb, with the real package offline; what it wrote is read with its own code."""
+
+import importlib.util
+import json
+import signal
+import struct
+import sys
+from pathlib import Path
+
+import event_files
+import pytest
+from conftest import python, scalars, train
+from joined import start
+from running import assert_same_weights
+
+from utils.errors import INTERRUPTED
+
+LINE = ("-a", "tiny_full", "-b", "10", "--epochs", "2", "-p", "1")
+OFFLINE = {"WANDB_MODE": "offline"}
+needs_wandb = pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="no wandb here")
+
+
+def records(run: Path) -> list:
+    """All records that wandb has written for a run: a LevelDB log of protocol buffers."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for file in sorted(run.glob("wandb/offline-run-*/run-*.wandb")):
+        data, place, parts = file.read_bytes(), 7, b""
+        while place + 7 <= len(data):
+            if (left := 32768 - place % 32768) < 7:  # no header across the end of a block
+                place += left
+                continue
+            _, size, kind = struct.unpack_from("<IHB", data, place)
+            parts += data[place + 7 : place + 7 + size]
+            place += 7 + size
+            if kind in (1, 4):  # whole, or the last part
+                found.append(wandb_internal_pb2.Record.FromString(parts))
+                parts = b""
+    return found
+
+
+def curves(run: Path) -> dict[str, list[tuple[float, float]]]:
+    """tag -> [(epoch, value)] in the order in which they were logged."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for record in records(run):
+        items = record.history.item
+        row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+        for tag, value in row.items():
+            if isinstance(value, float | int) and not tag.startswith(("epoch", "_", "Images/")):
+                found.setdefault(tag, []).append((row["epoch"], value))
+    return found
+
+
+@needs_wandb
+def test_a_killed_and_resumed_run_is_one_run_with_each_point_once(folder, tmp_path):
+    """And the same weights as without the tracker; SIGTERM still ends in a snapshot."""
+    words = (*LINE, "--output-dir", tmp_path)
+    train("imagenet_nd.py", *words, "--name", "plain", folder)
+    words, run = (*words, "--name", "run", "--tracker", "wandb"), tmp_path / "run"
+    with start("imagenet_nd.py", *words, folder, HOLD_AFTER="3", **OFFLINE) as started:
+        started.until("waiting for a signal")
+        started.send(signal.SIGTERM)
+        assert started.result().code == INTERRUPTED
+    # As if another process had gone on until step 6 and been killed, before the last point was out.
+    killed = {833: {"Step/loss": 7.0}, 1000: {"Step/loss": 7.0}, 1001: {"Step/loss": 7.0}}
+    event_files.write(run, killed)
+    done = train("imagenet_nd.py", *words, "--resume", "auto", folder, **OFFLINE)
+    assert done.err == "" and "wandb" not in done.out
+    assert_same_weights(run, tmp_path / "plain")
+    files = list(run.glob("wandb/offline-run-*/run-*.wandb"))
+    assert [file.stem for file in files] == [f"run-{(run / 'wandb.id').read_text()}"] * 2
+    drawn = {
+        tag: [(x / 1000 if tag.startswith("Step/") else x, y) for x, y in points]
+        for tag, points in scalars(run).items()
+    }
+    drawn["Step/loss"] = [point for point in drawn["Step/loss"] if point[0] not in (0.833, 1.0)]
+    sent = curves(run)
+    assert {tag: [x for x, _ in points] for tag, points in sent.items()} == {
+        tag: [x for x, _ in points] for tag, points in drawn.items()
+    }
+    assert sent["Loss/val"] == [(x, pytest.approx(y)) for x, y in drawn["Loss/val"]]
+    config = {
+        item.key: json.loads(item.value_json)
+        for record in records(run)
+        for item in [*record.run.config.update, *record.config.update]
+    }
+    assert (config["arch"], config["batch_size"], config["val_images"]) == ("tiny_full", 10, 21)
+    assert len(list(run.glob("wandb/offline-run-*/files/media/images/Images/*.png"))) == 2
+
+
+@needs_wandb
+def test_a_tracker_that_fails_never_stops_training(folder, tmp_path):
+    """No login and no network; the warning comes once."""
+    (tmp_path / "wandb").mkdir()
+    words = (*LINE, "--output-dir", tmp_path, "--name", "run", "--tracker", "wandb", folder)
+    env = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "x", "HOME": str(tmp_path)}
+    done = train("imagenet_nd.py", *words, **env)
+    assert done.out.count("wandb cannot be used") == 1
+    assert "all epochs done" in done.out
+
+
+def test_a_missing_package_is_one_line(folder, tmp_path):
+    hide = "import sys; sys.modules['wandb'] = None; sys.argv = sys.argv[1:]; "
+    hide += "import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+    words = ("imagenet_nd.py", "--tracker", "wandb", "--output-dir", tmp_path, folder)
+    python("-c", hide, *words).fails_with("--tracker wandb needs a package: pip install wandb")
+    assert not list(tmp_path.iterdir()) and sys.argv
