@@ -40,7 +40,7 @@ import choose_torch
 import hosts
 from job import Job
 
-from utils import errors, launch, network
+from utils import errors, launch
 from utils.errors import UserError
 from utils.extras import preflight
 from utils.option_types import count, from_environment, non_negative, port, positive
@@ -178,7 +178,7 @@ def compare_nodes(args: argparse.Namespace) -> tuple[list[Facts], Facts]:
     """The facts of all nodes, and of the network between them. Collective."""
     import torch.distributed as dist
 
-    interface = network.interface_towards(args.master)
+    interface = preflight.interface_towards(args.master)
     own = other_interfaces(interface)
     if interface:  # the doctor itself must get through
         os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -271,7 +271,7 @@ def of_versions(names: list[str], everyone: list[Facts]) -> Iterator[Finding]:
         ("driver", WARNING, "a torch that works on one node may not work on another"),
         ("mtu", WARNING, "large messages can vanish, and training hangs at its first all-reduce"),
     ):
-        values = [network.release(one[key]) if key == "python" else one[key] for one in everyone]
+        values = [preflight.release(one[key]) if key == "python" else one[key] for one in everyone]
         if any(value != values[0] for value in values):
             each = "; ".join(f"{v or 'none'} on {n}" for n, v in zip(names, values, strict=True))
             yield Finding(level, f"{key} differs: {each}", why, "make it the same on every node")
@@ -343,15 +343,15 @@ def of_data(names: list[str], data_sets: list[Facts]) -> Iterator[Finding]:
         if len(set(prints.values())) > 1:
             first = [(name, data[part]["of_classes"]) for name, data in usable.items()]
             each = "; ".join(f"{name} has {fingerprint}" for name, fingerprint in prints.items())
-            text = f"the {part} images differ: {each}; {network.first_difference(first)}"
+            text = f"the {part} images differ: {each}; {preflight.first_difference(first)}"
             why = "a node takes its slice by position in its own list: training does not start"
             remedy = "copy the data set again (rsync -a --delete DATA/ NODE:DATA/)"
             yield Finding(ERROR, text, why, remedy)
         elif len({data[part]["sizes"] for data in usable.values()}) > 1:
             text = f"the {part} images have the same names but different sizes"
-            why = "one copy is damaged, or was made in another way (shrunk, for example)"
+            why = "one copy is damaged, or was made in another way: training does not start"
             remedy = "compare them: rsync -an --checksum --itemize-changes DATA/ NODE:DATA/"
-            yield Finding(WARNING, text, why, remedy)
+            yield Finding(ERROR, text, why, remedy)
         elif usable:
             same = ", the same on all nodes" if len(usable) == len(names) > 1 else ""
             yield Finding(OK, f"data: {part} {next(iter(prints.values()))}{same}")
@@ -433,7 +433,7 @@ def examine(args: argparse.Namespace) -> int:
         if args.nodes > 1:
             preflight.meet(args.rank, args.nodes, 1, (args.master, args.port), args.wait)
         else:
-            args.port = network.free_port()
+            args.port = launch.free_port()
         from utils import models
 
         models.check_name(args.arch)

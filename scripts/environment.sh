@@ -20,7 +20,8 @@ gpus_of() { (cd "$root" && exec "$1" scripts/choose_torch.py "$2"); }
 # use_environment [REQUIREMENTS_FILE ...]: choose $PYTHON, installing and building what is missing.
 use_environment() {
     choose_python "$@"
-    "$PYTHON" "$root/scripts/build_region_decode.py" --if-missing
+    # It ends with this shell: it may compile, or import torch, for longer than the shell lives.
+    IMAGENET_LAUNCHER=$BASHPID "$PYTHON" "$root/scripts/build_region_decode.py" --if-missing
 }
 
 # choose_python [REQUIREMENTS_FILE ...]: choose $PYTHON, installing what is missing. Takes the

@@ -89,7 +89,7 @@ except Exception as error: sys.exit(f"error: {error}")' "$name") || exit 2
         (use_python "${preflight[@]}" "$seconds") || exit
     fi
     [ ${#torchrun[@]} -gt 0 ] || torchrun=(--nnodes=1 --node_rank=0 --master_addr=127.0.0.1
-        "--master_port=$(use_python -c 'from utils import network; print(network.free_port())')")
+        "--master_port=$(use_python -c 'from utils import launch; print(launch.free_port())')")
     # torchrun's own choice of threads is 1. Threads that spin at barriers slow down loader workers.
     local threads=$(($(nproc) / processes))
     variables+=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}")

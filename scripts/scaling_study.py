@@ -41,7 +41,7 @@ import launcher
 from bench import namespaces
 from studies import page
 
-from utils import errors, network
+from utils import errors
 from utils.errors import BAD_INPUT, INTERRUPTED, UserError
 from utils.optim import REFERENCE_BATCH, scale_lr
 from utils.option_types import count, list_of, number, positive
@@ -331,7 +331,7 @@ class Runner:
             for node in nodes:
                 namespaces.limit(node, self.args.link)
             place = ["-n", str(run.nodes), "--dist-url"]
-            place += [f"tcp://{namespaces.address(0)}:{network.free_port()}", "-nr"]
+            place += [f"tcp://{namespaces.address(0)}:{launch.free_port()}", "-nr"]
             starts = [[*one.enter, *words, *place, str(i)] for i, one in enumerate(nodes)]
             return self.execute(starts, run)
 

@@ -150,7 +150,7 @@ def test_torch_is_taken_when_asked_for_though_apex_is_there(site, monkeypatch):
 
 def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch):
     info = tmp_path / "cpuinfo"
-    assert not world.has_amx(info)
+    assert not amp.has_amx(info)
     for flags, limit, expected in (
         ("fpu amx_bf16 avx512f amx_tile amx_int8", "ALL", True),
         ("fpu amx_bf16 amx_tile", "AVX512_CORE_BF16", False),
@@ -158,7 +158,7 @@ def test_amx_is_read_from_the_flags_of_the_cpu(tmp_path, monkeypatch):
     ):
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
         info.write_text(f"processor: 0\nflags\t\t: {flags}\nbugs: none\n")
-        assert world.has_amx(info) is expected, (flags, limit)
+        assert amp.has_amx(info) is expected, (flags, limit)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from joined import in_processes
 
-from utils import launch, network, world
+from utils import launch, world
 from utils.errors import UserError
 from utils.extras import preflight
 
@@ -44,7 +44,7 @@ def run(line: str, env: dict[str, str], visible: int) -> list[dict]:
     launch.add_options(parser)
     with (
         mock.patch.object(torch.cuda, "device_count", lambda: visible),
-        mock.patch.object(network, "free_port", lambda: 7),
+        mock.patch.object(launch, "free_port", lambda: 7),
         mock.patch.object(launch, "supervise", lambda worker, args, places: places),
     ):
         return launch.run(None, parser.parse_args([*line.split(), "--dist-timeout", "9"]))
@@ -100,10 +100,10 @@ def join(patch, visible: int, calls: mock.Mock, sync_bn: bool) -> world.World:
     patch.setattr(torch.cuda, "is_available", lambda: visible > 0)
     patch.setattr(torch.cuda, "device_count", lambda: visible)
     patch.setattr(launch, "usable_cores", lambda: 6)
-    patch.setattr(network, "interface_towards", {"b": "eth7"}.get)
+    patch.setattr(preflight, "interface_towards", {"b": "eth7"}.get)
     patch.setattr(torch, "set_num_threads", calls.set_num_threads)
     patch.setattr(torch.cuda, "set_device", calls.set_device)
-    patch.setattr(network, "connect", calls.connect)
+    patch.setattr(preflight, "connect", calls.connect)
     patch.setattr(world, "choose_kernels", calls.choose_kernels)
     patch.setattr(dist, "init_process_group", calls.init_process_group)
     patch.setattr(dist, "new_group", calls.new_group)
@@ -171,6 +171,8 @@ DIFFERENT = [
     ("script=nd", "script=dp", "the training script differs between the nodes: nd on {0}, dp on"),
     # Other files: one image less.
     ("data=folder", "data=other", "the data set's train folder differs between the nodes: 60 i"),
+    # An image of the same name and another size.
+    ("data=folder", "data=shrunk", "the size of files in the data set's train folder differs bet"),
     ("-j 1 -p 3 --name a --profile", "-j 2 -p 4 --name b --output-dir b", None),
 ]
 
@@ -196,9 +198,9 @@ def _ends(lines: list[tuple], folder: Path, rank: int, size: int) -> list[str]:
         with (
             mock.patch.object(sys, "argv", line),
             mock.patch.object(dist, "init_process_group", how),
-            mock.patch.object(network, "connect"),
-            mock.patch.object(network, "code", return_value={"a.py": facts["code"]}),
-            mock.patch.object(network, "release", return_value=facts["release"]),
+            mock.patch.object(preflight, "connect"),
+            mock.patch.object(preflight, "code", return_value={"a.py": facts["code"]}),
+            mock.patch.object(preflight, "release", return_value=facts["release"]),
             mock.patch.object(models, "build", side_effect=Built),
             contextlib.redirect_stdout(io.StringIO()) as said,
         ):
@@ -213,8 +215,10 @@ def _ends(lines: list[tuple], folder: Path, rank: int, size: int) -> list[str]:
 
 
 def test_what_differs_ends_every_node_with_one_error(folder, tmp_path):
-    for name in ("folder", "other"):
+    for name in ("folder", "other", "shrunk"):
         shutil.copytree(folder, tmp_path / name)
+    with open(tmp_path / "shrunk/train/class_1/003.JPEG", "ab") as changed:
+        changed.write(b"x")
     (tmp_path / "other/train/class_2/000.JPEG").unlink()
     found = in_processes(2, functools.partial(_ends, DIFFERENT, tmp_path), join=False)
     assert found[0][:-1] == found[1][:-1]

@@ -19,7 +19,8 @@ from utils import addons
 from utils.errors import UserError
 from utils.extras import compress
 from utils.extras.compress import OrderedCollectives, Peers, PowerSGD, Quantised, Step
-from utils.world import World, form_buckets, ring_bytes
+from utils.report import ring_bytes
+from utils.world import World, form_buckets
 
 CPU, ALONE = torch.device("cpu"), Peers(0, 1, None)
 # Methods, and how far from the exact weights they end, as a share of the way from the start.

@@ -98,11 +98,11 @@ def test_all_defects_of_one_node_are_reported(nodes, folder, tmp_path):
         "✗ node 1 (node1): torch",  # cannot use the GPU
         "! driver differs",
         "✗ the train images differ",
-        "! the val images have the same names but different sizes",
+        "✗ the val images have the same names but different sizes",
     ]
     lines = bad(first)
     assert not bad(second)
-    assert "node 1: 2 errors, 7 warnings (see node 0)" in second.out
+    assert "node 1: 3 errors, 6 warnings (see node 0)" in second.out
     for start in words:
         assert [one for one in lines if one.startswith(start)], (start, lines)
     assert len(lines) == len(words)

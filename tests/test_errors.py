@@ -12,7 +12,7 @@ from conftest import ROOT, SMALL, STAND_IN, Result, draw_folder, python, shell, 
 from running import TINY_LINE, TORCHRUN, alone, tiny
 
 from utils.errors import UserError, of_fault
-from utils.network import free_port
+from utils.launch import free_port
 
 TINY = (*SMALL, "-b", "5", "-j", "0", "--epochs", "2")
 
@@ -318,3 +318,14 @@ def test_training_continues_when_stdout_cannot_be_written(folder, tmp_path, line
     assert written_to(stdout, f"{line} {options} {tmp_path} {folder}", **env) == (0, "")
     assert summary(tmp_path / "run")["epochs_done"] == 1
     assert "all epochs done" in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_a_full_shared_memory_is_one_error_line(folder, tmp_path):
+    """Semaphores of data loading workers are in /dev/shm."""
+    line = f"imagenet_nd.py -a resnet18 --image-size 32 -b 10 -j 1 --output-dir {tmp_path} {folder}"
+    full = "mount -t tmpfs -o size=64k none /dev/shm"
+    full += " && dd if=/dev/zero of=/dev/shm/x bs=4k 2>/dev/null"
+    (done,) = shell(f"unshare -m bash -c '{full}; exec python {line}'")
+    if "unshare" in done.err or "mount" in done.err:
+        pytest.skip("only root can mount a small disk")
+    done.fails_with("/dev/shm has only 0.0 MiB free", "--ipc=host")

@@ -13,10 +13,10 @@ from conftest import ROOT, python
 UTILS = ROOT / "utils"
 MODULES_OF_UTILS = [path for path in UTILS.rglob("*.py") if path.stem != "__init__"]
 TORCH_FREE = (
-    *("errors", "option_types", "atomic", "samplers", "preprocessing", "launch", "network"),
+    *("errors", "option_types", "atomic", "samplers", "preprocessing", "launch"),
     *("folder", "provenance", "extras.pack", "extras.preflight"),
 )
-CORE, EXTRAS = 5900, 5_365  # lines; 4_200 and 3_000 are the goals
+CORE, EXTRAS = 5_660, 5_675  # lines; 4_200 and 3_000 are the goals
 MODULES = 26  # that `import imagenet_nd` loads
 # Sent to nodes as single files, whose Python may be 3.7 and have no package.
 SENT_TO_NODES = ("guard", "status", "cleanup")

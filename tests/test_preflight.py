@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT, shell
 from running import Running, eventually, free_port
 
-from utils import network
+from utils import launch
 from utils.errors import UserError
 from utils.extras import preflight
 
@@ -100,8 +100,8 @@ def test_strangers_at_the_port_are_ignored(line, port):
 def test_a_stranger_who_poses_as_a_node_cannot_keep_the_others_waiting(line, port):
     """Nor do its words reach the terminal as they are."""
     facts = {"rank": 1, "nodes": 2, "host": "a\x1b[2J\nb", "ports": [1, 2]}
-    facts |= {preflight.PROCESSES: 1, "this code": network.code()}
-    facts |= {"greeting": preflight.GREETING, "torch": network.release(torch.__version__)}
+    facts |= {preflight.PROCESSES: 1, "this code": preflight.code()}
+    facts |= {"greeting": preflight.GREETING, "torch": preflight.release(torch.__version__)}
     with begun(line(0)) as first:
         first.until("waiting at")
         with socket.create_connection((HERE, port)) as stranger:
@@ -183,13 +183,13 @@ WRONG += [f"tcp://10.0.0.1{port}" for port in ("", ":0", ":65536", ":port", ":80
 
 
 def test_urls_of_the_master():
-    assert network.parse_tcp_url("tcp://localhost:65535/") == ("localhost", 65535)
-    assert network.parse_tcp_url("tcp://[fe80::1]:80") == ("fe80::1", 80)
+    assert launch.parse_tcp_url("tcp://localhost:65535/") == ("localhost", 65535)
+    assert launch.parse_tcp_url("tcp://[fe80::1]:80") == ("fe80::1", 80)
     with pytest.raises(UserError, match="in place of MASTER_IP and MASTER_PORT, such as tcp://"):
-        network.parse_tcp_url("tcp://MASTER_IP:MASTER_PORT")
+        launch.parse_tcp_url("tcp://MASTER_IP:MASTER_PORT")
     for url in WRONG:
         with pytest.raises(UserError, match=f"{re.escape(url)} is not of the form tcp://HOST:PORT"):
-            network.parse_tcp_url(url)
+            launch.parse_tcp_url(url)
 
 
 def test_a_master_that_starts_late_is_waited_for(port, monkeypatch, capsys):
@@ -206,4 +206,4 @@ def test_a_master_that_starts_late_is_waited_for(port, monkeypatch, capsys):
     with servers[0], pytest.raises(UserError, match=f"port {port} of .* MASTER_PORT"):
         preflight.rendezvous(f"{HERE}:{port}")  # on the master, another program's
     with pytest.raises(UserError, match=r"no\.invalid cannot be resolved"):
-        network.connect("no.invalid", port, 60.0)
+        preflight.connect("no.invalid", port, 60.0)

@@ -8,9 +8,8 @@ import pytest
 from conftest import ROOT, scalars, train
 from running import tiny
 
-from utils import network
 from utils.errors import UserError
-from utils.extras import advice, recipes
+from utils.extras import advice, preflight, recipes
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("imagenet_*.py"))
 NAMES = ("classic90", "fast16", "fast32", "strong100", "tiny", "vit-finetune")
@@ -45,7 +44,7 @@ def test_the_recipes_name_their_batch_and_go_to_all_nodes():
     assert recipes.names() == sorted(NAMES)
     for name in NAMES:
         assert "--batch-range" in recipes.read(name)
-    assert {f"scripts/recipes/{name}.txt" for name in NAMES} <= network.code().keys()
+    assert {f"scripts/recipes/{name}.txt" for name in NAMES} <= preflight.code().keys()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ that are their mode (fsdp, o2, apex). Extras import the core, not one another.
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -172,10 +173,26 @@ def follow(run: Any) -> None:
 # ---- the start of processes
 
 
-def meet_nodes(*job: Any) -> None:
-    """The pre-flight check of several nodes: see `utils.extras.preflight.meet`."""
-    if preflight := extra_if_there("preflight"):
-        preflight.meet(*job)
+def make_temporary_folder() -> None:
+    """Make this process's temporary folder; remove those of killed runs."""
+    if temporary := extra_if_there("temporary"):
+        with suppress(OSError):  # a full disk is reported where it matters
+            temporary.make()
+
+
+def preflight() -> Any:
+    """`utils.extras.preflight`: how the nodes of a job meet, and what they must agree on; or None.
+
+    Its functions are called where several processes start, join, and open the data set.
+    """
+    return extra_if_there("preflight")
+
+
+def explain_lost_peer(error: Exception, rank: int, processes: list[Any], seconds: float) -> str:
+    """The error message for a collective that failed in a process of the job."""
+    if lost_peer := extra_if_there("lost_peer"):
+        return lost_peer.explain(error, rank, processes, seconds)
+    return f"rank {rank} lost touch with another process of the job ({error})"
 
 
 # ---- model and training step

@@ -1,11 +1,13 @@
 """Native automatic mixed precision (torch.amp): its option, and the dtype that it chooses."""
 
 import argparse
+import os
+from pathlib import Path
 
 import torch
 
 from utils import addons
-from utils.world import World, gather, has_amx
+from utils.world import World, gather
 
 # ResNet-18 on two cores with AMX, beside other programs: with bf16 a step took less than half as
 # long as in float32 at 224 pixels, and more than twice as long at 64.
@@ -45,3 +47,15 @@ def autocast_dtype(args: argparse.Namespace, world: World) -> torch.dtype | None
     if choice == "fp16" and device.type == "cpu" and world.is_main:
         addons.note_slow_float16("--amp off")
     return DTYPES[choice]
+
+
+def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU has AMX instructions for bfloat16, and oneDNN may use them."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    if not torch.backends.mkldnn.is_available() or not limit.endswith(("AMX", "ALL", "DEFAULT")):
+        return False
+    try:
+        flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):  # not a Linux on x86
+        return False
+    return {"amx_tile", "amx_bf16"} <= set(flags.split())

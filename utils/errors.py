@@ -48,6 +48,8 @@ def of_fault(fault: Exception) -> UserError | None:
         text = f"an option needs {file}, which is missing: leave that option out, or restore the "
         text += f"file by `git checkout {file}`"
         return UserError(text, on_every_rank=True) if file.startswith("utils/extras/") else None
+    if isinstance(fault, OSError):
+        return _error_of_shm() if fault.errno == errno.ENOSPC else None
     text = " ".join(str(fault).split())
     worker = re.search(
         r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (is killed by [^.]*|exited)", text
@@ -65,6 +67,17 @@ def of_fault(fault: Exception) -> UserError | None:
             f"{place} is out of memory, at an attempt to allocate {wanted[1]}: use a smaller -b, "
             "with --accum-steps to keep the global batch"
         )
+    return None
+
+
+def _error_of_shm() -> UserError | None:
+    """The error for a full /dev/shm, which data loading workers need; None if it has room."""
+    with contextlib.suppress(OSError):
+        disk = os.statvfs("/dev/shm")
+        if (free := disk.f_bavail * disk.f_frsize) < 2**20:
+            text = f"/dev/shm has only {free / 2**20:.1f} MiB free, too little for data loading "
+            text += "workers: remove files of killed programs there, or start the container with "
+            return UserError(text + "--ipc=host (docker run), or a larger --shm-size")
     return None
 
 

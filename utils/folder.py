@@ -99,9 +99,9 @@ class Source:
             prints[name] = f"{end - start} images ({zlib.crc32(names):08x})"
         return prints
 
-    def sample_sizes(self) -> tuple[float, str]:
-        """Mean size in bytes, and a fingerprint, of `SIZES_ASKED` images evenly spread."""
-        count = min(len(self), SIZES_ASKED)
+    def sample_sizes(self, most: int = SIZES_ASKED) -> tuple[float, str]:
+        """Mean size in bytes, and a fingerprint, of ``most`` images evenly spread."""
+        count = min(len(self), most)
         chosen = (np.arange(count) * len(self) // count).tolist()
         with ThreadPoolExecutor(THREADS) as pool:
             sizes = np.fromiter(pool.map(self._size, chosen), np.int64, count)

@@ -7,21 +7,21 @@ MASTER_ADDR and MASTER_PORT. `utils.world` joins them.
 import argparse
 import contextlib
 import ctypes
-import fcntl
 import math
 import multiprocessing
 import multiprocessing.util
 import os
-import shutil
+import re
 import signal
+import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from utils import addons, errors
 from utils.errors import UserError, report
@@ -31,8 +31,7 @@ MARKER = "IMAGENET_SUITE"  # a variable in the environment by which scripts/clea
 LAUNCHER = "IMAGENET_LAUNCHER"  # another: the process id of the launcher
 GRACE_SECONDS = 15.0  # for the others to exit once one process has failed
 REPORT_SECONDS = 60.0  # for a node's first process to find the error that others have found
-IN_USE = "imagenet_in_use_"  # and a process id: a file that this process locks in a folder
-_in_use: list[Any] = []  # these files
+PLACEHOLDERS = ("MASTER_IP", "MASTER_ADDR", "MASTER_PORT", "HOST", "IP", "PORT")  # of documents
 _PR_SET_PDEATHSIG = 1
 
 
@@ -84,46 +83,8 @@ def _has_torch(pid: int) -> bool:
 def run_main(main: Callable[[], int | None]) -> None:
     """Call ``main`` and end the process with its exit code, or with a `UserError`'s message."""
     os.environ.setdefault(MARKER, "training")
-    with contextlib.suppress(OSError):  # a full disk is reported where it matters
-        _make_temporary_folder()
+    addons.make_temporary_folder()
     _exit_with(main, spawned=False)
-
-
-def _make_temporary_folder() -> None:
-    """Make one folder for the sockets of loader workers; remove those of runs that were killed.
-
-    Each worker would make its own and, as it is killed in the end, leave it behind. A socket's path
-    has at most 107 bytes (unix(7)): with a longer TMPDIR, workers fail and training hangs.
-    """
-    if len(os.fsencode(tempfile.gettempdir())) > 107 - len("/pymp-01234567/listener-01234567"):
-        tempfile.tempdir = "/tmp"
-    for pattern in ("pymp-*", "torchelastic_*"):
-        for folder in Path(tempfile.gettempdir()).glob(pattern):
-            # Of this user alone: in /tmp, others may put anything in our way.
-            if not folder.is_symlink() and folder.stat().st_uid == os.getuid():
-                _remove_unused(folder)
-    folders = []
-    if "tempdir" not in multiprocessing.current_process()._config:  # else of a parent that forked
-        folders.append(Path(multiprocessing.util.get_temp_dir()))
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # in torchelastic_*/JOB/attempt_N/RANK/
-        folders += [one for one in Path(path).parents if one.name.startswith("torchelastic_")]
-    for folder in folders:
-        file = folder / f"{IN_USE}{os.getpid()}"
-        new = file.with_name(f".{file.name}")
-        _in_use.append(open(new, "w"))
-        fcntl.flock(_in_use[-1], fcntl.LOCK_EX)  # until this process ends, however that may be
-        new.rename(file)  # another process that starts now finds it locked
-
-
-def _remove_unused(folder: Path) -> None:
-    """Remove a temporary folder if it is of this suite and its processes have all ended."""
-    files = list(folder.glob(f"{IN_USE}*"))
-    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        for file in files:
-            lock = stack.enter_context(open(file))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if files:
-            shutil.rmtree(folder)
 
 
 def _exit_with(main: Callable[[], int | None], spawned: bool) -> NoReturn:
@@ -137,7 +98,7 @@ def _exit_with(main: Callable[[], int | None], spawned: bool) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was lost", file=sys.stderr)
         sys.exit(130)
-    except (UserError, RuntimeError, ModuleNotFoundError) as fault:
+    except (UserError, RuntimeError, OSError, ModuleNotFoundError) as fault:
         error = fault if isinstance(fault, UserError) else errors.of_fault(fault)
         if error is None:
             raise
@@ -199,6 +160,10 @@ def supervise(worker: Callable[[Any], int], args: Any, environments: list[dict[s
     SIGINT kills. When one process fails, the others get `GRACE_SECONDS` to exit (they often wait
     for the dead one) and are then killed.
     """
+    # torch.distributed.elastic's start_processes was tried in place of this, and not taken: after a
+    # signal its close() does not return the exit codes (75: a snapshot was written), and kills at a
+    # time limit; and when one process fails, it sends SIGTERM to the others at once, which then
+    # cannot report the error that they share.
     # OpenMP threads that spin at barriers slow down loader workers on the same cores: measured,
     # steps took twice as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -352,8 +317,8 @@ def run(worker: Callable[[Any], int], args: Any) -> int:
     processes = args.gpus or max(visible, 1)
     if visible and processes > visible:
         raise UserError(f"-g {processes} asks for more GPUs than the {visible} of this node")
-    if nodes > 1:
-        addons.meet_nodes(rank, nodes, processes, (host, number), args.dist_timeout)
+    if nodes > 1 and (check := addons.preflight()):
+        check.meet(rank, nodes, processes, (host, number), args.dist_timeout)
     job = {"WORLD_SIZE": nodes * processes, "LOCAL_WORLD_SIZE": processes}
     job |= {"MASTER_ADDR": host, "MASTER_PORT": number}
     ranks = [
@@ -364,8 +329,6 @@ def run(worker: Callable[[Any], int], args: Any) -> int:
 
 def _node(args: Any) -> tuple[int, int, tuple[str, int]]:
     """This node's rank, the number of nodes, and node 0's host and port. Raises: `UserError`."""
-    from utils import network
-
     nodes, rank = args.world_size, args.rank
     if nodes is None:
         nodes = from_environment("WORLD_SIZE", positive, 1)
@@ -374,15 +337,39 @@ def _node(args: Any) -> tuple[int, int, tuple[str, int]]:
     if rank >= nodes:
         raise UserError(f"--rank {rank} is not one of the node ranks 0 to {nodes - 1}")
     if args.dist_url:
-        return rank, nodes, network.parse_tcp_url(args.dist_url)
+        return rank, nodes, parse_tcp_url(args.dist_url)
     if nodes == 1:  # what the environment says of a master is of another job
-        return rank, nodes, ("127.0.0.1", network.free_port())
+        return rank, nodes, ("127.0.0.1", free_port())
     if master := os.environ.get("MASTER_ADDR"):
         return rank, nodes, (master, from_environment("MASTER_PORT", port, 29500))
     raise UserError(
         f"{nodes} nodes need the address of node 0: --dist-url tcp://IP:PORT, "
         "or MASTER_ADDR and MASTER_PORT in the environment"
     )
+
+
+def parse_tcp_url(url: str, name: str = "--dist-url") -> tuple[str, int]:
+    """Host and port of ``tcp://HOST:PORT``, given as ``name``. Raises: `UserError`: other text."""
+    if words := [word for word in re.split("[/:]", url) if word in PLACEHOLDERS]:
+        numbers = f"put numbers in place of {' and '.join(words)}, such as tcp://172.31.0.10:8888"
+        raise UserError(f"{name} {url}: {numbers}")
+    with contextlib.suppress(ValueError):  # of .port, for what is not a port
+        parts = urlsplit(url)
+        if parts.scheme == "tcp" and parts.hostname and parts.port and parts.path in ("", "/"):
+            return parts.hostname, parts.port
+    raise UserError(f"{name} {url} is not of the form tcp://HOST:PORT")
+
+
+def free_port() -> int:
+    """A TCP port of this machine that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def port_in_use(host: str, port: int, name: str = "port") -> str:
+    """The error message for a port in use, which the user has given as ``name``."""
+    return f"port {port} of {host} is taken by another program: choose another {name} on every node"
 
 
 def _check_environment() -> None:

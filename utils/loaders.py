@@ -40,7 +40,7 @@ from utils.images import ImageBatches, Reading
 from utils.metrics import UNREADABLE
 from utils.preprocessing import MEAN, STD, Channels, Preprocessing
 from utils.samplers import Batch, EvalSampler, TrainSampler
-from utils.world import World, check_same_on_every_rank, first_on_node, gather
+from utils.world import World, first_on_node, gather
 
 log = logging.getLogger(__name__)
 PREFETCH = 2  # batches per worker that are requested in advance
@@ -454,8 +454,8 @@ def _open_part(part: str, classes: list[str], args: Any, world: World) -> Source
     root = Path(args.data) / part
     # The first process of a node lists the folder; the others read its cache.
     source = first_on_node(lambda: open_source(root, classes, world.local_rank == 0), world)
-    what, prints = f"the data set's {part} folder", source.class_fingerprints
-    check_same_on_every_rank(what, source.fingerprint(), world, prints)
+    if check := addons.preflight():
+        check.compare_data(f"the data set's {part} folder", source, world)
     return source
 
 

@@ -13,7 +13,7 @@ from utils.provenance import over_epochs
 from utils.session import Session
 from utils.snapshots import TrainState
 from utils.stopping import WHY, Reason
-from utils.world import KERNELS, ring_bytes
+from utils.world import KERNELS
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,12 @@ def _comm(session: Session) -> str | None:
     """The method of ``--comm``, "fp32" in one process; None in a mode that has no choice."""
     method = getattr(session.args, "comm", None)
     return "fp32" if method and session.world.size == 1 else method
+
+
+def ring_bytes(size: float, processes: int) -> float:
+    """Bytes that each of ``processes`` sends in a ring all-reduce of ``size`` bytes: all but its
+    own part, once for the sums and once to distribute them."""
+    return 2 * (processes - 1) / processes * size
 
 
 def sent_mb(session: Session) -> float:

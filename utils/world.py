@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils import errors, launch, provenance
+from utils import addons, launch, provenance
 from utils.errors import LOST_PEER, UserError
 
 KERNELS = (
@@ -78,44 +78,33 @@ def process_group(args: Any) -> Iterator[World]:
     Gives this process's `World`. Raises: `UserError` when processes are missing, when nodes differ
     in code, versions or options, and when the communication fails inside the context.
     """
-    from utils import network
-
     world = _join(args)
-    peers: list[Peer] = []
+    processes: list[tuple[str, str | None]] = []  # node and address of each rank
     try:
-        me = Peer(node_name(world), network.address_towards(os.environ["MASTER_ADDR"]))
-        nccl = torch.cuda.nccl.version() if world.device.type == "cuda" else ()
-        script = Path(sys.argv[0])
-        facts = {
-            "the training script": script.name,
-            "this code": network.code(script),
-            "torch": network.release(torch.__version__),
-            "NCCL": ".".join(map(str, nccl)),
-            "number of processes per node": world.local_size,
-            "the command line": network.options(args),
-        }
-        found = gather((me, facts, {"--name": args.name}), world)
-        peers = [peer for peer, *_ in found]
-        if fault := network.describe_mismatch([(peer.node, facts) for peer, facts, _ in found]):
-            raise UserError(fault, on_every_rank=True)
-        if world.is_main and (
-            note := network.describe_mismatch([(peer.node, name) for peer, _, name in found])
-        ):
-            print(f"note: {note}; rank 0's is used", flush=True)
+        if check := addons.preflight():
+            processes = check.compare_processes(args, world)
         yield world
-    except (RuntimeError, TimeoutError) as fault:
-        message = explain_collective(fault, world.rank, peers, args.dist_timeout)
-        if message is None:
+    except (RuntimeError, TimeoutError) as error:
+        if not is_lost_peer(error):
             raise
-        raise UserError(message, code=LOST_PEER) from fault
+        text = addons.explain_lost_peer(error, world.rank, processes, args.dist_timeout)
+        raise UserError(text, code=LOST_PEER) from error
     # Not after an exception: the process then exits at once, instead of waiting for the others.
     dist.destroy_process_group()
 
 
+def is_lost_peer(error: Exception) -> bool:
+    """Whether a collective has failed because another process is gone or hangs."""
+    # An errno means a file or a socket of Python's own, not a collective.
+    is_timeout = isinstance(error, TimeoutError) and error.errno is None
+    # What gloo, NCCL and the store write.
+    words = "gloo|nccl|connection (reset|closed|refused)|broken pipe|timed out"
+    of_torch = isinstance(error, dist.DistError) or re.search(words, str(error).lower())
+    return is_timeout or bool(of_torch)
+
+
 def _join(args: Any) -> World:
     """Choose this process's device and network interface, and join the process group."""
-    from utils import network
-
     check_gpus()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     rank, size, local_rank, local_size, port = (int(os.environ[name]) for name in names)
@@ -142,16 +131,8 @@ def _join(args: Any) -> World:
             print("note: no GPU here, so gloo is used in place of nccl", flush=True)
         backend = "gloo"
 
-    # gloo looks up this host's own name, which often gives 127.0.1.1 or nothing; NCCL may take
-    # Docker's bridge. The interface that leads to the master is right ("=": not a prefix).
-    interface = network.interface_towards(master) if nodes > 1 else "lo"
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if nodes > 1:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-
-    if rank != 0:
-        network.connect(master, port, seconds).close()
+    if check := addons.preflight():
+        check.find_master(rank, nodes, (master, port), seconds)
     try:
         timeout = timedelta(seconds=seconds)
         dist.init_process_group(backend or "nccl", rank=rank, world_size=size, timeout=timeout)
@@ -159,7 +140,7 @@ def _join(args: Any) -> World:
     except (RuntimeError, ValueError, OSError) as fault:
         text = str(fault) or type(fault).__name__
         if "EADDRINUSE" in text or "address already in use" in text.lower():
-            text = network.taken(master, port)
+            text = launch.port_in_use(master, port)
         else:
             text = (
                 f"rank {rank} could not join the {size} processes of the job at {master}:{port} "
@@ -214,24 +195,10 @@ def ask_driver(question: str) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
 
 
-def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU has AMX instructions for bfloat16, and oneDNN may use them."""
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
-    if not torch.backends.mkldnn.is_available() or not limit.endswith(("AMX", "ALL", "DEFAULT")):
-        return False
-    try:
-        flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
-    except (OSError, StopIteration):  # not a Linux on x86
-        return False
-    return {"amx_tile", "amx_bf16"} <= set(flags.split())
-
-
 def is_elastic() -> bool:
     """Whether a launcher restarts this job's processes when one of them fails."""
     by_torchrun = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-    return (
-        by_torchrun or "IMAGENET_ELASTIC" in os.environ
-    )  # set by the elastic launchers of scripts/
+    return by_torchrun or "IMAGENET_ELASTIC" in os.environ  # set by elastic launchers of scripts/
 
 
 def broadcast_from_rank0(compute: Callable[[], Any], world: World) -> Any:
@@ -277,23 +244,6 @@ def first_on_node(compute: Callable[[], Any], world: World) -> Any:
     return result if world.local_rank == 0 else compute()
 
 
-def check_same_on_every_rank(
-    what: str, value: Any, world: World, parts: Callable[[], dict[str, str]]
-) -> None:
-    """Raise `UserError`, naming the nodes, unless ``value`` is the same in every process.
-
-    ``parts()``, called only when it is not, lets the message name the first part that differs.
-    """
-    me = node_name(world)
-    found = gather((me, {what: value}), world)
-    if any(other != found[0][1] for _, other in found):
-        from utils import network
-
-        first = network.first_difference(gather((me, parts()), world))
-        fault = network.describe_mismatch(found)
-        raise UserError(f"{fault} ({first})" if first else str(fault), on_every_rank=True)
-
-
 def node_name(world: World) -> str:
     """Host name and number of this process's node; cloned machines often share a host name."""
     return f"{socket.gethostname()} (node {world.rank // world.local_size})"
@@ -307,12 +257,6 @@ def copy_from_rank0(model: nn.Module, world: World, parameters: bool = True) -> 
         for tensor in tensors:
             here = tensor.device.type == world.device.type
             dist.broadcast(tensor, src=0, group=None if here else world.control)
-
-
-def ring_bytes(size: float, processes: int) -> float:
-    """Bytes that each of ``processes`` sends in a ring all-reduce of ``size`` bytes: all but its
-    own part, once for the sums and once to distribute them."""
-    return 2 * (processes - 1) / processes * size
 
 
 def form_buckets(replica: nn.Module, world: World, args: Any) -> None:
@@ -371,55 +315,3 @@ def reshard(model: nn.Module) -> None:
     """Free the weights that FSDP has gathered, which are out of date or no longer needed."""
     for module in filter(is_sharded, model.modules()):
         module.reshard()
-
-
-# ---- why a collective failed
-
-
-class Peer(NamedTuple):
-    """A process of the job: the name of its node, and the address at which others reach it."""
-
-    node: str
-    address: str | None
-
-
-_CAUSES = {
-    "timed out|timeout": "no answer within {seconds:g} s (--dist-timeout): that process hangs, or "
-    "its machine or the link to it is down",
-    "cuda error|out of memory": "CUDA failed in this process, or its memory is full",
-    "": "that process has ended or was killed, or its machine or the link to it is down",
-}
-
-
-def explain_collective(
-    fault: Exception, rank: int, peers: list[Peer], seconds: float
-) -> str | None:
-    """The error message for a collective of ``rank`` that failed; None for other kinds of errors.
-
-    ``peers`` are all processes in the order of ranks (empty: not known yet), ``seconds`` is
-    ``--dist-timeout``.
-    """
-    text = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(fault).split()))  # gloo: a line of its source
-    words = text.lower()
-    # An errno means a file or a socket of Python's own, not a collective.
-    is_timeout = isinstance(fault, TimeoutError) and fault.errno is None
-    # What gloo, NCCL and the store write when another process is gone or stuck.
-    telling = "gloo|nccl|connection (reset|closed|refused)|broken pipe|timed out"
-    if not (is_timeout or isinstance(fault, dist.DistError) or re.search(telling, words)):
-        return None
-    why = next(why for cause, why in _CAUSES.items() if re.search(cause, words))
-    others = [other for other in range(len(peers)) if other != rank]
-    # gloo names the address.
-    likely = [other for other in others if f"[{peers[other].address}]:" in text] or others
-    nodes = ", ".join(dict.fromkeys(peers[other].node for other in likely))
-    if not likely or len(likely) > 8:
-        who = "another process of the job"
-    elif len(likely) == 1:
-        who = f"rank {likely[0]} on {nodes}, {peers[likely[0]].address}"
-    else:
-        who = f"one of the ranks {', '.join(map(str, likely))} on {nodes}"
-    me = f"rank {rank}" + (f" of {len(peers)} on {peers[rank].node}" if peers else "")
-    return (
-        f"{me} lost touch with {who}: {why.format(seconds=seconds)}; look for the first error of "
-        f"the other ranks, then {errors.how_to_continue} ({text[:200]})"
-    )

@@ -18,7 +18,7 @@ from functools import cached_property
 
 from utils.extras import compress
 from utils.extras.compress import Method
-from utils.world import ring_bytes
+from utils.report import ring_bytes
 
 # How often the arithmetic of a method reads or writes 4 bytes of memory per value. Not measured but
 # counted: bytes that the operations of utils/extras/compress.py move per value on a GPU, each in a

@@ -31,7 +31,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import UserError
-from utils.world import World, ring_bytes
+from utils.report import ring_bytes
+from utils.world import World
 
 # ---- collectives in one fixed order, beside the backward pass
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from utils.amp import has_amx
 from utils.optim import parameter_groups
-from utils.world import has_amx, local, whole
+from utils.world import local, whole
 
 ITERATIONS, EPSILON = 5, 1e-7
 WIDE = 2  # columns : rows, from which on Gram matrices are faster

@@ -78,8 +78,8 @@ class Pack(Source):
         """Equal on two nodes with equal file names and sizes of pixels."""
         return f"{super().fingerprint()}, packed with {self.size} pixels"
 
-    def sample_sizes(self) -> tuple[float, str]:
-        """Mean size, and a fingerprint of the contents."""
+    def sample_sizes(self, most: int = 0) -> tuple[float, str]:
+        """Mean size, and a fingerprint of the contents, of all images."""
         crcs = f"{zlib.crc32(self.records['crc'].tobytes()):08x}"
         return float(self.records["bytes"].mean()), crcs
 

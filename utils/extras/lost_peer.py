@@ -1,0 +1,45 @@
+"""Which process was lost, and why, when a collective of torch.distributed fails.
+
+- Always on. Used by jobs of several processes, once the communication has failed.
+- Interface: `explain`, which `utils.world.process_group` calls through addons.py.
+- Without this file, the error names the process that has found the loss, and quotes torch. The
+  exit code (69) is the same.
+"""
+
+import re
+
+from utils import errors
+
+CAUSES = {
+    "timed out|timeout": "no answer within {seconds:g} s (--dist-timeout): that process hangs, or "
+    "its machine or the link to it is down",
+    "cuda error|out of memory": "CUDA failed in this process, or its memory is full",
+    "": "that process has ended or was killed, or its machine or the link to it is down",
+}
+
+
+def explain(
+    error: Exception, rank: int, processes: list[tuple[str, str | None]], seconds: float
+) -> str:
+    """The message for the ``error`` of a collective in ``rank``.
+
+    ``processes``: for each rank, its node's name and the address at which others reach it (empty:
+    not known yet). ``seconds``: ``--dist-timeout``.
+    """
+    text = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(error).split()))  # gloo: a line of its source
+    why = next(why for words, why in CAUSES.items() if re.search(words, text.lower()))
+    others = [other for other in range(len(processes)) if other != rank]
+    # gloo names the address.
+    likely = [other for other in others if f"[{processes[other][1]}]:" in text] or others
+    nodes = ", ".join(dict.fromkeys(processes[other][0] for other in likely))
+    if not likely or len(likely) > 8:
+        who = "another process of the job"
+    elif len(likely) == 1:
+        who = f"rank {likely[0]} on {nodes}, {processes[likely[0]][1]}"
+    else:
+        who = f"one of the ranks {', '.join(map(str, likely))} on {nodes}"
+    me = f"rank {rank}" + (f" of {len(processes)} on {processes[rank][0]}" if processes else "")
+    return (
+        f"{me} lost touch with {who}: {why.format(seconds=seconds)}; look for the first error of "
+        f"the other ranks, then {errors.how_to_continue} ({text[:200]})"
+    )
