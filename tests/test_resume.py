@@ -12,6 +12,8 @@ from conftest import Result, draw_folder, scalars, summary, train
 from joined import Job, run_jobs, start
 from running import MEASURED, TORCHRUN, assert_same_curves, assert_same_weights, same, snapshot
 
+from utils.snapshots import name_newer_snapshot
+
 INTERRUPTED = 75  # launchers and schedulers know this number
 ND, DDP = "imagenet_nd.py", "imagenet_ddp.py"
 STEPS = 30  # of 10 images in an epoch
@@ -88,6 +90,7 @@ class Place:
 
 def position(run: Path) -> tuple[int, int]:
     """Finished epochs, and steps of the next one, of the snapshot from which a run continues."""
+    name_newer_snapshot(run)  # a killed process may have written it completely, but not named it
     progress = snapshot(run)["progress"]
     return progress["epoch"], progress["step"]
 

@@ -230,6 +230,27 @@ def test_a_damaged_snapshot_is_never_kept_as_the_previous_one(run):
     assert (folder / "snapshot_damaged.pt").stat().st_size == 1000
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_newer_snapshot_without_its_name_is_used(run, damaged):
+    """As a process leaves it that is killed between the write and the renaming."""
+    folder, again = run
+    newer = read_checkpoint(folder / SNAPSHOT)
+    newer["progress"]["elapsed"] = 4321.0
+    torch.save(newer, folder / ".0123456789abcdef.tmp")
+    torch.save({"state_dict": {}}, folder / ".1123456789abcdef.tmp")
+    (folder / ".2123456789abcdef.tmp").write_bytes(b"half a file")
+    if damaged:  # while it lay on the disk
+        written = (folder / SNAPSHOT).stat().st_mtime
+        os.truncate(folder / SNAPSHOT, 1000)
+        os.utime(folder / SNAPSHOT, (written, written))
+    done = again("auto", "--train-time", "0")
+    assert done.code == 0, done.err
+    assert f"resumed from {folder / SNAPSHOT}: epoch 2" in done.out
+    assert summary(folder)["elapsed_seconds"] > 4321
+    assert not list(folder.glob(".*"))
+    assert read_checkpoint(folder / PREVIOUS)["progress"]["elapsed"] == 4321.0
+
+
 @pytest.mark.parametrize("how", ["best", "file", "other", "no position"])
 def test_what_would_begin_a_run_anew_in_its_own_directory_is_refused(run, tmp_path, how):
     """A snapshot without its position, best.pt in its place, weights from elsewhere."""

@@ -88,6 +88,13 @@ def read_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     return content
 
 
+def unnamed_files(folder: Path) -> list[Path]:
+    """The files in ``folder`` that were being written when their process was killed, the latest
+    first."""
+    names = folder.glob(f".{'[0-9a-f]' * 16}.tmp")
+    return sorted(names, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
 def remove_leftovers(folder: Path, recursive: bool = False) -> None:
     """Remove the temporary files that a killed process has left in ``folder``.
 

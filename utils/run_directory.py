@@ -20,7 +20,7 @@ from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError, printable
 from utils.option_types import is_url
 from utils.provenance import is_cpu_chosen
-from utils.snapshots import BEST, SNAPSHOT, latest, read_whole
+from utils.snapshots import BEST, SNAPSHOT, latest, name_newer_snapshot, read_whole
 from utils.world import World, ask_driver, broadcast_from_rank0, gather, is_elastic, node_name
 
 # ---- one training at a time
@@ -317,6 +317,9 @@ class Run:
         if is_url(args.resume):
             path = addons.extra("store").fetch(args.resume, folder)
         else:
+            if self.is_writing and args.resume == "auto":
+                with self._writing():
+                    name_newer_snapshot(folder)
             path = checkpoint_file(args)
         if path is None:
             return None

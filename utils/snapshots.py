@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from utils.atomic import read_checkpoint, save_atomically
+from utils.atomic import link_atomically, read_checkpoint, save_atomically, unnamed_files
 from utils.errors import UserError
 from utils.world import is_elastic, is_sharded, shard_like, whole
 
@@ -50,6 +50,32 @@ def read_whole(path: Path, set_aside: bool = False) -> tuple[Path, dict[str, Any
     if set_aside and path.exists():
         path.replace(path.with_name(DAMAGED))
     return previous, content
+
+
+def name_newer_snapshot(folder: Path) -> None:
+    """Name the snapshot that a killed process had written completely, but not yet named.
+
+    It is used if it is newer than the named ones. A damaged ``snapshot.pt`` is never kept as the
+    previous one.
+    """
+    path, last = folder / SNAPSHOT, latest(folder)
+    for file in unnamed_files(folder):
+        if last and file.stat().st_mtime_ns <= last.stat().st_mtime_ns:
+            return
+        if _is_snapshot(file):
+            if _is_snapshot(path):
+                link_atomically(path, folder / PREVIOUS)
+            file.replace(path)
+            log.info(f"note: {path} was written completely when its process was killed: using it")
+            return
+
+
+def _is_snapshot(path: Path) -> bool:
+    """Whether ``path`` is a whole snapshot of a run."""
+    try:
+        return "progress" in read_checkpoint(path)
+    except UserError:
+        return False
 
 
 def write(content: dict[str, Any], path: Path) -> None:
