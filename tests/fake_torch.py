@@ -15,12 +15,19 @@ from fake_cuda import Event, Gpu, Stream, fake_gpus, gpu, in_stream, tensors_in
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+ORIGINAL = SimpleNamespace(
+    init=dist.init_process_group,
+    new_group=dist.new_group,
+    numpy=Tensor.numpy,
+    shard=torch.distributed.fsdp.fully_shard,
+)
 PROPERTIES = SimpleNamespace(total_memory=2**34, multi_processor_count=40, uuid="")
 NO_GRAPH = SimpleNamespace(is_capturing=lambda: False)  # a stream, as optimisers look at it
 ANSWERS = {  # of functions of torch.cuda
@@ -64,6 +71,16 @@ def record_stream(tensor: Tensor, s: Stream) -> None:
     gpu().known(tensor).recorded.add(s)
 
 
+def numpy(tensor: Tensor) -> Any:
+    """Tensor.numpy; the values of one that was on the device are made up."""
+    if isinstance(tensor, fake_tensor.FakeTensor):
+        assert tensor.device.type == "cpu", "numpy reads what is on the device"
+        gpu().use(tensor, False, gpu().host)
+        with unset_fake_temporarily():
+            tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return ORIGINAL.numpy(tensor)
+
+
 class Generator(torch.Generator):
     """torch.Generator; one of a GPU is on the CPU, as no random number is ever made."""
 
@@ -77,10 +94,6 @@ def dp_forward(self: nn.DataParallel, images: Tensor) -> Tensor:
 
 
 # ---- torch.distributed: torch's own fake group in place of NCCL's and gloo's
-
-ORIGINAL = SimpleNamespace(
-    init=dist.init_process_group, new_group=dist.new_group, shard=torch.distributed.fsdp.fully_shard
-)
 
 
 def init_process_group(backend: str, rank: int, world_size: int, **_: Any) -> None:
@@ -223,7 +236,7 @@ def fake_cuda(devices: int = 1) -> Iterator[Gpu]:
         patch(torch, Generator=Generator)
         patch(fake_tensor, init_gpu_context=lambda device: None)
         patch(fake_tensor.FakeTensorMode, avoid_device_init=True)
-        patch(Tensor, pin_memory=pin_memory, record_stream=record_stream)
+        patch(Tensor, numpy=numpy, pin_memory=pin_memory, record_stream=record_stream)
         patch(nn.DataParallel, forward=dp_forward)
         patch(nn.SyncBatchNorm, forward=nn.BatchNorm2d.forward)
         patch(
