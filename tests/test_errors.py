@@ -250,7 +250,7 @@ def test_several_processes_report_an_error_once(data):
         ("imagenet_ddp.py --help", "torch"),
         ("imagenet_fsdp.py --help", "torch"),
         ("scripts/bench_input.py", "numpy"),
-        ("scripts/prepare_data.py sample nowhere", "numpy"),
+        ("scripts/prepare_data.py sample nowhere", "tqdm"),
         ("scripts/compare_runs.py RUN", "tensorboard"),
     ],
 )
