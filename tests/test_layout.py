@@ -81,12 +81,12 @@ LIMITS = {"README.md": 200, "utils/README.md": 200, "scripts/README.md": 200, "R
 LIMITS |= {"utils/MODES.md": 100, "scripts/AWS.md": 120}
 CODE = [*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py"), *(ROOT / "scripts").rglob("*.*")]
 CODE += [*(ROOT / "tests" / "trials").glob("*.py")]
-# Options of other programs: torchrun, Slurm, scripts that benches run beside ours, git, pip, aws.
+# Options of other programs: torchrun, Slurm, scripts that benches run, git, pip, aws, hf.
 FOREIGN = {
     *("--nnodes", "--node_rank", "--nproc_per_node", "--master_addr", "--master_port"),
     *("--gpus-per-node", "--time", "--nodes", "--val-split", "--model", "--num-classes"),
     *("--device", "--opt", "--no-build-isolation", "--branch"),
-    *("--group-id", "--protocol", "--source-group", "--info"),
+    *("--group-id", "--protocol", "--source-group", "--info", "--repo-type", "--local-dir"),
 }
 
 
