@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from utils import launch
 from utils.errors import UserError, report
 from utils.provenance import DRIVER, driver, is_cpu_chosen
 
@@ -191,6 +192,7 @@ def _missing_kernels() -> str:
 def main() -> int:
     question = sys.argv[1] if len(sys.argv) == 2 else ""
     try:
+        launch.die_with_launcher()
         if question == "choose":
             print(*choose(machine()), sep="\n")
         elif question == "check":

@@ -14,8 +14,9 @@ fail() {
     exit 2
 }
 
-# gpus_of PYTHON choose|check: see choose_torch.py.
-gpus_of() { (cd "$root" && exec "$1" scripts/choose_torch.py "$2"); }
+# gpus_of PYTHON choose|check: become choose_torch.py; in a subshell of this one (or of $shell), with
+# which it ends.
+gpus_of() { cd "$root" && IMAGENET_LAUNCHER=${shell:-$$} exec "$1" scripts/choose_torch.py "$2"; }
 
 # use_environment [REQUIREMENTS_FILE ...]: choose $PYTHON, installing and building what is missing.
 use_environment() {
@@ -30,6 +31,7 @@ use_environment() {
 # when versions or driver have changed. TORCH=oldest: .venv-oldest, with the oldest torch.
 choose_python() {
     local files=("$root/requirements.txt" "$@") venv=$root/.venv base=${PYTHON:-python3} why
+    local shell=$BASHPID
     if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ "${TORCH:-}" != oldest ] &&
         python "$root/scripts/check_requirements.py" "${files[@]}" 2>/dev/null; then
         if why=$(gpus_of python check 2>&1 >/dev/null); then

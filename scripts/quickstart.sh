@@ -18,7 +18,7 @@ say() { printf '\n== %s\n' "$*"; }
 
 say "1/5 environment"
 use_environment
-gpus_of "$PYTHON" check >/dev/null # before data are drawn for nothing
+(gpus_of "$PYTHON" check) >/dev/null # before data are drawn for nothing
 echo "using $PYTHON"
 
 say "2/5 data"

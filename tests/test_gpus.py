@@ -3,12 +3,15 @@
 nvidia-smi, pip and torch are stand-ins."""
 
 import importlib
+import os
+import signal
+import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, shell, train
-from running import alone
+from conftest import ROOT, activated, shell, train
+from running import Process, alone, eventually
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -193,6 +196,23 @@ def test_wrappers_end_with_the_error_and_without_gpus_the_log_says_so(bin_folder
     train("imagenet_nd.py", *options, *where, PATH=f"{bin_folder}:/usr/bin:/bin")
     first = (tmp_path / "cpu/train.log").read_text().splitlines()[0]
     assert "CUDA_VISIBLE_DEVICES asks for the CPU; Tesla T4 (driver 515.54) not used" in first
+
+
+def test_the_choice_of_torch_ends_with_its_shell(bin_folder, tmp_path):
+    """nvidia-smi hangs; the shell is killed."""
+    note = tmp_path / "asks"
+    play(bin_folder, fails=f"echo $PPID $$ >{note}.new; mv {note}.new {note}; exec sleep 600")
+    path = f"{bin_folder}:{os.environ['PATH']}"
+    line = f"PATH={path}; source scripts/environment.sh; choose_python"
+    typed = subprocess.Popen(["bash", "-c", line], cwd=ROOT, env=activated(), text=True)
+    assert eventually(note.exists)
+    choosing, nvidia_smi = map(Process, map(int, note.read_text().split()))
+    assert "choose_torch.py" in choosing.command
+    typed.kill()
+    typed.wait()
+    ended = eventually(lambda: not choosing.lives(), 15)
+    os.kill(nvidia_smi.pid, signal.SIGKILL)
+    assert ended
 
 
 # ---- the set-up

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from batches import encode, noise_index, picture
+from conftest import Result, python
 from test_images import ODD
 
 from utils import images as im
@@ -158,6 +159,17 @@ def test_it_is_built_where_training_finds_it_and_once(library, not_built, tmp_pa
     assert part_of.has_library()
     assert build_region_decode.main(["--if-missing"]) == 0
     assert capsys.readouterr() == ("", "")
+
+
+def test_asking_whether_it_is_built_needs_no_torch(library):
+    """Each start of a wrapper asks; torch's import takes seconds."""
+    lines = (
+        "import sys; from pathlib import Path; sys.modules['torch'] = None",
+        "sys.path.insert(0, 'scripts'); import build_region_decode as script",
+        f"script.region_decode.LIBRARY = Path({str(library)!r})",
+        "sys.exit(script.main(['--if-missing']))",
+    )
+    assert python("-c", "; ".join(lines)) == Result(0, "", "")
 
 
 def test_other_pixels_are_not_taken(library, not_built, tmp_path, monkeypatch, capsys):

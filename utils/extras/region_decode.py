@@ -6,16 +6,23 @@ Without it whole images are decoded, which takes longer. The pixels are the same
 have it and others not.
 """
 
+from __future__ import annotations
+
 import ctypes
 import functools
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from utils.images import JPEG_MAGIC, Box
+# torch, whose import takes seconds, only where images are decoded: each start of a wrapper asks
+# `has_library`.
+if TYPE_CHECKING:
+    import torch
+
+    from utils.images import Box
 
 SOURCE = Path(__file__).with_name("region_decode.c")
 # The name changes with the source's content.
@@ -24,6 +31,7 @@ LIBRARY = SOURCE.with_name(f"libregion_decode_{zlib.crc32(SOURCE.read_bytes()):0
 # is 32 wide where colour has a quarter of the columns.
 BESIDE = 2 + 2 + 31
 
+JPEG_MAGIC = b"\xff\xd8"
 JPEG_END = b"\xff\xd9"
 SEQUENTIAL = (0xC0, 0xC1)  # SOF0 and SOF1; progressive files are smoothed across rows of blocks
 # APP0 to APP15, COM, tables and the restart interval: what may stand before the frame header.
@@ -66,6 +74,8 @@ def decode(data: bytes, box: Box) -> tuple[torch.Tensor, Box] | None:
     ``data`` is a file that `shape_of` accepts. None: the whole image has to be decoded, because
     there is no library or the image is damaged.
     """
+    import torch
+
     _, left, height, width = box
     if (decoded := decode_region(data, box)) is None:
         return None
