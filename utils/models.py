@@ -3,7 +3,6 @@
 import argparse
 import difflib
 import os
-from collections import Counter
 from typing import Any
 from urllib.error import URLError
 
@@ -18,7 +17,6 @@ from utils.preprocessing import IMAGENET
 
 # They have heads in the middle of the model, which would change the output in training.
 WITH_AUXILIARY = ("googlenet", "inception_v3")
-SEQUENCES = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def resolve(args: argparse.Namespace, default_data: str, local: bool = True) -> None:
@@ -156,51 +154,3 @@ def _unfit(arch: str, image_size: int, error: Exception, option: str = "--image-
         f"{arch} does not take images of {image_size} pixels: choose another {option} ({reason})",
         on_every_rank=True,
     )
-
-
-# ---- parts of a model
-
-
-def head_of(model: nn.Module, classes: int) -> str:
-    """The name of the last layer, with ``classes`` logits. Raises: `UserError`."""
-    own = model.get_classifier() if hasattr(model, "get_classifier") else None  # timm's
-    head = ""
-    for name, layer in model.named_modules():
-        if layer is own:
-            return name
-        width = getattr(layer, "out_features", getattr(layer, "out_channels", None))
-        if isinstance(layer, (nn.Linear, nn.Conv2d)) and width == classes:
-            head = name
-    if not head:
-        raise UserError(f"this model has no last layer of {classes} classes", on_every_rank=True)
-    return head
-
-
-def repeated(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model, in order: its outermost modules of a class that it has twice.
-
-    Not layers of torch itself, sequences of modules, or stages, which are rows of blocks.
-    """
-    kinds = Counter(type(module) for module in model.modules() if _is_block(module))
-    blocks: list[nn.Module] = []
-
-    def search(module: nn.Module) -> None:
-        for child in module.children():
-            if kinds[type(child)] > 1:
-                blocks.append(child)
-            else:
-                search(child)
-
-    search(model)
-    return blocks
-
-
-def _is_block(module: nn.Module) -> bool:
-    kind, children = type(module), list(module.children())
-    if isinstance(module, SEQUENCES) or kind.__module__.startswith("torch.nn"):
-        return False
-    if len(children) == 1 and isinstance(children[0], SEQUENCES):
-        row = list(children[0].children())
-        if all(map(_is_block, row)) and len(set(map(type, row))) == 1:
-            return False  # a stage
-    return bool(children) and not kind.__name__.endswith("Stage")  # timm's

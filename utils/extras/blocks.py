@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models import resnet
 from torchvision.ops import StochasticDepth
 
+from utils import addons
 from utils.errors import UserError
-from utils.models import head_of, repeated
 
 
 def change(model: nn.Module, args: Any, classes: int) -> list[str]:
@@ -28,7 +28,7 @@ def change(model: nn.Module, args: Any, classes: int) -> list[str]:
     if args.zero_init_gamma:
         zero_init_gamma(model)
     if args.freeze:
-        head = head_of(model, classes)
+        head = addons.extra("model_parts").head_of(model, classes)
         freeze(model, head)
         notes.append(f"--freeze: only {head} is trained")
     if args.activation_checkpointing:
@@ -123,7 +123,7 @@ def checkpoint_blocks(model: nn.Module) -> str:
 
     Raises: `UserError` for a model without repeated blocks.
     """
-    found = repeated(model)
+    found = addons.extra("model_parts").repeated(model)
     if not found:
         text = "--activation-checkpointing: this model has no repeated blocks: leave it out"
         raise UserError(text, on_every_rank=True)

@@ -17,7 +17,7 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 from utils import addons
 from utils.atomic import read_checkpoint
 from utils.errors import UserError
-from utils.models import head_of, is_own, scale_input_as
+from utils.models import is_own, scale_input_as
 from utils.preprocessing import Preprocessing, nearest_interpolation
 
 _EMA = ("state_dict_ema", "model_ema")  # timm's name, and that of torchvision's references
@@ -68,7 +68,7 @@ def with_published_weights(arch: str, classes: int, image_size: int) -> nn.Modul
     if arch == "inception_v3":  # googlenet loses them by itself
         model.aux_logits, model.AuxLogits = False, None
     if classes != 1000:
-        name = head_of(model, 1000)
+        name = addons.extra("model_parts").head_of(model, 1000)
         old = model.get_submodule(name)
         if isinstance(old, nn.Linear):
             new: nn.Module = nn.Linear(old.in_features, classes, bias=old.bias is not None)
@@ -142,7 +142,8 @@ def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[s
     resized to the model's image size. Returns: notes for the log. Raises: `UserError` for a file of
     another model.
     """
-    path, content, head = Path(file), read_weights(file), head_of(model, classes)
+    path, content = Path(file), read_weights(file)
+    head = addons.extra("model_parts").head_of(model, classes)
     if isinstance(saved := content.get("arch"), str) and saved != arch:
         raise UserError(f"{path} is a {saved}: use -a {saved} to load it", on_every_rank=True)
     found, note = plain_weights(content, path)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
-from utils.models import SEQUENCES, repeated
+from utils import addons
 from utils.world import World, is_sharded, local
 
 SMALL = 100_000  # weights; a smaller block is not worth a collective of its own
@@ -81,7 +81,8 @@ def parts(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[Any, Any]]:
 def units(model: nn.Module) -> list[nn.Module]:
     """What is sharded by itself: the blocks that a model repeats, and large layers outside of them
     (those of a VGG). What is left is small, or is not found."""
-    blocks = [block for block in repeated(model) if size(block) >= SMALL]
+    repeated = addons.extra("model_parts").repeated(model)
+    blocks = [block for block in repeated if size(block) >= SMALL]
     return blocks + [layer for layer in _layers(model) if size(layer) >= LARGE]
 
 
@@ -91,7 +92,7 @@ def _layers(parent: nn.Module) -> Iterator[nn.Module]:
     for child in parent.children():
         if type(child) in (nn.Linear, nn.Conv2d):
             yield child
-        elif isinstance(child, SEQUENCES):
+        elif isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
             yield from _layers(child)
 
 
