@@ -25,6 +25,7 @@ import posixpath
 import re
 import shlex
 import sys
+import tarfile
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -300,26 +301,29 @@ def _read_tar(handle: int, path: Path, job: tuple[int, bytes, int, int], bar: tq
     if prefix:
         content.folders.add(prefix)
     for member in _members(handle, start, end, str(path / os.fsdecode(prefix))):
-        name = _normalised(prefix + b"/" + member.name if prefix else member.name)
+        name, size = _bytes(member.name), member.size if member.isreg() else 0
+        name = _normalised(prefix + b"/" + name if prefix else name)
+        first = start + member.offset_data
         lower = name.lower()
         is_tar = lower.endswith(b".tar") and not prefix
-        seen += BLOCK if is_tar else BLOCK + member.size
+        seen += BLOCK if is_tar else BLOCK + size
         if seen > 1 << 24:
             bar.update(seen)
             seen = 0
         if lower.endswith(_SUFFIXES):
-            content.images[name] = member.start, member.size
+            content.images[name] = first, size
             content.links.pop(name, None)
-            if member.kind in b"12":
+            if member.islnk() or member.issym():
                 content.images[name] = NOWHERE * BLOCK, 0
-                folder = posixpath.dirname(name) if member.kind == b"2" else prefix
-                content.links[name] = posixpath.normpath(posixpath.join(folder, member.link))
-        elif member.kind == b"5" and name:
+                folder = posixpath.dirname(name) if member.issym() else prefix
+                target = posixpath.join(folder, _bytes(member.linkname))
+                content.links[name] = posixpath.normpath(target)
+        elif member.isdir() and name:
             content.folders.add(name)
         elif is_tar:
-            content.tars.append((name[:-4], member.start, member.start + member.size))
-        elif lower.endswith((b".cls", b".json")) and member.size <= LARGEST_HEADER:
-            data = os.pread(handle, member.size, member.start)
+            content.tars.append((name[:-4], first, first + size))
+        elif lower.endswith((b".cls", b".json")) and size <= LARGEST_HEADER:
+            data = os.pread(handle, size, first)
             if label := data.strip() if lower.endswith(b".cls") else _label_in(data):
                 content.labels[_key(name)] = label
         elif lower.endswith((b".tar.gz", b".tgz")):
@@ -428,94 +432,68 @@ def _normalised(name: bytes) -> bytes:
     return b"" if any(part.startswith(b".") for part in parts) else b"/".join(parts)
 
 
-# ---- headers: https://www.gnu.org/software/tar/manual/html_node/Standard.html
+# ---- headers
 
 
-class _Member(NamedTuple):
-    """A member of a tar file."""
+class _Part:
+    """A part of an open file, as tarfile reads it; threads share the handle, not the position."""
 
-    name: bytes
-    kind: bytes  # b"0" a file, b"1" a hard link, b"2" a symbolic one, b"5" a folder, and others
-    start: int
-    size: int  # bytes
-    link: bytes
+    def __init__(self, handle: int, start: int, end: int):
+        self.handle, self.start, self.end, self.place = handle, start, end, 0
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, place: int) -> None:
+        self.place = place
+
+    def read(self, size: int) -> bytes:
+        """Raises: EOFError for less than ``size`` bytes, ValueError for more than a header has."""
+        if not 0 <= size <= LARGEST_HEADER:
+            raise ValueError
+        place = self.start + self.place
+        data = os.pread(self.handle, size, place) if place + size <= self.end else b""
+        if len(data) < size:
+            raise EOFError
+        self.place += size
+        return data
 
 
-def _members(handle: int, start: int, end: int, where: str) -> Iterator[_Member]:
+def _members(handle: int, start: int, end: int, where: str) -> Iterator[tarfile.TarInfo]:
     """The members of the tar file ``where``, which lies between two places of an open file.
 
-    Python's tarfile takes ten times as long. Raises: `UserError` for one that is damaged,
-    incomplete, or holds sparse files.
+    Not by iterating over a TarFile: that keeps all members in memory, and takes a damaged header
+    for the end. Raises: `UserError` for a file that is damaged, incomplete, or holds sparse files.
     """
-    place, long = start, {}
+    part, place = _Part(handle, start, end), 0
     try:
+        tar = tarfile.TarFile(fileobj=part, encoding="utf-8", errors="surrogateescape")
         while True:
-            block = os.pread(handle, BLOCK, place) if place + BLOCK <= end else b""
-            if len(block) < BLOCK:
-                raise EOFError
-            if not any(block):
+            part.seek(place)
+            try:
+                member = tarfile.TarInfo.fromtarfile(tar)
+            except tarfile.EOFHeaderError:
                 return
-            if sum(block) - sum(block[148:156]) + 8 * ord(" ") != _number(block[148:156]):
+            if member.size < 0 or tar.offset <= place:
                 raise ValueError
-            kind, size, data = block[156:157], _number(block[124:136]), place + BLOCK
-            if kind in b"123456":
-                size = 0  # whatever the header says
-            elif kind not in b"xgLK":
-                size = int(long.get(b"size", size))
-            place = data + -(-size // BLOCK) * BLOCK
-            if size < 0 or data + size > end:
-                raise EOFError
-            if kind in b"xgLK":
-                if size > LARGEST_HEADER:
-                    raise ValueError
-                text = os.pread(handle, size, data)
-                if kind == b"x":
-                    long |= _pax_records(text)
-                elif kind != b"g":
-                    long[b"path" if kind == b"L" else b"linkpath"] = text
-                continue
-            name = block[:100].partition(b"\0")[0]
-            if block[257:263] == b"ustar\0" and block[345]:
-                name = block[345:500].partition(b"\0")[0] + b"/" + name
-            link = block[157:257]
-            if long:
-                name, link = long.get(b"path", name), long.get(b"linkpath", link)
-                if any(key.startswith(b"GNU.sparse.") for key in long):
-                    kind = b"S"
-                long = {}
-                name = name.partition(b"\0")[0]
-            if kind == b"S":
-                text = f"{where} holds the sparse file {os.fsdecode(name)}: make it again without"
+            place = tar.offset
+            if member.issparse():
+                text = f"{where} holds the sparse file {member.name}: make it again without"
                 raise UserError(f"{text} tar's option -S", on_every_rank=True)
-            yield _Member(name, kind, data, size, link.partition(b"\0")[0])
+            yield member
     except EOFError:
         text = f"{where} ends before its last file does, after {end - start:,} bytes: the copy is"
         raise UserError(f"{text} incomplete, copy it again", on_every_rank=True) from None
-    except ValueError:
-        if place > start:
-            text = f"{where} is damaged at byte {place - start:,}: copy it again"
+    except (tarfile.TarError, ValueError, LookupError, RecursionError):
+        if place > 0:
+            text = f"{where} is damaged at byte {place:,}: copy it again"
             raise UserError(text, on_every_rank=True) from None
         magic = {b"\x1f\x8b": ".gz", b"BZ": ".bz2", b"\xfd7": ".xz", b"(\xb5": ".zst"}
-        if start == 0 and (suffix := magic.get(block[:2])):
+        if start == 0 and (suffix := magic.get(os.pread(handle, 2, 0))):
             raise _compressed(Path(where), suffix) from None
         raise UserError(f"{where} is not a tar file", on_every_rank=True) from None
 
 
-def _number(digits: bytes) -> int:
-    """Octal digits, or, where these do not suffice, bytes after one that says so."""
-    if digits[0] == 0x80:
-        return int.from_bytes(digits[1:], "big")
-    return int(digits.partition(b"\0")[0] or b"0", 8)
-
-
-def _pax_records(text: bytes) -> dict[bytes, bytes]:
-    """The records "LENGTH KEY=VALUE\\n" of an extended header. Raises: ValueError."""
-    records, place = {}, 0
-    while place < len(text):
-        digits = text[place : place + 20].partition(b" ")[0]
-        end = place + int(digits)
-        key, equals, value = text[place + len(digits) + 1 : end - 1].partition(b"=")
-        if not equals:
-            raise ValueError
-        records[key], place = value, end
-    return records
+def _bytes(name: str) -> bytes:
+    """A name as it is in the tar file, up to a zero byte."""
+    return name.encode("utf-8", "surrogateescape").partition(b"\0")[0]
