@@ -16,6 +16,7 @@ from running import Running, eventually
 
 from utils import run_directory
 from utils.errors import UserError
+from utils.extras import run_lock
 
 
 def thread_states(pid: int) -> set[str]:
@@ -42,7 +43,7 @@ def test_a_second_training_is_refused_while_the_first_lives_and_takes_its_place_
         first.result()
     second = train(*line)
     assert f"process {first.process.pid} on" in second.out
-    assert not (run / run_directory.LOCK).exists()
+    assert not (run / run_lock.LOCK).exists()
     assert [x for x, _ in scalars(run)["Loss/train"]] == [1, 2]
 
 
@@ -54,14 +55,14 @@ def holder(folder: Path) -> Running:
         "print(f'process {os.getpid()} on another', file=file, flush=True)\n"
         "print('locked', flush=True); time.sleep(600)"
     )
-    return Running("-c", code, folder / run_directory.LOCK)
+    return Running("-c", code, folder / run_lock.LOCK)
 
 
 @pytest.mark.parametrize("patient", [False, True])
 def test_a_lock_that_is_held_is_waited_for_and_then_an_error(tmp_path, monkeypatch, patient):
     later, now = 0.0, time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + later)
-    mine = run_directory.Lock(tmp_path, patient)
+    mine = run_lock.Lock(tmp_path, patient)
     with holder(tmp_path) as other:
         other.until("locked")
         assert not mine.poll()
@@ -81,7 +82,7 @@ def test_a_lock_that_is_held_is_waited_for_and_then_an_error(tmp_path, monkeypat
 
 def test_a_lock_that_is_given_up_while_another_takes_it_is_not_held_by_two(tmp_path, monkeypatch):
     """One has opened the file, which the other then removes."""
-    first, second, third = (run_directory.Lock(tmp_path) for _ in range(3))
+    first, second, third = (run_lock.Lock(tmp_path) for _ in range(3))
     assert first.poll()
     flock = fcntl.flock
 
@@ -99,19 +100,19 @@ def test_a_lock_that_is_given_up_while_another_takes_it_is_not_held_by_two(tmp_p
 
 def test_without_locks_in_the_file_system_one_line_warns(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "none")))
-    one = run_directory.Lock(tmp_path)
+    one = run_lock.Lock(tmp_path)
     assert one.poll()
     assert "has no locks" in one.warning
     one.release()
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.EIO, "disk")))
     with pytest.raises(OSError, match="disk"):
-        run_directory.Lock(tmp_path).poll()
+        run_lock.Lock(tmp_path).poll()
 
 
 @pytest.mark.parametrize("kind", ["text", "link", "folder"])
 def test_an_owner_file_that_is_none_is_a_short_message_or_taken_over(tmp_path, kind):
     """Nothing is written where a link leads; bytes of a terminal's commands are shown as text."""
-    path, one = tmp_path / run_directory.LOCK, run_directory.Lock(tmp_path)
+    path, one = tmp_path / run_lock.LOCK, run_lock.Lock(tmp_path)
     if kind == "text":
         path.write_bytes(b"\xff\xfe\x1b[2Jx")
         assert one.poll()

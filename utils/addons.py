@@ -142,6 +142,12 @@ def describe_changes(state: Any, args: Any, content: dict[str, Any]) -> list[str
     return notes.describe(state, args, content) if notes else []
 
 
+def run_lock(folder: Path, patient: bool) -> Any:
+    """The lock of a run directory (`utils.extras.run_lock.Lock`), not acquired yet; or None."""
+    module = extra_if_there("run_lock")
+    return module and module.Lock(folder, patient)
+
+
 def check_store(args: Any) -> None:
     """Raise `UserError` for a --store or a --resume URL that cannot be used here."""
     if args.store or is_url(args.resume):

@@ -36,8 +36,18 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-# How to continue this process's run; `utils.run_directory.Run` sets it.
-how_to_continue = "run the same command with --resume auto"
+_continuation = "run the same command with --resume auto"
+
+
+def continue_by(text: str) -> None:
+    """From now on, messages of this process say that its run continues by ``text``."""
+    global _continuation  # noqa: PLW0603 (a process has one run)
+    _continuation = text
+
+
+def how_to_continue() -> str:
+    """How the user continues this process's run; it ends a sentence."""
+    return _continuation
 
 
 def of_fault(fault: Exception) -> UserError | None:
@@ -58,7 +68,7 @@ def of_fault(fault: Exception) -> UserError | None:
         return UserError(
             f"data loading worker {worker[1]} {worker[2]}: unless somebody killed it, the machine "
             "ran out of memory (dmesg shows it): use fewer workers (-j). To continue, "
-            f"{how_to_continue}"
+            f"{how_to_continue()}"
         )
     wanted = re.search(r"ried to allocate ([\d.]+ \w+)", text)
     if wanted and re.search(r"out of memory|can't allocate memory", text):

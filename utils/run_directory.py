@@ -1,19 +1,15 @@
 """The directory of a run: its owner, name, files, log lines and curves; rank 0 writes all files."""
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import math
-import multiprocessing.util
-import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from utils import addons, errors, tensorboard
 from utils.atomic import remove_leftovers, save_atomically
@@ -21,109 +17,7 @@ from utils.errors import UserError, printable
 from utils.option_types import is_url
 from utils.provenance import is_cpu_chosen
 from utils.snapshots import BEST, SNAPSHOT, latest, name_newer_snapshot, read_whole
-from utils.world import World, ask_driver, broadcast_from_rank0, gather, is_elastic, node_name
-
-# ---- one training at a time
-
-LOCK = "owner.txt"
-PATIENCE = 2.0  # seconds for a killed process's data loading workers to exit: they hold it, too
-RESTART_PATIENCE = 120.0  # for an earlier attempt's process, or the NFSv4 lease of a lost machine
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-
-
-class Lock:
-    """The lock of the run directory ``folder``, for rank 0: call `poll` until it is held.
-
-    ``patient``: a launcher restarts this job, so the process that holds it may be about to exit.
-    ``note`` says which process was killed in the directory, ``warning`` that there are no locks.
-    """
-
-    def __init__(self, folder: Path, patient: bool = False):
-        self.path = folder / LOCK
-        self.text = f"process {os.getpid()} on {socket.gethostname()}"
-        self.text += f", since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        self.note: str | None = None
-        self.warning: str | None = None
-        self.file: IO[str] | None = None  # the kernel's lock lasts as long as this is open
-        self.patience = RESTART_PATIENCE if patient else PATIENCE
-        self.waits_until: float | None = None
-
-    def poll(self) -> bool:
-        """Whether the lock is held; if not, call again a moment later.
-
-        Raises: OSError, and `UserError` when another process still holds it.
-        """
-        if self.path.is_symlink():  # never write where somebody else's link leads
-            raise UserError(f"{self.path} is a symbolic link, not the lock of a run: remove it")
-        file = open(self.path, "a+", errors="replace", opener=_no_link)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = _owner(file)
-            file.close()
-            self._wait(owner or "another process")
-            return False
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            self.warning = (
-                f"the file system of {self.path.parent} has no locks: nothing prevents a second "
-                "run from writing there"
-            )
-        if not self._is_at_path(file):  # its process removed it when it ended
-            file.close()
-            return False
-        if (owner := _owner(file)) and not self.warning:
-            where = self.path.parent
-            self.note = f"note: {owner} was killed and left {where}; continuing there"
-        file.truncate(0)
-        file.write(self.text)
-        file.flush()
-        self.file = file
-        # Also after an error: launch.run_main ends a process this way.
-        multiprocessing.util.Finalize(None, self.release, exitpriority=0)
-        return True
-
-    def release(self) -> None:
-        """Remove the file, and give up the lock."""
-        if self.file is not None:
-            with contextlib.suppress(OSError):
-                if self._is_at_path(self.file):
-                    self.path.unlink()
-            self.file.close()
-            self.file = None
-
-    def _is_at_path(self, file: IO[str]) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
-        return False
-
-    def _wait(self, owner: str) -> None:
-        """Note that another process holds the lock. Raises: `UserError` after some time."""
-        now = time.monotonic()
-        if self.waits_until is None:
-            self.waits_until = now + self.patience
-            if self.patience > PATIENCE:
-                text = f"note: {self.path.parent} is in use by {owner}: waiting up to "
-                print(printable(f"{text}{self.patience:.0f} s for its end"), flush=True)
-        elif now >= self.waits_until:
-            raise UserError(
-                f"{self.path.parent} is in use by a run that is still active ({owner}): wait for "
-                "its end, stop it, or choose another --name; if its machine is gone, remove "
-                f"{self.path}",
-                on_every_rank=True,
-            )
-
-
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-def _owner(file: IO[str]) -> str:
-    """The process that the file names; "" for none, or while it is being written."""
-    file.seek(0)
-    return file.read(500).strip()
-
+from utils.world import World, ask_driver, broadcast_from_rank0, is_elastic
 
 # ---- what is printed
 
@@ -164,8 +58,6 @@ class Console(logging.Handler):
 
 
 # ---- the directory
-
-VISIBLE_SECONDS = 10.0  # for a file to be seen on another node
 
 
 def _directory(args: Any, world: World, mode: str) -> Path:
@@ -220,7 +112,7 @@ class Run:
         """
         self.args, self.world, self.mode = args, world, mode
         self.folder: Path | None = None  # None: nothing is kept
-        self.lock: Lock | None = None  # of a training
+        self.lock: Any = None  # of a training, see `addons.run_lock`
         self.is_writing = not (args.evaluate or addons.measures(args))  # a training
         self.curves: list[Callable[[dict[str, float], int], None]] = []
         self.pictures: list[Callable[[str, Any, int], None]] = []
@@ -244,13 +136,13 @@ class Run:
         if self.is_writing or has_own:
             self.folder = broadcast_from_rank0(lambda: _directory(args, world, mode), world)
             if self.is_writing:
-                self.lock = Lock(self.folder, patient=is_elastic())  # rank 0 acquires it
-                errors.how_to_continue = self._how_to_continue()
+                self.lock = addons.run_lock(self.folder, is_elastic())  # rank 0 acquires it
+                errors.continue_by(self._how_to_continue())
             # In short rounds, as the other ranks wait no longer than --dist-timeout for one.
             while not broadcast_from_rank0(self._make, world):
                 time.sleep(0.5)
-            if self.is_writing and is_elastic():
-                self._check_shared(broadcast_from_rank0(lambda: self.lock.text, world))
+            if self.lock and is_elastic():
+                self.lock.check_shared(world)
         self.console = Console(self.folder, world)
         if world.is_main and is_cpu_chosen() and (unused := ask_driver("gpus")):
             log.info(f"note: CUDA_VISIBLE_DEVICES asks for the CPU; {unused} not used")
@@ -288,22 +180,6 @@ class Run:
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             return self.lock is None or self.lock.poll()
-
-    def _check_shared(self, text: str) -> None:
-        """Raise `UserError` unless all nodes see the lock: any may have rank 0 next time."""
-        deadline, seen = time.monotonic() + VISIBLE_SECONDS, False
-        while not seen and time.monotonic() < deadline:
-            time.sleep(0.2)
-            with contextlib.suppress(OSError):
-                seen = (self.folder / LOCK).read_text() == text
-        found = gather((node_name(self.world), seen), self.world)
-        for name, sees in found:
-            if not sees:
-                raise UserError(
-                    f"{name} does not see what {found[0][0]} writes into {self.folder}: a job that "
-                    "continues when nodes fail needs an --output-dir that they share",
-                    on_every_rank=True,
-                )
 
     def _read_checkpoint(self) -> Path | None:
         """Read the file to resume from; with "auto" the run's own, if it has one. Opens the store.
