@@ -42,9 +42,9 @@ launch.prepare()  # before torch is imported, which takes seconds
 from bench import commands, rounds
 
 from utils.errors import INTERRUPTED, UserError, report, tolerate_broken_pipe
+from utils.extras.gpu_check import check_gpus
 from utils.folder import SUFFIXES
 from utils.option_types import count, positive
-from utils.world import check_gpus
 
 SCRIPTS = {name: f"imagenet_{name}.py" for name in ("nd", "dp", "ddp", "fsdp")}
 SCRIPTS |= dict.fromkeys(("O0", "O1", "O2", "O3"), "imagenet_ddp_apex.py")

@@ -171,7 +171,7 @@ def _missing_kernels() -> str:
     """The GPUs that torch sees, but has no kernels for; "" when there are none."""
     from torch import cuda
 
-    from utils.world import has_kernels
+    from utils.extras.gpu_check import has_kernels
 
     found = [cuda.get_device_capability(index) for index in range(cuda.device_count())]
     kernels = cuda.get_arch_list()
@@ -212,7 +212,7 @@ def processes() -> int:
         return 1  # without torch, whose import takes seconds
     import torch
 
-    from utils.world import check_gpus
+    from utils.extras.gpu_check import check_gpus
 
     check_gpus()
     return max(1, torch.cuda.device_count())

@@ -81,7 +81,7 @@ def facts(args: argparse.Namespace, interface: str | None) -> Facts:
     """All facts about this node; no communication."""
     import torch
 
-    from utils.world import check_gpus
+    from utils.extras.gpu_check import check_gpus
 
     trouble, devices = "", []
     place = Path(args.output_dir).absolute()

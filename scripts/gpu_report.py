@@ -22,8 +22,8 @@ from bench import commands, photographs
 
 from utils.errors import INTERRUPTED, UserError, report, tolerate_broken_pipe
 from utils.extras import comparison
+from utils.extras.gpu_check import check_gpus
 from utils.option_types import number
-from utils.world import check_gpus
 
 
 class Part(NamedTuple):

@@ -19,7 +19,7 @@ from joined import in_processes
 
 from utils import launch, world
 from utils.errors import UserError
-from utils.extras import preflight
+from utils.extras import gpu_check, preflight
 
 MASTER = {"MASTER_ADDR": "b", "MASTER_PORT": "8"}
 VARIABLES = ("WORLD_SIZE", "NODE_RANK", "MASTER_PORT")
@@ -33,7 +33,7 @@ def clean(monkeypatch):
     with mock.patch.dict(os.environ):
         for name in ("LOCAL_RANK", "RANK", "OMP_NUM_THREADS", *interfaces, *VARIABLES, *MASTER):
             os.environ.pop(name, None)
-        monkeypatch.setattr(world, "check_gpus", lambda: None)
+        monkeypatch.setattr(gpu_check, "check_gpus", lambda: None)
         yield monkeypatch
 
 

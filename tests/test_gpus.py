@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import choose_torch
 
 from utils.errors import UserError
-from utils.world import check_gpus, has_kernels
+from utils.extras.gpu_check import check_gpus, has_kernels
 
 T4, V100, H100 = ("Tesla T4", "7.5"), ("Tesla V100-SXM2-16GB", "7.0"), ("NVIDIA H100 PCIe", "9.0")
 P100 = ("Tesla P100-PCIE-16GB", "6.0")

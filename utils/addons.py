@@ -201,6 +201,18 @@ def explain_lost_peer(error: Exception, rank: int, processes: list[Any], seconds
     return f"rank {rank} lost touch with another process of the job ({error})"
 
 
+def check_gpus() -> None:
+    """Raise `UserError` if there are GPUs that should be used and that torch cannot use."""
+    if module := extra_if_there("gpu_check"):
+        module.check_gpus()
+
+
+def unused_gpus() -> str:
+    """The GPUs that the environment hides, for a note; "" if there are none."""
+    module = extra_if_there("gpu_check")
+    return module.unused() if module else ""
+
+
 # ---- model and training step
 
 

@@ -15,9 +15,8 @@ from utils import addons, errors, tensorboard
 from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError, printable
 from utils.option_types import is_url
-from utils.provenance import is_cpu_chosen
 from utils.snapshots import BEST, SNAPSHOT, latest, name_newer_snapshot, read_whole
-from utils.world import World, ask_driver, broadcast_from_rank0, is_elastic
+from utils.world import World, broadcast_from_rank0, is_elastic
 
 # ---- what is printed
 
@@ -144,7 +143,7 @@ class Run:
             if self.lock and is_elastic():
                 self.lock.check_shared(world)
         self.console = Console(self.folder, world)
-        if world.is_main and is_cpu_chosen() and (unused := ask_driver("gpus")):
+        if world.is_main and (unused := addons.unused_gpus()):
             log.info(f"note: CUDA_VISIBLE_DEVICES asks for the CPU; {unused} not used")
         if self.lock and self.lock.note:
             log.info(self.lock.note)

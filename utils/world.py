@@ -5,15 +5,11 @@ Facts about ranks are computed once, into a `World`; nothing else asks torch.dis
 
 import os
 import re
-import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils import addons, launch, provenance
+from utils import addons, launch
 from utils.errors import LOST_PEER, UserError
 
 KERNELS = (
@@ -65,7 +61,7 @@ class World:
 
 def single_process() -> World:
     """The world of a script that runs as one process: the first GPU, or the CPU without one."""
-    check_gpus()
+    addons.check_gpus()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     choose_kernels(device)
     return World(device)
@@ -105,7 +101,7 @@ def is_lost_peer(error: Exception) -> bool:
 
 def _join(args: Any) -> World:
     """Choose this process's device and network interface, and join the process group."""
-    check_gpus()
+    addons.check_gpus()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     rank, size, local_rank, local_size, port = (int(os.environ[name]) for name in names)
     master, nodes, seconds = os.environ["MASTER_ADDR"], size // local_size, args.dist_timeout
@@ -160,39 +156,6 @@ def choose_kernels(device: torch.device) -> None:
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = True
         torch.set_float32_matmul_precision("high")
-
-
-def check_gpus() -> None:
-    """Raise `UserError` if there are GPUs that should be used and that torch cannot use."""
-    if torch.cuda.is_available():
-        kernels = torch.cuda.get_arch_list() if torch.version.cuda else []  # none: ROCm
-        found = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
-        usable = not kernels or all(has_kernels(one, kernels) for one in found)
-    else:
-        usable = provenance.is_cpu_chosen()
-    if not usable and (why := ask_driver("explain")):
-        raise UserError(why, on_every_rank=True)
-
-
-def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
-    """Whether a torch built for (sm_80, compute_90, ...) computes on a GPU of ``capability``.
-
-    sm_XY runs on X.Y and later minor versions of X; compute_XY (PTX) on X.Y and all later ones.
-    """
-    for name in built_for:
-        kind, x, y = re.match(r"(sm|compute)_(\d+)(\d)", name).groups()
-        code = int(x), int(y)
-        if code <= capability and (kind == "compute" or code[0] == capability[0]):
-            return True
-    return False
-
-
-def ask_driver(question: str) -> str:
-    """What scripts/choose_torch.py answers ("gpus", "explain"); "" without a driver of NVIDIA's."""
-    if not (shutil.which("nvidia-smi") or provenance.DRIVER.exists()):
-        return ""
-    command = [sys.executable, Path(__file__).parents[1] / "scripts/choose_torch.py", question]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
 
 
 def is_elastic() -> bool:
