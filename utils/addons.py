@@ -179,6 +179,12 @@ def follow(run: Any) -> None:
 # ---- the start of processes
 
 
+def report_failed_start(*fault: Any) -> None:
+    """``sys.excepthook``: one line for a missing package or too little memory, else a traceback."""
+    module = extra_if_there("failed_start")
+    (module.report if module else sys.__excepthook__)(*fault)
+
+
 def make_temporary_folder() -> None:
     """Make this process's temporary folder; remove those of killed runs."""
     if temporary := extra_if_there("temporary"):

@@ -18,13 +18,11 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
-from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from utils import addons, errors
-from utils.errors import UserError, report
+from utils.errors import UserError
 from utils.option_types import count, from_environment, port, positive, seconds
 
 MARKER = "IMAGENET_SUITE"  # a variable in the environment by which scripts/cleanup.sh finds us
@@ -236,42 +234,14 @@ def _child(worker: Callable[[Any], int], args: Any) -> None:
 
 # ---- before torch is imported
 
-# The packages of requirements.txt, by the name under which they are imported.
-REQUIRED = {name: name for name in ("torch", "torchvision", "tensorboard", "numpy", "tqdm")}
-REQUIRED |= {"matplotlib": "matplotlib", "PIL": "pillow", "google": "protobuf"}
-
 
 def prepare() -> None:
     """End with the launcher, and with one line where torch or another package cannot be imported.
 
     To be called before any import that takes long: the launcher may be killed meanwhile.
     """
-    sys.excepthook = _report_import
+    sys.excepthook = addons.report_failed_start
     die_with_launcher()
-
-
-def _report_import(
-    kind: type[BaseException], fault: BaseException, trace: TracebackType | None
-) -> None:
-    """End with an error message in place of a traceback, if the user can fix the ``fault``."""
-    if isinstance(fault, ModuleNotFoundError) and fault.name in REQUIRED:
-        environment = Path(__file__).resolve().parents[1] / ".venv"
-        how = "`bash scripts/quickstart.sh` makes an environment with all that is needed"
-        if environment.exists():
-            how = f"`source {environment}/bin/activate` first"
-        text = f"{REQUIRED[fault.name]} is not installed for {sys.executable}: {how}, or "
-        text += "`pip install -r requirements.txt`"
-    elif isinstance(fault, FileNotFoundError) and "temporary directory" in str(fault):
-        text = "no folder for temporary files, such as /tmp, can be written to: free disk space, "
-        text += "set TMPDIR, or raise `ulimit -f`"
-    elif isinstance(fault, MemoryError) or "failed to map segment" in str(fault):
-        text = f"too little memory to start ({fault}): close other programs, or raise `ulimit -v`"
-    elif isinstance(fault, UserError):
-        text = str(fault)
-    else:
-        sys.__excepthook__(kind, fault, trace)
-        return
-    sys.exit(report(UserError(text, on_every_rank=True)))
 
 
 # ---- how the processes of a job start

@@ -1,0 +1,39 @@
+"""One line in place of a traceback where a package is missing, or memory, before training begins.
+
+- Always on. Used by every script.
+- Interface: `report`, which becomes ``sys.excepthook``.
+- Without this file, such a start ends with Python's traceback.
+"""
+
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from utils import errors
+from utils.errors import UserError
+
+# The packages of requirements.txt, by the name under which they are imported.
+REQUIRED = {name: name for name in ("torch", "torchvision", "tensorboard", "numpy", "tqdm")}
+REQUIRED |= {"matplotlib": "matplotlib", "PIL": "pillow", "google": "protobuf"}
+
+
+def report(kind: type[BaseException], fault: BaseException, trace: TracebackType | None) -> None:
+    """End with an error message in place of a traceback, if the user can fix the ``fault``."""
+    if isinstance(fault, ModuleNotFoundError) and fault.name in REQUIRED:
+        environment = Path(__file__).resolve().parents[2] / ".venv"
+        how = "`bash scripts/quickstart.sh` makes an environment with all that is needed"
+        if environment.exists():
+            how = f"`source {environment}/bin/activate` first"
+        text = f"{REQUIRED[fault.name]} is not installed for {sys.executable}: {how}, or "
+        text += "`pip install -r requirements.txt`"
+    elif isinstance(fault, FileNotFoundError) and "temporary directory" in str(fault):
+        text = "no folder for temporary files, such as /tmp, can be written to: free disk space, "
+        text += "set TMPDIR, or raise `ulimit -f`"
+    elif isinstance(fault, MemoryError) or "failed to map segment" in str(fault):
+        text = f"too little memory to start ({fault}): close other programs, or raise `ulimit -v`"
+    elif isinstance(fault, UserError):
+        text = str(fault)
+    else:
+        sys.__excepthook__(kind, fault, trace)
+        return
+    sys.exit(errors.report(UserError(text, on_every_rank=True)))
