@@ -123,6 +123,7 @@ def test_other_lines(folder, tmp_path, line, wanted):
     assert_trained(only_run(tmp_path / "0"), **wanted)
 
 
+@pytest.mark.long
 def test_launch_module_with_o2(folder, tmp_path):
     """One step in float16, which is slow on the CPU."""
     ends_well(

@@ -71,8 +71,8 @@ def test_options_that_cannot_be(folder, parse, capsys, monkeypatch, line, named)
 
 def test_an_error_is_one_line(folder):
     attempt("--epoch", 1, folder).fails_with("--epoch: did you mean --epochs?")
-    line = ("imagenet_ddp.py", "-n", 2, "-nr", 0, "--dist-url", f"tcp://127.0.0.1:{free_port()}")
-    done = python(*line, "--dist-timeout", 9, "--epoch", 1, folder)
+    line = ("-n", 2, "-nr", 0, "--dist-url", f"tcp://127.0.0.1:{free_port()}")
+    done = joined.command("imagenet_ddp", *line, "--dist-timeout", 9, "--epoch", 1, folder)
     done.fails_with("--epoch: did you mean --epochs?")
     assert not done.out, "it waited for another node first"
     words = ("this machine is out of memory", "bytes", "--accum")
@@ -271,12 +271,11 @@ def test_without_its_packages_a_command_is_one_error_message(line, package, tmp_
     ],
 )
 def test_a_shell_in_which_torch_cannot_be_imported(limit, words):
-    for script in ("imagenet_nd.py", "imagenet_ddp.py"):
-        line = f"unset TORCHINDUCTOR_CACHE_DIR; {limit}; python {script} --help 2>&1; echo code $?"
-        (done,) = shell(f"({line}) | cat")
-        lines = done.out.splitlines()
-        assert (len(lines), lines[-1]) == (2, "code 2"), done.out
-        assert all(word in lines[0] for word in words), done.out
+    line = f"unset TORCHINDUCTOR_CACHE_DIR; {limit}; python imagenet_ddp.py --help 2>&1"
+    (done,) = shell(f"({line}; echo code $?) | cat")
+    lines = done.out.splitlines()
+    assert (len(lines), lines[-1]) == (2, "code 2"), done.out
+    assert all(word in lines[0] for word in words), done.out
 
 
 CLOSED, FULL = "exec > >(:); wait $!", "exec > /dev/full"

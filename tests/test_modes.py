@@ -35,7 +35,6 @@ WAYS = {
     "fsdp": ("fsdp", 1, WHOLE, 3),
     "plain": ("nd", 1, [*PLAIN, "-b", 10], 0),
     "nd_parts": ("nd", 1, [*PLAIN, *split("-b 5 --accum-steps 2")], 2),
-    "ddp_two": ("ddp", 2, [*PLAIN, "-b", 5], 2),
     "ddp_parts": ("ddp", 2, [*PLAIN, *split("-b 1 --accum-steps 5")], 2),
     "apex_parts": ("ddp_apex", 2, [*PLAIN, *split("-b 1 --accum-steps 5"), *O0], 2),
     "fsdp_parts": ("fsdp", 2, [*PLAIN, *split("-b 1 --accum-steps 5")], 2),
