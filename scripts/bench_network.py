@@ -232,7 +232,8 @@ def recommendation(found: dict[str, list[rounds.Figures]]) -> str:
     for other in ("fp32", "fp16"):
         if other in times and other != best:
             saved = 1 - times[best] / times[other]
-            text += f"; {other}: {times[other]:.0f} ms, {saved:.0%} of which {best} saves"
+            text += f"; {other}: {times[other]:.0f} ms"
+            text += f", {saved:.0%} of which {best} saves" if saved > 0 else ""
     return text
 
 
