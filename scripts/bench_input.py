@@ -1,20 +1,19 @@
 #!/usr/bin/env python3
-"""Measure the input pipeline of this suite beside the usual ones.
+"""Compare the input pipeline of this suite with the usual ones.
 
     python scripts/bench_input.py             # on 1,500 images cut out of photographs
     python scripts/bench_input.py DATA        # on the training images of DATA
     python scripts/bench_input.py --latency 0,1,5   # folder and tar files on a slow disk
 
-Prints one Markdown table, with timm, DALI and SPDL if they are installed. Rounds of the pipelines
-alternate, so that a change of the machine's speed affects all of them. The figures are medians. The
-ratios are those of CPU time, which other programs on the machine disturb least. A faster pipeline
-makes more batches in a round, so that all rounds take about as long. CPU time is that of the
-workers, from start to end, and of this process, which receives the batches. With -j 0 one thread of
-this process makes them.
+Prints a Markdown table. It includes timm, DALI and SPDL if they are installed. The pipelines take
+turns, so that a change of the machine's speed affects all of them. Figures are medians over the
+rounds. Ratios compare CPU time, which other programs disturb least. A faster pipeline makes more
+batches per round, so that all take about as long. CPU time includes the workers, from start to
+end, and this process, which receives the batches. With -j 0 one thread of this process makes them.
 
---latency makes each open and stat by name, and each read that Linux's read-ahead of 128 KB would
-not have done, take so many milliseconds longer, by a library that is preloaded
-(scripts/bench/latency.c, compiled with cc). Its ratios are those of images/s.
+--latency simulates a slow disk. It delays each open, each stat by name, and each read that Linux's
+read-ahead of 128 KB would not have served, by this many milliseconds. A preloaded library does this
+(scripts/bench/latency.c, compiled with cc). With --latency, ratios compare images/s.
 """
 
 import argparse
@@ -111,26 +110,37 @@ def parse() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("data", nargs="?", metavar="DATA", help="folder with train/CLASS/*.JPEG")
-    add("--rounds", type=positive, default=5, metavar="N", help="of each pipeline (5)")
+    add("--rounds", type=positive, default=5, metavar="N", help="runs of each pipeline (5)")
     add(
         "--batches",
         type=positive,
         default=40,
         metavar="N",
-        help=f"of {BATCH} images, in a round of the first row (40); faster pipelines make more",
+        help=f"batches of {BATCH} images in a round of the first row (40); faster rows make more",
     )
-    add("-j", "--workers", type=count, default=2, metavar="N", help="(2)")
-    text = "compare a folder, tar files and pytorch/examples with these delays of the disk"
+    add("-j", "--workers", type=count, default=2, metavar="N", help="data loading workers (2)")
+    text = "compare a folder, tar files and pytorch/examples on disks with these delays"
     add("--latency", type=latencies, metavar="MS,MS", help=text)
-    add("--images", type=positive, default=1500, metavar="N", help="to make (1500)")
+    add(
+        "--images",
+        type=positive,
+        default=1500,
+        metavar="N",
+        help="images to make without DATA (1500)",
+    )
     add(
         "--photographs",
         type=Path,
         metavar="DIR",
-        help="where to cut them from; default: those of the Debian packages "
+        help="folder of photographs to cut them from; default: those of the Debian packages "
         + ", ".join(photographs.PACKAGES),
     )
-    add("--cache", default=str(ROOT / "data" / "bench"), metavar="DIR")
+    add(
+        "--cache",
+        default=str(ROOT / "data" / "bench"),
+        metavar="DIR",
+        help="for these images and copies",
+    )
     return parser.parse_args()
 
 
@@ -145,7 +155,7 @@ def made_images(args: argparse.Namespace) -> Path:
     if not files:
         place = f"in {args.photographs}" if args.photographs else "on this machine"
         raise UserError(
-            f"found no photographs {place}: give DATA, or --photographs DIR, or "
+            f"there are no photographs {place}: add DATA or --photographs DIR, or run "
             f"apt-get install {' '.join(photographs.PACKAGES)}"
         )
     print(f"{args.images} images cut out of {len(files)} photographs, e.g. {files[0]}", flush=True)

@@ -7,20 +7,25 @@ or, between real machines, the same command on each with its own --rank:
 
     python scripts/bench_network.py --nodes 2 --master 172.31.0.10 --rank 0 -- -a resnet50 -b 64
 
-The first command simulates the nodes by network namespaces of this machine, whose links the kernel
-limits to --gbit. Each node runs `imagenet_ddp.py --dummy --comm METHOD` with the options after --,
-one process per GPU, or one without a GPU. Methods take turns, round by round; the figures are
-medians. MB is what a node sends per step, counted by its interfaces, headers included. Efficiency
-is the time of a step of one node alone, divided by that of this step. The recommended method is the
-most exact one whose step takes at most 5 % longer than the shortest. Simulated nodes share the
-cores of one machine: compare methods there, and measure efficiency on real nodes.
+The first command simulates the nodes with network namespaces on this machine. The kernel limits
+their links to --gbit. Each node runs `imagenet_ddp.py --dummy --comm METHOD` with the options after
+--, with one process per GPU (without GPUs, one process). The methods take turns, round by round,
+and the table shows medians:
+
+MB sent      bytes that a node sends per step, with headers, counted at its network interface
+efficiency   step time of one node alone, divided by this step time
+
+The recommended method is the most exact one whose step takes at most 5 % longer than the shortest.
+Simulated nodes share the cores of one machine: compare methods there, and measure efficiency on
+real nodes.
 
     sudo .venv/bin/python scripts/bench_network.py --sleep vgg19 --nodes 2,4,8 --gbit 7.5,25
 
 With --sleep the simulated nodes do not compute. They sleep as long as a GPU (a T4 with AMP) takes
-for each layer of the model, and exchange gradients of its shapes as they become ready. Sleeps take
---slow-down times as long, tensors are --shrink times smaller, and links are slower by both factors.
-All figures are in the units of the real nodes. Smaller tensors make PowerSGD send relatively more.
+for each layer of the model, and exchange gradients of the same shapes as they become ready. So that
+a few cores suffice, sleeps are --slow-down times longer, tensors are --shrink times smaller, and
+links are slower by both factors. The table is converted back to the real nodes. With smaller
+tensors, PowerSGD sends relatively more.
 """
 
 import argparse
@@ -53,7 +58,7 @@ PORT = 29555
 
 
 class Model(NamedTuple):
-    """What one T4 computes per step with AMP, seconds; an estimate by published images/s."""
+    """Seconds that one T4 computes per step with AMP, estimated from published images/s."""
 
     classes: int
     batch: int
@@ -74,12 +79,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.rank:
         return 0
     head = ["Gbit/s", "nodes", "method", "MB sent", "step, ms", "images/s", "efficiency"]
-    rows = [row for place, found in measured.items() for row in rows_of(place, found)]
+    rows = [row for place, by_method in measured.items() for row in rows_of(place, by_method)]
     first = 1 if args.master else 0  # real links are not limited: their rate is unknown
     print(markdown_table([*head[first:], f"to {args.methods[0]}"], [row[first:] for row in rows]))
-    for (gbit, count), found in measured.items():
+    for (gbit, count), by_method in measured.items():
         link = "" if args.master else f" with {gbit:g} Gbit/s"
-        print(f"{count} nodes{link}: {recommendation(found)}")
+        print(f"{count} nodes{link}: {recommendation(by_method)}")
     return 0
 
 
@@ -91,21 +96,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     counts, above_0 = list_of(number(int, 2)), number(float, 0, exclusive=True)
-    add("--nodes", default=[2], type=counts, metavar="LIST", help="such as 2,4,8 (2)")
-    add("--methods", default=METHODS.split(","), type=_methods, metavar="LIST", help=f"({METHODS})")
-    add("--rounds", type=positive, default=3, metavar="N", help="(%(default)s)")
-    text = "of one run; one that takes longer ends the bench (%(default)s)"
+    text = "numbers of nodes, such as 2,4,8 (2)"
+    add("--nodes", default=[2], type=counts, metavar="LIST", help=text)
+    text = f"of --comm ({METHODS})"
+    add("--methods", default=METHODS.split(","), type=_methods, metavar="LIST", help=text)
+    add("--rounds", type=positive, default=3, metavar="N", help="runs of each case (%(default)s)")
+    text = "longest run; one that takes longer ends the benchmark (%(default)s)"
     add("--limit", type=positive, default=600, metavar="SECONDS", help=text)
-    text = "rates of the simulated links, Gbit/s, such as 7.5,25 (10)"
+    text = "rates of the simulated links in Gbit/s, such as 7.5,25 (10)"
     add("--gbit", type=list_of(above_0), default=[10.0], metavar="LIST", help=text)
-    text = f"sleep in place of computing; one of {', '.join(MODELS)}"
+    text = f"nodes sleep instead of computing this model: {', '.join(MODELS)}"
     add("--sleep", choices=MODELS, metavar="MODEL", help=text)
-    add("--slow-down", type=positive, default=16, metavar="N", help="with --sleep (%(default)s)")
-    add("--shrink", type=positive, default=16, metavar="N", help="with --sleep (%(default)s)")
+    text = "with --sleep: factor of time (%(default)s)"
+    add("--slow-down", type=positive, default=16, metavar="N", help=text)
+    text = "with --sleep: factor of size (%(default)s)"
+    add("--shrink", type=positive, default=16, metavar="N", help=text)
     group = parser.add_argument_group("between real machines")
-    group.add_argument("--master", metavar="IP", help="of rank 0; the links are not limited then")
+    group.add_argument("--master", metavar="IP", help="address of node 0; links are not limited")
     group.add_argument("--rank", type=number(int, 0), default=0, metavar="R", help="of this node")
-    group.add_argument("--port", type=positive, default=PORT, help="of rank 0 (%(default)s)")
+    group.add_argument("--port", type=positive, default=PORT, help="port on node 0 (%(default)s)")
     args = parser.parse_args(argv[:end])
     args.options = argv[end + 1 :]
     if args.master and len(args.nodes) > 1:
@@ -122,14 +131,14 @@ def _methods(text: str) -> list[str]:
 
     try:
         return [compress.parse(word).name for word in text.split(",")]
-    except UserError as fault:
-        raise argparse.ArgumentTypeError(str(fault)) from None
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def measure(gbit: float, count: int, args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
-    """The figures of each round on ``count`` nodes, by method, after "alone", one node's.
+    """Measure all methods on ``count`` nodes.
 
-    They are empty on machines other than rank 0's.
+    Returns: figures of each round, by method; "alone" is one node. Empty on nodes other than 0.
     """
     place = f"{count} nodes" if args.master else f"{count} nodes, {gbit:g} Gbit/s"
     print(f"... {place}", file=sys.stderr, flush=True)
@@ -203,9 +212,11 @@ def run_all(commands_of_nodes: list[list[str]], what: str, args: argparse.Namesp
             raise UserError(f"node {rank} failed: {commands.last_lines(one)}")
 
 
-def rows_of(place: tuple[float, int], found: dict[str, list[rounds.Figures]]) -> list[list[str]]:
+def rows_of(
+    place: tuple[float, int], by_method: dict[str, list[rounds.Figures]]
+) -> list[list[str]]:
     """Medians over the rounds; the last column is the speed-up to the first method."""
-    alone, first, *_ = found.values()
+    alone, first, *_ = by_method.values()
     columns = [
         rounds.middle("network_mb_per_step", ".1f"),
         rounds.middle("ms_per_step", ".0f"),
@@ -216,24 +227,24 @@ def rows_of(place: tuple[float, int], found: dict[str, list[rounds.Figures]]) ->
     head = [f"{number:g}" for number in place]
     return [
         [*head, name, *(cell(figures) for cell in columns)]
-        for name, figures in found.items()
+        for name, figures in by_method.items()
         if name != "alone"
     ]
 
 
-def recommendation(found: dict[str, list[rounds.Figures]]) -> str:
+def recommendation(by_method: dict[str, list[rounds.Figures]]) -> str:
     """The option to use, and what it saves."""
     from utils.extras import compress
 
-    names = sorted(set(found) - {"alone"}, key=compress.exactness, reverse=True)
-    times = {name: median(one["ms_per_step"] for one in found[name]) for name in names}
+    names = sorted(set(by_method) - {"alone"}, key=compress.exactness, reverse=True)
+    times = {name: median(one["ms_per_step"] for one in by_method[name]) for name in names}
     best = compress.most_exact(times)
     text = f"use --comm {best}, {times[best]:.0f} ms per step"
     for other in ("fp32", "fp16"):
         if other in times and other != best:
             saved = 1 - times[best] / times[other]
             text += f"; {other}: {times[other]:.0f} ms"
-            text += f", {saved:.0%} of which {best} saves" if saved > 0 else ""
+            text += f", so {best} saves {saved:.0%}" if saved > 0 else ""
     return text
 
 

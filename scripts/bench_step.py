@@ -1,23 +1,26 @@
 #!/usr/bin/env python3
-"""The training step of each script beside the usual loops, in interleaved rounds.
+"""Compare the speed of each script's training step with that of the usual loops.
 
     python scripts/bench_step.py -a resnet18 -b 32 --cases examples,torchvision,nd,ddp
     python scripts/bench_step.py -a resnet50 -b 256 --cases examples+fp16,nd+fp16,O2,nd+fp16+compile
     python scripts/bench_step.py --data DATA --cases examples,nd+off \\
         --peer "timm=python ../timm/train.py {data} --model resnet18 -b 32 -j 2 --epochs 1"
 
-A case is a loop (nd, dp, ddp, fsdp, O0 to O3: a script of this suite; examples, torchvision: the
-loops of scripts/bench/peer_loops.py) and what is added to it: off, fp16 or bf16 for --amp, compile
-or compile=MODE, comm=METHOD for ddp, and x2 for two processes. Without --data, the same batch is
-used again and again: the step alone, as --dummy times it. With --data, an epoch from image files,
-read, trained and evaluated; each is run on few images and on more, and the difference counts, so
-that start-up and evaluation do not. --peer adds a foreign script, whose {data} is replaced by the
-folder.
+A case is the name of a loop, with + and additions. Loops of this suite: nd, dp, ddp, fsdp, and O0
+to O3 (Apex). Other loops: examples and torchvision, from scripts/bench/peer_loops.py. Additions:
+off, fp16 or bf16 (--amp), channels_last (examples, torchvision), compile or compile=MODE,
+comm=METHOD (ddp only), x2 (two processes).
+
+Without --data, the bench times the training step alone, on one batch that is used again and again.
+With --data, it trains an epoch on image files and evaluates. Each case then trains on few images,
+and again on more. Only the difference counts, so start-up and evaluation are not included. --peer
+adds a script of another project; {data} in its command is replaced by the folder.
+
+Each ratio compares a case with the first one, and is the median over the rounds. On a CPU it
+compares CPU time, which other programs disturb least; on a GPU, images/s. All cases get --threads
+threads. Nothing else is tuned.
 
 Exit code 75: the machine is too slow or too busy to measure any case.
-
-Ratios are to the first case, medians over the rounds: of CPU time on the CPU, which other programs
-disturb least, of images/s on a GPU. All get --threads threads; there is no other tuning.
 """
 
 import argparse
@@ -67,21 +70,33 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("-a", "--arch", default="resnet18", help="(%(default)s)")
-    add("-b", "--batch-size", type=positive, default=32, help="of each process (%(default)s)")
-    add("--image-size", type=positive, default=224, metavar="PX", help="(%(default)s)")
-    add("--cases", default="examples,torchvision,nd", metavar="LIST", help="(%(default)s)")
-    add("--rounds", type=positive, default=3, metavar="N", help="(%(default)s)")
-    add("--threads", type=positive, default=launch.usable_cores(), help="(%(default)s)")
-    text = "of one case and round; a case that takes longer is left out (%(default)s)"
+    add("-a", "--arch", default="resnet18", help="model (%(default)s)")
+    add("-b", "--batch-size", type=positive, default=32, help="images per process (%(default)s)")
+    add(
+        "--image-size",
+        type=positive,
+        default=224,
+        metavar="PX",
+        help="side of the crops (%(default)s)",
+    )
+    add(
+        "--cases", default="examples,torchvision,nd", metavar="LIST", help="see above (%(default)s)"
+    )
+    add("--rounds", type=positive, default=3, metavar="N", help="runs of each case (%(default)s)")
+    text = "threads per process (%(default)s)"
+    add("--threads", type=positive, default=launch.usable_cores(), help=text)
+    text = "longest run of a case; a case that takes longer is left out (%(default)s)"
     add("--limit", type=positive, default=1800, metavar="SECONDS", help=text)
     group = parser.add_argument_group("from image files")
     group.add_argument("--data", type=Path, metavar="DATA", help="folder with train/ and val/")
-    group.add_argument("-j", "--workers", type=count, default=2, metavar="N", help="(%(default)s)")
-    group.add_argument("--few", type=positive, default=64, metavar="N", help="images (%(default)s)")
-    text = "images in addition; the data set's are repeated if they are fewer (%(default)s)"
+    text = "data loading workers (%(default)s)"
+    group.add_argument("-j", "--workers", type=count, default=2, metavar="N", help=text)
+    text = "images of the shorter run (%(default)s)"
+    group.add_argument("--few", type=positive, default=64, metavar="N", help=text)
+    text = "additional images of the longer run; images repeat if DATA has fewer (%(default)s)"
     group.add_argument("--more", type=positive, default=256, metavar="N", help=text)
-    group.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
+    text = "also time this command, in which {data} is replaced; may be repeated"
+    group.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help=text)
     return parser.parse_args(argv)
 
 
@@ -114,7 +129,7 @@ def options_of(case: str, args: argparse.Namespace) -> tuple[str, list[str], int
 
 
 def command(case: str, args: argparse.Namespace, out: Path, data: Path | None = None) -> list[str]:
-    """What measures the step of a case alone, or trains an epoch on ``data``."""
+    """The command that times a case's step, or trains an epoch on ``data``."""
     kind, options, processes = options_of(case, args)
     run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     launcher = [sys.executable, *(run if processes else ())]
@@ -131,15 +146,15 @@ def command(case: str, args: argparse.Namespace, out: Path, data: Path | None = 
 
 
 def run(words: list[str], args: argparse.Namespace, folder: Path) -> tuple[str, float, float]:
-    """What a command prints, its wall seconds and its CPU seconds. Raises: `UserError`."""
+    """Run a command. Returns: its output, wall seconds and CPU seconds. Raises: `UserError`."""
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "passive"}
     late = f"takes longer than --limit {args.limit} seconds: a smaller -b, --image-size or "
     late += "--arch, or a larger --limit"
     began, cpu = time.perf_counter(), _children_cpu()
     (done,) = commands.run([words], args.limit, late, cwd=folder, env=env)
     if done.returncode:
-        said = commands.last_lines(done) or done.returncode
-        raise UserError(f"{shlex.join(words)} failed: {said}")
+        reason = commands.last_lines(done) or done.returncode
+        raise UserError(f"{shlex.join(words)} failed: {reason}")
     return done.stdout, time.perf_counter() - began, _children_cpu() - cpu
 
 
@@ -149,7 +164,7 @@ def _children_cpu() -> float:
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
-    """The figures of each case, round by round; a case that fails is named and left out."""
+    """The figures of each case, by round. A case that fails is reported and left out."""
     cases = args.cases.split(",")
     for case in cases:
         options_of(case, args)
@@ -168,12 +183,12 @@ def measure(args: argparse.Namespace) -> dict[str, list[rounds.Figures]]:
 
 
 def alone(case: str, args: argparse.Namespace, runs: Path) -> rounds.Figures:
-    """What `utils.extras.dummy.time_steps` says of a case's step. Raises: `UserError`."""
+    """The figures of `utils.extras.dummy.time_steps` for a case. Raises: `UserError`."""
     shutil.rmtree(runs, ignore_errors=True)
     printed = run(command(case, args, runs), args, ROOT)[0]
     summary = runs / "case" / "summary.json"
-    found = json.loads(summary.read_text() if summary.exists() else printed.splitlines()[-1])
-    return found | {"cpu_ms_per_image": found["cpu_ms_per_step"] / args.batch_size}
+    figures = json.loads(summary.read_text() if summary.exists() else printed.splitlines()[-1])
+    return figures | {"cpu_ms_per_image": figures["cpu_ms_per_step"] / args.batch_size}
 
 
 def few_and_more(args: argparse.Namespace, place: Path) -> tuple[Path, ...]:
@@ -183,26 +198,26 @@ def few_and_more(args: argparse.Namespace, place: Path) -> tuple[Path, ...]:
     images = [sorted(p for p in one.iterdir() if p.suffix.lower() in SUFFIXES) for one in classes]
     if not images or not all(images):
         raise UserError(f"{train} has no classes with images")
-    found = []
-    for name, wanted in (("few", args.few), ("more", args.few + args.more)):
-        for part, total in (("train", wanted), ("val", args.batch_size)):
+    folders = []
+    for name, images_to_train in (("few", args.few), ("more", args.few + args.more)):
+        for part, total in (("train", images_to_train), ("val", args.batch_size)):
             for number in range(max(total, len(classes))):
                 group, turn = number % len(classes), number // len(classes)
                 source = images[group][turn % len(images[group])].resolve()
                 link = place / name / part / classes[group].name / f"{turn:06}{source.suffix}"
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(source)
-        found.append(place / name)
-    return (*found, place / "runs")
+        folders.append(place / name)
+    return (*folders, place / "runs")
 
 
 def difference(
     case: str, peers: dict[str, str], args: argparse.Namespace, folders: tuple[Path, ...]
 ) -> rounds.Figures:
-    """Per image, from a run on few images and one on more. Raises: `UserError`."""
+    """Time per image: a run on more images, minus a run on few. Raises: `UserError`."""
     *sets, runs = folders
-    # The first run of a case reads libraries from disk and lets cuDNN choose and compile kernels,
-    # which may take longer than the images: it is not counted.
+    # The first run of a case is not counted: it reads libraries from disk, and cuDNN chooses and
+    # compiles kernels, which may take longer than the images.
     times = []
     for data in (sets[0], *sets):
         words = shlex.split(peers.get(case, ""))
@@ -215,7 +230,7 @@ def difference(
     if more <= few or more_cpu <= few_cpu:
         raise UserError(
             f"{args.few} images took {few:.1f} s ({few_cpu:.1f} s of CPU time), {args.more} more "
-            f"{more:.1f} s ({more_cpu:.1f} s): raise --more, on a quieter machine",
+            f"{more:.1f} s ({more_cpu:.1f} s): increase --more, or use a less busy machine",
             code=INTERRUPTED,
         )
     return {
@@ -228,12 +243,12 @@ def difference(
 # ---- the table
 
 
-def page(found: dict[str, list[rounds.Figures]], args: argparse.Namespace) -> str:
+def page(results: dict[str, list[rounds.Figures]], args: argparse.Namespace) -> str:
     """The table in Markdown, and what was measured."""
     import torch
 
     cuda = torch.cuda.is_available()
-    first, middle = next(iter(found.values())), rounds.middle
+    first, middle = next(iter(results.values())), rounds.middle
     columns = {
         "images/s": middle("images_per_s", ".1f"),
         "ms per step": middle("ms_per_step", ".1f"),
@@ -244,17 +259,17 @@ def page(found: dict[str, list[rounds.Figures]], args: argparse.Namespace) -> st
     }
     device = torch.cuda.get_device_name() if cuda else f"the CPU, {args.threads} threads"
     what = "from image files, read and trained" if args.data else "the step alone"
-    said = (
+    about = (
         f"{args.arch}, {args.batch_size} images of {args.image_size} pixels per step and process, "
         f"{what}, on {device}; torch {torch.__version__}. Medians of {args.rounds} interleaved "
-        f"rounds; ratio of {'images/s' if cuda else 'CPU time'}, to the first row."
+        f"rounds. The ratio compares {'images/s' if cuda else 'CPU time'} with the first row."
     )
-    for case, each in found.items():
+    for case, each in results.items():
         waits = {place for one in each for place in one.get("host_waits", ())}
         names = sorted("/".join(Path(place).parts[-2:]) for place in waits)
         if names:
-            said += f" In a step of {case} the host waits for the GPU: {', '.join(names)}."
-    return f"{rounds.table('case', found, columns)}\n\n{said}"
+            about += f" In a step of {case} the host waits for the GPU: {', '.join(names)}."
+    return f"{rounds.table('case', results, columns)}\n\n{about}"
 
 
 if __name__ == "__main__":

@@ -4,11 +4,14 @@
     python scripts/build_region_decode.py
     CC=clang python scripts/build_region_decode.py
 
-Nodes that have it read image files faster (RESULTS.md, "The input path"); the batches are the same
-on all nodes. It is one small file of C, utils/extras/region_decode.c, and needs a C compiler and
-libjpeg-turbo's header: on Debian and Ubuntu `apt install gcc libc6-dev libjpeg-dev`, on Amazon
-Linux and Fedora `dnf install gcc libjpeg-turbo-devel`. Its pixels are compared with those of
-decoding whole images before it is used. quickstart.sh and the other wrappers run this.
+Nodes with this library read image files faster (RESULTS.md, "The input path"). The batches do not
+change, so some nodes may have it and others not. quickstart.sh and the other wrappers run this
+command.
+
+The library is one small C file, utils/extras/region_decode.c. It needs a C compiler and the header
+of libjpeg-turbo. Debian and Ubuntu: `apt install gcc libc6-dev libjpeg-dev`. Amazon Linux and
+Fedora: `dnf install gcc libjpeg-turbo-devel`. This command installs it only if its pixels equal
+those of decoding whole images.
 """
 
 import argparse
@@ -45,15 +48,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--if-missing",
         action="store_true",
-        help="do nothing if it was built from today's source; print a note if it cannot be built",
+        help="do nothing if the library is up to date; print a note if it cannot be built",
     )
     args = parser.parse_args(argv)
     if args.if_missing and region_decode.has_library():
         return 0
     try:
         boxes = build(region_decode.LIBRARY)
-    except (UserError, OSError) as fault:
-        error = fault if isinstance(fault, UserError) else UserError(f"cannot build it: {fault}")
+    except (UserError, OSError) as reason:
+        error = reason if isinstance(reason, UserError) else UserError(f"cannot build it: {reason}")
         if not args.if_missing:
             return report(error)
         print(f"note: JPEG files are decoded whole, which is slower: {error}")
@@ -107,10 +110,10 @@ def compare(library: Path) -> int:
             whole = im.decode(data)
             for _ in range(BOXES):
                 box = top, left, height, width = im.random_box(draw, *whole.shape[1:])
-                found = region_decode.decode_region(data, box, library)
-                if found is None:
-                    raise UserError("the library cannot decode: is it of another libjpeg?")
-                pixels = torch.from_numpy(found[0]).permute(2, 0, 1)[:, :, left - found[1] :]
+                decoded = region_decode.decode_region(data, box, library)
+                if decoded is None:
+                    raise UserError("it cannot decode: is the header of another libjpeg version?")
+                pixels = torch.from_numpy(decoded[0]).permute(2, 0, 1)[:, :, left - decoded[1] :]
                 part = whole[:, top : top + height, left : left + width]
                 if not torch.equal(pixels[:, :, :width], part):
                     raise UserError(

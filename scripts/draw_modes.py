@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Draw what two GPUs hold in each mode, and what travels between them in a training step.
+"""Draw the memory of two GPUs in each mode, and the data they exchange in a training step.
 
     python scripts/draw_modes.py                       # writes figures/modes.png
     python scripts/draw_modes.py --out modes.svg
 
-utils/MODES.md explains the picture. It is drawn from the table below; nothing is measured.
+utils/MODES.md explains the picture. It shows the table in this file; nothing is measured.
 """
 
 import argparse

@@ -6,10 +6,11 @@
     python scripts/forecast_scaling.py --from runs/one_node --network-gbit 10 --comm fp16
     python scripts/forecast_scaling.py --from runs/one_node runs/two_nodes runs/four_nodes
 
-With --from, the run on the fewest processes gives the speed of one GPU; further runs are listed
-beside the forecast, with its error. --fit-network takes the network's real rate from the second of
-them. Below the table are the efficiencies of the methods of --comm, and the recommended method: the
-most exact one within 5 % of the fastest. scripts/forecast/model.py describes the model.
+With --from, the forecast takes the speed of one GPU from the run on the fewest processes. The table
+shows the measured step times of all runs, and the forecast's error. --fit-network fits the
+network's real rate to the second run. A second table compares the methods of --comm. It recommends
+the most exact method whose step takes at most 5 % longer than the shortest. The model is described
+in scripts/forecast/model.py.
 """
 
 import argparse
@@ -54,10 +55,10 @@ class MeasuredRun(NamedTuple):
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
-        work, cluster, found = plan(args)
-        measured = {run.gpus: run.step_s for run in found}
-        asked = args.gpus or [cluster.gpus_per_node * nodes for nodes in args.nodes]
-        rows = [model.forecast(work, cluster, gpus) for gpus in sorted({*asked, *measured})]
+        work, cluster, measured_runs = plan(args)
+        measured = {run.gpus: run.step_s for run in measured_runs}
+        gpu_counts = args.gpus or [cluster.gpus_per_node * nodes for nodes in args.nodes]
+        rows = [model.forecast(work, cluster, gpus) for gpus in sorted({*gpu_counts, *measured})]
         print(describe(work, cluster, args), table(rows, measured), sep="\n\n", end="\n\n")
         if several := [row.gpus for row in rows if row.nodes > 1]:
             print(methods(work, cluster, several[:MOST_COLUMNS]), end="\n\n")
@@ -76,29 +77,37 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument_group("the training").add_argument
     add("-a", "--arch", help="any model that the training scripts take (resnet50)")
-    add("--classes", type=positive, metavar="N", help="of the last layer (1000)")
+    add("--classes", type=positive, metavar="N", help="number of classes (1000)")
     add("-b", "--batch-size", type=positive, metavar="N", help="images per GPU (128)")
-    text = "speed of one GPU alone; --dummy of the training scripts measures it"
+    text = "speed of a single GPU, as the training scripts print with --dummy"
     add("--gpu-images-per-s", type=above_0, metavar="X", help=text)
     text = f"how gradients are exchanged: {', '.join(comm_methods.NAMES)} (%(default)s)"
     add("--comm", default="fp32", metavar="METHOD", help=text)
     text = "run directories; the run on the fewest processes gives model, batch and speed"
     add("--from", dest="runs", nargs="+", type=Path, default=[], metavar="RUN", help=text)
-    add("--fit-network", action="store_true", help="fit --protocol to the second of the runs")
+    add("--fit-network", action="store_true", help="fit --protocol to the second run")
     add = parser.add_argument_group("the machines").add_argument
     nodes, numbers = "1,2,4,8,16,32,64,128,256,512,1024", list_of(number(int, 1, 100_000))
-    add("--nodes", type=numbers, default=nodes, metavar="LIST", help="(%(default)s)")
-    text = "or numbers of GPUs, which fill node after node"
+    add(
+        "--nodes",
+        type=numbers,
+        default=nodes,
+        metavar="LIST",
+        help="numbers of nodes (%(default)s)",
+    )
+    text = "numbers of GPUs, in place of --nodes; they fill one node after the other"
     add("--gpus", type=numbers, metavar="LIST", help=text)
-    add("--gpus-per-node", type=positive, metavar="N", help="(1, or as in the runs)")
+    add("--gpus-per-node", type=positive, metavar="N", help="GPUs per node (1, or as in the runs)")
     for name, kind, value, text in (
-        ("network-gbit", above_0, Cluster.network_gbit, "a node's link, Gbit/s"),
-        ("local-gbit", above_0, Cluster.local_gbit, "between GPUs of a node; NVLink: 400 or more"),
+        ("network-gbit", above_0, Cluster.network_gbit, "network link of a node in Gbit/s"),
+        ("local-gbit", above_0, Cluster.local_gbit,
+         "link between GPUs of a node in Gbit/s; NVLink: 400 or more"),
         ("latency-us", non_negative, Cluster.latency_s * 1e6,
-         "of a hop between nodes; InfiniBand: 5"),
+         "latency between two nodes in microseconds; InfiniBand: 5"),
         ("protocol", above_0, Cluster.protocol,
-         "share of the link that all-reduce gets; 1 for a measured bandwidth"),
-        ("jitter", non_negative, Cluster.jitter, "how much the slowest lags; quiet clusters: 0.01"),
+         "fraction of --network-gbit that all-reduce reaches; 1 if it was measured"),
+        ("jitter", non_negative, Cluster.jitter,
+         "how far the slowest GPU lags; quiet clusters: 0.01"),
     ):  # fmt: skip
         add(f"--{name}", type=kind, default=value, metavar="X", help=f"{text} (%(default)g)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture (PNG, SVG, PDF)")
@@ -106,36 +115,38 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_runs(paths: list[Path]) -> list[MeasuredRun]:
-    """The runs in the order of their size. Raises `UserError` for one without size or speed."""
-    found = []
+    """The runs, sorted by number of GPUs. Raises `UserError` for one without size or speed."""
+    measured_runs = []
     for run in (run for path in paths for run in runs.find(path)):
         facts, rate = run.facts, run.usual(runs.RATE)
         gpus, batch = (int(facts.get(key) or 0) for key in ("gpus", "global_batch"))
         if not (rate and gpus and batch):
-            raise UserError(f"{run.path} has no speed or size: did an epoch end?")
+            raise UserError(f"{run.path} has no speed or no batch size: has it finished an epoch?")
         # Older suites recorded neither the classes nor the nodes; --gpus-per-node gives these.
         classes, nodes = int(facts.get("class_count") or 1000), int(facts.get("nodes") or 1)
         each = round(batch / gpus)
         one = MeasuredRun(run.path, facts.get("arch"), classes, each, gpus, nodes, batch / rate)
-        found.append(one)
-    return sorted(found, key=lambda run: run.gpus)
+        measured_runs.append(one)
+    return sorted(measured_runs, key=lambda run: run.gpus)
 
 
 def plan(args: argparse.Namespace) -> tuple[Workload, Cluster, list[MeasuredRun]]:
-    """Workload, cluster, and the measured runs in the order of their size. Raises `UserError`."""
-    found = read_runs(args.runs)
-    if found:
-        args.arch = args.arch or found[0].arch
-        args.classes = args.classes or found[0].classes
-        args.batch_size = args.batch_size or found[0].batch
-        args.gpus_per_node = args.gpus_per_node or max(-(-run.gpus // run.nodes) for run in found)
+    """Workload, cluster, and the measured runs, sorted by number of GPUs. Raises `UserError`."""
+    measured_runs = read_runs(args.runs)
+    if measured_runs:
+        args.arch = args.arch or measured_runs[0].arch
+        args.classes = args.classes or measured_runs[0].classes
+        args.batch_size = args.batch_size or measured_runs[0].batch
+        args.gpus_per_node = args.gpus_per_node or max(
+            -(-run.gpus // run.nodes) for run in measured_runs
+        )
     elif args.gpu_images_per_s is None:
-        raise UserError("how fast is one GPU? Give --gpu-images-per-s X, or --from RUN")
-    for run in found:
+        raise UserError("the speed of one GPU is unknown: add --gpu-images-per-s X or --from RUN")
+    for run in measured_runs:
         if (run.arch or args.arch, run.batch) != (args.arch, args.batch_size):
             raise UserError(
                 f"{run.path} trained {run.arch} with {run.batch} images per process, not "
-                f"{args.arch} with {args.batch_size}: such runs cannot share a forecast"
+                f"{args.arch} with {args.batch_size}: a forecast needs runs of one model and batch"
             )
     args.arch, args.batch_size = args.arch or "resnet50", args.batch_size or 128
     cluster = Cluster(
@@ -149,12 +160,12 @@ def plan(args: argparse.Namespace) -> tuple[Workload, Cluster, list[MeasuredRun]
     how, traced = comm_methods.parse(args.comm), buckets.trace(args.arch, args.classes or 1000)
     work = Workload(args.batch_size, args.gpu_images_per_s or 1.0, traced, how)
     if args.gpu_images_per_s is None:
-        work = model.fit_compute(work, cluster, found[0].gpus, found[0].step_s)
+        work = model.fit_compute(work, cluster, measured_runs[0].gpus, measured_runs[0].step_s)
     if args.fit_network:
-        if len(found) < 2 or cluster.nodes(found[1].gpus) < 2:
+        if len(measured_runs) < 2 or cluster.nodes(measured_runs[1].gpus) < 2:
             raise UserError("--fit-network needs a second RUN, on several nodes")
-        cluster = model.fit_network(work, cluster, found[1].gpus, found[1].step_s)
-    return work, cluster, found
+        cluster = model.fit_network(work, cluster, measured_runs[1].gpus, measured_runs[1].step_s)
+    return work, cluster, measured_runs
 
 
 def describe(work: Workload, cluster: Cluster, args: argparse.Namespace) -> str:

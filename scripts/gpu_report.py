@@ -1,4 +1,4 @@
-"""Runs the measurements of scripts/gpu_report.sh one after the other, and makes a page of them."""
+"""Run the tests and benchmarks of scripts/gpu_report.sh in turn, and write the report."""
 
 import argparse
 import importlib.util
@@ -27,10 +27,10 @@ from utils.option_types import number
 
 
 class Part(NamedTuple):
-    """A section of the page: what a command of this Python prints.
+    """A section of the report: the output of a command, run by this Python.
 
-    ``seconds`` is the most that it may take, ``gpus`` how many it needs. With ``few`` it is little
-    work: for a CPU, and where the whole does not end in time.
+    ``seconds``: time limit. ``gpus``: how many GPUs it needs. ``few``: options that make it little
+    work, for a CPU, and as a second try after the time limit.
     """
 
     title: str
@@ -61,12 +61,15 @@ PARTS = [
 
 
 def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> str:
-    """What a part prints, below its command. On a slow or busy machine it gets less work, and the
-    section says what was left out. Raises: `UserError` if the command fails."""
+    """Run a part. Returns: its command and output in Markdown.
+
+    After the time limit it runs again with less work, and the section names what was left out.
+    Raises: `UserError` if the command fails.
+    """
     if part.gpus > max(1, int(names["gpus"])):
         return f"Left out: it needs {part.gpus} GPUs, and there are {names['gpus']}."
     if "pytest" in part.command and not importlib.util.find_spec("pytest"):
-        return "Left out: pytest is not installed here, and could not be."
+        return "Left out: pytest is not installed, and installing it failed."
     slow = ""
     for few in (part.few,) if small else dict.fromkeys(("", part.few)):
         seconds = min(part.seconds, deadline - time.monotonic())
@@ -82,17 +85,17 @@ def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> 
         late = f"it did not end within {seconds:.0f} s"
         try:
             (done,) = commands.run([[sys.executable, *words]], seconds, late, cwd=ROOT, env=env)
-        except UserError as fault:
-            if fault.code != INTERRUPTED:
+        except UserError as error:
+            if error.code != INTERRUPTED:
                 raise
-            slow += f"Left out: `python {' '.join(words)}`: {fault}.\n\n"
+            slow += f"Left out: `python {' '.join(words)}`: {error}.\n\n"
             continue
-        said = commands.last_lines(done, 5) or "silent"
-        if done.returncode == INTERRUPTED:  # of a bench: nothing could be measured in time
-            slow += f"Left out: `python {' '.join(words)}`: {said}\n\n"
+        output = commands.last_lines(done, 5) or "no output"
+        if done.returncode == INTERRUPTED:  # from a bench: time was too short
+            slow += f"Left out: `python {' '.join(words)}`: {output}\n\n"
             continue
         if done.returncode:
-            raise UserError(f"exit code {done.returncode}: {said}")
+            raise UserError(f"exit code {done.returncode}: {output}")
         text = done.stdout.strip()
         text = (
             text if "scripts/bench" in words[0] else f"```\n{text}\n```"
@@ -104,15 +107,15 @@ def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     above_0 = number(float, 0, exclusive=True)
-    parser.add_argument("--minutes", type=above_0, default=15.0, help="(%(default)g)")
-    parser.add_argument("--out", type=Path, default=Path("gpu_report"), help="(%(default)s)")
+    parser.add_argument("--minutes", type=above_0, default=15.0, help="time limit (%(default)g)")
+    parser.add_argument("--out", type=Path, default=Path("gpu_report"), help="folder (%(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
     small = args.device == "cpu"
     if not small:
         check_gpus()
         if not torch.cuda.is_available():
-            raise UserError("there is no GPU here (--device cpu tries the report without)")
+            raise UserError("there is no GPU here; --device cpu tests the report without one")
     args.out.mkdir(parents=True, exist_ok=True)
     page, failed = args.out.resolve() / "gpu_report.md", []
     model = "-a resnet18 -b 4 --image-size 32" if small else "-a resnet50 -b 256 --image-size 224"
@@ -122,18 +125,18 @@ def main() -> int:
     names["workers"] = str(launch.usable_cores())
     about = comparison.describe(torch.device(args.device)) | {"gpus": names["gpus"]}
     text = f"# GPU report\n\n{date.today():%d %B %Y}, `bash scripts/gpu_report.sh`\n\n"
-    text += "**Tried on the CPU: the figures mean nothing.**\n\n" if small else ""
+    text += "**This was a test on the CPU: the figures mean nothing.**\n\n" if small else ""
     text += "\n".join(f"- {name}: {value}" for name, value in about.items()) + "\n"
     deadline = time.monotonic() + 60 * args.minutes
     for part in PARTS:
         try:
-            found = section(part, deadline, names, small)
-        except UserError as fault:
+            content = section(part, deadline, names, small)
+        except UserError as error:
             failed.append(part.title)
-            found = f"**Failed:** {fault}"
-            print(f"{part.title} failed: {fault}", file=sys.stderr, flush=True)
-        text += f"\n## {part.title}\n\n{found}\n"
-        page.write_text(text)  # after each part: what there is
+            content = f"**Failed:** {error}"
+            print(f"{part.title} failed: {error}", file=sys.stderr, flush=True)
+        text += f"\n## {part.title}\n\n{content}\n"
+        page.write_text(text)  # after each part
     print(f"{page}" + "".join(f"; failed: {title}" for title in failed))
     return 1 if failed else 0
 

@@ -180,10 +180,10 @@ def test_a_run_of_an_older_suite_and_runs_that_are_refused(forecast, tmp_path):
     write(tmp_path / "any", {1: {"Throughput/train": 100}})
     runs = [write_run(tmp_path / str(batch), 1, 100, batch=batch) for batch in (32, 64)]
     for words, message in (
-        (["--from", tmp_path / "any"], "any has no speed or size"),
-        (["--from", *runs], "such runs cannot share a forecast"),
+        (["--from", tmp_path / "any"], "any has no speed or no batch size"),
+        (["--from", *runs], "a forecast needs runs of one model and batch"),
         (["--from", folder, "--fit-network"], "needs a second RUN"),
-        ([], "how fast is one GPU"),
+        ([], "the speed of one GPU is unknown"),
         (["--gpu-images-per-s", "0"], "0 is not more than 0"),
         (["--gpu-images-per-s", "9", "--out", "f.xyz"], "cannot write f.xyz: Format 'xyz' is not"),
     ):

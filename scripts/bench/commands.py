@@ -1,4 +1,4 @@
-"""Commands with a time limit; none outlives it, nor does what it has started."""
+"""Run commands with a time limit, at which their child processes are killed as well."""
 
 import contextlib
 import os
@@ -36,8 +36,8 @@ def run(
                     break
         except subprocess.TimeoutExpired:
             raise UserError(late, code=INTERRUPTED) from None
-        except OSError as fault:
-            raise UserError(f"cannot run {fault.filename}: {fault.strerror}") from None
+        except OSError as error:
+            raise UserError(f"cannot run {error.filename}: {error.strerror}") from None
         finally:
             for process in started:
                 if process.poll() is None:
@@ -52,6 +52,6 @@ def run(
 
 
 def last_lines(done: subprocess.CompletedProcess, count: int = 1) -> str:
-    """The last lines that a failed command has printed, on one line; "" if it was silent."""
+    """The last lines that a failed command has printed, on one line; "" without output."""
     lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
     return " / ".join(lines[-count:])

@@ -70,12 +70,12 @@ def main() -> int:
         images, targets = dummy.random_batch(args.batch_size, args.image_size, world)
         layout = torch.channels_last if args.channels_last else torch.contiguous_format
         batch = images.to(memory_format=layout), targets
-        found = dummy.time_steps(
+        figures = dummy.time_steps(
             lambda: loop.train([batch]), world, dummy.WARMUP_STEPS, dummy.TIMED_STEPS
         )
-        found["images_per_s"] = 1000 * size * args.batch_size / found["ms_per_step"]
+        figures["images_per_s"] = 1000 * size * args.batch_size / figures["ms_per_step"]
         if rank == 0:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(figures), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
@@ -103,10 +103,10 @@ class Loop:
     def train(self, batches: Iterable[Any]) -> None:
         """An epoch, or a part of it."""
         self.model.train()
-        asked = time.time()
+        began = time.time()
         for number, batch in enumerate(batches, self.steps):
             self.steps += 1
-            self._note("data", time.time() - asked, 1)
+            self._note("data", time.time() - began, 1)
             early = self.args.kind == "examples"
             images, targets = (part.to(self.device, non_blocking=early) for part in batch)
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
@@ -120,8 +120,8 @@ class Loop:
             self.scaler.update()
             if not early:
                 self._note_accuracy(loss, logits, targets)
-            self._note("time", time.time() - asked, 1)
-            asked = time.time()
+            self._note("time", time.time() - began, 1)
+            began = time.time()
             if number % 10 == 0:
                 means = {name: f"{total / n:.4f}" for name, (total, n) in self.meters.items()}
                 print(f"step {number} " + " ".join(f"{k} {v}" for k, v in means.items()))

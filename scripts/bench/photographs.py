@@ -60,10 +60,10 @@ def _cut(photograph: Image.Image, draw: random.Random) -> bytes:
     # The most detailed of several places: wallpapers have more sky and blur than ImageNet.
     views = [_view(photograph, shape, draw) for _ in range(CANDIDATES)]
     image = max(views, key=lambda view: len(_jpeg(view, 75)))
-    wanted = draw.uniform(*KILOBYTES) * 1000
+    target_bytes = draw.uniform(*KILOBYTES) * 1000
     for quality in (75, 85, 90, 93, 95, 96, 97, 98):
         data = _jpeg(image, quality)
-        if len(data) >= wanted:
+        if len(data) >= target_bytes:
             break
     return data
 

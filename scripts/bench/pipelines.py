@@ -27,7 +27,7 @@ Pipeline = Callable[[list[Batch], int], Iterator[Any]]
 
 
 class Usual(Dataset):
-    """What pytorch/examples does: Pillow, float tensors, normalised in the worker, collated."""
+    """The pipeline of pytorch/examples: Pillow, float tensors, normalised in the worker."""
 
     def __init__(self, index: Source):
         self.index = index
@@ -96,8 +96,8 @@ class Timm(Usual):
 class Dali:
     """DALI's decoder with random crops, its resize and its flip, all on the CPU.
 
-    A pipeline of DALI's reads in its own order, whatever batches it is asked for. Its threads are
-    of this process; they are started once, which is not counted.
+    A pipeline of DALI's reads in its own order, and ignores the requested batches. Its threads
+    belong to this process. They are started once, which is not timed.
     """
 
     def __init__(self, index: Source):

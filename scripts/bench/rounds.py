@@ -20,26 +20,27 @@ def measure(
     figures_of: Callable[[Case], Figures],
     strict: bool = False,
 ) -> dict[Case, list[Figures]]:
-    """The figures of each case, round by round: a change of the machine's speed affects all.
+    """Measure each case once per round, so that a change of the machine's speed affects all cases.
 
-    Every other round goes backwards. A case that fails is named and left out. Raises: `UserError`
-    if no case is left; with ``strict`` once one has failed.
+    Every other round runs in reverse order. A case that fails is reported and left out.
+    Returns: the figures of each case, by round.
+    Raises: `UserError` if no case is left; with ``strict`` as soon as one has failed.
     """
-    found: dict[Case, list[Figures]] = {case: [] for case in cases}
+    results: dict[Case, list[Figures]] = {case: [] for case in cases}
     for number in range(rounds):
-        for case in list(found) if number % 2 == 0 else list(found)[::-1]:
+        for case in list(results) if number % 2 == 0 else list(results)[::-1]:
             print(f"... round {number + 1}, {case}", file=sys.stderr, flush=True)
             try:
-                found[case].append(figures_of(case))
-            except UserError as fault:
+                results[case].append(figures_of(case))
+            except UserError as error:
                 if strict:
                     raise
-                print(f"{case}: {fault}", file=sys.stderr, flush=True)
-                del found[case]
-                if not found:
-                    text = f"no case could be measured; the last one: {fault}"
-                    raise UserError(text, code=fault.code) from None
-    return found
+                print(f"{case}: {error}", file=sys.stderr, flush=True)
+                del results[case]
+                if not results:
+                    text = f"no case could be measured; the last one: {error}"
+                    raise UserError(text, code=error.code) from None
+    return results
 
 
 def middle(key: str, form: str, unit: float = 1) -> Cell:
@@ -53,8 +54,10 @@ def middle(key: str, form: str, unit: float = 1) -> Cell:
 
 
 def speed_up(first: list[Figures], key: str, form: str = ".2f", rate: bool = False) -> Cell:
-    """A column's cells: how many times as fast as ``first``, by a time or a ``rate``. The median of
-    the rounds' ratios."""
+    """A column's cells: speed relative to ``first``, as the median of the rounds' ratios.
+
+    ``key`` is a time, or with ``rate`` a speed.
+    """
 
     def cell(rounds: list[Figures]) -> str:
         pairs = zip(first, rounds, strict=False)
@@ -64,10 +67,10 @@ def speed_up(first: list[Figures], key: str, form: str = ".2f", rate: bool = Fal
     return cell
 
 
-def table(head: str, found: dict[str, list[Figures]], columns: dict[str, Cell]) -> str:
+def table(head: str, results: dict[str, list[Figures]], columns: dict[str, Cell]) -> str:
     """A row for each case, in Markdown. ``head`` and names may have several cells, as a|b."""
     rows = [
         [*name.split("|"), *(cell(rounds) for cell in columns.values())]
-        for name, rounds in found.items()
+        for name, rounds in results.items()
     ]
     return markdown_table([*head.split("|"), *columns], rows)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""One node of `bench_network.py --sleep MODEL`: it exchanges the gradients of MODEL, and sleeps in
-place of computing them.
+"""One node of `bench_network.py --sleep MODEL`. It exchanges gradients, and sleeps to simulate
+compute.
 
-A few cores can so stand in for several GPUs. DistributedDataParallel gets gradients of the model's
-shapes, in the order and at the times at which a GPU would have them. Rank 0 writes a file of JSON:
-for each method, and for "alone", steps without an exchange, the figures of each round.
+So a few cores simulate several GPUs. DistributedDataParallel gets gradients of the model's shapes,
+in the order and at the times at which a GPU would compute them. Rank 0 writes a JSON file with the
+figures of each round, for each method and for "alone" (steps without an exchange).
 """
 
 import json
@@ -85,9 +85,9 @@ def sleeping(gradients: Gradients, values: Tensor, compute_s: float) -> nn.Modul
     Each gradient consists of the first of ``values``, a tensor of one dimension.
     """
     sleep, layers, before = Sleep(), [], FORWARD
-    for ready, together in groupby(gradients, key=lambda one: one[0]):
+    for ready, group in groupby(gradients, key=lambda one: one[0]):
         seconds = max(ready - before, 0) * compute_s
-        layers.append(Layer([shape for _, shape in together], seconds, sleep, values))
+        layers.append(Layer([shape for _, shape in group], seconds, sleep, values))
         before = max(ready, before)
     model = nn.Sequential(*reversed(layers))
     model.register_forward_pre_hook(lambda *_: sleep(FORWARD * compute_s))
@@ -95,13 +95,13 @@ def sleeping(gradients: Gradients, values: Tensor, compute_s: float) -> nn.Modul
 
 
 def shrunk(gradients: Gradients, times: float) -> Gradients:
-    """The same with about 1 / ``times`` of the values; both sides of a matrix shrink alike."""
-    found = []
+    """Gradients with about 1 / ``times`` of the values. Matrices keep their proportions."""
+    smaller = []
     for ready, shape in gradients:
         rows = math.ceil(shape[0] / math.sqrt(times))
         matrix = (rows, math.ceil(math.prod(shape) / times / rows))
-        found.append((ready, matrix if len(shape) > 1 else (math.ceil(shape[0] / times),)))
-    return found
+        smaller.append((ready, matrix if len(shape) > 1 else (math.ceil(shape[0] / times),)))
+    return smaller
 
 
 def measure(order: dict[str, Any], world: World) -> dict[str, list[dict[str, float]]]:
@@ -124,15 +124,15 @@ def measure(order: dict[str, Any], world: World) -> dict[str, list[dict[str, flo
         if exchange is not None:
             exchange.start_at(1, 0, 1, 2)  # PowerSGD compresses from the first step on
         trainings[name] = replica
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in trainings}
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in trainings}
     for turn in range(order["rounds"] + 1):
         for name, replica in trainings.items():
             seconds, size = step(replica, name == ALONE, world)
             figures = {"ms_per_step": 1000 * seconds / slow_down}
             figures["network_mb_per_step"] = size * shrink / 1e6
             figures["images_per_s"] = order["batch"] * world.size * slow_down / seconds
-            found[name] += [figures] if turn else []
-    return found
+            results[name] += [figures] if turn else []
+    return results
 
 
 def step(replica: DistributedDataParallel, is_alone: bool, world: World) -> tuple[float, float]:
@@ -157,9 +157,9 @@ def main() -> None:
     place = {"rank": rank, "world_size": nodes, "timeout": timeout}
     dist.init_process_group("gloo", order["meet"], **place)
     control = dist.new_group(backend="gloo", timeout=timeout)
-    found = measure(order, World(torch.device("cpu"), rank, nodes, 0, 1, nodes, control))
+    results = measure(order, World(torch.device("cpu"), rank, nodes, 0, 1, nodes, control))
     if rank == 0:
-        Path(order["out"]).write_text(json.dumps(found))
+        Path(order["out"]).write_text(json.dumps(results))
     dist.destroy_process_group()
 
 

@@ -162,12 +162,12 @@ def _exposed_s(work: Workload, exchange_times: list[float], memory_bytes_per_s: 
 
 def choice(work: Workload, cluster: Cluster, gpus: int) -> tuple[Forecast, str]:
     """The forecast with the most exact of the fast methods, and the method's name."""
-    found = {
+    forecasts = {
         name: forecast(replace(work, how=compress.parse(name)), cluster, gpus)
         for name in compress.CANDIDATES
     }
-    name = compress.most_exact({name: one.step_s for name, one in found.items()})
-    return found[name], name
+    name = compress.most_exact({name: one.step_s for name, one in forecasts.items()})
+    return forecasts[name], name
 
 
 def fit_compute(work: Workload, cluster: Cluster, gpus: int, step_s: float) -> Workload:

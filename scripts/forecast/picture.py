@@ -32,8 +32,8 @@ def draw(rows: list[Forecast], measured: dict[int, float], title: str, out: Path
         speeds = [row.images_per_s for row in rows]
         rate.loglog(gpus, speeds, "o-", color=pictures.COLOURS[5], label="forecast")
         if measured:
-            found = [n * batch / step_s for n, step_s in measured.items()]
-            rate.loglog(list(measured), found, "X", label="measured", **CROSS)
+            measured_speeds = [n * batch / step_s for n, step_s in measured.items()]
+            rate.loglog(list(measured), measured_speeds, "X", label="measured", **CROSS)
         rate.set(ylabel="images/s, all GPUs", title=title)
         pictures.round_ticks(rate.xaxis, gpus)
         pictures.round_ticks(rate.yaxis)
@@ -57,5 +57,5 @@ def draw(rows: list[Forecast], measured: dict[int, float], title: str, out: Path
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             pictures.save(figure, out)
-        except (OSError, ValueError) as fault:
-            raise UserError(f"cannot write {out}: {fault}") from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot write {out}: {error}") from None
