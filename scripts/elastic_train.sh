@@ -4,15 +4,17 @@
 #   MASTER_ADDR=IP bash scripts/elastic_train.sh \
 #       TRAIN_HOURS MIN:MAX SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]
 #
-#   TRAIN_HOURS  stop after this many hours of training, with a snapshot (such as 3.0)
-#   MIN:MAX      how many machines training needs at least, and how many there are (such as 1:2)
-#   SAVE_NAME    the run directory is runs/SAVE_NAME, on a file system that all machines share
+#   TRAIN_HOURS  stop with a snapshot after this many hours of training, such as 3.0
+#   MIN:MAX      fewest machines to train on, and number of all machines, such as 1:2
+#   SAVE_NAME    name of the run; runs/SAVE_NAME must be on a file system that all machines share
 #   BATCH_SIZE   images per step and process (per GPU)
 #
-# This is torchrun's c10d rendezvous, at the IP address MASTER_ADDR and its port MASTER_PORT (8888);
-# each machine allows MAX_RESTARTS (100) failures. A run that exists already is resumed. If the
-# master fails, see scripts/README.md; with train_on_nodes.sh --elastic any machine may fail.
-# DATA=... ARCH=... SCRIPT=... NPROC=...: see scripts/launch.sh.
+# An existing run of this name is resumed. The machines meet at MASTER_ADDR, the IP address of one
+# of them, and port MASTER_PORT (8888), by torchrun's c10d rendezvous. Training ends after
+# MAX_RESTARTS (100) failures on a machine. If the machine at MASTER_ADDR fails, see
+# scripts/README.md. With train_on_nodes.sh --elastic, any machine may fail.
+#
+# Also in the environment: DATA, ARCH, SCRIPT, NPROC; see scripts/launch.sh.
 set -euo pipefail
 source "$(dirname "$0")/launch.sh"
 show_help "$@"
@@ -27,11 +29,11 @@ use_environment
 MASTER_PORT=${MASTER_PORT:-8888}
 place=$(use_python -m utils.extras.preflight rendezvous "$MASTER_ADDR:$MASTER_PORT") || exit
 echo "torchrun waits for ${2%:*} nodes at $MASTER_ADDR:$MASTER_PORT, silently, for up to 10 minutes"
-# Restarts continue one run, and an error in the options ends torchrun. torchrun's own store would be
-# in use for a node that comes back, and keep dead addresses.
+# IMAGENET_ELASTIC: restarts continue one run, and an error in the options ends torchrun. Training
+# does not share torchrun's store, which keeps the addresses of lost nodes.
 variables=(IMAGENET_ELASTIC=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
 # Without is_host and its address, a node whose own name does not resolve cannot join. Nodes that
-# notice a loss late have 15 s to join the others (torchrun's own choice is 30).
+# notice a loss late have 15 s to join the others (torchrun's default: 30).
 torchrun=("--nnodes=$2" --rdzv_backend=c10d "--rdzv_id=$3" "--local_addr=${place% *}"
     "--rdzv_conf=is_host=${place#* },last_call_timeout=15"
     "--rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT" "--max_restarts=$MAX_RESTARTS")

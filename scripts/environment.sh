@@ -14,21 +14,22 @@ fail() {
     exit 2
 }
 
-# gpus_of PYTHON choose|check: become choose_torch.py; in a subshell of this one (or of $shell), with
-# which it ends.
+# gpus_of PYTHON choose|check: become choose_torch.py; in a subshell of this one (or of $shell),
+# with which it ends.
 gpus_of() { cd "$root" && IMAGENET_LAUNCHER=${shell:-$$} exec "$1" scripts/choose_torch.py "$2"; }
 
 # use_environment [REQUIREMENTS_FILE ...]: choose $PYTHON, installing and building what is missing.
 use_environment() {
     choose_python "$@"
-    # It ends with this shell: it may compile, or import torch, for longer than the shell lives.
+    # It dies with this shell, because it may compile or import torch for a long time.
     IMAGENET_LAUNCHER=$BASHPID "$PYTHON" "$root/scripts/build_region_decode.py" --if-missing
 }
 
-# choose_python [REQUIREMENTS_FILE ...]: choose $PYTHON, installing what is missing. Takes the
-# active environment if it has everything and its torch can use the GPUs; otherwise .venv, with the
-# tested versions whose torch fits the GPUs' driver, filled by PYTHON=... (python3) on first use and
-# when versions or driver have changed. TORCH=oldest: .venv-oldest, with the oldest torch.
+# choose_python [REQUIREMENTS_FILE ...]: choose $PYTHON, installing what is missing. This is the
+# active environment if it has everything and its torch can use the GPUs. Otherwise it is .venv,
+# with the tested versions whose torch fits the GPUs' driver. PYTHON=... (python3) creates .venv on
+# first use and when versions or driver have changed. TORCH=oldest: .venv-oldest, with the oldest
+# torch.
 choose_python() {
     local files=("$root/requirements.txt" "$@") venv=$root/.venv base=${PYTHON:-python3} why
     local shell=$BASHPID
@@ -41,7 +42,7 @@ choose_python() {
         echo "The active environment is not used: ${why#error: }"
     fi
     "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        fail "Python 3.10 or newer is needed; name one with PYTHON=/path/to/python"
+        fail "Python 3.10 or newer is needed: set PYTHON=/path/to/python"
     local chosen
     if [ "${TORCH:-}" = oldest ]; then
         venv=$root/.venv-oldest
@@ -49,27 +50,27 @@ choose_python() {
     else
         chosen=$(gpus_of "$base" choose) || exit
     fi
-    local constraints=$root/scripts/${chosen%%$'\n'*} stamp=$venv/.installed versions wanted
+    local constraints=$root/scripts/${chosen%%$'\n'*} stamp=$venv/.installed versions required
     versions="$(cat "$constraints" "$root/scripts/constraints-packages.txt" | cksum):"
-    wanted="$versions $(cat "${files[@]}" | cksum)"
+    required="$versions $(cat "${files[@]}" | cksum)"
     PYTHON=$venv/bin/python
-    ! grep -qsxF "$wanted" "$stamp" || return 0
+    ! grep -qsxF "$required" "$stamp" || return 0
     echo "Installing the versions of ${constraints#"$root/"} (${chosen#*$'\n'}) into $venv" \
         "(torch with CUDA: about 5.5 GB, one to several minutes) ..."
-    # Neither an interrupted installation nor a change of versions leaves a stamp that is not true.
+    # Remove the stamp first: after an interruption it would name versions that are not installed.
     grep -qsF "$versions" "$stamp" || rm -f "$stamp"
     "$base" -m venv "$venv" || fail "$base cannot make a virtual environment (on Debian and" \
         "Ubuntu: apt install python3-venv)"
-    local arguments=() said
+    local arguments=() output
     for file in "${files[@]}"; do arguments+=(-r "$file"); done
-    if ! said=$("$PYTHON" -m pip install -qq --disable-pip-version-check -c "$constraints" \
+    if ! output=$("$PYTHON" -m pip install -qq --disable-pip-version-check -c "$constraints" \
         "${arguments[@]}" 2>&1); then
-        echo "$said" >&2
-        [[ $said != @(*"No matching distribution"*|*ResolutionImpossible*) ]] ||
+        echo "$output" >&2
+        [[ $output != @(*"No matching distribution"*|*ResolutionImpossible*) ]] ||
             fail "pip finds no fitting versions for $("$PYTHON" -V): is there internet? 3.10 to" \
                 "3.14 have all of them; remove $venv and name another Python with PYTHON=..."
         fail "the installation did not finish; run this again to continue"
     fi
     # quickstart.sh and test.sh share .venv: each adds its line, so neither installs again.
-    echo "$wanted" >>"$stamp"
+    echo "$required" >>"$stamp"
 }

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Everything that this project wants to know from a machine with GPUs:
+# Test and benchmark a machine with GPUs, and write a report:
 #
 #   bash scripts/gpu_report.sh [--minutes 15] [--out gpu_report] [--device cpu]
 #
-# Runs the tests that need a GPU and the measurements, the most important first, as far as the time
-# goes, and writes OUT/gpu_report.md after each part. A part that fails is named there, and the rest
-# go on. A part that does not end in time is given less work, and the page says what was left out. Without internet and pytest, the tests are left out. --device cpu tries all of it, small,
-# without a GPU.
+# Runs the tests that need a GPU, then the benchmarks, the most important first. It stops after
+# --minutes. OUT/gpu_report.md is updated after each part. If a part fails, the report says so, and
+# the other parts still run. A part that takes too long gets less work, and the report names what
+# was left out. Without internet and pytest, the tests are left out. --device cpu tests the report
+# itself, with little work and without a GPU.
 #
-# Exit code: 0 all parts that were run succeeded, 1 some failed, 2 there is no usable GPU.
+# Exit code: 0 all parts that ran succeeded, 1 some failed, 2 there is no usable GPU.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_help "$@"
 tests=("$root/tests/requirements.txt")
-(use_environment "${tests[@]}") || tests=() # without internet: what there is
+(use_environment "${tests[@]}") || tests=() # without internet: use what is installed
 use_environment "${tests[@]}"
 exec "$PYTHON" "$root/scripts/gpu_report.py" "$@"

@@ -1,4 +1,4 @@
-# Sourced by one_node_train.sh, multi_node_train.sh and elastic_train.sh: what they have in common.
+# Sourced by one_node_train.sh, multi_node_train.sh and elastic_train.sh: their common code.
 #
 # From the environment:
 #   SCRIPT   training script (imagenet_ddp.py)
@@ -26,11 +26,11 @@ need_master() {
     need_several_nodes "${SCRIPT:-}"
 }
 
-# use_python WORD ...: in a subshell, run Python in the repository. The pre-flight check ends with this
-# shell, however that ends.
+# use_python WORD ...: in a subshell, run Python in the repository. If this shell dies, the
+# pre-flight check dies as well.
 use_python() { cd "$root" && IMAGENET_LAUNCHER=$$ exec "$PYTHON" "$@"; }
 
-# option NAME DEFAULT WORD ...: the value of an option among the words; of several, the last one's.
+# option NAME DEFAULT WORD ...: print the last value of option NAME among the words, or the default.
 option() {
     local name=$1 value=$2
     shift 2
@@ -53,9 +53,10 @@ log_to() {
 
 # launch HOURS NAME BATCH_SIZE [-- TRAINING OPTION ...]: become the training.
 #
-# torchrun starts its processes, with the options in `torchrun` (none: on this node alone) and the
-# environment in `variables`. Before, the pre-flight check gets the first arguments in `preflight`, if
-# there are any. The output is also written to `log` in the run directory.
+# First runs the pre-flight check, with the arguments in `preflight`; without any, there is no
+# check. Then torchrun starts the processes, with the options in `torchrun` (without any: on this
+# node alone) and the environment in `variables`. The output is also written to `log` in the run
+# directory.
 torchrun=() preflight=() variables=() log=node0.log
 launch() {
     local hours=$1 name=$2 batch=$3 script=${SCRIPT:-imagenet_ddp.py} processes seconds
@@ -74,7 +75,7 @@ except Exception as error: sys.exit(f"error: {error}")' "$name") || exit 2
     # The same command, run again, resumes from the last snapshot.
     local training=("$root/$script" -b "$batch" --train-time "$hours" --name "$name" --resume auto)
     training+=(${ARCH:+-a "$ARCH"} "$@" ${DATA:+"$DATA"})
-    export IMAGENET_SUITE=launcher:$name # the mark by which scripts/cleanup.sh knows its own
+    export IMAGENET_SUITE=launcher:$name # scripts/cleanup.sh recognises it
     log_to "$(option --output-dir runs "$@")/$name/$log"
     if [[ $script == imagenet_@(nd|dp).py ]]; then
         echo "+$(printf ' %q' "$PYTHON" "${training[@]}")"
@@ -90,7 +91,7 @@ except Exception as error: sys.exit(f"error: {error}")' "$name") || exit 2
     fi
     [ ${#torchrun[@]} -gt 0 ] || torchrun=(--nnodes=1 --node_rank=0 --master_addr=127.0.0.1
         "--master_port=$(use_python -c 'from utils import launch; print(launch.free_port())')")
-    # torchrun's own choice of threads is 1. Threads that spin at barriers slow down loader workers.
+    # torchrun's default is one thread. Threads that spin at barriers slow down loader workers.
     local threads=$(($(nproc) / processes))
     variables+=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}")
     variables+=("OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}")

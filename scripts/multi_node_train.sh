@@ -4,14 +4,14 @@
 #   MASTER_ADDR=IP bash scripts/multi_node_train.sh \
 #       TRAIN_HOURS NODE_RANK NODES SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]
 #
-#   TRAIN_HOURS  stop after this many hours of training, with a snapshot (such as 3.0)
-#   NODE_RANK    0 on the master, which writes the run directory, then 1, 2, ...
-#   NODES        how many machines take part
-#   SAVE_NAME    the run directory is runs/SAVE_NAME; a run that exists already is resumed
+#   TRAIN_HOURS  stop with a snapshot after this many hours of training, such as 3.0
+#   NODE_RANK    0 on the machine that writes the run directory, 1, 2, ... on the others
+#   NODES        number of machines
+#   SAVE_NAME    name of the run, in runs/SAVE_NAME; an existing run is resumed
 #   BATCH_SIZE   images per step and process (per GPU)
 #
-# MASTER_ADDR is the IP address at which the others reach node 0, MASTER_PORT (8888) a free port
-# there. DATA=... ARCH=... SCRIPT=... NPROC=... in the environment: see scripts/launch.sh.
+# MASTER_ADDR is the IP address at which the others reach node 0. MASTER_PORT (8888) is a free port
+# there. Also in the environment: DATA, ARCH, SCRIPT, NPROC; see scripts/launch.sh.
 set -euo pipefail
 source "$(dirname "$0")/launch.sh"
 show_help "$@"

@@ -3,11 +3,11 @@
 #
 #   bash scripts/one_node_train.sh TRAIN_HOURS SAVE_NAME BATCH_SIZE [-- TRAINING OPTIONS]
 #
-#   TRAIN_HOURS  stop after this many hours of training, with a snapshot (such as 3.0)
-#   SAVE_NAME    the run directory is runs/SAVE_NAME; a run that exists already is resumed
+#   TRAIN_HOURS  stop with a snapshot after this many hours of training, such as 3.0
+#   SAVE_NAME    name of the run, in runs/SAVE_NAME; an existing run is resumed
 #   BATCH_SIZE   images per step and process (per GPU)
 #
-# DATA=... ARCH=... SCRIPT=... NPROC=... in the environment: see scripts/launch.sh.
+# In the environment: DATA, ARCH, SCRIPT, NPROC; see scripts/launch.sh.
 set -euo pipefail
 source "$(dirname "$0")/launch.sh"
 show_help "$@"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # From a fresh clone to curves: bash scripts/quickstart.sh [DATA]
 #
-# Installs what is missing, makes a small set of drawn images (unless DATA, a folder with
-# train/CLASS/ and val/CLASS/, is given), trains a ResNet-18 with 1 and with 2 processes at the same
-# global batch size, draws both runs into one picture, and makes a small scaling study of two
-# simulated nodes (drawn images only, without a GPU). Finished work is not repeated.
+# Installs missing packages. Makes a small set of drawn images, unless you give DATA, a folder with
+# train/CLASS/ and val/CLASS/. Trains a ResNet-18 with one process and with two, at the same global
+# batch size, and compares both runs. Without a GPU and without DATA, it also makes a small scaling
+# study on two simulated nodes. Rerunning it skips finished work.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_help "$@"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # TensorBoard for all runs: bash scripts/tensorboard.sh [HOSTS_FILE]
 #
-# With HOSTS_FILE (one ssh host per line; see scripts/ssh/hosts.py) the event files of these hosts are
-# fetched first, and again every minute, into runs/hosts/HOST. They are those at the same path as
-# here, or, with runs=/path/to/runs behind the host, those there.
+# With HOSTS_FILE (one ssh host per line; see scripts/ssh/hosts.py) it first copies the event files
+# of these hosts into runs/hosts/HOST, and again every minute. They are read from the same path as
+# here, unless runs=/path/to/runs follows the host.
 #
-# From the environment:
+# In the environment:
 #   RUNS   folder of run directories (runs)
-#   PORT   on which TensorBoard listens on this machine (6006)
-#   EVERY  seconds between two fetches (60)
+#   PORT   port of TensorBoard on this machine (6006)
+#   EVERY  seconds between two copies (60)
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_help "$@"
@@ -22,7 +22,8 @@ mkdir -p "$runs" || fail "cannot make the folder $runs"
 runs=$(cd "$runs" && pwd)
 ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10)
 
-# fetch ADDRESS NAME [PATH]: the event files below PATH; by tar if one of the two sides has no rsync.
+# fetch ADDRESS NAME [PATH]: the event files below PATH; by tar if one of the two sides has no
+# rsync.
 fetch() {
     local host=$1 target=$runs/hosts/$2 path=${3:-$root/runs} quoted there
     mkdir -p "$target"

@@ -2,9 +2,9 @@
 # Set up the environment, then run lint, format check and tests:
 #
 #   bash scripts/test.sh [PYTEST OPTIONS]
-#   bash scripts/test.sh -k resume -x     # a part of them, to the first failure
-#   bash scripts/test.sh -m long          # those that take minutes each, hours in all
-#   bash scripts/test.sh -m cuda          # those that need a GPU
+#   bash scripts/test.sh -k resume -x     # tests named *resume*, up to the first failure
+#   bash scripts/test.sh -m long          # tests that take minutes each, hours in all
+#   bash scripts/test.sh -m cuda          # tests that need a GPU
 #   TORCH=oldest bash scripts/test.sh     # in .venv-oldest, with the oldest torch
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
@@ -16,5 +16,5 @@ use_environment tests/requirements.txt
 "$PYTHON" -m ruff format --check .
 # One thread per process: the tests run several processes at once.
 export OMP_NUM_THREADS=1
-unset TORCH # which the wrappers would heed
+unset TORCH # or the wrappers under test would use it
 exec "$PYTHON" -m pytest -n auto --dist loadfile "$@"

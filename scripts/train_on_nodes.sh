@@ -6,8 +6,8 @@
 #
 # HOSTS_FILE has one ssh host per line, in the order of node ranks; see scripts/ssh/hosts.py. With
 # --elastic MIN:MAX nodes may fail and come back; the run directory must be on a file system that
-# all nodes share. Ctrl-C stops the run with a snapshot, a second one ends it at once. Needs Python
-# and ssh here, Python and sshd on the nodes; rsync for --sync and --fetch.
+# all nodes share. Ctrl-C stops the run with a snapshot; a second Ctrl-C ends it at once. Needs
+# Python and ssh on this machine, Python and sshd on the nodes. --sync and --fetch also need rsync.
 set -euo pipefail
-export IMAGENET_SUITE=launcher # the mark by which scripts/cleanup.sh knows its own
+export IMAGENET_SUITE=launcher # scripts/cleanup.sh recognises it
 exec "${PYTHON:-python3}" "$(dirname "$0")/ssh/launcher.py" "$@"
