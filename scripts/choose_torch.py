@@ -4,7 +4,7 @@
     python scripts/choose_torch.py check   # end with an error if this Python's torch cannot use the
                                            # GPUs; print how many processes a node has by default
 
-Training (utils/world.py) asks where torch cannot use, or may not use, GPUs that may be there:
+Training (utils/world.py) runs these commands if torch cannot use GPUs, or may not use them:
 
     python scripts/choose_torch.py explain  # why not, and what helps
     python scripts/choose_torch.py gpus     # their names and driver
@@ -33,9 +33,9 @@ OLD = {r"\b(G?V100|TITAN V)\b": 70, r"\b(P100|P40|P4|M60)\b": 60}
 LIMIT = 20.0  # seconds; nvidia-smi takes less than 5 with 8 GPUs and no persistence daemon
 HIDE = 'CUDA_VISIBLE_DEVICES="" trains on the CPU'
 REMEDIES = {
-    "version mismatch": "the driver was updated while it was loaded; reboot",
+    "version mismatch": "the driver was updated while it was loaded: reboot",
     "not a valid field": "the driver is older than 510, and torch needs 525 or newer: install that",
-    "": "see whether `nvidia-smi` works in a shell; a reboot often helps",
+    "": "check whether `nvidia-smi` works in a shell; a reboot often helps",
 }
 
 
@@ -64,16 +64,16 @@ class Machine:
 
 def look(proc: Path = DRIVER, limit: float = LIMIT) -> Machine:
     """The GPUs of this machine by nvidia-smi, or, where it is missing or fails, by ``proc``."""
-    found = loaded(proc)
-    out, fault = _nvidia_smi(limit)
-    if "No devices" in out and not found.gpus:
-        return found
-    if fault:
+    hardware = loaded(proc)
+    out, problem = _nvidia_smi(limit)
+    if "No devices" in out and not hardware.gpus:
+        return hardware
+    if problem:
         remedy = next(remedy for words, remedy in REMEDIES.items() if words in out)
-        return replace(found, trouble=f"nvidia-smi {fault}: {remedy}")
+        return replace(hardware, trouble=f"nvidia-smi {problem}: {remedy}")
     rows = re.findall(r"^(.+), ([\d.]+), (\d+)\.(\d)$", out, re.MULTILINE)
     if not rows:  # there may be warnings
-        return found
+        return hardware
     return Machine(tuple((name, int(x + y)) for name, _, x, y in rows), rows[0][1])
 
 
@@ -91,19 +91,19 @@ def _nvidia_smi(limit: float) -> tuple[str, str]:
     except subprocess.TimeoutExpired:
         process.kill()  # and do not wait: a process that hangs in the driver cannot be killed
         return "", f"did not answer within {limit:g} s"
-    said = " ".join(out.split()).rstrip(".") or f"exit code {process.returncode}"
-    return out, f"failed: {said}" if process.returncode else ""
+    reason = " ".join(out.split()).rstrip(".") or f"exit code {process.returncode}"
+    return out, f"failed: {reason}" if process.returncode else ""
 
 
 def loaded(proc: Path = DRIVER) -> Machine:
     """The GPUs by the files of the loaded driver, which need no nvidia-smi."""
-    found = []
+    gpus = []
     with contextlib.suppress(OSError):
         for file in sorted(proc.glob("gpus/*/information")):
             model = re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE)
             name = model[1].strip() if model else "NVIDIA GPU"
-            found.append((name, next((OLD[old] for old in OLD if re.search(old, name)), 75)))
-    return Machine(tuple(found), driver(proc))
+            gpus.append((name, next((OLD[old] for old in OLD if re.search(old, name)), 75)))
+    return Machine(tuple(gpus), driver(proc))
 
 
 @functools.cache
@@ -112,58 +112,59 @@ def machine() -> Machine:
     return look()
 
 
-def choose(found: Machine) -> tuple[str, str]:
+def choose(hardware: Machine) -> tuple[str, str]:
     """The constraints file whose torch can use the GPUs, and why. Raises: `UserError`.
 
     GPUs that no torch of this suite can use do not count as long as others are there.
     """
-    if not found.has_gpus:
+    if not hardware.has_gpus:
         return NEWEST, "no NVIDIA GPU here"
-    usable = [capability for _, capability in found.gpus if capability >= 70]
-    if found.trouble:
-        fault = found.trouble
-    elif found.major < 525:
-        fault = f"{found}: torch needs driver 525 or newer, its newest versions driver 580: install"
-        fault += " a newer driver"
+    usable = [capability for _, capability in hardware.gpus if capability >= 70]
+    if hardware.trouble:
+        problem = hardware.trouble
+    elif hardware.major < 525:
+        problem = f"{hardware}: torch needs driver 525 or newer, its newest versions driver 580"
+        problem += ": install a newer driver"
     elif not usable:
-        fault = f"{found}: torch has kernels for sm_70 (V100) and newer GPUs, not for these"
-    elif found.major < 580:
-        return CUDA12, f"{found}; newer versions of torch need driver 580 or newer"
+        problem = f"{hardware}: torch has kernels for sm_70 (V100) and newer GPUs, not for these"
+    elif hardware.major < 580:
+        return CUDA12, f"{hardware}; newer versions of torch need driver 580 or newer"
     elif min(usable) < 75:
-        return CUDA12, f"{found}; newer versions of torch need GPUs from sm_75 on"
+        return CUDA12, f"{hardware}; newer versions of torch need GPUs from sm_75 on"
     else:
-        return NEWEST, str(found)
+        return NEWEST, str(hardware)
     if is_cpu_chosen():
         return NEWEST, "CUDA_VISIBLE_DEVICES asks for the CPU"
-    raise UserError(f"{fault}; {HIDE}", on_every_rank=True)
+    raise UserError(f"{problem}; {HIDE}", on_every_rank=True)
 
 
-def explain(found: Machine) -> str:
-    """Why torch cannot use the GPUs that were found, and what helps; "" if it can use them."""
+def explain(hardware: Machine) -> str:
+    """Why torch cannot use these GPUs, and what helps; "" if it can use them."""
     import torch
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if available:
-        fault = _missing_kernels()
+        problem = _missing_kernels()
     else:
-        told = [" ".join(str(one.message).split()) for one in said if "CUDA" in str(one.message)]
+        texts = [" ".join(str(one.message).split()) for one in caught]
+        reasons = [text for text in texts if "CUDA" in text]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        told += [f"CUDA_VISIBLE_DEVICES={visible} names none of them"] if visible else []
-        told += ["a container needs `--gpus all`, a Slurm job `--gpus-per-node`"]
-        fault = told[0]
-    if not fault:
+        reasons += [f"CUDA_VISIBLE_DEVICES={visible} selects none of them"] if visible else []
+        reasons += ["a container needs `--gpus all`, a Slurm job `--gpus-per-node`"]
+        problem = reasons[0]
+    if not problem:
         return ""
     try:
-        file, why = choose(found)
+        file, why = choose(hardware)
         remedy = f"`bash scripts/quickstart.sh` fills .venv with a torch for {why} (scripts/{file})"
         remedy += f"; then run .venv/bin/python; {HIDE}"
     except UserError as error:
         remedy = str(error)
     return (
         f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs of this "
-        f"machine: {fault}: {remedy}"
+        f"machine: {problem}: {remedy}"
     )
 
 
@@ -173,13 +174,13 @@ def _missing_kernels() -> str:
 
     from utils.extras.gpu_check import has_kernels
 
-    found = [cuda.get_device_capability(index) for index in range(cuda.device_count())]
+    capabilities = [cuda.get_device_capability(index) for index in range(cuda.device_count())]
     kernels = cuda.get_arch_list()
-    lacks = [index for index, one in enumerate(found) if not has_kernels(one, kernels)]
+    lacks = [index for index, one in enumerate(capabilities) if not has_kernels(one, kernels)]
     if not lacks:
         return ""
-    names = (f"{cuda.get_device_name(i)} (sm_{found[i][0]}{found[i][1]})" for i in lacks)
-    rest = ",".join(str(index) for index in range(len(found)) if index not in lacks)
+    names = (f"{cuda.get_device_name(i)} (sm_{'%d%d' % capabilities[i]})" for i in lacks)
+    rest = ",".join(str(index) for index in range(len(capabilities)) if index not in lacks)
     others = ""
     if rest and "CUDA_VISIBLE_DEVICES" not in os.environ:
         others = f"; CUDA_VISIBLE_DEVICES={rest} uses the others"

@@ -1,9 +1,9 @@
-"""torchrun for scripts/launch.sh, with the options of torchrun and better ends.
+"""torchrun for scripts/launch.sh: the same options, but a better exit code and time for snapshots.
 
 - The exit code is that of the training process that failed first, and its error is the last line;
   torchrun itself exits with 1 and a traceback of fifty lines.
-- After SIGTERM or Ctrl-C the training processes get the time that their snapshot takes, where
-  torchrun would kill them 30 s later, and none is started again. A second Ctrl-C kills them.
+- After SIGTERM or Ctrl-C it waits until the training processes have written their snapshot;
+  torchrun would kill them after 30 s. It restarts none of them. A second Ctrl-C kills them.
 """
 
 import contextlib
@@ -62,9 +62,9 @@ def main() -> int:
         if not codes:
             raise UserError("interrupted before training began", code=128 + signals[0]) from None
         return exit_code(BAD_INPUT if BAD_INPUT in codes else max(failed, default=0))
-    except (RuntimeError, RendezvousError) as fault:
-        first = (str(fault).strip() or type(fault).__name__).splitlines()[0]
-        text = f"torchrun found no rendezvous with the other nodes: {first}"
+    except (RuntimeError, RendezvousError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        text = f"torchrun could not meet the other nodes: {first}"
         raise UserError(text, code=LOST_PEER) from None
     return 0
 
