@@ -179,7 +179,8 @@ def _missing_kernels() -> str:
     lacks = [index for index, one in enumerate(capabilities) if not has_kernels(one, kernels)]
     if not lacks:
         return ""
-    names = (f"{cuda.get_device_name(i)} (sm_{'%d%d' % capabilities[i]})" for i in lacks)
+    sms = ["sm_" + "".join(map(str, one)) for one in capabilities]
+    names = (f"{cuda.get_device_name(i)} ({sms[i]})" for i in lacks)
     rest = ",".join(str(index) for index in range(len(capabilities)) if index not in lacks)
     others = ""
     if rest and "CUDA_VISIBLE_DEVICES" not in os.environ:
