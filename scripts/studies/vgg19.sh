@@ -5,9 +5,9 @@
 #
 #   bash scripts/studies/vgg19.sh HOSTS_FILE DATA [OPTIONS of scaling_study.sh, such as --dry-run]
 #
-# NOT RUN ON GPUS YET. The published experiment had g4dn.2xlarge nodes (8 vCPUs, one T4); its table
-# is the one that the log book fills in. --classes takes the first 20 class folders of DATA; DATA/test
-# gives the test figures. What optimiser it used is not published; here it is SGD with momentum.
+# NOT RUN ON GPUS YET. The published experiment used g4dn.2xlarge nodes (8 vCPUs, one T4). The
+# study's page has the same table. --classes 20 takes the first 20 class folders of DATA. The test
+# columns need DATA/test. The published optimiser is unknown; here it is SGD with momentum.
 set -euo pipefail
 [ $# -ge 2 ] || { sed -n '6s/^# *//p' "$0" >&2 && exit 2; }
 exec bash "$(dirname "$0")/../scaling_study.sh" "$1" --name vgg19 --nodes 1,2,4,8 --hours 2 \

@@ -4,14 +4,15 @@
 #
 #   bash scripts/studies/vit_cifar10.sh HOSTS_FILE DATA [OPTIONS of scaling_study.sh]
 #
-# Make DATA on each node. CIFAR-10 has no third part: its test images choose the best epoch as well.
+# Make DATA on each node. CIFAR-10 has no validation part, so its test images also choose the best
+# epoch.
 #
 #   python scripts/prepare_data.py cifar10 data/cifar && ln -s val data/cifar/test
 #
-# --store s3://BUCKET/PREFIX copies the best checkpoints to S3. -b 64 trains with that batch, also
-# without GPUs, where no largest batch can be found. Instead of HOSTS_FILE: --simulate=4, or
-# --slurm=OPTIONS. With timm installed here and on the nodes the model is its vit_base_patch32_224,
-# else torchvision's vit_b_32. The images of 32 pixels are enlarged to 224 on their way.
+# --store s3://BUCKET/PREFIX copies the best checkpoints to S3. Without GPUs the largest batch cannot
+# be measured: use -b 64, for example. Instead of HOSTS_FILE, use --simulate=4 or --slurm=OPTIONS. If
+# timm is installed here and on the nodes, the model is its vit_base_patch32_224, else torchvision's
+# vit_b_32. The images of 32 pixels are enlarged to 224.
 #
 # NOT RUN ON GPUS YET. The learning rate is a first guess.
 set -euo pipefail
