@@ -215,7 +215,7 @@ def test_the_table_is_of_medians_beside_one_node_and_the_first_method(monkeypatc
     line = ["--methods", "fp32,int8", "--master", "10.0.0.1", "--rank", str(rank), "--", "-b", "8"]
     assert bench_network.main(line) == 0
     out = capsys.readouterr().out
-    advice = "2 nodes: use --comm int8, 100 ms per step; fp32: 200 ms, 50% of which int8 saves"
+    advice = "2 nodes: use --comm int8, 100 ms per step; fp32: 200 ms, so int8 saves 50%"
     assert all(row in out for row in (*TABLE.split("\n"), advice)) == (rank == 0)
     assert took == {"alone": [90, 80, 100] * rank, "fp32": [], "int8": []}
 
