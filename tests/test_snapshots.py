@@ -69,6 +69,17 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(tmp_path, logged, damage
         read_whole(path)
 
 
+@pytest.mark.parametrize("make", ["mkfifo {}", "mkdir {}", "ln -s /not/mounted {}"])
+def test_a_snapshot_that_cannot_be_looked_at_begins_no_run_anew(tmp_path, make):
+    """As a link to a disk that is not mounted today."""
+    save_epoch(tmp_path, 1)
+    (tmp_path / SNAPSHOT).unlink()
+    os.system(make.format(tmp_path / SNAPSHOT))
+    for look in (snapshots.latest, snapshots.name_newer_snapshot):
+        with pytest.raises(UserError, match=f"{SNAPSHOT} is neither .*: mount its disk"):
+            look(tmp_path)
+
+
 # ---- the calls of a write, and faults at each of them
 
 

@@ -8,7 +8,13 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from utils.errors import BAD_INPUT, UserError, is_reported_by_another, tell_torchrun
+from utils.errors import (
+    BAD_INPUT,
+    UserError,
+    is_reported_by_another,
+    printable,
+    tell_torchrun,
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,6 +31,7 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown option {unknown[1]}"
             if similar := difflib.get_close_matches(unknown[1], self.option_names, 1):
                 message += f": did you mean {similar[0]}?"
+        message = printable(message)
         error = UserError(message, on_every_rank=True)
         if is_reported_by_another(error):
             raise error
@@ -150,6 +157,7 @@ def run_name(text: str) -> str:
 
 
 betas.__name__ = "pair of numbers"
+beta_shape.__name__ = accuracy.__name__ = "number"
 # Upper limits, as numbers beyond them overflow or take all memory, with errors far from the option.
 count, positive = number(int, 0, 2**31 - 1), number(int, 1, 2**31 - 1)
 epochs, pixels = number(int, 0, 1_000_000), number(int, 1, 10_000)

@@ -92,7 +92,9 @@ def _of_another_program(path: Any) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(
-            f"{path} does not fit this program ({error!r:.200})", on_every_rank=True
+            f"{path} does not fit this program ({error!r:.200}): resume from another file, or "
+            "begin anew with another --name",
+            on_every_rank=True,
         ) from error
 
 

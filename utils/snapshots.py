@@ -5,6 +5,7 @@ instant, also in the middle of a write, ``snapshot.pt`` or the one before it is 
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -28,8 +29,20 @@ DAMAGED = "snapshot_damaged.pt"
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest snapshot in a run directory, if there is any."""
-    return next((folder / name for name in (SNAPSHOT, PREVIOUS) if (folder / name).is_file()), None)
+    """The newest snapshot in a run directory, if there is any.
+
+    Raises: `UserError` where a link leads nowhere, say to a disk that is not mounted: training
+    would begin anew in its place.
+    """
+    for path in (folder / SNAPSHOT, folder / PREVIOUS):
+        if path.is_file():
+            return path
+        if os.path.lexists(path):
+            raise UserError(
+                f"{path} is neither a file nor a link to one that is there: mount its disk, or "
+                "train with another --name"
+            )
+    return None
 
 
 def read_whole(path: Path, set_aside: bool = False) -> tuple[Path, dict[str, Any]]:
