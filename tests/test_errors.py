@@ -1,5 +1,6 @@
 """Bad input: a one-line error message that names the cause, a non-zero exit code, nothing lost."""
 
+import errno
 import os
 import shutil
 import sys
@@ -151,6 +152,7 @@ def test_shortages_that_torch_reports():
         ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "worker 7, 8 exited"),
     ):
         assert words in str(of_fault(RuntimeError(text)))
+    assert "ulimit -n" in str(of_fault(OSError(errno.EMFILE, "Too many open files")))
     assert of_fault(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
 
 

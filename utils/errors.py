@@ -59,6 +59,9 @@ def of_fault(fault: Exception) -> UserError | None:
         text += f"file by `git checkout {file}`"
         return UserError(text, on_every_rank=True) if file.startswith("utils/extras/") else None
     if isinstance(fault, OSError):
+        if fault.errno == errno.EMFILE:
+            text = "too many open files for this shell's limit: raise it (`ulimit -n 4096`)"
+            return UserError(text, on_every_rank=True)
         return _error_of_shm() if fault.errno == errno.ENOSPC else None
     text = " ".join(str(fault).split())
     worker = re.search(
