@@ -13,7 +13,6 @@ another set with some of its classes, matched by the names of their folders: DAT
 DATA/CLASS. Predictions are then among these classes, as for ImageNet-A and -R.
 """
 
-import base64
 import json
 import re
 import shlex
@@ -130,128 +129,103 @@ def worker(args: options.Options) -> int:
     with process_group(args) as world:
         Console(None, world)  # shows warnings, such as unreadable images
         best = [predictions.load(path) for path in args.best]
-        found = []
+        results = []
         for one in best if args.evaluates else []:
             sizes = one.preprocessing
-            using = args.replaced(preprocessing=sizes, image_size=sizes.image_size)
-            batches = predictions.open_part(one, using, world)
-            found.append(predictions.predict(one, batches, using, world))
+            own = args.replaced(preprocessing=sizes, image_size=sizes.image_size)
+            results.append(predictions.predict(one, own, world))
         if world.is_main:
-            write(args, best, found, world)
+            write(args, best, results, world)
     return 0
 
 
-def write(args: Any, best: list[Best], found: list[Predictions], world: World) -> None:
+def write(args: Any, best: list[Best], results: list[Predictions], world: World) -> None:
     """Print the results, and write page and predictions. Raises: `UserError`."""
     labels = [one.path.parent.name if one.path.name == BEST else one.path.name for one in best]
     if len(set(labels)) < len(labels):
         labels = [str(one.path.parent) for one in best]
     labels = [printable(label) for label in labels]
     part = "images"
-    if found:
-        root = Path(found[0].batches.dataset.source.root).resolve()
+    if results:
+        root = Path(results[0].root).resolve()
         part = args.part if root.name == args.part else root.name
         part = re.sub(r"[^\w.-]", "_", part)[:100]
-    ending = "_2_runs" if len(best) == 2 else ""
-    file = args.out / f"results_{part}{ending}.html"
-    predicted = [
+    shown = [
         one | {"label": label if len(best) > 1 else ""}
-        for best_one, label in zip(best, labels, strict=True)
-        for one in (predictions.of_files(best_one, args.images, args, world) if args.images else [])
+        for model, label in zip(best, labels, strict=True)
+        for one in (predictions.of_files(model, args.images, world) if args.images else [])
     ]
-    for one in predicted:
-        name = printable(one["path"]) + (f" ({one['label']})" if one["label"] else "")
-        if "error" in one:
-            print(f"{name}: cannot be read: {printable(one['error'])}")
-            continue
-        print(f"{name}:", ", ".join(f"{printable(n)} {100 * p:.1f} %" for n, p in one["ranked"]))
-    runs = [section(one, label, args) for one, label in zip(found, labels, strict=False)]
+    for one in shown:
+        text = f"cannot be read: {one['error']}" if "error" in one else ""
+        text = text or ", ".join(f"{name} {100 * p:.1f} %" for name, p in one["ranked"])
+        label = f" ({one['label']})" if one["label"] else ""
+        print(printable(f"{one['path']}{label}: {text}"))
+    runs = [section(one, label, args) for one, label in zip(results, labels, strict=False)]
     try:
-        for number, (one, run) in enumerate(zip(found, runs, strict=True), 1):
-            csv = args.out / f"predictions_{part}{f'_{number}' if len(found) == 2 else ''}.csv"
+        for number, (one, run) in enumerate(zip(results, runs, strict=True), 1):
+            csv = args.out / f"predictions_{part}{f'_{number}' if len(results) == 2 else ''}.csv"
             predictions.write_csv(one, csv)
-            figures_text = "  ".join(
+            estimates = "  ".join(
                 f"{name} {e.value:.4g} ({e.low:.4g} to {e.high:.4g})"
                 for name, e in run["summary"].items()
             )
-            print(f"{run['label']}: {run['images']} images  {figures_text}")
+            print(f"{run['label']}: {run['images']} images  {estimates}")
             print(f"{run['label']}: expected calibration error {run['error']:.2f} %; {csv}")
-        text = render(args, found, runs, predicted)
-        file.write_text(text, encoding="utf-8")
+        file = args.out / f"results_{part}{'_2_runs' if len(best) == 2 else ''}.html"
+        file.write_text(render(args, results, runs, shown), encoding="utf-8")
     except OSError as error:
         text = f"cannot write into {args.out} ({error.strerror}): choose a folder with --out"
         raise UserError(text) from None
     print(f"page: {file}")
 
 
-def section(found: Predictions, label: str, args: Any) -> dict[str, Any]:
+def section(result: Predictions, label: str, args: Any) -> dict[str, Any]:
     """The figures of one run, for the page."""
-    error, curve = figures.calibration(found)
-    names = [printable(name) for name in found.classes]
-    summary = figures.summary(found)
+    error, curve = figures.calibration(result)
+    summary = figures.summary(result)
     if args.real:
-        summary["ReaL (%)"] = figures.real_accuracy(found, args.real)
+        summary["ReaL (%)"] = figures.real_accuracy(result, args.real)
     run = {"label": label, "summary": summary, "error": error, "curve": curve}
-    run |= {"images": len(found.paths), "classes": figures.by_class(found), "cells": None}
-    if len(found.present) <= figures.MOST_CLASSES and (not args.all_classes):
-        place = {number: i for i, number in enumerate(found.present)}
-        totals = {row["name"]: row["images"] for row in run["classes"]}
-        run["names"] = [names[number] for number in found.present]
-        run["longest"] = max(min(22, len(name)) for name in run["names"])
-        run["cells"] = [
-            (place[a], place[b], n, n / totals[found.classes[a]])
-            for (a, b), n in figures.confusions(found).items()
-        ]
-    run["confusions"] = figures.frequent_confusions(found)
+    run |= {"images": len(result.paths), "classes": figures.by_class(result), "cells": None}
+    if len(result.present) <= figures.MOST_CLASSES and not args.all_classes:
+        run |= figures.confusion_matrix(result)
+    run["confusions"] = figures.frequent_confusions(result)
     run["mistakes"] = [
         {
-            "path": printable(found.paths[row]),
-            "picture": data_url(found.thumbnail(row)),
-            "predicted": names[found.top[row, 0]],
-            "true": names[found.targets[row]],
-            "probability": float(found.probabilities[row, 0]),
-            "of_true": float(found.of_target[row]),
+            "path": result.paths[row],
+            "picture": result.thumbnail(row),
+            "predicted": result.classes[result.top[row, 0]],
+            "true": result.classes[result.targets[row]],
+            "probability": float(result.probabilities[row, 0]),
+            "of_true": float(result.of_target[row]),
         }
-        for row in figures.confident_mistakes(found, MISTAKES)
+        for row in figures.confident_mistakes(result, MISTAKES)
     ]
     return run
 
 
-def data_url(jpeg: bytes) -> str:
-    """A picture as an address that holds all of it."""
-    return "data:image/jpeg;base64," + base64.b64encode(jpeg).decode()
-
-
-def render(args: Any, found: list[Predictions], runs: list[dict], predicted: list[dict]) -> str:
-    """The page."""
+def render(args: Any, results: list[Predictions], runs: list[dict], shown: list[dict]) -> str:
+    """The page. ``shown``: the predictions for single image files."""
     notes = []
-    for one in found[:1]:
-        images, root = len(one.paths), printable(one.batches.dataset.source.root)
-        notes.append(f"{images} images in {len(one.present)} classes of {root}")
+    for one in results[:1]:
+        notes.append(f"{len(one.paths)} images in {len(one.present)} classes of {one.root}")
         if len(one.present) < len(one.classes):
             among = "all of them" if args.all_classes else "those of this set"
             notes.append(f"the model knows {len(one.classes)} classes; it chooses among {among}")
-        if bad := [printable(path) for path in one.unreadable]:
+        if bad := one.unreadable:
             more = f" and {len(bad) - 10} more" if len(bad) > 10 else ""
             notes.append(f"{len(bad)} images could not be read: {', '.join(bad[:10])}{more}")
     lines = [(run["label"], run["curve"]) for run in runs] + [("perfect", {0.0: 0.0, 100.0: 100.0})]
     title, axes = "Reliability", ("accuracy, %", "% confidence")
     chart = page.Chart(title, *axes, lines, zero=True, shared=False, plain=("perfect",))
-    for one in predicted:
-        if "picture" in one:
-            one["picture"] = data_url(one["picture"])
-        one["path"] = printable(one["path"])
-    for rows in [run["classes"] for run in runs]:
-        for row in rows:
-            row["name"], row["taken_for"] = printable(row["name"]), printable(row["taken_for"])
     return page.render(
         TEMPLATE,
         title=f"Results of {' and '.join(run['label'] for run in runs) or 'a model'}",
         notes=notes,
         runs=runs,
-        predicted=predicted,
+        predicted=shown,
         chart=chart.as_dict(),
-        changes=figures.changes(*found) if len(found) == 2 else None,
+        changes=figures.changes(*results) if len(results) == 2 else None,
         command=args.command,
     )
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from utils.errors import printable
+
 Points = Mapping[float, float]  # x -> y
 
 
@@ -39,14 +41,20 @@ class Chart(NamedTuple):
 
 
 def render(template: Path, **facts: Any) -> str:
-    """The page that a ``template`` makes of ``facts``. Their text is escaped.
+    """The page that a ``template`` makes of ``facts``. Their text is escaped: names of files and
+    classes may hold anything.
 
     Raises: OSError where there is no such template.
     """
     import jinja2
 
-    folders = [template.parent, Path(__file__).parent]
+    loader = jinja2.FileSystemLoader([template.parent, Path(__file__).parent])
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folders), autoescape=True, trim_blocks=True
+        loader=loader, autoescape=True, trim_blocks=True, finalize=_without_control_characters
     )
     return environment.get_template(template.name).render(**facts)
+
+
+def _without_control_characters(value: object) -> object:
+    """Escape them in text from files; what is HTML already (`Markup`) stays."""
+    return printable(value) if type(value) is str else value

@@ -42,58 +42,66 @@ def mean(values: np.ndarray) -> Estimate:
     return Estimate(*(float(values.mean()) + sign * half for sign in (0, -1, 1)))
 
 
-def summary(found: Predictions) -> dict[str, Estimate]:
+def summary(result: Predictions) -> dict[str, Estimate]:
     """Loss, top-1 and top-5 accuracy."""
-    hits, images = found.hits, len(found.paths)
+    hits, images = result.hits, len(result.paths)
     return {
-        "loss": mean(found.losses),
+        "loss": mean(result.losses),
         "top-1 (%)": wilson(int(hits[:, 0].sum()), images),
         "top-5 (%)": wilson(int(hits.any(axis=1).sum()), images),
     }
 
 
-def by_class(found: Predictions) -> list[dict[str, Any]]:
+def by_class(result: Predictions) -> list[dict[str, Any]]:
     """For each class of the folder: images, accuracy, and the class it is most often taken for."""
-    counts, rows = confusions(found), []
+    counts, rows = confusions(result), []
+    images = np.bincount(result.targets, minlength=len(result.classes)).tolist()
     taken_for: dict[int, tuple[int, int]] = {}
     for (true, predicted), count in counts.items():
         if true != predicted:
             taken_for[true] = max(taken_for.get(true, (0, 0)), (count, predicted))
-    for label in found.present:
-        chosen = found.targets == label
-        images = int(chosen.sum())
+    for label in result.present:
         count, other = taken_for.get(label, (0, 0))
         rows.append({
-            "name": found.classes[label],
-            "images": images,
-            "accuracy": wilson(counts.get((label, label), 0), images),
-            "taken_for": found.classes[other] if count else "",
+            "name": result.classes[label],
+            "images": images[label],
+            "accuracy": wilson(counts.get((label, label), 0), images[label]),
+            "taken_for": result.classes[other] if count else "",
             "times": count,
         })  # fmt: skip
     return sorted(rows, key=lambda row: (row["accuracy"].value, row["name"]))
 
 
-def confusions(found: Predictions) -> dict[tuple[int, int], int]:
+def confusions(result: Predictions) -> dict[tuple[int, int], int]:
     """How often (true class, predicted class) came, without those that never did."""
-    pairs = np.stack([found.targets, found.top[:, 0]], axis=1)
+    pairs = np.stack([result.targets, result.top[:, 0]], axis=1)
     kinds, counts = np.unique(pairs, axis=0, return_counts=True)
     return {tuple(pair): n for pair, n in zip(kinds.tolist(), counts.tolist(), strict=True)}
 
 
-def frequent_confusions(found: Predictions) -> list[tuple[str, str, int]]:
+def confusion_matrix(result: Predictions) -> dict[str, Any]:
+    """``names`` of the folder's classes, and ``cells``: true class and predicted class (numbers
+    in ``names``), how often, and as a share of the true class's images."""
+    place = {number: i for i, number in enumerate(result.present)}
+    totals = np.bincount(result.targets, minlength=len(result.classes))
+    cells = [(place[a], place[b], n, n / totals[a]) for (a, b), n in confusions(result).items()]
+    return {"names": [result.classes[number] for number in result.present], "cells": cells}
+
+
+def frequent_confusions(result: Predictions) -> list[tuple[str, str, int]]:
     """The most frequent mistakes: true class, predicted class, how often."""
-    wrong = [(n, pair) for pair, n in confusions(found).items() if pair[0] != pair[1]]
+    wrong = [(n, pair) for pair, n in confusions(result).items() if pair[0] != pair[1]]
     wrong.sort(key=lambda one: (-one[0], one[1]))
-    return [(found.classes[a], found.classes[b], n) for n, (a, b) in wrong[:MOST_CONFUSIONS]]
+    return [(result.classes[a], result.classes[b], n) for n, (a, b) in wrong[:MOST_CONFUSIONS]]
 
 
-def calibration(found: Predictions) -> tuple[float, dict[float, float]]:
+def calibration(result: Predictions) -> tuple[float, dict[float, float]]:
     """The expected calibration error in per cent (Guo et al. 2017, arXiv:1706.04599), and the
     reliability curve: mean confidence -> accuracy, both in per cent, for each bin with images.
 
     Bins of confidence (the probability of the predicted class) are (0, 1/15], (1/15, 2/15], ...
     """
-    confidence, hits = found.probabilities[:, 0].astype(np.float64), found.hits[:, 0]
+    confidence, hits = result.probabilities[:, 0].astype(np.float64), result.hits[:, 0]
     bins = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
     error, curve = 0.0, {}
     for number in np.unique(bins):
@@ -104,10 +112,10 @@ def calibration(found: Predictions) -> tuple[float, dict[float, float]]:
     return float(error), curve
 
 
-def confident_mistakes(found: Predictions, most: int) -> list[int]:
-    """The wrongly predicted images with the highest probabilities, as rows of ``found``."""
-    wrong = np.flatnonzero(~found.hits[:, 0])
-    return wrong[np.argsort(-found.probabilities[wrong, 0], kind="stable")][:most].tolist()
+def confident_mistakes(result: Predictions, most: int) -> list[int]:
+    """The wrongly predicted images with the highest probabilities, as rows of ``result``."""
+    wrong = np.flatnonzero(~result.hits[:, 0])
+    return wrong[np.argsort(-result.probabilities[wrong, 0], kind="stable")][:most].tolist()
 
 
 def real_labels(file: Path) -> list[frozenset[int]]:
@@ -119,16 +127,16 @@ def real_labels(file: Path) -> list[frozenset[int]]:
         raise UserError(text, on_every_rank=True) from None
 
 
-def real_accuracy(found: Predictions, file: Path) -> Estimate:
+def real_accuracy(result: Predictions, file: Path) -> Estimate:
     """Accuracy by the ReaL labels in ``file`` (Beyer et al. 2020, arXiv:2006.07159).
 
     Images without any label do not count. Raises: `UserError`.
     """
     sets = real_labels(file)
-    if len(found.classes) != IMAGENET:
+    if len(result.classes) != IMAGENET:
         raise UserError(f"--real is for models of ImageNet's {IMAGENET} classes")
     hits, images = 0, 0
-    for path, predicted in zip(found.paths, found.top[:, 0].tolist(), strict=True):
+    for path, predicted in zip(result.paths, result.top[:, 0].tolist(), strict=True):
         match = VAL_NUMBER.search(Path(path).name)
         if match is None or not 0 < int(match[1]) <= len(sets):
             raise UserError(
@@ -152,10 +160,9 @@ def changes(one: Predictions, other: Predictions) -> dict[str, Any]:
     difference = (gained - lost) / images
     estimate = Estimate(*(100 * (difference + sign * spread) for sign in (0, -1, 1)))
     before = {row["name"]: row for row in by_class(one)}
-    classes = [
-        row | {"before": before[row["name"]]["accuracy"].value} for row in by_class(other)
-    ]  # fmt: skip
+    classes = by_class(other)
     for row in classes:
+        row["before"] = before[row["name"]]["accuracy"].value
         row["change"] = row["accuracy"].value - row["before"]
     classes.sort(key=lambda row: (row["change"], row["name"]))
     both, neither = int((a & b).sum()), int((~a & ~b).sum())

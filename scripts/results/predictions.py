@@ -1,7 +1,9 @@
 """A run's best model, and what it predicts for a folder of images, on any number of processes."""
 
+import base64
 import csv
 import io
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,19 +96,24 @@ class Predictions:
         """Whether each of the k classes is the true one: bool [n, k]."""
         return self.top == self.targets[:, None]
 
-    def thumbnail(self, row: int) -> bytes:
-        """What the model sees of an image, small, as a JPEG file."""
+    @property
+    def root(self) -> str:
+        """The folder of the images."""
+        return str(self.batches.dataset.source.root)
+
+    def thumbnail(self, row: int) -> str:
+        """What the model sees of an image, small, as a data URL."""
         task = Batch(0, self.indices[row : row + 1])
         pixels, *_ = self.batches.dataset.__getitems__(task)
-        return jpeg(pixels[0])
+        return data_url(pixels[0])
 
 
-def jpeg(pixels: Tensor) -> bytes:
-    """A small picture of ``pixels`` (uint8 [h, w, 3]) as a JPEG file."""
+def data_url(pixels: Tensor) -> str:
+    """A small JPEG picture of ``pixels`` (uint8 [h, w, 3]), as an address that holds all of it."""
     picture, buffer = Image.fromarray(pixels.numpy()), io.BytesIO()
     picture.thumbnail((THUMBNAIL, THUMBNAIL))
     picture.save(buffer, "JPEG", quality=85)
-    return buffer.getvalue()
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def open_part(best: Best, args: Any, world: World) -> Batches:
@@ -131,12 +138,13 @@ def open_part(best: Best, args: Any, world: World) -> Batches:
 
 
 @torch.no_grad()
-def predict(best: Best, batches: Batches, args: Any, world: World) -> Predictions:
-    """Predict every image once, over all processes, which all get the result.
+def predict(best: Best, args: Any, world: World) -> Predictions:
+    """Predict every image of DATA/part once, over all processes, which all get the result.
 
     Among the classes of the folder alone, unless ``args.all_classes``. Raises: `UserError` when too
-    many images are unreadable, or all.
+    many images are unreadable, or all; and what `open_part` raises.
     """
+    batches = open_part(best, args, world)
     model = best.build().to(world.device, memory_format=args.memory_format)
     dtype = batches.dtype if batches.dtype is not torch.float32 else None
     present = [best.classes.index(name) for name in batches.dataset.source.classes]
@@ -154,15 +162,16 @@ def predict(best: Best, batches: Batches, args: Any, world: World) -> Prediction
         labels = number[targets.clamp(min=0)]
         own = scores.gather(1, labels[:, None])[:, 0]
         top, classes = scores.topk(min(TOP, len(present)))
-        found = (torch.from_numpy(task.indices).to(labels), labels, classes, top.exp(), own)
-        rows.append(tuple(one[readable].cpu() for one in found))
+        indices = torch.from_numpy(task.indices).to(labels)
+        columns = (indices, labels, classes, top.exp(), own)
+        rows.append(tuple(one[readable].cpu() for one in columns))
     bad = batches.bad
     bad.share(world)
     source = bad.source
     if bad.too_many:
         raise bad.error()
-    columns = [torch.cat(one).numpy() for one in zip(*rows, strict=True)] if rows else None
-    parts = [one for one in gather(columns, world) if one and len(one[0])]
+    arrays = [torch.cat(one).numpy() for one in zip(*rows, strict=True)] if rows else None
+    parts = [one for one in gather(arrays, world) if one and len(one[0])]
     if not parts:
         raise UserError(f"none of the images in {source.root} could be read", on_every_rank=True)
     indices, labels, top, probabilities, own = map(np.concatenate, zip(*parts, strict=True))
@@ -183,47 +192,43 @@ def predict(best: Best, batches: Batches, args: Any, world: World) -> Prediction
     )
 
 
-def write_csv(found: Predictions, path: Path) -> None:
+def write_csv(result: Predictions, path: Path) -> None:
     """A line for each image: see the header. Raises: OSError."""
-    count = found.top.shape[1]
+    count = result.top.shape[1]
     header = ["path", "true", "predicted", "probability", "probability_of_true", "loss"]
     header += [f"{name}{i}" for i in range(2, count + 1) for name in ("class", "probability")]
-    names = found.classes
+    names = result.classes
     with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file)
         writer.writerow(header)
-        for i, name in enumerate(found.paths):
-            ranked = list(zip(found.top[i].tolist(), found.probabilities[i].tolist(), strict=True))
-            (first, p), *others = ranked
-            row = [name, names[found.targets[i]], names[first], f"{p:.9g}"]
-            row += [f"{found.of_target[i]:.9g}", f"{found.losses[i]:.9g}"]
+        for i, name in enumerate(result.paths):
+            pairs = zip(result.top[i].tolist(), result.probabilities[i].tolist(), strict=True)
+            (first, p), *others = pairs
+            row = [name, names[result.targets[i]], names[first], f"{p:.9g}"]
+            row += [f"{result.of_target[i]:.9g}", f"{result.losses[i]:.9g}"]
             writer.writerow(row + [x for k, p in others for x in (names[k], f"{p:.9g}")])
 
 
 @torch.no_grad()
-def of_files(best: Best, files: list[Path], args: Any, world: World) -> list[dict[str, Any]]:
-    """The most likely classes of image files: for each its path, picture (JPEG) and ``ranked``,
+def of_files(best: Best, files: list[Path], world: World) -> list[dict[str, Any]]:
+    """The most likely classes of image files: for each its path, picture (data URL) and ``ranked``,
     [(class, probability)]; in place of these an ``error`` if it cannot be read."""
     from utils.images import ImageBatches
 
-    paths = b"".join(
-        str(file.absolute()).encode(errors="surrogateescape") + b"\0" for file in files
-    )
-    source = Source("/", ["images"], paths, [len(files)])
-    wanted = best.preprocessing
-    dataset = ImageBatches(source, wanted.crop, 0, train=False)
-    dataset.resize, dataset.interpolation = wanted.val_resize_size, wanted.interpolation
-    model, found = best.build().to(world.device), []
-    mean, std = (torch.tensor(one)[:, None, None] for one in (wanted.mean, wanted.std))
+    paths = b"".join(os.fsencode(file.absolute()) + b"\0" for file in files)
+    p = best.preprocessing
+    dataset = ImageBatches(Source("/", ["images"], paths, [len(files)]), p.crop, 0, train=False)
+    dataset.resize, dataset.interpolation = p.val_resize_size, p.interpolation
+    model, results = best.build().to(world.device), []
+    mean, std = (torch.tensor(one)[:, None, None] for one in (p.mean, p.std))
     for number, file in enumerate(files):
         pixels, _, reading = dataset.__getitems__(Batch(0, np.array([number])))
-        if reading.faults:
-            found.append({"path": str(file), "error": reading.faults[0][1]})
+        if reading.unreadable:
+            results.append({"path": str(file), "error": reading.unreadable[0][1]})
             continue
         images = ((pixels.permute(0, 3, 1, 2) / 255 - mean) / std).to(world.device)
-        scores = model(images).float().softmax(1)[0]
-        ranked = scores.topk(min(TOP, len(best.classes)))
-        names = [best.classes[i] for i in ranked.indices.tolist()]
-        pairs = list(zip(names, ranked.values.tolist(), strict=True))
-        found.append({"path": str(file), "ranked": pairs, "picture": jpeg(pixels[0])})
-    return found
+        likely = model(images).float().softmax(1)[0].topk(min(TOP, len(best.classes)))
+        names = [best.classes[i] for i in likely.indices.tolist()]
+        ranked = list(zip(names, likely.values.tolist(), strict=True))
+        results.append({"path": str(file), "ranked": ranked, "picture": data_url(pixels[0])})
+    return results
