@@ -111,36 +111,20 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("data", nargs="?", metavar="DATA", help="folder with train/CLASS/*.JPEG")
     add("--rounds", type=positive, default=5, metavar="N", help="runs of each pipeline (5)")
-    add(
-        "--batches",
-        type=positive,
-        default=40,
-        metavar="N",
-        help=f"batches of {BATCH} images in a round of the first row (40); faster rows make more",
-    )
+    text = f"batches of {BATCH} images in a round of the first row (40); faster rows make more"
+    add("--batches", type=positive, default=40, metavar="N", help=text)
     add("-j", "--workers", type=count, default=2, metavar="N", help="data loading workers (2)")
     text = "compare a folder, tar files and pytorch/examples on disks with these delays"
     add("--latency", type=latencies, metavar="MS,MS", help=text)
-    add(
-        "--images",
-        type=positive,
-        default=1500,
-        metavar="N",
-        help="images to make without DATA (1500)",
+    text = "images to make without DATA (1500)"
+    add("--images", type=positive, default=1500, metavar="N", help=text)
+    packages = ", ".join(photographs.PACKAGES)
+    text = (
+        f"folder of photographs to cut them from; default: those of the Debian packages {packages}"
     )
-    add(
-        "--photographs",
-        type=Path,
-        metavar="DIR",
-        help="folder of photographs to cut them from; default: those of the Debian packages "
-        + ", ".join(photographs.PACKAGES),
-    )
-    add(
-        "--cache",
-        default=str(ROOT / "data" / "bench"),
-        metavar="DIR",
-        help="for these images and copies",
-    )
+    add("--photographs", type=Path, metavar="DIR", help=text)
+    folder, text = str(ROOT / "data" / "bench"), "for these images and copies"
+    add("--cache", default=folder, metavar="DIR", help=text)
     return parser.parse_args()
 
 

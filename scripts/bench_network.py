@@ -50,7 +50,7 @@ launch.prepare()  # before torch is imported, which takes seconds
 from bench import commands, namespaces, rounds
 from compare.table import markdown_table
 
-from utils.errors import UserError, report, tolerate_broken_pipe
+from utils.errors import UserError, exit_with
 from utils.option_types import list_of, number, positive
 
 METHODS = "fp32,fp16,int8,int4,powersgd:4"
@@ -71,11 +71,7 @@ MODELS = {"vgg19": Model(20, 32, 0.200), "resnet50": Model(1000, 64, 0.160)}
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        places = list(itertools.product(args.gbit, args.nodes))
-        measured = {place: measure(*place, args) for place in places}
-    except UserError as error:
-        return report(error)
+    measured = {place: measure(*place, args) for place in itertools.product(args.gbit, args.nodes)}
     if args.rank:
         return 0
     head = ["Gbit/s", "nodes", "method", "MB sent", "step, ms", "images/s", "efficiency"]
@@ -120,9 +116,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.master and len(args.nodes) > 1:
         parser.error("--nodes takes one number with --master")
     if args.sleep and (args.master or args.options):
-        parser.error(
-            "--sleep is for simulated nodes: without --master and without options after --"
-        )
+        text = "--sleep is for simulated nodes: without --master and without options after --"
+        parser.error(text)
     return args
 
 
@@ -249,5 +244,4 @@ def recommendation(by_method: dict[str, list[rounds.Figures]]) -> str:
 
 
 if __name__ == "__main__":
-    tolerate_broken_pipe()
-    sys.exit(main())
+    exit_with(main)

@@ -45,11 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--if-missing",
-        action="store_true",
-        help="do nothing if the library is up to date; print a note if it cannot be built",
-    )
+    text = "do nothing if the library is up to date; print a note if it cannot be built"
+    parser.add_argument("--if-missing", action="store_true", help=text)
     args = parser.parse_args(argv)
     if args.if_missing and region_decode.has_library():
         return 0
@@ -85,9 +82,8 @@ def compile_source(*words: str) -> None:
     """Run the compiler. Raises: `UserError`."""
     command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS, *words]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=False
-        )
+        pipes = {"capture_output": True, "text": True, "errors": "replace"}
+        done = subprocess.run(command, **pipes, check=False)
     except OSError:
         raise UserError(f"there is no C compiler {command[0]}: {PACKAGES}") from None
     if done.returncode:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from utils import launch
-from utils.errors import UserError, report
+from utils.errors import UserError, exit_with
 from utils.provenance import DRIVER, driver, is_cpu_chosen
 
 NEWEST, CUDA12 = "constraints.txt", "constraints-cuda12.txt"  # in scripts/
@@ -193,18 +193,15 @@ def _missing_kernels() -> str:
 
 def main() -> int:
     question = sys.argv[1] if len(sys.argv) == 2 else ""
-    try:
-        launch.die_with_launcher()
-        if question == "choose":
-            print(*choose(machine()), sep="\n")
-        elif question == "check":
-            print(processes())
-        elif question == "gpus" and machine().gpus:
-            print(machine())
-        elif question == "explain" and machine().has_gpus:
-            print(explain(machine()))
-    except UserError as error:
-        return report(error)
+    launch.die_with_launcher()
+    if question == "choose":
+        print(*choose(machine()), sep="\n")
+    elif question == "check":
+        print(processes())
+    elif question == "gpus" and machine().gpus:
+        print(machine())
+    elif question == "explain" and machine().has_gpus:
+        print(explain(machine()))
     return 0
 
 
@@ -221,4 +218,4 @@ def processes() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -26,7 +26,7 @@ from compare import page, pictures, runs, table
 from compare.comparison import Comparison, origin
 from compare.runs import Run
 
-from utils.errors import UserError, report, tolerate_broken_pipe
+from utils.errors import UserError, exit_with
 from utils.option_types import accuracy, number, positive
 
 
@@ -45,9 +45,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--train-images", type=positive, metavar="N", help=text)
     text = "show the epochs finished within this time (default: the time of the shortest run)"
     add("--within", type=above_0, metavar="HOURS", help=text)
-    text = (
-        "show the time to this validation top-1 (0.75 or 75; default: the highest that all reach)"
-    )
+    text = "show the time to this validation top-1 (0.75 or 75; default: the most that all reach)"
     add("--target-top1", type=accuracy, metavar="A", help=text)
     text = "price of a node per hour, in any currency (g4dn.xlarge: 0.526 $): adds the cost of runs"
     add("--price", type=above_0, metavar="P", help=text)
@@ -117,43 +115,34 @@ def beside(path: Path) -> Path:
     return (folder.parent if is_run else folder) / "compare"
 
 
-def _page(comparison: Comparison, title: str, command: str) -> str:
-    origins = {run.label: origin(run) for run in comparison.runs}
-    facts = {"comparison": comparison, "charts": pictures.charts(comparison), "origins": origins}
-    return page.render(
-        Path(page.__file__).parent / "page.html", title=title, command=command, **facts
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Compare the runs that ``argv`` names and return the exit code: 0, or 2 after an error."""
+    """Compare the runs that ``argv`` names. Raises: `UserError`, OSError."""
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     command = shlex.join(["python", "scripts/compare_runs.py", *argv])
-    try:
-        comparison = compare(args)
-        notes = [f"- {note}" for note in comparison.notes]
-        print(*comparison.sentences, "", comparison.as_text(), "", *notes, sep="\n")
-        title = args.title or f"Comparison: {', '.join(run.label for run in comparison.runs)}"
-        out = args.out or beside(args.runs[0])
-        drawn = pictures.draw(comparison, out, args.prefix, formats=args.formats)
-        for kind, text in (
-            ("md", comparison.as_markdown() + "\n"),
-            ("csv", comparison.as_csv()),
-            ("html", _page(comparison, title, command)),
-        ):
-            (out / f"{args.prefix}compare.{kind}").write_text(text, encoding="utf-8")
-        print(f"\nin {out}: {args.prefix}compare.md, .csv, .html, and {len(drawn)} pictures")
-        if args.results:
-            chosen = [drawn[name] for name in ("top1_val", "training_throughput") if name in drawn]
-            section = comparison.section(args.results, title, command, chosen)
-            table.put(args.results, "compare_runs", title, section)
-            print(f"section '{title}' in {args.results}")
-    except (UserError, OSError) as error:
-        return report(error)
+    comparison = compare(args)
+    notes = [f"- {note}" for note in comparison.notes]
+    print(*comparison.sentences, "", comparison.as_text(), "", *notes, sep="\n")
+    title = args.title or f"Comparison: {', '.join(run.label for run in comparison.runs)}"
+    out = args.out or beside(args.runs[0])
+    drawn = pictures.draw(comparison, out, args.prefix, formats=args.formats)
+    facts = {"title": title, "command": command, "comparison": comparison}
+    facts["charts"] = pictures.charts(comparison)
+    facts["origins"] = {run.label: origin(run) for run in comparison.runs}
+    for kind, text in (
+        ("md", comparison.as_markdown() + "\n"),
+        ("csv", comparison.as_csv()),
+        ("html", page.render(Path(page.__file__).with_name("page.html"), **facts)),
+    ):
+        (out / f"{args.prefix}compare.{kind}").write_text(text, encoding="utf-8")
+    print(f"\nin {out}: {args.prefix}compare.md, .csv, .html, and {len(drawn)} pictures")
+    if args.results:
+        chosen = [drawn[name] for name in ("top1_val", "training_throughput") if name in drawn]
+        section = comparison.section(args.results, title, command, chosen)
+        table.put(args.results, "compare_runs", title, section)
+        print(f"section '{title}' in {args.results}")
     return 0
 
 
 if __name__ == "__main__":
-    tolerate_broken_pipe()
-    sys.exit(main())
+    exit_with(main)

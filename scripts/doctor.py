@@ -199,16 +199,13 @@ def compare_nodes(args: argparse.Namespace) -> tuple[list[Facts], Facts]:
 def other_interfaces(leads: str | None) -> list[str]:
     """A line for each variable that makes gloo or NCCL use another network interface than the one
     that ``leads`` to node 0."""
-    lines = []
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = os.environ.get(variable, "").lstrip("=")
-        if (
-            value
-            and leads
-            and not (value.startswith("^") or leads.startswith(tuple(value.split(","))))
-        ):
-            lines.append(f"{variable} chooses {value}, but {leads} leads to node 0")
-    return lines
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    chosen = {name: os.environ.get(name, "").lstrip("=") for name in names if leads}
+    return [
+        f"{name} chooses {value}, but {leads} leads to node 0"
+        for name, value in chosen.items()
+        if value and value[0] != "^" and not leads.startswith(tuple(value.split(",")))
+    ]
 
 
 def gather(value: Any) -> list[Any]:
@@ -390,14 +387,8 @@ def parse() -> argparse.Namespace:
     env, parser = os.environ, hosts.make_parser("doctor.sh", __doc__)
     hosts.add_node_options(parser)
     add = parser.add_argument
-    add(
-        "--rank",
-        type=count,
-        default=env.get("NODE_RANK", "0"),
-        metavar="R",
-        help="rank of this node",
-    )
-    nodes = env.get("WORLD_SIZE", "1")
+    rank, nodes = env.get("NODE_RANK", "0"), env.get("WORLD_SIZE", "1")
+    add("--rank", type=count, default=rank, metavar="R", help="rank of this node")
     add("--nodes", type=positive, default=nodes, metavar="N", help="number of nodes")
     add("--master", default=env.get("MASTER_ADDR"), metavar="IP", help="address of node 0")
     add("--port", type=port, help="port of node 0 (8888; with HOSTS_FILE a free one)")
@@ -474,5 +465,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.tolerate_broken_pipe()
     errors.exit_with(main)

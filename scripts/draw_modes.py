@@ -19,7 +19,7 @@ from utils import launch
 
 launch.prepare()  # before torch is imported, which takes seconds
 
-from utils.errors import UserError, report
+from utils.errors import UserError, exit_with
 
 COLOURS = {
     "weights": "#9cc4e4",
@@ -122,12 +122,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=looks)
     text = "picture to write: PNG, SVG or PDF (default: figures/modes.png)"
     parser.add_argument("--out", type=Path, default=ROOT / "figures/modes.png", help=text)
-    try:
-        draw(parser.parse_args().out)
-    except UserError as error:
-        return report(error)
+    draw(parser.parse_args().out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

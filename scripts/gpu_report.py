@@ -20,7 +20,7 @@ launch.prepare()  # before torch is imported, which takes seconds
 import torch
 from bench import commands, photographs
 
-from utils.errors import INTERRUPTED, UserError, report, tolerate_broken_pipe
+from utils.errors import INTERRUPTED, UserError, exit_with
 from utils.extras import comparison
 from utils.extras.gpu_check import check_gpus
 from utils.option_types import number
@@ -97,9 +97,8 @@ def section(part: Part, deadline: float, names: dict[str, str], small: bool) -> 
         if done.returncode:
             raise UserError(f"exit code {done.returncode}: {output}")
         text = done.stdout.strip()
-        text = (
-            text if "scripts/bench" in words[0] else f"```\n{text}\n```"
-        )  # benches print Markdown
+        if "scripts/bench" not in words[0]:  # benches print Markdown
+            text = f"```\n{text}\n```"
         return f"{slow}`python {' '.join(words)}` ({time.monotonic() - began:.0f} s)\n\n{text}"
     return slow.strip()
 
@@ -142,9 +141,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    tolerate_broken_pipe()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the command
-    try:
-        sys.exit(main())
-    except (UserError, OSError) as error:
-        sys.exit(report(error))
+    exit_with(main)

@@ -48,9 +48,8 @@ from utils.option_types import count, list_of, number, positive
 
 FINISHED = ("epochs", "desired_acc", "train_time")  # in summary.json: the run did all it was asked
 LARGEST = "largest"  # as -b of the study
-LARGEST_LINE = re.compile(
-    r"largest batch per GPU: (\d+)"
-)  # the last line of a script with --find-batch
+# The last line of a script with --find-batch.
+LARGEST_LINE = re.compile(r"largest batch per GPU: (\d+)")
 # A line of training in the log, but no epoch's last one, after which evaluation begins.
 STEP = re.compile(r"Epoch (\d+)/(\d+) step +(\d+)/(?!\3\s)(\d+)\s")
 ONE_NODE = ("imagenet_nd.py", "imagenet_dp.py")
@@ -116,12 +115,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--sync", action="store_true", help="copy this code to the nodes first")
     add("--no-doctor", action="store_true", help="do not check the nodes before the first run")
-    add(
-        "--simulate",
-        type=positive,
-        metavar="N",
-        help="simulate N nodes with N processes of this machine",
-    )
+    text = "simulate N nodes with N processes of this machine"
+    add("--simulate", type=positive, metavar="N", help=text)
     text = "with --simulate, as root: network namespaces with links of this rate, such as 300mbit"
     add("--link", metavar="RATE", help=text)
     text = "each run is a job, submitted with these options of sbatch"
@@ -446,7 +441,6 @@ def study_lock(folder: Path, runs: list[StudyRun]) -> Iterator[None]:
 
 
 def main() -> int:
-    hosts.tolerate_broken_pipe()
     args, training = parse(sys.argv[1:])
     command = shlex.join(["bash", "scripts/scaling_study.sh", *sys.argv[1:]])
     runs, folder = plan(args, training), args.logbook / args.name

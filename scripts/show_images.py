@@ -29,7 +29,7 @@ from PIL import Image, ImageDraw
 
 from utils import loop, options
 from utils.atomic import read_checkpoint
-from utils.errors import UserError, report, tolerate_broken_pipe
+from utils.errors import UserError, exit_with
 from utils.extras import grid
 from utils.images import decode
 from utils.loaders import Batches, build_loaders
@@ -179,8 +179,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    tolerate_broken_pipe()
-    try:
-        sys.exit(main())
-    except (UserError, OSError) as error:
-        sys.exit(report(error))
+    exit_with(main)

@@ -164,13 +164,14 @@ class _Droppable(io.FileIO):
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
-    """Call ``main`` and exit with its exit code, or with that of a `UserError`.
+    """Call ``main`` and exit with its exit code, or with that of a reported error.
 
     Does not wait for other threads.
     """
+    tolerate_broken_pipe()
     try:
         code = main()
-    except UserError as error:
+    except (UserError, OSError) as error:
         code = report(error)
     except KeyboardInterrupt:
         code = 130

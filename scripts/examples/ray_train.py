@@ -165,7 +165,6 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def main() -> int:
-    hosts.tolerate_broken_pipe()
     options, command = parse(sys.argv[1:])
     if ray is None:
         raise UserError(f"Ray is not installed for {sys.executable}: pip install ray")

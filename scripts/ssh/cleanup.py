@@ -141,7 +141,6 @@ def clean(grace, dry_run, run):
 def main():
     import hosts  # only here, as this file is sent to nodes without it
 
-    hosts.tolerate_broken_pipe()
     parser = hosts.make_parser("cleanup.sh", HELP)
     add = parser.add_argument
     add("--name", metavar="RUN", help="end only this run (started with --name RUN)")

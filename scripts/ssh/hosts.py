@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # what is imported from there needs nothing but Python
 
-from utils.errors import UserError, exit_with, tolerate_broken_pipe  # noqa: F401
+from utils.errors import UserError, exit_with
 from utils.launch import MARKER
 from utils.option_types import Formatter, non_negative
 

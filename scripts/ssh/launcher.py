@@ -141,7 +141,6 @@ def fetch(options: argparse.Namespace, host: Host, script: argparse.Namespace) -
 
 
 def main() -> int:
-    hosts.tolerate_broken_pipe()
     options, command = parse(sys.argv[1:])
     machines = machines_of(options)
     script = check(command, len(machines) > 1 or bool(machines[0].slots), bool(options.elastic))

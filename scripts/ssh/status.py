@@ -133,7 +133,6 @@ def row(rank):
 def main():
     import hosts  # only here, as this file is sent to nodes without it
 
-    hosts.tolerate_broken_pipe()
     options = hosts.make_parser("status.sh", HELP).parse_args()
     found, code = [], 0
     if options.hosts:
