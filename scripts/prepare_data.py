@@ -23,7 +23,7 @@ from utils import launch
 launch.prepare()  # before torch is imported, which takes seconds
 
 from prepare import parquet, shards, shrink, sources
-from prepare.folder import AGAIN, BATCH, Split, fill
+from prepare.folder import AGAIN, BATCH, fill
 from prepare.pack import pack_folder, verify
 from prepare.reading import check_apart, open_images, split_of
 from prepare.split import split_folder
@@ -72,11 +72,8 @@ def copy(args: argparse.Namespace) -> None:
         # Labels in shards are numbers, which must mean the same in all splits.
         classes = sorted(set().union(*(part.classes for part in images.values())))
         images = {name: part._replace(classes=classes) for name, part in images.items()}
-
-    def open_splits(missing: list[str]) -> dict[str, Split]:
-        return {name: split_of(images[name], name, change, chunk) for name in missing}
-
-    fill(out, f"{what})", images, open_splits, args.workers, **filler)
+    splits = {name: split_of(part, name, change, chunk) for name, part in images.items()}
+    fill(out, f"{what})", splits, lambda _: splits, args.workers, **filler)
 
 
 def convert_parquet(args: argparse.Namespace) -> None:
@@ -87,11 +84,7 @@ def convert_parquet(args: argparse.Namespace) -> None:
     what = f"parquet (source {source}, names {names}, {kind})"
     filler = {} if args.folders else {"filler": shards.fill_shards}
     splits = parquet.open_parquet(source, names, args.size)
-
-    def open_splits(missing: list[str]) -> dict[str, Split]:
-        return {name: splits[name] for name in missing}
-
-    fill(out, what, splits, open_splits, args.workers, **filler)
+    fill(out, what, splits, lambda _: splits, args.workers, **filler)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -100,8 +93,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, summary: str) -> Callable[..., Any]:
+    def add(
+        name: str, summary: str, run: Callable[[argparse.Namespace], None] = fill_from
+    ) -> Callable[..., Any]:
         command = commands.add_parser(name, help=summary, description=summary)
+        command.set_defaults(run=run)
         if name == "split":
             command.add_argument("out", type=Path, metavar="DATA", help="the data set to change")
             return command.add_argument
@@ -146,13 +142,13 @@ def build_parser() -> argparse.ArgumentParser:
     option("--source", type=Path, metavar="DIR", required=True, help=text)
 
     text = "a copy of a data set as tar files, which network disks read faster; also for WebDataset"
-    option = add("shards", text)
+    option = add("shards", text, copy)
     size = {"type": positive, "metavar": "MB"}
     text = "size of a file (default: %(default)s)"
     option("--size", dest="shards", default=shards.MEGABYTES, help=text, **size)
 
     text = "a copy of a data set with images reduced to a short side of at most N pixels"
-    option = add("shrink", text)
+    option = add("shrink", text, copy)
     text = """largest short side in pixels (default: %(default)s, for training crops of 224);
         smaller images and unreadable files are copied unchanged; all others become JPEG files of
         the same name, whatever its suffix"""
@@ -163,16 +159,14 @@ def build_parser() -> argparse.ArgumentParser:
     option("--shards", nargs="?", const=shards.MEGABYTES, help=text, **size)
 
     text = "a copy of a data set as decoded and reduced pixels, in a few large files"
-    option = add("pack", text)
+    option = add("pack", text, lambda a: pack_folder(a.source, a.out, a.size, a.workers))
     text = """largest short side in pixels (default: %(default)s, for training crops of 224, which
         takes 263 KB an image, 337 GB for ImageNet)"""
     option("--size", type=positive, default=256, metavar="N", help=text)
 
     text = "shards, or class folders, from the parquet files of Hugging Face's image data sets"
-    option = add("parquet", text)
-    option(
-        "--size", default=shards.MEGABYTES, help="size of a shard (default: %(default)s)", **size
-    )
+    option = add("parquet", text, convert_parquet)
+    option("--size", default=shards.MEGABYTES, help="of a shard (default: %(default)s)", **size)
     option("--folders", action="store_true", help="write class folders, not shards")
     text = """names of the classes, one per line in the order of the labels (default: ImageNet's
         n01440764 and so on from the names of the images, else the names in the files)"""
@@ -180,13 +174,14 @@ def build_parser() -> argparse.ArgumentParser:
 
     text = """move a part of DATA/train to DATA/test, for `--part test`: which images depends on
         their names alone, so that all nodes agree; another fraction moves images there or back"""
-    option = add("split", text)
+    option = add("split", text, lambda args: split_folder(args.out, args.test, args.seed))
     text = "share of the images of each class; 0 moves all back"
     option("--test", type=number(float, 0, 0.9), required=True, metavar="FRACTION", help=text)
     text = "another seed chooses other images (default: %(default)s)"
     option("--seed", type=seed, default=0, metavar="N", help=text)
 
-    add("verify", "read a whole pack and compare checksums")
+    text = "read a whole pack and compare checksums"
+    add("verify", text, lambda args: verify(args.out, args.workers))
     return parser
 
 
@@ -194,18 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 after an error, 130 after Ctrl-C."""
     args = build_parser().parse_args(argv)
     try:
-        if args.command in ("shards", "shrink"):
-            copy(args)
-        elif args.command == "parquet":
-            convert_parquet(args)
-        elif args.command == "split":
-            split_folder(args.out, args.test, args.seed)
-        elif args.command == "pack":
-            pack_folder(args.source, args.out, args.size, args.workers)
-        elif args.command == "verify":
-            verify(args.out, args.workers)
-        else:
-            fill_from(args)
+        args.run(args)
     except UserError as error:
         return report(error)
     except OSError as error:

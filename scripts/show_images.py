@@ -78,9 +78,8 @@ def parse(words: list[str]) -> options.Options:
     if args.dummy:
         raise UserError("--dummy has no images: leave it out")
     if late := [epoch for epoch in args.in_epochs or () if epoch >= args.epochs]:
-        raise UserError(
-            f"epoch {late[0]} is not one of the {args.epochs} epochs, 0 to --epochs - 1"
-        )
+        text = f"epoch {late[0]} is not one of the {args.epochs} epochs, 0 to --epochs - 1"
+        raise UserError(text)
     return args
 
 
@@ -94,13 +93,13 @@ def position(args: options.Options, batches: Batches) -> tuple[int, int]:
     return saved["epoch"], steps
 
 
-def original(batches: Batches, wanted: int, epoch: int, side: int) -> tuple[np.ndarray, str]:
-    """The image behind index ``wanted`` of a `Batch`, with the box of its crop, and its file name.
+def original(batches: Batches, index: int, epoch: int, side: int) -> tuple[np.ndarray, str]:
+    """The image behind ``index`` of a `Batch`, with the box of its crop, and its file name.
 
     Returns: uint8 [h, h, 3], as large as the crop of ``side`` pixels is drawn.
     """
     dataset = batches.dataset
-    source, image = dataset.source, wanted % len(dataset.source)
+    source, image = dataset.source, index % len(dataset.source)
     while image in batches.bad.seen and dataset.train:  # the next one has taken its place
         image = (image + 1) % len(source)
     if (shape := source.shape(image)) is not None:
@@ -110,7 +109,7 @@ def original(batches: Batches, wanted: int, epoch: int, side: int) -> tuple[np.n
     else:
         pixels = decode(source.read(image)).permute(1, 2, 0).numpy()
     high, wide = pixels.shape[:2]
-    cut = dataset.cut((high, wide), dataset.key(wanted, epoch), side)
+    cut = dataset.cut((high, wide), dataset.key(index, epoch), side)
     top, left, *box = cut.box
     y, x = (length / size for length, size in zip(box, cut.size, strict=True))  # of the window
     top, left, down, right = top + cut.window[0] * y, left + cut.window[1] * x, *cut.window[2:]
@@ -148,18 +147,18 @@ def draw(args: options.Options) -> tuple[Image.Image, str]:
         return grid.of_batch(batches, images, targets, number), line
     crops, names = grid.pixels(images[:number], batches), grid.captions(targets, loaders.classes)
     tiles, texts = [], []
-    for row, wanted in enumerate(next(iter(batches.sampler)).indices[:number].tolist()):
+    for row, index in enumerate(next(iter(batches.sampler)).indices[:number].tolist()):
         for e in epochs or [epoch]:
             crop, name = crops[row], names[row]
             if epochs:
                 batches.sampler.start_at(e, 0)
-                task = Batch(e, np.array([wanted]), batches.sampler.size)
+                task = Batch(e, np.array([index]), batches.sampler.size)
                 made, target, reading = batches.dataset.__getitems__(task)
                 batches.bad.note(reading.unreadable)
                 crop, name = made[0].numpy(), grid.captions(target, loaders.classes)[0]
                 name = f"epoch {e}: {name}"
             if args.original:
-                tile, file = original(batches, wanted, e, len(crop))
+                tile, file = original(batches, index, e, len(crop))
                 tiles.append(tile)
                 texts.append(file)
             tiles.append(crop)

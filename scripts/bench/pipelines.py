@@ -32,14 +32,9 @@ class Usual(Dataset):
     def __init__(self, index: Source):
         self.index = index
         self.collate: Callable[[list[Any]], Any] = default_collate
-        self.transform: Callable[[Any], Any] = transforms.Compose(
-            [
-                transforms.RandomResizedCrop(SIZE),
-                transforms.RandomHorizontalFlip(),
-                transforms.ToTensor(),
-                transforms.Normalize(MEAN, STD),
-            ]
-        )
+        steps = [transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip()]
+        steps += [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+        self.transform: Callable[[Any], Any] = transforms.Compose(steps)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -71,9 +66,8 @@ class V2Uint8(Usual):
 
     def __init__(self, index: Source):
         super().__init__(index)
-        self.transform = v2.Compose(
-            [v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip()]
-        )
+        crop = v2.RandomResizedCrop(SIZE, antialias=True)
+        self.transform = v2.Compose([crop, v2.RandomHorizontalFlip()])
 
     def _decode(self, path: str) -> Any:
         return decode_image(path, ImageReadMode.RGB)
@@ -115,19 +109,11 @@ class Dali:
         @pipeline_def(batch_size=batch, num_threads=threads, device_id=None, seed=0)
         def crops() -> Any:
             files = [self.index.path(i) for i in range(len(self.index))]
-            data, targets = fn.readers.file(
-                files=files,
-                labels=self.index.targets.tolist(),
-                random_shuffle=True,
-                initial_fill=len(files),
-            )
-            images = fn.decoders.image_random_crop(
-                data,
-                device="cpu",
-                output_type=types.RGB,
-                random_area=[0.08, 1.0],
-                random_aspect_ratio=[3 / 4, 4 / 3],
-            )
+            labels = self.index.targets.tolist()
+            order = {"random_shuffle": True, "initial_fill": len(files)}
+            data, targets = fn.readers.file(files=files, labels=labels, **order)
+            box = {"random_area": [0.08, 1.0], "random_aspect_ratio": [3 / 4, 4 / 3]}
+            images = fn.decoders.image_random_crop(data, device="cpu", output_type=types.RGB, **box)
             images = fn.resize(images, size=[SIZE, SIZE], antialias=True)
             return fn.flip(images, horizontal=fn.random.coin_flip()), targets
 
@@ -216,10 +202,8 @@ def all_of(index: Source) -> dict[str, Pipeline]:
     if addons.region_decoder():
         suite["this suite, with region decode"] = ThisSuite(index, regions=True)
     suite["this suite, without its ring"] = ThisSuite(index, ring=False)
-    peers: dict[str, Pipeline] = {
-        "pytorch/examples": Usual(index),
-        "torchvision v2": V2Uint8(index),
-    }
+    peers: dict[str, Pipeline] = {"pytorch/examples": Usual(index)}
+    peers["torchvision v2"] = V2Uint8(index)
     if find_spec("timm"):
         peers["timm"] = Timm(index)
     if find_spec("nvidia") and find_spec("nvidia.dali"):

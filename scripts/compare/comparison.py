@@ -61,12 +61,10 @@ class Comparison:
         for group, rows in _rows(self).items():
             for row in rows:
                 values = [row.of(run) for run in runs]
-                if any(value not in summary.UNKNOWN for value in values):
+                cells = [NONE if x in summary.UNKNOWN else row.show(x) for x in values]
+                if any(cell != NONE for cell in cells):
                     self.groups.setdefault(group, []).append(row)
-                    self.values[row.key] = values
-                    self.cells[row.key] = [
-                        NONE if value in summary.UNKNOWN else row.show(value) for value in values
-                    ]
+                    self.values[row.key], self.cells[row.key] = values, cells
         self.sentences = summary.sentences(runs, self.target)
         self.notes = summary.notes(runs)
 

@@ -228,9 +228,8 @@ def draw_charts(comparison: Comparison, charts: Sequence[Chart]) -> Any:
         _set_axes(axes, chart)
     # A label that begins with "_" is left out of a legend, unless it is given as a text.
     texts = [textwrap.fill(label, int(width / 0.12)) for label in order]
-    figure.legend(
-        [handles[label] for label in order], texts, loc="outside lower center", ncols=beside
-    )
+    lines = [handles[label] for label in order]
+    figure.legend(lines, texts, loc="outside lower center", ncols=beside)
     return figure
 
 
@@ -287,12 +286,8 @@ def draw_bars(comparison: Comparison, title: str, unit: str, keys: dict[str, str
     edges = axes.barh(places, lengths, 0.6, fill=False, edgecolor=INK, linestyle=":")
     texts = []
     for i in places:
-        cells = [
-            (form, comparison.cells[key][i])
-            for key, form in keys.items()
-            if key in comparison.cells
-        ]
-        known = [form.format(cell) for form, cell in cells if cell != NONE]
+        cells = {key: comparison.cells[key][i] for key in keys if key in comparison.cells}
+        known = [keys[key].format(cell) for key, cell in cells.items() if cell != NONE]
         texts.append("  ".join(known) or "not recorded")
     axes.bar_label(edges, texts, padding=6)
     axes.set(title=title, xlabel=unit)

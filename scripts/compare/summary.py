@@ -69,10 +69,8 @@ def notes(runs: list[Run]) -> list[str]:
     for run in runs:
         if difference := differ(run, reference, MUST_AGREE):
             fate = f"its base is {run.base.label}" if run.base else "it has no speed-up"
-            found.append(
-                f"NOT COMPARABLE: {run.label} differs from {reference.label} in {difference}; "
-                f"{fate}"
-            )
+            text = f"{run.label} differs from {reference.label} in {difference}; {fate}"
+            found.append(f"NOT COMPARABLE: {text}")
         elif run.base and (difference := differ(run, run.base, SHOULD_AGREE)):
             found.append(
                 f"{run.label} differs from its base {run.base.label} in {difference}: the "
@@ -165,14 +163,12 @@ def _accuracy(group: list[Run], target: float | None) -> list[str]:
         after = f" ({duration(group[0].hours[epoch])})" if epoch in group[0].hours else ""
         return [f"It reached {top1:.2f} % top-1 in epoch {epoch}{after}."]
     found = []
-    times = {
-        run: run.hours[x] for run in group if target and (x := run.reached(target)) in run.hours
-    }
+    reached = {run: run.reached(target) for run in group} if target else {}
+    times = {run: run.hours[x] for run, x in reached.items() if x in run.hours}
     if len(times) > 3:
         first = min(times, key=lambda run: times[run])
-        found.append(
-            f"First to reach {target:g} % top-1: {first.label}, in {duration(times[first])}."
-        )
+        after = duration(times[first])
+        found.append(f"First to reach {target:g} % top-1: {first.label}, in {after}.")
     elif times and max(run.epochs for run in times) > 1:
         who = _join(run.label for run in times)
         who = ("Both" if len(group) == 2 else "All") if len(times) == len(group) else who
@@ -182,9 +178,8 @@ def _accuracy(group: list[Run], target: float | None) -> list[str]:
     tops, what = {run: run.best("Top1/val")[0] for run in known}, "Best top-1"
     if any(run.epochs != common for run in known):
         what = f"Top-1 after epoch {common}, the last of the shortest run"
-        tops = {
-            run: top for run in known if (top := run.points("Top1/val").get(common)) is not None
-        }
+        tops = {run: run.points("Top1/val").get(common) for run in known}
+        tops = {run: top for run, top in tops.items() if top is not None}
     if len(tops) < 2:
         return found
     listed = _join(f"{top:.2f} % ({run.label})" for run, top in tops.items())
@@ -233,9 +228,8 @@ def _caution(group: list[Run]) -> list[str]:
         found.append(f"runs of different length ({min(epochs)} to {max(epochs)} epochs)")
     batches = {run.facts["global_batch"] for run in group if run.facts.get("global_batch")}
     if len(batches) > 1:
-        found.append(
-            f"global batches of {min(batches):g} to {max(batches):g}, which changes accuracy"
-        )
+        sizes = f"{min(batches):g} to {max(batches):g}"
+        found.append(f"global batches of {sizes}, which changes accuracy")
     names = [key for key in SHOULD_AGREE[1:] if any(differ(run, group[0], [key]) for run in group)]
     if names:
         found.append(f"runs that differ in {_join(names)}")

@@ -272,13 +272,15 @@ def fill(
     """Write all images that are missing.
 
     ``what`` is the command and all that determines the content, ``splits`` what ``out`` is to
-    have. ``open_splits`` returns a `Split` for each unfinished one, or for some of them.
-    ``filler`` writes one. Raises: `UserError`; the same command then continues.
+    have. ``open_splits``, called with the unfinished ones, returns the `Split` of each, or of some;
+    finished ones are ignored. ``filler`` writes one. Raises: `UserError`; the same command then
+    continues.
     """
     with locked(out, what) as marker:
         counts, undecodable = dict(marker.get("counts", {})), 0
         missing = [name for name in splits if name not in counts]
         opened = open_splits(missing) if missing else {}
+        opened = {name: split for name, split in opened.items() if name in missing}
         for name, split in opened.items():
             mark(out, what, False, counts)
             (out / name).mkdir(exist_ok=True)

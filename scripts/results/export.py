@@ -54,25 +54,13 @@ def config(best: Best) -> dict[str, Any]:
     part = p.crop / p.val_resize_size
     while math.floor(p.crop / part) < p.val_resize_size:  # timm computes the size in this way
         part = math.nextafter(part, 0)
-    weights = {
-        "input_size": [3, p.crop, p.crop],
-        "interpolation": p.interpolation,
-        "crop_pct": part,
-        "crop_mode": "center",
-        "mean": list(p.mean),
-        "std": list(p.std),
-        "num_classes": count,
-    }
-    args = {"model_args": best.content["model_args"]} if best.content["model_args"] else {}
-    facts = {name: best.content.get(name) for name in ("epoch", "top1", "top5", "loss")}
-    return {
-        "architecture": arch,
-        "num_classes": count,
-        **args,
-        "pretrained_cfg": weights,
-        "label_names": best.classes,
-        "trained": facts,
-    }
+    weights = {"input_size": [3, p.crop, p.crop], "interpolation": p.interpolation}
+    weights |= {"crop_pct": part, "crop_mode": "center", "num_classes": count}
+    weights |= {"mean": list(p.mean), "std": list(p.std)}
+    whole = {"architecture": arch, "num_classes": count, "pretrained_cfg": weights}
+    whole |= {"model_args": args} if (args := best.content["model_args"]) else {}
+    trained = {name: best.content.get(name) for name in ("epoch", "top1", "top5", "loss")}
+    return whole | {"label_names": best.classes, "trained": trained}
 
 
 def export(best: Best, folder: Path, onnx: bool = False) -> list[Path]:
@@ -109,16 +97,10 @@ def readme(best: Best) -> str:
 def to_onnx(best: Best, path: Path) -> None:
     """Export by torch's own exporter, for any number of images. Raises: `UserError`."""
     side = best.preprocessing.crop
+    images = torch.zeros(2, 3, side, side)
+    names = {"input_names": ["images"], "output_names": ["logits"]}
+    how = {"dynamic_shapes": ({0: torch.export.Dim("n")},), "external_data": False}
     try:
-        torch.onnx.export(
-            best.build(),
-            (torch.zeros(2, 3, side, side),),
-            path,
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("n")},),
-            external_data=False,
-            verbose=False,
-        )
+        torch.onnx.export(best.build(), (images,), path, verbose=False, **names, **how)
     except ImportError:
         raise UserError("--onnx needs packages: pip install onnx onnxscript") from None
