@@ -84,6 +84,13 @@ def test_a_port_in_use_is_refused_on_every_node(line, port):
     other.fails_with(f"what answers at {HERE}:{port} is not node 0")
 
 
+def test_a_launcher_may_choose_another_port_than_one_in_use(line, port):
+    """Its next attempt does: so it must not see bad input."""
+    with socket.create_server((HERE, port)):
+        (first,) = shell(f"IMAGENET_ELASTIC=1 {line(0)}")
+    assert first.code == 69, first
+
+
 def test_strangers_at_the_port_are_ignored(line, port):
     with begun(line(0)) as first:
         first.until("waiting at")

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from utils import addons, errors
-from utils.errors import UserError
+from utils.errors import BAD_INPUT, LOST_PEER, UserError
 from utils.option_types import count, from_environment, port, positive, seconds
 
 MARKER = "IMAGENET_SUITE"  # a variable in the environment by which scripts/cleanup.sh finds us
@@ -337,9 +337,20 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def port_in_use(host: str, port: int, name: str = "port") -> str:
-    """The error message for a port in use, which the user has given as ``name``."""
-    return f"port {port} of {host} is taken by another program: choose another {name} on every node"
+def port_in_use(host: str, port: int, name: str = "port") -> UserError:
+    """The error for a port in use, which the user has given as ``name``.
+
+    Where a launcher has chosen the port, its next attempt will choose another: the job is not bad
+    input then, and may begin again.
+    """
+    text = f"port {port} of {host} is taken by another program: choose another {name} on every node"
+    return UserError(text, code=LOST_PEER if is_elastic() else BAD_INPUT)
+
+
+def is_elastic() -> bool:
+    """Whether a launcher restarts this job's processes when one of them fails."""
+    by_torchrun = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    return by_torchrun or "IMAGENET_ELASTIC" in os.environ  # set by elastic launchers of scripts/
 
 
 def _check_environment() -> None:

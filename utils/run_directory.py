@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from utils import addons, errors, tensorboard
+from utils import addons, errors, launch, tensorboard
 from utils.atomic import remove_leftovers, save_atomically
 from utils.errors import UserError, printable
 from utils.option_types import is_url
 from utils.snapshots import BEST, SNAPSHOT, latest, name_newer_snapshot, read_whole
-from utils.world import World, broadcast_from_rank0, is_elastic
+from utils.world import World, broadcast_from_rank0
 
 # ---- what is printed
 
@@ -124,7 +124,7 @@ class Run:
         # Facts at the start of the run and results at its end, for HParams and summary.json.
         self.record: dict[str, Any] = {}
         continues = args.name and args.resume == "auto" and args.start_epoch is None
-        if is_elastic() and self.is_writing and not continues:
+        if launch.is_elastic() and self.is_writing and not continues:
             raise UserError(
                 "restarts (torchrun --max-restarts, --elastic) continue one run: add --name X "
                 "--resume auto, without --start-epoch",
@@ -135,12 +135,12 @@ class Run:
         if self.is_writing or has_own:
             self.folder = broadcast_from_rank0(lambda: _directory(args, world, mode), world)
             if self.is_writing:
-                self.lock = addons.run_lock(self.folder, is_elastic())  # rank 0 acquires it
+                self.lock = addons.run_lock(self.folder, launch.is_elastic())  # rank 0 acquires it
                 errors.continue_by(self._how_to_continue())
             # In short rounds, as the other ranks wait no longer than --dist-timeout for one.
             while not broadcast_from_rank0(self._make, world):
                 time.sleep(0.5)
-            if self.lock and is_elastic():
+            if self.lock and launch.is_elastic():
                 self.lock.check_shared(world)
         self.console = Console(self.folder, world)
         if world.is_main and (unused := addons.unused_gpus()):

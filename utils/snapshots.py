@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from utils.atomic import link_atomically, read_checkpoint, save_atomically, unnamed_files
 from utils.errors import UserError
-from utils.world import is_elastic, is_sharded, shard_like, whole
+from utils.launch import is_elastic
+from utils.world import is_sharded, shard_like, whole
 
 log = logging.getLogger(__name__)
 

@@ -136,14 +136,12 @@ def _join(args: Any) -> World:
     except (RuntimeError, ValueError, OSError) as fault:
         text = str(fault) or type(fault).__name__
         if "EADDRINUSE" in text or "address already in use" in text.lower():
-            text = launch.port_in_use(master, port)
-        else:
-            text = (
-                f"rank {rank} could not join the {size} processes of the job at {master}:{port} "
-                f"within {seconds:g} s: are all nodes started, with different node ranks, and is "
-                f"every port between them open, not only the master's? ({text.splitlines()[0]})"
-            )
-        raise UserError(text) from fault
+            raise launch.port_in_use(master, port) from fault
+        raise UserError(
+            f"rank {rank} could not join the {size} processes of the job at {master}:{port} "
+            f"within {seconds:g} s: are all nodes started, with different node ranks, and is "
+            f"every port between them open, not only the master's? ({text.splitlines()[0]})"
+        ) from fault
     return World(device, rank, size, local_rank, local_size, nodes, control)
 
 
@@ -156,12 +154,6 @@ def choose_kernels(device: torch.device) -> None:
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = True
         torch.set_float32_matmul_precision("high")
-
-
-def is_elastic() -> bool:
-    """Whether a launcher restarts this job's processes when one of them fails."""
-    by_torchrun = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-    return by_torchrun or "IMAGENET_ELASTIC" in os.environ  # set by elastic launchers of scripts/
 
 
 def broadcast_from_rank0(compute: Callable[[], Any], world: World) -> Any:

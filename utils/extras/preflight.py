@@ -89,7 +89,7 @@ def meet(rank: int, nodes: int, processes: int, master: tuple[str, int], wait: f
             try:
                 server = stack.enter_context(_listen(master[1]))
             except OSError:
-                raise UserError(launch.port_in_use(*master, SAME_PORT)) from None
+                raise launch.port_in_use(*master, SAME_PORT) from None
         except UserError as error:
             follow(me, master, 1.0, error)  # another node 0 may be there, which has to end, too
             raise
@@ -566,7 +566,7 @@ def rendezvous(master: str) -> str:
         try:
             socket.create_server(("", port)).close()
         except OSError:
-            raise UserError(launch.port_in_use(host, port, "MASTER_PORT")) from None
+            raise launch.port_in_use(host, port, "MASTER_PORT") from None
         return f"{address} true"
 
     def waiting(why: str) -> None:
