@@ -43,7 +43,6 @@ from studies import page
 
 from utils import errors
 from utils.errors import BAD_INPUT, INTERRUPTED, UserError
-from utils.optim import REFERENCE_BATCH, scale_lr
 from utils.option_types import count, list_of, number, positive
 
 FINISHED = ("epochs", "desired_acc", "train_time")  # in summary.json: the run did all it was asked
@@ -214,6 +213,8 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[StudyRun]:
         if args.global_batch:
             more += ["-b", str(share_of_batch(args, script, options, nodes))]
         elif nodes > args.nodes[0] and args.lr_scaling != "none":
+            from utils.optim import REFERENCE_BATCH, scale_lr  # imports torch; --help needs none
+
             batch = REFERENCE_BATCH * nodes / args.nodes[0]
             more += ["--lr", f"{scale_lr(options.lr, batch, args.lr_scaling):.6g}"]
         more += ["--seed", str(seed)] if seed is not None else []
