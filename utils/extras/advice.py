@@ -1,7 +1,8 @@
 """Advice in the log: what limited the first epoch, a global batch that may cost accuracy, and
 float16 on a CPU that is slow at it.
 
-It reads what a run has measured, and changes nothing. Always on; without this file, less is said.
+Always on. Interface: the functions below, which addons.py calls with what a run has measured; they
+change nothing. Without this file, the log has no such lines.
 """
 
 import logging
@@ -15,12 +16,12 @@ from utils import addons, launch, optim
 from utils.report import PARTS
 from utils.session import Session
 
-# Above this share of the time for waiting for data, or for communication that compute does not
-# hide, a run says so.
+# A note is logged if waiting for data, or communication that compute does not overlap, takes more
+# than this share of the time.
 LIMIT = 0.1
-SLOW = 2.0  # times the time of float32, from which on float16 is called slow
+SLOW = 2.0  # float16 is called slow if it takes this many times as long as float32
 BUSY = 95.0  # per cent; below, the GPU could do more
-SGD_HOLDS_TO = 8192  # the largest global batch that was published as costing SGD no accuracy
+SGD_HOLDS_TO = 8192  # the largest global batch for which no loss of SGD's accuracy was published
 REFERENCE_LR = 0.1  # for a global batch of optim.REFERENCE_BATCH, by the same paper
 LARGE_FILE = 50_000  # bytes; ImageNet's files have 110,000 on average, shrunk to 256 pixels 27,000
 
@@ -32,25 +33,25 @@ def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
 
     ``lr`` is the learning rate after warm-up, scaled.
     """
-    said = []
+    warnings = []
     low, high = map(int, (args.batch_range or f"0:{global_batch}").split(":"))
     if not low <= global_batch <= high:
         rate = args.lr * global_batch / (high if global_batch > high else low)
         advice = f"; by the linear rule its rate would be --lr {rate:.3g}"
-        said.append(
+        warnings.append(
             f"the options are meant for a global batch of {low} to {high} (--batch-range), and "
             f"this is {global_batch}{advice * (args.lr_scaling == 'none')}"
         )
     if global_batch > SGD_HOLDS_TO and args.optimizer in ("sgd", "nesterov"):
         linear = REFERENCE_LR * global_batch / optim.REFERENCE_BATCH
-        said.append(
+        warnings.append(
             f"{args.optimizer} is known to keep its accuracy up to a global batch of "
             f"{SGD_HOLDS_TO} (ResNet-50: Goyal et al. 2017, arXiv:1706.02677); this is "
             f"{global_batch}, with lr {lr:.3g} (by the linear rule {linear:.3g}) and "
             f"{args.warmup_epochs:g} epochs of warm-up: expect less accuracy, and use "
             "--warmup-epochs 5 or more"
         )
-    return said
+    return warnings
 
 
 def bottleneck(session: Session, record: dict[str, float]) -> None:
@@ -61,7 +62,7 @@ def bottleneck(session: Session, record: dict[str, float]) -> None:
         log.info(f"note: {waiting:.0%} of the time was spent waiting for images")
         log.info(f"what helps: {'; '.join(_faster_input(session))}")
     if communication > LIMIT:
-        # What is sent halves, and what of it compute hides stays hidden: so does the rest.
+        # The bytes halve. What compute overlaps stays overlapped, so the exposed part halves, too.
         gain = 1 / (1 - communication / 2) - 1
         link = ", or a faster link between the nodes" * (session.world.nodes > 1)
         advice = f"a larger -b, --accum-steps{link}"

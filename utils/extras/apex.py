@@ -1,7 +1,8 @@
 """NVIDIA Apex's own amp and parallel (until its tag 25.04), where they are installed and usable.
 
-Elsewhere utils/extras/o2.py computes the same; `amp_and_parallel` chooses, by ``--amp-impl``. Both
-files are for imagenet_ddp_apex.py alone.
+Used by imagenet_ddp_apex.py. Interface: `add_options`, `check` and `amp_and_parallel`, which
+returns Apex's modules or, by ``--amp-impl``, those of utils/extras/o2.py, which compute the same.
+Without this file, that script does not start.
 """
 
 import argparse
@@ -32,16 +33,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("Apex mixed precision").add_argument
     text = "O0: float32; O1: autocast; O2: float16 with float32 masters; O3: float16"
     add("--opt-level", choices=tuple(o2.LEVELS), default="O2", help=text)
-    text = "batch norm in float32 though the weights are float16; default: the level's"
+    text = "batch norm in float32 even if the weights are float16; default: as the opt level says"
     add("--keep-batchnorm-fp32", choices=("True", "False"), help=text)
-    text = "a fixed number or dynamic; default: the level's"
+    text = "a fixed loss scale, or dynamic; default: as the opt level says"
     add("--loss-scale", type=loss_scale, metavar="X|dynamic", help=text)
     text = (
-        "apex: NVIDIA's package, which had amp until 25.04; torch: the same recipe in plain "
-        "PyTorch; auto: apex where it can be used"
+        "apex: NVIDIA's package (its tag 25.04); torch: the same computation in plain PyTorch; "
+        "auto: apex if it can be used, else torch"
     )
     add("--amp-impl", choices=("auto", "apex", "torch"), default="auto", help=text)
-    text = "all-reduce gradients after backward, not while it computes"
+    text = "all-reduce gradients after backward, instead of during it"
     add("--delay-allreduce", action="store_true", help=text)
     text = (
         "how float16 gradients are averaged over the ranks: sum-divide as Apex does, divide-sum as "
@@ -57,7 +58,7 @@ def loss_scale(text: str) -> float | str:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise `UserError` for options that do not go together, or an Apex that cannot be used."""
+    """Raise `UserError` for options that contradict each other, or an Apex that is unusable."""
     o2.from_args(args)
     _why_not(args)
 
@@ -89,10 +90,10 @@ def _why_not(args: argparse.Namespace) -> str | None:
         if not reason:
             importlib.import_module("apex.amp")
             importlib.import_module("apex.parallel")
-    except ImportError as fault:
-        reason = f"no NVIDIA Apex with amp is installed ({fault!s:.200})"
-    except Exception as fault:  # whatever a module built for another torch raises
-        reason = f"Apex cannot be imported ({fault!r:.200})"
+    except ImportError as error:
+        reason = f"no NVIDIA Apex with amp is installed ({error!s:.200})"
+    except Exception as error:  # whatever a module built for another torch raises
+        reason = f"Apex cannot be imported ({error!r:.200})"
     if reason and args.amp_impl == "apex":
         remedy = HOW_TO_GET_APEX if _has_gpu() else USE_TORCH
         raise UserError(f"--amp-impl apex: {reason}: {remedy}", on_every_rank=True)
@@ -117,7 +118,7 @@ class Amp(o2.Amp):
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """``amp.initialize``."""
         level, usual = vars(o2.choose(opt_level, **overrides)), vars(o2.LEVELS[opt_level])
-        # Apex refuses some overrides that override nothing.
+        # Apex rejects some overrides that equal the level's own value.
         changes = {name: level[name] for name in overrides if level[name] != usual[name]}
         model, optimizer = self.amp.initialize(model, optimizer, opt_level=opt_level, **changes)
         of_weight = {weight: name for name, weight in model.named_parameters()}

@@ -1,8 +1,8 @@
 """Options that change a built model: --freeze, --zero-init-gamma, --drop-path,
 --activation-checkpointing.
 
-`utils.models.build` hands over the model. Without this file, models are as their library makes
-them.
+Interface: `change` and `drop_path`, which `utils.models` calls with the new model. Without this
+file, models stay as torchvision or timm makes them.
 """
 
 from collections import Counter
@@ -59,13 +59,13 @@ def zero_init_gamma(model: nn.Module) -> None:
 
     As torchvision's ``zero_init_residual`` does. Raises: `UserError` for other models.
     """
-    found = [block for block in model.modules() if hasattr(block, "zero_init_last")]  # timm's
-    for block in found:
+    of_timm = [block for block in model.modules() if hasattr(block, "zero_init_last")]  # timm's
+    for block in of_timm:
         block.zero_init_last()
     own = [m for m in model.modules() if isinstance(m, (resnet.Bottleneck, resnet.BasicBlock))]
     for block in own:
         (block.bn3 if isinstance(block, resnet.Bottleneck) else block.bn2).weight.zero_()
-    if not found + own:
+    if not of_timm + own:
         raise UserError("--zero-init-gamma is for ResNets: leave it out", on_every_rank=True)
 
 

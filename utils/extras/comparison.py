@@ -1,7 +1,7 @@
-"""What a run is compared by: TensorBoard's pages "custom scalars" and HParams. Always on.
+"""Data for comparing runs: TensorBoard's pages "custom scalars" and HParams. Always on.
 
 Interface: summaries that open and close an event file; scripts/compare_runs.py reads them, too.
-Without this file, runs have curves alone: no charts, no table of options, machine and versions.
+Without this file, event files hold only curves: no charts, options, machine and versions.
 """
 
 import re
@@ -21,8 +21,8 @@ from utils import amp, provenance, report
 from utils.session import Session
 
 ROOT = Path(__file__).resolve().parents[2]
-# All tags, by page and chart of TensorBoard's custom scalars; the title says what they mean. Of a
-# tag that ends in _rank there is one for each process: _rank0, _rank1, ...
+# All tags, by page and chart of TensorBoard's custom scalars; a chart's title says what they mean.
+# A tag that ends in _rank exists once per process: _rank0, _rank1, ...
 CHARTS = {
     "Accuracy": {
         "validation: top-1, % (ema: of the averaged weights)": "Top1/val Top1/ema",
@@ -37,8 +37,8 @@ CHARTS = {
     },
     "Speed": {
         "images/s, all processes": "Throughput/train Throughput/val",
-        # Communication: what compute does not hide, waiting for slower processes included. FSDP's
-        # is part of compute.
+        # Communication: the part that compute does not overlap, with the wait for slower processes.
+        # That of FSDP is part of compute.
         "seconds per step, and its parts (means over all processes)": (
             "Time/train Time/val Time/data Time/compute Time/communication"
         ),
@@ -118,7 +118,7 @@ def closing(success: bool) -> list[Summary]:
 
 
 def facts(session: Session) -> dict[str, Any]:
-    """What event file and summary.json say of a run besides the options: sizes, data, machine.
+    """Facts for the event file and summary.json, besides the options: sizes, data, machine.
 
     ``gpus`` counts processes where there is no GPU.
     """
@@ -155,7 +155,7 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """This code's commit, with "+" behind it if files differ from it; empty if unknown."""
+    """The commit of this code, followed by "+" if files were changed since; empty if unknown."""
     if not (ROOT / ".git").exists():  # do not take the commit of a repository around this copy
         return ""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty=+"]

@@ -1,4 +1,8 @@
-"""``--compile``: torch.compile of the training step."""
+"""``--compile``: torch.compile of the training step.
+
+Interface: `compiled` wraps the model for the script's ``train_step``; `first_step_timed` logs how
+long compiling took. Without this file, the option is an error.
+"""
 
 import logging
 import time

@@ -6,8 +6,11 @@
     powersgd:RANK  each matrix as the product of two thin ones (Vogels et al. 2019,
                    arxiv.org/abs/1905.13727), with error feedback
 
-All give all processes the same bits, and a gradient that is infinite or not a number is so for all
-of them, so that all skip the step.
+With each method all processes get the same bits. If a gradient is infinite or NaN in one process,
+it is so in all of them, and all skip the step.
+
+Interface: `Exchange` is a communication hook of DistributedDataParallel and a part of a snapshot.
+Without this file, gradients travel as float32.
 
 A compressed mean takes two collectives, while backward makes further gradients ready. If the second
 began in a callback of the first, it would begin at another moment in each process: gloo then pairs
@@ -69,8 +72,8 @@ class OrderedCollectives:
                 job, buffer, future = self.jobs.get()
                 try:
                     job()
-                except Exception as fault:  # backward raises it
-                    future.set_exception(fault)
+                except Exception as error:  # backward raises it
+                    future.set_exception(error)
                 else:
                     future.set_result(buffer)
 
@@ -147,10 +150,10 @@ def parse(name: str) -> Method:
     Raises: `UserError` for any other name.
     """
     kind, colon, rank = name.partition(":")
-    found = METHODS.get(kind)
-    if not found or (colon and not (found.rank and rank.isdecimal() and int(rank) > 0)):
+    method = METHODS.get(kind)
+    if not method or (colon and not (method.rank and rank.isdecimal() and int(rank) > 0)):
         raise UserError(f"unknown method {name}: choose one of {', '.join(NAMES)}")
-    return replace(found, name=f"{kind}:{int(rank)}", rank=int(rank)) if colon else found
+    return replace(method, name=f"{kind}:{int(rank)}", rank=int(rank)) if colon else method
 
 
 # The most exact first. What is a little slower than the fastest, but more exact, is better.
@@ -379,7 +382,7 @@ class PowerSGD:
     def state_dict(self) -> dict[str, Any]:
         """This process's errors, and the common starts, on the CPU."""
         state = {"errors": self.errors, "starts": self.starts}
-        return {kind: {n: t.cpu() for n, t in found.items()} for kind, found in state.items()}
+        return {kind: {n: t.cpu() for n, t in tensors.items()} for kind, tensors in state.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, on any device."""
@@ -389,8 +392,8 @@ class PowerSGD:
 def mean_of(states: list[dict[str, dict[int, Tensor]]]) -> dict[str, dict[int, Tensor]]:
     """The mean of what `PowerSGD.state_dict` gave in several processes."""
     return {
-        kind: {n: torch.stack([state[kind][n] for state in states]).mean(0) for n in found}
-        for kind, found in states[0].items()
+        kind: {n: torch.stack([state[kind][n] for state in states]).mean(0) for n in numbers}
+        for kind, numbers in states[0].items()
     }
 
 
@@ -441,7 +444,7 @@ class Exchange:
                 if first == world.rank - world.local_rank:
                     self.inside, self.first = group, first
             self.leads, ranks = world.local_rank == 0, firsts
-        # A group of its own: gloo's operations are told apart by their order alone.
+        # A group of its own: gloo distinguishes operations by their order alone.
         group = dist.new_group(ranks)
         if self.leads:
             self.peers = Peers(ranks.index(world.rank), len(ranks), group)
@@ -488,13 +491,13 @@ class Exchange:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all processes for a snapshot. Collective; only rank 0's result counts."""
-        found: dict[str, Any] = {"method": self.method}
+        state: dict[str, Any] = {"method": self.method}
         if self.how.rank:
             mine = self.codec.state_dict() if self.codec is not None else {}
             states: list[Any] | None = [None] * self.world.size if self.world.is_main else None
             dist.gather_object(mine, states, group=self.world.control)
-            found["states"] = states or []
-        return found
+            state["states"] = states or []
+        return state
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from a snapshot, in every process.

@@ -27,7 +27,7 @@ LARGEST = 1 << 28  # bytes of meta.mat after decompression; the real one has a f
 
 
 def label_files(folder: Path) -> list[Path]:
-    """The files in ``folder`` that `val_labels` reads, most wanted first."""
+    """The files in ``folder`` that `val_labels` reads, the preferred one first."""
     return [path for path in (folder / KAGGLE_CSV, folder / DEVKIT) if path.is_file()]
 
 

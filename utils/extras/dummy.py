@@ -25,15 +25,15 @@ from utils.world import World
 
 WARMUP_STEPS, TIMED_STEPS = 5, 20
 MOST_CLASSES = 1_000_000
-AHEAD = 3  # steps that a host may run ahead of a GPU without having to wait for it
+AHEAD = 3  # steps that the host can start before the GPU has finished the first one
 
 log = logging.getLogger(__name__)
 
 
 class Dummy(Source):
-    """More images than any batch has, of which none is ever read: batches are made on the device.
+    """A source with endless images, none of which is ever read: batches are made on the device.
 
-    There are as many classes as ``--classes`` says. Raises: `UserError`.
+    ``choice`` is ``--classes``, the number of classes (None: 1000). Raises: `UserError`.
     """
 
     def __init__(self, choice: str | None):
@@ -75,8 +75,8 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     log.info(
         f"timing {TIMED_STEPS} steps of {global_batch} images, after {WARMUP_STEPS} to warm up ..."
     )
-    found = time_steps(step, world, WARMUP_STEPS, TIMED_STEPS, timer)
-    rate = 1000 * global_batch / found["ms_per_step"]
+    figures = time_steps(step, world, WARMUP_STEPS, TIMED_STEPS, timer)
+    rate = 1000 * global_batch / figures["ms_per_step"]
     times = timer.stop()
     parts = {part: times[part] for part in report.PARTS if part in times}
     communication = ""
@@ -84,14 +84,14 @@ def time_step(session: Session, train_step: TrainStep) -> int:
         communication = f" ({parts['communication'] / sum(parts.values()):.0%} communication)"
     log.info(
         f"dummy data, {args.arch}, {world.size} x {device.type}, global batch {global_batch}: "
-        f"{rate:.1f} images/s, {found['ms_per_step']:.1f} ms per step{communication}, "
-        f"peak memory of rank 0 {found['peak_memory_bytes'] / 2**30:.2f} GiB"
+        f"{rate:.1f} images/s, {figures['ms_per_step']:.1f} ms per step{communication}, "
+        f"peak memory of rank 0 {figures['peak_memory_bytes'] / 2**30:.2f} GiB"
     )
-    for place in found.get("host_waits", ()):
+    for place in figures.get("host_waits", ()):
         log.warning(f"the host waits for the GPU in each step: {place}")
-    found |= {"images_per_s": rate, "finished_because": "dummy"}
-    found |= {f"{part}_s": seconds for part, seconds in parts.items()}
-    run.finish(report.setting(session) | found)
+    figures |= {"images_per_s": rate, "finished_because": "dummy"}
+    figures |= {f"{part}_s": seconds for part, seconds in parts.items()}
+    run.finish(report.setting(session) | figures)
     return 0
 
 
@@ -126,7 +126,7 @@ def time_steps(
         return time.perf_counter() - began
 
     run(0)
-    # Not longer: the first step is the slowest, as it allocates, chooses kernels and compiles.
+    # An upper limit: the first step is the slowest, as it allocates, chooses kernels and compiles.
     first = run(1)
     log.info(
         f"the first step took {first:.1f} s: done in {first * (warm_up + steps):.0f} s at most"
@@ -135,7 +135,7 @@ def time_steps(
     if timer is not None:
         timer.start()
     sent, cpu = sent_bytes(), time.process_time()
-    found = {
+    figures = {
         "ms_per_step": 1000 * run(steps) / steps,
         "cpu_ms_per_step": 1000 * (time.process_time() - cpu) / steps,
         "network_mb_per_step": (sent_bytes() - sent) / 1e6 / steps,
@@ -144,13 +144,13 @@ def time_steps(
     if timer is not None:
         timer.stop()
     if cuda:
-        found["peak_memory_bytes"] = torch.cuda.max_memory_allocated(world.device)
+        figures["peak_memory_bytes"] = torch.cuda.max_memory_allocated(world.device)
         began = time.perf_counter()
         for _ in range(AHEAD):
             step()
-        found["host_ms_per_step"] = 1000 * (time.perf_counter() - began) / AHEAD
-        found["host_waits"] = _host_waits(step)
-    return found
+        figures["host_ms_per_step"] = 1000 * (time.perf_counter() - began) / AHEAD
+        figures["host_waits"] = _host_waits(step)
+    return figures
 
 
 def _host_waits(step: Callable[[], Any]) -> list[str]:

@@ -4,9 +4,12 @@ average = d * average + (1 - d) * weights after each step (Polyak and Juditsky 1
 ModelEma and torchvision's references do it). Batch norm's running statistics are averaged like
 weights, so that both are of the same steps; integer counters stay the model's own.
 
-It is a hook of the optimiser's step. A step that a loss scaler skips on the device counts like any
-other, as in timm and torchvision: the weights are unchanged and finite, and there is no host-device
-sync. One that the scaler skips on the host, as on a CPU, does not count.
+Interface: a post-step hook of the optimiser, and a part of a snapshot. Without this file, ``--ema``
+is an error.
+
+A step that a loss scaler skips on the device counts like any other, as in timm and torchvision: the
+weights are unchanged and finite, and there is no host-device sync. A step that the scaler skips on
+the host, as on a CPU, does not count.
 """
 
 from collections.abc import Iterator
@@ -29,7 +32,7 @@ class Average:
     def __init__(self, model: nn.Module, decay: float, masters: dict[str, Tensor] | None = None):
         """``masters``: the float32 originals of the model's float16 weights, by name."""
         self.model, self.decay = model, decay
-        # Not detached: FSDP may move the memory of a shard.
+        # Without detach(), as FSDP may move the memory of a shard.
         state = model.state_dict(keep_vars=True)
         self.live = {name: x for name, x in state.items() if x.is_floating_point()}
         self.sources = [*(self.live | (masters or {})).values()]
@@ -46,7 +49,8 @@ class Average:
     def after_step(self) -> None:
         """Update the averages after an optimiser step. Nothing here waits for the device."""
         self.steps += 1
-        # Not much of the first weights: as TensorFlow's ExponentialMovingAverage with num_updates.
+        # So that the first weights soon count little: as TensorFlow's ExponentialMovingAverage with
+        # num_updates.
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
         sources = [source.float() for source in map(local, self.sources)]
         torch._foreach_lerp_([*map(local, self.averages.values())], sources, 1 - decay)
@@ -67,7 +71,7 @@ class Average:
     @torch.no_grad()
     def _put(self, values: list[Tensor]) -> None:
         torch._foreach_copy_([*map(local, self.live.values())], values)
-        reshard(self.model)  # FSDP may still have whole weights of before
+        reshard(self.model)  # FSDP may still hold gathered weights from before
 
     def state_dict(self) -> dict[str, Any]:
         """The averages and their number of steps, for a snapshot."""

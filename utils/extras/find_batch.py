@@ -1,9 +1,12 @@
 """``--find-batch``: the largest batch that fits into a GPU's memory.
 
-The script's own training step computes forward and backward for 8, 16, 64 ... random images. Its
-memory grows nearly linearly, which predicts how many fit. No optimiser step is taken; the memory of
-its state is added. All processes try the same sizes, so that collectives within a step match (FSDP,
-SyncBatchNorm); the fullest GPU decides.
+Interface: `find` calls the script's ``train_step`` in place of a training. Without this file, the
+option is an error.
+
+The step computes forward and backward for 8, 16, 64 ... random images. Its memory grows nearly
+linearly, which predicts how many images fit. The optimiser takes no step; the memory of its state
+is added. All processes try the same sizes, so that collectives within a step match (FSDP,
+SyncBatchNorm). The fullest GPU decides.
 """
 
 import math
@@ -32,7 +35,7 @@ log = getLogger(__name__)
 
 
 def find(session: Session, train_step: TrainStep) -> int:
-    """Print the largest batch per GPU, and how full it makes which GPU. Returns: exit code 0.
+    """Print the largest batch per GPU, and how full the fullest GPU then is. Returns: exit code 0.
 
     Raises: `UserError` when not even the smallest fits.
     """
@@ -47,7 +50,7 @@ def find(session: Session, train_step: TrainStep) -> int:
 
 
 def search(session: Session, train_step: TrainStep, side: int) -> tuple[int, int, str]:
-    """The largest -b, for how many GPUs it is, and a description of how full it makes which GPU."""
+    """The largest -b, the number of GPUs that share it, and how full the fullest GPU then is."""
     args, model, world = session.args, session.state.model, session.world
     count = torch.cuda.device_count() if session.run.mode == "dp" else 1
     devices = list(range(count)) if count > 1 else [torch.cuda.current_device()]
@@ -58,7 +61,7 @@ def search(session: Session, train_step: TrainStep, side: int) -> tuple[int, int
     limit, node = min(gather((min(free) * (1 - MARGIN) - later, node_name(world)), world))
     step = STEP * count
     share = session.train.sampler.images / world.slices / args.accum_steps
-    most = step * math.ceil(share / step)  # the data set has no more, but for less than a step
+    most = step * math.ceil(share / step)  # all images of the data set, rounded up
     model.train()
     # Compiling for each size would take longer than all the rest.
     eager = torch.compiler.set_stance("force_eager") if args.compile else nullcontext()
@@ -106,7 +109,7 @@ def _peak(
         torch.cuda.reset_peak_memory_stats(device)
     on_device = {"device": session.world.device}
     try:
-        # The second micro-batch of a step finds the gradients of the first one.
+        # In the second micro-batch of a step, the gradients of the first one take memory.
         for _ in range(min(args.accum_steps, 2)):
             images = torch.randn(shape, dtype=session.loaders.dtype, **on_device)
             images = images.contiguous(memory_format=args.memory_format)
@@ -129,7 +132,7 @@ def _peak(
     return peak
 
 
-# ---- what torch has no public way for: without its private names, this does nothing
+# ---- torch's private names: there is no public way. Without them, this does nothing
 
 
 def forget_gradients(model: nn.Module) -> None:
@@ -142,12 +145,12 @@ def forget_gradients(model: nn.Module) -> None:
 
 
 def _groups(model: nn.Module) -> list[Any]:
-    """What of a sharded model travels together, as torch keeps it."""
-    found: dict[int, Any] = {}  # a list of modules shares a group
+    """The groups of parameters that a sharded model gathers together, as torch keeps them."""
+    by_id: dict[int, Any] = {}  # a list of modules shares a group
     for module in filter(is_sharded, model.modules()):
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # torch before 2.12
             groups = [getattr(state, "_fsdp_param_group", None)]
-        found |= {id(group): group for group in groups}
-    return list(found.values())
+        by_id |= {id(group): group for group in groups}
+    return list(by_id.values())

@@ -1,8 +1,9 @@
-"""Weights that this suite has not trained here: ``--pretrained``, and ``--resume`` of other files.
+"""Weights from elsewhere: ``--pretrained``, and ``--resume`` of other programs' checkpoints.
 
-Published weights of torchvision and timm, and files of pytorch/examples, the Apex example,
-torchvision's references and timm, whose optimiser state, loss scale and epoch are ignored. Without
-this file, new models and snapshots of this suite remain.
+Interface: functions that addons.py and `utils.resume` call. They take published weights of
+torchvision and timm, and files of pytorch/examples, the Apex example, torchvision's references and
+timm. Optimiser state, loss scale and epoch in these files are ignored. Without this file, only new
+models and snapshots of this suite can be trained.
 """
 
 import os
@@ -21,7 +22,7 @@ from utils.models import is_own, scale_input_as
 from utils.preprocessing import Preprocessing, nearest_interpolation
 
 _EMA = ("state_dict_ema", "model_ema")  # timm's name, and that of torchvision's references
-MOST_MISSING = 0.1  # share of the model's tensors; a file that lacks more is of another model
+MOST_MISSING = 0.1  # share of the model's tensors; a file that lacks more is for another model
 _SHOWN = 4  # names in a message
 
 
@@ -29,7 +30,9 @@ _SHOWN = 4  # names in a message
 
 
 def expected_preprocessing(args: Namespace, local: bool) -> Preprocessing | None:
-    """What the weights of ``--pretrained`` expect of images, if they say so. Raises: `UserError`.
+    """The preprocessing that the weights of ``--pretrained`` expect; None if unknown.
+
+    Raises: `UserError`.
 
     Without ``local`` the file may be missing here.
     """
@@ -48,10 +51,10 @@ def published_preprocessing(arch: str) -> Preprocessing | None:
     """
     if not is_own(arch):
         return addons.timm_models().preprocessing(arch)
-    wanted = get_model_weights(arch).DEFAULT.transforms()
-    (size,), (short,) = wanted.crop_size, wanted.resize_size
-    interpolation = nearest_interpolation(wanted.interpolation.value)
-    return Preprocessing(tuple(wanted.mean), tuple(wanted.std), interpolation, size, short)
+    transforms = get_model_weights(arch).DEFAULT.transforms()
+    (size,), (short,) = transforms.crop_size, transforms.resize_size
+    interpolation = nearest_interpolation(transforms.interpolation.value)
+    return Preprocessing(tuple(transforms.mean), tuple(transforms.std), interpolation, size, short)
 
 
 def with_published_weights(arch: str, classes: int, image_size: int) -> nn.Module:
@@ -65,7 +68,7 @@ def with_published_weights(arch: str, classes: int, image_size: int) -> nn.Modul
         model.load_state_dict(interpolate_embeddings(image_size, model.patch_size, state))
     else:
         model = get_model(arch, weights=published, **options)
-    if arch == "inception_v3":  # googlenet loses them by itself
+    if arch == "inception_v3":  # torchvision removes those of googlenet
         model.aux_logits, model.AuxLogits = False, None
     if classes != 1000:
         name = addons.extra("model_parts").head_of(model, 1000)
@@ -111,16 +114,16 @@ def plain_weights(
     the plain ones. Raises: `UserError`.
     """
     ema = next((name for name in _EMA if name in content), None)
-    found, note = content.get("model", content.get("state_dict")), None
+    weights, note = content.get("model", content.get("state_dict")), None
     if ema is not None:
-        which = "the plain weights in it are used" if found else "there are no others in it"
+        which = "the plain weights in it are used" if weights else "there are no others in it"
         note = f"note: {path} holds averaged (EMA) weights, {ema}: {which}"
-    if found is None:
-        found = content.get(ema, content)
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    if weights is None:
+        weights = content.get(ema, content)
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise UserError(f"{path} holds no model weights", on_every_rank=True)
     # Without the prefixes of DistributedDataParallel and torch.compile.
-    named = {n.replace("_orig_mod.", "").removeprefix("module."): x for n, x in found.items()}
+    named = {n.replace("_orig_mod.", "").removeprefix("module."): x for n, x in weights.items()}
     if ema is not None:
         named.pop("n_averaged", None)  # the counter of torch.optim.swa_utils.AveragedModel
     return named, note
@@ -146,19 +149,19 @@ def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[s
     head = addons.extra("model_parts").head_of(model, classes)
     if isinstance(saved := content.get("arch"), str) and saved != arch:
         raise UserError(f"{path} is a {saved}: use -a {saved} to load it", on_every_rank=True)
-    found, note = plain_weights(content, path)
+    saved_weights, note = plain_weights(content, path)
     own, fitted, notes = model.state_dict(), {}, []
-    for name, wanted in own.items():
-        value = found.get(name)
+    for name, tensor in own.items():
+        value = saved_weights.get(name)
         if not isinstance(value, Tensor):
             continue
-        if value.shape != wanted.shape and name.endswith(("pos_embedding", "pos_embed")):
-            before, value = _size(value), resized(value, wanted, model)
+        if value.shape != tensor.shape and name.endswith(("pos_embedding", "pos_embed")):
+            before, value = _size(value), resized(value, tensor, model)
             notes.append(f"{name} resized from {before} to {_size(value)}")
-        if value.shape == wanted.shape:
+        if value.shape == tensor.shape:
             fitted[name] = value
         elif not name.startswith(f"{head}."):
-            why = f"{name} is {_size(value)}, not {_size(wanted)}"
+            why = f"{name} is {_size(value)}, not {_size(tensor)}"
             raise UserError(f"{path} does not fit {arch}: {why}", on_every_rank=True)
     # Old files lack the counters of batch norm.
     lacking = [n for n in own if n not in fitted and not n.endswith("num_batches_tracked")]
@@ -170,19 +173,19 @@ def load_weights(model: nn.Module, file: str, arch: str, classes: int) -> list[s
     model.load_state_dict(own | fitted)
     scale_input_as(content, model)
     notes = [f"weights from {path}: {len(fitted)} of {len(own)} tensors", *notes]
-    left = [name for name in found if name not in own]
+    left = [name for name in saved_weights if name not in own]
     kinds = {"new": new_head, "not in the file, so new": missing}
     kinds["not in the model, so left out"] = left
     notes += [f"{kind}: {_list(names)}" for kind, names in kinds.items() if names]
     return [*([note] if note else []), "; ".join(notes)]
 
 
-def resized(positions: Tensor, wanted: Tensor, model: nn.Module) -> Tensor:
+def resized(positions: Tensor, own: Tensor, model: nn.Module) -> Tensor:
     """Position embeddings [1, places, width] of a vision transformer for another image size.
 
     By torchvision or timm for their own models; returned as they are if that is impossible.
     """
-    if positions.ndim != 3 or positions.shape[2:] != wanted.shape[2:]:
+    if positions.ndim != 3 or positions.shape[2:] != own.shape[2:]:
         return positions
     if hasattr(model, "num_prefix_tokens"):
         from timm.layers import resample_abs_pos_embed
@@ -190,7 +193,7 @@ def resized(positions: Tensor, wanted: Tensor, model: nn.Module) -> Tensor:
         size, tokens = list(model.patch_embed.grid_size), model.num_prefix_tokens
         return resample_abs_pos_embed(positions, new_size=size, num_prefix_tokens=tokens)
     name = "encoder.pos_embedding"
-    side = round((wanted.shape[1] - 1) ** 0.5)
+    side = round((own.shape[1] - 1) ** 0.5)
     try:  # as if patches had one pixel
         return interpolate_embeddings(side, 1, {name: positions})[name]
     except ValueError:

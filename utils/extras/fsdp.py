@@ -1,7 +1,8 @@
-"""Sharded models (FSDP2), for imagenet_fsdp.py: what is sharded together; ``--reshard``.
+"""Sharded models (FSDP2): which modules are sharded together, and ``--reshard``.
 
-All functions take plain tensors and models as well. FSDP and DTensor take a second to import, so
-only the functions that need them do.
+Used by imagenet_fsdp.py, which passes `mesh` and `parts` to torch's `fully_shard`. Without this
+file, that script does not start. All functions take plain tensors and models as well. FSDP and
+DTensor take a second to import, so only the functions that need them do.
 """
 
 import argparse
@@ -21,15 +22,15 @@ from utils import addons
 from utils.world import World, is_sharded, local
 
 SMALL = 100_000  # weights; a smaller block is not worth a collective of its own
-LARGE = 1_000_000  # weights; a single layer outside of all blocks that is
+LARGE = 1_000_000  # weights; a layer outside of all blocks that is worth a collective
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """``--reshard``."""
     text = (
-        "how long gathered weights stay. full (ZeRO-3): until a block has computed; none "
-        "(ZeRO-2): until its backward pass, which gathers half as often and takes the memory of a "
-        "whole model; node: as full, but each node has all shards, so that only gradients leave it"
+        "how long gathered weights stay in memory. full (ZeRO-3): while their block computes; none "
+        "(ZeRO-2): until backward, which gathers half as often but needs memory for the whole "
+        "model; node: as full, but each node has all shards, so that only gradients leave it"
     )
     add = parser.add_argument_group("sharding").add_argument
     add("--reshard", choices=("none", "full", "node"), default="full", help=text)
@@ -55,10 +56,10 @@ def mesh(args: Any, world: World) -> DeviceMesh:
 def parts(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[Any, Any]]:
     """The modules to shard and their precision, in order: the `units`, then the model itself.
 
-    The weights of a part travel together, as ``dtype`` (None: float32) to where they compute; their
-    gradients in float32. Inputs are left to torch.autocast, as in the other scripts. Batch norms
-    have running statistics in float32 and want their weights like them: they are parts of their
-    own, all of a unit together.
+    The weights of a part are gathered together, as ``dtype`` (None: float32); their gradients are
+    reduced in float32. torch.autocast casts the inputs, as in the other scripts. Batch norms have
+    running statistics in float32 and need weights of the same dtype: the batch norms of a unit are
+    one part of their own.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -66,16 +67,16 @@ def parts(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[Any, Any]]:
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
-    found: list[tuple[Any, Any]] = []
+    result: list[tuple[Any, Any]] = []
     done: set[nn.Module] = set()
     for part in (*units(model), model):
         norms = [m for m in part.modules() if isinstance(m, _BatchNorm) and m.affine]
         norms = [norm for norm in norms if norm not in done]
         if dtype is not None and norms and norms != [part]:
-            found.append((norms, exact))
+            result.append((norms, exact))
             done |= set(norms)
-        found.append((part, policy))
-    return found
+        result.append((part, policy))
+    return result
 
 
 def units(model: nn.Module) -> list[nn.Module]:
@@ -102,10 +103,10 @@ def size(module: nn.Module) -> int:
 
 
 def describe(model: nn.Module, reshard: str) -> str:
-    """A line for the log: which blocks are sharded by themselves, over how many processes, and how
+    """A line for the log: which blocks are sharded separately, over how many processes, and how
     many weights this process keeps."""
-    found = [module for module in model.modules() if is_sharded(module) and module is not model]
-    kinds = Counter(type(unit).__name__.removeprefix("FSDP") for unit in found)
+    sharded = [module for module in model.modules() if is_sharded(module) and module is not model]
+    kinds = Counter(type(unit).__name__.removeprefix("FSDP") for unit in sharded)
     names = ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "no block"
     shape = " x ".join(map(str, next(model.parameters()).device_mesh.shape))
     mine = sum(local(weight).numel() for weight in model.parameters())
@@ -129,8 +130,8 @@ def sent_bytes(trained: list[Tensor], args: Any, world: World, dtype: torch.dtyp
 def let_fused_sgd_take_shards() -> bool:
     """Let the fused kernel of SGD work on shards (DTensors), which torch does only for Adam.
 
-    It computes element by element. torch has no public way to say so; without its private table, a
-    loss scaler waits for the device in each step.
+    It computes element by element, so that shards can be updated separately. torch has no public
+    way to declare this. Without its private table, a loss scaler waits for the device in each step.
     """
     from torch.distributed.tensor import DTensor
 

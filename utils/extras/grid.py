@@ -24,7 +24,7 @@ from utils.session import Session
 from utils.tensorboard import EventFile
 
 MOST = 32  # images in a grid
-MOST_PIXELS = 4_000_000  # of all its images: drawing takes about 0.1 s
+MOST_PIXELS = 4_000_000  # in all images of a grid: drawing takes about 0.1 s
 LEAST = 96  # pixels of a tile's width: captions need it, so smaller images are magnified
 GAP, LINE = 8, 15  # pixels between tiles; of a line of text
 PAPER, INK = "#ffffff", "#1a1c1e"
@@ -52,7 +52,7 @@ def captions(targets: Tensor, classes: Sequence[str]) -> list[str]:
 
 
 def magnified(side: int, width: int) -> int:
-    """A ``side`` of a tile of this ``width`` as it is drawn, pixels."""
+    """The drawn length, in pixels, of a ``side`` of a tile that is ``width`` pixels wide."""
     return side * -(-LEAST // width)
 
 

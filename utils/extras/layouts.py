@@ -1,6 +1,6 @@
 """Folders of ImageNet in layouts that training does not read: scripts/prepare_data.py does.
 
-No option: asked where DATA/train or DATA/val has no class folders. Interface: `advice`, which
+No option: used where DATA/train or DATA/val has no class folders. Interface: `advice`, which
 completes that error message. Without this file, the message does not name the command.
 """
 
@@ -22,7 +22,7 @@ class Layout(NamedTuple):
     name: str
     folders: dict[str, list[Path]]  # of each split: the folders that hold its class folders
     flat: Path | None = None  # validation images without class folders
-    labels: Path | None = None  # the folder with the classes of these
+    labels: Path | None = None  # the folder of the file with their classes
 
     def without_labels(self) -> bool:
         """Whether the classes of the validation images are not known."""
@@ -45,8 +45,7 @@ def find(data: Path) -> Layout | None:
 
 
 def _is_flat(folder: Path) -> bool:
-    """Whether the first file in ``folder`` that is not hidden is an image; class folders come
-    first, if there are any."""
+    """Whether ``folder`` holds images and no folders. Hidden files are ignored."""
     try:
         with os.scandir(folder) as entries:
             seen = [entry for entry in entries if entry.name[0] != "."]

@@ -48,7 +48,7 @@ def is_fresh(root: Path, listing: Listing) -> bool:
 def read(root: Path) -> dict[str, Listing]:
     """The kept listings by class; none if there are none, or none that can be read."""
     here, of_user = _places(root)
-    # The latter is newer: `write` removes it when it can write the former.
+    # The user's file is newer: `write` removes it when it can write the one beside the images.
     return _load(here) | _load(of_user)
 
 
@@ -57,13 +57,13 @@ def _load(place: Path) -> dict[str, Listing]:
         with np.load(place) as file:
             classes = json.loads(file["classes"].tobytes())
             paths = io.BytesIO(file["paths"].tobytes())
-    except Exception:  # zipfile and numpy find a damaged file in many ways
+    except Exception:  # zipfile and numpy report a damaged file in many ways
         return {}
     return {name: Listing(paths.read(size), seen) for name, (size, seen) in classes.items()}
 
 
 def write(root: Path, known: dict[str, Listing], shows: bool) -> None:
-    """Keep the listings ``known`` (by class); with ``shows``, say if they cannot be written."""
+    """Write the listings ``known`` (by class). ``shows``: print a note if that is impossible."""
     classes = {name: (len(one.paths), one.folders) for name, one in known.items()}
     content = {
         "classes": np.frombuffer(json.dumps(classes).encode(), np.uint8),

@@ -2,7 +2,7 @@
 
 - Always on. Used by jobs of several processes, once the communication has failed.
 - Interface: `explain`, which `utils.world.process_group` calls through addons.py.
-- Without this file, the error names the process that has found the loss, and quotes torch. The
+- Without this file, the error names the process that noticed the loss, and quotes torch. The
   exit code (69) is the same.
 """
 

@@ -1,8 +1,8 @@
 """``--mixup`` and ``--cutmix`` blend pairs of training images; ``--repeated-aug`` repeats images.
 
-Interface: `build` makes what `utils.loaders.Batches.mix` is, a function of each micro-batch;
-`repeated` is what `utils.samplers.TrainSampler.reorder` is, a function of each epoch's order.
-Without this file, each image comes once in an epoch, and alone.
+Interface: `build` returns a function for `utils.loaders.Batches.mix`, called with each micro-batch;
+`repeated` serves as `utils.samplers.TrainSampler.reorder`, called with each epoch's order. Without
+this file, each image occurs once in an epoch, unmixed.
 
 Mixup (Zhang et al. 2018, arXiv:1710.09412) takes a weighted mean of two images, CutMix (Yun et al.
 2019, arXiv:1905.04899) pastes a box of one into the other; with both options each pair gets one of
@@ -21,7 +21,7 @@ from torch import Tensor
 from utils.errors import UserError
 from utils.samplers import TrainSampler
 
-_STREAM = 0x6D6978  # apart from the order of samples, which is drawn from (seed, epoch)
+_STREAM = 0x6D6978  # keeps it independent of the order of samples, drawn from (seed, epoch)
 
 
 Mix = Callable[[Tensor, Tensor, tuple[int, int, int]], tuple[Tensor, Tensor, Tensor]]

@@ -6,7 +6,8 @@ matrices: here a convolution is the matrix of its filters, [out, in x height x w
 are orthogonalised by their Gram matrices, in half the time: "Gram Newton-Schulz", with a restart
 (dao-lab.ai/blog/2026/gram-newton-schulz).
 
-``--optimizer muon``; an optimiser of torch like the others. Without this file they remain.
+Used with ``--optimizer muon``. Interface: `build` returns a torch optimiser. Without this file, the
+other optimisers remain.
 """
 
 import math
@@ -28,7 +29,7 @@ A, B, C = 3.4445, -4.7750, 2.0315  # of the quintic polynomial: the steepest at 
 
 
 def build(model: nn.Module, args: Any, betas: tuple[float, ...], fused: bool) -> "Muon":
-    """Muon for the trained weights of ``model``, as the options say."""
+    """Muon for the trained weights of ``model``, with the hyperparameters of ``args``."""
     groups = parameter_groups(model, hidden_matrices(model), args.weight_decay, args.wd_norm)
     return Muon(groups, args.lr, args.momentum, betas, fused)
 
@@ -60,10 +61,10 @@ class Muon(torch.optim.Optimizer):
         # Loading a state replaces both.
         self.adamw.param_groups = [g for g in self.param_groups if not g.get("muon")]
         self.adamw.state = self.state
-        found = getattr(self, "found_inf", None)
-        self.adamw.grad_scale, self.adamw.found_inf = getattr(self, "grad_scale", None), found
+        found_inf = getattr(self, "found_inf", None)
+        self.adamw.grad_scale, self.adamw.found_inf = getattr(self, "grad_scale", None), found_inf
         self.adamw.step()
-        skip = None if found is None else whole(found) > 0
+        skip = None if found_inf is None else whole(found_inf) > 0
         for group in self.param_groups:
             for weight in group["params"] if group.get("muon") else ():
                 if weight.grad is not None:
@@ -85,13 +86,13 @@ class Muon(torch.optim.Optimizer):
         rows, columns = len(weight), weight.numel() // len(weight)
         weight.mul_(1 - lr * decay)
         scale = 0.2 * math.sqrt(max(rows, columns))  # AdamW's updates have a mean square of 0.2^2
-        found = orthogonal(whole(update).reshape(rows, columns), self.dtype).reshape(weight.shape)
+        change = orthogonal(whole(update).reshape(rows, columns), self.dtype).reshape(weight.shape)
         if hasattr(update, "placements"):
             from torch.distributed.tensor import distribute_tensor  # half a second to import
 
             mesh, placements = update.device_mesh, update.placements
-            found = distribute_tensor(found, mesh, placements, src_data_rank=None)
-        weight.add_(found, alpha=-lr * scale)
+            change = distribute_tensor(change, mesh, placements, src_data_rank=None)
+        weight.add_(change, alpha=-lr * scale)
         if skip is not None:
             own.copy_(torch.where(skip, before, own))
 
@@ -141,5 +142,5 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     inside = [module for module in model.modules() if isinstance(module, layers)][1:-1]
     inside = [layer for layer in inside if getattr(layer, "groups", 1) == 1]
     attention = nn.MultiheadAttention
-    found = [x.in_proj_weight if isinstance(x, attention) else x.weight for x in inside]
-    return [weight for weight in found if weight is not None and weight.requires_grad]
+    weights = [x.in_proj_weight if isinstance(x, attention) else x.weight for x in inside]
+    return [weight for weight in weights if weight is not None and weight.requires_grad]

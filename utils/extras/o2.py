@@ -8,8 +8,8 @@
 Apex removed amp in 2025 (its documentation: https://nvidia.github.io/apex/amp.html). `Amp` and
 `DistributedDataParallel` have the calls and arguments of ``apex.amp`` and ``apex.parallel`` that
 training scripts use; on the same gradients they compute the same weights, bit for bit
-(tests/test_o2.py, and tests/test_real_apex.py against the original). For imagenet_ddp_apex.py
-alone, which takes it by ``--opt-level``.
+(tests/test_o2.py, and tests/test_real_apex.py against the original). Used by imagenet_ddp_apex.py
+alone, which does not start without this file.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from utils.world import World
 
 log = logging.getLogger(__name__)
 
-SMALLEST = 2.0**-14  # a gradient that float16 cannot hold at this scale is above 10**9
+SMALLEST = 2.0**-14  # at this scale, only gradients above 10**9 overflow float16
 ENDLESS = 40  # skipped steps in a row
 
 
@@ -47,7 +47,7 @@ class LossScaler:
 
     Scale, counters and overflow flag stay on ``device``, so that no step waits for it. ``fixed``:
     a constant scale. ``reports``: log each skipped step as soon as the host sees its flag.
-    ``failure`` says so when steps are skipped without end.
+    ``failure`` is an error message once steps are skipped without end, else None.
     """
 
     FIRST, LARGEST, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000

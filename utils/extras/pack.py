@@ -9,7 +9,7 @@ its file, so that training's rule for unreadable files applies. Each file ends w
 images, so that interrupted packing can resume.
 
 Only the rows that a crop shows are read, by pread: if a file is truncated or the disk fails, that
-is an `OSError`, an unreadable image, where a memory-mapped file would kill the worker.
+is an `OSError`, so one unreadable image; a memory-mapped file would kill the worker.
 """
 
 import functools
@@ -114,13 +114,13 @@ class Pack(Source):
         elif len(buffer) < count:  # a reused buffer stays in the processor's cache
             buffer = self._buffer = np.empty(count, np.uint8)
         # The file object, as other threads may cause `_open` to forget it, which closes the file.
-        file, wanted, done = _open(path), buffer[:count], 0
+        file, target, done = _open(path), buffer[:count], 0
         while done < count:
-            got = os.preadv(file.fileno(), [wanted[done:]], place + start + done)
+            got = os.preadv(file.fileno(), [target[done:]], place + start + done)
             if not got:
                 raise OSError(f"{os.path.basename(path)} ends before the image does")
             done += got
-        return wanted
+        return target
 
 
 @functools.lru_cache(OPEN_FILES)
@@ -151,8 +151,8 @@ def _read_index(root: Path) -> _Index:
             classes = [os.fsdecode(name) for name in file["classes"].tobytes().split(b"\0")]
             paths, records = file["paths"].tobytes(), file["records"]
             index = _Index(int(file["size"]), classes, file["counts"], paths, records)
-    except Exception as fault:  # zipfile and numpy report damage by half a dozen types
-        raise _broken(f"{place} is damaged ({fault})") from None
+    except Exception as error:  # zipfile and numpy report damage by half a dozen types
+        raise _broken(f"{place} is damaged ({error})") from None
     if version != VERSION:
         raise _broken(f"{place} is of version {version}, not {VERSION}")
     for number, size in enumerate(file_bytes):

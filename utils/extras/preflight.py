@@ -1,4 +1,4 @@
-"""The pre-flight check: the nodes of a job meet before training; and what they must agree on.
+"""The pre-flight check: the nodes of a job meet before training and compare their set-up.
 
 - Used by several nodes that are started by hand or by the wrappers (``--world-size``, WORLD_SIZE),
   and by scripts/elastic_train.sh, doctor.py and train_on_nodes.sh.
@@ -10,7 +10,7 @@
       python -m utils.extras.preflight rendezvous HOST:PORT
 
 - Without this file, torch waits for missing nodes, silently, and ends with a stack trace of C++.
-  Nodes with other code, options or images train, wrongly. GLOO_SOCKET_IFNAME and
+  Nodes with different code, options or images train nevertheless, wrongly. GLOO_SOCKET_IFNAME and
   NCCL_SOCKET_IFNAME must name the interface by hand. The scripts named above do not start.
 
 Every node prints which nodes are missing and since when, and a set-up that cannot work ends with
@@ -43,7 +43,7 @@ from utils.option_types import count, positive, seconds
 PATIENCE = 10.0  # seconds for an answer
 LOST = 90.0  # seconds without a message from node 0, which sends one every 15 s while it waits
 SILENT = 12.0  # seconds without an answer from a master that is known to be up
-PORTS = 2  # tried on each node: a firewall may let one through by chance
+PORTS = 2  # tried on each node: a firewall may have one of them open by chance
 TRIES, TRY_SECONDS = 32, 2.0  # connections that a node tries at once, and for how long
 LONGEST = 2**20  # bytes of a message
 SIZES = 1000  # files
@@ -66,7 +66,7 @@ def meet(rank: int, nodes: int, processes: int, master: tuple[str, int], wait: f
     torch, or ports between them are closed.
     """
     with contextlib.ExitStack() as stack:
-        doors = [stack.enter_context(_listen(0)) for _ in range(PORTS)]  # the kernel answers
+        doors = [stack.enter_context(_listen(0)) for _ in range(PORTS)]  # the kernel accepts
         me: Facts = {
             "greeting": GREETING,
             "rank": rank,
@@ -91,13 +91,13 @@ def meet(rank: int, nodes: int, processes: int, master: tuple[str, int], wait: f
             except OSError:
                 raise launch.port_in_use(*master, SAME_PORT) from None
         except UserError as error:
-            follow(me, master, 1.0, error)  # another node 0 may be there, which has to end, too
+            follow(me, master, 1.0, error)  # if there is another node 0, it has to end, too
             raise
         Leader(me, master, wait, server).lead()
 
 
 class Clock:
-    """The time spent waiting, to be printed after 1 s, then every 5 s, after a minute every 15."""
+    """The time spent waiting. A line is due after 1 s, then every 5 s, later every 15 s."""
 
     def __init__(self, limit: float):
         self.limit, self.began, self.next = limit, time.monotonic(), 1.0
@@ -146,7 +146,7 @@ class Leader:
         threading.Thread(target=self._accept, args=(server,), daemon=True).start()
 
     def lead(self) -> None:
-        """Lead all nodes through the check, and tell them how it ends. Raises: `UserError`."""
+        """Lead all nodes through the check, and send them its result. Raises: `UserError`."""
         end: str | None = "node 0 was interrupted"
         try:
             self._gather()
@@ -172,7 +172,7 @@ class Leader:
                 threading.Thread(target=self._read, args=(connection, where), daemon=True).start()
 
     def _read(self, connection: socket.socket, address: str) -> None:
-        """What a node sends, until it leaves; or another program, which is ignored."""
+        """Read what a node sends, until it leaves. Another program is ignored."""
         facts: Facts = {}
         with connection, connection.makefile("rb") as file:
             try:
@@ -312,7 +312,7 @@ def say(text: object) -> None:
 
 
 def try_ports(targets: list[tuple[str, str, list[int]]], me: str) -> list[str]:
-    """Connect from ``me`` to the others' ports: (name, address, ports). Returns: what is closed."""
+    """Connect from ``me`` to the others' ports: (name, address, ports). Returns: error messages."""
 
     def closed(way: tuple[str, str, int]) -> str | None:
         name, address, port = way
@@ -438,10 +438,10 @@ REMEDY = {
     "NCCL": "install the same version on every node",
 }
 
-# Options that may differ between nodes: paths, output, what one process alone decides, what each
-# node has of its own. All others must be the same on every node.
-_MAY_DIFFER = """data classes name output_dir store recipe command mode wanted
-    workers print_freq profile spot_notice tracker memory_format model_notes
+# Options that may differ between nodes: paths, output, decisions of one process alone, hardware of
+# the node. All others must be the same on every node.
+_MAY_DIFFER = """data classes name output_dir store recipe command mode
+    workers print_freq profile spot_notice tracker memory_format
     snapshot_minutes train_time dist_url dist_timeout dist_backend gpus
     world_size rank local_rank preprocessing defaulted_sizes epoch_sizes"""
 MAY_DIFFER = frozenset(_MAY_DIFFER.split())

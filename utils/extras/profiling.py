@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 def start(folder: Path, optimizer: Optimizer) -> None:
     """Begin a trace of steps 5 to 8 of this process, to be written to ``folder``."""
     log.info(f"--profile: steps 5 to 8 will be traced into {folder}")
-    # The profiler's library calls a machine without a GPU an error, and its start news.
+    # The profiler's library reports its start, and an error on a machine without a GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     steps = schedule(wait=3, warmup=1, active=4, repeat=1)
     write = tensorboard_trace_handler(str(folder), "rank0")

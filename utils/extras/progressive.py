@@ -15,11 +15,11 @@ import re
 # From FROM to TO, as ffcv-imagenet's configurations of 16 and 32 epochs grow (start_ramp 11 and 23,
 # end_ramp 13 and 27): https://github.com/libffcv/ffcv-imagenet/tree/main/rn50_configs
 GROWS_FROM, GROWS_UNTIL = 0.7, 0.85  # shares of the epochs
-COARSEST = 32  # pixels between two sizes, at most
+COARSEST = 32  # largest difference between two sizes, pixels
 
 
 def check(text: str) -> str:
-    """The type of the option: the text, checked."""
+    """The type of the option: returns ``text`` if it is valid."""
     if re.fullmatch(r"0*[1-9]\d*(:\d+|(,0*[1-9]\d*)*)", text):
         numbers = _numbers(text)
         if ":" not in text or numbers[0] < numbers[1]:
@@ -35,21 +35,21 @@ def _numbers(text: str) -> list[int]:
 
 def sizes(text: str, epochs: int) -> tuple[int, ...]:
     """The side of training images in each of ``epochs``, pixels."""
-    wanted = _numbers(text)
+    numbers = _numbers(text)
     if ":" not in text:
-        return tuple(wanted[epoch * len(wanted) // epochs] for epoch in range(epochs))
-    low, high = wanted
+        return tuple(numbers[epoch * len(numbers) // epochs] for epoch in range(epochs))
+    low, high = numbers
     step = math.gcd(COARSEST, low, high)
-    found = []
+    by_epoch = []
     for epoch in range(epochs):
         done = ((epoch + 0.5) / epochs - GROWS_FROM) / (GROWS_UNTIL - GROWS_FROM)
         side = low + (high - low) * min(1.0, max(0.0, done))
-        found.append(step * math.floor(side / step + 0.5))
-    return tuple(found)
+        by_epoch.append(step * math.floor(side / step + 0.5))
+    return tuple(by_epoch)
 
 
-def describe(found: tuple[int, ...]) -> str:
-    """Which size comes when: "160 pixels from epoch 1, 192 from epoch 13"."""
-    grown = [(size, n) for n, size in enumerate(found) if n == 0 or size != found[n - 1]]
+def describe(by_epoch: tuple[int, ...]) -> str:
+    """A line for the log: "160 pixels from epoch 1, 192 from epoch 13"."""
+    grown = [(size, n) for n, size in enumerate(by_epoch) if n == 0 or size != by_epoch[n - 1]]
     text = ", ".join(f"{size} from epoch {n + 1}" for size, n in grown)
     return text.replace(" from", " pixels from", 1)

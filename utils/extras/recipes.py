@@ -1,7 +1,7 @@
-"""``--recipe``; and what to use in place of an option that was removed or that another script has.
+"""``--recipe``; and hints for options that were removed or that only another script has.
 
 Interface: `expand` gets the words of each training command before they are parsed. Without this
-file there are no recipes, and such an option is only called unknown.
+file there are no recipes, and such an option is an unknown option.
 """
 
 import argparse
@@ -21,7 +21,7 @@ REMOVED = {
     **dict.fromkeys(("-b auto", "--b auto", "--batch-size auto"), _FIND_BATCH),
     "--memory-limit": "give -b a smaller number than --find-batch prints",
     "--comm localsgd": "--comm powersgd sends as little, --accum-steps N sends N times less often",
-    "--ema-every": "the average now moves at every step: leave it out",
+    "--ema-every": "the average is now updated in every step: leave it out",
     "--optimizer lamb": "use adamw or muon",
     "--optimizer lars": "use sgd, nesterov or muon",
 }
@@ -37,7 +37,7 @@ ELSEWHERE = {
 
 
 def expand(words: Sequence[str], own: Sequence[str]) -> list[str]:
-    """``words`` of a command line behind those of its ``--recipe``, if it has one.
+    """The words of the ``--recipe``, if there is one, followed by ``words`` of the command line.
 
     If an option is given twice, the last one counts: the command line takes precedence. ``own``:
     the options of this script. Raises: `UserError` for a recipe that cannot be read, and for an

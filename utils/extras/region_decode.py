@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("region_decode.c")
 # The name changes with the source's content.
 LIBRARY = SOURCE.with_name(f"libregion_decode_{zlib.crc32(SOURCE.read_bytes()):08x}.so")
-# Columns beside the wanted ones: a margin of 2 on each side, and up to the edge of a block, which
+# Columns beside the required ones: a margin of 2 on each side, and up to the edge of a block, which
 # is 32 wide where colour has a quarter of the columns.
 BESIDE = 2 + 2 + 31
 
@@ -42,7 +42,7 @@ def shape_of(data: bytes) -> tuple[int, int] | None:
     """Height and width of a JPEG file that can be decoded in part; None for any other file.
 
     Others are progressive, lossless or arithmetic coded, CMYK, of unusual subsampling, not standard
-    up to the frame header, or without their end (but for padding), which decoders make up for.
+    up to the frame header, or truncated (padding apart), which decoders tolerate.
     """
     at, end = 2, len(data) - 20
     if not (data.startswith(JPEG_MAGIC) and data[-64:].rstrip(b"\0").endswith(JPEG_END)):
@@ -68,8 +68,8 @@ def _read_frame(header: bytes) -> tuple[int, int] | None:
 
 
 def decode(data: bytes, box: Box) -> tuple[torch.Tensor, Box] | None:
-    """A part of an image, uint8 [3, height, width] with strides of [height, width, 3], and the
-    place of ``box`` in it.
+    """A part of an image, uint8 [3, height, width] with strides of [height, width, 3], and where
+    ``box`` lies in it.
 
     ``data`` is a file that `shape_of` accepts. None: the whole image has to be decoded, because
     there is no library or the image is damaged.

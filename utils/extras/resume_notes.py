@@ -1,7 +1,7 @@
 """Notes about a resumed run: which options and which script have changed. Always on.
 
 Interface: `utils.resume.load_parts` calls `describe`.
-Without this file, a run continues with changed options all the same, but the log does not say so.
+Without this file, the log does not name the changed options.
 """
 
 import os

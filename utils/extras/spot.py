@@ -1,6 +1,6 @@
 """``--spot-notice``: stop with a snapshot when EC2 reclaims a spot instance.
 
-A thread asks the metadata service, and then `utils.stopping.StopRequest.ask` for the end. Without
+A thread polls the metadata service. Interface: it calls `utils.stopping.StopRequest.ask`. Without
 this file, such an instance ends without a last snapshot.
 """
 
@@ -11,7 +11,7 @@ import urllib.request
 
 from utils.stopping import Reason, StopRequest
 
-INTERVAL = 5.0  # seconds between two questions; AWS advises this
+INTERVAL = 5.0  # seconds between two requests; AWS recommends this
 # The service (IMDSv2) is never behind the proxy that the environment may name.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
@@ -34,9 +34,9 @@ def _watch(url: str, stop: StopRequest) -> None:
                 log.info(f"spot notice: {notice[:100]}: stopping with a snapshot")
                 stop.ask(Reason.INTERRUPTED)
                 return
-        except Exception as fault:  # OSError, HTTPException, nonsense: none may end the thread
+        except Exception as error:  # OSError, HTTPException, nonsense: none may end the thread
             if not reported:
-                reason = getattr(fault, "reason", None) or fault
+                reason = getattr(error, "reason", None) or error
                 log.warning(f"{url} did not answer ({reason}): will keep polling silently")
             reported = True
         stop.closed.wait(INTERVAL)
@@ -54,8 +54,8 @@ def _notice(url: str) -> str | None:
     token = ask("PUT", "/latest/api/token", "token-ttl-seconds", "60")
     try:
         return ask("GET", "/latest/meta-data/spot/instance-action", "token", token)
-    except urllib.error.HTTPError as fault:
-        fault.close()
-        if fault.code != 404:
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code != 404:
             raise
         return None

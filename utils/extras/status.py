@@ -20,8 +20,8 @@ from utils.session import Session
 class Status:
     """This process's file, in memory, as other nodes may have no run directory.
 
-    What cannot be written is left out. A reader tells by process number and start time whether a
-    killed process has left the file.
+    Errors of writing are ignored. A reader compares process id and start time to detect a file that
+    a killed process has left behind.
     """
 
     def __init__(self, session: Session):
@@ -49,8 +49,8 @@ class Status:
     def show(self, phase: str, parts: dict[str, float] | None = None, **figures: float) -> None:
         """Write what this process is doing; figures stay until new ones come.
 
-        ``parts`` are the mean seconds per step by part; in synchronous training, a process's own
-        parts tell which is slow.
+        ``parts`` are the mean seconds per step by part. In synchronous training all steps take the
+        same time; a process's own parts show whether it is the slow one.
         """
         if parts:
             figures["data_seconds"] = parts["data"]
@@ -62,7 +62,7 @@ class Status:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             if not _is_private(self.folder):
                 return
-            # Not through a file or link that is there already.
+            # O_EXCL: never write through a file or link that exists already.
             temporary = self.path.with_name(f".{os.urandom(8).hex()}.tmp")
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             with open(os.open(temporary, flags, 0o600), "w") as file:
@@ -79,5 +79,5 @@ class Status:
 def _is_private(folder: Path) -> bool:
     """Whether this is a folder of this user, in which nobody else may write: /dev/shm is open to
     all, so another user may have made one of this name."""
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    info = folder.lstat()
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o022

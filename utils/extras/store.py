@@ -1,7 +1,7 @@
 """``--store URL``: copies of a run's files, uploaded in the background; ``--resume URL``.
 
 A store is a folder or a URL (s3://, gs://, az://); fsspec, which torch depends on, transfers the
-files. No fault of the store stops or delays training.
+files. No error of the store stops or delays training.
 Interface: `Store.upload` is one of ``run.written``, the functions that get the path of each file
 that a run has written.
 Without this file: runs stay in their directories, and --resume takes local files.
@@ -39,9 +39,9 @@ def check_options(store: str | None, resume: str | None) -> None:
             fsspec.get_filesystem_class(protocol)
             if not path.strip("/"):
                 raise ValueError("it names no bucket")
-        except (ImportError, ValueError) as fault:
+        except (ImportError, ValueError) as error:
             raise UserError(
-                f"{url} cannot be used ({fault}): a store is a folder, s3://BUCKET/PREFIX, "
+                f"{url} cannot be used ({error}): a store is a folder, s3://BUCKET/PREFIX, "
                 "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, with the package for it",
                 on_every_rank=True,
             ) from None
@@ -78,8 +78,8 @@ def _find(url: str) -> tuple[Any, str, str, set[str]]:
         if not system.isfile(path):
             folder, name = path, SNAPSHOT
         names = _names(system, folder)
-    except Exception as fault:  # each package has its own kinds
-        raise UserError(f"cannot read {url} ({fault!r:.200})") from fault
+    except Exception as error:  # each package has its own kinds
+        raise UserError(f"cannot read {url} ({error!r:.200})") from error
     if name not in names:
         raise UserError(f"there is no {url}, nor {SNAPSHOT} in a folder of this name")
     return system, folder, name, names
@@ -107,8 +107,8 @@ def fetch(url: str, folder: Path | None) -> Path:
         _download(system, f"{place}/{name}", file)
         if BEST in names and name != BEST and not (folder / BEST).exists():
             _download(system, f"{place}/{BEST}", folder / BEST)
-    except Exception as fault:
-        raise UserError(f"cannot download {url} ({fault!r:.200})") from fault
+    except Exception as error:
+        raise UserError(f"cannot download {url} ({error!r:.200})") from error
     return file
 
 
@@ -125,7 +125,7 @@ class Store:
         self.url = f"{url.rstrip('/')}/{folder.name}"
         self.system: Any = None
         self.place = ""
-        self.fails = False  # did the last upload?
+        self.fails = False  # whether the last upload failed
         self.waiting: list[Path] = []  # files to send; the first one may be on its way
         self.due, self.closing = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._work, name="store", daemon=True)
@@ -133,9 +133,9 @@ class Store:
     def open(self, resume: str | None) -> None:
         """Check that the store can be used, and start the thread that uploads.
 
-        To ``resume`` "auto" without a snapshot in the run's folder, the store's files are brought
-        there. A store that fails is reported. Raises: `UserError` when there is no such bucket, or
-        when continuing could overwrite a run.
+        If ``resume`` is "auto" and the run's folder has no snapshot, the store's files are fetched.
+        A store that fails is reported. Raises: `UserError` when there is no such bucket, or when
+        continuing could overwrite a run.
         """
         needed = resume == "auto" and not (self.folder / SNAPSHOT).exists()
         names: set[str] = set()
@@ -151,13 +151,13 @@ class Store:
                     log.info(f"fetched {self.url}/{name}")
         except UserError:
             raise
-        except Exception as fault:
+        except Exception as error:
             if needed:
                 raise UserError(
                     f"cannot tell whether {self.url} has a snapshot to continue from "
-                    f"({fault!r:.200}): leave out --resume to begin anew"
-                ) from fault
-            self._warn(fault)
+                    f"({error!r:.200}): leave out --resume to begin anew"
+                ) from error
+            self._warn(error)
         if names and not resume:
             raise UserError(
                 f"{self.url} holds a run already: continue it with --resume auto, or choose "
@@ -166,9 +166,9 @@ class Store:
         self.thread.start()
 
     def upload(self, path: Path) -> None:
-        """Send ``path``, soon, and what could not be sent before; nothing if it does not exist.
+        """Send ``path`` soon, and files that could not be sent before. It may not exist.
 
-        It may be replaced (by renaming) at any time: what is sent is one whole file.
+        The file may be replaced (by renaming) at any time: a whole one is sent.
         """
         if path.is_file() and path not in self.waiting[1:]:
             self.waiting.append(path)
@@ -192,12 +192,12 @@ class Store:
                 self._send_all()
 
     def _send_all(self) -> None:
-        """Send each file that waits; one that cannot be sent waits for the next call."""
+        """Send all files in ``waiting``. One that cannot be sent stays for the next call."""
         for path in tuple(self.waiting):
             try:
                 self._send(path)
-            except Exception as fault:  # whatever it is: training goes on
-                self._warn(fault)
+            except Exception as error:  # whatever it is: training goes on
+                self._warn(error)
                 if path not in self.waiting[1:]:
                     self.waiting.append(path)
             self.waiting.pop(0)
@@ -214,10 +214,10 @@ class Store:
             log.info(f"the store {self.url} works again")
         self.fails = False
 
-    def _warn(self, fault: Exception) -> None:
+    def _warn(self, error: Exception) -> None:
         if not self.fails:
             log.warning(
-                f"the store {self.url} cannot be used ({fault!r:.200}): training continues, and "
+                f"the store {self.url} cannot be used ({error!r:.200}): training continues, and "
                 "the next snapshot tries again"
             )
         self.fails = True

@@ -60,7 +60,7 @@ def tar_files(root: Path) -> list[Path]:
     """
     if root.is_dir():
         with os.scandir(root) as entries:
-            # Beside class folders, tar files are what these were extracted from.
+            # Tar files beside class folders: the folders were extracted from them.
             if any(entry.name[0] != "." and entry.is_dir() for entry in entries):
                 return []
         names, known = os.listdir(root), r"[^.].*\.tar"
@@ -71,9 +71,9 @@ def tar_files(root: Path) -> list[Path]:
         shards = rf"(?:[^.].*[-_.])?{PARTS.get(root.name, part)}[-_.]?\d+(?:-of-\d+)?\.tar"
         patterns = [rf"{part}\.tar", rf"ILSVRC2012_img_{part}\.tar", shards]
     for pattern in patterns:
-        if found := sorted(name for name in names if re.fullmatch(pattern, name)):
-            _check_complete(folder, found)
-            return [folder / name for name in found]
+        if tars := sorted(name for name in names if re.fullmatch(pattern, name)):
+            _check_complete(folder, tars)
+            return [folder / name for name in tars]
     endings = r"(?:\.gz|\.bz2|\.xz|\.zst)"
     for name in sorted(names):
         if any(re.fullmatch(rf"{p}{endings}|{p[:-5]}\.tgz", name) for p in patterns):
@@ -147,7 +147,7 @@ class Tars(Source):
             raise OSError("a link to an image that is not in this tar file")
         file = self._handles[self.records[image]["file"]]
         data = os.pread(file, size, place)
-        while len(data) < size:  # a network disk may give less than was asked for
+        while len(data) < size:  # a network disk may return fewer bytes than requested
             if not (more := os.pread(file, size - len(data), place + len(data))):
                 raise OSError(f"{os.path.basename(path)} ends before the image does")
             data += more
@@ -249,13 +249,13 @@ def _read_table(path: Path) -> list[str]:
 
 @dataclass
 class _Content:
-    """What one tar file holds, or one that lies in another. All names are normalised."""
+    """The content of a tar file, or of one inside another. All names are normalised."""
 
     file: int
     prefix: bytes  # before all names: for a tar file in another one, its name without .tar
     images: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # name: place, bytes
     links: dict[bytes, bytes] = field(default_factory=dict)  # images that are links: target
-    labels: dict[bytes, bytes] = field(default_factory=dict)  # by key: what .cls or .json says
+    labels: dict[bytes, bytes] = field(default_factory=dict)  # by key: text of the label
     folders: set[bytes] = field(default_factory=set)
     tars: list[tuple[bytes, int, int]] = field(default_factory=list)  # prefix, start and end
 
@@ -273,13 +273,13 @@ def _make_index(root: Path, files: list[Path], table: list[str] | None, shows: b
             def read(job: tuple[int, bytes, int, int]) -> _Content:
                 return _read_tar(handles[job[0]], files[job[0]], job, bar)
 
-            found = list(pool.map(read, [(i, b"", 0, size) for i, size in enumerate(sizes)]))
-            found += pool.map(read, [(one.file, *tar) for one in found for tar in one.tars])
+            contents = list(pool.map(read, [(i, b"", 0, size) for i, size in enumerate(sizes)]))
+            contents += pool.map(read, [(one.file, *tar) for one in contents for tar in one.tars])
     finally:
         for handle in handles:
             os.close(handle)
     by_class: dict[bytes, list[tuple[bytes, tuple[int, int, int]]]] = {}
-    for path, record in _paths(root, files, found, table).items():
+    for path, record in _paths(root, files, contents, table).items():
         images = by_class.setdefault(path.partition(b"/")[0], [])
         if path[-1:] != b"/":  # a folder, perhaps without images
             images.append((path, record))
@@ -339,7 +339,7 @@ def _read_tar(handle: int, path: Path, job: tuple[int, bytes, int, int], bar: tq
 
 
 def _paths(
-    root: Path, files: list[Path], found: list[_Content], table: list[str] | None
+    root: Path, files: list[Path], contents: list[_Content], table: list[str] | None
 ) -> dict[bytes, tuple[int, int, int]]:
     """The path CLASS/NAME of each image, and its record; of a class folder, CLASS/.
 
@@ -350,7 +350,7 @@ def _paths(
     paths: dict[bytes, tuple[int, int, int]] = {name + b"/": (0, 0, 0) for name in names}
     plain: dict[bytes, tuple[int, int, int]] = {}  # whose class is a folder
     labelled = []
-    for content in found:
+    for content in contents:
         stem = os.fsencode(files[content.file].stem)
         for name, (place, size) in content.images.items():
             record = (place // BLOCK, min(size, 2**32 - 1), content.file)
@@ -371,15 +371,15 @@ def _paths(
                 paths[labels[name.decode()].encode() + b"/" + name] = record
             elif root.is_dir():
                 plain[stem + b"/" + name] = record
-            # Else it lies beside the class folders, and is none of the data set.
+            # Else it lies beside the class folders and does not belong to the data set.
     # Tar files of a stream may number their images from 0 each.
     unique = len({(label, name) for label, _, name, _ in labelled}) == len(labelled)
     for label, stem, name, record in labelled:
         paths[b"/".join((label, name) if unique else (label, stem, name))] = record
     if not labelled and not names:
-        plain |= {name + b"/": (0, 0, 0) for one in found for name in one.folders}
+        plain |= {name + b"/": (0, 0, 0) for one in contents for name in one.folders}
     top = b""  # folders above those of the classes
-    of_tars = {one.prefix for one in found}
+    of_tars = {one.prefix for one in contents}
     images = [name for name in plain if name[-1:] != b"/"]
     while images and len({name[len(top) :].partition(b"/")[0] for name in images}) == 1:
         deeper = images[0][: images[0].index(b"/", len(top)) + 1]

@@ -1,7 +1,7 @@
 """Models of timm, beside torchvision's: ``-a NAME``, where timm is installed.
 
-It answers `utils.models` by the same three questions: names, a model, what its published weights
-expect. Without this file, torchvision's models remain.
+Interface, for `utils.models`: the names of models, a model, and the preprocessing that its
+published weights expect. Without this file, torchvision's models remain.
 """
 
 from typing import Any
@@ -22,11 +22,11 @@ def preprocessing(arch: str) -> Preprocessing | None:
     """The preprocessing that the published weights of ``arch`` expect; None if there are none."""
     if not timm.is_model_pretrained(arch):
         return None
-    wanted = timm.get_pretrained_cfg(arch)
-    size = wanted.input_size[-1]
-    interpolation = nearest_interpolation(wanted.interpolation)
-    short = int(size / wanted.crop_pct)
-    return Preprocessing(tuple(wanted.mean), tuple(wanted.std), interpolation, size, short)
+    config = timm.get_pretrained_cfg(arch)
+    size = config.input_size[-1]
+    interpolation = nearest_interpolation(config.interpolation)
+    short = int(size / config.crop_pct)
+    return Preprocessing(tuple(config.mean), tuple(config.std), interpolation, size, short)
 
 
 def create(

@@ -90,7 +90,7 @@ class Tracker:
         self.remote.log({tag: wandb.Image(image), X: _epochs(tag, x)})
 
     def close(self) -> None:
-        """Wait for the last uploads, but not for ever: a network may be gone."""
+        """Wait at most `WAIT` seconds for the last uploads."""
         remote, self.remote = self.remote, None
         if remote is not None:
             ends = threading.Thread(target=remote.finish, daemon=True)

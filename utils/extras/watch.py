@@ -3,13 +3,13 @@
 Interface: `Watch`, which `utils.epoch.Meter` calls; `StepTimer` is used by ``--dummy``, too.
 Without this file, these curves and the notes about them are missing; a step's whole time stays.
 
-A step is waiting for data, compute, and exposed communication. No step waits for the device: on a
-GPU the marks are CUDA events, read when they have passed; on the CPU, readings of the clock. Two
-marks are set within backward by callbacks of autograd: when all local gradients are there, and
-when DistributedDataParallel has seen the last bucket's all-reduce. The time between them is what
-compute does not hide, waiting for slower processes included. The reduction itself is not
-touched, so that weights stay equal bit for bit. A sharded model communicates all along, for weights
-and gradients of each block: there this part is not measured, and belongs to compute.
+A step has three parts: waiting for data, compute, and exposed communication. Measuring makes no
+step wait for the device: on a GPU the marks are CUDA events, read when they have passed; on the CPU
+they are readings of the clock. Two marks are set within backward by callbacks of autograd: when all
+local gradients are there, and when DistributedDataParallel has seen the last bucket's all-reduce.
+The time between them is the communication that compute does not overlap, with the wait for slower
+processes. The reduction itself is not changed, so weights stay equal bit for bit. A sharded model
+communicates throughout the step: there this part is not measured, and counts as compute.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ from utils.world import gather, is_sharded, local
 log = logging.getLogger(__name__)
 
 Mark = Any  # a torch.cuda.Event, or seconds of the clock
-Interval = tuple[str, Mark, Mark]  # what for, begin, end
+Interval = tuple[str, Mark, Mark]  # part of a step, begin, end
 Times = Counter  # number of "steps", and seconds by part
 
 SECONDS = 1.0  # between samples of the hardware
 ENOUGH = 30  # samples; a median of fewer says little
 GIB = 2**30
-# Tags, the functions of torch.cuda that say them, and what their values are multiplied by.
+# Tags, the functions of torch.cuda that measure them, and factors for their values.
 GPU = {
     "GPU/utilisation": ("utilization", 1.0),
     "GPU/memory_gb": ("device_memory_used", 1 / GIB),
@@ -78,8 +78,8 @@ class Clock:
 class StepTimer:
     """Times the micro-batches of one process.
 
-    An epoch: `start`; for each micro-batch `begin`, the training step, `end`, and, when what came
-    after it (printed lines) is to be no part of a step, `wait`; at last `stop`. ``total`` has the
+    Calls in an epoch: `start`; for each micro-batch `begin`, the training step, `end`, and `wait`
+    after printed lines, which are no part of a step; finally `stop`. ``total`` has the
     number of "steps" and the seconds of their parts: "data", "compute", "communication" and, under
     DDP, "own", the part of compute until this process's gradients are there.
     """
@@ -90,13 +90,12 @@ class StepTimer:
         self.since: Times = Counter()  # the last call of `recent`
         self.pending: deque[tuple[list[Interval], bool]] = deque()
         self.now: list[Interval] | None = None  # of the micro-batch that computes
-        self.last: Mark | None = None  # since then the device has waited for data
+        self.last: Mark | None = None  # the device waits for data since then
         self.began: Mark | None = None
         self.queued = False
         self.sharded = is_sharded(model)
         if distributed and not self.sharded:
-            # DDP waits for every parameter's gradient, so that those of the last layer, which
-            # come first, are as good as any.
+            # The gradients of the last layer come first. Any would do: DDP waits for all of them.
             trained = [weight for weight in model.parameters() if weight.requires_grad]
             for weight in trained[-2:]:
                 weight.register_post_accumulate_grad_hook(self._first_gradient)
@@ -223,7 +222,7 @@ def _bytes(tensors: list[torch.Tensor]) -> float:
 
 
 class Watch:
-    """One process's instruments. A thread samples GPU and CPU every second; `close` ends it."""
+    """The measurements of one process. A thread samples GPU and CPU every second until `close`."""
 
     def __init__(self, session: Session):
         self.session, self.device = session, session.world.device
