@@ -76,8 +76,8 @@ def read_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
         with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             content = torch.load(path, "cpu", weights_only=True, mmap=lazily and is_zip)
-    except OSError as fault:
-        raise UserError(f"{path} cannot be read ({fault.strerror or fault})") from fault
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
     except Exception:  # torch and zipfile report damage by half a dozen types
         pass
     if not isinstance(content, dict):

@@ -54,7 +54,7 @@ def run_steps(session: Training, train_step: TrainStep, meter: "Meter") -> None:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, session: Session, position: float) -> None:
-    """Set that of ``position`` (epochs since the start, fractional) in all parameter groups."""
+    """Set the learning rate at ``position`` (fractional epochs) in all parameter groups."""
     lr = learning_rate_at(session, position)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -81,8 +81,8 @@ def loss_scale(state: TrainState) -> dict[str, float]:
 def save_snapshot(session: Training, is_best: bool = False) -> None:
     """Begin to write ``snapshot.pt``, and ``best.pt`` if this is the best model; in rank 0.
 
-    To be called in all processes: each may have a part of the model, or of the exchange of
-    gradients.
+    All processes must call it: each may have a shard of the model, or state of the gradient
+    exchange.
     """
     began, state, main = time.perf_counter(), session.state, session.world.is_main
     content = snapshots.snapshot_of(state, session.run.options, session.loaders.classes, main)
@@ -91,7 +91,7 @@ def save_snapshot(session: Training, is_best: bool = False) -> None:
         return
     files = {SNAPSHOT: content}
     if is_best:
-        # First, so that no snapshot ever speaks of a best model that is not there.
+        # First, so that no snapshot refers to a best model that is not on disk.
         files = {BEST: snapshots.best_of(state, session.args.arch, content), **files}
     session.snapshots.save(files, collecting)
 
@@ -99,8 +99,8 @@ def save_snapshot(session: Training, is_best: bool = False) -> None:
 def seed_dropout(session: Session, *position: int) -> None:
     """Seed randomness inside the model by the position: no random state needs saving.
 
-    torch.manual_seed asks every kind of device first: a tenth of a millisecond or more where one is
-    not initialised.
+    torch.manual_seed queries every kind of device first, which takes at least a tenth of a
+    millisecond if one is not initialised.
     """
     key = session.args.seed
     for number in position:
@@ -124,7 +124,7 @@ def _input_rates(session: Session, seconds: float) -> dict[str, float]:
 
 
 class Meter:
-    """What an epoch measures: sums of loss and hits, the parts of a step, the lines printed."""
+    """The measurements of an epoch: sums of loss and hits, parts of a step, printed lines."""
 
     def __init__(self, session: Training):
         """The epoch begins."""
@@ -162,11 +162,11 @@ class Meter:
         return math.isfinite(sums[0])
 
     def print_line(self) -> None:
-        """Every --print-freq steps, print what has come since the last line and draw its curves.
+        """Every --print-freq steps, print a line about the steps since the last one, with curves.
 
-        Loss and accuracy are those of all ranks, and after a resume they include the steps before
-        it; speed and waiting are this process's own, since the resume. The first step of a run or
-        of a resumed one has a line as well, which counts for the next line, too.
+        Loss and accuracy are those of all ranks and, after a resume, include the steps before it.
+        Speed and waiting are this process's own, since the resume. The first step of a process has
+        a line as well, and counts again in the next line.
         """
         session, state, step = self.session, self.state, self.state.step
         session.run.step(step)
@@ -198,14 +198,14 @@ class Meter:
         session.show_status("training", steps=self.steps, images_per_s=rate, parts=parts)
 
     def record(self) -> dict[str, float] | None:
-        """The epoch has ended: its record for curves and history; None if it was cut short."""
+        """End the epoch. Returns: its record for curves and history; None if it was stopped."""
         session, state, stop = self.session, self.state, self.session.stop
         sampler, bad = session.train.sampler, session.train.bad
         if session.world.device.type == "cuda":
             torch.cuda.synchronize(session.world.device)
         seconds, done = time.perf_counter() - self.began, state.step - self.first
         session.run.stop_steps()
-        # If evaluation is stopped, the epoch is not closed, and they are needed.
+        # A snapshot needs them if evaluation is stopped.
         state.sums = self.sums.total(session.world)
         bad.share(session.world)
         if bad.too_many:
@@ -233,7 +233,7 @@ def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, 
     """Evaluate the model, and its other weights if it has any (``--ema``).
 
     Returns: what `measure` does, and the other weights' metrics, whose tags end in their name
-    (``Top1/ema``); None when asked to stop.
+    (``Top1/ema``); None if the run is to stop.
     """
     result = measure(session, predict, batches)
     for name, weights in addons.other_weights(session.state).items():
@@ -247,7 +247,7 @@ def evaluate(session: Session, predict: Predict, batches: Batches) -> dict[str, 
 
 @torch.no_grad()
 def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, float] | None:
-    """Evaluate over all ranks; every image counts once. Returns None when asked to stop.
+    """Evaluate over all ranks; every image counts once. Returns None if the run is to stop.
 
     The loss is plain cross entropy, whatever label smoothing training uses. Keys of the result:
     the ``.../val`` tags, "images" evaluated, and "unreadable", how many could not be. Raises:
@@ -262,7 +262,7 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
             return None
         stop.begin_phase()
         session.show_status("evaluating")
-    # Each rank has seen other batches since DDP last shared the running statistics of batch norm.
+    # Each rank has seen other batches, so its running statistics of batch norm differ.
     copy_from_rank0(model, world, parameters=False)
     model.eval()
     run.start_steps("Evaluation", sampler.rounds)
@@ -276,7 +276,7 @@ def measure(session: Session, predict: Predict, batches: Batches) -> dict[str, f
                 logits = (logits + predict(images.flip(3)).float()) / 2
             loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=UNREADABLE)
             sums.add(loss, logits, targets)
-        elif session.state.sharded:  # the other ranks gather their weights with this one
+        elif session.state.sharded:  # all ranks must take part in gathering the weights
             for _ in range(1 + session.args.val_flip):
                 predict(batches.blank())
         run.step(number + 1)
@@ -328,7 +328,7 @@ def evaluate_only(session: Session, predict: Predict) -> int:
 
 
 def test_best(session: Training, predict: Predict) -> dict[str, float] | None:
-    """Evaluate DATA/test with the best model of the run. Returns None when asked to stop."""
+    """Evaluate DATA/test with the best model of the run. Returns None if the run is to stop."""
     best = session.run.folder / BEST
 
     def read() -> Any:

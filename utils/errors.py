@@ -19,8 +19,8 @@ INTERRUPTED = 75  # EX_TEMPFAIL: stopped by a signal, with a snapshot; run again
 class UserError(Exception):
     """An error that the user can fix; the message, one line, says how.
 
-    ``on_every_rank`` marks an error that every process of the job finds by itself (a missing
-    option, say): one process per node reports it. ``code`` is the exit code.
+    ``on_every_rank`` marks an error that every process of the job raises (a missing option, say):
+    one process per node reports it. ``code`` is the exit code.
     """
 
     def __init__(self, message: str, on_every_rank: bool = False, code: int = BAD_INPUT):
@@ -73,11 +73,11 @@ def of_fault(fault: Exception) -> UserError | None:
             "ran out of memory (dmesg shows it): use fewer workers (-j). To continue, "
             f"{how_to_continue()}"
         )
-    wanted = re.search(r"ried to allocate ([\d.]+ \w+)", text)
-    if wanted and re.search(r"out of memory|can't allocate memory", text):
+    attempt = re.search(r"ried to allocate ([\d.]+ \w+)", text)
+    if attempt and re.search(r"out of memory|can't allocate memory", text):
         place = "the GPU" if "CUDA" in text else "this machine"
         return UserError(
-            f"{place} is out of memory, at an attempt to allocate {wanted[1]}: use a smaller -b, "
+            f"{place} is out of memory, at an attempt to allocate {attempt[1]}: use a smaller -b, "
             "with --accum-steps to keep the global batch"
         )
     return None
@@ -95,7 +95,7 @@ def _error_of_shm() -> UserError | None:
 
 
 def is_reported_by_another(error: UserError) -> bool:
-    """Whether another process of this node finds the same ``error`` and is to print it."""
+    """Whether another process of this node raises the same ``error`` and prints it."""
     return error.on_every_rank and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
@@ -156,10 +156,10 @@ class _Droppable(io.FileIO):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())  # also for C++ and child processes
             os.close(nowhere)
-        except OSError as fault:
-            if fault.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
-            # Only this text is lost: there may be room again later.
+            # Only this text is lost: the disk may have space again later.
         return memoryview(data).nbytes
 
 

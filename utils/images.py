@@ -146,7 +146,7 @@ def view(
 
 # ---- a batch of images, in a loader worker
 
-LONGEST_SEARCH = 10_000  # unreadable files in one batch; with more, the disk is at fault
+LONGEST_SEARCH = 10_000  # unreadable files in one batch; with more, the disk is broken
 SLOW = 3e-4  # seconds for a read, on average: above, a worker has more than one in flight
 READS = 8  # at most; a small file on a network disk takes several round trips, decoding 3 to 8 ms
 

@@ -1,7 +1,7 @@
 """How the processes of a node start, find their place in the job, and end together. No torch.
 
-Each process is told its place as torchrun tells it: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT. `utils.world` joins them.
+Each process gets its place in torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT. `utils.world` joins the processes.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from utils.option_types import count, from_environment, port, positive, seconds
 MARKER = "IMAGENET_SUITE"  # a variable in the environment by which scripts/cleanup.sh finds us
 LAUNCHER = "IMAGENET_LAUNCHER"  # another: the process id of the launcher
 GRACE_SECONDS = 15.0  # for the others to exit once one process has failed
-REPORT_SECONDS = 60.0  # for a node's first process to find the error that others have found
+REPORT_SECONDS = 60.0  # for a node's first process to report the error that others have
 PLACEHOLDERS = ("MASTER_IP", "MASTER_ADDR", "MASTER_PORT", "HOST", "IP", "PORT")  # of documents
 _PR_SET_PDEATHSIG = 1
 
@@ -96,8 +96,9 @@ def _exit_with(main: Callable[[], int | None], spawned: bool) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was lost", file=sys.stderr)
         sys.exit(130)
-    except (UserError, RuntimeError, OSError, ModuleNotFoundError) as fault:
-        error = fault if isinstance(fault, UserError) else errors.of_fault(fault)
+    except (UserError, RuntimeError, OSError, ModuleNotFoundError) as exception:
+        is_known = isinstance(exception, UserError)
+        error = exception if is_known else errors.of_fault(exception)
         if error is None:
             raise
         if not spawned and errors.is_reported_by_another(error):
@@ -354,17 +355,17 @@ def is_elastic() -> bool:
 
 
 def _check_environment() -> None:
-    """Raise `UserError` unless the environment tells this process its place."""
+    """Raise `UserError` unless the environment has this process's place in the job."""
     os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
-    found = {name: os.environ.get(name, "") for name in names}
-    *numbers, address = found.values()
+    values = {name: os.environ.get(name, "") for name in names}
+    *numbers, address = values.values()
     if address and all(number.isdecimal() for number in numbers):
         rank, size, local, local_size, number = map(int, numbers)
         if local <= rank < size and local < local_size <= size and 0 < number < 65536:
             return
     raise UserError(
-        f"{' '.join(f'{name}={value}' for name, value in found.items())} in the environment is not "
-        "the place of a process in a job: start with torchrun, or unset LOCAL_RANK",
+        f"{' '.join(f'{name}={value}' for name, value in values.items())} in the environment "
+        "is not the place of a process in a job: start with torchrun, or unset LOCAL_RANK",
         on_every_rank=True,
     )

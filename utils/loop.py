@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def measure(session: Session, train_step: TrainStep) -> int | None:
-    """``--find-batch`` or ``--dummy`` in place of a training. Returns: exit code; None to train."""
+    """Run ``--find-batch`` or ``--dummy``. Returns: the exit code; None if training is to begin."""
     measurement = addons.measurement(session.args)
     return measurement and measurement(session, train_step)
 
@@ -34,7 +34,7 @@ def with_checkpoint_sizes(args: Options, world: World) -> Options:
 
 
 def _with_typed_sizes(args: Options, saved: Preprocessing) -> Preprocessing:
-    """A checkpoint's preprocessing, but in the sizes of the command line."""
+    """A checkpoint's preprocessing, with sizes of the command line where those were given."""
     size = None if "image_size" in args.defaulted_sizes else args.image_size
     return saved.resized(size, args.val_resize_size, args.val_image_size)
 
@@ -50,7 +50,7 @@ def resume(session: Session) -> None:
     if content is not None and not args.evaluate:
         notes += load_parts(state, args, content, run.source)
     if state.resumed and not main:
-        state.sums = None  # they are of all ranks: only one may bring them in again
+        state.sums = None  # sums over all ranks: only one rank may add them again
     if args.start_epoch is not None and not args.evaluate:
         state.epoch, state.step, state.sums, state.printed = args.start_epoch, 0, None, None
     _resolve_preprocessing(session)
@@ -60,7 +60,7 @@ def resume(session: Session) -> None:
 
 
 def _resolve_preprocessing(session: Session) -> None:
-    """Preprocess images as the checkpoint says, but in the sizes of the command line."""
+    """Use the checkpoint's preprocessing, with sizes of the command line where those were given."""
     args, state, run = session.args, session.state, session.run
     preprocessing, source = args.preprocessing, "the pretrained weights"
     if state.preprocessing is not None:
@@ -77,7 +77,7 @@ def begin(session: Session) -> Training:
     """Open the run's files, print its set-up, handle signals, start the clocks."""
     args, world, state, run = session.args, session.world, session.state, session.run
     steps = session.train.sampler.steps_per_epoch
-    # All ranks add up what a line shows, so one of them says when a line is due.
+    # A line needs sums over all ranks, so rank 0 decides for all when a line is due.
     print_freq = broadcast_from_rank0(lambda: args.print_freq, world)
     run.begin(state.epoch, state.epoch + state.step / steps, addons.facts(session))
     report.start(session)
@@ -108,13 +108,13 @@ def has_next_epoch(session: Training) -> bool:
 def close_epoch(
     session: Training, trained: dict[str, float] | None, evaluated: dict[str, float] | None
 ) -> None:
-    """Record an epoch: curves, best model, snapshot. None: training or evaluation was cut short."""
+    """Record an epoch: curves, best model, snapshot. None: training or evaluation was stopped."""
     args, state = session.args, session.state
     state.tick()
     if trained is None or evaluated is None:
         if session.stop.reason is Reason.DIVERGED:
             session.stop.ask(Reason.DIVERGED, _diverged(session))
-        else:  # in the middle of evaluation, it is of the moment after the epoch's last step
+        else:  # if evaluation was stopped, a resumed run begins with it
             save_snapshot(session)
         return
     seconds, is_first = state.elapsed - state.epoch_began, state.epoch == session.first_epoch
@@ -159,7 +159,7 @@ def end(session: Training, predict: Predict) -> int:
 
     Returns: the process's exit code. Raises: `UserError` when the loss is no longer a finite
     number, when too many images are unreadable, or when the last snapshot could not be written.
-    After any exception the process ends at once instead: what is done here waits for other ranks.
+    After any other exception a process exits at once, as this function waits for other ranks.
     """
     run, stop = session.run, session.stop
     failure = broadcast_from_rank0(

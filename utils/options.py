@@ -12,13 +12,13 @@ from utils import addons, launch, models, optim, preprocessing, stopping
 from utils import option_types as types
 from utils.errors import UserError
 
-# Eight wait for a slow disk while one core decodes; thousands would take minutes to start.
+# On a slow disk, eight workers keep a core busy; thousands would take minutes to start.
 CORES = launch.usable_cores()
 MOST_WORKERS = max(64, 8 * CORES)
 
 
 class Options(argparse.Namespace):
-    """The values of a command line. They do not change: what is derived later has its own place."""
+    """The values of a command line. They never change; derived values are kept elsewhere."""
 
     def __init__(self, **values: Any):
         self.__dict__.update(values)
@@ -80,7 +80,7 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
 def _add_augmentation_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("augmentation").add_argument
     text = (
-        "smallest share of the image's area that a training crop covers; 0.25 to 0.5 suits short "
+        "smallest area of a training crop, as a fraction of the image; 0.25 to 0.5 suits short "
         "trainings and small images"
     )
     smallest = preprocessing.CROP_SCALE
@@ -89,16 +89,16 @@ def _add_augmentation_options(parser: argparse.ArgumentParser) -> None:
     add("--auto-augment", choices=preprocessing.POLICIES, help=text)
     text = "probability of a grey box in a training crop"
     add("--random-erasing", type=types.fraction, default=0.0, metavar="P", help=text)
-    text = "blend pairs of images with shares from Beta(A, A); 0.2 is common"
+    text = "blend pairs of images, with mixing weights from Beta(A, A); 0.2 is common"
     add("--mixup", type=types.beta_shape, default=0.0, metavar="A", help=text)
     text = (
-        "paste a box of one image into another, with shares from Beta(A, A); 1 is common. With "
-        "--mixup: one of the two, with probability 0.5 each"
+        "paste a box of one image into another, with areas from Beta(A, A); 1 is common. With "
+        "--mixup, each pair gets one of the two at random"
     )
     add("--cutmix", type=types.beta_shape, default=0.0, metavar="A", help=text)
     text = (
-        "repeated augmentation: N crops of each image in a global batch, of N times fewer images;"
-        " 3 is common for vision transformers"
+        "repeated augmentation: a global batch has N different crops of each of its images; 3 is "
+        "common for vision transformers"
     )
     add("--repeated-aug", type=types.number(int, 1, 1000), default=1, metavar="N", help=text)
     text = (
@@ -116,7 +116,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     text = (
         "start from published weights, with images resized and normalised as they expect, or from"
         " FILE: a checkpoint of this suite, torchvision or timm, or .safetensors. The classifier "
-        "is new if the classes differ. Without FILE, give it after DATA"
+        "is new if the classes differ. If you omit FILE, put the option after DATA"
     )
     add("--pretrained", nargs="?", const=True, default=False, metavar="FILE", help=text)
     text = "train only the classifier; also freeze batch-norm statistics"
@@ -140,8 +140,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--channels-last", action=argparse.BooleanOptionalAction, default=True, help=text)
     text = (
         "keep an exponential moving average of the weights, over about 1/(1-DECAY) steps, and "
-        "evaluate it beside the model; best.pt is the better of the two (see --best-by). 0.9999 "
-        "suits long trainings, 0.998 or less short ones"
+        "evaluate it, too; best.pt is the better of the two models (see --best-by). 0.9999 suits "
+        "long trainings, 0.998 or less short ones"
     )
     add("--ema", type=types.ema_decay, metavar="DECAY", help=text)
 
@@ -153,7 +153,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         "the command line take precedence"
     )
     add("--recipe", metavar="NAME|FILE", help=text)
-    text = "global batches for which --lr and the like were chosen; warn of another one"
+    text = "global batches for which the learning rate was chosen; warn about any other"
     add("--batch-range", type=types.batch_range, metavar="LOW:HIGH", help=text)
     add("--epochs", type=types.epochs, default=90, metavar="N", help="total number of epochs")
     add("--start-epoch", type=types.epochs, metavar="N", help="start from this epoch")
@@ -177,8 +177,8 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     add("--wd-norm", type=types.non_negative, metavar="D", help=text)
     text = (
         "step: x0.1 every 30 epochs and once more at 80; constant: --lr in all epochs; cosine, "
-        "linear: to 0 at the last epoch; onecycle: up in 30 %% of the epochs, or in "
-        "--warmup-epochs, then to 0"
+        "linear: falling to 0 at the last epoch; onecycle: rising for 30 %% of the epochs, or for "
+        "--warmup-epochs, then falling to 0"
     )
     add("--lr-schedule", choices=optim.SCHEDULES, default="step", help=text)
     text = "linear warm-up from 0"
@@ -186,7 +186,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     text = "scale --lr with the global batch: linear, lr x batch/256; sqrt, lr x (batch/256)^0.5"
     add("--lr-scaling", choices=("none", "linear", "sqrt"), default="none", help=text)
     add("--label-smoothing", type=types.fraction, default=0.0, metavar="E", help="0.1 is common")
-    text = "batches accumulated for one step; the global batch grows by this factor"
+    text = "batches whose gradients are accumulated for one step; multiplies the global batch"
     add("--accum-steps", type=types.positive, default=1, metavar="N", help=text)
     text = (
         "compile the training step by torch.compile (not evaluation); without a mode, the option "
@@ -223,8 +223,8 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     text = "average the logits of each image and its mirror image in evaluation"
     add("--val-flip", action="store_true", help=text)
     text = (
-        "what makes an epoch's model the best one, which best.pt holds and DATA/test is evaluated "
-        "with: the highest validation top-1, or the lowest validation loss"
+        "how the best model is chosen, which is saved as best.pt and evaluated on DATA/test: by "
+        "the highest validation top-1, or by the lowest validation loss"
     )
     add("--best-by", choices=("top1", "loss"), default="top1", help=text)
     text = "stop when this validation top-1 is reached; 0.75 and 75 mean the same"
@@ -257,18 +257,18 @@ def add_communication(parser: argparse.ArgumentParser) -> None:
     """How gradients are exchanged between the processes, for DistributedDataParallel."""
     add = parser.add_argument_group("communication").add_argument
     text = (
-        "format of the exchanged gradients: fp32, fp16, bf16, int8, int4 or powersgd[:RANK] (4); "
-        "scripts/bench_network.py measures which is fast on your network"
+        "format in which gradients are exchanged: fp32, fp16, bf16, int8, int4 or powersgd[:RANK] "
+        "(RANK 4 if omitted); scripts/bench_network.py measures which is fast on your network"
     )
     add("--comm", type=addons.comm_method, default="fp32", metavar="METHOD", help=text)
-    text = "gradients are exchanged in buckets of this size; default: torch's, first 1, then 25"
+    text = "size of the buckets in which gradients are exchanged; default: torch's, 1, then 25"
     add("--bucket-mb", type=types.non_negative, metavar="MIB", help=text)
 
 
 def parse(parser: types.Parser, words: Sequence[str] | None = None, local: bool = True) -> Options:
     """Parse the command line, or ``words``. Raises: `UserError` for options that do not fit.
 
-    Without ``local`` they are for other machines: the files that they name may be missing here.
+    Without ``local`` the options are for other machines: files that they name may be missing here.
     """
     words = addons.expand(sys.argv[1:] if words is None else words, parser.option_names)
     args = parser.parse_args(words)

@@ -165,11 +165,11 @@ class Run:
         """Turn what the disk refuses into a `UserError`."""
         try:
             yield
-        except OSError as fault:
+        except OSError as error:
             raise UserError(
-                f"cannot write into the run directory {self.folder} ({fault.strerror}): existing "
+                f"cannot write into the run directory {self.folder} ({error.strerror}): existing "
                 "files are intact; free disk space, or choose another --output-dir"
-            ) from fault
+            ) from error
 
     def _make(self) -> bool:
         """Make the directory and, to train, acquire its lock. Returns: whether that is done.
@@ -310,8 +310,8 @@ class Run:
                 if self.events is not None:
                     success = self.record["finished_because"] != "interrupted"
                     self.events.add(addons.closing_summaries(success))
-            except OSError as fault:
-                log.warning(f"cannot write {path} ({fault.strerror})")
+            except OSError as error:
+                log.warning(f"cannot write {path} ({error.strerror})")
             self.tell_written(path)
         self.close()
         if self.lock is not None:

@@ -1,7 +1,7 @@
 """Snapshots: what they hold, and how they are written beside training.
 
-Training stands still only while the state is copied to the host; a thread then writes it. At any
-instant, also in the middle of a write, ``snapshot.pt`` or the one before it is whole on disk.
+Training pauses only while the state is copied to the host. A thread then writes the copy. At any
+instant, also in the middle of a write, ``snapshot.pt`` or the one before it is complete on disk.
 """
 
 import logging
@@ -107,7 +107,7 @@ def write(content: dict[str, Any], path: Path) -> None:
 
 
 class SnapshotWriter:
-    """Writes one set of files after the other into a folder, in a thread. For rank 0.
+    """Writes sets of files into a folder, one after the other, in a thread. For rank 0.
 
     A write that fails is logged, and so is the next one that succeeds. The functions ``written``
     are called with the path of each file that has been written, in that thread.
@@ -116,9 +116,9 @@ class SnapshotWriter:
     def __init__(self, folder: Path, written: Iterable[Callable[[Path], None]] = ()):
         self.folder, self.written = folder, written
         self.failure: UserError | None = None  # of the last write
-        self.pauses: list[float] = []  # seconds for which training stood still, one a snapshot
+        self.pauses: list[float] = []  # seconds that training paused, one entry per snapshot
         self._thread: threading.Thread | None = None
-        self._buffers: dict[str, Tensor] = {}  # of the last copies: fresh memory is slower
+        self._buffers: dict[str, Tensor] = {}  # of the last copies: new memory would be slower
         self._copied: dict[int, Tensor] = {}
 
     @property
@@ -129,12 +129,12 @@ class SnapshotWriter:
     def save(self, files: dict[str, dict[str, Any]], collecting: float = 0.0) -> None:
         """Copy the contents (file name -> what torch.save takes) and begin to write them.
 
-        Waits for the write before. Returns when the copy is made: what it was made from may change.
+        Waits for the previous write. Returns once the copy is made: the originals may then change.
         ``collecting``: seconds that the caller has spent on the contents.
         """
         self.wait()
         began = time.perf_counter()
-        self._copied = {}  # a tensor that stands in two files is copied once
+        self._copied = {}  # a tensor that is in two files is copied once
         contents = {name: self._copy(content, name) for name, content in files.items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -143,7 +143,7 @@ class SnapshotWriter:
         self._thread.start()
 
     def wait(self) -> str | None:
-        """Return when nothing is being written any more; if the last write failed, why."""
+        """Wait until nothing is being written. Returns: why the last write failed, or None."""
         if self._thread is not None:
             self._thread.join()
         return str(self.failure) if self.failure else None
@@ -188,9 +188,9 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class Part(Protocol):
-    """Something that a snapshot keeps. All ranks call both; what rank 0 gets is saved.
+    """A part of a snapshot. All ranks call both methods; the result in rank 0 is saved.
 
-    It may have a ``failure``: a sentence that says why training cannot go on, or None.
+    It may have a ``failure``: a message why training cannot continue, or None.
     """
 
     def state_dict(self) -> Any:
@@ -201,7 +201,7 @@ class Part(Protocol):
 
 
 class ModelPart:
-    """A model under its plain torchvision names, also where it is sharded."""
+    """A model's weights under their torchvision names, also if the model is sharded."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -210,7 +210,7 @@ class ModelPart:
         return self.model.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Raises: RuntimeError when it is of another model."""
+        """Raises: RuntimeError for the weights of another model."""
         if is_sharded(self.model):
             own = self.model.state_dict()
             state = {name: shard_like(full, own.get(name, full)) for name, full in state.items()}
@@ -227,9 +227,9 @@ class OptimizerPart:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Lays each moment out in memory like its weight, which fused optimisers need.
+        """Gives each moment the memory layout of its weight, which fused optimisers need.
 
-        Raises: ValueError when it is of other weights.
+        Raises: ValueError for a state of other weights.
         """
         groups = self.optimizer.state_dict()["param_groups"]
         saved = [len(group["params"]) for group in state["param_groups"]]
@@ -259,17 +259,17 @@ PROGRESS = ("epoch", "step", "global_batch", "best", "elapsed", "history", "sums
 
 @dataclass
 class TrainState:
-    """All that the future of a run depends on. Order of samples, augmentation and dropout are
-    functions of seed and position: no random state needs keeping.
+    """Everything needed to resume. Order of samples, augmentation and dropout are functions of seed
+    and position, so no random state is saved.
 
-    ``parts`` are what a snapshot keeps, by name: to keep one more thing, add it there. Model,
-    optimiser and scaler are in it, and the position as "progress", this object itself.
+    ``parts`` are the parts of a snapshot by name; to save one more thing, add it there. Model,
+    optimiser and scaler are among them, and the position as "progress", which is this object.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: Any  # a Part
-    parts: dict[str, Part | None] = field(default_factory=dict)  # more of them; None is left out
+    parts: dict[str, Part | None] = field(default_factory=dict)  # further ones; None is left out
     global_batch: int = 0
     epoch: int = 0  # epochs that are finished
     step: int = 0  # steps of ``global_batch`` images of the next epoch
@@ -301,13 +301,12 @@ class TrainState:
         self.epoch_began = self.elapsed
 
     def problem(self) -> str | None:
-        """Why training cannot go on, if any of the parts says so."""
+        """Why training cannot continue: the first ``failure`` of a part; None if there is none."""
         return next(filter(None, (getattr(x, "failure", None) for x in self.parts.values())), None)
 
     @property
     def sharded(self) -> bool:
-        """Whether each process has a part of the model: all must take part in each of its forward
-        passes."""
+        """Whether the model is sharded: then all processes must take part in each forward pass."""
         return is_sharded(self.model)
 
     def state_dict(self) -> dict[str, Any]:
@@ -317,8 +316,8 @@ class TrainState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`, at a step of this run's global batch. Raises: `UserError`.
 
-        A job that a launcher restarts on the nodes that are left has another global batch: it
-        continues at the last step boundary before, and some images are repeated.
+        After a restart on fewer nodes, a job has another global batch: it continues at the last step
+        boundary before, and some images are repeated.
         """
         global_batch = self.global_batch
         for name in PROGRESS:
@@ -339,7 +338,7 @@ class TrainState:
         self.step, self.global_batch = images // global_batch, global_batch
 
     def load_weights(self, state: dict[str, Tensor]) -> None:
-        """Load whole weights. Raises `UserError` when they are of another model."""
+        """Load weights that are not sharded. Raises: `UserError` for those of another model."""
         try:
             self.parts["model"].load_state_dict(state)
         except RuntimeError as error:
@@ -365,7 +364,7 @@ def snapshot_of(
         "preprocessing": state.preprocessing,
         "model_args": getattr(state.model, "constructor_args", {}),
     }
-    return {"ema": None, "comm": None} | content | facts  # a reader may expect these two
+    return {"ema": None, "comm": None} | content | facts  # readers may expect these two keys
 
 
 def _gathered(value: Any, main: bool) -> Any:

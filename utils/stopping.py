@@ -29,14 +29,14 @@ class Reason(str, enum.Enum):
     EVALUATED = "evaluated"  # -e
 
 
-# How the closing line says it, where a run ends without an error; the last two say how to continue.
+# The end of the closing line of a run without an error; to the last two, how to continue is added.
 WHY = {
     Reason.EPOCHS: "all epochs done",
     Reason.DESIRED_ACC: "desired accuracy reached",
     Reason.TRAIN_TIME: "time limit reached; to train on, raise --train-time and ",
     Reason.INTERRUPTED: "interrupted by a signal; to continue, ",
 }
-# The reasons that one rank may see alone. By rising weight: the maximum of the votes decides.
+# The reasons that one rank may see alone, in rising priority: the maximum of the votes decides.
 _VOTES = (None, Reason.TRAIN_TIME, Reason.INTERRUPTED, Reason.BAD_FILES, Reason.DIVERGED)
 SPOT_SERVICE = "http://169.254.169.254"  # of EC2, see `utils.extras.spot`
 SLOW = 2.0  # seconds; a vote takes milliseconds
@@ -44,11 +44,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Stops all ranks at the same step, and keeps the reason and the error with which a run ends.
+    """Stops all ranks at the same step. Holds the reason and the error with which a run ends.
 
     SIGTERM, SIGUSR1 (sent by Slurm before its time limit) and the first Ctrl-C request the end; a
     second Ctrl-C ends the process at once. ``hours`` is the limit on training time, of which
-    ``elapsed`` seconds are used up already; rank 0's clock decides.
+    ``elapsed`` seconds have passed already; rank 0's clock decides.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class StopRequest:
         minutes: float = math.inf,
         is_busy: Callable[[], bool] = lambda: False,
     ):
-        """``minutes``: how often `snapshot_due` comes true, in all ranks at the same step. It waits
-        while rank 0 ``is_busy`` with the last snapshot, as it is on a slow disk."""
+        """``minutes``: time between steps at which `snapshot_due` is True, in all ranks. A snapshot
+        is not due while rank 0 ``is_busy`` with writing the last one, as on a slow disk."""
         self.world = world
         self.minutes, self.last_snapshot, self.is_busy = minutes, time.monotonic(), is_busy
         self.snapshot_due = False
@@ -69,7 +69,7 @@ class StopRequest:
         self.error: UserError | None = None  # to raise at the end, in all ranks
         self.code = 0  # this process's own vote
         self.pending: tuple[Any, torch.Tensor] | None = None
-        self.waits = False  # for each vote, in all ranks?
+        self.waits = False  # whether all ranks wait for each vote
         self.voted = time.monotonic()
         self.closed = threading.Event()
         for signum in _SIGNALS:
@@ -87,8 +87,8 @@ class StopRequest:
     def ask(self, reason: Reason, error: UserError | None = None) -> None:
         """Ask for the end of the run: in one rank, which votes for it, or in all ranks at once.
 
-        All ranks must ask with an ``error``, and for a reason on which they do not vote: it holds
-        at once, unless there is one already.
+        With an ``error``, or for a reason on which the ranks do not vote, all ranks must ask: the
+        first such reason is final at once.
         """
         if reason in _VOTES and error is None:
             self.code = max(self.code, _VOTES.index(reason))
@@ -96,17 +96,17 @@ class StopRequest:
             self.reason, self.error = self.reason or reason, error or self.error
 
     def begin_phase(self) -> None:
-        """Training or evaluation begins, in all ranks: the first call of `poll` waits."""
+        """Training or evaluation begins, in all ranks: the first `poll` waits for its vote."""
         self._finish_vote()
         self.waits = True
 
     def poll(self) -> Reason | None:
         """Reason to stop, or None; all ranks must call it equally often and get the same answer.
 
-        Moves `snapshot_due` on as well. The ranks agree by an all-reduce of three numbers on the
-        CPU which runs while the next step computes, so the answer is one call old and nobody waits.
-        Where a step takes longer than `SLOW` they wait for the answer: it would come a long step
-        later.
+        Updates `snapshot_due` as well. The ranks agree by an all-reduce of three numbers on the CPU
+        that runs while the next step computes: the answer is one call old, and no rank waits. If
+        steps take longer than `SLOW`, all ranks wait for the answer, as it would come one long step
+        too late.
         """
         self.snapshot_due = False
         if self.world.size == 1:
@@ -127,7 +127,7 @@ class StopRequest:
         return self.reason
 
     def _look_at_clock(self) -> bool:
-        """Whether a snapshot is due, by rank 0's clock; requests the end when the time is up."""
+        """Whether a snapshot is due by rank 0's clock. After the time limit, ask for the end."""
         now = time.monotonic()
         if self.world.is_main and now >= self.deadline:
             self.ask(Reason.TRAIN_TIME)
@@ -157,6 +157,6 @@ class StopRequest:
         return reason
 
     def close(self) -> None:
-        """Finish the vote that is under way; what watches for a reason in a thread ends."""
+        """Finish the pending vote, and end threads that watch for a reason to stop."""
         self._finish_vote()
         self.closed.set()

@@ -133,15 +133,15 @@ def _join(args: Any) -> World:
         timeout = timedelta(seconds=seconds)
         dist.init_process_group(backend or "nccl", rank=rank, world_size=size, timeout=timeout)
         control = dist.new_group(backend="gloo", timeout=timeout)
-    except (RuntimeError, ValueError, OSError) as fault:
-        text = str(fault) or type(fault).__name__
+    except (RuntimeError, ValueError, OSError) as error:
+        text = str(error) or type(error).__name__
         if "EADDRINUSE" in text or "address already in use" in text.lower():
-            raise launch.port_in_use(master, port) from fault
+            raise launch.port_in_use(master, port) from error
         raise UserError(
             f"rank {rank} could not join the {size} processes of the job at {master}:{port} "
             f"within {seconds:g} s: are all nodes started, with different node ranks, and is "
             f"every port between them open, not only the master's? ({text.splitlines()[0]})"
-        ) from fault
+        ) from error
     return World(device, rank, size, local_rank, local_size, nodes, control)
 
 
@@ -177,10 +177,10 @@ def broadcast_from_rank0(compute: Callable[[], Any], world: World) -> Any:
 
 def gather(value: Any, world: World) -> list[Any]:
     """Every process's (picklable) ``value``, in the order of ranks, for every process."""
-    found: list[Any] = [value] * world.size
+    values: list[Any] = [value] * world.size
     if world.size > 1:
-        dist.all_gather_object(found, value, group=world.control)
-    return found
+        dist.all_gather_object(values, value, group=world.control)
+    return values
 
 
 def first_on_node(compute: Callable[[], Any], world: World) -> Any:
@@ -188,13 +188,13 @@ def first_on_node(compute: Callable[[], Any], world: World) -> Any:
 
     A `UserError` raised in any of the first is raised in every process, so that all exit together.
     """
-    result, error = None, None
+    result, message = None, None
     if world.local_rank == 0:
         try:
             result = compute()
-        except UserError as fault:
-            error = str(fault)
-    if errors := [text for text in gather(error, world) if text]:
+        except UserError as error:
+            message = str(error)
+    if errors := [text for text in gather(message, world) if text]:
         raise UserError(errors[0], on_every_rank=True)
     return result if world.local_rank == 0 else compute()
 
