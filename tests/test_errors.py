@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, SMALL, STAND_IN, Result, draw_folder, python, shell, summary
 from running import TINY_LINE, TORCHRUN, alone, tiny
 
-from utils.errors import UserError, of_fault
+from utils.errors import UserError, for_user
 from utils.launch import free_port
 
 TINY = (*SMALL, "-b", "5", "-j", "0", "--epochs", "2")
@@ -151,9 +151,9 @@ def test_shortages_that_torch_reports():
         ("CUDA out of memory. Tried to allocate 3.06 GiB. GPU 0", "the GPU is out of memory"),
         ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "worker 7, 8 exited"),
     ):
-        assert words in str(of_fault(RuntimeError(text)))
-    assert "ulimit -n" in str(of_fault(OSError(errno.EMFILE, "Too many open files")))
-    assert of_fault(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+        assert words in str(for_user(RuntimeError(text)))
+    assert "ulimit -n" in str(for_user(OSError(errno.EMFILE, "Too many open files")))
+    assert for_user(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
 
 
 # ---- losses that are no numbers

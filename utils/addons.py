@@ -179,10 +179,10 @@ def follow(run: Any) -> None:
 # ---- the start of processes
 
 
-def report_failed_start(*fault: Any) -> None:
+def report_failed_start(*error: Any) -> None:
     """``sys.excepthook``: one line for a missing package or too little memory, else a traceback."""
     module = extra_if_there("failed_start")
-    (module.report if module else sys.__excepthook__)(*fault)
+    (module.report if module else sys.__excepthook__)(*error)
 
 
 def make_temporary_folder() -> None:

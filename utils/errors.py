@@ -50,20 +50,20 @@ def how_to_continue() -> str:
     return _continuation
 
 
-def of_fault(fault: Exception) -> UserError | None:
+def for_user(exception: Exception) -> UserError | None:
     """The error for too little memory, or for a file of utils/extras that an option needs and that
     was deleted; None for any other."""
-    if isinstance(fault, ModuleNotFoundError):
-        file = f"{str(fault.name).replace('.', '/')}.py"
+    if isinstance(exception, ModuleNotFoundError):
+        file = f"{str(exception.name).replace('.', '/')}.py"
         text = f"an option needs {file}, which is missing: leave that option out, or restore the "
         text += f"file by `git checkout {file}`"
         return UserError(text, on_every_rank=True) if file.startswith("utils/extras/") else None
-    if isinstance(fault, OSError):
-        if fault.errno == errno.EMFILE:
+    if isinstance(exception, OSError):
+        if exception.errno == errno.EMFILE:
             text = "too many open files for this shell's limit: raise it (`ulimit -n 4096`)"
             return UserError(text, on_every_rank=True)
-        return _error_of_shm() if fault.errno == errno.ENOSPC else None
-    text = " ".join(str(fault).split())
+        return _error_of_shm() if exception.errno == errno.ENOSPC else None
+    text = " ".join(str(exception).split())
     worker = re.search(
         r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (is killed by [^.]*|exited)", text
     )

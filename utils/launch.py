@@ -98,7 +98,7 @@ def _exit_with(main: Callable[[], int | None], spawned: bool) -> NoReturn:
         sys.exit(130)
     except (UserError, RuntimeError, OSError, ModuleNotFoundError) as exception:
         is_known = isinstance(exception, UserError)
-        error = exception if is_known else errors.of_fault(exception)
+        error = exception if is_known else errors.for_user(exception)
         if error is None:
             raise
         if not spawned and errors.is_reported_by_another(error):

@@ -316,8 +316,8 @@ class TrainState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`, at a step of this run's global batch. Raises: `UserError`.
 
-        After a restart on fewer nodes, a job has another global batch: it continues at the last step
-        boundary before, and some images are repeated.
+        After a restart on fewer nodes, the global batch is another one: the job continues at the
+        last step boundary before, and some images are repeated.
         """
         global_batch = self.global_batch
         for name in PROGRESS:

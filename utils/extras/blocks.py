@@ -123,12 +123,12 @@ def checkpoint_blocks(model: nn.Module) -> str:
 
     Raises: `UserError` for a model without repeated blocks.
     """
-    found = addons.extra("model_parts").repeated(model)
-    if not found:
+    blocks = addons.extra("model_parts").repeated(model)
+    if not blocks:
         text = "--activation-checkpointing: this model has no repeated blocks: leave it out"
         raise UserError(text, on_every_rank=True)
-    kinds = Counter(type(block) for block in found)
+    kinds = Counter(type(block) for block in blocks)
     made = {kind: type(kind.__name__, (Checkpointed, kind), {}) for kind in kinds}
-    for block in found:
+    for block in blocks:
         block.__class__ = made[type(block)]
     return ", ".join(f"{number} {kind.__name__}" for kind, number in kinds.items())

@@ -80,8 +80,8 @@ def parts(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[Any, Any]]:
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """What is sharded by itself: the blocks that a model repeats, and large layers outside of them
-    (those of a VGG). What is left is small, or is not found."""
+    """The modules that are sharded separately: the blocks that a model repeats, and large layers
+    outside of them (those of a VGG). The rest is small, or not recognised."""
     repeated = addons.extra("model_parts").repeated(model)
     blocks = [block for block in repeated if size(block) >= SMALL]
     return blocks + [layer for layer in _layers(model) if size(layer) >= LARGE]
