@@ -1,8 +1,7 @@
 """Advice in the log: what limited the first epoch, a global batch that may cost accuracy, and
 float16 on a CPU that is slow at it.
 
-Always on. Interface: the functions below, which addons.py calls with what a run has measured; they
-change nothing. Without this file, the log has no such lines.
+Always on. Interface: functions that addons.py calls. Without this file, the log has no advice.
 """
 
 import logging

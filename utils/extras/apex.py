@@ -1,8 +1,7 @@
 """NVIDIA Apex's own amp and parallel (until its tag 25.04), where they are installed and usable.
 
-Used by imagenet_ddp_apex.py. Interface: `add_options`, `check` and `amp_and_parallel`, which
-returns Apex's modules or, by ``--amp-impl``, those of utils/extras/o2.py, which compute the same.
-Without this file, that script does not start.
+Used by imagenet_ddp_apex.py, which does not start without this file. Interface: `amp_and_parallel`
+returns Apex's modules or, by ``--amp-impl``, those of o2.py, which compute the same.
 """
 
 import argparse

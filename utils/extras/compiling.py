@@ -1,8 +1,4 @@
-"""``--compile``: torch.compile of the training step.
-
-Interface: `compiled` wraps the model for the script's ``train_step``; `first_step_timed` logs how
-long compiling took. Without this file, the option is an error.
-"""
+"""``--compile``: torch.compile of the training step. Without this file, the option is an error."""
 
 import logging
 import time

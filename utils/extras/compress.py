@@ -6,11 +6,8 @@
     powersgd:RANK  each matrix as the product of two thin ones (Vogels et al. 2019,
                    arxiv.org/abs/1905.13727), with error feedback
 
-With each method all processes get the same bits. If a gradient is infinite or NaN in one process,
-it is so in all of them, and all skip the step.
-
-Interface: `Exchange` is a communication hook of DistributedDataParallel and a part of a snapshot.
-Without this file, gradients travel as float32.
+All give all processes the same bits, and a gradient that is infinite or not a number is so for all
+of them, so that all skip the step.
 
 A compressed mean takes two collectives, while backward makes further gradients ready. If the second
 began in a callback of the first, it would begin at another moment in each process: gloo then pairs

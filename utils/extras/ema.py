@@ -4,12 +4,9 @@ average = d * average + (1 - d) * weights after each step (Polyak and Juditsky 1
 ModelEma and torchvision's references do it). Batch norm's running statistics are averaged like
 weights, so that both are of the same steps; integer counters stay the model's own.
 
-Interface: a post-step hook of the optimiser, and a part of a snapshot. Without this file, ``--ema``
-is an error.
-
-A step that a loss scaler skips on the device counts like any other, as in timm and torchvision: the
-weights are unchanged and finite, and there is no host-device sync. A step that the scaler skips on
-the host, as on a CPU, does not count.
+It is a hook of the optimiser's step. A step that a loss scaler skips on the device counts like any
+other, as in timm and torchvision: the weights are unchanged and finite, and there is no host-device
+sync. One that the scaler skips on the host, as on a CPU, does not count.
 """
 
 from collections.abc import Iterator
@@ -49,8 +46,7 @@ class Average:
     def after_step(self) -> None:
         """Update the averages after an optimiser step. Nothing here waits for the device."""
         self.steps += 1
-        # So that the first weights soon count little: as TensorFlow's ExponentialMovingAverage with
-        # num_updates.
+        # The first weights soon count little: as TensorFlow's ExponentialMovingAverage does.
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
         sources = [source.float() for source in map(local, self.sources)]
         torch._foreach_lerp_([*map(local, self.averages.values())], sources, 1 - decay)

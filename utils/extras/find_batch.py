@@ -1,12 +1,9 @@
 """``--find-batch``: the largest batch that fits into a GPU's memory.
 
-Interface: `find` calls the script's ``train_step`` in place of a training. Without this file, the
-option is an error.
-
-The step computes forward and backward for 8, 16, 64 ... random images. Its memory grows nearly
-linearly, which predicts how many images fit. The optimiser takes no step; the memory of its state
-is added. All processes try the same sizes, so that collectives within a step match (FSDP,
-SyncBatchNorm). The fullest GPU decides.
+The script's own training step computes forward and backward for 8, 16, 64 ... random images. Its
+memory grows nearly linearly, which predicts how many fit. No optimiser step is taken; the memory of
+its state is added. All processes try the same sizes, so that collectives within a step match (FSDP,
+SyncBatchNorm); the fullest GPU decides.
 """
 
 import math

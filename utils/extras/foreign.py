@@ -2,8 +2,8 @@
 
 Interface: functions that addons.py and `utils.resume` call. They take published weights of
 torchvision and timm, and files of pytorch/examples, the Apex example, torchvision's references and
-timm. Optimiser state, loss scale and epoch in these files are ignored. Without this file, only new
-models and snapshots of this suite can be trained.
+timm, without optimiser state, loss scale and epoch. Without this file, only new models and
+snapshots of this suite can be trained.
 """
 
 import os
@@ -30,9 +30,7 @@ _SHOWN = 4  # names in a message
 
 
 def expected_preprocessing(args: Namespace, local: bool) -> Preprocessing | None:
-    """The preprocessing that the weights of ``--pretrained`` expect; None if unknown.
-
-    Raises: `UserError`.
+    """The preprocessing for the weights of ``--pretrained``; None if unknown. Raises: `UserError`.
 
     Without ``local`` the file may be missing here.
     """

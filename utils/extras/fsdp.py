@@ -1,8 +1,7 @@
-"""Sharded models (FSDP2): which modules are sharded together, and ``--reshard``.
+"""Sharded models (FSDP2), for imagenet_fsdp.py: what is sharded together; ``--reshard``.
 
-Used by imagenet_fsdp.py, which passes `mesh` and `parts` to torch's `fully_shard`. Without this
-file, that script does not start. All functions take plain tensors and models as well. FSDP and
-DTensor take a second to import, so only the functions that need them do.
+All functions take plain tensors and models as well. FSDP and DTensor take a second to import, so
+only the functions that need them do.
 """
 
 import argparse
