@@ -214,3 +214,14 @@ def test_a_master_that_starts_late_is_waited_for(port, monkeypatch, capsys):
         preflight.rendezvous(f"{HERE}:{port}")  # on the master, another program's
     with pytest.raises(UserError, match=r"no\.invalid cannot be resolved"):
         preflight.connect("no.invalid", port, 60.0)
+
+
+def test_the_port_is_free_as_soon_as_all_nodes_have_met(line, port):
+    """Node 0's process goes on, and torch's rendezvous takes the port at once."""
+    code = (
+        "import socket; from utils.extras import preflight\n"
+        f"preflight.meet(0, 2, 1, ('{HERE}', {port}), 60)\n"
+        f"socket.create_server(('{HERE}', {port}))"
+    )
+    first, other = shell(f'python -c "{code}"', line(1))
+    assert (first.code, other.code) == (0, 0), first.err

@@ -90,6 +90,8 @@ def meet(rank: int, nodes: int, processes: int, master: tuple[str, int], wait: f
                 server = stack.enter_context(_listen(master[1]))
             except OSError:
                 raise launch.port_in_use(*master, SAME_PORT) from None
+            # A thread that waits in accept() would keep the port after close().
+            stack.callback(server.shutdown, socket.SHUT_RDWR)
         except UserError as error:
             follow(me, master, 1.0, error)  # if there is another node 0, it has to end, too
             raise
