@@ -36,7 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from utils import launch
+from utils import errors, launch
 from utils.errors import UserError, printable
 from utils.option_types import count, positive, seconds
 
@@ -601,4 +601,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    launch.run_main(main)
+    errors.exit_with(main)  # at once: threads may still be printing
