@@ -157,18 +157,14 @@ def check_store(args: Any) -> None:
 def check_tracker(args: Any) -> None:
     """Raise `UserError` for a --tracker whose package is missing."""
     if args.tracker:
-        from utils.extras import tracker
-
-        tracker.check()
+        extra("tracker").check()
 
 
 def follow(run: Any) -> None:
     """What gets the run's curves (``run.curves``), its files (``run.written``) and its end
     (``run.at_end``), besides TensorBoard: ``--store``, ``--tracker``. For rank 0 of a training."""
     if run.args.tracker:
-        from utils.extras.tracker import Tracker
-
-        Tracker(run)
+        extra("tracker").Tracker(run)
     if run.args.store:
         copies = extra("store").Store(run.args.store, run.folder)
         copies.open(run.args.resume)
