@@ -1,7 +1,7 @@
 """torchrun for scripts/launch.sh: the same options, but a better exit code and time for snapshots.
 
-- The exit code is that of the training process that failed first, and its error is the last line;
-  torchrun itself exits with 1 and a traceback of fifty lines.
+- The exit code is that of the training process that failed, not of one that lost it, and its error
+  is the last line; torchrun itself exits with 1 and a traceback of fifty lines.
 - After SIGTERM or Ctrl-C it waits until the training processes have written their snapshot;
   torchrun would kill them after 30 s. It restarts none of them. A second Ctrl-C kills them.
 """
@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import errors
 from utils.errors import BAD_INPUT, LOST_PEER, UserError
+from utils.launch import job_exit_code
 
 signals: list[int] = []  # that this process has received
 codes: list[int] = []  # of the training processes that one of them has ended
@@ -54,7 +55,10 @@ def main() -> int:
     try:
         run.run(args)
     except ChildFailedError as failed:
-        return exit_code(failed.get_first_failure()[1].exitcode)
+        # Those that torchrun has ended for the failure of another are later than this.
+        latest = failed.get_first_failure()[1].timestamp + 1  # in whole seconds
+        ended = [one for one in failed.failures.values() if one.timestamp <= latest]
+        return exit_code(job_exit_code([one.exitcode for one in ended]))
     except SignalException:
         if signals.count(signal.SIGINT) > 1:
             return 128 + signal.SIGINT

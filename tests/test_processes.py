@@ -210,6 +210,21 @@ def test_the_first_failure_decides_and_ends_the_others(tmp_path, monkeypatch):
             signal.signal(signum, handler)
 
 
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([], 0),
+        ([0, 0], 0),
+        ([0, 3, 4], 3),
+        ([75, 75], 75),
+        ([69, -9], -9),  # who lost a killed process may be noticed before it
+        ([69, -15, 75], 69),  # torchrun ended the others
+    ],
+)
+def test_the_cause_decides_the_exit_code(codes, code):
+    assert launch.job_exit_code(codes) == code
+
+
 def test_sigterm_after_the_end_does_not_change_the_exit_code():
     """A launcher may send it before it has heard that the processes of this node have ended."""
     code = "import atexit, os; atexit.register(os.kill, os.getpid(), 15); "

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from utils import addons, errors
-from utils.errors import BAD_INPUT, LOST_PEER, UserError
+from utils.errors import BAD_INPUT, INTERRUPTED, LOST_PEER, UserError
 from utils.option_types import count, from_environment, port, positive, seconds
 
 MARKER = "IMAGENET_SUITE"  # a variable in the environment by which scripts/cleanup.sh finds us
@@ -209,22 +209,37 @@ def supervise(worker: Callable[[Any], int], args: Any, environments: list[dict[s
 
 
 def _wait_for(children: list[Any]) -> int:
-    """The first exit code that is not 0, once all have exited; -N if signal N has killed it."""
-    first_code, deadline, running = 0, math.inf, list(children)
+    """The `job_exit_code`, once all have exited."""
+    codes: list[int] = []
+    deadline, running = math.inf, list(children)
     while running:
         # Look each second as well: the sentinel of a dead process stays silent as long as a process
         # that it has forked is alive.
         left = max(0.05, min(1.0, deadline - time.monotonic()))
         wait([child.sentinel for child in running], left)
-        if time.monotonic() >= deadline:
-            for child in running:
-                child.kill()
+        is_late = time.monotonic() >= deadline
         for child in [child for child in running if child.exitcode is not None]:
             running.remove(child)
-            first_code = first_code or child.exitcode
-        if first_code and deadline == math.inf:
+            codes.append(child.exitcode)
+        for child in running if is_late else ():
+            child.kill()
+            child.join()
+        if is_late:
+            break  # how those end that are killed here says nothing
+        if any(codes) and deadline == math.inf:
             deadline = time.monotonic() + GRACE_SECONDS
-    return first_code
+    return job_exit_code(codes)
+
+
+def job_exit_code(codes: list[int]) -> int:
+    """Of the exit codes of a job's processes, the one that tells why it failed; 0 if none failed.
+
+    -N stands for death by signal N. A process that lost a killed one may be noticed first, so the
+    codes that follow from another's failure count only if there is no other code.
+    """
+    failed = [code for code in codes if code]
+    followed = (LOST_PEER, INTERRUPTED, -signal.SIGTERM)
+    return next((code for code in failed if code not in followed), failed[0] if failed else 0)
 
 
 def _child(worker: Callable[[Any], int], args: Any) -> None:
