@@ -1,4 +1,4 @@
-"""The doctor on two nodes: green when they are well; and it finds each defect that was put in."""
+"""scripts/doctor.sh: no finding about healthy nodes, and one about each defect that was put in."""
 
 import re
 import shutil
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TIMEOUT, Result, python
+from conftest import ROOT, TIMEOUT, Result, shell
 from nodes import Node, Nodes, need, type_on_each
 from test_gpus import T4, play
 
@@ -59,7 +59,7 @@ def test_over_ssh_from_one_machine(nodes, folder):
 
     done = ask("# two nodes\nroot@node0 slots=1\n\nnode1  # the second\n", code=0)
     assert not bad(done)
-    for text in ("all 2 nodes are here", "the same on all nodes", "node 1 (node1) decodes "):
+    for text in ("all 2 nodes are here", "data: train 60 images", "node 1 (node1) decodes "):
         assert text in done.out
     assert "forecast for resnet50, 16 images per process: " in done.out
     assert "[node0] node 0: all is well" in done.out
@@ -97,8 +97,8 @@ def test_all_defects_of_one_node_are_reported(nodes, folder, tmp_path):
         "! node 1 (node1): only 0.4 GB of disk",  # on node 0 an error
         "✗ node 1 (node1): torch",  # cannot use the GPU
         "! driver differs",
-        "✗ the train images differ",
-        "✗ the val images have the same names but different sizes",
+        "✗ DATA/train differs between the nodes: 60 images ",
+        "✗ the size of files in DATA/val differs between the nodes",
     ]
     lines = bad(first)
     assert not bad(second)
@@ -106,9 +106,8 @@ def test_all_defects_of_one_node_are_reported(nodes, folder, tmp_path):
     for start in words:
         assert [one for one in lines if one.startswith(start)], (start, lines)
     assert len(lines) == len(words)
-    for text in ("60 images", "59 images", "class_1: 20 images", "driver 470", "why it matters"):
+    for text in ("59 images", "class_1: 20 images", "driver 470"):
         assert text in first.out
-    assert first.out.count("what to do: ") == len(words)
 
 
 def test_a_closed_master_port(nodes, folder):
@@ -118,30 +117,31 @@ def test_a_closed_master_port(nodes, folder):
     assert f"{nodes[0].ip}:{PORT} cannot be reached" in bad(second)[0]
 
 
-def test_the_speed_of_a_link_and_the_forecast_from_it(nodes, folder):
-    limit = "tc qdisc add dev eth0 root tbf rate 200mbit burst 64kb latency 20ms"
-    assert all(node.run(limit).code == 0 for node in nodes)
-    results = ask_doctor(nodes, folder, "--need", "50", code=1)
-    (line,) = bad(results[0])
-    assert line.startswith("! forecast for resnet50, 16 images per process")
-    assert "node 0: 0 errors, 1 warning\n" in results[0].out
+def test_the_speed_of_links_and_the_forecast_from_it(nodes, folder):
+    """100 Mbit/s from node 1, 200 from node 0: the slower one decides."""
+    limit = "tc qdisc add dev eth0 root tbf rate {}mbit burst 64kb latency 20ms"
+    assert all(
+        node.run(limit.format(n)).code == 0 for n, node in zip((200, 100), nodes, strict=True)
+    )
+    results = ask_doctor(nodes, folder, "--need", "25", code=1)
+    link, forecast = sorted(bad(results[0]), reverse=True)
+    assert re.match(r"! network: node 1 \(node1\) sends 0.\d+ Gbit/s to node 0 .*, others 0.", link)
+    assert forecast.startswith("! forecast for resnet50, 16 images per process")
+    assert "node 0: 0 errors, 2 warnings\n" in results[0].out
     gbit = re.search(r"all-reduce reaches (\S+) Gbit/s, ", results[0].out)[1]
-    assert 0.1 < float(gbit) < 0.22
-    # 102 MB of gradients at 25 MB/s against 16 images at 50 images/s.
-    assert "with --comm fp32" not in line
+    assert 0.05 < float(gbit) < 0.11
+    # 102 MB of gradients at 12 MB/s against 16 images at 25 images/s.
+    assert "with --comm fp32" not in forecast
 
 
 def test_one_node_alone(folder):
-    done = python("scripts/doctor.py", "--data", folder, "--image-size", "32", "--need", "1e9")
-    assert done.code == 1, done
-    assert [line.split()[4] for line in bad(done)] == ["reads", "decodes"]
-    # A file system without free space.
-    done = python("scripts/doctor.py", "--data", folder / "none", "--output-dir", "/proc")
-    assert done.code == 2
-    full, missing = bad(done)
+    options = ("--need 1e9 --output-dir /proc", f"--data {folder}/none", "-a nosuch", "--nodes 2")
+    line = f"python scripts/doctor.py --data {folder} --image-size 32"
+    slow, missing, unknown, alone = shell(*(f"{line} {words}" for words in options))
+    assert [one.code for one in (slow, missing, unknown, alone)] == [2] * 4
+    reads, decodes, full = bad(slow)
+    assert [line.split()[4] for line in (reads, decodes)] == ["reads", "decodes"]
     assert re.match("✗ .* only 0.0 GB of disk are free at /proc", full)
-    assert "none/train" in missing
-    done = python("scripts/doctor.py", "--data", folder, "-a", "nosuch")
-    assert (done.code, len(bad(done))) == (2, 1)
-    assert "unknown arch 'nosuch'" in done.out
-    assert python("scripts/doctor.py", "--nodes", "2").sentence.endswith("IP address of node 0")
+    assert "none/train" in bad(missing)[-1]
+    assert "unknown arch 'nosuch'" in bad(unknown)[0]
+    assert alone.sentence.endswith("IP address of node 0")

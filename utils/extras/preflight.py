@@ -480,7 +480,7 @@ def compare_data(what: str, source: Any, world: Any) -> None:
     """Raise `UserError`, naming the nodes, unless ``source`` has the same images in all processes.
 
     Their names are compared; on several nodes also the sizes of `SIZES` files, evenly spread, which
-    takes less than a second. (scripts/doctor.py compares ten times as many.)
+    takes less than a second.
     """
     from utils.world import gather, node_name
 
