@@ -1,12 +1,9 @@
 """Mixup and CutMix: what is drawn, what becomes of pairs, and the same pairs in any slices."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
-from utils import addons
 from utils.errors import UserError
 from utils.extras import mixing
 from utils.samplers import TrainSampler, epoch_order
@@ -87,7 +84,6 @@ def test_the_same_images_are_mixed_in_any_slices(images, batch, ranks, accum):
 @pytest.mark.parametrize(("ranks", "accum", "batch"), [(2, 1, 5), (1, 2, 3), (3, 1, 37)])
 def test_slices_that_cut_pairs_are_refused_where_images_are_mixed(ranks, accum, batch):
     sampler = TrainSampler(40, batch, (0, ranks), accum, seed=0)
-    assert addons.mixing(SimpleNamespace(mixup=0.0, cutmix=0.0), sampler, CLASSES) is None
-    for mixup, cutmix in ((0.0, 1.0), (0.4, 0.0)):
+    for alphas in ((0.0, 1.0), (0.4, 0.0)):
         with pytest.raises(UserError, match="choose an even -b"):
-            addons.mixing(SimpleNamespace(mixup=mixup, cutmix=cutmix), sampler, CLASSES)
+            mixing.build(alphas, sampler, CLASSES)

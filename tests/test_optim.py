@@ -29,7 +29,7 @@ def asked(*line: str, **more) -> Namespace:
     """The options of an optimiser, settled."""
     args = options.build_parser("", "").parse_args(line)
     vars(args).update(more)
-    optim.resolve(args)
+    optim.set_defaults(args)
     return args
 
 
@@ -255,11 +255,11 @@ def test_what_was_not_typed_is_usual_for_the_optimiser():
     assert (typed.lr, typed.momentum, typed.weight_decay) == (0.5, 0.0, 0.0)
 
 
-def test_options_that_do_not_fit_are_an_error_message(capsys):
+def test_options_that_do_not_fit_are_an_error_message(parse, tmp_path, capsys):
     with pytest.raises(UserError, match="needs a --momentum"):
-        asked("--optimizer", "nesterov", momentum=0.0)
+        parse("imagenet_nd", "--optimizer", "nesterov", "--momentum", 0, tmp_path)
     with pytest.raises(UserError, match="--opt-level O2 keeps float32 masters"):
-        asked("--optimizer", "muon", opt_level="O3")
+        parse("imagenet_ddp_apex", "--optimizer", "muon", "--opt-level", "O3", tmp_path)
     for betas in ("0.9", "0.9,1"):
         with pytest.raises(SystemExit):
             asked("--betas", betas)

@@ -1,13 +1,13 @@
 """The order of samples: the same on any number of processes, exact for evaluation, resumable."""
 
 import zlib
-from argparse import Namespace
+from functools import partial
 from itertools import chain
 
 import numpy as np
 import pytest
 
-from utils import addons
+from utils.extras import mixing
 from utils.samplers import EvalSampler, TrainSampler, epoch_order
 
 SEED, EPOCH = 7, 3
@@ -25,7 +25,7 @@ def steps_of(images, batch, ranks=1, accum=1, first=0, views=1):
     shards = []
     for rank in range(ranks):
         sampler = TrainSampler(images, batch, (rank, ranks), accum, SEED)
-        sampler.reorder = addons.repeated_augmentation(Namespace(repeated_aug=views))
+        sampler.reorder = partial(mixing.repeated, views=views) if views > 1 else None
         sampler.start_at(EPOCH, first)
         shards.append([part.indices.tolist() for part in sampler])
         assert len(shards[-1]) == len(sampler)

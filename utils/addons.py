@@ -1,18 +1,17 @@
-"""The one place where the core takes up what it can do without: utils/extras/.
+"""The only file of the core that imports from utils/extras/: what the core can do without.
 
-Each function here asks whether an option (or what is on the disk) calls for a file of extras/, and
-imports it only then. Nothing else in the core imports from there; the scripts import the extras
+An extra is imported when an option, or what is on the disk, needs it. The scripts import the extras
 that are their mode (fsdp, o2, apex). Extras import the core, not one another.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any
 
 from utils.option_types import is_url
@@ -27,17 +26,85 @@ def extra(name: str) -> Any:
 
 
 def extra_if_there(name: str) -> Any:
-    """The module utils/extras/``name``.py, which no option calls for; None if it was deleted."""
+    """The module utils/extras/``name``.py, which no option needs; None if it was deleted."""
     return extra(name) if find_spec(f"utils.extras.{name}") else None
 
 
+def always_on(name: str, function: str, empty: type = NoneType) -> Callable[..., Any]:
+    """``function`` of utils/extras/``name``.py, imported when it is called.
+
+    If the file was deleted, the result is None, or an ``empty`` list, dict or str.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        module = extra_if_there(name)
+        return getattr(module, function)(*args, **options) if module else empty()
+
+    return call
+
+
+# ---- used without an option: the documentation is in the extras
+
+preflight = partial(extra_if_there, "preflight")  # its functions: where processes start and meet
+list_cache = partial(extra_if_there, "list_cache")
+check_gpus = always_on("gpu_check", "check_gpus")
+unused_gpus = always_on("gpu_check", "unused", str)
+expand_recipe = always_on("recipes", "expand")
+validation_label_files = always_on("devkit", "label_files", list)
+layout_advice = always_on("layouts", "advice")
+run_lock = always_on("run_lock", "Lock")
+describe_changes = always_on("resume_notes", "describe", list)
+note_slow_float16 = always_on("advice", "note_slow_float16")
+batch_warnings = always_on("advice", "batch_warnings", list)
+advise = always_on("advice", "bottleneck")
+facts = always_on("comparison", "facts", dict)
+opening_summaries = always_on("comparison", "opening", list)
+closing_summaries = always_on("comparison", "closing", list)
+draw_first_batch = always_on("grid", "draw_first_batch")
+_make_temporary_folder = always_on("temporary", "make")
+
+
+def make_temporary_folder() -> None:
+    """Make this process's temporary folder; remove those of killed runs."""
+    with suppress(OSError):  # a full disk is reported where it matters
+        _make_temporary_folder()
+
+
+def report_failed_start(*error: Any) -> None:
+    """``sys.excepthook``: one line for a missing package or too little memory, else a traceback."""
+    module = extra_if_there("failed_start")
+    (module.report if module else sys.__excepthook__)(*error)
+
+
+def explain_lost_peer(error: Exception, rank: int, processes: list[Any], seconds: float) -> str:
+    """The error message for a collective that failed in a process of the job."""
+    if lost_peer := extra_if_there("lost_peer"):
+        return lost_peer.explain(error, rank, processes, seconds)
+    return f"rank {rank} lost touch with another process of the job ({error})"
+
+
+def watch(session: Any) -> Any:
+    """What measures the parts of each step and the hardware: `utils.extras.watch.Watch`."""
+    if module := extra_if_there("watch"):
+        return module.Watch(session)
+    nothing = {"timed": iter, "end_step": bool, "recent": dict, "end_epoch": dict}
+    return SimpleNamespace(**nothing, close=lambda: None)
+
+
+def status(session: Any) -> Any:
+    """A function of (phase, figures) that says what this process is doing: to scripts/status.sh."""
+    module = extra_if_there("status")
+    return module.Status(session).show if module else lambda *_, **figures: None
+
+
+def progress_bar(world: Any) -> Any:
+    """A progress bar for rank 0 on a terminal; or None."""
+    shows = world.is_main and sys.stderr.isatty()
+    module = extra_if_there("progress_bar") if shows else None
+    return module and module.ProgressBar()
+
+
 # ---- options
-
-
-def expand(words: Sequence[str], own: Sequence[str]) -> Sequence[str]:
-    """``words`` of a command line, after those of its ``--recipe``; ``own``: all known options."""
-    recipes = extra_if_there("recipes")
-    return recipes.expand(words, own) if recipes else words
 
 
 def progressive(text: str) -> str:
@@ -55,9 +122,12 @@ def comm_method(text: str) -> str:
     return text if text == "fp32" else extra("compress").parse(text).name
 
 
-def measures(args: Any) -> bool:
-    """Whether something is measured in place of a training, by `measurement`."""
-    return args.find_batch or args.dummy
+def check_options(args: Any, local: bool) -> None:
+    """Raise `UserError` for a store, or a package of a tracker, that cannot be used here."""
+    if args.store or is_url(args.resume):
+        extra("store").check_options(args.store, args.resume)
+    if args.tracker and local:
+        extra("tracker").check()
 
 
 # ---- data
@@ -90,129 +160,20 @@ def worker_class() -> Any:
     return forks and forks.CheckedWorker
 
 
-def list_cache() -> Any:
-    """Where the list of an image folder's files is kept; or None."""
-    return extra_if_there("list_cache")
-
-
-def validation_label_files(folder: Path) -> list[Path]:
-    """The files in ``folder`` that say of which classes ImageNet's validation images are."""
-    devkit = extra_if_there("devkit")
-    return devkit.label_files(folder) if devkit else []
-
-
-def layout_advice(data: Path) -> str | None:
-    """What to do about images in a layout that training does not read; None: it is no such one."""
-    layouts = extra_if_there("layouts")
-    return layouts and layouts.advice(data)
-
-
 def region_decoder() -> Any:
     """`utils.extras.region_decode`, where its library is built; None: decode whole images."""
     decoder = extra_if_there("region_decode")
     return decoder if decoder and decoder.has_library() else None
 
 
-def repeated_augmentation(args: Any) -> Any:
-    """``--repeated-aug``: a function that changes an epoch's order of images; None without it."""
-    views = args.repeated_aug
-    return partial(extra("mixing").repeated, views=views) if views > 1 else None
-
-
-def augmentation(args: Any) -> Any:
-    """``--auto-augment`` and ``--random-erasing``: a function of a crop; None without them."""
+def change_training_batches(batches: Any, args: Any, classes: int) -> None:
+    """What options change in the crops, in the order of images, and in whole batches."""
     if args.auto_augment or args.random_erasing:
-        return extra("augment").build(args.auto_augment, args.random_erasing)
-    return None
-
-
-def mixing(args: Any, sampler: Any, classes: int) -> Any:
-    """``--mixup`` and ``--cutmix``: what `Batches.mix` becomes; None without them."""
+        batches.dataset.augment = extra("augment").build(args.auto_augment, args.random_erasing)
+    if args.repeated_aug > 1:
+        batches.sampler.reorder = partial(extra("mixing").repeated, views=args.repeated_aug)
     if args.mixup or args.cutmix:
-        return extra("mixing").build((args.mixup, args.cutmix), sampler, classes)
-    return None
-
-
-# ---- a run: its directory, snapshots, end
-
-
-def describe_changes(state: Any, args: Any, content: dict[str, Any]) -> list[str]:
-    """Notes about what has changed since a snapshot."""
-    notes = extra_if_there("resume_notes")
-    return notes.describe(state, args, content) if notes else []
-
-
-def run_lock(folder: Path, patient: bool) -> Any:
-    """The lock of a run directory (`utils.extras.run_lock.Lock`), not acquired yet; or None."""
-    module = extra_if_there("run_lock")
-    return module and module.Lock(folder, patient)
-
-
-def check_store(args: Any) -> None:
-    """Raise `UserError` for a --store or a --resume URL that cannot be used here."""
-    if args.store or is_url(args.resume):
-        extra("store").check_options(args.store, args.resume)
-
-
-def check_tracker(args: Any) -> None:
-    """Raise `UserError` for a --tracker whose package is missing."""
-    if args.tracker:
-        extra("tracker").check()
-
-
-def follow(run: Any) -> None:
-    """What gets the run's curves (``run.curves``), its files (``run.written``) and its end
-    (``run.at_end``), besides TensorBoard: ``--store``, ``--tracker``. For rank 0 of a training."""
-    if run.args.tracker:
-        extra("tracker").Tracker(run)
-    if run.args.store:
-        copies = extra("store").Store(run.args.store, run.folder)
-        copies.open(run.args.resume)
-        run.written.append(copies.upload)
-        run.at_end.append(copies.close)
-
-
-# ---- the start of processes
-
-
-def report_failed_start(*error: Any) -> None:
-    """``sys.excepthook``: one line for a missing package or too little memory, else a traceback."""
-    module = extra_if_there("failed_start")
-    (module.report if module else sys.__excepthook__)(*error)
-
-
-def make_temporary_folder() -> None:
-    """Make this process's temporary folder; remove those of killed runs."""
-    if temporary := extra_if_there("temporary"):
-        with suppress(OSError):  # a full disk is reported where it matters
-            temporary.make()
-
-
-def preflight() -> Any:
-    """`utils.extras.preflight`: how the nodes of a job meet, and what they must agree on; or None.
-
-    Its functions are called where several processes start, join, and open the data set.
-    """
-    return extra_if_there("preflight")
-
-
-def explain_lost_peer(error: Exception, rank: int, processes: list[Any], seconds: float) -> str:
-    """The error message for a collective that failed in a process of the job."""
-    if lost_peer := extra_if_there("lost_peer"):
-        return lost_peer.explain(error, rank, processes, seconds)
-    return f"rank {rank} lost touch with another process of the job ({error})"
-
-
-def check_gpus() -> None:
-    """Raise `UserError` if there are GPUs that should be used and that torch cannot use."""
-    if module := extra_if_there("gpu_check"):
-        module.check_gpus()
-
-
-def unused_gpus() -> str:
-    """The GPUs that the environment hides, for a note; "" if there are none."""
-    module = extra_if_there("gpu_check")
-    return module.unused() if module else ""
+        batches.mix = extra("mixing").build((args.mixup, args.cutmix), batches.sampler, classes)
 
 
 # ---- model and training step
@@ -268,9 +229,14 @@ def compiled(module: Any, args: Any) -> Any:
 
 def first_step_timed(train_step: Any, args: Any, device: Any) -> Any:
     """``train_step``; with ``--compile`` the time of its first call, which compiles, is logged."""
-    if not args.compile:
-        return train_step
-    return extra("compiling").first_step_timed(train_step, args, device)
+    if args.compile:
+        return extra("compiling").first_step_timed(train_step, args, device)
+    return train_step
+
+
+def measures(args: Any) -> bool:
+    """Whether something is measured in place of a training, by `measurement`."""
+    return args.find_batch or args.dummy
 
 
 def measurement(args: Any) -> Any:
@@ -293,12 +259,16 @@ def sent_bytes(session: Any, trained: list[Any]) -> float | None:
 # ---- beside the training
 
 
-def watch(session: Any) -> Any:
-    """What measures the parts of each step and the hardware: `utils.extras.watch.Watch`."""
-    if module := extra_if_there("watch"):
-        return module.Watch(session)
-    nothing = {"timed": iter, "end_step": bool, "recent": dict, "end_epoch": dict}
-    return SimpleNamespace(**nothing, close=lambda: None)
+def follow(run: Any) -> None:
+    """What gets the run's curves (``run.curves``), its files (``run.written``) and its end
+    (``run.at_end``), besides TensorBoard: ``--store``, ``--tracker``. For rank 0 of a training."""
+    if run.args.tracker:
+        extra("tracker").Tracker(run)
+    if run.args.store:
+        copies = extra("store").Store(run.args.store, run.folder)
+        copies.open(run.args.resume)
+        run.written.append(copies.upload)
+        run.at_end.append(copies.close)
 
 
 def begin(training: Any) -> None:
@@ -309,57 +279,7 @@ def begin(training: Any) -> None:
         state.parts["comm"].start_at(state.epoch, state.step, steps, args.epochs)
     if args.profile and world.is_main:
         extra("profiling").start(training.run.folder, state.optimizer)
-    # The first batch is drawn in the event file, and by ``run.pictures``.
-    if training.run.events is not None and (grid := extra_if_there("grid")):
-        grid.draw_first_batch(training)
+    if training.run.events is not None:
+        draw_first_batch(training)  # in the event file, and by ``run.pictures``
     if args.spot_notice and world.local_rank == 0:  # any of the nodes may be reclaimed
         extra("spot").watch(args.spot_notice, training.stop)
-
-
-def note_slow_float16(option: str) -> None:
-    """Say so if float16 is slow on this CPU; ``option`` chooses float32 instead."""
-    if advice := extra_if_there("advice"):
-        advice.note_slow_float16(option)
-
-
-def batch_warnings(args: Any, global_batch: int, lr: float) -> list[str]:
-    """Warnings about a global batch that may cost accuracy."""
-    advice = extra_if_there("advice")
-    return advice.batch_warnings(args, global_batch, lr) if advice else []
-
-
-def advise(session: Any, record: dict[str, float]) -> None:
-    """Log what limited the first epoch, and what would help."""
-    if advice := extra_if_there("advice"):
-        advice.bottleneck(session, record)
-
-
-def status(session: Any) -> Any:
-    """A function of (phase, figures) that says what this process is doing: to scripts/status.sh."""
-    module = extra_if_there("status")
-    return module.Status(session).show if module else lambda *_, **figures: None
-
-
-def progress_bar(world: Any) -> Any:
-    """A progress bar for rank 0 on a terminal; or None."""
-    shows = world.is_main and sys.stderr.isatty()
-    module = extra_if_there("progress_bar") if shows else None
-    return module and module.ProgressBar()
-
-
-def facts(session: Any) -> dict[str, Any]:
-    """Facts about a training, for its event file and summary.json."""
-    comparison = extra_if_there("comparison")
-    return comparison.facts(session) if comparison else {}
-
-
-def opening_summaries(facts: dict[str, Any]) -> list[Any]:
-    """What an event file begins with: the charts of TensorBoard, and the facts about the run."""
-    comparison = extra_if_there("comparison")
-    return comparison.opening(facts) if comparison else []
-
-
-def closing_summaries(success: bool) -> list[Any]:
-    """What an event file ends with."""
-    comparison = extra_if_there("comparison")
-    return comparison.closing(success) if comparison else []

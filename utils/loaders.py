@@ -480,12 +480,10 @@ def _batches(part: str, source: Source, args: Any, world: World, dtype: torch.dt
                 on_every_rank=True,
             )
         sampler = TrainSampler(len(source), batch, slices, args.accum_steps, args.seed)
-        sampler.reorder = addons.repeated_augmentation(args)
         sampler.sizes = args.epoch_sizes
-        dataset.augment = addons.augmentation(args)
     place = (world.device, args.memory_format, dtype)
     workers = -(-args.workers // world.local_size)
     batches = Batches(dataset, sampler, BadFiles(source, args.max_bad_files), place, workers)
     if train:
-        batches.mix = addons.mixing(args, sampler, len(source.classes))
+        addons.change_training_batches(batches, args, len(source.classes))
     return batches

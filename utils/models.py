@@ -1,8 +1,6 @@
 """Classification models by name: torchvision's, and timm's where it is installed."""
 
-import argparse
 import difflib
-import os
 from typing import Any
 from urllib.error import URLError
 
@@ -13,29 +11,9 @@ from torchvision.models import get_model, list_models
 
 from utils import addons
 from utils.errors import UserError
-from utils.preprocessing import IMAGENET
 
 # They have heads in the middle of the model, which would change the output in training.
 WITH_AUXILIARY = ("googlenet", "inception_v3")
-
-
-def resolve(args: argparse.Namespace, default_data: str, local: bool = True) -> None:
-    """Check ``--arch`` and ``--pretrained``; set ``args.preprocessing``. Raises: `UserError`.
-
-    Without ``local`` a file of weights is on another machine, and may be missing here.
-    """
-    check_name(args.arch)
-    if isinstance(args.pretrained, str) and os.path.isdir(args.pretrained):
-        if args.data != default_data:
-            raise UserError(
-                f"--pretrained {args.pretrained} is a folder, not a file", on_every_rank=True
-            )
-        args.data, args.pretrained = args.pretrained, True  # as typed: --pretrained DATA
-    if args.pretrained and args.zero_init_gamma:
-        raise UserError(
-            "--zero-init-gamma is for new weights: not with --pretrained", on_every_rank=True
-        )
-    args.preprocessing = addons.preprocessing_of_weights(args, local) or IMAGENET
 
 
 def is_own(arch: str) -> bool:

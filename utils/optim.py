@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from utils import addons
-from utils.errors import UserError
 
 # The optimisers, and their --lr where none is given.
 USUAL_LR = {"sgd": 0.1, "nesterov": 0.1, "adamw": 1e-3, "muon": 1e-3}
@@ -17,22 +16,15 @@ NAMES = tuple(USUAL_LR)
 _TABLES = ("pos_embedding", "pos_embed", "relative_position_bias_table")
 
 
-def resolve(args: argparse.Namespace) -> None:
-    """Set the defaults that depend on ``--optimizer``. Raises: `UserError`."""
-    name = args.optimizer
+def set_defaults(args: argparse.Namespace) -> None:
+    """Set the values that depend on ``--optimizer`` where they were omitted."""
+    adaptive = args.optimizer in ("adamw", "muon")
     if args.lr is None:
-        args.lr = USUAL_LR[name]
+        args.lr = USUAL_LR[args.optimizer]
     if args.momentum is None:
-        args.momentum = 0.95 if name == "muon" else 0.9
-    if name == "nesterov" and not args.momentum:
-        raise UserError("--optimizer nesterov needs a --momentum", on_every_rank=True)
+        args.momentum = 0.95 if args.optimizer == "muon" else 0.9
     if args.weight_decay is None:
-        args.weight_decay = 0.05 if name in ("adamw", "muon") else 1e-4
-    if getattr(args, "opt_level", None) == "O3" and name in ("adamw", "muon"):
-        raise UserError(
-            f"--optimizer {name} needs float32: --opt-level O2 keeps float32 masters, O3 does not",
-            on_every_rank=True,
-        )
+        args.weight_decay = 0.05 if adaptive else 1e-4
 
 
 def build(args: Any, model: nn.Module) -> torch.optim.Optimizer:

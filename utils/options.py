@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from utils.errors import UserError
 # On a slow disk, eight workers keep a core busy; thousands would take minutes to start.
 CORES = launch.usable_cores()
 MOST_WORKERS = max(64, 8 * CORES)
+COMPILE = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 class Options(argparse.Namespace):
@@ -37,38 +38,24 @@ def build_parser(description: str | None, batch: str) -> types.Parser:
     parser = types.Parser(
         usage=usage, description=description, formatter_class=types.Formatter, allow_abbrev=False
     )
-    _add_data_options(parser, batch)
-    _add_augmentation_options(parser)
-    _add_model_options(parser)
-    _add_training_options(parser)
-    _add_run_options(parser)
-    return parser
 
-
-def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
     add = parser.add_argument_group("data").add_argument
-    default = os.environ.get("IMAGENET_DIR", "/data")
     text = "folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG; $IMAGENET_DIR if set, else /data"
+    default = os.environ.get("IMAGENET_DIR", "/data")
     add("data", nargs="?", default=default, metavar="DATA", help=text)
     text = "train on some of the class folders: the first N, those listed in FILE, or a list"
     add("--classes", metavar="N|FILE|A,B,C", help=text)
-    text = (
-        "side of the crop in pixels; default: that of the --resume checkpoint, else what "
-        "--pretrained weights expect, else 224"
-    )
+    text = "side of the crop in pixels; default: as the checkpoint or the weights expect, else 224"
     add("--image-size", type=types.pixels, metavar="PX", help=text)
     text = (
-        "short side of a validation image before the centre crop; default: image size x 256/224, "
-        "or as the checkpoint or weights expect. Set it to the image size to keep the borders"
+        "short side of a validation image before the centre crop, pixels; default: image size x "
+        "256/224, or as the checkpoint or weights expect. The image size keeps the borders"
     )
     add("--val-resize-size", type=types.pixels, metavar="PX", help=text)
     add("-b", "--batch-size", "--b", type=types.positive, default=128, metavar="N", help=batch)
     text = "print the largest batch per GPU that fits into its memory, and exit"
     add("--find-batch", action="store_true", help=text)
-    text = (
-        f"data loading workers per node, shared by its processes; at most {MOST_WORKERS} here (8 "
-        "per core, or 64)"
-    )
+    text = f"data loading workers per node, shared by its processes; at most {MOST_WORKERS} here"
     workers = types.number(int, 0, MOST_WORKERS)
     add("-j", "--workers", type=workers, default=CORES, metavar="N", help=text)
     text = "stop when more than N image files cannot be read"
@@ -76,13 +63,8 @@ def _add_data_options(parser: argparse.ArgumentParser, batch: str) -> None:
     text = "time the training step alone, on synthetic batches that stay on the device"
     add("--dummy", action="store_true", help=text)
 
-
-def _add_augmentation_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("augmentation").add_argument
-    text = (
-        "smallest area of a training crop, as a fraction of the image; 0.25 to 0.5 suits short "
-        "trainings and small images"
-    )
+    text = "smallest area of a training crop, as a fraction of the image"
     smallest = preprocessing.CROP_SCALE
     add("--crop-scale", type=types.fraction, default=smallest, metavar="S", help=text)
     text = "RandAugment, TrivialAugment, AutoAugment or AugMix on training crops"
@@ -96,10 +78,7 @@ def _add_augmentation_options(parser: argparse.ArgumentParser) -> None:
         "--mixup, each pair gets one of the two at random"
     )
     add("--cutmix", type=types.beta_shape, default=0.0, metavar="A", help=text)
-    text = (
-        "repeated augmentation: a global batch has N different crops of each of its images; 3 is "
-        "common for vision transformers"
-    )
+    text = "N different crops of each image in a global batch; 3 is common for transformers"
     add("--repeated-aug", type=types.number(int, 1, 1000), default=1, metavar="N", help=text)
     text = (
         "side of the training crops by epoch, pixels. 160:192: 160 for the first 70 %% of the "
@@ -108,45 +87,31 @@ def _add_augmentation_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--progressive", type=addons.progressive, metavar="SIZES", help=text)
 
-
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     text = "any classification model of torchvision, or of timm if it is installed"
     add("-a", "--arch", default="resnet18", help=text)
     text = (
-        "start from published weights, with images resized and normalised as they expect, or from"
-        " FILE: a checkpoint of this suite, torchvision or timm, or .safetensors. The classifier "
-        "is new if the classes differ. If you omit FILE, put the option after DATA"
+        "start from published weights, or from FILE: a checkpoint of this suite, torchvision or "
+        "timm, or .safetensors. Images are resized and normalised as the weights expect. The "
+        "classifier is new if the classes differ. If you omit FILE, put the option after DATA"
     )
     add("--pretrained", nargs="?", const=True, default=False, metavar="FILE", help=text)
     text = "train only the classifier; also freeze batch-norm statistics"
     add("--freeze", action="store_true", help=text)
-    text = (
-        "stochastic depth: drop rate of the last block; earlier blocks scale down linearly; "
-        "default: the model's own"
-    )
+    text = "stochastic depth: drop rate of the last block; default: the model's own"
     add("--drop-path", type=types.fraction, metavar="P", help=text)
-    text = (
-        "start the residual blocks of a ResNet as the identity: zero the weight of their last "
-        "batch norm"
-    )
+    text = "zero the last batch norm of each block of a ResNet, which then begins as the identity"
     add("--zero-init-gamma", action="store_true", help=text)
-    text = (
-        "recompute the activations of each block in backward: less memory, the same weights, and "
-        "the time of a second forward pass"
-    )
+    text = "recompute activations in backward: less memory, one more forward pass, equal weights"
     add("--activation-checkpointing", action="store_true", help=text)
     text = "memory layout NHWC, which is faster for convolutions"
     add("--channels-last", action=argparse.BooleanOptionalAction, default=True, help=text)
     text = (
-        "keep an exponential moving average of the weights, over about 1/(1-DECAY) steps, and "
-        "evaluate it, too; best.pt is the better of the two models (see --best-by). 0.9999 suits "
-        "long trainings, 0.998 or less short ones"
+        "evaluate an exponential moving average of the weights, too, over about 1/(1-DECAY) steps; "
+        "best.pt is the better of the two models. 0.9999 suits long trainings, 0.998 short ones"
     )
     add("--ema", type=types.ema_decay, metavar="DECAY", help=text)
 
-
-def _add_training_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
     text = (
         "take options from a file, or from one in scripts/recipes by its name (fast16); options on "
@@ -157,10 +122,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     add("--batch-range", type=types.batch_range, metavar="LOW:HIGH", help=text)
     add("--epochs", type=types.epochs, default=90, metavar="N", help="total number of epochs")
     add("--start-epoch", type=types.epochs, metavar="N", help="start from this epoch")
-    text = (
-        "muon: Muon for the matrices and convolutions inside the model, AdamW for the rest, with "
-        "one --lr and --wd for both"
-    )
+    text = "muon: Muon for matrices and convolutions inside the model, AdamW for the rest"
     add("--optimizer", choices=optim.NAMES, default="sgd", help=text)
     text = "learning rate after warm-up (default: 0.1); with adamw and muon 0.001"
     add("--lr", "--learning-rate", type=types.non_negative, help=text)
@@ -168,10 +130,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     add("--momentum", type=types.fraction, help=text)
     text = "betas of adamw, and of the AdamW part of muon"
     add("--betas", type=types.betas, default="0.9,0.999", metavar="B1,B2", help=text)
-    text = (
-        "weight decay: an L2 penalty in sgd and nesterov (default: 0.0001), decoupled in adamw "
-        "and muon (default: 0.05)"
-    )
+    text = "weight decay (default: 0.0001); decoupled in adamw and muon (default: 0.05)"
     add("--wd", "--weight-decay", dest="weight_decay", type=types.non_negative, help=text)
     text = "weight decay of norms, biases and position embeddings; 0 is common; default: --wd"
     add("--wd-norm", type=types.non_negative, metavar="D", help=text)
@@ -189,17 +148,14 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     text = "batches whose gradients are accumulated for one step; multiplies the global batch"
     add("--accum-steps", type=types.positive, default=1, metavar="N", help=text)
     text = (
-        "compile the training step by torch.compile (not evaluation); without a mode, the option "
-        "goes after DATA. reduce-overhead: with CUDA graphs, for small batches"
+        "compile the training step by torch.compile (not evaluation). reduce-overhead: with CUDA "
+        "graphs, for small batches. If you omit the mode, put the option after DATA"
     )
-    modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-    add("--compile", nargs="?", const="default", choices=modes, help=text)
+    add("--compile", nargs="?", const="default", choices=COMPILE, help=text)
     text = "gradient norm limit; 0: off"
     add("--clip-grad", type=types.non_negative, default=0.0, metavar="NORM", help=text)
     add("--seed", type=types.seed, default=0, help="seed of weights, order and augmentation")
 
-
-def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("run").add_argument
     text = "name of the run directory; default: date, host, arch, sizes"
     add("--name", type=types.run_name, help=text)
@@ -216,16 +172,13 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     text = "with --evaluate, evaluate on DATA/test instead"
     add("--part", choices=("val", "test"), default="val", help=text)
     text = (
-        "side of the crop in evaluation; default: --image-size. Somewhat larger crops often score"
-        " better (Touvron et al. 2019, arXiv:1906.06423)"
+        "side of the crop in evaluation, pixels; default: --image-size. Somewhat larger crops often"
+        " score better (arXiv:1906.06423)"
     )
     add("--val-image-size", type=types.pixels, metavar="PX", help=text)
     text = "average the logits of each image and its mirror image in evaluation"
     add("--val-flip", action="store_true", help=text)
-    text = (
-        "how the best model is chosen, which is saved as best.pt and evaluated on DATA/test: by "
-        "the highest validation top-1, or by the lowest validation loss"
-    )
+    text = "best.pt has the highest validation top-1, or the lowest validation loss"
     add("--best-by", choices=("top1", "loss"), default="top1", help=text)
     text = "stop when this validation top-1 is reached; 0.75 and 75 mean the same"
     add("--desired-acc", type=types.accuracy, metavar="A", help=text)
@@ -240,17 +193,12 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "az:// (with s3fs, gcsfs or adlfs installed) or a folder"
     )
     add("--store", metavar="URL|DIR", help=text)
-    text = (
-        "send curves, options and the first batch to Weights & Biases, too (pip install wandb); "
-        "offline with WANDB_MODE=offline"
-    )
+    text = "send curves, options and the first batch to Weights & Biases, too (pip install wandb)"
     add("--tracker", choices=("wandb",), help=text)
-    text = (
-        "stop with a snapshot when EC2 reclaims a node; URL of the metadata service, if not "
-        f"{stopping.SPOT_SERVICE}; without a URL, after DATA"
-    )
     url = stopping.SPOT_SERVICE
+    text = f"stop with a snapshot when EC2 reclaims a node; URL of its metadata, if not {url}"
     add("--spot-notice", nargs="?", const=url, type=types.http, metavar="URL", help=text)
+    return parser
 
 
 def add_communication(parser: argparse.ArgumentParser) -> None:
@@ -270,53 +218,58 @@ def parse(parser: types.Parser, words: Sequence[str] | None = None, local: bool 
 
     Without ``local`` the options are for other machines: files that they name may be missing here.
     """
-    words = addons.expand(sys.argv[1:] if words is None else words, parser.option_names)
-    args = parser.parse_args(words)
-    models.resolve(args, parser.get_default("data"), local)
-    optim.resolve(args)
-    reason = "give DATA, or draw one: python scripts/prepare_data.py sample data/sample"
-    if os.path.isdir(args.resume or ""):
-        reason = f"--resume took {args.resume} for its file; write --resume auto {args.resume}"
-    is_missing = local and not addons.sources(args) and not os.path.isdir(args.data)
-    _reject_if(is_missing, f"data folder {args.data} is missing: {reason}")
-    _resolve_preprocessing(args)
+    words = sys.argv[1:] if words is None else words
+    args = parser.parse_args(addons.expand_recipe(words, parser.option_names) or words)
+    if args.data == parser.get_default("data") and _is_folder(args.pretrained):
+        args.data, args.pretrained = args.pretrained, True  # the command line was --pretrained DATA
+    models.check_name(args.arch)
+    optim.set_defaults(args)
+    for message in _contradictions(args, local):
+        raise UserError(message, on_every_rank=True)
+    args.preprocessing = addons.preprocessing_of_weights(args, local) or preprocessing.IMAGENET
+    _resolve_sizes(args)
     args.epoch_sizes = addons.epoch_sizes(args)
-    _reject_if(
-        local and args.find_batch and not torch.cuda.is_available(),
-        "--find-batch measures the memory of GPUs, and there is none",
-    )
-    _reject_if(
-        args.warmup_epochs and args.warmup_epochs > args.epochs,
-        f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}",
-    )
-    addons.check_store(args)
-    if local:
-        addons.check_tracker(args)
-    _reject_if(
-        args.evaluate and not (args.resume or args.pretrained),
-        "--evaluate needs a trained model: add --resume runs/NAME/best.pt, or --name NAME "
-        "--resume auto, or --pretrained",
-    )
-    _reject_if(
-        args.part != "val" and not args.evaluate, f"--part {args.part} is for --evaluate: add -e"
-    )
-    _reject_if(
-        args.resume == "auto" and not args.name, "--resume auto needs --name, the run to continue"
-    )
-    _reject_if(
-        args.profile and (addons.measures(args) or args.evaluate),
-        "--profile traces training: leave out --dummy, --find-batch and --evaluate",
-    )
+    addons.check_options(args, local)
     args.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     return Options(**vars(args))
 
 
-def _reject_if(is_wrong: Any, text: str) -> None:
-    if is_wrong:
-        raise UserError(text, on_every_rank=True)
+def _is_folder(value: Any) -> bool:
+    return isinstance(value, str) and os.path.isdir(value)
 
 
-def _resolve_preprocessing(args: argparse.Namespace) -> None:
+def _contradictions(args: argparse.Namespace, local: bool) -> Iterator[str]:
+    """What is wrong with options that do not go together, or cannot be used here."""
+    if _is_folder(args.pretrained):
+        yield f"--pretrained {args.pretrained} is a folder, not a file"
+    if args.pretrained and args.zero_init_gamma:
+        yield "--zero-init-gamma is for new weights: not with --pretrained"
+    if args.optimizer == "nesterov" and not args.momentum:
+        yield "--optimizer nesterov needs a --momentum"
+    if getattr(args, "opt_level", None) == "O3" and args.optimizer in ("adamw", "muon"):
+        text = "needs float32: --opt-level O2 keeps float32 masters, O3 does not"
+        yield f"--optimizer {args.optimizer} {text}"
+    if local and not addons.sources(args) and not os.path.isdir(args.data):
+        text = "give DATA, or draw one: python scripts/prepare_data.py sample data/sample"
+        if _is_folder(args.resume):
+            text = f"--resume took {args.resume} for its file; write --resume auto {args.resume}"
+        yield f"data folder {args.data} is missing: {text}"
+    if local and args.find_batch and not torch.cuda.is_available():
+        yield "--find-batch measures the memory of GPUs, and there is none"
+    if args.warmup_epochs and args.warmup_epochs > args.epochs:
+        yield f"--warmup-epochs {args.warmup_epochs:g} is longer than --epochs {args.epochs}"
+    if args.evaluate and not (args.resume or args.pretrained):
+        text = "add --resume runs/NAME/best.pt, or --name NAME --resume auto, or --pretrained"
+        yield f"--evaluate needs a trained model: {text}"
+    if args.part != "val" and not args.evaluate:
+        yield f"--part {args.part} is for --evaluate: add -e"
+    if args.resume == "auto" and not args.name:
+        yield "--resume auto needs --name, the run to continue"
+    if args.profile and (addons.measures(args) or args.evaluate):
+        yield "--profile traces training: leave out --dummy, --find-batch and --evaluate"
+
+
+def _resolve_sizes(args: argparse.Namespace) -> None:
     """Set the sizes in ``args.preprocessing``, and the image size. Raises: `UserError`.
 
     ``args.defaulted_sizes`` names the sizes that a checkpoint may still change.
