@@ -23,8 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -70,39 +69,29 @@ class StudyRun:
     folder: Path
     data: str
 
-    @property
-    def is_finished(self) -> bool:
-        try:
-            summary = json.loads((self.folder / "summary.json").read_text())
-        except (OSError, ValueError):
-            return False
-        return summary.get("finished_because") in FINISHED
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "study.log"
-
-    @property
-    def begun(self) -> Path:
-        """This file holds the command with which the run began."""
-        return self.folder / "study.command"
+    def file(self, ending: str) -> Path:
+        """A file of the study in the run directory: "log"; "command", with which the run began;
+        "batch", the largest batch per GPU, once --find-batch has printed it."""
+        return self.folder / f"study.{ending}"
 
     @property
     def batch(self) -> int | None:
-        """The largest batch per GPU, once --find-batch has printed it."""
-        file = self.folder / "study.batch"
-        return int(file.read_text()) if file.exists() else None
+        return int(file.read_text()) if (file := self.file("batch")).exists() else None
 
     @property
-    def title(self) -> str:
-        return f"{self.nodes} Node{'s' * (self.nodes > 1)}"
+    def is_finished(self) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            summary = json.loads((self.folder / "summary.json").read_text())
+            return summary.get("finished_because") in FINISHED
+        return False
 
     @property
     def state(self) -> str:
         """Finished, or the last error in its log."""
         if self.is_finished:
             return "finished"
-        text = self.log.read_text(errors="replace") if self.log.is_file() else ""
+        log = self.file("log")
+        text = log.read_text(errors="replace") if log.is_file() else ""
         return ": ".join(["not finished", *re.findall(r"error: (.*)", text)[-1:]])
 
 
@@ -168,53 +157,46 @@ batch_size.__name__ = "whole number"
 
 
 def varied(text: str) -> list[tuple[str, str]]:
+    """Option, such as --lr, and value of each variation in OPTION=A,B."""
     name, _, values = text.partition("=")
-    if not name.strip("-") or not all(values.split(",")):
+    name = name.lstrip("-")
+    if not name or not all(values.split(",")):
         raise argparse.ArgumentTypeError(f"{text} is not of the form OPTION=A,B")
-    return [(name.lstrip("-"), value) for value in values.split(",")]
-
-
-def parse_with_script(script: str, words: Sequence[str], local: bool) -> argparse.Namespace:
-    """Parse ``words`` as the script does; ``local``: it will run on this machine.
-
-    Raises: `UserError`, or SystemExit after a message.
-    """
-    from utils import options as shared
-
-    parser = importlib.import_module(script.removesuffix(".py")).parser()
-    parser.prog = script
-    return shared.parse(parser, words, local)
+    return [(f"--{name}" if len(name) > 1 else f"-{name}", value) for value in values.split(",")]
 
 
 def plan(args: argparse.Namespace, training: list[str]) -> list[StudyRun]:
     """The runs, in the order in which they are trained. Raises: `UserError`."""
-    script, *rest = training
+    from utils import options as shared
+    from utils.optim import REFERENCE_BATCH, scale_lr  # imports torch; --help needs none
+
+    rest = training[1:]
     own = OWN | ({"--seed": "--seeds"} if args.seeds else {})
     own |= dict.fromkeys(("-b", "--b", "--batch-size"), "-b") if args.batch_size else {}
     own |= {"--store": "--store"} if args.store else {}
-    for name, value in itertools.chain(*args.vary):
-        if as_option(name) in OWN or name in ("seed", "output-dir"):
-            raise UserError(f"--vary {name}={value} is not possible: the study sets it")
-        own[as_option(name)] = f"--vary {name}"
+    for option, value in itertools.chain(*args.vary):
+        if option in (*OWN, "--seed", "--output-dir"):
+            raise UserError(f"--vary {option}={value} is not possible: the study sets it")
+        own[option] = f"--vary {option.lstrip('-')}"
     for word in (one.partition("=")[0] for one in rest):
         if word in own:
             how = f"give {own[word]} before the --" if own[word] else "leave it out"
             raise UserError(f"{word} among the script's options: {how}")
     planned: dict[str, StudyRun] = {}
     for seed, nodes, *variation in itertools.product(args.seeds or [None], args.nodes, *args.vary):
-        script = dict(variation).get("script", training[0])
+        script = dict(variation).get("--script", training[0])
         if not re.fullmatch(r"imagenet_\w+\.py", script) or not (ROOT / script).is_file():
             raise UserError(f"{script} is not a training script in {ROOT}")
         if script in ONE_NODE and nodes > 1:
             raise UserError(f"{script} trains on one node: use imagenet_ddp.py, or --nodes 1")
-        more = [word for n, v in variation if n != "script" for word in (as_option(n), v)]
-        options = parse_with_script(script, [*rest, *more], bool(args.simulate))
+        more = [word for pair in variation if pair[0] != "--script" for word in pair]
+        parser = importlib.import_module(script.removesuffix(".py")).parser()
+        parser.prog = script
+        options = shared.parse(parser, [*rest, *more], local=bool(args.simulate))
         args.name = args.name or options.arch
         if args.global_batch:
-            more += ["-b", str(share_of_batch(args, script, options, nodes))]
+            more += ["-b", str(batch_per_process(args, script, options, nodes))]
         elif nodes > args.nodes[0] and args.lr_scaling != "none":
-            from utils.optim import REFERENCE_BATCH, scale_lr  # imports torch; --help needs none
-
             batch = REFERENCE_BATCH * nodes / args.nodes[0]
             more += ["--lr", f"{scale_lr(options.lr, batch, args.lr_scaling):.6g}"]
         more += ["--seed", str(seed)] if seed is not None else []
@@ -222,45 +204,38 @@ def plan(args: argparse.Namespace, training: list[str]) -> list[StudyRun]:
         more += ["--store", args.store] if args.store else []
         more += ["-b", args.batch_size] if args.batch_size not in (None, LARGEST) else []
         parts = [args.name, f"{nodes}node{'s' * (nodes > 1)}"]
-        parts += [f"{n}-{v.removesuffix('.py')}" for n, v in variation]
+        parts += [f"{o.lstrip('-')}-{v.removesuffix('.py')}" for o, v in variation]
         parts += [f"seed{seed}"] if seed is not None else []
         name = re.sub(r"[^\w.+-]", "-", "_".join(parts))
         if name in planned:
             raise UserError(f"two runs would be called {name}: each number and value once")
         # The study's own options come last, so that they override the others.
         command = (script, *rest, *more, "--name", name, "--resume", "auto")
-        group = ", ".join(f"{option} {value}" for option, value in variation)
+        group = ", ".join(f"{option.lstrip('-')} {value}" for option, value in variation)
         folder = Path(options.output_dir) / name
         planned[name] = StudyRun(name, nodes, group, seed, command, folder, options.data)
     return list(planned.values())
 
 
-def as_option(name: str) -> str:
-    return f"--{name}" if len(name) > 1 else f"-{name}"
-
-
-def share_of_batch(args: argparse.Namespace, script: str, options: Any, nodes: int) -> int:
-    """-b for a global batch that stays the same."""
+def batch_per_process(args: argparse.Namespace, script: str, options: Any, nodes: int) -> int:
+    """-b for a global batch that stays the same. Raises: `UserError`."""
     each = getattr(options, "gpus", None) or (args.machines and args.machines[0].slots)
-    each = 1 if args.simulate else each
+    each = 1 if args.simulate or script in ONE_NODE else each
     if not each:
         raise UserError(
             "--global-batch needs to know the processes of a node: write slots=N behind each host, "
             "or -g N among the script's options"
         )
-    processes = 1 if script in ONE_NODE else nodes * each
-    if args.global_batch % processes:
-        raise UserError(f"--global-batch {args.global_batch} is not a multiple of {processes}")
-    return args.global_batch // processes
+    batch, rest = divmod(args.global_batch, nodes * each)
+    if rest:
+        raise UserError(f"--global-batch {args.global_batch} is not a multiple of {nodes * each}")
+    return batch
 
 
-def start_of(
+def launch_command(
     run: StudyRun, args: argparse.Namespace, folder: Path, find: bool = False
 ) -> list[str]:
-    """The command that trains a run, and returns when it has ended.
-
-    With ``find`` it finds the largest batch instead.
-    """
+    """The command that trains a run (with ``find``: finds its largest batch), and then returns."""
     script, *words = run.command
     if find:
         words.append("--find-batch")
@@ -272,18 +247,16 @@ def start_of(
     if args.slurm is not None:
         # A job of an earlier launcher may still be there: the next one of that name waits for it.
         own = [f"--nodes={run.nodes}", f"--job-name={run.name}", "--dependency=singleton"]
-        own += [f"--output={run.log}", *shlex.split(args.slurm)]
+        own += [f"--output={run.file('log')}", *shlex.split(args.slurm)]
         return ["sbatch", "--wait", *own, "scripts/train.sbatch", script, *words]
     start = ["bash", "scripts/train_on_nodes.sh", str(folder / f"hosts_{run.nodes}")]
-    start += [] if find else ["--fetch"]
-    return [*start, *reach(args), "--", script, *words]
+    return [*start, *([] if find else ["--fetch"]), *ssh_options(args), "--", script, *words]
 
 
-def reach(args: argparse.Namespace) -> list[str]:
-    """The given options of how to reach the hosts. No values of --env: they may be secrets."""
-    usual = {"dir": hosts.default_directory(), "python": None, "ssh": "ssh", "grace": 20.0}
-    given = {name: getattr(args, name) for name in usual}
-    words = [f"--{name}={value}" for name, value in given.items() if value != usual[name]]
+def ssh_options(args: argparse.Namespace) -> list[str]:
+    """How to reach the hosts. No values of --env: they may be secrets."""
+    given = {name: getattr(args, name) for name in ("dir", "python", "ssh", "grace")}
+    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
     return [*words, *(f"--env={name}" for name, _ in args.env or ())]
 
 
@@ -293,33 +266,34 @@ class Runner:
     def __init__(self, args: argparse.Namespace, book: Path):
         self.args, self.book = args, book
         self.stopped = False
-        self.started: list[subprocess.Popen] = []
+        self.processes: list[subprocess.Popen] = []
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, self.stop)
 
     def stop(self, *_: object) -> None:
         self.stopped = True
-        for process in self.started:
+        for process in self.processes:
             process.send_signal(signal.SIGINT)
 
     def train(self, run: StudyRun) -> None:
         """Train a run, with the largest batch if -b asks for it. Raises: `UserError`."""
         run.folder.mkdir(parents=True, exist_ok=True)
         if self.args.batch_size == LARGEST and not run.batch:
-            begin = run.log.stat().st_size if run.log.exists() else 0
+            log = run.file("log")
+            begin = log.stat().st_size if log.exists() else 0
             code = self.start(run, find=True)
-            if sizes := LARGEST_LINE.findall(run.log.read_bytes()[begin:].decode(errors="replace")):
-                (run.folder / "study.batch").write_text(sizes[-1])
+            if sizes := LARGEST_LINE.findall(log.read_bytes()[begin:].decode(errors="replace")):
+                run.file("batch").write_text(sizes[-1])
             elif code == BAD_INPUT:
                 raise UserError(f"--find-batch failed, see above: give -b N, not -b {LARGEST}")
             else:
                 return
-        run.begun.write_text(shlex.join(run.command))
+        run.file("command").write_text(shlex.join(run.command))
         self.start(run)
 
     def start(self, run: StudyRun, find: bool = False) -> int:
-        """Run the command of `start_of` on all nodes. Returns its exit code."""
-        words = start_of(run, self.args, self.book, find)
+        """Run `launch_command` on all nodes. Returns its exit code."""
+        words = launch_command(run, self.args, self.book, find)
         print(f"\n== run {run.name}\n+ {shlex.join(words)}", flush=True)
         if not self.args.link or run.nodes == 1:
             return self.execute([words], run)
@@ -332,7 +306,10 @@ class Runner:
             return self.execute(starts, run)
 
     def execute(self, commands: list[list[str]], run: StudyRun | None = None) -> int:
-        """Run ``commands`` side by side. The run's log gets their output, which is also shown."""
+        """Run ``commands`` side by side. The run's log gets their output, which is also shown.
+
+        Returns: the first exit code that is not 0.
+        """
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "NODE_RANK")}
         env |= {"PYTHONUNBUFFERED": "1", **dict(self.args.env or ())}
         # In a session of its own: Ctrl-C is for this process, which passes it on.
@@ -341,23 +318,23 @@ class Runner:
         how["cwd"] = ROOT if self.args.slurm is not None else None
         with contextlib.ExitStack() as files:
             if run:
-                out = files.enter_context(open(run.log, "ab"))
-                log = files.enter_context(open(run.log, errors="replace"))
-                log.seek(0, os.SEEK_END)
+                out = files.enter_context(open(run.file("log"), "ab"))
                 how |= {"stdout": out, "stderr": subprocess.STDOUT}
-            self.started = [subprocess.Popen(one, **how) for one in commands]
+                log = files.enter_context(open(run.file("log"), errors="replace"))
+                log.seek(0, os.SEEK_END)
+            self.processes = [subprocess.Popen(one, **how) for one in commands]
             if run:
-                self.watch(run, log)
-            codes = [process.wait() for process in self.started]
-            self.started = []
+                self.follow(run, log)
+            codes = [process.wait() for process in self.processes]
+            self.processes = []
         return next((128 - code if code < 0 else code for code in codes if code), 0)
 
     def is_running(self) -> bool:
-        return any(process.poll() is None for process in self.started)
+        return any(process.poll() is None for process in self.processes)
 
-    def watch(self, run: StudyRun, log: TextIO) -> None:
-        """Show a run's log until it has ended. While it trains, call nvidia-smi: early on, and in
-        its second half."""
+    def follow(self, run: StudyRun, log: TextIO) -> None:
+        """Show a run's log until it ends. While it trains, call nvidia-smi: early on, and in its
+        second half."""
         began, due, tail, running = None, [0.0, 0.5], "", True
         while running:
             running = self.is_running()  # before reading, or the last lines may be missed
@@ -373,33 +350,29 @@ class Runner:
                 if self.args.hours:
                     part = max(part, (now - began) / 3600 / self.args.hours)
                 if part >= due[0]:
-                    self.nvidia_smi(run, f"in epoch {epoch} of {epochs}, step {step} of {steps}")
+                    self.keep_nvidia_smi(run, f"epoch {epoch} of {epochs}, step {step} of {steps}")
                     due = [one for one in due if one > part]
 
-    def nvidia_smi(self, run: StudyRun, place: str) -> None:
-        """Keep what nvidia-smi prints on each node while a run trains, if it has that program."""
-        where = {"this machine": []} if self.args.simulate else {}
+    def keep_nvidia_smi(self, run: StudyRun, place: str) -> None:
+        """Keep what nvidia-smi prints on each node, if it has that program and the run still
+        trains; ``place`` says how far it is."""
+        prefixes = {"this machine": []} if self.args.simulate else {}
         for host in self.args.machines[: run.nodes]:
-            where[host.name] = [*shlex.split(self.args.ssh), "-o", "BatchMode=yes", host.address]
+            prefixes[host.name] = [*shlex.split(self.args.ssh), "-o", "BatchMode=yes", host.address]
         if self.args.slurm is not None:
             # The job that trains, whose name train.sbatch has printed, is not always the newest.
-            job = re.findall(r"--name slurm_(\d+)", run.log.read_text(errors="replace"))[-1]
+            job = re.findall(r"--name slurm_(\d+)", run.file("log").read_text(errors="replace"))[-1]
             nodes = [f"--jobid={job}", f"--nodes={run.nodes}", "--ntasks-per-node=1", "--overlap"]
-            where[f"job {job}"] = ["srun", *nodes, "--label"]
-
-        def output(before: list[str]) -> str:
-            how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+            prefixes[f"job {job}"] = ["srun", *nodes, "--label"]
+        how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        dumps = []
+        for name, prefix in prefixes.items():
             with contextlib.suppress(OSError, subprocess.SubprocessError):
-                done = subprocess.run([*before, "nvidia-smi"], timeout=30, check=True, **how)
+                done = subprocess.run([*prefix, "nvidia-smi"], timeout=30, check=True, **how)
                 lines = done.stdout.splitlines()
-                if "--label" in before:  # srun puts the number of its node before each line
+                if "--label" in prefix:  # srun puts the number of its node before each line
                     lines.sort(key=lambda line: line.partition(":")[0])
-                return "\n".join(lines)
-            return ""
-
-        with ThreadPoolExecutor() as pool:
-            texts = dict(zip(where, pool.map(output, where.values()), strict=True))
-        dumps = [f"# {name}, {place}\n{text}\n" for name, text in texts.items() if text]
+                dumps.append("\n".join([f"# {name}, in {place}", *lines, ""]))
         if dumps and self.is_running():
             (self.book / f"{run.name}.nvidia-smi.txt").write_text("\n".join(dumps))
 
@@ -411,8 +384,9 @@ class Runner:
             (self.book / f"hosts_{nodes}").write_text("\n".join(lines[:nodes]) + "\n")
         for host in args.machines[: run.nodes] if args.sync else ():
             launcher.sync(args, host)
-        words = ["bash", "scripts/doctor.sh", str(self.book / f"hosts_{run.nodes}"), *reach(args)]
-        if not args.no_doctor and self.execute([[*words, "--data", run.data]]) not in (0, 1):
+        words = ["bash", "scripts/doctor.sh", str(self.book / f"hosts_{run.nodes}")]
+        words += [*ssh_options(args), "--data", run.data]
+        if not args.no_doctor and self.execute([words]) not in (0, 1):
             raise UserError(
                 "the nodes are not ready, see above: correct that and run the same command again "
                 "(--no-doctor trains all the same)"
@@ -421,14 +395,11 @@ class Runner:
 
 @contextlib.contextmanager
 def study_lock(folder: Path, runs: list[StudyRun]) -> Iterator[None]:
-    """Lock the study. Reject runs that began with other options.
-
-    Raises: `UserError`.
-    """
+    """Lock the study. Raises: `UserError` if a run began with other options, or it is locked."""
     folder.mkdir(parents=True, exist_ok=True)
     for run in runs:
-        begun = run.begun.read_text() if run.begun.exists() else shlex.join(run.command)
-        if begun != shlex.join(run.command):
+        begun = run.file("command").read_text() if run.file("command").exists() else None
+        if begun not in (None, shlex.join(run.command)):
             raise UserError(
                 f"the run {run.name} began with other options: use that command "
                 f"({begun}), or choose another --name"
@@ -443,16 +414,16 @@ def study_lock(folder: Path, runs: list[StudyRun]) -> Iterator[None]:
 
 def main() -> int:
     args, training = parse(sys.argv[1:])
+    runs = plan(args, training)
+    folder, left = args.logbook / args.name, [run for run in runs if not run.is_finished]
     command = shlex.join(["bash", "scripts/scaling_study.sh", *sys.argv[1:]])
-    runs, folder = plan(args, training), args.logbook / args.name
-    left = [run for run in runs if not run.is_finished]
     print(f"study {args.name}: {len(runs)} runs, {len(left)} to be trained")
     for run in runs:
         print(f"{run.name}: {'to be trained' if run in left else 'finished'}")
         if args.dry_run and run in left:
             if args.batch_size == LARGEST and not run.batch:
-                print(f"    + {shlex.join(start_of(run, args, folder, find=True))}")
-            print(f"    + {shlex.join(start_of(run, args, folder))}")
+                print(f"    + {shlex.join(launch_command(run, args, folder, find=True))}")
+            print(f"    + {shlex.join(launch_command(run, args, folder))}")
     if args.hours:
         node_hours = args.hours * sum(run.nodes for run in left)
         print(f"at most {args.hours * len(left):g} h of training ({node_hours:g} node-hours)")

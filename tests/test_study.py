@@ -1,4 +1,4 @@
-"""scripts/scaling_study.sh: the plan, its table, and studies: simulated, over ssh, under Slurm."""
+"""scripts/scaling_study.sh: plans, the table, and studies: simulated, over ssh, under Slurm."""
 
 import ctypes
 import os
@@ -52,7 +52,7 @@ def test_weak_scaling_keeps_the_batch_and_scales_the_rate():
         assert (options([run], "--lr"), run.data) == ([lr], "tests")
 
 
-def test_strong_scaling_shares_the_batch_and_keeps_the_rate(tmp_path):
+def test_strong_scaling_divides_the_batch_and_keeps_the_rate(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=2\nb slots=2\n")
     for own, script, batches in (
@@ -66,12 +66,11 @@ def test_strong_scaling_shares_the_batch_and_keeps_the_rate(tmp_path):
         assert not any("--lr" in run.command for run in runs)
 
 
-def test_a_grid_with_seeds():
+def test_varied_options_and_seeds():
     """All of one seed first; the nodes from few to many."""
     runs = plan("--nodes 1,2 --vary recipe=tiny,fast16 --seeds 0,1")
-    assert [run.name for run in runs][:3] == [
-        *("s_1node_recipe-tiny_seed0", "s_1node_recipe-fast16_seed0", "s_2nodes_recipe-tiny_seed0")
-    ]
+    names = ["s_1node_recipe-tiny_seed0", "s_1node_recipe-fast16_seed0"]
+    assert [run.name for run in runs][:3] == [*names, "s_2nodes_recipe-tiny_seed0"]
     assert options(runs, "--seed") == ["0"] * 4 + ["1"] * 4
     scripts = plan("--nodes 1 --vary script=imagenet_ddp.py,imagenet_fsdp.py")
     assert [run.command[0] for run in scripts] == ["imagenet_ddp.py", "imagenet_fsdp.py"]
@@ -82,7 +81,7 @@ def test_a_grid_with_seeds():
     [
         ("", f"{TRAINING} --train-time=2", "give --hours before the --"),
         ("--vary b=1,2", TRAINING, "-b among .* give --vary b before the --"),
-        ("--vary name=a,b", TRAINING, "--vary name=a is not possible"),
+        ("--vary name=a,b", TRAINING, "--vary --name=a is not possible"),
         ("--global-batch 60", TRAINING, "60 is not a multiple of 8"),
         ("", "imagenet_dp.py tests", "imagenet_dp.py trains on one node"),
         ("", "imagenet_ddp.py -a vgg91 tests", "unknown arch 'vgg91'; nearest names: .*vgg19"),
@@ -99,32 +98,28 @@ def test_a_grid_with_seeds():
         ("--slurm", TRAINING, "--slurm needs --nodes"),
     ],
 )
-def test_what_does_not_fit_together(capsys, own, training, words):
+def test_options_that_contradict_each_other(capsys, own, training, words):
     with pytest.raises((UserError, SystemExit)) as ended:
         plan(own, training)
     assert re.search(words, f"{ended.value}{capsys.readouterr().err}")
 
 
-def test_what_has_begun_stays_as_it_is(tmp_path):
-    """Arms may be added to a study; those that have begun may not change."""
+def test_a_run_that_has_begun_keeps_its_options(tmp_path):
+    """Runs may be added to a study. One process at a time works on it."""
     training = f"{TRAINING} --output-dir {tmp_path}/runs"
-    first, more = (plan(f"--nodes {nodes}", training) for nodes in ("1,2", "1,2,4"))
-    with (
-        scaling_study.study_lock(tmp_path / "book/s", first),
-        pytest.raises(UserError, match="already"),
-    ):
-        scaling_study.study_lock(tmp_path / "book/s", first).__enter__()
+    first, more, other = (
+        plan(f"--nodes {own}", training) for own in ("1,2", "1,2,4", "1,2 --hours 1")
+    )
     first[0].folder.mkdir(parents=True)
-    first[0].begun.write_text(shlex.join(first[0].command))
+    first[0].file("command").write_text(shlex.join(first[0].command))
     with scaling_study.study_lock(tmp_path / "book/s", more):
-        pass
-    other = plan("--nodes 1,2 --hours 1", training)
-    with pytest.raises(UserError, match="s_1node began with other options"):
-        scaling_study.study_lock(tmp_path / "book/s", other).__enter__()
+        for runs, words in ((first, "already"), (other, "s_1node began with other options")):
+            with pytest.raises(UserError, match=words):
+                scaling_study.study_lock(tmp_path / "book/s", runs).__enter__()
 
 
-def test_a_dry_run_prints_what_can_be_typed_and_does_nothing(tmp_path):
-    """Also the study files."""
+def test_a_dry_run_prints_commands_and_does_nothing(tmp_path):
+    """That of each prepared study, too."""
     hosts, eight = tmp_path / "hosts", tmp_path / "eight"
     hosts.write_text("# two\nnode1 slots=1\nroot@node2 slots=1\n")
     eight.write_text("".join(f"node{number}\n" for number in range(8)))
@@ -203,6 +198,12 @@ def test_the_published_table_column_for_column():
     assert study_page.rows(columns, 2.0) == CELLS
 
 
+def rows_of(*columns: tuple[StudyRun, Run]) -> dict[str, list[str]]:
+    """The table of runs on one node, as titles and cells; and a column of runs to come."""
+    table = study_page.rows({"1 Node": list(columns), "2 Nodes": []}, 2.0)
+    return {title: cells for title, *cells in table}
+
+
 def test_the_validation_loss_is_that_of_the_model_that_is_tested():
     """--best-by chooses it, also between a model and its averaged weights."""
     one, run = published_run(0)
@@ -214,17 +215,16 @@ def test_the_validation_loss_is_that_of_the_model_that_is_tested():
     }
     for best_by, loss in (("top1", "0.8000"), ("loss", "0.5000")):
         run.facts["best_by"] = best_by
-        rows = {title: cells for title, *cells in study_page.rows({"1 Node": [(one, run)]}, 2.0)}
-        assert rows["Best Validation Loss"] == [loss]
+        assert rows_of((one, run))["Best Validation Loss"] == [loss, "-"]
 
 
 def test_repeats_have_a_mean_and_a_spread():
-    """What a run has not recorded, or not reached, is "-"; a run to come has a column."""
-    columns = {"1 Node": [published_run(0), published_run(0, 0.02)], "2 Nodes": []}
-    for _, run in columns["1 Node"]:
+    """What a run has not recorded, or not reached, is "-"."""
+    repeats = published_run(0), published_run(0, 0.02)
+    for _, run in repeats:
         run.scalars.pop("Loss/test")
         run.hours = {1: 0.1}
-    rows = {title: cells for title, *cells in study_page.rows(columns, 2.0)}
+    rows = rows_of(*repeats)
     assert rows["Best Validation Loss"] == ["0.3895 ± 0.0141", "-"]
     assert rows["Test Loss"] == rows["Epoch Num @ 2 hr"] == ["-", "-"]
     assert rows["Global Batch Size"] == ["32", "-"]

@@ -40,14 +40,17 @@ def rows(columns: dict[str, Column], hours: float | None) -> list[list[str]]:
     rates = [rate for _, run in pairs if (rate := run.highest("Lr"))]
     # 1e-4 that went through 32 bits must not become 9.99e-5.
     power = math.floor(math.log10(min(rates) * 1.0001)) if rates else 0
+
+    def process_seconds(one: "StudyRun", run: Run) -> float:
+        return (run.epoch_seconds or 0.0) * (run.facts.get("gpus") or one.nodes)
+
     first = next(filter(None, columns.values()), [])
-    base = [seconds for one, run in first if (seconds := process_seconds(one, run))]
+    base = [seconds for pair in first if (seconds := process_seconds(*pair))]
 
     def epochs(one: "StudyRun", run: Run) -> int | None:
-        if hours is None:
-            return run.epochs
-        is_known = one.is_finished or (run.total_hours or 0.0) >= hours
-        return run.done_within(hours) if is_known else None
+        if hours is None or not (one.is_finished or (run.total_hours or 0.0) >= hours):
+            return run.epochs if hours is None else None
+        return run.done_within(hours)
 
     def efficiency(one: "StudyRun", run: Run) -> float | None:
         own = process_seconds(one, run)
@@ -57,26 +60,26 @@ def rows(columns: dict[str, Column], hours: float | None) -> list[list[str]]:
         return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
     time = "" if hours is None else f" @ {hours:g} hr"
-    figures: list[tuple[str, Callable[..., float | None], Callable[[float], str]]] = [
-        (f"Learning Rate (e{power})", lambda _, run: run.highest("Lr"),
-         lambda x: f"{x / 10.0**power:.2f}"),
-        ("Largest Batch Per GPU", lambda one, _: one.batch, "{:.0f}".format),
-        ("Global Batch Size", lambda _, run: run.facts.get("global_batch"), "{:.0f}".format),
-        ("Steps Per Epoch", lambda _, run: run.facts.get("steps_per_epoch"), "{:.0f}".format),
-        ("Avg Epoch Time (min)", lambda _, run: runs.ratio(run.epoch_seconds, 60), minutes),
-        (f"Epoch Num{time}", epochs, lambda x: f"{x:.3g}" if x % 1 else f"{x:.0f}"),
-        ("Scaling Efficiency", efficiency, "{:.2f}".format),
-        ("Best Validation Loss", lambda _, run: run.of_best("Loss"), "{:.4f}".format),
-        ("Test Loss", lambda _, run: run.last("Loss/test"), "{:.4f}".format),
-        ("Top1 Test Accuracy", lambda _, run: run.last("Top1/test"), "{:.2f}%".format),
-    ]  # fmt: skip
+    figures: dict[str, tuple[Callable[..., float | None], Callable[[float], str]]] = {
+        f"Learning Rate (e{power})":
+            (lambda _, run: run.highest("Lr"), lambda x: f"{x / 10.0**power:.2f}"),
+        "Largest Batch Per GPU": (lambda one, _: one.batch, "{:.0f}".format),
+        "Global Batch Size": (lambda _, run: run.facts.get("global_batch"), "{:.0f}".format),
+        "Steps Per Epoch": (lambda _, run: run.facts.get("steps_per_epoch"), "{:.0f}".format),
+        "Avg Epoch Time (min)": (lambda _, run: runs.ratio(run.epoch_seconds, 60), minutes),
+        f"Epoch Num{time}": (epochs, lambda x: f"{x:.3g}" if x % 1 else f"{x:.0f}"),
+        "Scaling Efficiency": (efficiency, "{:.2f}".format),
+        "Best Validation Loss": (lambda _, run: run.of_best("Loss"), "{:.4f}".format),
+        "Test Loss": (lambda _, run: run.last("Loss/test"), "{:.4f}".format),
+        "Top1 Test Accuracy": (lambda _, run: run.last("Top1/test"), "{:.2f}%".format),
+    }  # fmt: skip
     if not any(one.batch for one, _ in pairs):
-        del figures[1]
+        del figures["Largest Batch Per GPU"]
     cells = []
-    for title, figure_of, show in figures:
+    for title, (figure_of, show) in figures.items():
         cells.append([title])
         for column in columns.values():
-            values = [x for one, run in column if (x := figure_of(one, run)) is not None]
+            values = [x for pair in column if (x := figure_of(*pair)) is not None]
             text = show(statistics.fmean(values)) if values else table.NONE
             if len(set(values)) > 1:
                 text += f" ± {show(statistics.stdev(values))}"
@@ -84,27 +87,21 @@ def rows(columns: dict[str, Column], hours: float | None) -> list[list[str]]:
     return cells
 
 
-def process_seconds(one: "StudyRun", run: Run) -> float:
-    """The time of an epoch times the processes; 0 if it is unknown."""
-    return (run.epoch_seconds or 0.0) * (run.facts.get("gpus") or one.nodes)
-
-
 def write(args: argparse.Namespace, planned: list["StudyRun"], command: str) -> None:
     """Update LOGBOOK/NAME.md and the list of all studies."""
     page, folder = args.logbook / f"{args.name}.md", args.logbook / args.name
     finished = [one for one in planned if one.is_finished]
+    titles = {n: f"{n} Node{'s' * (n > 1)}" for n in dict.fromkeys(one.nodes for one in planned)}
     trained: Column = []
     for one in planned:
         run = runs.read(one.folder) if list(one.folder.glob("*tfevents*")) else None
         if run and run.epochs is not None:
             seed = "" if one.seed is None else f"seed {one.seed}"
-            run.label = ", ".join(filter(None, [one.title.lower(), one.group, seed]))
+            run.label = ", ".join(filter(None, [titles[one.nodes].lower(), one.group, seed]))
             run.facts["nodes"] = one.nodes  # simulated nodes share a machine, which counts as one
             trained.append((one, run))
-    parts = [
-        f"# {table.escape_markdown(args.name)}",
-        f"{len(finished)} of {len(planned)} runs finished.",
-    ]
+    parts = [f"# {table.escape_markdown(args.name)}"]
+    parts += [f"{len(finished)} of {len(planned)} runs finished."]
     if args.simulate:
         links = f", with links of {args.link}" if args.link else ""
         parts.append(
@@ -119,8 +116,8 @@ def write(args: argparse.Namespace, planned: list["StudyRun"], command: str) -> 
     parts.append("## Scaling")
     for group in dict.fromkeys(one.group for one in planned):
         columns = {
-            title: [pair for pair in trained if (pair[0].title, pair[0].group) == (title, group)]
-            for title in dict.fromkeys(one.title for one in planned)
+            title: [pair for pair in trained if (pair[0].nodes, pair[0].group) == (nodes, group)]
+            for nodes, title in titles.items()
         }
         parts += [f"**{table.escape_markdown(group)}**"] if group else []
         parts.append(table.markdown_table(["", *columns], rows(columns, args.hours)))
@@ -130,7 +127,13 @@ def write(args: argparse.Namespace, planned: list["StudyRun"], command: str) -> 
         drawn = pictures.draw(comparison, folder, only=PICTURES)
         parts += ["## Metrics", comparison.section(page, "", command, drawn.values())]
     if len({one.nodes for one in finished}) == len(finished) > 1:
-        parts += ["## Forecast and measured", table.fence(forecast(args, finished))]
+        words = ["--from", *(str(one.folder) for one in finished)]
+        words += ["--nodes", ",".join(map(str, args.nodes))]
+        words += ["--gpus-per-node", "1"] if args.simulate else []
+        words += [] if args.simulate and not args.link else ["--fit-network"]
+        forecast = [sys.executable, str(ROOT / "scripts/forecast_scaling.py"), *words]
+        done = subprocess.run(forecast, capture_output=True, text=True, check=False)
+        parts += ["## Forecast and measured", table.fence((done.stdout + done.stderr).strip())]
     for file in (folder / f"{one.name}.nvidia-smi.txt" for one in planned):
         if text := file.is_file() and file.read_text().strip():
             parts += [f"## {file.name.removesuffix('.txt')}", table.fence(text)]
@@ -139,14 +142,3 @@ def write(args: argparse.Namespace, planned: list["StudyRun"], command: str) -> 
     links = "\n".join(f"- [{name}]({name}.md)" for name in names)
     table.put(args.logbook / "README.md", "scaling_study", "index", f"# Log book\n\n{links}")
     print(f"log book: {page} is up to date", flush=True)
-
-
-def forecast(args: argparse.Namespace, finished: list["StudyRun"]) -> str:
-    """What forecast_scaling.py prints for the finished runs."""
-    words = ["--from", *(str(one.folder) for one in finished)]
-    words += ["--nodes", ",".join(map(str, args.nodes))]
-    words += ["--gpus-per-node", "1"] if args.simulate else []
-    words += [] if args.simulate and not args.link else ["--fit-network"]
-    command = [sys.executable, str(ROOT / "scripts/forecast_scaling.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return (done.stdout + done.stderr).strip()
