@@ -215,16 +215,16 @@ def render(args: Any, results: list[Predictions], runs: list[dict], shown: list[
         if bad := one.unreadable:
             more = f" and {len(bad) - 10} more" if len(bad) > 10 else ""
             notes.append(f"{len(bad)} images could not be read: {', '.join(bad[:10])}{more}")
-    lines = [(run["label"], run["curve"]) for run in runs] + [("perfect", {0.0: 0.0, 100.0: 100.0})]
+    lines = [(run["label"], run["curve"]) for run in runs] + [("perfect", [(0, 0), (100, 100)])]
     title, axes = "Reliability", ("accuracy, %", "% confidence")
-    chart = page.Chart(title, *axes, lines, zero=True, shared=False, plain=("perfect",))
+    chart = page.Chart(title, *axes, lines, zero=True, plain=("perfect",))
     return page.render(
         TEMPLATE,
         title=f"Results of {' and '.join(run['label'] for run in runs) or 'a model'}",
         notes=notes,
         runs=runs,
         predicted=shown,
-        chart=chart.as_dict(),
+        chart=chart,
         changes=figures.changes(*results) if len(results) == 2 else None,
         command=args.command,
     )

@@ -54,11 +54,11 @@ def test_which_files_are_written(hal):
 def test_bars_are_as_long_as_the_medians_beside_perfect_scaling(hal):
     comparison = table(hal / "runs")[2]
     rates, perfect = list(HAL.values()), [HAL[2] / 2 * gpus for gpus in HAL]
-    lines = [list(points.values()) for _, points in pictures.scaling(comparison).lines]
+    lines = [[y for _, y in points] for _, points in pictures.scaling(comparison).lines]
     (axes,) = pictures.plan(comparison)["training_throughput"]().axes
     bars = [[bar.get_width() for bar in group] for group in axes.containers]
     assert bars == [pytest.approx(rates), pytest.approx(perfect)]
-    assert list(map(sorted, lines)) == bars
+    assert lines == bars
     assert axes.texts[-1].get_text() == "32619  x 20.62  64 %"
 
 
@@ -130,7 +130,8 @@ def test_pictures_of_the_hardware_and_labels_with_special_characters(tmp_path):
     assert by_time.axes[0].get_xscale() == "log"
     ends = {"GPU/memory_gb": 12.0, "GPU/utilisation": 91.0, "IO/wait_share": 25.0}
     for tag, end in ends.items():
-        assert pictures.line(both.runs[0], tag, "epochs") == dict.fromkeys((1, 2, 3, 4), end)
+        label, points = pictures.curves(both, tag, "epochs").lines[0]
+        assert (label, points) == ("_x", [(x, end) for x in (1, 2, 3, 4)])
 
 
 def test_by_default_a_comparison_lies_beside_the_runs(tmp_path, monkeypatch):
@@ -146,4 +147,5 @@ def test_runs_of_one_epoch_are_drawn(tmp_path):
     (axes,) = plan["top1_val_hours"]().axes
     assert axes.get_xlabel() == "minutes of training" and axes.get_xlim()[0] == 0
     (axes,) = plan["top1_val"]().axes
-    assert list(axes.get_xticks()) == [1]
+    low, high = axes.get_xlim()
+    assert [x for x in axes.get_xticks() if low <= x <= high] == [1]

@@ -6,8 +6,9 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +26,12 @@ MACHINE = ("gpu", "driver", "cpu", "torch")
 
 
 class Row(NamedTuple):
-    """A quantity: ``of(run)`` is its value, ``show(value)`` its text; ``key``: CSV column."""
+    """A quantity: ``of(run)`` is its value (by default the fact ``key``), ``show(value)`` its text;
+    ``key``: CSV column."""
 
     title: str
     key: str
-    of: Callable[[Run], Any]
+    of: Callable[[Run], Any] | None = None
     show: Callable[[Any], str] = number
 
 
@@ -47,20 +49,18 @@ class Comparison:
         price: float | None = None,
     ):
         """``within``: hours; ``target``: per cent; ``price``: of a node for an hour."""
-        self.runs, self.within, self.target, self.price = runs, within, target, price
+        self.runs, self.price = runs, price
         summary.find_bases(runs)
         self.bases = list(dict.fromkeys(run.base for run in runs if run.base))
-        if within is None and all(run.hours for run in runs):
-            self.within = min(run.total_hours for run in runs)
+        self.within = min(run.total_hours for run in runs) if within is None else within
         tops = [top for run in runs if (top := run.best("Top1/val")[0]) is not None]
-        if target is None and tops:
-            self.target = float(math.floor(min(tops)))
+        self.target = float(math.floor(min(tops))) if target is None and tops else target
         self.groups: dict[str, list[Row]] = {}
         self.values: dict[str, list[Any]] = {}
         self.cells: dict[str, list[str]] = {}
         for group, rows in _rows(self).items():
             for row in rows:
-                values = [row.of(run) for run in runs]
+                values = [row.of(run) if row.of else run.facts.get(row.key) for run in runs]
                 cells = [NONE if x in summary.UNKNOWN else row.show(x) for x in values]
                 if any(cell != NONE for cell in cells):
                     self.groups.setdefault(group, []).append(row)
@@ -68,29 +68,25 @@ class Comparison:
         self.sentences = summary.sentences(runs, self.target)
         self.notes = summary.notes(runs)
 
-    def lines(self, mark: str) -> list[list[str]]:
-        """The table line by line: of each group its title, in ``mark``, and its rows."""
-        found = []
+    def _lines(self) -> Iterator[list[str]]:
+        """The table line by line: before each group its title, after dashes."""
         for group, rows in self.groups.items():
-            found.append([mark.format(group), *[""] * len(self.runs)])
-            found += [[row.title, *self.cells[row.key]] for row in rows]
-        return found
+            yield [f"--- {group}", *[""] * len(self.runs)]
+            yield from ([row.title, *self.cells[row.key]] for row in rows)
 
     def as_text(self) -> str:
         """One column per run; long labels stand below, with the path of each run."""
         labels = [run.label for run in self.runs]
-        short = max(map(len, labels)) <= 20
-        heads = labels if short else [f"({i})" for i, _ in enumerate(labels, 1)]
-        head, *lines = plain_table(["", *heads], self.lines("--- {}")).splitlines()
-        named = [
-            f"{head}: {run.path}" if short else f"{head} {run.label}: {run.path}"
-            for head, run in zip(heads, self.runs, strict=True)
-        ]
-        return "\n".join([head, *lines, "", *named])
+        heads, named = labels, labels
+        if max(map(len, labels)) > 20:
+            heads = [f"({i})" for i, _ in enumerate(labels, 1)]
+            named = [f"{head} {label}" for head, label in zip(heads, labels, strict=True)]
+        paths = [f"{name}: {run.path}" for name, run in zip(named, self.runs, strict=True)]
+        return "\n".join([plain_table(["", *heads], [*self._lines()]), "", *paths])
 
     def as_markdown(self) -> str:
-        head = ["", *(run.label for run in self.runs)]
-        text = markdown_table(head, [[name.strip(), *rest] for name, *rest in self.lines("--- {}")])
+        rows = [[title.strip(), *cells] for title, *cells in self._lines()]
+        text = markdown_table(["", *(run.label for run in self.runs)], rows)
         return re.sub(r"(?m)^\| --- (.*?) \|", r"| **\1** |", text)  # a group's title
 
     def as_csv(self) -> str:
@@ -140,59 +136,36 @@ def origin(run: Run) -> dict[str, str]:
 def _rows(comparison: Comparison) -> dict[str, list[Row]]:
     """All quantities, by the titles of their groups."""
     target, price, within = comparison.target, comparison.price, comparison.within
-
-    def fact(title: str, key: str) -> Row:
-        return Row(title, key, lambda run: run.facts.get(key))
-
-    def usual(title: str, key: str, tag: str, show: Callable = number) -> Row:
-        return Row(title, key, lambda run: run.usual(tag), show)
-
-    def highest(title: str, key: str, tag: str) -> Row:
-        return Row(title, key, lambda run: run.highest(tag))
+    to = f" to {comparison.bases[0].label}" if len(comparison.bases) == 1 else ""
+    goal = f"top-1 of {target or 0:g} %"
 
     def cost(run: Run, hours: float | None) -> float | None:
         nodes = run.facts.get("nodes")
         return hours * nodes * price if price and hours and nodes else None
 
-    def until_target(run: Run) -> float | None:
-        return None if target is None else run.hours.get(run.reached(target))
-
     def best(tag: str) -> list[Row]:
-        (title, form), key, val = METRICS[tag], tag.lower(), f"{tag}/val"
+        (title, form), key, val = METRICS[tag], f"best_{tag.lower()}", f"{tag}/val"
         return [
-            Row(f"best val {title}", f"best_{key}", lambda run: run.best(val)[0], form.format),
-            Row("  in epoch", f"best_{key}_epoch", lambda run: run.best(val)[1]),
-            Row("  after", f"best_{key}_h", lambda run: run.hours.get(run.best(val)[1]), duration),
-            Row("  of averaged weights", f"best_ema_{key}",
+            Row(f"best val {title}", key, lambda run: run.best(val)[0], form.format),
+            Row("  in epoch", f"{key}_epoch", lambda run: run.best(val)[1]),
+            Row("  after", f"{key}_h", lambda run: run.hours.get(run.best(val)[1]), duration),
+            Row("  of averaged weights", f"best_ema_{tag.lower()}",
                 lambda run: run.best(f"{tag}/ema")[0], form.format),
         ]  # fmt: skip
 
-    def test(tag: str) -> Row:
-        last = partial(Run.last, tag=f"{tag}/test")
-        return Row(f"test {METRICS[tag][0]}", f"test_{tag.lower()}", last, METRICS[tag][1].format)
-
-    to = f" to {comparison.bases[0].label}" if len(comparison.bases) == 1 else ""
-    per_gpu = lambda run: ratio(run.usual(RATE), run.facts.get("gpus"))  # noqa: E731
-    done = lambda run: None if within is None else run.done_within(within)  # noqa: E731
-    needed = lambda run: None if target is None else run.reached(target)  # noqa: E731
-    goal = f"top-1 of {target or 0:g} %"
     return {
         "set-up": [
-            fact("nodes", "nodes"),
-            fact("GPUs (processes)", "gpus"),
-            fact("arch", "arch"),
-            fact("mode", "mode"),
-            fact("recipe", "recipe"),
-            fact("training image sizes", "progressive"),
-            highest("learning rate (highest)", "lr", "Lr"),
-            fact("batch per GPU", "batch_per_gpu"),
-            fact("global batch", "global_batch"),
-            fact("steps per epoch", "steps_per_epoch"),
-            Row("state", "state", lambda run: run.state),
+            Row("nodes", "nodes"), Row("GPUs (processes)", "gpus"), Row("arch", "arch"),
+            Row("mode", "mode"), Row("recipe", "recipe"),
+            Row("training image sizes", "progressive"),
+            Row("learning rate (highest)", "lr", lambda run: run.highest("Lr")),
+            Row("batch per GPU", "batch_per_gpu"), Row("global batch", "global_batch"),
+            Row("steps per epoch", "steps_per_epoch"), Row("state", "state", lambda run: run.state),
         ],
         "speed": [
-            usual("images/s", "images_per_s", RATE),
-            Row("images/s per GPU", "images_per_s_per_gpu", per_gpu),
+            Row("images/s", "images_per_s", lambda run: run.usual(RATE)),
+            Row("images/s per GPU", "images_per_s_per_gpu",
+                lambda run: ratio(run.usual(RATE), run.facts.get("gpus"))),
             Row(f"speed-up{to}", "speed_up", lambda run: run.speed_up, "{:.2f}".format),
             Row("scaling efficiency", "scaling_efficiency", lambda run: run.efficiency, share),
             Row("time per step, ms", "step_ms", lambda run: ratio(run.usual(STEP_TIME), 0.001)),
@@ -200,31 +173,37 @@ def _rows(comparison: Comparison) -> dict[str, list[Row]]:
         "time": [
             Row("time per epoch", "epoch_h", lambda run: ratio(run.epoch_seconds, 3600), duration),
             Row("epochs finished", "epochs", lambda run: run.epochs),
-            Row(f"epochs in {duration(within or 0)}", "epochs_within", done),
+            Row(f"epochs in {duration(within)}", "epochs_within",
+                lambda run: run.done_within(within)),
             Row("total time", "hours", lambda run: run.total_hours, duration),
-            Row(f"time to {goal}", "target_h", until_target, duration),
-            Row("  epochs needed", "target_epochs", needed),
-            Row(f"cost to {goal}", "target_cost", lambda run: cost(run, until_target(run))),
+            Row(f"time to {goal}", "target_h", lambda run: run.hours.get(run.reached(target)),
+                duration),
+            Row("  epochs needed", "target_epochs", lambda run: run.reached(target)),
+            Row(f"cost to {goal}", "target_cost",
+                lambda run: cost(run, run.hours.get(run.reached(target)))),
             Row("cost of the whole run", "cost", lambda run: cost(run, run.total_hours)),
         ],
-        "accuracy": [*best("Top1"), *best("Top5"), *best("Loss"), *map(test, METRICS)],
+        "accuracy": [
+            *best("Top1"), *best("Top5"), *best("Loss"),
+            *(Row(f"test {title}", f"test_{tag.lower()}",
+                  methodcaller("last", f"{tag}/test"), form.format)
+              for tag, (title, form) in METRICS.items()),
+        ],
         "where the time goes": [
-            usual("waiting for data", "data_wait_share", "IO/wait_share", share),
-            *(
-                Row(f"share of step: {part}", f"step_{part}_share",
-                    partial(summary.step_share, part=part), share)
-                for part in summary.STEP_PARTS
-            ),
-            fact("sent per step, MB per process", "sent_mb_per_step"),
-            usual("GPU utilisation, %", "gpu_utilisation", "GPU/utilisation"),
-            usual("GPU power, W", "gpu_w", "GPU/power_w"),
-            usual("CPU utilisation, %", "cpu_utilisation", "CPU/utilisation"),
+            Row("waiting for data", "data_wait_share", methodcaller("usual", "IO/wait_share"),
+                share),
+            *(Row(f"share of step: {part}", f"step_{part}_share",
+                  partial(summary.step_share, part=part), share)
+              for part in summary.STEP_PARTS),
+            Row("sent per step, MB per process", "sent_mb_per_step"),
+            Row("GPU utilisation, %", "gpu_utilisation", methodcaller("usual", "GPU/utilisation")),
+            Row("GPU power, W", "gpu_w", methodcaller("usual", "GPU/power_w")),
+            Row("CPU utilisation, %", "cpu_utilisation", methodcaller("usual", "CPU/utilisation")),
         ],
         "memory": [
-            highest("GPU memory, GiB", "gpu_memory_gb", "GPU/memory_gb"),
-            *(
-                highest(f"{name}, MiB per process", f"{name}_mb", f"Memory/{name}_mb")
-                for name in ("parameters", "gradients", "optimizer", "activations")
-            ),
+            Row("GPU memory, GiB", "gpu_memory_gb", methodcaller("highest", "GPU/memory_gb")),
+            *(Row(f"{name}, MiB per process", f"{name}_mb",
+                  methodcaller("highest", f"Memory/{name}_mb"))
+              for name in ("parameters", "gradients", "optimizer", "activations")),
         ],
     }  # fmt: skip

@@ -1,7 +1,6 @@
 """The diagrams of a comparison: as data for its page, and drawn as PNG for Markdown."""
 
 import math
-import statistics
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any
 
 from compare.comparison import Comparison
 from compare.page import Chart
-from compare.runs import RATE, Run, ratio
+from compare.runs import RATE, ratio
 from compare.table import NONE
 
 # From pale to dark, so that the runs differ in grey too, and a later curve shows on an earlier one.
@@ -52,15 +51,17 @@ GROUPS = {  # pictures of several panels
     "gpu": ("GPU/utilisation", "GPU/memory_gb", "CPU/utilisation"),
     "overlay": ("Loss/train", "Loss/val", "Top1/val", RATE),
 }
-BARS = {  # title, what the bars show, rows of the table that are written beside a bar
+BARS = {  # title, what the bars show, the row of their lengths, rows that are written beside them
     "training_throughput": (
         "Training throughput",
         "images/s, x speed-up, scaling efficiency (dotted: perfect scaling)",
+        "images_per_s",
         {"images_per_s": "{}", "speed_up": "x {}", "scaling_efficiency": "{}"},
     ),
     "training_time": (
         "Training time",
         "ms per step, median over epochs",
+        "step_ms",
         {"step_ms": "{} ms", "epoch_h": "({} per epoch)"},
     ),
 }
@@ -80,16 +81,14 @@ def draw(
     """
     import matplotlib
 
-    matplotlib.use("agg")
     out.mkdir(parents=True, exist_ok=True)
     files = {}
     with matplotlib.rc_context(MATPLOTLIB):
         for name, make in plan(comparison).items():
-            if only and name not in only:
-                continue
-            figure, files[name] = make(), out / f"{prefix}{name}.png"
-            for kind in dict.fromkeys(("png", *formats)):
-                save(figure, files[name].with_suffix(f".{kind}"))
+            if name in only or not only:
+                figure, files[name] = make(), out / f"{prefix}{name}.png"
+                for kind in dict.fromkeys(("png", *formats)):  # in this order: the layout remembers
+                    save(figure, files[name].with_suffix(f".{kind}"))
     return files
 
 
@@ -102,27 +101,24 @@ def save(figure: Any, file: Path) -> None:
 
 def plan(comparison: Comparison) -> dict[str, Callable[[], Any]]:
     """The pictures for which there are points: name -> function that draws it."""
-    panels = {}
+    panels: dict[str, list[Chart | None]] = {}
     for tag in CURVES:
-        name = tag.lower().replace("/", "_")
-        panels |= {name: [(tag, "epochs")], f"{name}_hours": [(tag, "hours")]}
-    panels |= {name: [(tag, "epochs") for tag in tags] for name, tags in GROUPS.items()}
-    found = {
-        name: [chart for pair in pairs if (chart := curves(comparison, *pair))]
-        for name, pairs in panels.items()
-    }
-    found["scaling"] = [chart] if (chart := scaling(comparison)) else []
-    plans = {name: partial(draw_charts, comparison, some) for name, some in found.items() if some}
-    for name, (title, unit, keys) in BARS.items():
-        if any(comparison.values.get(next(iter(keys)), ())):
-            plans[name] = partial(draw_bars, comparison, title, unit, keys)
-    return plans
+        for over, end in (("epochs", ""), ("hours", "_hours")):
+            name = tag.lower().replace("/", "_") + end
+            panels[name] = [curves(comparison, tag, over)]
+    for name, tags in GROUPS.items():
+        panels[name] = [curves(comparison, tag, "epochs") for tag in tags]
+    panels["scaling"] = [scaling(comparison)]
+    drawn = {name: list(filter(None, charts)) for name, charts in panels.items()}
+    plans = {name: partial(draw_charts, charts) for name, charts in drawn.items() if charts}
+    bars = {name for name, (_, _, key, _) in BARS.items() if any(comparison.values.get(key, ()))}
+    return plans | {name: partial(draw_bars, comparison, name) for name in BARS if name in bars}
 
 
 def charts(comparison: Comparison) -> list[tuple[str, Chart]]:
-    """The diagrams of the page, each with its key of `OVER`; "" stays with comparison of them."""
-    found = [(over, curves(comparison, tag, over)) for tag in PANELS for over in OVER]
-    return [(over, chart) for over, chart in [("", scaling(comparison)), *found] if chart]
+    """The diagrams of the page, each with its key of `OVER`; "" is shown with both."""
+    known = [(over, curves(comparison, tag, over)) for tag in PANELS for over in OVER]
+    return [(over, chart) for over, chart in [("", scaling(comparison)), *known] if chart]
 
 
 # ---- what is drawn
@@ -130,56 +126,50 @@ def charts(comparison: Comparison) -> list[tuple[str, Chart]]:
 
 def curves(comparison: Comparison, tag: str, over: str) -> Chart | None:
     """The curves of a key of `PANELS` over one of `OVER`; None if no run has points."""
-    found = [(run.label, line(run, tag, over)) for run in comparison.runs]
-    found = [(label, points) for label, points in found if points]
-    if not found:
+    (title, unit, factor), axis, hours = PANELS[tag], OVER[over], over == "hours"
+    lines = [
+        (
+            run.label,
+            [(run.hours[x] if hours else x, factor * y) for x, y in run.points(tag).items()],
+        )
+        for run in comparison.runs
+        if run.points(tag)
+    ]
+    if not lines:
         return None
-    title, unit, _ = PANELS[tag]
-    ends = [max(points) for _, points in found]
-    logarithmic = over == "hours" and max(ends) > LOGARITHMIC * min(ends)
-    if over == "hours" and max(ends) < 1:
-        over = "minutes"
-        found = [(label, {60 * x: y for x, y in points.items()}) for label, points in found]
+    ends = [points[-1][0] for _, points in lines]
+    logarithmic = hours and max(ends) > LOGARITHMIC * min(ends)
+    if hours and max(ends) < 1:
+        axis = "minutes of training"
+        lines = [(label, [(60 * x, y) for x, y in points]) for label, points in lines]
     return Chart(
         title,
         unit,
-        OVER.get(over, "minutes of training") + " (logarithmic)" * logarithmic,
-        found,
+        axis + " (logarithmic)" * logarithmic,
+        lines,
         log="x" * logarithmic,
         zero=tag == RATE or tag.startswith(("IO/", "GPU/", "CPU/")),
-        whole=over == "epochs",
-        shared=over == "epochs",
+        whole=not hours,
     )
-
-
-def line(run: Run, tag: str, over: str) -> dict[float, float]:
-    """A run's curve over a key of `OVER`; for devices, the mean (memory: the maximum) of all."""
-    values: dict[int, list[float]] = {}
-    for curve in run.curves(tag):
-        for x, y in curve.items():
-            values.setdefault(x, []).append(PANELS[tag][2] * y)
-    at = run.hours if over == "hours" else {x: x for x in values}
-    join = max if tag == "GPU/memory_gb" else statistics.fmean
-    return {at[x]: join(values[x]) for x in sorted(values) if x in at}
 
 
 def scaling(comparison: Comparison) -> Chart | None:
     """Images/s against GPUs, measured and perfect; None for runs on equal numbers of GPUs."""
-    lines: list[tuple[str, dict[float, float]]] = []
+    lines, plain = [], []
     for base in comparison.bases:
         known = [run for run in comparison.runs if run.base is base and run.efficiency]
-        known.sort(key=lambda run: run.efficiency)  # of several with equal GPUs, the best counts
-        points = {run.facts["gpus"]: run for run in known}
+        # Of several runs with equal GPUs, the best counts.
+        best = {run.facts["gpus"]: run for run in sorted(known, key=lambda run: run.efficiency)}
         more = f", relative to {base.label}" if len(comparison.bases) > 1 else ""
-        lines.append((f"measured{more}", {n: run.usual(RATE) for n, run in points.items()}))
-        perfect = {n: run.usual(RATE) / run.efficiency for n, run in points.items()}
-        lines.append((f"perfect{more}", perfect))
-    ticks = tuple(sorted({x for _, points in lines for x in points}))
+        runs, perfect = sorted(best.items()), f"perfect{more}"
+        lines.append((f"measured{more}", [(n, run.usual(RATE)) for n, run in runs]))
+        lines.append((perfect, [(n, run.usual(RATE) / run.efficiency) for n, run in runs]))
+        plain.append(perfect)
+    ticks = sorted({x for _, points in lines for x, _ in points})
     if len(ticks) < 2:
         return None
-    plain = tuple(label for label, _ in lines[1::2])
     what = "Scaling: measured and perfect", "images/s", "GPUs (processes)"
-    return Chart(*what, lines, log="xy", ticks=ticks, plain=plain)
+    return Chart(*what, lines, log="xy", whole=True, ticks=ticks, plain=plain)
 
 
 # ---- pictures by matplotlib, for Markdown
@@ -199,14 +189,11 @@ def style(i: int, runs: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def draw_charts(comparison: Comparison, charts: Sequence[Chart]) -> Any:
+def draw_charts(charts: Sequence[Chart]) -> Any:
     """A figure of diagrams: one below the other, four two by two; below them the lines' names."""
     from matplotlib.figure import Figure
 
-    names = {name for chart in charts for name, _ in chart.lines}
-    order = [run.label for run in comparison.runs if run.label in names]
-    if len(order) < len(names):  # the lines are not runs
-        order = [name for name, _ in charts[0].lines]
+    order = list(dict.fromkeys(name for chart in charts for name, _ in chart.lines))
     rows, columns = (2, 2) if len(charts) == 4 else (len(charts), 1)
     width = 8.4 if columns == 1 else 14.0  # inches
     # As many names in a line as fit.
@@ -217,14 +204,13 @@ def draw_charts(comparison: Comparison, charts: Sequence[Chart]) -> Any:
     handles: dict[str, Any] = {}
     for axes, chart in zip(figure.subplots(rows, columns, squeeze=False).flat, charts, strict=True):
         for label, points in chart.lines:
-            i, (xs, ys) = order.index(label), zip(*sorted(points.items()), strict=True)
-            stride = math.ceil(len(xs) / 8)  # the runs' markers are at different epochs
-            # Nothing is outside the limits; what is at them (100 %) is not cut in half.
-            looks = {"markevery": (i * stride // len(order), stride), "clip_on": False}
-            looks |= style(i, len(order))
+            i, stride = order.index(label), math.ceil(len(points) / 8)
+            looks = style(i, len(order))
+            looks["markevery"] = (i * stride // len(order), stride)  # each run at other epochs
             if label in chart.plain:
                 looks = {"color": INK, "linestyle": "--"}
-            (handles[label],) = axes.plot(xs, ys, **looks)
+            # Nothing is outside the limits; what is at them (100 %) is not cut in half.
+            (handles[label],) = axes.plot(*zip(*points, strict=True), clip_on=False, **looks)
         _set_axes(axes, chart)
     # A label that begins with "_" is left out of a legend, unless it is given as a text.
     texts = [textwrap.fill(label, int(width / 0.12)) for label in order]
@@ -250,13 +236,9 @@ def _set_axes(axes: Any, chart: Chart) -> None:
             axes.set_yscale("log")
             round_ticks(axes.yaxis)
         return
-    axes.locator_params(axis="x", nbins=7, integer=chart.whole, steps=[1, 2, 5, 10])
-    xs = {x for _, points in chart.lines for x in points}
+    axes.locator_params(axis="x", nbins=7, integer=chart.whole, steps=[1, 2, 5, 10], min_n_ticks=1)
     if not chart.whole:
         axes.set_xlim(left=0)
-    elif len(xs) == 1:
-        (x,) = xs
-        axes.set(xlim=(x - 1, x + 1), xticks=[x])
 
 
 def round_ticks(axis: Any, ticks: Sequence[float] = ()) -> None:
@@ -271,24 +253,24 @@ def round_ticks(axis: Any, ticks: Sequence[float] = ()) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def draw_bars(comparison: Comparison, title: str, unit: str, keys: dict[str, str]) -> Any:
+def draw_bars(comparison: Comparison, name: str) -> Any:
     """One bar per run, followed by its figures: cells of the table."""
     from matplotlib.figure import Figure
 
-    runs, first = comparison.runs, next(iter(keys))
+    (title, unit, length, forms), runs = BARS[name], comparison.runs
     figure = Figure(figsize=(8.6, 1.3 + 0.5 * len(runs)), layout="constrained")
-    axes = figure.subplots()
-    places, lengths = range(len(runs)), [value or 0 for value in comparison.values[first]]
+    axes, places = figure.subplots(), range(len(runs))
+    lengths = [value or 0.0 for value in comparison.values[length]]
     axes.barh(places, lengths, 0.6, color=[style(i, len(runs))["color"] for i in places])
-    if first == "images_per_s":
+    if length == "images_per_s":
         pairs = zip(lengths, runs, strict=True)
         lengths = [ratio(rate, run.efficiency) or rate for rate, run in pairs]
     edges = axes.barh(places, lengths, 0.6, fill=False, edgecolor=INK, linestyle=":")
-    texts = []
-    for i in places:
-        cells = {key: comparison.cells[key][i] for key in keys if key in comparison.cells}
-        known = [keys[key].format(cell) for key, cell in cells.items() if cell != NONE]
-        texts.append("  ".join(known) or "not recorded")
+    texts = [""] * len(runs)
+    for key, form in forms.items():
+        for i, cell in enumerate(comparison.cells.get(key, ())):
+            texts[i] += f"  {form.format(cell)}" if cell != NONE else ""
+    texts = [text[2:] or "not recorded" for text in texts]
     axes.bar_label(edges, texts, padding=6)
     axes.set(title=title, xlabel=unit)
     axes.set_xticks([])

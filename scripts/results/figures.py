@@ -95,7 +95,7 @@ def frequent_confusions(result: Predictions) -> list[tuple[str, str, int]]:
     return [(result.classes[a], result.classes[b], n) for n, (a, b) in wrong[:MOST_CONFUSIONS]]
 
 
-def calibration(result: Predictions) -> tuple[float, dict[float, float]]:
+def calibration(result: Predictions) -> tuple[float, list[tuple[float, float]]]:
     """The expected calibration error in per cent (Guo et al. 2017, arXiv:1706.04599), and the
     reliability curve: mean confidence -> accuracy, both in per cent, for each bin with images.
 
@@ -103,12 +103,12 @@ def calibration(result: Predictions) -> tuple[float, dict[float, float]]:
     """
     confidence, hits = result.probabilities[:, 0].astype(np.float64), result.hits[:, 0]
     bins = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
-    error, curve = 0.0, {}
+    error, curve = 0.0, []
     for number in np.unique(bins):
         chosen = bins == number
         sure, right = 100 * confidence[chosen].mean(), 100 * hits[chosen].mean()
         error += chosen.mean() * abs(sure - right)
-        curve[float(sure)] = float(right)
+        curve.append((float(sure), float(right)))
     return float(error), curve
 
 
