@@ -18,7 +18,6 @@ and a resumed one is not the uninterrupted one. Evaluation is exact, by the firs
 install hivemind`; all peers need the same model, --target-batch, recipe and --seed.
 """
 
-import argparse
 import itertools
 import logging
 import os
@@ -29,7 +28,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 from utils import launch
 
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from utils import amp, epoch, loop, models, optim, options
 from utils.errors import UserError
-from utils.loaders import Batches, build_loaders
+from utils.loaders import build_loaders
 from utils.metrics import Sums, to_metrics
 from utils.option_types import non_negative, positive
 from utils.run_directory import Run
@@ -62,7 +62,14 @@ AVERAGE_EVERY = 10  # steps after which weights are averaged: they differ after 
 def main() -> int:
     parser = options.build_parser(__doc__, batch="images per step of this peer")
     amp.add_options(parser)
-    add_options(parser)
+    add = parser.add_argument_group("peers").add_argument
+    add("--swarm", default="imagenet", metavar="NAME", help="peers of one name train together")
+    add("--peers", metavar="A,B,...", help="addresses of running peers; none: this is the first")
+    text = "where other peers reach this one; /ip4/0.0.0.0/tcp/4001 for a fixed port"
+    add("--listen", default="/ip4/0.0.0.0/tcp/0", metavar="ADDRESS", help=text)
+    add("--target-batch", type=positive, metavar="N", help="images per step of all; default: -b")
+    text = "to find each other before a step: 1 to 5 on one network, else 10 to 15"
+    add("--matchmaking", type=non_negative, default=10.0, metavar="SECONDS", help=text)
     args = options.parse(parser)
     # Hivemind takes tensors for vectors (view(-1)), which NHWC weights are not.
     args = args.replaced(channels_last=False, memory_format=torch.contiguous_format)
@@ -70,23 +77,9 @@ def main() -> int:
     accum_steps, rest = divmod(target, args.batch_size)  # what one process would do
     if rest:
         raise UserError(f"--target-batch {target} is no multiple of -b")
-    args = args.replaced(target_batch=target, accum_steps=accum_steps)
     if hivemind is None:
         raise UserError(f"Hivemind is not installed for {sys.executable}: pip install hivemind")
-    return train(args, single_process())
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """How the peers find each other and work together."""
-    group = parser.add_argument_group("peers")
-    add = group.add_argument
-    add("--swarm", default="imagenet", metavar="NAME", help="peers of one name train together")
-    add("--peers", metavar="A,B,...", help="addresses of some that are there; none: the first one")
-    text = "where other peers reach this one; /ip4/0.0.0.0/tcp/4001 for a fixed port"
-    add("--listen", default="/ip4/0.0.0.0/tcp/0", metavar="ADDRESS", help=text)
-    add("--target-batch", type=positive, metavar="N", help="images per step of all; default: -b")
-    text = "to find each other before a step: 1 to 5 on one network, else 10 to 15"
-    add("--matchmaking", type=non_negative, default=10.0, metavar="SECONDS", help=text)
+    return train(args.replaced(target_batch=target, accum_steps=accum_steps), single_process())
 
 
 def train(args: Namespace, world: World) -> int:
@@ -109,7 +102,7 @@ def train(args: Namespace, world: World) -> int:
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
 
-    # ---- resume before others are asked: the newest state wins
+    # ---- resume before others are asked: the newest state is used
     run = Run(args, world, mode="hivemind")
     state = TrainState(model, optimizer, scaler)
     session = Session(args, world, run, loaders, state)
@@ -132,7 +125,7 @@ def train(args: Namespace, world: World) -> int:
         average_state_every=AVERAGE_EVERY,
         extra_tensors=[one for one in model.buffers() if one.is_floating_point()],
     )
-    swarm.state_averager.local_epoch = state.epoch * steps + state.step  # what Hivemind calls epoch
+    swarm.state_averager.local_epoch = state.epoch * steps + state.step  # Hivemind's epoch: a step
 
     # ---- the training step
     def train_step(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,6 +150,15 @@ def train(args: Namespace, world: World) -> int:
         with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
             return model(images)
 
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        """Batch after batch of this peer's own order, which begins again when it ends."""
+        for number in itertools.count():
+            loaders.train.sampler.start_at(number, 0)
+            yield from loaders.train
+
+    def peers() -> int:
+        return max(1, swarm.tracker.global_progress.num_peers)
+
     # ---- train, epoch by epoch of what all peers together have seen
     training = loop.begin(session)
     log.info("experimental; no order of samples, no exact resume here: see the top of this script")
@@ -164,14 +166,14 @@ def train(args: Namespace, world: World) -> int:
         log.info(f"others join with --peers {address}")
     if not args.peers:
         log.info("the first peer of this swarm; with --peers it would join one")
-    batches, own = endless(loaders.train), 0
+    own_batches, own = batches(), 0
     try:
         while loop.has_next_epoch(training):
             began, sums, first = time.monotonic(), Sums(device), swarm.local_epoch
             state.begin_epoch()
             model.train()
             while (position := swarm.local_epoch) < (state.epoch + 1) * steps:
-                images, targets = next(batches)
+                images, targets = next(own_batches)
                 loss, logits = train_step(images, targets)
                 sums.add(loss * len(targets), logits, targets)
                 own += len(targets)
@@ -179,9 +181,10 @@ def train(args: Namespace, world: World) -> int:
                     break
                 if position != swarm.local_epoch and swarm.local_epoch % args.print_freq == 0:
                     now, step = divmod(swarm.local_epoch - 1, steps)
+                    seen = swarm.local_epoch * args.target_batch
                     log.info(
-                        f"Epoch {now + 1}/{args.epochs} step {step + 1}/{steps}  peers "
-                        f"{peers_of(swarm)}  images of all {swarm.local_epoch * args.target_batch}"
+                        f"Epoch {now + 1}/{args.epochs} step {step + 1}/{steps}  peers {peers()}  "
+                        f"images of all {seen}"
                     )
             if not training.stop.reason:
                 state.epoch = swarm.local_epoch // steps - 1  # a late peer begins in a later epoch
@@ -197,9 +200,9 @@ def train(args: Namespace, world: World) -> int:
                 **epoch.loss_scale(state),
             }
             # Hivemind begins a step when it expects the target to be reached: some have fewer.
-            seen = {"Swarm/samples": float(swarm.local_epoch * args.target_batch)}
-            seen |= {"Swarm/peers": float(peers_of(swarm)), "Swarm/own_samples": own}
-            run.scalars(seen, state.epoch + 1)
+            swarm_tags = {"samples": swarm.local_epoch * args.target_batch, "peers": peers()}
+            swarm_tags |= {"own_samples": own}
+            run.scalars({f"Swarm/{x}": float(y) for x, y in swarm_tags.items()}, state.epoch + 1)
             if not args.peers:
                 evaluated = epoch.evaluate(training, predict, loaders.val)
                 loop.close_epoch(training, trained, evaluated)
@@ -218,24 +221,12 @@ def join(args: Namespace) -> "hivemind.DHT":
     others = args.peers.split(",") if args.peers else None
     try:
         return hivemind.DHT(others, host_maddrs=[args.listen], start=True)
-    except Exception as fault:  # of Hivemind's daemon, by half a dozen types
+    except Exception as error:  # of Hivemind's daemon, by half a dozen types
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"cannot join the peers at {args.peers or '-'} from --listen {args.listen} "
-            f"({(str(fault).strip() or type(fault).__name__).splitlines()[0]}): are they there, "
-            "and are the addresses those that they have printed?"
+            f"cannot join the peers at {args.peers or '-'} from --listen {args.listen} ({reason}): "
+            "are they running, and are the addresses those that they have printed?"
         ) from None
-
-
-def endless(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batch after batch of this peer's own order, which begins again when it ends."""
-    for number in itertools.count():
-        batches.sampler.start_at(number, 0)
-        yield from batches
-
-
-def peers_of(swarm: "hivemind.Optimizer") -> int:
-    """Peers that train now."""
-    return max(1, swarm.tracker.global_progress.num_peers)
 
 
 if __name__ == "__main__":

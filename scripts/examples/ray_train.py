@@ -86,28 +86,27 @@ class Pipe:
 
     def __iter__(self) -> Iterator[bytes]:
         with contextlib.suppress(ray.exceptions.RayError):
-            while isinstance(found := ray.get(self.holder.listen.remote()), bytes):
-                yield found
-            self.code = found
-
-    def wait(self) -> int:
-        self.terminate()  # it holds the node's resources
-        return self.code
+            while isinstance(line := ray.get(self.holder.listen.remote()), bytes):
+                yield line
+            self.code = line
 
     def terminate(self) -> None:
+        """Free the node's resources."""
         with contextlib.suppress(Exception):
             ray.kill(self.holder)
+
+    def wait(self) -> int:
+        self.terminate()
+        return self.code
 
 
 class RayJob(Job):
     """A job on the nodes of a Ray cluster that have what it needs on each."""
 
-    wait_seconds = 1800.0  # new machines take minutes
-
-    def __init__(self, options: argparse.Namespace, command: list[str], mark: str):
+    def __init__(self, options: argparse.Namespace, *more: Any):
         from ray.autoscaler.sdk import request_resources
 
-        super().__init__(options, command, [], mark)
+        super().__init__(options, *more)
         self.bundle = {kind: n for kind, n in (("CPU", options.cpus), ("GPU", options.gpus)) if n}
         request_resources(bundles=[self.bundle] * self.most)  # without an autoscaler, nothing
 
@@ -139,21 +138,19 @@ class RayJob(Job):
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The launcher's own options, and SCRIPT with its options. Raises: `UserError`."""
     own, command = launcher.split(words)
+    usage = "python scripts/examples/ray_train.py --nodes N [options] -- SCRIPT TRAINING OPTIONS"
     parser = argparse.ArgumentParser(
-        usage="python scripts/examples/ray_train.py --nodes N [options] -- SCRIPT TRAINING OPTIONS",
-        description=__doc__,
-        formatter_class=Formatter,
-        allow_abbrev=False,
+        usage=usage, description=__doc__, formatter_class=Formatter, allow_abbrev=False
     )
     add = parser.add_argument
     add("--address", default="auto", help="of Ray's head; default: $RAY_ADDRESS, else this machine")
-    text = "how many to train on"
+    text = "number of nodes"
     add("--nodes", dest="elastic", type=_nodes, required=True, metavar="N|MIN:MAX", help=text)
     add("--gpus", type=count, help="per node, with a process each; default: all that a node has")
     add("--cpus", type=count, default=1, help="per node, that Ray sets aside for the training")
     hosts.add_node_options(parser)
+    parser.set_defaults(port=None)
     options = parser.parse_args(own)
-    options.port = None
     if not command:
         raise UserError("what to train is missing: ... --nodes 2 -- imagenet_ddp.py OPTIONS DATA")
     options.script = launcher.check(command, several=True, again=True)
@@ -170,8 +167,8 @@ def main() -> int:
         raise UserError(f"Ray is not installed for {sys.executable}: pip install ray")
     try:
         ray.init(options.address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError, RuntimeError) as fault:
-        reason = (str(fault).strip() or type(fault).__name__).splitlines()[0]
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"no Ray cluster at --address {options.address} ({reason}): begin one with "
             "`ray start --head`, or give the address that it has printed"
@@ -185,8 +182,8 @@ def main() -> int:
         options.env = [("CUDA_VISIBLE_DEVICES", ""), *(options.env or ())]
     if not (ROOT / ".venv").exists():
         options.python = options.python or sys.executable
-    job = RayJob(options, command, f"guard:{options.script.name}")
-    job.wait_seconds = options.script.dist_timeout or job.wait_seconds
+    job = RayJob(options, command, [], f"guard:{options.script.name}")
+    job.wait_seconds = options.script.dist_timeout or 1800.0  # new machines take minutes
     try:
         return job.run()
     finally:

@@ -1,9 +1,9 @@
 """Runs on a node, for scripts/ssh/job.py, and leaves nothing behind.
 
 It is sent over ssh's standard input, so a node needs nothing but Python (3.7 or newer). Then a line
-of JSON says what to start. TERM asks for a snapshot and the end, KILL ends at once. It ends
-everything that was started below it before it ends: as a child subreaper it adopts all orphans, and
-so knows what is its own.
+of JSON says what to start. TERM asks for a snapshot and the end, KILL ends at once. Before it exits
+it ends everything that was started below it: as a child subreaper it adopts all orphans, and so
+knows its own processes.
 
 What runs here holds a lease on the run directory. The guard prints a heartbeat with the time of its
 own clock, and the launcher sends it back: the lease counts from when an answered heartbeat was
@@ -41,14 +41,14 @@ def kill_all_below(root):
             state, parent = file.read().rpartition(")")[2].split()[:2]
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(entry))
-    found, new = [], [root]
+    below, new = [], [root]
     while new:
         new = [child for parent in new for child in children.get(parent, [])]
-        found += new
-    for pid in found:
+        below += new
+    for pid in below:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-    return bool(found)
+    return bool(below)
 
 
 def collect(pid):
@@ -79,9 +79,20 @@ def send_heartbeats():
             time.sleep(HEARTBEAT_SECONDS)
 
 
-def answered(event, before):
-    """When the last answered heartbeat was printed; ``before``: as of the last event."""
-    return float(event[len(HEARTBEAT) :]) if event.startswith(HEARTBEAT) else before
+def follow(events):
+    """Yield an order ("" five times a second without one, "lost" while the launcher is silent), and
+    when the last answered heartbeat was printed."""
+    heard = time.monotonic()
+    while True:
+        event = ""
+        with contextlib.suppress(queue.Empty):
+            event = events.get(timeout=0.2)
+        if event.startswith(HEARTBEAT):
+            heard = float(event[len(HEARTBEAT) :])
+        is_silent = time.monotonic() > heard + SILENCE_SECONDS
+        if is_silent and event != "KILL" and not event.startswith("{"):
+            event = "lost"
+        yield event, heard
 
 
 def start(job):
@@ -103,40 +114,25 @@ def start(job):
     ).pid
 
 
-def wait_for(pid, events, grace, heard):
-    """Wait until ``pid`` ends, and end it if there is a reason to. Returns its exit code.
+def wait_for(pid, orders, grace):
+    """Wait until ``pid`` ends, and end it on an order. Returns its exit code.
 
-    ``heard`` is the time of the last answered heartbeat, ``grace`` the seconds for a snapshot.
+    ``grace`` is the time for a snapshot, in seconds.
     """
     asked, deadline, code = False, float("inf"), None
     while code is None:
-        event = ""
-        with contextlib.suppress(queue.Empty):
-            event = events.get(timeout=0.2)
-        now, heard = time.monotonic(), answered(event, heard)
-        lost = event == "lost" or now > heard + SILENCE_SECONDS
-        if (lost or event == "TERM") and not asked:
+        order, heard = next(orders)
+        now = time.monotonic()
+        if order in ("lost", "TERM") and not asked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
             asked, deadline = True, now + grace
-        if lost:
+        if order == "lost":
             deadline = min(deadline, heard + SILENCE_SECONDS + GRACE_WHEN_SILENT)
-        if event == "KILL" or now > deadline:
+        if order == "KILL" or now > deadline:
             kill_all_below(os.getpid())
         code = collect(pid)
     return code
-
-
-def receive(events):
-    """The job, None if the launcher has given up or is gone; and when it was last heard."""
-    heard, event = time.monotonic(), ""
-    while time.monotonic() < heard + SILENCE_SECONDS and event not in ("TERM", "KILL", "lost"):
-        with contextlib.suppress(queue.Empty):
-            event = events.get(timeout=1.0)
-            if event.startswith("{"):
-                return json.loads(event), heard
-            heard = answered(event, heard)
-    return None, heard
 
 
 def hello():
@@ -158,21 +154,23 @@ def main():
     print(HELLO + json.dumps(hello()), flush=True)
     threading.Thread(target=listen, args=(events,), daemon=True).start()
     threading.Thread(target=send_heartbeats, daemon=True).start()
-    job, heard = receive(events)
-    if job is None:
+    orders = follow(events)
+    order = next(order for order, _ in orders if order and not order.startswith(HEARTBEAT))
+    if not order.startswith("{"):  # the launcher has given up, or is gone
         return 1
+    job = json.loads(order)
     folder = job["folder"] = os.path.join(os.path.expanduser("~"), job["folder"])
     own = os.path.join(folder, ".venv", "bin", "python")
     python = job["python"] or (own if os.path.exists(own) else "python3")
     job["command"].insert(0, python)
     try:
         child = start(job)
-    except OSError as fault:
+    except OSError as error:
         text = "error: cannot start {} in {}: {}; is the code there (see --sync, --dir, --python)?"
-        print(text.format(python, folder, fault.strerror), file=sys.stderr)
+        print(text.format(python, folder, error.strerror), file=sys.stderr)
         return 2
     try:
-        return wait_for(child, events, job["grace"], heard)
+        return wait_for(child, orders, job["grace"])
     finally:
         while kill_all_below(os.getpid()):
             collect(child)

@@ -32,7 +32,6 @@ from hosts import SSH_FAILED, Host, note
 
 from utils import errors
 from utils.errors import BAD_INPUT, INTERRUPTED, LOST_PEER, UserError
-from utils.extras.preflight import Clock
 
 CALL_SECONDS = 30.0  # for a node to answer
 LOST_SECONDS = 6.0  # for the others to end once a node has failed: they cannot agree on a snapshot
@@ -40,6 +39,7 @@ END_SECONDS = 30.0  # for the other nodes once the first has finished
 JOIN_SECONDS = 20.0  # before an attempt is interrupted for a node: others may come back as well
 QUICK_SECONDS, QUICK_FAILURES = 120.0, 5  # after so many short attempts in a row the job fails
 RETRY_SECONDS = 15.0  # between attempts to reach a lost node
+NOTE_SECONDS = 15.0  # between lines about missing nodes
 _HELLO, _HEARTBEAT = guard.HELLO.encode(), guard.HEARTBEAT.encode()
 AWAY, CALLED, READY, BUSY = range(4)  # READY: the guard waits for a job, BUSY: it has one
 
@@ -78,18 +78,19 @@ class Node:
 
     def say(self, order: bytes) -> None:
         """Send an order, or answer a heartbeat; the guard may be gone."""
-        with suppress(OSError), self.lock:
-            self.pipe.stdin.write(order)
-            self.pipe.stdin.flush()
+        if self.state != AWAY and self.code is None:
+            with suppress(OSError), self.lock:
+                self.pipe.stdin.write(order)
+                self.pipe.stdin.flush()
 
     def _follow(self, pipe: subprocess.Popen) -> None:
-        other = threading.Thread(target=self._show, args=(pipe.stderr, sys.stderr), daemon=True)
+        other = threading.Thread(target=self._read, args=(pipe.stderr, sys.stderr), daemon=True)
         other.start()
-        self._show(pipe.stdout, sys.stdout)
+        self._read(pipe.stdout, sys.stdout)
         other.join()
         self.job.events.put((self, pipe.wait()))
 
-    def _show(self, source: Iterable[bytes], stream: Any) -> None:
+    def _read(self, source: Iterable[bytes], stream: Any) -> None:
         """Handle lines of output: the guard's own, and those to show."""
         for line in source:
             # A heartbeat may follow text of the script that has no end of line yet.
@@ -101,7 +102,7 @@ class Node:
                 self.hello = json.loads(line[len(_HELLO) :])
                 self.job.events.put((self, None))
             elif text and (self.hello or not self.failed):  # the reason of a failure is shown once
-                self.job.show(self, text, stream)
+                self.job.lines.put((self, text, stream))
 
     @property
     def lost(self) -> bool:
@@ -119,23 +120,21 @@ class Node:
 class Job:
     """Runs ``command`` on ``machines``, if there is no --elastic on all of them.
 
-    A subclass may have other `hosts` at each call, and another way to `open` one.
+    A subclass may have other `hosts` at each call, and another way to `open` one. ``options``: dir,
+    elastic, env, grace, port, python, ssh. ``mark``: of the processes on the nodes, for cleanup.sh.
     """
 
     wait_seconds = 600.0  # for as many nodes as the job needs at least
 
     def __init__(
-        self,
-        options: argparse.Namespace,  # dir, elastic, env, grace, port, python
-        command: list[str],
-        machines: list[Host],
-        mark: str,  # of the processes on the nodes, for cleanup.sh
+        self, options: argparse.Namespace, command: list[str], machines: list[Host], mark: str
     ):
         self.options, self.command, self.machines, self.mark = options, command, machines, mark
         self.again = options.elastic is not None
         self.least, self.most = options.elastic or (len(machines), len(machines))
         self.events: queue.SimpleQueue = queue.SimpleQueue()
-        self.lines: queue.Queue = queue.Queue()  # that were printed on nodes, to be shown
+        # What nodes have printed. Shown by a thread: heartbeats must not wait for who reads it.
+        self.lines: queue.Queue = queue.Queue()
         self.nodes: list[Node] = []
         self.number = 0  # of attempts so far
         self.quick = 0  # attempts in a row that failed soon
@@ -179,12 +178,8 @@ class Job:
                 node.pipe.terminate()
         return code
 
-    def show(self, node: Node, text: bytes, stream: Any) -> None:
-        """Print a line of a node, soon: heartbeats must not wait for who reads our output."""
-        self.lines.put((node, text, stream))
-
     def _write(self) -> None:
-        """Print what is to be shown, for ever; it is dropped if nobody reads our output."""
+        """Print lines of nodes, for ever; they are dropped if nobody reads our output."""
         while True:
             node, text, stream = self.lines.get()
             label = f"[{node.host.name}]".ljust(max(len(one.host.name) for one in self.nodes) + 2)
@@ -195,13 +190,8 @@ class Job:
                 stream.flush()
             self.lines.task_done()
 
-    def _say(self, order: bytes, nodes: list[Node]) -> None:
-        for node in nodes:
-            if node.state != AWAY and node.code is None:
-                node.say(order)
-
     def _step(self) -> Node | None:
-        """Connect, and wait for an event, half a second at most; a node whose job has ended."""
+        """Connect, and wait for an event, half a second at most. Returns a node whose job ended."""
         if not self.signals:
             self._call()
         try:
@@ -218,8 +208,8 @@ class Job:
         node.code = code
         if node.state == BUSY:
             return node
-        lost = f"lost the connection to {node.host.name}"
-        reason = lost if node.hello else self.unreachable(node.host)
+        reason = f"lost the connection to {node.host.name}"
+        reason = reason if node.hello else self.unreachable(node.host)
         if not self.again:
             raise UserError(reason)
         if not node.failed and not self.signals:
@@ -244,26 +234,28 @@ class Job:
 
         Raises: `UserError` if there are too few.
         """
-        clock = Clock(self.wait_seconds)
+        began, noted = time.monotonic(), time.monotonic() + 1 - NOTE_SECONDS
         while True:
             self._step()
             if self.signals:
                 code = INTERRUPTED if self.number else 128 + self.signals[-1]
                 raise UserError("interrupted while waiting for nodes", code=code)
+            now = time.monotonic()
             ready = [node for node in self.nodes if node.state == READY]
             complete = len(ready) == sum(not node.failed for node in self.nodes)
-            enough = len(ready) >= (self.least if complete else self.most)
-            if enough and time.monotonic() >= self.lease_end:
+            if len(ready) >= (self.least if complete else self.most) and now >= self.lease_end:
                 return ready[: self.most]
             away = [n.host.name for n in self.nodes if n.state != READY and n.next_call < math.inf]
             names = ", ".join(away) or "more nodes than there are"
-            if clock.seconds > clock.limit and len(ready) < self.least:
-                why = f"the job needs {self.least} nodes and has waited {clock.limit:g} s for "
+            if now - began > self.wait_seconds and len(ready) < self.least:
+                why = (
+                    f"the job needs {self.least} nodes and has waited {self.wait_seconds:g} s for "
+                )
                 raise UserError(why + names, code=LOST_PEER if self.number else BAD_INPUT)
-            here = f"{len(ready)} of at least {self.least} nodes are here"
-            line = clock.line(f"waiting for {names}: {here}") if len(ready) < self.most else None
-            if line:
-                note(line)
+            if now - noted > NOTE_SECONDS and len(ready) < self.most:
+                noted, there = now, f"{len(ready)} of at least {self.least} nodes are here"
+                limit = f"{now - began:.0f} s, at most {self.wait_seconds:g}"
+                note(f"waiting for {names}: {there} ({limit})")
 
     def _start(self, nodes: list[Node]) -> None:
         """Start the script on ``nodes``, and show each command. Raises: `UserError`."""
@@ -291,32 +283,41 @@ class Job:
             shown = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
             shown += [f"{key}=***" for key in given]  # it may be a secret, and this is kept in logs
             line = f"+ cd {options.dir}; {' '.join(shown)} python {shlex.join(command)}"
-            self.show(node, line.encode(), sys.stdout)
+            self.lines.put((node, line.encode(), sys.stdout))
+            # IMAGENET_ALL_UP: the pre-flight check need not wait for a late node 0.
+            environment |= {"IMAGENET_ALL_UP": "1"} | given
             job = {"command": command, "folder": options.dir, "python": options.python}
-            # The pre-flight check need not wait for a late node 0.
-            environment["IMAGENET_ALL_UP"] = "1"
-            job |= {"environment": environment | given, "grace": options.grace}
-            node.answered = time.monotonic()
-            node.say(json.dumps(job).encode() + b"\n")
+            job |= {"environment": environment, "grace": options.grace}
             node.enter(BUSY)
+            node.answered = node.since
+            node.say(json.dumps(job).encode() + b"\n")
 
     def _attempt(self, nodes: list[Node]) -> int | None:
         """Train on ``nodes`` until all have ended. Returns the job's exit code, if it is over."""
         self._start(nodes)
         began, kill_at = time.monotonic(), math.inf
-        ending = ""  # why the nodes have been told to end
-        failed: Node | None = None  # the first one that did so by itself
+        ending = ""  # why the nodes were asked to end
+        failed: Node | None = None  # the first one that ended by itself
         handled = 0  # signals
         while any(node.code is None for node in nodes):
-            node, now = self._step(), time.monotonic()
-            if node:
-                # Its peer may have noticed the loss of a killed process, and ended, before it.
-                killed = node.signal == "SIGKILL" and now < kill_at
+            node, now, orders = self._step(), time.monotonic(), []
+            name = node.host.name if node else ""
+            if node and node.lost and self.again:
+                note(f"lost the connection to {name}; will keep trying")
+            elif node and node.lost:
+                errors.show(
+                    UserError(f"lost the connection to {name}; its guard ends what runs there")
+                )
+            # A peer may have noticed the loss of a killed process, and ended, before it.
+            elif (
+                node and node.code and (not ending or (node.signal == "SIGKILL" and now < kill_at))
+            ):
+                killed = f": killed by {node.signal}" if node.signal else ""
                 more = "" if ending else "; stopping the rest"
-                self._report(node, bool(ending) and not killed, more)
+                note(f"{name} ended with exit code {node.code}{killed}{more}")
             if node and node.code and not ending:
                 failed, ending = node, "failed"
-                self._say(b"TERM\n", nodes)
+                orders = [b"TERM\n"]
                 if node.code != INTERRUPTED:  # otherwise the others will agree on a snapshot
                     kill_at = now + LOST_SECONDS
             elif node is nodes[0] and node.code == 0:
@@ -329,28 +330,18 @@ class Job:
                 else:
                     grace = self.options.grace
                     note(f"asking all nodes to stop with a snapshot within {grace:g} s")
-                    self._say(b"TERM\n", nodes)
+                    orders = [b"TERM\n"]
             ready = [node for node in self.nodes if node.state == READY]
             patient = [node for node in ready if now - node.since > JOIN_SECONDS]
             if patient and not ending and len(nodes) < self.most:
                 names = ", ".join(node.host.name for node in ready)
                 note(f"stopping with a snapshot, to go on with {names}")
-                ending = "joining"
-                self._say(b"TERM\n", nodes)
-            if now >= kill_at:
-                self._say(b"KILL\n", nodes)
+                ending, orders = "joining", [b"TERM\n"]
+            orders += [b"KILL\n"] if now >= kill_at else []
+            for node in nodes:
+                for order in orders:
+                    node.say(order)
         return self._decide(nodes, failed, ending == "joining", time.monotonic() - began)
-
-    def _report(self, node: Node, told: bool, more: str) -> None:
-        """Say how a node of an attempt has ended, unless it was ``told`` to."""
-        lost = f"lost the connection to {node.host.name}"
-        if node.lost and self.again:
-            note(f"{lost}; will keep trying")
-        elif node.lost:
-            errors.show(UserError(f"{lost}; its guard ends what runs there"))
-        elif node.code and not told:
-            killed = f": killed by {node.signal}" if node.signal else ""
-            note(f"{node.host.name} ended with exit code {node.code}{killed}{more}")
 
     def _decide(
         self, nodes: list[Node], failed: Node | None, joining: bool, seconds: float
