@@ -1,18 +1,23 @@
 """What training reads images from: a `Source`. A folder of files, CLASS/*.JPEG, is the usual one.
 
-A source of another kind is a file in utils/extras whose class derives from `Source`. It overrides
-`class_names`, ``__init__(root, classes, shows)``, `read` and `stored`, and gets a line in
-`utils.addons.source_kind`. Nothing else asks which kind it is.
+A source of another kind is a file in utils/extras whose class derives from `Source`, or from
+`Archive` if many images lie in one file. It overrides `class_names`, ``__init__(root, classes,
+shows)``, `read` and `stored`, and gets a line in `utils.addons.source_kind`. Nothing else asks
+which kind it is.
 """
 
 import os
+import resource
 import stat
 import sys
+import threading
 import time
+import weakref
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -23,7 +28,7 @@ from utils.errors import UserError
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 _SUFFIXES = tuple(suffix.encode() for suffix in SUFFIXES)
 # A folder or file that changed so shortly before it was read may change again within the same tick
-# of the file system's clock, unnoticed: what was read is not kept.
+# of the file system's clock, unnoticed: its list is not kept.
 RACY_SECONDS = 2.0
 THREADS = 8  # a network disk serves many requests at once
 SIZES_ASKED = 10_000  # files, spread over the data set, that estimate the mean size
@@ -39,7 +44,7 @@ class Source:
 
     stores_pixels = False  # decoded ones, of which `rows` reads no more than a crop shows
 
-    def __init__(self, root: Path | str, classes: list[str], paths: bytes, counts: list[int]):
+    def __init__(self, root: Path | str, classes: list[str], paths: bytes, counts: Sequence[int]):
         """``paths`` of all images, relative to ``root``, class by class, each followed by a zero
         byte; ``counts``: how many images each class has. Raises: `UserError` for a class without
         images."""
@@ -61,10 +66,13 @@ class Source:
     def __len__(self) -> int:
         return len(self.targets)
 
+    def name(self, image: int) -> str:
+        """The path relative to the root."""
+        return os.fsdecode(self.paths[self.starts[image] : self.starts[image + 1] - 1])
+
     def path(self, image: int) -> str:
         """The path that messages name."""
-        name = self.paths[self.starts[image] : self.starts[image + 1] - 1]
-        return os.path.join(self.root, os.fsdecode(name))
+        return os.path.join(self.root, self.name(image))
 
     def read(self, image: int) -> bytes:
         """The image file. Raises: OSError."""
@@ -129,6 +137,9 @@ def open_regular(path: str, flags: int) -> int:
         os.close(handle)
         raise OSError("not a regular file")
     return handle
+
+
+# ---- a folder of files
 
 
 class Listing(NamedTuple):
@@ -212,6 +223,85 @@ def list_class(root: Path, name: str) -> Listing:
     return Listing(b"".join(path + b"\0" for path in sorted(files)), folders)
 
 
+# ---- files that hold many images
+
+
+class Index(NamedTuple):
+    """Where the images of a part lie, class by class."""
+
+    files: list[str]
+    classes: list[str]
+    counts: Any  # images of each class, integers [classes]
+    paths: bytes  # see `Source`
+    records: np.ndarray  # [n], with at least the fields "place" and "bytes"
+    numbers: np.ndarray  # of the file of each image, in ``files``: integers [n]
+
+
+class Archive(Source):
+    """Images in a few large files, which are opened once, before loader workers are forked: pread
+    has no position that they would share. Several threads may read."""
+
+    def __init__(self, root: Path, chosen: list[str], index: Index):
+        """Take the ``chosen`` classes, in this order. Raises: `UserError` if one is missing, or a
+        file cannot be opened."""
+        if unknown := set(chosen) - set(index.classes):
+            raise UserError(f"{root} has no class {min(unknown)}", on_every_rank=True)
+        images = np.concatenate([[0], np.cumsum(index.counts)])
+        bounds = path_starts(index.paths)[images]
+        taken = [index.classes.index(name) for name in chosen]
+        rows = np.concatenate([np.arange(images[n], images[n + 1]) for n in taken])
+        paths = b"".join(index.paths[bounds[n] : bounds[n + 1]] for n in taken)
+        super().__init__(root, chosen, paths, [index.counts[n] for n in taken])
+        self.files, self.records = index.files, index.records[rows]
+        self.numbers = index.numbers[rows].astype(np.uint16)
+        self._buffer = np.empty(0, np.uint8)
+        self._handles = open_files(index.files)
+        weakref.finalize(self, lambda handles: [*map(os.close, handles)], self._handles)
+
+    def stored(self, image: int) -> tuple[str, int, int]:
+        """The file that holds ``image``, its offset there, and its bytes."""
+        record = self.records[image]
+        return self.files[self.numbers[image]], int(record["place"]), int(record["bytes"])
+
+    def read(self, image: int) -> bytes:
+        """All bytes of an image. Raises: OSError."""
+        return self._read(image, 0, int(self.records[image]["bytes"])).tobytes()
+
+    def _read(self, image: int, start: int, count: int) -> np.ndarray:
+        """``count`` bytes from byte ``start`` of an image on: uint8, until the next call.
+
+        Raises: OSError.
+        """
+        number, place, buffer = self.numbers[image], int(self.records[image]["place"]), self._buffer
+        if threading.current_thread() is not threading.main_thread():  # one of many reads in flight
+            buffer = np.empty(count, np.uint8)
+        elif len(buffer) < count:  # a reused buffer stays in the processor's cache
+            buffer = self._buffer = np.empty(count, np.uint8)
+        target, done = buffer[:count], 0
+        while done < count:  # a network disk may return fewer bytes than requested
+            got = os.preadv(self._handles[number], [target[done:]], place + start + done)
+            if not got:
+                name = os.path.basename(self.files[number])
+                raise OSError(f"{name} ends before the image does")
+            done += got
+        return target
+
+
+def open_files(paths: list[str]) -> list[int]:
+    """Descriptors of all files, for reading at random places. Raises: `UserError`."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # shards may be thousands
+    handles = []
+    for path in paths:
+        try:
+            handles.append(open_regular(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            text = f"cannot open {path} ({error.strerror or error})"
+            raise UserError(text, on_every_rank=True) from None
+        os.posix_fadvise(handles[-1], 0, 0, os.POSIX_FADV_RANDOM)  # do not read ahead
+    return handles
+
+
 # ---- the parts of a data set: DATA/train, DATA/val, DATA/test
 
 
@@ -231,31 +321,25 @@ def has_part(root: Path) -> bool:
 
 def class_folders(root: Path) -> list[str]:
     """Sorted names of the classes in ``root``. Raises `UserError` if there are none."""
-    if not has_part(root):
-        why = "DATA must hold train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train.tar and val.tar "
-        why += "(scripts/prepare_data.py makes them of known data sets)"
-        why = addons.layout_advice(root.parent) or why
-        if root.name == "test":
-            why = "--part test evaluates on it, --part val on DATA/val"
-        raise UserError(f"folder {root} is missing: {why}", on_every_rank=True)
     kind = addons.source_kind(root) or Folder
-    if not (names := kind.class_names(root)):
-        why = addons.layout_advice(root.parent)
+    if names := kind.class_names(root):
+        return names
+    why = addons.layout_advice(root.parent)
+    if root.is_dir():
         text = f"folder {root} has no class folders in it{(why and f': {why}') or ''}"
-        raise UserError(text, on_every_rank=True)
-    return names
+    elif root.name == "test":
+        text = f"folder {root} is missing: --part test evaluates on it, --part val on DATA/val"
+    else:
+        usual = "DATA must hold train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train.tar and val.tar "
+        usual += "(scripts/prepare_data.py makes them of known data sets)"
+        text = f"folder {root} is missing: {why or usual}"
+    raise UserError(text, on_every_rank=True)
 
 
 def check_same_classes(root: Path, part: str, classes: list[str], subset: bool) -> None:
     """Raise `UserError` unless ``root/part`` has the folders ``classes``, or more for a subset."""
-    present = set(class_folders(root / part))
-    missing = [name for name in classes if name not in present]
-    extra = [] if subset else sorted(present - set(classes))
-    only = [
-        f"only {where} has {', '.join(names[:3])}"
-        for where, names in (("train", missing), (part, extra))
-        if names
-    ]
-    if only:
+    present, known = set(class_folders(root / part)), set(classes)
+    differences = {"train": known - present, part: set() if subset else present - known}
+    if only := [f"only {k} has {', '.join(sorted(v)[:3])}" for k, v in differences.items() if v]:
         text = f"{root}/train and {root}/{part} have different classes: {'; '.join(only)}"
         raise UserError(text, on_every_rank=True)
