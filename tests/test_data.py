@@ -112,7 +112,8 @@ def test_evaluation_shows_centre_crops_and_marks_unreadable_images(index):
     bad = [0, 9, 23]
     spoil(index, *bad)
     images = torch.full((IMAGES, SIZE, SIZE, 3), 7, dtype=torch.uint8)  # of the slot's last batch
-    targets, reading = evaluated(index, 18).fill(images, Batch(5, np.array(EVERY)))
+    targets = torch.empty(IMAGES, dtype=torch.int64)
+    reading = evaluated(index, 18).fill(images, targets, Batch(5, np.array(EVERY)))
     assert [i for i, _ in reading.unreadable] == bad
     for i, (image, target) in enumerate(zip(images, targets, strict=True)):
         if i in bad:
@@ -269,7 +270,8 @@ def test_loaders_do_as_the_options_say(folder):
     words += " --repeated-aug 3 --epochs 2 --progressive 24,32 --val-image-size 40"
     found = build(folder, *words.split(), rank=1, size=4, local_rank=1, local_size=2)
     train, dataset, order = found.train, found.train.dataset, found.train.sampler
-    assert train.loader.slots == found.val.loader.slots == 2 * 3 + 2, "3 workers per process"
+    slots = [len(part.loader.ring.uploads) for part in (train, found.val)]
+    assert slots == [2 * 3 + 2] * 2, "3 workers per process"
     assert (dataset.seed, dataset.crop_scale, dataset.size, train.bad.limit) == (9, 0.5, 32, 7)
     assert dataset.augment.transforms[0].p == 0.25
     assert (order.seed, order.slice, order.slices, order.accum) == (9, 1, 4, 2)

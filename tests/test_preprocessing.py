@@ -167,4 +167,4 @@ def test_an_epochs_batches_are_those_of_a_data_set_of_its_size(tmp_path):
         alone = batches_of(index, plain, size=sizes[min(epoch, 2)])
         for (images, targets), (others, labels) in zip(batches, alone, strict=True):
             assert torch.equal(images, others) and torch.equal(targets, labels)
-    assert batches.loader.ring.images.shape[2:4] == (24, 24)
+    assert batches.loader.ring.view(0, 4, 24)[0].shape == (4, 24, 24, 3), "the largest fits"

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -47,7 +48,7 @@ def assert_same(got, expected):
 def test_a_consumer_may_keep_batches_leave_and_begin_again(index, workers):
     batches, kept = batches_of(index, sampler(), workers), []
     expected = [(batches._normalise(images), targets) for images, targets in plain(index)]
-    assert len(sampler()) > batches.loader.slots
+    assert len(sampler()) > len(batches.loader.ring.uploads)
     for taken in (1, 2, 7):
         kept += zip(batches, expected[:taken], strict=False)
     for _ in range(2):
@@ -59,13 +60,13 @@ def test_a_consumer_may_keep_batches_leave_and_begin_again(index, workers):
 
 def test_a_worker_killed_while_it_fills_a_slot_is_named(index):
     class Deadly(ImageBatches):
-        def fill(self, images: torch.Tensor, batch: Batch):
+        def fill(self, images: torch.Tensor, targets: torch.Tensor, batch: Batch):
             if get_worker_info() and 7 in batch.indices:  # in a worker
                 os.kill(os.getpid(), signal.SIGKILL)
-            return super().fill(images, batch)
+            return super().fill(images, targets, batch)
 
     batches = batches_of(index, sampler(), 2)
-    batches.loader.tasks.dataset = Deadly(index, SIZE, SEED, train=True)
+    batches.loader.ring.dataset = Deadly(index, SIZE, SEED, train=True)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
         list(batches)
 
@@ -107,9 +108,15 @@ def test_a_process_that_exits_ends_its_workers():
     assert worker.exitcode == -signal.SIGKILL
 
 
+def ring_of(slots, batch, size) -> Ring:
+    ring = Ring(SimpleNamespace(size=size), SimpleNamespace(largest=batch), slots)
+    ring.allocate()
+    return ring
+
+
 def test_no_memory_is_a_sentence():
     with pytest.raises(UserError, match=r"no memory for 18 batches of 1000000000 images.*-j"):
-        Ring(18, 10**9, 224)
+        ring_of(18, 10**9, 224)
 
 
 # ---- the way to a GPU
@@ -119,15 +126,17 @@ def test_pages_are_locked_and_given_back(monkeypatch, logged):
     runtime = mock.Mock()
     runtime.cudaHostRegister.side_effect = [0, 2]
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    ring = Ring(3, 2, 8)
+    ring = ring_of(3, 2, 8)
     ring.lock_pages()
     (place, size, _), _ = runtime.cudaHostRegister.call_args
-    assert place == ring.images.data_ptr()
-    assert place + size == ring.targets.data_ptr() + ring.targets.nbytes
+    images, targets = ring.view(0, 2, 8)[0], ring.view(2, 2, 8)[1]
+    assert place == images.data_ptr()
+    assert place + size == targets.data_ptr() + targets.nbytes
+    del images, targets
     runtime.cudaHostUnregister.assert_not_called()
     del ring
     runtime.cudaHostUnregister.assert_called_once_with(place)
-    Ring(3, 2, 8).lock_pages()
+    ring_of(3, 2, 8).lock_pages()
     assert "could not be page-locked" in logged[0]
 
 
@@ -177,7 +186,7 @@ def test_no_slot_is_written_before_its_upload_has_passed(index, monkeypatch, wor
     got = [*batches, *batches]
     runtime.cudaHostRegister.assert_called_once()
     waiting = [event for event in stream.events if event]
-    assert 0 < len(waiting) <= batches.loader.slots
+    assert 0 < len(waiting) <= len(batches.loader.ring.uploads)
     for event in waiting:
         event.synchronize()
     assert_same(got, expected)

@@ -176,12 +176,6 @@ class Reading:
         self.read_seconds += other.read_seconds
         self.seconds += other.seconds
 
-    def count(self, size: int, began: float) -> None:
-        """Count one file, of which ``size`` bytes were read since ``began``."""
-        self.files += 1
-        self.bytes += size
-        self.read_seconds += time.perf_counter() - began
-
 
 @dataclass(eq=False)
 class ImageBatches(Dataset):
@@ -212,17 +206,12 @@ class ImageBatches(Dataset):
     def __getitems__(self, batch: Batch) -> tuple[Tensor, Tensor, Reading]:
         size = batch.size or self.size
         images = torch.empty((len(batch.indices), size, size, 3), dtype=torch.uint8)
-        targets, reading = self.fill(images, batch)
-        return images, torch.from_numpy(targets), reading
+        targets = torch.empty(len(images), dtype=torch.int64)
+        return images, targets, self.fill(images, targets, batch)
 
-    def fill(self, images: Tensor, batch: Batch) -> tuple[np.ndarray, Reading]:
-        """Write the images of ``batch`` into ``images`` (uint8 [n, size, size, 3]).
-
-        Returns: targets int64 [n], and the cost.
-        """
-        began = time.perf_counter()
-        targets = np.full(len(batch.indices), UNREADABLE, np.int64)
-        reading = Reading()
+    def fill(self, images: Tensor, targets: Tensor, batch: Batch) -> Reading:
+        """Write a batch into ``images`` (uint8 [n, size, size, 3]) and ``targets`` (int64 [n])."""
+        began, reading, labels = time.perf_counter(), Reading(), []
         indices = batch.indices.tolist()
         coming = iter(indices if self.slow else ())
         self.fetch_seconds = 0.0
@@ -234,11 +223,11 @@ class ImageBatches(Dataset):
             shown = self._sample(image, batch.epoch, images[row], reading)
             if shown is None:
                 images[row].zero_()
-            else:
-                targets[row] = self.source.targets[shown]
+            labels.append(UNREADABLE if shown is None else int(self.source.targets[shown]))
+        targets.copy_(torch.tensor(labels))
         self.slow = self.fetch_seconds > SLOW * len(indices)
         reading.seconds = time.perf_counter() - began
-        return targets, reading
+        return reading
 
     @functools.cached_property
     def _readers(self) -> ThreadPoolExecutor:
@@ -285,7 +274,9 @@ class ImageBatches(Dataset):
         reads = self.ahead.pop((image, key), None)
         data, cut, seconds = reads.result() if reads else self._fetch(image, key, size)
         self.fetch_seconds += seconds
-        reading.count(len(data) if cut is None else data.nbytes, began)
+        reading.files += 1
+        reading.bytes += len(data) if cut is None else data.nbytes
+        reading.read_seconds += time.perf_counter() - began
         if cut is not None:
             _, left, height, width = cut.box
             box = (0, left, height, width)

@@ -4,16 +4,12 @@ Workers write pixels straight into a slot of the ring, and slots are reused: no 
 copied into shared memory, or mapped into another process. The memory is anonymous, so it neither
 fills /dev/shm nor outlives the processes.
 
-Only the training process assigns slots: it names a free one when it asks for a batch, and frees it
-(`Ring.free_after`) when the batch has been copied or uploaded.
-
 Workers have the signals that stop a run blocked from the fork on. Ctrl-C and a scheduler's SIGTERM
 go to the whole process group, but the training process needs its workers until the snapshot is
 written. Ignoring the signals would leave a gap after the fork, and DataLoader installs a handler of
 SIGTERM.
 """
 
-import functools
 import logging
 import mmap
 import os
@@ -21,14 +17,12 @@ import signal
 import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -51,75 +45,69 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Slurm sends the last 
 
 
 class Filled(NamedTuple):
-    """A worker's answer to a `Batch`: its images are in ``slot``; ``targets`` are int64 [images].
-
-    ``size`` is the images' side, pixels; 0: that of the ring.
-    """
+    """A worker's answer to a `Batch`: where its images and targets are, see `Ring.view`."""
 
     slot: int
-    targets: np.ndarray
+    images: int  # how many
+    size: int  # their side, pixels
     reading: Reading
-    size: int
 
 
-class Ring:
-    """``slots`` times room for ``batch`` images of ``size`` x ``size`` pixels and their targets.
+class Ring(Dataset):
+    """DataLoader's sampler, which assigns a slot to each batch of ``sampler``, and its data set,
+    which fills that slot in a worker.
 
-    ``images`` are uint8 [slots, batch, size, size, 3], ``targets`` int64 [slots, batch]. Raises:
-    `UserError` if there is no memory for them.
+    DataLoader requests a batch when it hands over the one that is `PREFETCH` batches per worker
+    older, in order. So the slots are used in turn: the next batch to get a slot is requested when
+    the upload of the last one has begun. ``uploads`` has an event for each slot, which passes when
+    the upload has ended; None where nothing has to be waited for.
     """
 
-    def __init__(self, slots: int, batch: int, size: int):
-        shape = (slots, batch, size, size, 3)
-        pixels = -(-int(np.prod(shape)) // PAGE) * PAGE
+    def __init__(self, dataset: ImageBatches, sampler: TrainSampler | EvalSampler, slots: int):
+        self.dataset, self.sampler = dataset, sampler
+        self.uploads: list[torch.cuda.Event | None] = [None] * slots
+        self.memory: Tensor | None = None
+
+    def allocate(self) -> None:
+        """Allocate the memory. Until then the size of the images may change.
+
+        Raises: `UserError` if there is not enough.
+        """
+        slots, batch, size = len(self.uploads), self.sampler.largest, self.dataset.size
+        length = -(-batch * size * size * 3 // PAGE) * PAGE
         try:
-            memory = mmap.mmap(-1, pixels + slots * batch * 8)
+            memory = mmap.mmap(-1, slots * (length + batch * 8))
         except (OSError, ValueError, OverflowError):
             raise UserError(
                 f"no memory for {slots} batches of {batch} images of {size} x {size} pixels "
-                f"({pixels / 1e9:.1f} GB): use fewer workers (-j) or a smaller -b"
+                f"({slots * length / 1e9:.1f} GB): use fewer workers (-j) or a smaller -b"
             ) from None
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        self.images = whole[: np.prod(shape)].view(shape)
-        self.targets = whole[pixels:].view(torch.int64).view(slots, batch)
-        self._whole = whole
-        self._free: deque[tuple[int, torch.cuda.Event | None]] = deque()
+        self.memory = torch.frombuffer(memory, dtype=torch.uint8)
+        self._images = self.memory[: slots * length].view(slots, length)
+        self._targets = self.memory[slots * length :].view(torch.int64).view(slots, batch)
 
-    def slot_view(self, slot: int, number: int, size: int = 0) -> Tensor:
-        """The place of ``number`` images in a slot: uint8 [number, size, size, 3], contiguous.
+    def view(self, slot: int, images: int, size: int) -> tuple[Tensor, Tensor]:
+        """The images of a slot, uint8 [images, size, size, 3], and their targets, int64."""
+        pixels = self._images[slot, : images * size * size * 3]
+        return pixels.view(images, size, size, 3), self._targets[slot, :images]
 
-        ``size`` 0: the ring's.
-        """
-        images = self.images[slot]
-        if size in (0, images.shape[1]):
-            return images[:number]
-        return images.view(-1)[: number * size * size * 3].view(number, size, size, 3)
+    def __iter__(self) -> Iterator[Batch]:
+        for number, batch in enumerate(self.sampler):
+            slot = number % len(self.uploads)
+            if (upload := self.uploads[slot]) is not None:
+                upload.synchronize()
+            yield batch._replace(slot=slot)
 
-    def restart(self) -> None:
-        """Free the slots of batches that an interrupted iteration did not fetch.
-
-        Call it when no worker writes: before the first task of an iteration.
-        """
-        known = {slot for slot, _ in self._free}
-        self._free.extend((slot, None) for slot in range(len(self.images)) if slot not in known)
-
-    def take(self) -> int:
-        """The slot that was freed first, once its upload has passed."""
-        slot, passed = self._free.popleft()
-        if passed is not None:
-            passed.synchronize()
-        return slot
-
-    def free_after(self, slot: int, passed: torch.cuda.Event | None = None) -> None:
-        """Free a slot, to be written again after the event ``passed`` (None: at once)."""
-        self._free.append((slot, passed))
+    def __getitem__(self, batch: Batch) -> Filled:
+        where = (batch.slot, len(batch.indices), batch.size or self.dataset.size)
+        return Filled(*where, self.dataset.fill(*self.view(*where), batch))
 
     def lock_pages(self) -> None:
-        """Page-lock the ring, so that the GPU copies from it while it computes.
+        """Page-lock the memory, so that the GPU copies from it while it computes.
 
         Call it once, after the workers were forked. If it fails, uploads are only slower.
         """
-        place, size = self._whole.data_ptr(), self._whole.nbytes
+        place, size = self.memory.data_ptr(), self.memory.nbytes
         runtime = torch.cuda.cudart()
         if code := int(runtime.cudaHostRegister(place, size, PORTABLE)):
             text = f"{size / 1e9:.1f} GB of batches could not be page-locked (CUDA error {code})"
@@ -130,11 +118,11 @@ class Ring:
 
 
 class RingLoader:
-    """The batches of ``dataset`` that ``sampler`` asks for, in slots of a ring.
+    """The batches of ``dataset`` that ``sampler`` asks for, in slots of a `Ring`.
 
-    Iterating gives `Filled`; free each slot with ``ring.free_after`` before taking the next.
-    ``page_locked``: for uploads to a GPU. Workers stay for all iterations; the one after an
-    interrupted iteration waits until they have finished their tasks.
+    Iterating gives `Filled`. A slot is valid until the next batch is requested, or until
+    ``ring.uploads[slot]`` passes. ``page_locked``: for uploads to a GPU. Workers stay for all
+    iterations; the one after an interrupted iteration waits until they have finished their tasks.
     """
 
     def __init__(
@@ -145,13 +133,13 @@ class RingLoader:
         page_locked: bool = False,
     ):
         self.page_locked = page_locked
-        self.slots = PREFETCH * workers + MORE_SLOTS
-        self.tasks = Tasks(dataset, sampler)
+        self.ring = Ring(dataset, sampler, PREFETCH * workers + MORE_SLOTS)
         # Each process would say so for each loader. More workers than cores help with a slow disk.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         self._loader = DataLoader(
-            self.tasks,
-            batch_sampler=self.tasks,
+            self.ring,
+            sampler=self.ring,
+            batch_size=None,
             num_workers=workers,
             prefetch_factor=PREFETCH if workers else None,
             collate_fn=lambda filled: filled,
@@ -160,38 +148,14 @@ class RingLoader:
             persistent_workers=workers > 0,
         )
 
-    @functools.cached_property
-    def ring(self) -> Ring:
-        """Made with the first iteration: until then the size of the images may change."""
-        return Ring(self.slots, self.tasks.sampler.largest, self.tasks.dataset.size)
-
     def __iter__(self) -> Iterator[Filled]:
-        self.tasks.ring = self.ring  # before the workers are forked
-        filled = iter(self._loader)
-        if self.page_locked:
+        is_new = self.ring.memory is None
+        if is_new:
+            self.ring.allocate()
+        filled = iter(self._loader)  # the first time, this forks the workers
+        if is_new and self.page_locked:
             self.ring.lock_pages()
-            self.page_locked = False
         yield from filled
-
-
-class Tasks(Dataset):
-    """DataLoader's ``batch_sampler``, the sampler's batches with a slot for each, and its
-    ``dataset``, which fills a slot, in a worker."""
-
-    def __init__(self, dataset: ImageBatches, sampler: TrainSampler | EvalSampler):
-        self.dataset, self.sampler = dataset, sampler
-        self.ring: Ring
-
-    def __iter__(self) -> Iterator[Batch]:
-        # A generator starts with its first item. DataLoader asks for that when all workers have
-        # finished the tasks of an interrupted iteration.
-        self.ring.restart()
-        for batch in self.sampler:
-            yield batch._replace(slot=self.ring.take())
-
-    def __getitems__(self, batch: Batch) -> Filled:
-        images = self.ring.slot_view(batch.slot, len(batch.indices), batch.size)
-        return Filled(batch.slot, *self.dataset.fill(images, batch), batch.size)
 
 
 class Worker(ForkProcess):
@@ -218,10 +182,7 @@ class Worker(ForkProcess):
 class WorkerContext(ForkContext):
     """For ``DataLoader(multiprocessing_context=...)``."""
 
-    @property
-    def Process(self) -> type[Worker]:  # the name that DataLoader calls
-        """The class of the workers."""
-        return addons.worker_class() or Worker
+    Process = property(lambda _: addons.worker_class() or Worker)  # the name that DataLoader calls
 
 
 # ---- batches on the device
@@ -338,10 +299,11 @@ class Batches:
             self.waited += time.perf_counter() - before
             self.reading.add(filled.reading)
             self.bad.note(filled.reading.unreadable)
-            if self.dataset.train and (filled.targets == UNREADABLE).any():
+            images, targets = self.loader.ring.view(filled.slot, filled.images, filled.size)
+            if self.dataset.train and (targets == UNREADABLE).any():
                 # Nor is there a replacement. Other ranks may not have noticed: this one reports it.
                 raise UserError(str(self.bad.error()))
-            yield self._upload(filled)
+            yield self._upload(images, targets, filled.slot)
             before = time.perf_counter()
 
     def rest(self, epoch: int, step: int) -> Iterator[MicroBatch]:
@@ -364,21 +326,15 @@ class Batches:
             time.sleep(5)
             raise
 
-    def _upload(self, filled: Filled) -> tuple[Tensor, Tensor]:
-        """The batch on the device, normalised; its slot is free again when that is done."""
-        ring = self.loader.ring
-        slot, number = filled.slot, len(filled.targets)
-        images = ring.slot_view(slot, number, filled.size)
+    def _upload(self, images: Tensor, targets: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        """The batch on the device, normalised."""
         if self.stream is None:
-            batch = self._normalise(images), torch.from_numpy(filled.targets)
-            ring.free_after(slot)
-            return batch
-        targets = ring.targets[slot, :number].copy_(torch.from_numpy(filled.targets))
+            return self._normalise(images), targets.clone()
         # On a stream of its own the copy runs while the device still computes the last step.
         with torch.cuda.stream(self.stream):
             images = images.to(self.device, non_blocking=True)
             targets = targets.to(self.device, non_blocking=True)
-            ring.free_after(slot, self.stream.record_event())
+            self.loader.ring.uploads[slot] = self.stream.record_event()
             images = self._normalise(images)
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
@@ -430,23 +386,20 @@ def build_loaders(args: Any, world: World, dtype: torch.dtype) -> Loaders:
 
 def _open_parts(args: Any, world: World) -> dict[str, Source]:
     """The images of the parts of DATA that this run needs: train, val, test."""
-    root = Path(args.data)
-    evaluate_only = args.evaluate and not has_part(root / "train")
-    parts = ["val", "test"] if has_part(root / "test") else ["val"]
+    root, first = Path(args.data), "train"
+    parts = ["train", "val", *["test"] * has_part(root / "test")]
     if args.evaluate:
-        parts = [args.part]
+        parts, first = [args.part], "train" if has_part(root / "train") else args.part
 
     def find_classes() -> list[str]:
-        folders = class_folders(root / (args.part if evaluate_only else "train"))
-        classes = addons.select_classes(args.classes, folders)
+        classes = addons.select_classes(args.classes, class_folders(root / first))
         for part in parts:
-            check_same_classes(root, part, classes, subset=bool(args.classes))
+            if part != first:
+                check_same_classes(root, part, classes, subset=bool(args.classes))
         return classes
 
     # The first process of a node makes the index of tar files; the others read its cache.
     classes = first_on_node(find_classes, world)
-    if not args.evaluate:
-        parts.insert(0, "train")
     return {part: _open_part(part, classes, args, world) for part in parts}
 
 
@@ -468,22 +421,22 @@ def part_batches(
 
 def _batches(part: str, source: Source, args: Any, world: World, dtype: torch.dtype) -> Batches:
     """The batches of ``part``: training crops of "train", else centre crops."""
-    train = part == "train"
-    dataset = ImageBatches(source, args.image_size, args.seed, train, args.crop_scale)
-    slices, batch = (world.slice, world.slices), args.batch_size
-    sampler: TrainSampler | EvalSampler = EvalSampler(len(source), batch, slices)
-    if train:
-        if len(source) < 2 * world.slices * args.accum_steps:
-            raise UserError(
-                f"{len(source)} training images are too few for {world.slices} processes x "
-                f"{args.accum_steps} accumulation steps (at least 2 for each)",
-                on_every_rank=True,
-            )
-        sampler = TrainSampler(len(source), batch, slices, args.accum_steps, args.seed)
-        sampler.sizes = args.epoch_sizes
     place = (world.device, args.memory_format, dtype)
     workers = -(-args.workers // world.local_size)
-    batches = Batches(dataset, sampler, BadFiles(source, args.max_bad_files), place, workers)
-    if train:
-        addons.change_training_batches(batches, args, len(source.classes))
+    bad, slices = BadFiles(source, args.max_bad_files), (world.slice, world.slices)
+    if part != "train":
+        dataset = ImageBatches(source, args.image_size, args.seed, train=False)
+        sampler = EvalSampler(len(source), args.batch_size, slices)
+        return Batches(dataset, sampler, bad, place, workers)
+    if len(source) < 2 * world.slices * args.accum_steps:
+        raise UserError(
+            f"{len(source)} training images are too few for {world.slices} processes x "
+            f"{args.accum_steps} accumulation steps (at least 2 for each)",
+            on_every_rank=True,
+        )
+    dataset = ImageBatches(source, args.image_size, args.seed, True, args.crop_scale)
+    sampler = TrainSampler(len(source), args.batch_size, slices, args.accum_steps, args.seed)
+    sampler.sizes = args.epoch_sizes
+    batches = Batches(dataset, sampler, bad, place, workers)
+    addons.change_training_batches(batches, args, len(source.classes))
     return batches

@@ -188,10 +188,7 @@ class ThisSuite:
         if not self.ring:
             yield from plain_loader(self.dataset, batches, workers)
             return
-        loader = RingLoader(self.dataset, Fixed(batches), workers)
-        for filled in loader:
-            yield filled
-            loader.ring.free_after(filled.slot)
+        yield from RingLoader(self.dataset, Fixed(batches), workers)
 
 
 def all_of(index: Source) -> dict[str, Pipeline]:
