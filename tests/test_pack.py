@@ -91,9 +91,10 @@ def test_names_classes_and_reports(source, packed):
     assert some.paths == expected.paths and some.targets.tolist() == [0] * 12 + [1] * 13
     evaluated = (ImageBatches(index, 24, 0, train=False) for index in (some, expected))
     assert torch.equal(*(fetch(dataset, [1, 14])[0] for dataset in evaluated))
-    looked_at = doctor.data_set(argparse.Namespace(data=str(out), rank=0, image_size=32))
-    assert looked_at["train"]["sizes"] == other.sample_sizes()[1] != one.sample_sizes()[1]
-    assert looked_at["files_per_s"] > 0
+    args, sources = argparse.Namespace(data=str(out), rank=0, image_size=32), {}
+    levels = [finding[0] for finding in doctor.check_data(args, 0, sources)]
+    assert levels == [doctor.OK] * 2, "it reads and decodes the pack"
+    assert sources["train"].sample_sizes() == other.sample_sizes() != one.sample_sizes()
 
 
 def test_pixels_are_those_of_a_careful_reduction(tmp_path, monkeypatch):

@@ -40,16 +40,14 @@ def val_labels(folder: Path) -> dict[str, str]:
         text = "the classes of the validation images are not known"
         raise UserError(f"{text}: neither {KAGGLE_CSV} nor {DEVKIT} is in {folder}")
     try:
-        return _of_kaggle(files[0]) if files[0].name == KAGGLE_CSV else _of_devkit(files[0])
+        if files[0].name == DEVKIT:
+            return _of_devkit(files[0])
+        with files[0].open(newline="") as file:
+            rows = csv.DictReader(file)
+            return {f"{row['ImageId']}.JPEG": row["PredictionString"].split()[0] for row in rows}
     except Exception as error:  # the readers of damaged files raise nearly anything
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise UserError(f"cannot read {files[0]} ({reason}); get the file again") from error
-
-
-def _of_kaggle(path: Path) -> dict[str, str]:
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        return {f"{row['ImageId']}.JPEG": row["PredictionString"].split()[0] for row in rows}
 
 
 def _of_devkit(path: Path) -> dict[str, str]:
@@ -79,18 +77,14 @@ def _synsets(data: bytes) -> dict[int, str]:
             columns = [
                 values[fields.index(field) :: len(fields)] for field in (b"ILSVRC2012_ID", b"WNID")
             ]
-            return {int(_value(n)[0]): _text(wnid) for n, wnid in zip(*columns, strict=True)}
+            synsets = {}
+            for cells in zip(*columns, strict=True):
+                # Of a value in a cell, after flags, dimensions and name: its type and content.
+                (dtype, number), (_, wnid) = (list(_elements(cell))[3] for cell in cells)
+                wnid = wnid.replace(b"\0", b"").decode("ascii")  # one or two bytes a letter
+                synsets[int(np.frombuffer(number, NUMBERS[dtype])[0])] = wnid
+            return synsets
     raise ValueError(f"{META} has no array synsets")
-
-
-def _value(array: bytes) -> np.ndarray:
-    kind, content = list(_elements(array))[3]  # after flags, dimensions and name
-    return np.frombuffer(content, NUMBERS[kind])
-
-
-def _text(array: bytes) -> str:
-    content = list(_elements(array))[3][1]
-    return content.replace(b"\0", b"").decode("ascii")  # one or two bytes a letter
 
 
 def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:

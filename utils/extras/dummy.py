@@ -55,15 +55,14 @@ def time_step(session: Session, train_step: TrainStep) -> int:
     args, world, run, global_batch = session.args, session.world, session.run, session.global_batch
     run.begin(0, 0)
     report.sharding(session)
-    device = world.device
-    side = max(args.epoch_sizes, default=args.image_size)
+    side = session.train.dataset.size
     images, targets = random_batch(args.batch_size, side, world, args.seed)
     images = images.to(memory_format=args.memory_format)
     targets %= len(session.loaders.classes)
     if (comm := session.state.parts.get("comm")) is not None:
         comm.start_at(1, 0, 1, 2)  # powersgd compresses from the first step on
-    timer = addons.extra("watch").StepTimer(session.state.model, device, world.size > 1)
-    train_step = addons.first_step_timed(train_step, args, device)
+    timer = addons.extra("watch").StepTimer(session.state.model, world.device, world.size > 1)
+    train_step = addons.first_step_timed(train_step, args, world.device)
 
     def step() -> None:
         for micro in range(args.accum_steps):
@@ -76,22 +75,19 @@ def time_step(session: Session, train_step: TrainStep) -> int:
         f"timing {TIMED_STEPS} steps of {global_batch} images, after {WARMUP_STEPS} to warm up ..."
     )
     figures = time_steps(step, world, WARMUP_STEPS, TIMED_STEPS, timer)
-    rate = 1000 * global_batch / figures["ms_per_step"]
+    figures["images_per_s"] = 1000 * global_batch / figures["ms_per_step"]
     times = timer.stop()
-    parts = {part: times[part] for part in report.PARTS if part in times}
-    communication = ""
-    if "communication" in parts:
-        communication = f" ({parts['communication'] / sum(parts.values()):.0%} communication)"
+    parts = {f"{part}_s": times[part] for part in report.PARTS if part in times}
+    share = parts.get("communication_s", 0) / (sum(parts.values()) or 1)
+    communication = f" ({share:.0%} communication)" if "communication_s" in parts else ""
     log.info(
-        f"dummy data, {args.arch}, {world.size} x {device.type}, global batch {global_batch}: "
-        f"{rate:.1f} images/s, {figures['ms_per_step']:.1f} ms per step{communication}, "
-        f"peak memory of rank 0 {figures['peak_memory_bytes'] / 2**30:.2f} GiB"
+        f"dummy data, {args.arch}, {world.size} x {world.device.type}, global batch {global_batch}:"
+        f" {figures['images_per_s']:.1f} images/s, {figures['ms_per_step']:.1f} ms per step"
+        f"{communication}, peak memory of rank 0 {figures['peak_memory_bytes'] / 2**30:.2f} GiB"
     )
     for place in figures.get("host_waits", ()):
         log.warning(f"the host waits for the GPU in each step: {place}")
-    figures |= {"images_per_s": rate, "finished_because": "dummy"}
-    figures |= {f"{part}_s": seconds for part, seconds in parts.items()}
-    run.finish(report.setting(session) | figures)
+    run.finish(report.setting(session) | figures | parts | {"finished_because": "dummy"})
     return 0
 
 
@@ -143,18 +139,13 @@ def time_steps(
     }
     if timer is not None:
         timer.stop()
-    if cuda:
-        figures["peak_memory_bytes"] = torch.cuda.max_memory_allocated(world.device)
-        began = time.perf_counter()
-        for _ in range(AHEAD):
-            step()
-        figures["host_ms_per_step"] = 1000 * (time.perf_counter() - began) / AHEAD
-        figures["host_waits"] = _host_waits(step)
-    return figures
-
-
-def _host_waits(step: Callable[[], Any]) -> list[str]:
-    """The files and lines of a step where the host waits for the GPU."""
+    if not cuda:
+        return figures
+    figures["peak_memory_bytes"] = torch.cuda.max_memory_allocated(world.device)
+    began = time.perf_counter()
+    for _ in range(AHEAD):
+        step()
+    figures["host_ms_per_step"] = 1000 * (time.perf_counter() - began) / AHEAD
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -162,7 +153,7 @@ def _host_waits(step: Callable[[], Any]) -> list[str]:
         torch.cuda.set_sync_debug_mode("default")
     # Not the warning that the debug mode is a prototype.
     waits = [one for one in seen if "called a synchronizing" in str(one.message)]
-    return [f"{one.filename}:{one.lineno}" for one in waits]
+    return figures | {"host_waits": [f"{one.filename}:{one.lineno}" for one in waits]}
 
 
 def sent_bytes() -> int:

@@ -38,8 +38,7 @@ def find(session: Session, train_step: TrainStep) -> int:
     """
     args, world = session.args, session.world
     log.info(f"{args.arch}: forward and backward with growing batches ...")
-    side = max(args.epoch_sizes, default=args.image_size)
-    size, gpus, how = search(session, train_step, side)
+    size, gpus, how = search(session, train_step, session.train.dataset.size)
     log.info(f"-b {size}: {how}")
     if world.is_main:
         print(f"largest batch per GPU: {size // gpus}", flush=True)

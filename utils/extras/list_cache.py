@@ -16,6 +16,7 @@ import hashlib
 import io
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -47,19 +48,13 @@ def is_fresh(root: Path, listing: Listing) -> bool:
 
 def read(root: Path) -> dict[str, Listing]:
     """The kept listings by class; none if there are none, or none that can be read."""
-    here, of_user = _places(root)
-    # The user's file is newer: `write` removes it when it can write the one beside the images.
-    return _load(here) | _load(of_user)
-
-
-def _load(place: Path) -> dict[str, Listing]:
-    try:
-        with np.load(place) as file:
-            classes = json.loads(file["classes"].tobytes())
+    known = {}
+    for place in _places(root):  # the user's, if there is one, is the newer one: see `write`
+        with suppress(Exception), np.load(place) as file:  # damage is reported in many ways
             paths = io.BytesIO(file["paths"].tobytes())
-    except Exception:  # zipfile and numpy report a damaged file in many ways
-        return {}
-    return {name: Listing(paths.read(size), seen) for name, (size, seen) in classes.items()}
+            for name, (size, seen) in json.loads(file["classes"].tobytes()).items():
+                known[name] = Listing(paths.read(size), seen)
+    return known
 
 
 def write(root: Path, known: dict[str, Listing], shows: bool) -> None:
@@ -70,16 +65,16 @@ def write(root: Path, known: dict[str, Listing], shows: bool) -> None:
         "paths": np.frombuffer(b"".join(one.paths for one in known.values()), np.uint8),
     }
     here, of_user = _places(root)
-    try:
-        save_atomically(lambda file: np.savez(file, **content), here)
-        of_user.unlink(missing_ok=True)
-        return
-    except OSError as error:
-        reason = error.strerror
-    try:
-        of_user.parent.mkdir(parents=True, exist_ok=True)
-        save_atomically(lambda file: np.savez(file, **content), of_user)
-    except OSError:
-        if shows:
-            text = f"note: cannot keep the list of files in {root} ({reason}) or {of_user.parent}"
-            print(f"{text}: each run lists the folder again", flush=True)
+    reasons = []
+    for place in (here, of_user):
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            save_atomically(lambda file: np.savez(file, **content), place)
+            if place is here:
+                of_user.unlink(missing_ok=True)
+            return
+        except OSError as error:
+            reasons.append(error.strerror)
+    if shows:
+        text = f"note: cannot keep the list of files in {root} ({reasons[0]}) or {of_user.parent}"
+        print(f"{text}: each run lists the folder again", flush=True)

@@ -37,19 +37,12 @@ from tqdm import tqdm
 
 from utils import addons
 from utils.errors import UserError
-from utils.folder import (
-    SUFFIXES,
-    THREADS,
-    Archive,
-    Index,
-    Listing,
-    open_regular,
-    settled_mtime,
-)
+from utils.folder import SUFFIXES, Archive, Index, Listing, open_regular, settled_mtime
 
 BLOCK = 512  # bytes; headers and contents begin at multiples of it
 PARTS = {"train": "train(?:ing)?", "val": "val(?:id|idation)?", "test": "test"}
 CLASSES = "classes.txt"
+THREADS = 8  # a network disk serves many requests at once
 COMPRESSED = {".gz": "gunzip", ".tgz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd"}
 MAGIC = {b"\x1f\x8b": ".gz", b"BZ": ".bz2", b"\xfd7": ".xz", b"(\xb5": ".zst"}
 LARGEST_HEADER = 1 << 20  # bytes of a long name or of a label; a path has at most 4096
@@ -86,31 +79,28 @@ def tar_files(root: Path) -> list[Path]:
         if tars := [name for name in names if re.fullmatch(pattern, name)]:
             _check_complete(folder, tars)
             return [folder / name for name in tars]
-    endings = r"(?:\.gz|\.bz2|\.xz|\.zst)"
     for name in names:
-        if any(re.fullmatch(rf"{p}{endings}|{p[:-5]}\.tgz", name) for p in patterns):
-            raise _compressed(folder / name)
+        stem, suffix = os.path.splitext(re.sub(r"\.tgz$", ".tar.tgz", name))
+        if suffix in COMPRESSED and any(re.fullmatch(pattern, stem) for pattern in patterns):
+            raise _compressed(folder / name, suffix)
     return []
 
 
 def _check_complete(folder: Path, names: list[str]) -> None:
     """Raise `UserError` if one of the shards NAME-00000-of-NNNNN.tar is missing."""
-    for name in names:
-        if shard := re.fullmatch(r"(.*-)(\d+)(-of-(\d+)\.tar)", name):
-            prefix, number, end, count = shard.groups()
-            expected = (f"{prefix}{i:0{len(number)}}{end}" for i in range(int(count)))
-            if missing := next((one for one in expected if one not in names), None):
-                text = f"{folder / missing} is missing, of {int(count)} tar files: finish its"
-                raise _error(f"{text} preparation, or copy it again")
+    shards = filter(None, (re.fullmatch(r"(.*-)(\d+)(-of-(\d+)\.tar)", name) for name in names))
+    for prefix, digits, end, count in {(m[1], len(m[2]), m[3], int(m[4])) for m in shards}:
+        if missing := {f"{prefix}{i:0{digits}}{end}" for i in range(count)} - set(names):
+            text = f"{folder / min(missing)} is missing, of {count} tar files: finish its"
+            raise _error(f"{text} preparation, or copy it again")
 
 
-def _compressed(path: Path, suffix: str = "") -> UserError:
-    name = shlex.quote(str(path))
-    command = f"{COMPRESSED[suffix or path.suffix]} {name}"
-    if suffix:
-        command = f"mv {name} {name}{suffix} && {command}{suffix}"
+def _compressed(path: Path, suffix: str) -> UserError:
+    name, rename = shlex.quote(str(path)), ""
+    if path.suffix == ".tar":  # by its name
+        name, rename = f"{name}{suffix}", f"mv {name} {name}{suffix} && "
     text = f"{path} is compressed, but images are read from the middle of a tar file"
-    return _error(f"{text}: run `{command}` first")
+    return _error(f"{text}: run `{rename}{COMPRESSED[suffix]} {name}` first")
 
 
 class Tars(Archive):
@@ -152,7 +142,8 @@ def _index_of(root: Path, shows: bool) -> Index:
     if kept and kept.folders["files"] == stamps and all(time for time, _ in stamps.values()):
         counts, data = kept.folders["classes"], kept.paths
     else:
-        counts, data = _make_index(root, files, _read_table(tables[0]) if tables else [], shows)
+        table = _read_table(tables[0]) if tables else []
+        counts, data = _make_index(root, files, table, shows)
         for name, (_, size) in _stamps(root.parent, used).items():
             if size != stamps[name][1]:
                 text = f"{root.parent / name} grew while its headers were read"
@@ -420,7 +411,7 @@ class _Tar:
                 text = f"{where} is damaged at byte {place - self.start:,}: copy it again"
                 raise _error(text) from None
             if not self.prefix and (suffix := MAGIC.get(os.pread(file.fileno(), 2, 0))):
-                raise _compressed(Path(where), suffix) from None
+                raise _compressed(self.path, suffix) from None
             raise _error(f"{where} is not a tar file") from None
 
 
