@@ -40,7 +40,7 @@ def test_apex_is_used_as_published_scripts_use_it(tmp_path, folder):
         env = alone() | tiny()[1] | {"CHANGE": change}
         done = command(script, *SMALL, *tiny()[0], *line, *more, *where, **env)
         assert done.code == code, done.out + done.err
-        assert ("opt level O2 by NVIDIA Apex" in done.out) == (script == "apex_runner")
+        assert ("opt level O2 using NVIDIA Apex" in done.out) == (script == "apex_runner")
         return [eval(line) for line in done.out.splitlines() if line.startswith("('")]
 
     options = ("--delay-allreduce", "--allreduce", "fp32", "--loss-scale", "dynamic")
@@ -126,7 +126,7 @@ def test_why_apex_is_not_used(site, tmp_path, monkeypatch, capsys, init, has_gpu
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     amp, parallel = choice.amp_and_parallel(parsed(), WORLD)
     assert isinstance(amp, o2.Amp) and parallel is o2
-    by = r"opt level O2 by plain PyTorch \(utils/extras/o2.py\)"
+    by = r"opt level O2 using plain PyTorch \(utils/extras/o2.py\)"
     assert re.search(f"{by}: .*{reason}", capsys.readouterr().out)
     with pytest.raises(UserError, match=f"{reason}{remedy}use --amp-impl torch"):
         choice.check(parsed("--amp-impl", "apex"))

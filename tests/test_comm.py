@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from utils import addons
 from utils.errors import UserError
 from utils.extras import compress
-from utils.extras.compress import OrderedCollectives, Peers, PowerSGD, Quantised, Step
+from utils.extras.compress import OrderedCollectives, PowerSGD, Quantised
 from utils.report import ring_bytes
 from utils.world import World, form_buckets
 
-CPU, ALONE = torch.device("cpu"), Peers(0, 1, None)
+CPU, STEP = torch.device("cpu"), (0, 0, 0)
 # Methods, and how far from the exact weights they end, as a share of the way from the start.
 NEAR = {"fp32": 0, "fp16": 0.01, "bf16": 0.05, "int8": 0.05, "int4": 0.5, "powersgd:2": 0.9}
 
@@ -58,28 +58,28 @@ def test_bytes_that_travel():
 def test_powersgd_gets_over_an_overflow_and_a_changed_loss_scale(process_group):
     """Errors are kept in units of the unscaled gradient; a bad step leaves no trace in them."""
     scale = [1.0]
-    scaled = PowerSGD(2, ALONE, seed=0, scale=lambda one: one * scale[0])
-    plain = PowerSGD(2, ALONE, seed=0)
+    scaled = PowerSGD(2, dist.group.WORLD, scale=lambda one: one * scale[0])
+    plain = PowerSGD(2, dist.group.WORLD)
     gradient = torch.randn(40, 60, generator=torch.Generator().manual_seed(0))
     for factor, overflow in ((1024.0, 0.0), (1024.0, torch.inf), (1024.0, 0.0), (256.0, 0.0)):
         scale[0] = factor
         one, other = gradient * factor, gradient.clone()
         one[3, 3] += overflow
-        scaled.mean([(0, one)], Step())
+        scaled.mean([(0, one)], STEP)
         if overflow:
             assert not torch.isfinite(one).all()  # so that the step is skipped
             continue
-        plain.mean([(0, other)], Step())
+        plain.mean([(0, other)], STEP)
         torch.testing.assert_close(one / factor, other, rtol=1e-3, atol=1e-4)
 
 
 def test_powersgd_sends_in_the_end_what_it_left_out(process_group):
     """Error feedback: the sum of many means of one gradient is that gradient as often."""
-    method, gradient = PowerSGD(2, ALONE, seed=0), torch.randn(40, 60)
+    method, gradient = PowerSGD(2, dist.group.WORLD), torch.randn(40, 60)
     total = torch.zeros_like(gradient)
     for _ in range(60):
         one = gradient.clone()
-        method.mean([(0, one)], Step())
+        method.mean([(0, one)], STEP)
         total += one
     assert (total / 60 - gradient).norm() < 0.3 * gradient.norm()
     assert (one - gradient).norm() > 0.5 * gradient.norm()  # each alone is far off
@@ -123,22 +123,22 @@ def gradients(rank: int) -> list[torch.Tensor]:
 
 def _means(rank: int, size: int) -> dict[str, list]:
     """How far the means by each method are from the exact ones, of each gradient in each round."""
-    peers, found = Peers(rank, size, None), {}
+    world, found = dist.group.WORLD, {}
     exact = [sum(same) / size for same in zip(*map(gradients, range(size)), strict=True)]
     for name, method, rounds in (
-        ("int8", Quantised(8, peers), 40),
-        ("int4", Quantised(4, peers), 40),
-        ("powersgd", PowerSGD(400, peers, seed=1), 1),  # more than any matrix has: as they are
+        ("int8", Quantised(8, world), 40),
+        ("int4", Quantised(4, world), 40),
+        ("powersgd", PowerSGD(400, world), 1),  # more than any matrix has: as they are
     ):
         errors = []
         for number in range(rounds):
             mine = gradients(rank)
-            method.mean([*enumerate(mine)], Step(5, 1, number))
+            method.mean([*enumerate(mine)], (5, 1, number))
             errors.append([one - mean for one, mean in zip(mine, exact, strict=True)])
         found[name] = [torch.stack(same).numpy() for same in zip(*errors, strict=True)]
     product = exact[0][:, :1] @ torch.ones(1, 129)  # nothing is left out of it
     mine = product * (rank + 1)
-    PowerSGD(4, peers, seed=1).mean([(0, mine)], Step())
+    PowerSGD(4, world).mean([(0, mine)], STEP)
     found["powersgd"].append((mine - product * (size + 1) / 2).numpy())
     return found
 

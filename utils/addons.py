@@ -16,6 +16,8 @@ from typing import Any
 
 from utils.option_types import is_url
 
+TRACKERS = {"wandb": "tracker"}  # of --tracker: the extra with its functions check and Tracker
+
 
 def extra(name: str) -> Any:
     """The module utils/extras/``name``.py, for an option that needs it.
@@ -127,7 +129,7 @@ def check_options(args: Any, local: bool) -> None:
     if args.store or is_url(args.resume):
         extra("store").check_options(args.store, args.resume)
     if args.tracker and local:
-        extra("tracker").check()
+        extra(TRACKERS[args.tracker]).check()
 
 
 # ---- data
@@ -263,7 +265,7 @@ def follow(run: Any) -> None:
     """What gets the run's curves (``run.curves``), its files (``run.written``) and its end
     (``run.at_end``), besides TensorBoard: ``--store``, ``--tracker``. For rank 0 of a training."""
     if run.args.tracker:
-        extra("tracker").Tracker(run)
+        extra(TRACKERS[run.args.tracker]).Tracker(run)
     if run.args.store:
         copies = extra("store").Store(run.args.store, run.folder)
         copies.open(run.args.resume)

@@ -35,9 +35,11 @@ def build(args: Any, model: nn.Module) -> torch.optim.Optimizer:
     name, lr, momentum, decay = args.optimizer, args.lr, args.momentum, args.weight_decay
     betas = tuple(float(beta) for beta in args.betas.split(","))
     fused = next(model.parameters()).is_cuda  # on the CPU not, see `sgd`
-    if name == "muon":
-        return addons.extra("muon").build(model, args, betas, fused)
-    groups = parameter_groups(model, [], decay, args.wd_norm)
+    muon = addons.extra("muon") if name == "muon" else None
+    matrices = muon.hidden_matrices(model) if muon else []
+    groups = parameter_groups(model, matrices, decay, args.wd_norm)
+    if muon:
+        return muon.Muon(groups, lr, momentum, betas, fused)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr, betas=betas, weight_decay=decay, fused=fused)
     return sgd(groups, lr, momentum, decay, nesterov=name == "nesterov")
@@ -127,9 +129,13 @@ def learning_rate(
     in those of ``warmup`` instead, and half a cosine down to lr / 250,000 at ``epochs`` (Smith and
     Topin 2017, arXiv:1708.07120, in torch's form; momentum stays as it is).
     """
+    rise = warmup or RISE * epochs if schedule == "onecycle" else warmup
+    done = min(1.0, max(0.0, position - rise) / max(epochs - rise, 1e-9))
     if schedule == "onecycle":
-        return _one_cycle(position, lr, epochs, warmup or RISE * epochs)
-    done = min(1.0, max(0.0, position - warmup) / max(epochs - warmup, 1e-9))
+        start, end = lr, lr * FIRST * LAST
+        if position < rise:
+            start, end, done = lr * FIRST, lr, position / rise
+        return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * done))
     if schedule == "step":
         decays = int(position // STEP_EPOCHS) + (position >= LAST_STEP_EPOCH)
         planned = lr * 0.1**decays
@@ -142,12 +148,3 @@ def learning_rate(
     else:
         raise ValueError(f"there is no learning-rate schedule {schedule!r}")
     return planned * min(1.0, position / warmup) if warmup > 0 else planned
-
-
-def _one_cycle(position: float, lr: float, epochs: int, rise: float) -> float:
-    if position < rise:
-        low, high, done = lr * FIRST, lr, position / rise
-    else:
-        done = min(1.0, (position - rise) / max(epochs - rise, 1e-9))
-        low, high = lr, lr * FIRST * LAST
-    return high + (low - high) * 0.5 * (1.0 + math.cos(math.pi * done))

@@ -194,7 +194,7 @@ def build_parser(description: str | None, batch: str) -> types.Parser:
     )
     add("--store", metavar="URL|DIR", help=text)
     text = "send curves, options and the first batch to Weights & Biases, too (pip install wandb)"
-    add("--tracker", choices=("wandb",), help=text)
+    add("--tracker", choices=tuple(addons.TRACKERS), help=text)
     url = stopping.SPOT_SERVICE
     text = f"stop with a snapshot when EC2 reclaims a node; URL of its metadata, if not {url}"
     add("--spot-notice", nargs="?", const=url, type=types.http, metavar="URL", help=text)

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from utils import addons
 from utils.errors import UserError
 from utils.extras import o2
-from utils.extras.o2 import SMALLEST
 from utils.option_types import number
 from utils.world import World
 
-USE_TORCH = "use --amp-impl torch, which computes the same"
-HOW_TO_GET_APEX = (
+INSTALL = (
     "install the last Apex that has it (git clone --branch 25.04 https://github.com/NVIDIA/apex, "
-    f"then pip install --no-build-isolation ./apex), or {USE_TORCH}"
+    "then pip install --no-build-isolation ./apex), or "
 )
 
 
@@ -36,17 +34,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--keep-batchnorm-fp32", choices=("True", "False"), help=text)
     text = "a fixed loss scale, or dynamic; default: as the opt level says"
     add("--loss-scale", type=loss_scale, metavar="X|dynamic", help=text)
-    text = (
-        "apex: NVIDIA's package (its tag 25.04); torch: the same computation in plain PyTorch; "
-        "auto: apex if it can be used, else torch"
-    )
+    text = "apex: NVIDIA's package; torch: the same in plain PyTorch; auto: apex if it is usable"
     add("--amp-impl", choices=("auto", "apex", "torch"), default="auto", help=text)
     text = "all-reduce gradients after backward, instead of during it"
     add("--delay-allreduce", action="store_true", help=text)
-    text = (
-        "how float16 gradients are averaged over the ranks: sum-divide as Apex does, divide-sum as "
-        "torch does, fp32: summed in float32"
-    )
+    text = "how float16 gradients are averaged: as Apex does, as torch does, or in float32"
     orders = ("sum-divide", "divide-sum", "fp32")
     add("--allreduce", choices=orders, default="sum-divide", help=text)
 
@@ -69,8 +61,8 @@ def amp_and_parallel(args: argparse.Namespace, world: World) -> tuple[Any, Any]:
     """
     reason = _why_not(args)
     if world.is_main:
-        by = f"plain PyTorch (utils/extras/o2.py): {reason}" if reason else "NVIDIA Apex"
-        print(f"opt level {args.opt_level} by {by}", flush=True)
+        which = f"plain PyTorch (utils/extras/o2.py): {reason}" if reason else "NVIDIA Apex"
+        print(f"opt level {args.opt_level} using {which}", flush=True)
         if world.device.type == "cpu" and args.opt_level != "O0":
             addons.note_slow_float16("--opt-level O0")
     if reason:
@@ -94,7 +86,7 @@ def _why_not(args: argparse.Namespace) -> str | None:
     except Exception as error:  # whatever a module built for another torch raises
         reason = f"Apex cannot be imported ({error!r:.200})"
     if reason and args.amp_impl == "apex":
-        remedy = HOW_TO_GET_APEX if _has_gpu() else USE_TORCH
+        remedy = f"{INSTALL if _has_gpu() else ''}use --amp-impl torch, which computes the same"
         raise UserError(f"--amp-impl apex: {reason}: {remedy}", on_every_rank=True)
     return reason
 
@@ -151,7 +143,7 @@ class Amp(o2.Amp):
     @property
     def failure(self) -> str | None:
         """A sentence, if the scale has fallen too far to recover."""
-        return o2.describe_overflow(self.value) if self.value < SMALLEST else None
+        return o2.ENDLESSLY.format(self.value) if self.value < o2.SMALLEST else None
 
     def state_dict(self) -> dict[str, float]:
         """Scale, clean steps in a row, and skipped steps."""

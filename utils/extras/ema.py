@@ -34,12 +34,8 @@ class Average:
         self.live = {name: x for name, x in state.items() if x.is_floating_point()}
         self.sources = [*(self.live | (masters or {})).values()]
         self.averages = {n: torch.empty_like(x, dtype=torch.float32) for n, x in self.live.items()}
-        self.start()
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Begin with the weights as they are now."""
-        torch._foreach_copy_([*map(local, self.averages.values())], [*map(local, self.sources)])
+        with torch.no_grad():
+            torch._foreach_copy_([*map(local, self.averages.values())], [*map(local, self.sources)])
         self.steps = 0  # since the average began
 
     @torch.no_grad()

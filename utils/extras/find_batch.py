@@ -10,7 +10,6 @@ import math
 import re
 from contextlib import nullcontext
 from logging import getLogger
-from typing import Any
 
 import torch
 from torch import nn
@@ -50,21 +49,20 @@ def search(session: Session, train_step: TrainStep, side: int) -> tuple[int, int
     args, model, world = session.args, session.state.model, session.world
     count = torch.cuda.device_count() if session.run.mode == "dp" else 1
     devices = list(range(count)) if count > 1 else [torch.cuda.current_device()]
-    free = [torch.cuda.mem_get_info(d)[0] + torch.cuda.memory_reserved(d) for d in devices]
+    free = min(torch.cuda.mem_get_info(d)[0] + torch.cuda.memory_reserved(d) for d in devices)
     # The optimiser's state (two moments) and the averaged weights come after these steps.
     trained = sum(local(w).numel() for w in model.parameters() if w.requires_grad)
     later = 4.0 * trained * (2 + bool(args.ema))
-    limit, node = min(gather((min(free) * (1 - MARGIN) - later, node_name(world)), world))
+    limit, node = min(gather((free * (1 - MARGIN) - later, node_name(world)), world))
     step = STEP * count
     share = session.train.sampler.images / world.slices / args.accum_steps
     most = step * math.ceil(share / step)  # all images of the data set, rounded up
     model.train()
-    # Compiling for each size would take longer than all the rest.
-    eager = torch.compiler.set_stance("force_eager") if args.compile else nullcontext()
     # Bytes by size; the largest that fits, the smallest that does not, the one to try.
     seen: dict[int, float] = {}
     low, high, size = 0, math.inf, step
-    with eager:
+    # Compiling for each size would take longer than all the rest.
+    with torch.compiler.set_stance("force_eager") if args.compile else nullcontext():
         while low < size < high:
             peak = max(gather(_peak(session, train_step, (size, 3, side, side), devices), world))
             if peak <= limit:
@@ -78,8 +76,8 @@ def search(session: Session, train_step: TrainStep, side: int) -> tuple[int, int
             "smaller model or --image-size",
             on_every_rank=True,
         )
-    taken, room = (seen[low] + later) / GIB, (limit + later) / (1 - MARGIN) / GIB
-    how = f"takes about {taken:.3g} of {room:.3g} GiB on {node}, which has the least"
+    taken, free = (seen[low] + later) / GIB, (limit + later) / (1 - MARGIN) / GIB
+    how = f"takes about {taken:.3g} of {free:.3g} GiB on {node}, which has the least"
     return low, count, how + "; the data set has no more images" * (low == most)
 
 
@@ -123,30 +121,21 @@ def _peak(
         peak = math.inf
     for parameter in state.model.parameters():
         parameter.grad = None
-    if state.sharded:
-        forget_gradients(state.model)
+    forget_gradients(state.model)
     return peak
 
 
-# ---- torch's private names: there is no public way. Without them, this does nothing
-
-
 def forget_gradients(model: nn.Module) -> None:
-    """Drop the whole gradients of micro-batches that have ended no step."""
-    for group in _groups(model):
-        for shard in getattr(group, "fsdp_params", ()):
-            shard.unsharded_accumulated_grad = None
-            if hasattr(shard, "_unsharded_param"):
-                shard._unsharded_param.grad = None
+    """Drop the whole gradients of a sharded model, of micro-batches that have ended no step.
 
-
-def _groups(model: nn.Module) -> list[Any]:
-    """The groups of parameters that a sharded model gathers together, as torch keeps them."""
-    by_id: dict[int, Any] = {}  # a list of modules shares a group
+    By torch's private names, as there is no public way; without them, this does nothing.
+    """
     for module in filter(is_sharded, model.modules()):
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # torch before 2.12
             groups = [getattr(state, "_fsdp_param_group", None)]
-        by_id |= {id(group): group for group in groups}
-    return list(by_id.values())
+        for shard in (shard for group in groups for shard in getattr(group, "fsdp_params", ())):
+            shard.unsharded_accumulated_grad = None
+            if hasattr(shard, "_unsharded_param"):
+                shard._unsharded_param.grad = None

@@ -81,8 +81,7 @@ def parts(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[Any, Any]]:
 def units(model: nn.Module) -> list[nn.Module]:
     """The modules that are sharded separately: the blocks that a model repeats, and large layers
     outside of them (those of a VGG). The rest is small, or not recognised."""
-    repeated = addons.extra("model_parts").repeated(model)
-    blocks = [block for block in repeated if size(block) >= SMALL]
+    blocks = [b for b in addons.extra("model_parts").repeated(model) if size(b) >= SMALL]
     return blocks + [layer for layer in _layers(model) if size(layer) >= LARGE]
 
 
@@ -118,10 +117,9 @@ def describe(model: nn.Module, reshard: str) -> str:
 def sent_bytes(trained: list[Tensor], args: Any, world: World, dtype: torch.dtype) -> float:
     """Bytes that a process sends per step: weights as they compute, gradients in float32."""
     among = world.local_size if args.reshard == "node" else world.size
-    weight = dtype.itemsize
     gathers = 1 if args.reshard == "none" else 2
     values = sum(weights.numel() for weights in trained)
-    sent = (gathers * weight + 4) * values * (among - 1) / among
+    sent = (gathers * dtype.itemsize + 4) * values * (among - 1) / among
     groups = world.size // among  # which hold the same part, and sum its gradients
     return sent + 2 * (groups - 1) / groups * 4 * values / among
 

@@ -6,8 +6,8 @@ matrices: here a convolution is the matrix of its filters, [out, in x height x w
 are orthogonalised by their Gram matrices, in half the time: "Gram Newton-Schulz", with a restart
 (dao-lab.ai/blog/2026/gram-newton-schulz).
 
-Used with ``--optimizer muon``. Interface: `build` returns a torch optimiser. Without this file, the
-other optimisers remain.
+Used with ``--optimizer muon``. Interface: `Muon`, an optimiser, and `hidden_matrices`. Without this
+file, the other optimisers remain.
 """
 
 import math
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from utils.amp import has_amx
-from utils.optim import parameter_groups
 from utils.world import local, whole
 
 ITERATIONS, EPSILON = 5, 1e-7
@@ -26,12 +25,6 @@ WIDE = 2  # columns : rows, from which on Gram matrices are faster
 # eigenvalues, have grown. In bfloat16, 3 and 2 end closest to the exact iteration.
 STAGES = (3, 2)
 A, B, C = 3.4445, -4.7750, 2.0315  # of the quintic polynomial: the steepest at zero
-
-
-def build(model: nn.Module, args: Any, betas: tuple[float, ...], fused: bool) -> "Muon":
-    """Muon for the trained weights of ``model``, with the hyperparameters of ``args``."""
-    groups = parameter_groups(model, hidden_matrices(model), args.weight_decay, args.wd_norm)
-    return Muon(groups, args.lr, args.momentum, betas, fused)
 
 
 class Muon(torch.optim.Optimizer):
@@ -53,7 +46,9 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr})
         self.momentum = momentum
         self._step_supports_amp_scaling = fused  # asks scalers for grad_scale and found_inf
-        self.dtype = _fast_dtype(groups[0]["params"][0].device)  # of the orthogonalisation
+        on_gpu = groups[0]["params"][0].is_cuda
+        fast = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else has_amx()
+        self.dtype = torch.bfloat16 if fast else torch.float32  # of the orthogonalisation
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -124,12 +119,6 @@ def _factor(gram: Tensor, iterations: int) -> Tensor:
         if left:
             gram = step @ gram @ step  # polynomials of one symmetric matrix commute
     return factor
-
-
-def _fast_dtype(device: torch.device) -> torch.dtype:
-    on_gpu = device.type == "cuda"
-    fast = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else has_amx()
-    return torch.bfloat16 if fast else torch.float32
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:

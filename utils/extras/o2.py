@@ -35,11 +35,7 @@ log = logging.getLogger(__name__)
 
 SMALLEST = 2.0**-14  # at this scale, only gradients above 10**9 overflow float16
 ENDLESS = 40  # skipped steps in a row
-
-
-def describe_overflow(scale: float) -> str:
-    """Why training cannot go on."""
-    return f"gradients overflow without end (the loss scale is {scale:.3g})"
+ENDLESSLY = "gradients overflow without end (the loss scale is {:.3g})"
 
 
 class LossScaler:
@@ -102,16 +98,15 @@ class LossScaler:
             overflow, scale = seen.tolist()
             self.in_a_row = self.in_a_row + 1 if overflow else 0
             is_lost = scale < SMALLEST if self.dynamic else self.in_a_row >= ENDLESS
-            self.failure = describe_overflow(scale) if is_lost else None
+            self.failure = ENDLESSLY.format(scale) if is_lost else None
             if overflow and self.reports:
                 change = f"reducing loss scale to {scale}" if self.dynamic else f"scale {scale}"
                 log.info(f"Gradient overflow.  Skipping step, loss scaler 0 {change}")
 
     def state_dict(self) -> dict[str, float]:
         """Scale, clean steps in a row, and skipped steps. Waits for the device."""
-        names = ("value", "clean_steps", "skipped")
-        scale, clean, skipped = (getattr(self, name).item() for name in names)
-        return {"scale": scale, "clean_steps": clean, "skipped": int(skipped)}
+        scale, clean = self.value.item(), self.clean_steps.item()
+        return {"scale": scale, "clean_steps": clean, "skipped": int(self.skipped.item())}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore a `state_dict`; a fixed scale stays as it is."""
@@ -207,7 +202,8 @@ class Amp:
             return {name: self.masters[p] for name, p in named if p in self.masters}
 
         self.weights = Weights(model, named_masters)
-        optimizer.register_step_post_hook(lambda *_: self._round_masters())
+        masters = self.masters
+        optimizer.register_step_post_hook(lambda *_: _copy([*masters], [*masters.values()]))
         return model, optimizer
 
     @contextmanager
@@ -223,25 +219,16 @@ class Amp:
             yield loss.float()
             return
         yield loss.float() * self.scaler.value
-        if not delay_unscale:
-            self._gradients_to_masters()
-            self.scaler.unscale(optimizer)
-
-    @torch.no_grad()
-    def _gradients_to_masters(self) -> None:
+        if delay_unscale:
+            return
         weights = [weight for weight in self.masters if weight.grad is not None]
-        masters = [self.masters[weight] for weight in weights]
-        for master in masters:
-            master.grad = torch.empty_like(master)
-        if masters:
-            torch._foreach_copy_([m.grad for m in masters], [weight.grad for weight in weights])
+        for weight in weights:
+            self.masters[weight].grad = torch.empty_like(self.masters[weight])
+        to_masters = [self.masters[weight].grad for weight in weights]
+        _copy(to_masters, [weight.grad for weight in weights])
         for weight in weights:
             weight.grad = None
-
-    @torch.no_grad()
-    def _round_masters(self) -> None:
-        if self.masters:
-            torch._foreach_copy_(list(self.masters), list(self.masters.values()))
+        self.scaler.unscale(optimizer)
 
     @staticmethod
     def master_params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -275,6 +262,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if allreduce_always_fp32 or gradient_predivide_factor != dist.get_world_size():
             how = gradient_predivide_factor, allreduce_always_fp32
             self.register_comm_hook(how, _sum_and_divide)
+
+
+@torch.no_grad()
+def _copy(to: list[Tensor], source: list[Tensor]) -> None:
+    if to:  # torch takes no empty lists
+        torch._foreach_copy_(to, source)
 
 
 convert_syncbn_model = nn.SyncBatchNorm.convert_sync_batchnorm

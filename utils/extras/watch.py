@@ -204,7 +204,8 @@ def tensor_bytes(session: Session) -> dict[str, float]:
     weights = list(model.parameters())
     known = {id(weight) for weight in weights}
     masters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-    kept = [x for entry in optimizer.state.values() for x in entry.values() if torch.is_tensor(x)]
+    entries = filter(None, optimizer.state.values())  # ZeRO's are None in other processes
+    kept = [x for entry in entries for x in entry.values() if torch.is_tensor(x)]
     sizes = {
         "parameters": _bytes([*weights, *model.buffers()]),
         "gradients": _bytes([weight for weight in weights if weight.requires_grad]),
