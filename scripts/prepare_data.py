@@ -11,6 +11,7 @@ decoded ones. If a preparation is interrupted, run the same command again: it fi
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,57 +24,55 @@ from utils import launch
 launch.prepare()  # before torch is imported, which takes seconds
 
 from prepare import parquet, shards, shrink, sources
-from prepare.folder import AGAIN, BATCH, fill
-from prepare.pack import pack_folder, verify
-from prepare.reading import check_apart, open_images, split_of
+from prepare.pack import verify, write_pack
+from prepare.reading import check_apart, open_images
 from prepare.split import split_folder
+from prepare.writing import AGAIN, BATCH, SPLITS, fill
 
 from utils.errors import UserError, report, tolerate_broken_pipe
-from utils.extras import devkit, layouts
-from utils.launch import usable_cores
-from utils.option_types import number, positive, seed
-
-SOURCES = {
-    "fashion-mnist": sources.fashion_mnist,
-    "cifar10": sources.cifar10,
-    "imagenet": sources.imagenet,
-}
+from utils.extras import devkit, layouts, pack
+from utils.option_types import Formatter, number, positive, seed
 
 
-def fill_from(args: argparse.Namespace) -> None:
-    """Fill OUT with drawn images or those of a published data set."""
-    if args.command == "sample":
-        keys = ("classes", "train", "val", "seed")
-        open_source = partial(sources.sample, *(getattr(args, key) for key in keys))
-    else:
-        keys = ("source",)
-        args.source = args.source and args.source.expanduser().resolve()
-        open_source = partial(SOURCES[args.command], args.source)
-    values = ", ".join(f"{key} {getattr(args, key)}" for key in keys if getattr(args, key))
+def fill_from_source(args: argparse.Namespace) -> None:
+    """`sample`, `fashion-mnist`, `cifar10`, `imagenet`: draw images, or use published ones."""
+    keys = ("classes", "train", "val", "seed") if args.command == "sample" else ("source",)
+    if source := getattr(args, "source", None):
+        args.source = source.expanduser().resolve()
+    facts = {key: getattr(args, key) for key in keys}
+    values = ", ".join(f"{key} {value}" for key, value in facts.items() if value)
     what = f"{args.command} ({values})" if values else args.command
-    fill(args.out, what, ("train", "val"), open_source, args.workers)
+    open_source = getattr(sources, args.command.replace("-", "_"))
+    open_splits = partial(open_source, *facts.values())
+    fill(args.out, what, ("train", "val"), open_splits, args.workers)
 
 
 def copy(args: argparse.Namespace) -> None:
-    """`shards` and `shrink`: copy a data set into shards, shrink its images, or both at once."""
+    """`shards`, `shrink` and `pack`: copy a data set into few files, with changed images or not."""
     source, out = check_apart(args.source, args.out)
     images = open_images(source)
-    size = next(iter(images.values())).source.sample_sizes()[0]
-    what, change = f"{args.command} (source {source}", None
+    what, change, write, chunk = f"{args.command} (source {source}", None, None, BATCH
+    fingerprints = ", ".join(f"{name} {part.source.fingerprint()}" for name, part in images.items())
     if args.command == "shrink":
         what += f", size {args.size}, quality {args.quality}"
         change = partial(shrink.shrink, size=args.size, quality=args.quality)
-        size = shrink.expected_bytes(size, args.size)
-    filler, chunk = {}, BATCH
-    if args.shards:
-        filler, chunk = {"filler": shards.fill_shards}, shards.images_per_shard(size, args.shards)
-        names = [f"{name} {part.source.fingerprint()}" for name, part in images.items()]
-        what += f", {', '.join(names)}, shards of {chunk} images"
+    if args.command == "pack":
+        for name, (part, classes) in images.items():
+            if empty := set(classes) - set(part.classes):
+                raise UserError(f"class {min(empty)} of {source / name} has no images: remove it")
+        what += f", size {args.size}, {fingerprints}"
+        write, chunk = partial(write_pack, images, args.size), pack.IMAGES_PER_FILE
+    elif args.shards:
+        size = next(iter(images.values())).source.sample_sizes()[0]
+        if change:  # as ImageNet's images, which have 27 KB at 256 pixels
+            size = min(size, 27_000 * (args.size / 256) ** 2)
+        write, chunk = shards.write_shards, shards.images_per_shard(size, args.shards)
+        what += f", {fingerprints}, shards of {chunk} images"
         # Labels in shards are numbers, which must mean the same in all splits.
         classes = sorted(set().union(*(part.classes for part in images.values())))
         images = {name: part._replace(classes=classes) for name, part in images.items()}
-    splits = {name: split_of(part, name, change, chunk) for name, part in images.items()}
-    fill(out, f"{what})", splits, lambda _: splits, args.workers, **filler)
+    splits = {n: part.split(n, chunk)._replace(change=change) for n, part in images.items()}
+    fill(out, f"{what})", SPLITS, lambda _: splits, args.workers, write)
 
 
 def convert_parquet(args: argparse.Namespace) -> None:
@@ -82,106 +81,101 @@ def convert_parquet(args: argparse.Namespace) -> None:
     kind = "folders" if args.folders else f"shards of {args.size} MB"
     names = args.names.resolve() if args.names else None
     what = f"parquet (source {source}, names {names}, {kind})"
-    filler = {} if args.folders else {"filler": shards.fill_shards}
     splits = parquet.open_parquet(source, names, args.size)
-    fill(out, what, splits, lambda _: splits, args.workers, **filler)
+    write = None if args.folders else shards.write_shards
+    fill(out, what, SPLITS, lambda _: splits, args.workers, write)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(
-        name: str, summary: str, run: Callable[[argparse.Namespace], None] = fill_from
-    ) -> Callable[..., Any]:
-        command = commands.add_parser(name, help=summary, description=summary)
+    def add(name: str, run: Callable, text: str, **places: str) -> Callable[..., None]:
+        """Add a command; ``places``: help texts of its positional arguments."""
+        wrapped = textwrap.fill(" ".join(text.split()), 78)
+        command = commands.add_parser(
+            name, help=text, description=wrapped, formatter_class=Formatter
+        )
         command.set_defaults(run=run)
-        if name == "split":
-            command.add_argument("out", type=Path, metavar="DATA", help="the data set to change")
-            return command.add_argument
-        if name in ("shards", "shrink", "pack", "parquet"):
-            text = "the data set to copy: class folders, tar files, or what `imagenet` reads"
-            text = "the folder of the parquet files" if name == "parquet" else text
-            command.add_argument("source", type=Path, metavar="DATA", help=text)
-        text = "the pack to read" if name == "verify" else "the folder to make"
-        command.add_argument("out", type=Path, metavar="OUT", help=text)
-        text, cores = "processes (default: one per usable core, here %(default)s)", usable_cores()
-        command.add_argument("--workers", type=positive, default=cores, metavar="N", help=text)
-        return command.add_argument
+        for dest, help_text in places.items():
+            metavar = "DATA" if dest == "source" or name == "split" else "OUT"
+            command.add_argument(dest, type=Path, metavar=metavar, help=help_text)
 
-    text = "a small data set of drawn textures"
-    option = add("sample", text)
-    for flag, default, kind, text in (
-        ("--classes", 10, positive, f"number of classes, at most {len(sources.TEXTURES)}"),
-        ("--train", 100, positive, "training images per class"),
-        ("--val", 20, positive, "validation images per class"),
-        ("--seed", 0, int, "random seed of the images"),
-    ):
-        full = f"{text} (default: %(default)s)"
-        option(flag, type=kind, default=default, metavar="N", help=full)
+        def option(flag: str, text: str, default: Any = None, kind: Any = positive, **more) -> None:
+            more = {"metavar": "N", "type": kind, "default": default, "help": text} | more
+            command.add_argument(flag, **more)
+
+        if name != "split":
+            option("--workers", "processes, by default one per usable core", launch.usable_cores())
+        return option
+
+    out = "the folder to make"
+    data = "the data set to copy: class folders, tar files, or what `imagenet` reads"
+
+    option = add("sample", fill_from_source, "a small data set of drawn textures", out=out)
+    option("--classes", f"number of classes, at most {len(sources.TEXTURES)}", 10)
+    option("--train", "training images per class", 100)
+    option("--val", "validation images per class", 20)
+    option("--seed", "random seed of the images", 0, int)
 
     text = "Fashion-MNIST: 70,000 greyscale images of clothes, 28 x 28 pixels"
-    option = add("fashion-mnist", text)
-    text = f"the four idx files, .gz or not (default: {sources.DEBIAN_FASHION}, else a download)"
-    option("--source", type=Path, metavar="DIR", help=f"folder of {text}")
+    option = add("fashion-mnist", fill_from_source, text, out=out)
+    text = "folder of the four idx files, .gz or not; by default "
+    text += f"{sources.DEBIAN_FASHION} if it exists, else a download"
+    option("--source", text, None, Path, metavar="DIR")
 
-    archive = sources.CIFAR_ARCHIVE
     text = "CIFAR-10: 60,000 colour images, 32 x 32 pixels"
-    option = add("cifar10", text)
-    text = f"{archive}, or the folder that it is in (default: a download)"
-    option("--source", type=Path, metavar="PATH", help=text)
+    option = add("cifar10", fill_from_source, text, out=out)
+    text = f"{sources.CIFAR_ARCHIVE}, or the folder that it is in; by default a download"
+    option("--source", text, None, Path, metavar="PATH")
 
     text = "ImageNet 2012, or a part of it, from any layout in which it is published"
-    option = add("imagenet", text)
+    option = add("imagenet", fill_from_source, text, out=out)
     text = f"""folder of image-net.org's tar files, of Kaggle's {layouts.KAGGLE}/ or of its
-        imagenet100, or of train/CLASS and a flat val/. {devkit.KAGGLE_CSV} or
-        {devkit.DEVKIT} says the classes of validation images that lie flat. Files become hard
-        links, or symbolic ones (required)"""
-    option("--source", type=Path, metavar="DIR", required=True, help=text)
+        imagenet100, or of train/CLASS and a flat val/. {devkit.KAGGLE_CSV} or {devkit.DEVKIT}
+        says the classes of validation images that lie flat. Files become hard links, or symbolic
+        ones (required)"""
+    option("--source", text, None, Path, metavar="DIR", required=True)
 
     text = "a copy of a data set as tar files, which network disks read faster; also for WebDataset"
-    option = add("shards", text, copy)
-    size = {"type": positive, "metavar": "MB"}
-    text = "size of a file (default: %(default)s)"
-    option("--size", dest="shards", default=shards.MEGABYTES, help=text, **size)
+    option = add("shards", copy, text, source=data, out=out)
+    option("--size", "size of a file", shards.MEGABYTES, metavar="MB", dest="shards")
 
     text = "a copy of a data set with images reduced to a short side of at most N pixels"
-    option = add("shrink", text, copy)
-    text = """largest short side in pixels (default: %(default)s, for training crops of 224);
-        smaller images and unreadable files are copied unchanged; all others become JPEG files of
-        the same name, whatever its suffix"""
-    option("--size", type=positive, default=256, metavar="N", help=text)
-    text = "JPEG quality, 1 to 100 (default: %(default)s)"
-    option("--quality", type=number(int, 1, 100), default=90, metavar="Q", help=text)
-    text = "write tar files of this size, as `shards` does (default without MB: %(const)s)"
-    option("--shards", nargs="?", const=shards.MEGABYTES, help=text, **size)
+    option = add("shrink", copy, text, source=data, out=out)
+    text = """largest short side in pixels, for training crops of 224; smaller images and
+        unreadable files are copied unchanged; all others become JPEG files of the same name,
+        whatever its suffix"""
+    option("--size", text, 256)
+    option("--quality", "JPEG quality, 1 to 100", 90, number(int, 1, 100), metavar="Q")
+    text = "write tar files of this size, as `shards` does; without MB, %(const)s"
+    option("--shards", text, metavar="MB", nargs="?", const=shards.MEGABYTES)
 
     text = "a copy of a data set as decoded and reduced pixels, in a few large files"
-    option = add("pack", text, lambda a: pack_folder(a.source, a.out, a.size, a.workers))
-    text = """largest short side in pixels (default: %(default)s, for training crops of 224, which
-        takes 263 KB an image, 337 GB for ImageNet)"""
-    option("--size", type=positive, default=256, metavar="N", help=text)
+    option = add("pack", copy, text, source=data, out=out)
+    text = """largest short side in pixels, for training crops of 224, which takes 263 KB an image,
+        337 GB for ImageNet"""
+    option("--size", text, 256)
 
     text = "shards, or class folders, from the parquet files of Hugging Face's image data sets"
-    option = add("parquet", text, convert_parquet)
-    option("--size", default=shards.MEGABYTES, help="of a shard (default: %(default)s)", **size)
-    option("--folders", action="store_true", help="write class folders, not shards")
-    text = """names of the classes, one per line in the order of the labels (default: ImageNet's
-        n01440764 and so on from the names of the images, else the names in the files)"""
-    option("--names", type=Path, metavar="FILE", help=text)
+    option = add("parquet", convert_parquet, text, source="the folder of the files", out=out)
+    option("--size", "size of a shard", shards.MEGABYTES, metavar="MB")
+    text = """names of the classes, one per line in the order of the labels; by default ImageNet's
+        n01440764 and so on from the names of the images, else the names in the files"""
+    option("--names", text, None, Path, metavar="FILE")
+    folders = {"action": "store_true", "help": "write class folders, not shards"}
+    commands.choices["parquet"].add_argument("--folders", **folders)
 
     text = """move a part of DATA/train to DATA/test, for `--part test`: which images depends on
         their names alone, so that all nodes agree; another fraction moves images there or back"""
-    option = add("split", text, lambda args: split_folder(args.out, args.test, args.seed))
+    option = add("split", split_folder, text, out="the data set to change")
     text = "share of the images of each class; 0 moves all back"
-    option("--test", type=number(float, 0, 0.9), required=True, metavar="FRACTION", help=text)
-    text = "another seed chooses other images (default: %(default)s)"
-    option("--seed", type=seed, default=0, metavar="N", help=text)
+    option("--test", text, None, number(float, 0, 0.9), metavar="FRACTION", required=True)
+    option("--seed", "another seed chooses other images", 0, seed)
 
     text = "read a whole pack and compare checksums"
-    add("verify", text, lambda args: verify(args.out, args.workers))
+    add("verify", verify, text, out="the pack to read")
     return parser
 
 

@@ -78,8 +78,8 @@ def test_batches_are_those_of_the_folder_bit_for_bit(source, packed, train):
 
 def test_names_classes_and_reports(source, packed):
     out, done = packed
-    assert (done.code, done.err.count("stored as it is: ")) == (0, 3)
-    assert f"done: {out}: 49 images in 6 files" in done.out
+    assert (done.code, done.err.count("stored unchanged: ")) == (0, 3)
+    assert f"done: {out}: train 37 images, val 12 images" in done.out
     assert "3 images cannot be decoded" in done.out
     assert class_folders(out / "train") == class_folders(source / "train")
     check_same_classes(out, "val", class_folders(out / "train"), subset=False)
@@ -146,7 +146,7 @@ def test_a_file_cut_while_it_is_in_use_has_unreadable_images(copy):
 
 
 def test_damaged_pixels_are_found_by_verify(copy):
-    assert "6 files are as they were written" in succeed("verify", copy, *ONE)
+    assert "all 6 files match their checksums" in succeed("verify", copy, *ONE)
     damaged = copy / "train" / "00001.pixels"
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
@@ -160,7 +160,7 @@ def test_what_is_interrupted_or_removed_is_made_and_no_more(source, packed, tmp_
     out = tmp_path / "out"
     command, train = ("pack", source, out, "--size", SIZE, *ONE), out / "train"
     with monkeypatch.context() as patch:
-        patch.setattr("prepare.pack._join", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("prepare.pack.save_atomically", mock.Mock(side_effect=KeyboardInterrupt))
         assert run(*command).code == 130
     with pytest.raises(UserError, match="packing was not finished"):
         class_folders(train)

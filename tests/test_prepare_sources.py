@@ -4,6 +4,7 @@ import gzip
 import os
 import pickle
 import re
+import shlex
 import shutil
 import struct
 import tempfile
@@ -15,7 +16,6 @@ from batches import encode, picture
 from conftest import python, shell
 from PIL import Image
 from preparing import devkit_bytes, fail, images, put, succeed, tar_bytes, times, tree
-from running import STAND_IN
 from test_shards import folder_of
 from torchvision import datasets
 
@@ -32,14 +32,7 @@ CLOTHES = (
 )
 
 
-@pytest.fixture
-def no_sums(monkeypatch):
-    """Miniature archives pass for the published ones."""
-    for module in (datasets.cifar, datasets.utils):
-        monkeypatch.setattr(module, "check_integrity", lambda path, md5=None: os.path.isfile(path))
-
-
-# ---- Fashion-MNIST
+# ---- Fashion-MNIST and CIFAR-10
 
 
 def idx(array):
@@ -47,7 +40,7 @@ def idx(array):
     return struct.pack(f">{1 + array.ndim}I", 0x800 + array.ndim, *array.shape) + array.tobytes()
 
 
-def test_fashion_mnist(no_sums, tmp_path):
+def test_fashion_mnist(tmp_path):
     out, source, numbers = tmp_path / "out", tmp_path / "source", np.random.default_rng(0)
     arrays = {}
     for prefix, split, count in (("train", "train", 20), ("t10k", "val", 10)):
@@ -63,19 +56,21 @@ def test_fashion_mnist(no_sums, tmp_path):
         for number, pixels in enumerate(arrays[split]):
             with Image.open(out / split / folders[number % 10] / f"{number:05d}.png") as image:
                 assert image.mode == "L" and np.array_equal(np.asarray(image), pixels)
-    # Damaged ones are named, and missing ones.
-    damaged = source / "t10k-images-idx3-ubyte"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
+    # Damaged files are named, and missing ones.
+    damaged, labels = source / "t10k-images-idx3-ubyte", source / "t10k-labels-idx1-ubyte.gz"
     command = ("fashion-mnist", tmp_path / "new", "--source", source)
+    for path, data in ((damaged, damaged.read_bytes()[:-1]), (labels, gzip.compress(b""))):
+        before = path.read_bytes()
+        path.write_bytes(data)
+        assert f"cannot read {path}" in fail(*command)
+        path.write_bytes(before)
+    labels.write_bytes(gzip.compress(idx(np.zeros(9, np.uint8))))
     assert f"cannot read {source}" in fail(*command)
     damaged.unlink()
     assert f"neither {damaged.name} nor {damaged.name}.gz is in {source}" in fail(*command)
 
 
-# ---- CIFAR-10
-
-
-def test_cifar10(request, tmp_path):
+def test_cifar10(monkeypatch, tmp_path):
     numbers, pixels = np.random.default_rng(0), {}
     files = {"batches.meta": pickle.dumps({"label_names": list("abcdefghij")})}
     for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
@@ -84,16 +79,17 @@ def test_cifar10(request, tmp_path):
     members = [(f"cifar-10-batches-py/{name}", data) for name, data in files.items()]
     put(tmp_path, {"archive/cifar-10-python.tar.gz": tar_bytes(members, "w:gz")})
     archive, out = tmp_path / "archive" / "cifar-10-python.tar.gz", tmp_path / "out"
-    # By its MD5 sum it is not the published one: it is not opened, as a pickle can run anything.
+    before = archive.read_bytes()
+    # Its MD5 sum is wrong: it is not opened, as a pickle can run anything, nor replaced.
     assert f"{archive} is not the published file" in fail("cifar10", out, "--source", archive)
-    assert not out.exists()
-    request.getfixturevalue("no_sums")
+    assert not out.exists() and archive.read_bytes() == before
+    for module in (datasets.cifar, datasets.utils):  # now it passes for the published one
+        monkeypatch.setattr(module, "check_integrity", lambda path, md5=None: os.path.isfile(path))
     succeed("cifar10", out, "--source", archive.parent)
     expected = np.concatenate(list(pixels.values())).reshape(-1, 3, 32, 32)
     for number, channels in enumerate(expected):
         split, i = ("train", number) if number < 50 else ("val", number - 50)
-        label = "abcdefghij"[number % 10]
-        with Image.open(out / split / label / f"{i:05d}.png") as image:
+        with Image.open(out / split / "abcdefghij"[number % 10] / f"{i:05d}.png") as image:
             assert np.array_equal(np.asarray(image), channels.transpose(1, 2, 0))
 
 
@@ -103,10 +99,6 @@ def test_cifar10(request, tmp_path):
 def content(name):
     """Bytes that stand for an image, and that no other has."""
     return name.encode() * 99
-
-
-def tar_of(names):
-    return tar_bytes([(name, content(name)) for name in names])
 
 
 def solution(classes=VAL_CLASSES):
@@ -125,46 +117,37 @@ def expected():
     return {path: content(path.rpartition("/")[2]) for path in (*train, *val)}
 
 
-@pytest.fixture
-def archives(tmp_path):
-    train = tar_bytes([(f"{label}.tar", tar_of(names)) for label, names in TRAIN.items()])
-    return put(tmp_path / "source", {TRAIN_TAR: train, VAL_TAR: tar_of(VAL[:3]), CSV: solution()})
+def make(layout, folder):
+    """Write the images in one of the published layouts; returns ``folder``."""
+    if layout == "archives":
 
+        def tar_of(names):
+            return tar_bytes([(name, content(name)) for name in names])
 
-@pytest.fixture
-def kaggle(tmp_path):
-    """Kaggle's archive, unpacked; its validation images lie flat."""
-    files = {CSV: solution()}
-    for path, data in expected().items():
-        split, _, name = path.split("/")
-        files[f"{KAGGLE}/{path if split == 'train' else f'val/{name}'}"] = data
-    return put(tmp_path / "source", files)
-
-
-@pytest.fixture
-def imagenet100(tmp_path):
-    """Kaggle's imagenet100: the training classes are spread over four folders."""
-    folders, files = {TENCH: "train.X1", GOLDFISH: "train.X4"}, {"Labels.json": b"{}"}
+        train = tar_bytes([(f"{label}.tar", tar_of(names)) for label, names in TRAIN.items()])
+        return put(folder, {TRAIN_TAR: train, VAL_TAR: tar_of(VAL[:3]), CSV: solution()})
+    files = {}
     for path, data in expected().items():
         split, label, name = path.split("/")
-        folder = folders[label] if split == "train" else "val.X"
-        files[f"{folder}/{label}/{name}"] = data
-    return put(tmp_path / "source", files)
-
-
-@pytest.fixture
-def flat(kaggle):
-    """Class folders beside validation images that lie flat, and the devkit."""
-    for path in (kaggle / KAGGLE).iterdir():
-        path.rename(kaggle / path.name)
-    (kaggle / CSV).unlink()
-    shutil.rmtree(kaggle / "ILSVRC")
-    return put(kaggle, {DEVKIT: devkit_bytes([1, 2, 2]), "test/ILSVRC2012_test_1.JPEG": b"x"})
+        if layout == "imagenet100":
+            part = (
+                ("train.X4" if label == GOLDFISH else "train.X1") if split == "train" else "val.X"
+            )
+            files[f"{part}/{label}/{name}"] = data
+        else:
+            root = "" if layout == "flat" else f"{KAGGLE}/"
+            files[f"{root}{path if split == 'train' else f'val/{name}'}"] = data
+    more = {
+        "kaggle": {CSV: solution()},
+        "imagenet100": {"Labels.json": b"{}"},
+        "flat": {DEVKIT: devkit_bytes([1, 2, 2]), "test/ILSVRC2012_test_1.JPEG": b"x"},
+    }
+    return put(folder, files | more[layout])
 
 
 @pytest.mark.parametrize("layout", ["archives", "kaggle", "imagenet100", "flat"])
-def test_every_image_lands_in_its_class(request, tmp_path, layout):
-    source, out = request.getfixturevalue(layout), tmp_path / "out"
+def test_every_image_lands_in_its_class(tmp_path, layout):
+    source, out = make(layout, tmp_path / "source"), tmp_path / "out"
     succeed("imagenet", out, "--source", source)
     assert images(out) == expected() and tree(out).keys() - images(out).keys() == {".prepared.json"}
     if layout != "archives":  # hard links: no second copy
@@ -179,87 +162,81 @@ def test_every_image_lands_in_its_class(request, tmp_path, layout):
 
 
 @pytest.mark.parametrize("layout", ["kaggle", "imagenet100", "flat"])
-def test_training_names_the_command_that_works(request, tmp_path, layout):
-    data = tmp_path / "it's $HOME; data"
-    request.getfixturevalue(layout).rename(data)
+def test_training_names_the_command_that_works(tmp_path, layout):
+    data = make(layout, tmp_path / "it's $HOME; data")
     pixels = encode(picture(40, 30))
     for path in data.rglob("*.JPEG"):
         path.write_bytes(pixels)
     small = ("-a", "tiny_full", "-b", "4", "--epochs", "1", "--image-size", "32", "-j", "0")
-    done = python("imagenet_nd.py", *small, data, PYTHONPATH=STAND_IN)
+    done = python("imagenet_nd.py", *small, data)
     assert done.code == 2, done
     command, out = re.search(r"run `(.*)`, and train on (.*)$", done.sentence).groups()
     assert str(data) in out and "scripts/prepare_data.py imagenet" in command
-    (prepared,) = shell(command)
-    assert prepared.code == 0, prepared
-    where = ("--output-dir", tmp_path / "runs")
-    done = python("imagenet_nd.py", *small, *where, out, PYTHONPATH=STAND_IN)
+    if layout == "kaggle":
+        (prepared,) = shell(command)
+        assert prepared.code == 0, prepared
+    else:
+        succeed(*shlex.split(command)[2:])
+    done = python("imagenet_nd.py", *small, "--output-dir", tmp_path / "runs", out)
     assert done.code == 0, done.err
 
 
-def test_on_another_file_system_links_are_symbolic(kaggle, tmp_path):
+def test_on_another_file_system_links_are_symbolic(tmp_path):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         if os.stat(memory).st_dev == os.stat(tmp_path).st_dev:
             pytest.skip("/dev/shm is not another file system")
         out = Path(memory, "out")
-        succeed("imagenet", out, "--source", kaggle)
+        succeed("imagenet", out, "--source", make("kaggle", tmp_path / "source"))
         assert images(out) == expected()
         assert all((out / name).is_symlink() for name in expected())
 
 
-def test_the_devkit_gives_the_classes(archives, tmp_path):
-    """Its table has a node above the classes; its rows are in no order."""
-    put(archives, {DEVKIT: devkit_bytes([1, 2, 2])})
-    (archives / CSV).unlink()
-    succeed("imagenet", tmp_path / "out", "--source", archives)
-    assert images(tmp_path / "out") == expected()
-    put(archives, {DEVKIT: devkit_bytes([1, 2, 2])[:300]})
-    assert f"cannot read {archives / DEVKIT} (" in fail(
-        "imagenet", tmp_path / "again", "--source", archives
-    )
-
-
-def test_archives_may_come_one_after_the_other_and_a_cut_one_is_named(archives, tmp_path):
-    out, whole = tmp_path / "out", (archives / TRAIN_TAR).read_bytes()
-    command = ("imagenet", out, "--source", archives)
-    (archives / VAL_TAR).rename(tmp_path / "later")
-    (archives / TRAIN_TAR).write_bytes(whole[: len(whole) // 2])
+def test_archives_may_come_one_after_the_other_and_a_cut_one_is_named(tmp_path):
+    """The devkit's table has a node above the classes; its rows are in no order."""
+    source, out = make("archives", tmp_path / "source"), tmp_path / "out"
+    (source / CSV).unlink()
+    put(source, {DEVKIT: devkit_bytes([1, 2, 2])})
+    command, archive = ("imagenet", out, "--source", source), (source / TRAIN_TAR).read_bytes()
+    (source / VAL_TAR).rename(tmp_path / "later")
+    put(source, {TRAIN_TAR: archive[: len(archive) // 2]})
     assert TRAIN_TAR in fail(*command)
     assert not out.exists()
-    (archives / TRAIN_TAR).write_bytes(whole)
+    put(source, {TRAIN_TAR: archive})
     assert "not prepared: val" in succeed(*command)
     assert images(out) == {k: v for k, v in expected().items() if k.startswith("train")}
-    (archives / TRAIN_TAR).unlink()
-    (tmp_path / "later").rename(archives / VAL_TAR)
+    (source / TRAIN_TAR).unlink()
+    (tmp_path / "later").rename(source / VAL_TAR)
+    put(source, {DEVKIT: devkit_bytes([1, 2, 2])[:300]})
+    assert f"cannot read {source / DEVKIT} (" in fail(*command)
+    put(source, {DEVKIT: devkit_bytes([1, 2, 2])})
     succeed(*command)
     assert images(out) == expected()
 
 
-@pytest.mark.parametrize("kind", ["archives", "flat"])
+@pytest.mark.parametrize("layout", ["archives", "flat"])
 @pytest.mark.parametrize("command", ["imagenet", "shards"])
-def test_nothing_is_written_outside_the_folder(request, tmp_path, kind, command):
+def test_nothing_is_written_outside_the_folder(tmp_path, layout, command):
     """A list of classes names a place further up, or an absolute one."""
-    source = request.getfixturevalue(kind)
+    source = make(layout, tmp_path / "source")
     for number, bad in enumerate(("../../../../x", f"{tmp_path}/x", ".")):
         out = tmp_path / f"deep/er/out{number}"
         put(source, {CSV: solution([bad, TENCH, TENCH])})
-        words = ("--source", source) if command == "imagenet" else ()
-        line = fail(command, *((out,) if words else (source, out)), *words)
-        assert "is no place in" in line
+        words = (out, "--source", source) if command == "imagenet" else (source, out)
+        assert "is no place in" in fail(command, *words)
     assert not (tmp_path / "x").exists() and not list(tmp_path.rglob("deep/**/x"))
 
 
-def test_wrong_labels_are_refused(flat, tmp_path):
-    out = tmp_path / "out"
+def test_wrong_labels_are_refused(tmp_path):
+    source, out = make("flat", tmp_path / "source"), tmp_path / "out"
     message = fail("imagenet", out, "--source", tmp_path / "missing")
     assert "has no images in train/CLASS/" in message and not out.exists()
     for labels, message in (
         (solution(VAL_CLASSES[:2]), f"holds {VAL[2]}, which the list of classes"),
         (solution([*VAL_CLASSES, TENCH]), f"lacks 1 of the images, such as {VAL[3]}"),
     ):
-        put(flat, {CSV: labels})
-        assert message in fail("imagenet", out, "--source", flat)
+        put(source, {CSV: labels})
+        assert message in fail("imagenet", out, "--source", source)
     for name in (CSV, DEVKIT):
-        (flat / name).unlink()
-    message = fail("imagenet", out, "--source", flat)
+        (source / name).unlink()
+    message = fail("imagenet", out, "--source", source)
     assert "the classes of the validation images are not known: neither" in message

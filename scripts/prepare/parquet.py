@@ -8,15 +8,16 @@ test images, whose classes are not published) are left out.
 import json
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prepare.folder import BATCH, Item, Split
 from prepare.shards import images_per_shard
+from prepare.writing import BATCH, Item, Split
 from tqdm import tqdm
 
 from utils.errors import UserError
@@ -36,40 +37,30 @@ class Columns(NamedTuple):
 
 @dataclass
 class Rows:
-    """The images in some row groups of a file: a chunk of a `Split`.
+    """The images in some row groups of a file: a chunk of a `Split`."""
 
-    ``first`` is the number of the first row in the split; with ``numbered`` names begin with it.
-    """
-
-    path: str
-    groups: range
-    first: int
-    split: str
+    path: Path
     columns: Columns
-    names: dict[int, str]  # label -> class
-    numbered: bool
+    split: str
+    classes: dict[int, str]  # of each label
+    groups: range
+    first: int  # number of the first row in the split
+    numbered: bool  # names begin with the number of the row
 
     def __iter__(self) -> Iterator[Item]:
-        number = self.first
-        with _opened(Path(self.path)) as file:
-            for batch in file.iter_batches(BATCH, self.groups, list(self.columns)):
-                labels = batch.column(self.columns.label).to_pylist()
-                images = batch.column(self.columns.image).to_pylist()
-                for image, label in zip(images, labels, strict=True):
-                    if label in self.names:
-                        yield self._item(image, label, number)
-                    number += 1
+        for number, (image, label) in enumerate(_rows(self.path, self.columns, self.groups)):
+            if label in self.classes:
+                yield self._item(self.first + number, self.classes[label], image)
 
-    def _item(self, image: dict[str, Any] | None, label: int, number: int) -> Item:
-        if not image or not image["bytes"]:
+    def _item(self, number: int, class_name: str, image: dict[str, Any] | None) -> Item:
+        if not image or not (data := image["bytes"]):
             raise UserError(f"{self.path} has no bytes of image {number}: get the files again")
-        data = image["bytes"]
-        stem, suffix = os.path.splitext(os.path.basename(image["path"] or ""))
+        name, suffix = os.path.splitext(os.path.basename(image["path"] or ""))
         if suffix.lower() not in SUFFIXES:
             suffix = SIGNATURES.get(data[:4], ".jpg")
         if self.numbered:
-            stem = f"{number:08d}_{stem}".rstrip("_")
-        return Item(f"{self.split}/{self.names[label]}/{stem}{suffix}", data)
+            name = f"{number:08d}_{name}".rstrip("_")
+        return Item(f"{self.split}/{class_name}/{name}{suffix}", partial(bytes, data))
 
 
 @contextmanager
@@ -89,6 +80,14 @@ def _opened(path: Path) -> Iterator[Any]:
         raise UserError(f"cannot read {path} ({reason}): get it again") from error
 
 
+def _rows(path: Path, columns: Columns, groups: range | None = None) -> Iterator[tuple[Any, Any]]:
+    """Image and label of each row, of some row groups or (without the images' bytes) of all."""
+    names = [columns.image if groups else f"{columns.image}.path", columns.label]
+    with _opened(path) as file:
+        for batch in file.iter_batches(BATCH if groups else 65536, groups, names):
+            yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
+
+
 def find_files(folder: Path) -> dict[str, list[Path]]:
     """The files of each split in ``folder`` or folder/data. Raises: `UserError`."""
     splits: dict[str, list[Path]] = {}
@@ -96,84 +95,72 @@ def find_files(folder: Path) -> dict[str, list[Path]]:
         word = re.match(r"[a-z]*", path.name)[0]
         if word in SPLITS:
             splits.setdefault(SPLITS[word], []).append(path)
-        total = re.search(r"-of-(\d+)", path.name)
-        same = path.name.rpartition("-of-")[0][:-5] + "*" + path.name[-len(".parquet") :]
-        if total and len(list(path.parent.glob(same))) != int(total[1]):
-            raise UserError(f"{path.parent} has not all {int(total[1])} files such as {path.name}")
+        if total := re.search(r"\d{5}-of-(\d+)", path.name):
+            others = path.parent.glob(path.name.replace(total[0], f"?????-of-{total[1]}"))
+            if len(list(others)) != int(total[1]):
+                text = f"{path.parent} has not all {int(total[1])} files such as {path.name}"
+                raise UserError(f"{text}: finish the download")
     if not splits:
         names = "train-*.parquet, validation-*.parquet"
         raise UserError(f"{folder} has no files {names}, nor has {folder}/data")
     return splits
 
 
-def _columns(path: Path) -> Columns:
-    """Raises: `UserError` for a file of another kind."""
+def _schema(path: Path) -> tuple[Columns, list[str]]:
+    """The columns of a file, and the names of its labels that Hugging Face keeps there, if any.
+
+    Raises: `UserError` for a file of another kind.
+    """
     with _opened(path) as file:
         schema = file.schema_arrow
-    structs = [field.name for field in schema if "bytes" in _parts(field)]
-    labels = [field.name for field in schema if str(field.type).startswith(("int", "uint"))]
+    structs = {one.name: {part.name for part in one.flatten()} for one in schema}
+    images = [name for name, parts in structs.items() if {f"{name}.bytes", f"{name}.path"} <= parts]
+    labels = [one.name for one in schema if str(one.type).startswith(("int", "uint"))]
     if len(labels) > 1:
         labels = [name for name in labels if name == "label"]
-    if len(structs) != 1 or len(labels) != 1:
+    if len(images) != 1 or len(labels) != 1:
         text = "one column of images (a struct of bytes and path) and a column label"
         raise UserError(f"{path} has the columns {', '.join(schema.names)}; it needs {text}")
-    return Columns(structs[0], labels[0])
-
-
-def _parts(field: Any) -> set[str]:
-    return {field.type.field(i).name for i in range(field.type.num_fields)}
-
-
-def _metadata_names(path: Path, column: str) -> list[str]:
-    """The names of the labels that Hugging Face keeps in a file; none if there are none."""
-    with _opened(path) as file:
-        text = (file.schema_arrow.metadata or {}).get(b"huggingface", b"{}")
     try:
-        names = json.loads(text)["info"]["features"][column]["names"]
-        return [str(name) for name in names]
+        info = json.loads((schema.metadata or {})[b"huggingface"])
+        names = [str(name) for name in info["info"]["features"][labels[0]]["names"]]
     except (ValueError, TypeError, KeyError):
-        return []
+        names = []
+    return Columns(images[0], labels[0]), names
 
 
-class _Scan:
-    """Labels and names of all rows of a split, without the images themselves."""
+def _scan(
+    paths: list[Path], columns: Columns, synsets: dict[int, set[str]]
+) -> tuple[Counter[int], bool]:
+    """How many rows have each label, and whether all images of a class have different names.
 
-    def __init__(self, paths: list[Path], columns: Columns):
-        self.counts: Counter[int] = Counter()
-        self.wordnet: dict[int, set[str]] = {}
-        seen: set[int] = set()  # hashes: a set of names would take much memory
-        self.unique = True
-        for path in tqdm(paths, "reading labels", unit="file", delay=1, leave=False):
-            with _opened(path) as file:
-                named = "path" in _parts(file.schema_arrow.field(columns.image))
-                names = [f"{columns.image}.path"] if named else []
-                for batch in file.iter_batches(65536, columns=[columns.label, *names]):
-                    self._add(batch, columns, named, seen)
-
-    def _add(self, batch: Any, columns: Columns, named: bool, seen: set[int]) -> None:
-        labels = batch.column(columns.label).to_pylist()
-        images = batch.column(columns.image).to_pylist() if named else [None] * len(labels)
-        for label, image in zip(labels, images, strict=True):
-            self.counts[label] += 1
+    Adds to ``synsets`` those in the names of each label's images.
+    """
+    counts: Counter[int] = Counter()
+    unique, seen = True, set()  # hashes: the names would take much memory
+    for path in tqdm(paths, "reading labels", unit="file", delay=1, leave=False):
+        for image, label in _rows(path, columns):
+            counts[label] += 1
             name = os.path.basename((image or {}).get("path") or "")
             key = hash((label, os.path.splitext(name)[0]))
-            self.unique = self.unique and bool(name) and key not in seen
+            unique = unique and bool(name) and key not in seen
             seen.add(key)
-            found = WORDNET.search(name)
-            self.wordnet.setdefault(label, set()).add(found[1] if found else "")
+            synset = WORDNET.search(name)
+            synsets[label].add(synset[1] if synset else "")
+    return counts, unique
 
 
-def _names_of_labels(scans: list[_Scan], metadata: list[str], table: Path | None) -> dict[int, str]:
-    """The class of each label: from the table, from ImageNet's names of images, or from the
-    metadata. Raises: `UserError`."""
-    labels = sorted(set().union(*(scan.counts for scan in scans)) - {-1, None})
+def _classes(
+    labels: list[int], synsets: dict[int, set[str]], names: list[str], table: Path | None
+) -> dict[int, str]:
+    """The class of each label: from the table, from ImageNet's names of images, or from ``names``
+    in the files. Raises: `UserError`."""
     if table:
         names = [line.strip() for line in table.read_text(encoding="utf-8").splitlines()]
     else:
-        words = [set().union(*(s.wordnet.get(label, set()) for s in scans)) for label in labels]
-        if all(len(word) == 1 for word in words) and len(set().union(*words) - {""}) == len(words):
-            return {label: word.pop() for label, word in zip(labels, words, strict=True)}
-        names = metadata
+        found = {label: min(synsets[label]) for label in labels if len(synsets[label]) == 1}
+        if len(set(found.values()) - {""}) == len(labels):
+            return found
     advice = "give --names FILE, with the class of label 0 in the first line, and so on"
     if labels and not 0 <= labels[0] <= labels[-1] < len(names):
         text = f"there are labels up to {labels[-1]}, and {len(names)} names of classes"
@@ -194,42 +181,41 @@ def open_parquet(folder: Path, table: Path | None, megabytes: int) -> dict[str, 
     ``table``: names of classes, one per line. Raises: `UserError`.
     """
     files = find_files(folder)
-    columns = _columns(files[min(files)][0])
-    scans = {split: _Scan(paths, columns) for split, paths in files.items()}
-    for split in [name for name, scan in scans.items() if set(scan.counts) <= {-1, None}]:
-        print(f"left out: {split}, as its classes are not published (label -1)")
-        del scans[split]
+    columns, names = _schema(files[min(files)][0])
+    synsets: dict[int, set[str]] = defaultdict(set)
+    scans = {split: _scan(paths, columns, synsets) for split, paths in files.items()}
+    labels = {label for counts, _ in scans.values() for label in counts} - {-1, None}
+    for split, (counts, _) in [*scans.items()]:
+        if not counts.keys() - {-1, None}:
+            print(f"left out: {split}, as its classes are not published (label -1)")
+            del scans[split]
+        elif unlabelled := counts[-1] + counts[None]:
+            print(f"left out: {unlabelled} images of {split} without a label")
     if "val" not in scans and "test" in scans:
         print("note: there are no validation files: those of the test split become val/")
-        scans["val"], files["val"] = scans.pop("test"), files.pop("test")
-    metadata = _metadata_names(files[min(files)][0], columns.label)
-    names = _names_of_labels(list(scans.values()), metadata, table)
+        scans["val"], files["val"] = scans.pop("test"), files["test"]
+    classes = _classes(sorted(labels), synsets, names, table)
     splits = {}
-    for split, scan in scans.items():
-        if unlabelled := scan.counts[-1] + scan.counts[None]:
-            print(f"left out: {unlabelled} images of {split} without a label")
-        chunks = []
-        first = 0
+    for split, (counts, unique) in scans.items():
+        chunks, first = [], 0
         for path in files[split]:
-            with _opened(path) as file:
-                rows, about = file.metadata, images_per_shard(_row_bytes(file), megabytes)
-                start, images = 0, 0
-                for group in range(rows.num_row_groups):
-                    images += rows.row_group(group).num_rows
-                    if images >= about or group == rows.num_row_groups - 1:
-                        groups = range(start, group + 1)
-                        numbered = not scan.unique
-                        chunks.append(
-                            Rows(str(path), groups, first, split, columns, names, numbered)
-                        )
-                        first, start, images = first + images, group + 1, 0
-        total = sum(scan.counts[label] for label in names)
-        splits[split] = Split(total, chunks, sorted(names.values()))
+            for groups, rows in _groups(path, megabytes):
+                chunks.append(Rows(path, columns, split, classes, groups, first, not unique))
+                first += rows
+        total = sum(counts[label] for label in classes)
+        splits[split] = Split(total, chunks, sorted(classes.values()))
     return splits
 
 
-def _row_bytes(file: Any) -> float:
-    """Mean bytes of a row."""
-    metadata = file.metadata
-    groups = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
-    return sum(groups) / max(1, metadata.num_rows)
+def _groups(path: Path, megabytes: int) -> Iterator[tuple[range, int]]:
+    """Ranges of row groups, each of about ``megabytes``, and their number of rows."""
+    with _opened(path) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    size = sum(group.total_byte_size for group in groups)
+    rows = [group.num_rows for group in groups]
+    about = images_per_shard(size / max(1, sum(rows)), megabytes)
+    start = 0
+    for end in range(1, len(groups) + 1):
+        if sum(rows[start:end]) >= about or end == len(groups):
+            yield range(start, end), sum(rows[start:end])
+            start = end

@@ -3,47 +3,56 @@
 `open_images` is the one reader of all commands that copy a data set.
 """
 
-import math
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from prepare.folder import BATCH, SPLITS, Item, Split, Stored, read_marker
+from prepare.writing import (
+    BATCH,
+    SPLITS,
+    Chunks,
+    Item,
+    Split,
+    Stored,
+    images_by_class,
+    read_marker,
+)
 
 from utils import addons
 from utils.errors import UserError
 from utils.extras import layouts
-from utils.folder import (
-    SUFFIXES,
-    Folder,
-    Source,
-    class_folders,
-    has_part,
-    list_class,
-    listings,
-    open_source,
-)
+from utils.folder import SUFFIXES, Folder, Source, class_folders, has_part, listings, open_source
 
 
 class Images(NamedTuple):
     """The images of DATA/train, say."""
 
     source: Source
-    classes: list[str]  # those without an image, too
+    classes: list[str]  # also those without an image
+
+    def split(self, name: str, size: int = BATCH) -> Split:
+        """OUT/``name`` with all images, in chunks of ``size``."""
+        source = self.source
+
+        def item(image: int) -> Item:
+            path = source.paths[source.starts[image] : source.starts[image + 1] - 1]
+            return Item(f"{name}/{os.fsdecode(path)}", Stored(*source.stored(image)))
+
+        return Split(len(source), Chunks(len(source), size, item), self.classes)
 
 
 class Files(Source):
     """Images whose files are elsewhere than their CLASS/NAME says."""
 
-    def __init__(self, root: Path, files: dict[str, str]):
+    def __init__(self, root: Path, files: dict[str, Path]):
         """``files``: the file of each CLASS/NAME."""
         names = sorted(files, key=lambda name: (name.partition("/")[0], os.fsencode(name)))
-        self.files = [files[name] for name in names]
+        self.files = [str(files[name]) for name in names]
         counts = Counter(name.partition("/")[0] for name in names)
         paths = b"".join(os.fsencode(name) + b"\0" for name in names)
-        super().__init__(root, list(counts), paths, list(counts.values()))
+        super().__init__(root, [*counts], paths, [*counts.values()])
 
     def path(self, image: int) -> str:
         """The file of ``image``."""
@@ -55,98 +64,64 @@ def open_images(data: Path, splits: Sequence[str] = SPLITS) -> dict[str, Images]
     if not read_marker(data).get("finished", True):
         raise UserError(f"{data} is not finished; first run the command that makes it again")
     print(f"listing the images in {data}", flush=True)
-    opened = {}
     layout = layouts.find(data)
-    for split in splits:
-        images = _open_layout(data, layout, split) if layout and split != "test" else None
-        if images is None and has_part(data / split):
-            images = _open_split(data / split)
-        if images:
-            opened[split] = images
-    if not opened:
+    opened = {split: _open_split(data, layout, split) for split in splits}
+    if not any(opened.values()):
         text = "has no images in train/CLASS/ or val/CLASS/, no tar files of them"
         raise UserError(f"{data} {text}, and no layout of ImageNet that is known")
-    return opened
+    return {split: images for split, images in opened.items() if images}
 
 
-def _open_layout(data: Path, layout: layouts.Layout, split: str) -> Images | None:
-    """The images of a split in ``layout``; None if there are none."""
-    folders = [folder for folder in layout.folders[split] if folder.is_dir()]
-    if split == "val" and layout.flat:
-        source = _label_flat(data, layout)
-    elif len(folders) < 2:
-        return _open_split(folders[0]) if folders else None
-    else:
-        files = {}
-        for folder in folders:
-            for class_name in Folder.class_names(folder):
-                for path in os.fsdecode(list_class(folder, class_name).paths).split("\0")[:-1]:
-                    if path in files:
-                        raise UserError(f"{path} is in {folder} and is {files[path]}: remove one")
-                    files[path] = str(folder / path)
+def _open_split(data: Path, layout: layouts.Layout | None, split: str) -> Images | None:
+    """The images of a split; None if there are none. Raises: `UserError`."""
+    folders = [one for one in layout.folders.get(split, ()) if one.is_dir()] if layout else []
+    files = None
+    if layout and layout.flat and split == "val":
+        files = _labelled(data, layout)
+    elif len(folders) > 1:
+        files = _joined(folders)
+    if files is not None:
         source = Files(data, files)
-    return Images(source, source.classes)
+        return Images(source, source.classes)
+    root = folders[0] if folders else data / split
+    if not has_part(root):
+        return None
+    if kind := addons.source_kind(root):
+        if kind.stores_pixels:
+            raise UserError(f"{root} holds decoded pixels: name the data set that it was made from")
+        classes = class_folders(root)
+        return Images(open_source(root, classes, shows=True), classes)
+    classes = Folder.class_names(root)
+    lists = zip(classes, listings(root, classes, shows=True), strict=True)
+    paths = {name: listing.paths for name, listing in lists if listing.paths}
+    counts = [one.count(b"\0") for one in paths.values()]
+    source = Source(root, [*paths], b"".join(paths.values()), counts) if paths else None
+    return source and Images(source, classes)
 
 
-def _label_flat(data: Path, layout: layouts.Layout) -> Files:
+def _joined(folders: list[Path]) -> dict[str, Path]:
+    """The images of several folders of class folders. Raises: `UserError`."""
+    files: dict[str, Path] = {}
+    for folder in folders:
+        for _, paths in images_by_class(folder):
+            if double := next((path for path in paths if path in files), None):
+                text = f"{double} is in {folder} and is {files[double]}"
+                raise UserError(f"{text}: remove one of them")
+            files |= {path: folder / path for path in paths}
+    return files
+
+
+def _labelled(data: Path, layout: layouts.Layout) -> dict[str, Path]:
     """The validation images that lie in one folder. Raises: `UserError`."""
-    left = dict(addons.extra("devkit").val_labels(layout.labels or data))
-    files = {}
-    for name in os.listdir(layout.flat):
-        if name[0] == "." or not name.lower().endswith(SUFFIXES):
-            continue
-        if name not in left:
-            raise UserError(f"{layout.flat} holds {name}, which the list of classes does not name")
-        files[f"{left.pop(name)}/{name}"] = str(layout.flat / name)
-    if left:
-        raise UserError(f"{layout.flat} lacks {len(left)} of the images, such as {min(left)}")
-    return Files(layout.flat, files)
-
-
-def _open_split(root: Path) -> Images | None:
-    """The images below ``root``; None if there are none."""
-    kind = addons.source_kind(root)
-    if kind and kind.stores_pixels:
-        raise UserError(f"{root} holds decoded pixels: name the data set that it was made from")
-    classes = names = class_folders(root) if kind else Folder.class_names(root)
-    if not kind:
-        lists = listings(root, classes, shows=True)
-        names = [name for name, one in zip(classes, lists, strict=True) if one.paths]
-    return Images(open_source(root, names, shows=True), classes) if names else None
-
-
-class Chunks(Sequence):
-    """The images of a source in chunks of ``size``, made only when they are asked for."""
-
-    def __init__(
-        self, source: Source, split: str, size: int, change: Callable[[bytes], bytes] | None = None
-    ):
-        self.source, self.split, self.size, self.change = source, split, size, change
-
-    def __len__(self) -> int:
-        return math.ceil(len(self.source) / self.size)
-
-    def __getitem__(self, number: int) -> list[Item]:
-        if number >= len(self):
-            raise IndexError
-        images = range(number * self.size, min((number + 1) * self.size, len(self.source)))
-        return [
-            Item(self._place(image), Stored(*self.source.stored(image)), self.change)
-            for image in images
-        ]
-
-    def _place(self, image: int) -> str:
-        starts, paths = self.source.starts, self.source.paths
-        name = paths[starts[image] : starts[image + 1] - 1].decode("utf-8", "surrogateescape")
-        return f"{self.split}/{name}"
-
-
-def split_of(
-    images: Images, name: str, change: Callable[[bytes], bytes] | None = None, chunk: int = BATCH
-) -> Split:
-    """What OUT/``name`` is to hold: all ``images``, each as it is or after ``change``."""
-    chunks = Chunks(images.source, name, chunk, change)
-    return Split(len(images.source), chunks, images.classes)
+    labels = addons.extra("devkit").val_labels(layout.labels or data)
+    flat = layout.flat
+    names = {n for n in os.listdir(flat) if n[0] != "." and n.lower().endswith(SUFFIXES)}
+    if unknown := names - labels.keys():
+        text = f"{flat} holds {min(unknown)}, which the list of classes does not name"
+        raise UserError(f"{text}: remove it, or get the list again")
+    if missing := labels.keys() - names:
+        raise UserError(f"{flat} lacks {len(missing)} of the images, such as {min(missing)}")
+    return {f"{labels[name]}/{name}": flat / name for name in names}
 
 
 def check_apart(source: Path, out: Path) -> tuple[Path, Path]:

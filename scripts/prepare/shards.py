@@ -9,16 +9,15 @@ key ends at the first dot of a file name, and belongs to one image. classes.txt 
 import io
 import os
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from prepare.folder import Item, Split, check_place, work
+from prepare.writing import Item, Split, check_place, work
 
 from utils.atomic import save_atomically
 from utils.errors import UserError
 
-CLASSES = "classes.txt"
 MEGABYTES = 500  # of a shard
 
 
@@ -27,31 +26,27 @@ def images_per_shard(image_bytes: float, megabytes: int) -> int:
     return max(1, round(megabytes * 1e6 / (image_bytes + 2048)))  # headers, label and padding
 
 
-def fill_shards(out: Path, name: str, split: Split, workers: int) -> tuple[int, int]:
-    """Write a split as shards. Returns: its images, and how many are undecodable.
-
-    A `prepare.folder.Filler`.
-    """
-    chunks = split.chunks
-    assert isinstance(chunks, Sequence)
-    if broken := [name for name in split.classes if "\n" in name or "\r" in name]:
+def write_shards(out: Path, name: str, split: Split, workers: int) -> tuple[int, int]:
+    """Write OUT/``name``, a shard per chunk. Returns: new files, and undecodable images in them."""
+    if broken := [one for one in split.classes if "\n" in one or "\r" in one]:
         raise UserError(f"the name of class {broken[0]!r} has two lines: rename its folder")
-    labels = {class_name: number for number, class_name in enumerate(split.classes)}
-    names = [f"{name}-{number:05d}-of-{len(chunks):05d}.tar" for number in range(len(chunks))]
-    missing = [i for i, shard in enumerate(names) if not (out / name / shard).exists()]
-    jobs = ((out / name / names[i], chunks[i]) for i in missing)
-    write = partial(_write, out, labels)
-    messages = work(write, jobs, max(1, min(workers, len(missing))), len(missing), " shards")
+    count = len(split.chunks)
+    paths = [out / name / f"{name}-{i:05d}-of-{count:05d}.tar" for i in range(count)]
+    missing = [i for i, path in enumerate(paths) if not path.exists()]
+    write = partial(_write_shard, out, split._replace(chunks=()))
+    jobs = ((paths[i], split.chunks[i]) for i in missing)
+    messages = work(write, jobs, workers, len(missing), " shards")
     lines = os.fsencode("".join(f"{class_name}\n" for class_name in split.classes))
-    save_atomically(lambda file: file.write(lines), out / name / CLASSES)
-    return split.images, len(messages)
+    save_atomically(lambda file: file.write(lines), out / name / "classes.txt")
+    return len(missing), len(messages)
 
 
-def _write(
-    out: Path, labels: dict[str, int], job: tuple[Path, Iterable[Item]]
+def _write_shard(
+    out: Path, split: Split, job: tuple[Path, Iterable[Item]]
 ) -> tuple[int, list[str]]:
     """In a worker: write one shard. Returns 1, and a message for each undecodable image."""
     path, items = job
+    labels = {class_name: number for number, class_name in enumerate(split.classes)}
     messages: list[str] = []
     keys: set[str] = set()
 
@@ -65,17 +60,11 @@ def _write(
             for item in items:
                 name = check_place(out, item.place).partition("/")[2]
                 key, suffix = _key(name, keys)
-                add(tar, key + suffix, item.data(messages))
+                add(tar, key + suffix, split.data(item, messages))
                 add(tar, f"{key}.cls", b"%d" % labels[name.partition("/")[0]])
 
     save_atomically(write, path)
     return 1, messages
-
-
-def _escape(name: str) -> str:
-    """``name`` on one line, and not hidden from WebDataset, which skips __NAME__."""
-    name = name.replace("%", "%25").replace("\n", "%0A").replace("\r", "%0D")
-    return f"%5F{name[1:]}" if name.startswith("__") else name
 
 
 def _key(name: str, keys: set[str]) -> tuple[str, str]:
@@ -84,14 +73,15 @@ def _key(name: str, keys: set[str]) -> tuple[str, str]:
     `urllib.parse.unquote` gives back the name. Images that differ in their suffix alone get
     different keys, as another character is encoded. Raises: `UserError` if that is impossible.
     """
-    stem, suffix = os.path.splitext(_escape(name))
-    folder, _, stem = stem.rpartition("/")
+    escaped = name.replace("%", "%25").replace("\n", "%0A").replace("\r", "%0D")
+    if escaped.startswith("__"):  # WebDataset skips __NAME__
+        escaped = f"%5F{escaped[1:]}"
+    folder, file = os.path.split(escaped)
+    stem, suffix = os.path.splitext(file)
     stem = stem.replace(".", "%2E")
     plain = [i for i, c in enumerate(stem) if c.isascii() and c.isalnum() and "%" not in stem[:i]]
-    for i in (None, *plain):
-        other = stem if i is None else f"{stem[:i]}%{ord(stem[i]):02X}{stem[i + 1 :]}"
-        key = f"{folder}/{other}"
-        if key not in keys:
-            keys.add(key)
-            return key, suffix
+    for key in (stem, *(f"{stem[:i]}%{ord(stem[i]):02X}{stem[i + 1 :]}" for i in plain)):
+        if f"{folder}/{key}" not in keys:
+            keys.add(f"{folder}/{key}")
+            return f"{folder}/{key}", suffix
     raise UserError(f"several images are named {name} but for the suffix: rename one of them")

@@ -4,11 +4,10 @@ Training crops are 224 pixels wide, so that most pixels of a large photograph ar
 used; RESULTS.md compares the cost of reading the copy and the original. The smallest training
 crops, which are enlarged, become softer.
 
-An image that is small enough is copied byte for byte. All others become JPEG files with the pixels
-of `PIL.Image.convert("RGB")`, reduced, without EXIF and other metadata. They keep their names,
-whatever the suffix, as the order of training is the order of the names; training recognises formats
-by content. A file that cannot be decoded is reported, counted and copied unchanged: training's rule
-for bad files then applies to it as in the original folder.
+Reduced images are JPEG files with the pixels of `PIL.Image.convert("RGB")`, without EXIF and other
+metadata. They keep their names, whatever the suffix, as the order of training is the order of the
+names; training recognises formats by content. All others are copied byte for byte: training's rule
+for bad files then applies to one that cannot be decoded as in the original folder.
 """
 
 import io
@@ -24,15 +23,9 @@ from utils.preprocessing import to_rgb
 # After the evaluation's resize to 256 and crop, bicubic images are closer to the originals than
 # Lanczos ones, and their files are smaller; in training crops both are equally close.
 FILTER = Image.Resampling.BICUBIC
-# A JPEG decoder halves an image cheaply, but blurs it. At this many times the wanted size the blur
+# A JPEG decoder halves an image cheaply, but blurs it. At this many times the final size the blur
 # does not matter.
 DRAFT_MARGIN = 2
-
-
-def reduced_size(width: float, height: float, size: int) -> tuple[int, int]:
-    """Width and height of an image whose short side is to have at most ``size`` pixels."""
-    factor = min(1.0, size / min(width, height))
-    return round(width * factor), round(height * factor)
 
 
 def reduce(image: Image.Image, size: int) -> Image.Image | None:
@@ -40,12 +33,16 @@ def reduce(image: Image.Image, size: int) -> Image.Image | None:
     None if it is small enough already."""
     if min(image.size) <= size:
         return None
-    rough = reduced_size(*image.size, size)
-    drafted = image.draft(None, (DRAFT_MARGIN * rough[0], DRAFT_MARGIN * rough[1]))
+
+    def sides(width: float, height: float) -> tuple[int, int]:
+        factor = min(1.0, size / min(width, height))
+        return round(width * factor), round(height * factor)
+
+    drafted = image.draft(None, tuple(DRAFT_MARGIN * side for side in sides(*image.size)))
     rgb = to_rgb(image)
     # A drafted image's last row and column may cover only a fraction of a pixel.
     box = drafted[1] if drafted else (0, 0, *rgb.size)
-    return rgb.resize(reduced_size(*box[2:], size), FILTER, box)
+    return rgb.resize(sides(*box[2:]), FILTER, box)
 
 
 @contextmanager
@@ -84,8 +81,3 @@ def shrink(data: bytes, size: int, quality: int) -> bytes:
         file = io.BytesIO()
         small.save(file, "JPEG", quality=quality)
         return file.getvalue()
-
-
-def expected_bytes(mean: float, size: int) -> float:
-    """About how large images of ``mean`` bytes will be (ImageNet's at 256 pixels: 27 KB)."""
-    return min(mean, 27_000 * (size / 256) ** 2)

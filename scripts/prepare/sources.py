@@ -1,23 +1,22 @@
 """Sources of images: drawn textures, Fashion-MNIST, CIFAR-10 and ImageNet 2012.
 
-torchvision reads the published archives and checks their MD5 sums. Each source is a function of the
-unfinished splits.
+Each source is a function that opens the unfinished splits.
 """
 
+import gzip
 import io
 import math
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
-from prepare.folder import Item, Split, in_batches
-from prepare.reading import open_images, split_of
+from prepare.reading import open_images
+from prepare.writing import BATCH, Chunks, Item, Split
 
 from utils.errors import UserError
 
@@ -25,23 +24,8 @@ FASHION_CLASSES = (
     *("0_tshirt_top", "1_trouser", "2_pullover", "3_dress", "4_coat"),
     *("5_sandal", "6_shirt", "7_sneaker", "8_bag", "9_ankle_boot"),
 )
-FASHION_FILES = tuple(
-    f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
-)
 DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")
 CIFAR_ARCHIVE = "cifar-10-python.tar.gz"
-
-
-@contextmanager
-def _reading(what: object, advice: str = "") -> Iterator[None]:
-    """Name what cannot be read: the readers of damaged archives raise nearly anything."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot read {what} ({reason}){advice}") from error
 
 
 # ---- drawn textures
@@ -104,22 +88,39 @@ def draw(seed: int, split: str, class_name: str, number: int) -> bytes:
     return file.getvalue()
 
 
-def sample(classes: int, train: int, val: int, seed: int, missing: list[str]) -> dict[str, Split]:
+def _split(items: list[Item]) -> Split:
+    return Split(len(items), Chunks(len(items), BATCH, items.__getitem__), ())
+
+
+def sample(
+    classes: int, train: int, val: int, seed: int, missing: Sequence[str]
+) -> dict[str, Split]:
     """Drawn images, ``train`` and ``val`` of each class. Raises: `UserError`: too many classes."""
     if classes > len(TEXTURES):
         raise UserError(f"--classes {classes} is too many: the sample has {len(TEXTURES)} classes")
-    numbers = {"train": train, "val": val}
-
-    def items(split: str) -> Iterator[Item]:
-        for name in list(TEXTURES)[:classes]:
-            for i in range(numbers[split]):
-                place = f"{split}/{name}/{name}_{i:05d}.JPEG"
-                yield Item(place, partial(draw, seed, split, name, i))
-
-    return {s: Split(classes * numbers[s], in_batches(items(s))) for s in missing}
+    return {
+        part: _split(
+            [
+                Item(f"{part}/{name}/{name}_{i:05d}.JPEG", partial(draw, seed, part, name, i))
+                for name in list(TEXTURES)[:classes]
+                for i in range(train if part == "train" else val)
+            ]
+        )
+        for part in missing
+    }
 
 
 # ---- published data sets
+
+
+@contextmanager
+def _reading(what: object, advice: str = "get it again") -> Iterator[None]:
+    """Name what cannot be read: the readers of damaged archives raise nearly anything."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"cannot read {what} ({reason}): {advice}") from error
 
 
 def _png(pixels: np.ndarray) -> bytes:
@@ -129,63 +130,76 @@ def _png(pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def _small(kind: str, folder: str, source: Path | None, missing: list[str]) -> dict[str, Split]:
-    """Splits of a data set of torchvision: from ``folder``, or a download without a source."""
-    from torchvision import datasets
-
-    def items(split: str, part: Any) -> Iterator[Item]:
-        classes = FASHION_CLASSES if kind == "FashionMNIST" else part.classes
-        with _reading(source):
-            for i, (image, label) in enumerate(zip(part.data, part.targets, strict=True)):
-                pixels = np.ascontiguousarray(image)
-                yield Item(f"{split}/{classes[int(label)]}/{i:05d}.png", partial(_png, pixels))
-
-    splits = {}
-    for split in missing:
-        with _reading(source or f"{kind} from the internet", "" if source else "; give --source"):
-            part = getattr(datasets, kind)(folder, split == "train", download=source is None)
-        splits[split] = Split(len(part), in_batches(items(split, part)))
-    return splits
+def _pngs(part: str, pixels: np.ndarray, labels: Sequence[int], classes: Sequence[str]) -> Split:
+    """PNG files of uint8 ``pixels`` [n, height, width] or [n, height, width, 3]."""
+    return _split(
+        [
+            Item(f"{part}/{classes[label]}/{i:05d}.png", partial(_png, image))
+            for i, (image, label) in enumerate(zip(pixels, labels, strict=True))
+        ]
+    )
 
 
-def fashion_mnist(source: Path | None, missing: list[str]) -> dict[str, Split]:
+def _idx(folder: Path, name: str) -> np.ndarray:
+    """The uint8 array in an idx file, ``.gz`` or not. Raises: `UserError`."""
+    paths = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
+    if not paths:
+        raise UserError(f"neither {name} nor {name}.gz is in {folder}")
+    with _reading(paths[0]):
+        data = paths[0].read_bytes()
+        data = gzip.decompress(data) if paths[0].suffix == ".gz" else data
+        shape = np.frombuffer(data, ">u4", count=data[3], offset=4)
+        return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
+
+
+def fashion_mnist(source: Path | None, missing: Sequence[str]) -> dict[str, Split]:
     """Fashion-MNIST: the four idx files, .gz or not, in ``source``; Debian's, or a download."""
-    from torchvision.datasets.utils import extract_archive
+    from torchvision.datasets import FashionMNIST
 
     if source is None and DEBIAN_FASHION.is_dir():
         source = DEBIAN_FASHION
+    splits = {}
     with tempfile.TemporaryDirectory() as folder:
-        raw = Path(folder, "FashionMNIST", "raw")  # where torchvision looks for them
-        raw.mkdir(parents=True)
-        for name in FASHION_FILES if source else ():
-            packed = source / f"{name}.gz"
-            if (source / name).is_file():
-                (raw / name).symlink_to(source / name)
-            elif not packed.is_file():
-                raise UserError(f"neither {name} nor {name}.gz is in {source}")
-            else:
-                with _reading(packed):
-                    extract_archive(str(packed), str(raw))
-        return _small("FashionMNIST", folder, source, missing)
+        if source is None:
+            with _reading("Fashion-MNIST from the internet", "give --source"):
+                FashionMNIST(folder, download=True)
+            source = Path(folder, "FashionMNIST", "raw")
+        for part in missing:
+            prefix = "train" if part == "train" else "t10k"
+            pixels = _idx(source, f"{prefix}-images-idx3-ubyte")
+            labels = _idx(source, f"{prefix}-labels-idx1-ubyte")
+            with _reading(source):
+                splits[part] = _pngs(part, pixels, labels, FASHION_CLASSES)
+    return splits
 
 
-def cifar10(source: Path | None, missing: list[str]) -> dict[str, Split]:
-    """CIFAR-10: the archive, or the folder that it is in; without either, a download."""
+def cifar10(source: Path | None, missing: Sequence[str]) -> dict[str, Split]:
+    """CIFAR-10: the archive, or the folder that it is in; without either, a download.
+
+    torchvision unpickles it, which can run anything: only the published archive is opened.
+    """
     from torchvision.datasets import CIFAR10
-    from torchvision.datasets.utils import extract_archive
+    from torchvision.datasets.utils import check_integrity
 
+    splits = {}
     with tempfile.TemporaryDirectory() as folder:
         if source:
             path = source / CIFAR_ARCHIVE if source.is_dir() else source
             if not path.is_file():
                 raise UserError(f"there is no {path}")
-            _check_md5(path, CIFAR10.tgz_md5)
-            with _reading(path):
-                extract_archive(str(path), folder)
-        return _small("CIFAR10", folder, source, missing)
+            if not check_integrity(str(path), CIFAR10.tgz_md5):
+                text = f"{path} is not the published file (its MD5 sum differs)"
+                raise UserError(f"{text}: get it again")
+            Path(folder, CIFAR_ARCHIVE).symlink_to(path)
+        advice = "get it again" if source else "give --source"
+        for part in missing:
+            with _reading(source or "CIFAR-10 from the internet", advice):
+                data = CIFAR10(folder, part == "train", download=True)
+                splits[part] = _pngs(part, data.data, data.targets, data.classes)
+    return splits
 
 
-def imagenet(source: Path, missing: list[str]) -> dict[str, Split]:
+def imagenet(source: Path, missing: Sequence[str]) -> dict[str, Split]:
     """The images in ``source``, whatever training or `prepare.reading` can read: the archives of
     image-net.org, Kaggle's folders.
 
@@ -196,12 +210,4 @@ def imagenet(source: Path, missing: list[str]) -> dict[str, Split]:
     for split in missing:
         if split not in images:
             print(f"not prepared: {split}, of which {source} has no images")
-    return {split: split_of(part, split) for split, part in images.items()}
-
-
-def _check_md5(path: Path, wanted: str) -> None:
-    from torchvision.datasets.utils import check_integrity
-
-    print(f"checking the MD5 sum of {path}", flush=True)
-    if not check_integrity(str(path), wanted):
-        raise UserError(f"{path} is not the published file (its MD5 sum differs); get it again")
+    return {split: part.split(split) for split, part in images.items()}

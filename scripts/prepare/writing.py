@@ -1,4 +1,4 @@
-"""Fill OUT/train, OUT/val and OUT/test, with several processes: class folders, or shards.
+"""Write OUT/train, OUT/val and OUT/test with several processes: class folders, shards, or a pack.
 
 After an interruption the same command finishes the work: a file gets its name when it is complete,
 existing files are skipped, and a marker file records the content and the finished splits.
@@ -6,6 +6,7 @@ existing files are skipped, and a marker file records the content and the finish
 
 import fcntl
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -16,9 +17,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -27,22 +27,20 @@ from utils.errors import UserError
 from utils.folder import Folder, list_class
 from utils.launch import die_with_parent
 
-Job = TypeVar("Job")
-
 SPLITS = ("train", "val", "test")
 MARKER = ".prepared.json"
-BATCH = 16  # images handed to a worker together
+BATCH = 16  # images that a worker writes into class folders at a time
 AGAIN = "run the same command again to finish the work"
 
 
 class Stored(NamedTuple):
-    """Bytes in a file; without a length, the whole file."""
+    """Bytes in a file; without a length, the whole file. A call reads them."""
 
     path: str
     offset: int = 0
     length: int | None = None
 
-    def read(self) -> bytes:
+    def __call__(self) -> bytes:
         """Raises: OSError; `UserError` for a pipe or a device, which may have no end, and for a
         file that ends too early."""
         if os.path.exists(self.path) and not os.path.isfile(self.path):
@@ -56,101 +54,97 @@ class Stored(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One image: its place ``SPLIT/CLASS/NAME``, and its content.
-
-    A worker gets the content by reading what is `Stored`, or by calling a function. With
-    ``change`` it writes ``change(content)``, or the content as it is if that raises ValueError.
-    """
+    """An image to write: its place SPLIT/CLASS/NAME below OUT, and a function that returns it."""
 
     place: str
-    content: bytes | Stored | Callable[[], bytes]
-    change: Callable[[bytes], bytes] | None = None
+    content: Callable[[], bytes]
 
-    def data(self, messages: list[str]) -> bytes:
-        """In a worker: the bytes to write; an image that cannot be changed adds a message."""
-        content = self.content
-        if isinstance(content, Stored):
-            content = content.read()
-        elif not isinstance(content, bytes):
-            content = content()
-        try:
-            return self.change(content) if self.change else content
-        except ValueError as error:
-            name = self.content.path if isinstance(self.content, Stored) else self.place
-            messages.append(f"copied as it is: {name}: {error}")
-            return content
+
+class Chunks(Sequence):
+    """``count`` items in chunks of ``size``; ``item(i)`` is called when its chunk is written."""
+
+    def __init__(self, count: int, size: int, item: Callable[[int], Item]):
+        self.count, self.size, self.item = count, size, item
+
+    def __len__(self) -> int:
+        return math.ceil(self.count / self.size)
+
+    def __getitem__(self, number: int) -> list[Item]:
+        if number >= len(self):
+            raise IndexError
+        return [*map(self.item, range(self.count)[number * self.size :][: self.size])]
 
 
 class Split(NamedTuple):
-    """What OUT/train, say, is to hold: its images in chunks, of which a worker writes one at a
-    time. Each chunk becomes a shard; for a folder they are small."""
+    """The content of OUT/train, say. A worker writes one chunk at a time: a shard, a file of a
+    pack, or some images of a folder. ``change`` gives the bytes to write, and raises ValueError for
+    an image that cannot be decoded."""
 
     images: int
-    chunks: Iterable[Iterable[Item]]  # a `Sequence` for shards
-    classes: Sequence[str] = ()  # sorted; classes without an image, too
+    chunks: Sequence[Iterable[Item]]
+    classes: Sequence[str]  # also those without an image
+    change: Callable[[bytes], bytes] | None = None
 
-
-def in_batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """``items`` in chunks for a folder."""
-    each = iter(items)
-    return iter(lambda: list(islice(each, BATCH)), [])
+    def data(self, item: Item, messages: list[str]) -> bytes:
+        """In a worker: the bytes to write; an undecodable image stays as it is, with a message."""
+        data = item.content()
+        try:
+            return self.change(data) if self.change else data
+        except ValueError as error:
+            messages.append(f"copied unchanged: {item.place}: {error}")
+            return data
 
 
 def work(
-    function: Callable[[Job], tuple[int, list[str]]],
-    jobs: Iterable[Job],
+    function: Callable[[Any], tuple[int, list[str]]],
+    jobs: Iterable[Any],
     workers: int,
     total: int,
     unit: str,
 ) -> list[str]:
-    """Call ``function(job)`` for each job in ``workers`` processes, with a progress bar.
+    """Call ``function(job)`` for each job in at most ``workers`` processes, with a progress bar.
 
     It returns how much of ``total`` it has done, and messages; these are printed. The processes end
     with this one, even if it is killed. Returns: all messages. Raises: what ``function`` raises;
     `UserError` if a process dies.
     """
+    jobs, workers = iter(jobs), max(1, min(workers, total))
     context = multiprocessing.get_context("spawn")  # numpy has started threads already
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     pool = ProcessPoolExecutor(workers, context, die_with_parent, (os.getpid(),))
     every = 0.1 if sys.stderr.isatty() else 10  # seconds: few lines in a log file
     bar = tqdm(total=total, unit=unit, mininterval=every, maxinterval=10, delay=every)
-    waiting: deque[Future] = deque()
+    running: deque[Future] = deque()
     messages: list[str] = []
-
-    def finish_one() -> None:
-        number, new = waiting.popleft().result()
-        bar.update(number)
-        for message in new:
-            tqdm.write(message, file=sys.stderr)
-        messages.extend(new)
-
     try:
         # A terminal sends Ctrl-C to all processes; workers inherit that they ignore it.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         list(pool.map(abs, range(workers)))  # starts them all
         signal.signal(signal.SIGINT, before)
-        for job in jobs:
-            waiting.append(pool.submit(function, job))
-            if len(waiting) >= 4 * workers:
-                finish_one()
-        while waiting:
-            finish_one()
+        while True:
+            while len(running) < 4 * workers and (job := next(jobs, None)) is not None:
+                running.append(pool.submit(function, job))
+            if not running:
+                return messages
+            count, new = running.popleft().result()
+            bar.update(count)
+            for message in new:
+                tqdm.write(message, file=sys.stderr)
+            messages += new
     except BrokenProcessPool as error:
-        raise UserError(
-            f"a worker process died, perhaps for lack of memory; {AGAIN}, with fewer --workers"
-        ) from error
+        text = "a worker process died, perhaps because memory ran out"
+        raise UserError(f"{text}; {AGAIN}, with fewer --workers") from error
     finally:
         bar.close()
-        if waiting:  # after an exception: drop the jobs in progress
+        if running:  # after an exception: drop the jobs in progress
             for child in multiprocessing.active_children():
                 child.kill()
         pool.shutdown(cancel_futures=True)
-    return messages
 
 
 def images_by_class(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Each class in ``folder`` (none if it does not exist), and the sorted paths of its images
-    relative to ``folder``, as training finds them. Raises: `UserError`."""
+    relative to ``folder``, as training lists them. Raises: `UserError`."""
     for label in Folder.class_names(folder):
         yield label, os.fsdecode(list_class(folder, label).paths).split("\0")[:-1]
 
@@ -166,19 +160,11 @@ def read_marker(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder / MARKER} is damaged; remove the folder {folder}") from error
 
 
-def mark(folder: Path, what: str, finished: bool, counts: dict[str, int]) -> None:
-    """Write the marker file: ``what`` the folder holds, and the images of each finished split."""
-    content = {"what": what, "finished": finished, "counts": counts}
-    data = json.dumps(content, indent=2).encode()
-    save_atomically(lambda file: file.write(data), folder / MARKER)
-
-
 @contextmanager
-def locked(out: Path, what: str) -> Iterator[dict[str, Any]]:
+def _locked(out: Path, what: str) -> Iterator[dict[str, Any]]:
     """Make the folder ``out`` if necessary and lock it; yield the content of its marker.
 
-    ``what``: the command and all that determines the content. Raises: `UserError` if ``out`` holds
-    something else or is in use.
+    Raises: `UserError` if ``out`` holds something else or is in use.
     """
     out.mkdir(parents=True, exist_ok=True)
     handle = os.open(out, os.O_RDONLY)
@@ -210,7 +196,7 @@ def check_place(out: Path, place: str) -> str:
     `UserError` for a place outside ``out``, or one that training would ignore.
     """
     parts = place.split("/")
-    if not {"", ".", ".."}.isdisjoint(parts) or "\0" in place or place.count("/") < 2:
+    if not {"", ".", ".."}.isdisjoint(parts) or "\0" in place or len(parts) < 3:
         raise UserError(f"{place!r}, in the source, is no place in {out}: get the source again")
     if any(part.startswith(".") for part in parts):
         raise UserError(f"{place!r}, in the source, is a hidden file, which training would ignore")
@@ -228,9 +214,8 @@ def _link(source: Path, path: Path) -> None:
         os.symlink(source, path)
 
 
-def _write(out: Path, chunk: Iterable[Item]) -> tuple[int, list[str]]:
-    """In a worker: write the images that are missing. Returns the number of all, and a message for
-    each undecodable one."""
+def _write_images(out: Path, split: Split, chunk: Iterable[Item]) -> tuple[int, list[str]]:
+    """In a worker: write the images that are missing. Returns the number of all, and messages."""
     messages: list[str] = []
     count = 0
     for item in chunk:
@@ -239,60 +224,66 @@ def _write(out: Path, chunk: Iterable[Item]) -> tuple[int, list[str]]:
         if path.exists() and path.stat().st_size:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = item.content
-        if isinstance(content, Stored) and content.length is None and not item.change:
-            _link(Path(content.path), path)
+        if isinstance(item.content, Stored) and item.content.length is None and not split.change:
+            _link(Path(item.content.path), path)
             continue
-        data = item.data(messages)
+        data = split.data(item, messages)
         # Not flushed, which would take longer than the rest. A file that a crash of the system
         # leaves empty is written again.
         save_atomically(lambda file, data=data: file.write(data), path, durable=False)
     return count, messages
 
 
-def _fill_folder(out: Path, name: str, split: Split, workers: int) -> tuple[int, int]:
-    """Write a split as class folders. Returns: images that are there, and undecodable ones."""
+def write_folders(out: Path, name: str, split: Split, workers: int) -> tuple[int, int]:
+    """Write OUT/``name`` as class folders. Returns: its files, and its undecodable images."""
     for class_name in split.classes:  # without images, too, as class numbers must not change
         (out / check_place(out, f"{name}/{class_name}/x")).parent.mkdir(parents=True, exist_ok=True)
-    messages = work(partial(_write, out), split.chunks, workers, split.images, " images")
-    return sum(len(names) for _, names in images_by_class(out / name)), len(messages)
-
-
-Filler = Callable[[Path, str, Split, int], tuple[int, int]]
+    write = partial(_write_images, out, split._replace(chunks=()))
+    messages = work(write, split.chunks, workers, split.images, " images")
+    images = sum(len(names) for _, names in images_by_class(out / name))
+    if images != split.images:
+        print(f"note: {out / name} has {images} images, and its source {split.images}")
+    return images, len(messages)
 
 
 def fill(
     out: Path,
     what: str,
-    splits: Iterable[str],
-    open_splits: Callable[[list[str]], dict[str, Split]],
+    names: Sequence[str],
+    open_splits: Callable[[Sequence[str]], dict[str, Split]],
     workers: int,
-    filler: Filler = _fill_folder,
+    write: Callable[[Path, str, Split, int], tuple[int, int]] | None = None,
 ) -> None:
-    """Write all images that are missing.
+    """Write all files of ``out`` that are missing.
 
-    ``what`` is the command and all that determines the content, ``splits`` what ``out`` is to
-    have. ``open_splits``, called with the unfinished ones, returns the `Split` of each, or of some;
-    finished ones are ignored. ``filler`` writes one. Raises: `UserError`; the same command then
-    continues.
+    ``what``: the command and all that determines the content. ``open_splits``, called with those of
+    ``names`` that are unfinished, returns the `Split` of each that exists. ``write`` writes one as
+    a few large files; it returns how many are new, and the number of undecodable images. Without
+    it, splits become class folders, which are not checked again once they are finished. Raises:
+    `UserError`; the same command then continues.
     """
-    with locked(out, what) as marker:
-        counts, undecodable = dict(marker.get("counts", {})), 0
-        missing = [name for name in splits if name not in counts]
+    with _locked(out, what) as marker:
+        counts, new, undecodable = dict(marker.get("counts", {})), 0, 0
+
+        def mark(finished: bool) -> None:
+            content = {"what": what, "finished": finished, "counts": counts}
+            data = json.dumps(content, indent=2).encode()
+            save_atomically(lambda file: file.write(data), out / MARKER)
+
+        missing = [name for name in names if write or name not in counts]
         opened = open_splits(missing) if missing else {}
-        opened = {name: split for name, split in opened.items() if name in missing}
+        opened = {name: opened[name] for name in missing if name in opened}
         for name, split in opened.items():
-            mark(out, what, False, counts)
+            counts.pop(name, None)
+            mark(False)
             (out / name).mkdir(exist_ok=True)
             remove_leftovers(out / name, recursive=True)
-            counts[name], failed = filler(out, name, split, workers)
-            undecodable += failed
-            if counts[name] != split.images:
-                text = f"the complete {name} set has {split.images} images, not {counts[name]}"
-                print(f"note: {text}")
+            files, failed = (write or write_folders)(out, name, split, workers)
+            new, undecodable = new + files, undecodable + failed
+            counts[name] = split.images
         if opened or not marker["finished"]:
-            mark(out, what, True, counts)
+            mark(True)
     numbers = ", ".join(f"{name} {count} images" for name, count in counts.items())
-    print(f"{'done' if opened else 'nothing to do'}: {out} holds {what}: {numbers}")
+    print(f"{'done' if new else 'nothing to do'}: {out}: {numbers}")
     if undecodable:
-        print(f"{undecodable} images cannot be decoded, and were copied as they are")
+        print(f"{undecodable} images cannot be decoded, and were copied unchanged")
