@@ -167,9 +167,9 @@ def test_what_is_interrupted_or_removed_is_made_and_no_more(source, packed, tmp_
     (train / "00000.pixels").unlink()
     os.truncate(train / "00002.pixels", 5000)
     (train / ".77.tmp").write_bytes(b"half")
-    before = times(out)
+    before = times(train)
     assert run(*command).code == 0
-    made = [path.name for path, changed in times(out).items() if before.get(path) != changed]
+    made = [path.name for path, changed in times(train).items() if before.get(path) != changed]
     assert sorted(name for name in made if "pixels" in name) == ["00000.pixels", "00002.pixels"]
     (train / "pack.npz").unlink()  # it is written last
     assert "nothing to do" in succeed(*command)

@@ -30,16 +30,15 @@ def write(path, rows, names=NAMES, group=2, label="label"):
 
 @pytest.fixture
 def hub(tmp_path):
-    """Five training files, whose rows are shuffled, and two of validation; expected folder."""
+    """Five training files, whose rows are shuffled, and two of validation; the expected folder."""
     expected, folder = {}, tmp_path / "hub"
     for split, part, files in (("train", "train", 5), ("validation", "val", 2)):
         for number in range(files):
             rows = []
             for i in range(7):
                 label = (i * 5 + number) % 4
-                name = f"{WORDNET[label]}_{number}{i}_{WORDNET[label]}.JPEG"
-                if part == "val":
-                    name = f"ILSVRC2012_val_{number}{i}_{WORDNET[label]}.JPEG"
+                start = "ILSVRC2012_val" if part == "val" else WORDNET[label]
+                name = f"{start}_{number}{i}_{WORDNET[label]}.JPEG"
                 rows.append((f"{part}{number}{i}".encode() * 50, name, label))
                 expected[f"{part}/{WORDNET[label]}/{name}"] = rows[-1][0]
             write(folder / "data" / f"{split}-{number:05d}-of-{files:05d}.parquet", rows)

@@ -37,20 +37,18 @@ def test_sample_has_the_layout_and_sizes_of_imagenet(sample):
     assert sorted(os.listdir(sample / "train")) == sorted(os.listdir(sample / "val")) == names
     paths = list(sample.rglob("*.JPEG"))
     assert len(paths) == len(set(images(sample).values())) == 140
-    sizes = [Image.open(path).size for path in paths]
-    width, height = np.mean(sizes, axis=0)
+    width, height = np.mean([Image.open(path).size for path in paths], axis=0)
     assert 430 < width < 560 and 350 < height < 460
 
 
 def test_sample_is_the_same_every_time_and_done_once(sample, tmp_path):
     # An image does not depend on how many others there are, nor on workers, but on the seed.
-    few = ("--classes", 2, "--train", 2, "--val", 1)
-    succeed("sample", tmp_path / "few", *few, "--workers", 1)
-    found = images(tmp_path / "few")
-    assert len(found) == 6 and found.items() <= images(sample).items()
-    succeed("sample", tmp_path / "other", *few, "--seed", 1)
-    other = images(tmp_path / "other")
-    assert other.keys() == found.keys() and not set(other.values()) & set(found.values())
+    few, (one, other) = ("--classes", 2, "--train", 2, "--val", 1), (tmp_path / "1", tmp_path / "2")
+    succeed("sample", one, *few, "--workers", 1)
+    succeed("sample", other, *few, "--seed", 1)
+    one, other = images(one), images(other)
+    assert len(one) == 6 and one.items() <= images(sample).items()
+    assert other.keys() == one.keys() and not set(other.values()) & set(one.values())
     before = times(sample)
     assert "nothing to do" in succeed("sample", sample, *SAMPLE)
     assert times(sample) == before
@@ -143,7 +141,7 @@ def test_names_and_pixels(source, shrunk):
         if name not in ("train/a/huge.JPEG", "train/a/deep.png"):
             assert after[name] == reference(before[name], SIZE, 85), name
     # The huge one is decoded at a quarter of its size, which must hardly be seen: the difference
-    # is 5.3 of 255; at an eighth, which is just enough for the size that is wanted, it is 10.8.
+    # is 5.3 of 255; at an eighth, which is just enough for the final size, it is 10.8.
     huge, ours = before["train/a/huge.JPEG"], pixels(after["train/a/huge.JPEG"])
     careful = pixels(reference(huge, SIZE, 85))
     assert careful.shape == ours.shape and np.abs(careful - ours).mean() < 8
@@ -157,7 +155,7 @@ def test_names_and_pixels(source, shrunk):
     assert "4 images cannot be decoded" in done.out
 
 
-# ---------------------------------------------------------------------------- interruptions
+# ---- interruptions
 
 
 @pytest.fixture(scope="module")
@@ -170,45 +168,61 @@ def many(tmp_path_factory):
 
 
 def written(out):
-    return [path for path in out.rglob("*.JPEG") if path.name[0] != "."]
+    """When each image and each shard was written."""
+    paths = [*out.rglob("*.JPEG"), *out.rglob("*.tar")]
+    return {path: path.stat().st_mtime_ns for path in paths if path.name[0] != "."}
 
 
-def interrupt(how, source, out):
-    """Start a command, interrupt it after some images, and wait until all its processes end."""
+def interrupt(how, number, out, *command):
+    """Interrupt a command when ``number`` more files are there; wait until all processes end."""
     before = len(written(out))
-    with Running(SCRIPT, "shrink", source, out, *OPTIONS) as command:
-        workers, pid = [], command.process.pid
-        while len(written(out)) < before + 12 or not workers:
-            assert command.process.poll() is None, command.result()
+    with Running(SCRIPT, *command) as running:
+        workers, pid = [], running.process.pid
+        while len(written(out)) < before + number or not workers:
+            assert running.process.poll() is None, running.result()
             if len(written(out)) > before and not workers:  # asking for them takes a while
-                workers = [one.pid for one in command.meet_family() if "spawn_main" in one.command]
+                workers = [one.pid for one in running.meet_family() if "spawn_main" in one.command]
             time.sleep(0.003)
         assert len(workers) == 2
         if how == "kill":
-            command.process.kill()
-        elif how == "worker":  # as the system does when the memory is short
+            running.process.kill()
+        elif how == "worker":  # as the system does when memory is short
             os.kill(workers[0], signal.SIGKILL)
         else:  # a terminal sends Ctrl-C to all processes
-            command.send(signal.SIGINT, group=True)
-        command.process.wait(30)
+            running.send(signal.SIGINT, group=True)
+        running.process.wait(30)
         assert not wait_for_group(pid, 30), "processes outlive the one that started them"
-        done = command.result()
-    return done.code, said(done.err)
+        done = running.result()
+    lines = said(done.err)
+    assert done.code == {"kill": -signal.SIGKILL, "worker": 2, "Ctrl-C": 130}[how]
+    if how != "kill":
+        assert len(lines) == 1 and "same command" in lines[0]
+        assert how != "worker" or "error: a worker process died" in lines[0]
 
 
-def test_interrupted_again_and_again_it_still_finishes(many, tmp_path):
-    out = tmp_path / "out"
-    assert interrupt("kill", many, out)[0] == -signal.SIGKILL
-    code, (line,) = interrupt("worker", many, out)
-    assert code == 2 and "error: a worker process died" in line
-    code, (line,) = interrupt("Ctrl-C", many, out)
-    assert code == 130 and "same command" in line
-    assert len(written(out)) < 360
-    left = dict.fromkeys(("train/b/sub/.7f.tmp", "val/a/.8f.tmp"), b"half")
-    put(out, {**left, "train/b/sub/001.JPEG": b""})
-    succeed("shrink", many, out, *OPTIONS)
-    succeed("shrink", many, tmp_path / "undisturbed", *OPTIONS)
+@pytest.mark.parametrize(
+    ("form", "ways", "number"),
+    [((), ("kill", "worker", "Ctrl-C"), 12), (("--shards", 1), ("kill", "Ctrl-C"), 1)],
+    ids=["folder", "shards"],
+)
+def test_interrupted_again_and_again_it_still_finishes(many, tmp_path, form, ways, number):
+    """At any moment only whole files have names; those of before are kept."""
+    out, options = tmp_path / "out", ("--size", 150, "--quality", 95, "--workers", 2, *form)
+    command, kept = ("shrink", many, out, *options), {}
+    for how in ways:
+        interrupt(how, number, out, *command)
+        assert kept.items() <= written(out).items()
+        assert not list(out.rglob("classes.txt"))
+        kept = written(out)
+    put(out, dict.fromkeys(("train/sub/.7f.tmp", "val/.8f.tmp"), b"half"))
+    if not form:
+        put(out, {"train/b/sub/001.JPEG": b""})
+        kept.pop(out / "train/b/sub/001.JPEG", None)
+    succeed(*command)
+    succeed("shrink", many, tmp_path / "undisturbed", *options)
+    assert len(kept) < len(written(out)) and kept.items() <= written(out).items()
     assert tree(out) == tree(tmp_path / "undisturbed")
+    assert "nothing to do" in succeed(*command)
 
 
 def test_full_disk_leaves_no_half_image(many, tmp_path):
@@ -219,7 +233,7 @@ def test_full_disk_leaves_no_half_image(many, tmp_path):
     assert not written(tmp_path)
 
 
-# ---------------------------------------------------------------------------- refusals
+# ---- refusals
 
 
 def test_folders_that_cannot_be_copied_are_refused(shrunk, tmp_path):

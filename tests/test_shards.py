@@ -1,16 +1,13 @@
 """`prepare_data.py shards`: tar files that training and WebDataset read, whatever interrupts it."""
 
-import signal
 import tarfile
-import time
 from urllib.parse import unquote
 
 import pytest
 import webdataset
 from batches import encode, picture
 from PIL import Image
-from preparing import SCRIPT, fail, images, put, run, said, succeed, tree
-from running import Running, wait_for_group
+from preparing import fail, images, put, run, said, succeed, tree
 from test_prepare_data import source  # noqa: F401  (a fixture: a folder with all oddities)
 
 from utils.folder import class_folders, open_source
@@ -82,17 +79,6 @@ def test_training_reads_the_images_of_the_folder_in_its_order(odd, tmp_path):
     assert all(index.read(i) == folder.read(i) for i in range(len(folder)))
 
 
-def test_order_is_that_of_the_folder(tmp_path):
-    names = [f"{c}/{i:02d}.jpg" for c in "ab" for i in range(15)]
-    put(tmp_path / "data/train", dict.fromkeys(names, b"x" * 90_000))
-    succeed("shards", tmp_path / "data", tmp_path / "out", "--size", 1, "--workers", 2)
-    shards = sorted((tmp_path / "out/train").glob("*.tar"))
-    order = [name for shard in shards for name, _ in members(shard) if name.endswith(".jpg")]
-    assert order == names
-    succeed("imagenet", tmp_path / "back", "--source", tmp_path / "out")
-    assert images(tmp_path / "back") == images(tmp_path / "data")
-
-
 def test_shrunk_into_shards_in_one_pass(source, tmp_path):  # noqa: F811
     """The same bytes, messages and classes as those of a shrunk folder."""
     options = ("--size", 64, "--quality", 85, "--workers", 2)
@@ -104,54 +90,35 @@ def test_shrunk_into_shards_in_one_pass(source, tmp_path):  # noqa: F811
     assert "nothing\n" in (tmp_path / "shards/val/classes.txt").read_text()
 
 
-def test_killed_again_and_again_it_still_finishes(tmp_path):
-    """At any moment only whole shards have names; those of before are kept."""
-    data = [encode(picture(300, 200, seed)) for seed in range(3)]
-    put(tmp_path / "data/train", {f"a/{i:03d}.jpg": data[i % 3] for i in range(300)})
-    command, out = ("shrink", tmp_path / "data", tmp_path / "out", "--shards", 1), tmp_path / "out"
-    options = ("--size", 150, "--quality", 95, "--workers", 2)
-    succeed("shrink", tmp_path / "data", tmp_path / "whole", "--shards", 1, *options)
-    total, kept = len(list((tmp_path / "whole/train").glob("*.tar"))), {}
-    assert total > 3
-    for kills in (1, 2):
-        with Running(SCRIPT, *command, *options) as running:
-            while len(list(out.glob("train/*.tar"))) < kills:
-                assert running.process.poll() is None, running.result()
-                time.sleep(0.002)
-            running.send(signal.SIGKILL)
-            running.process.wait(30)
-            assert not wait_for_group(running.process.pid, 30)
-        shards = {path: path.stat().st_mtime_ns for path in out.glob("train/*.tar")}
-        assert kept.items() <= shards.items() and not (out / "train/classes.txt").exists()
-        assert len(shards) < total
-        kept = shards
-    succeed(*command, *options)
-    for path, written in kept.items():
-        assert path.stat().st_mtime_ns == written
-    assert {k: v for k, v in tree(out).items() if k[0] != "."} == {
-        k: v for k, v in tree(tmp_path / "whole").items() if k[0] != "."
-    }
-    assert "nothing to do" in succeed(*command, *options)
-    put(tmp_path / "data/train", {"a/new.jpg": data[0]})
-    assert "choose another folder" in fail(*command, *options)
+def test_a_shard_that_is_lost_is_written_again_and_a_new_image_is_refused(tmp_path):
+    names = [f"{c}/{i:02d}.jpg" for c in "ab" for i in range(15)]
+    put(tmp_path / "data/train", dict.fromkeys(names, b"x" * 90_000))
+    command = ("shards", tmp_path / "data", tmp_path / "out", "--size", 1, "--workers", 2)
+    succeed(*command)
+    shards, before = sorted((tmp_path / "out/train").glob("*.tar")), tree(tmp_path / "out")
+    order = [name for shard in shards for name, _ in members(shard) if name.endswith(".jpg")]
+    assert order == names
+    succeed("imagenet", tmp_path / "back", "--source", tmp_path / "out")
+    assert images(tmp_path / "back") == images(tmp_path / "data")
+    shards[1].unlink()
+    assert "done" in succeed(*command)
+    assert "nothing to do" in succeed(*command)
+    assert tree(tmp_path / "out") == before
+    put(tmp_path / "data/train", {"a/new.jpg": b"x"})
+    assert "choose another folder" in fail(*command)
 
 
 def test_images_that_differ_in_case_of_the_suffix_are_kept_apart(tmp_path):
-    names = ("x.jpg", "x.JPG", "y.png", "y.jpg")
-    put(tmp_path / "data/train/a", {name: name.encode() for name in names})
+    sizes = {"x.jpg": 30, "x.JPG": 31, "y.png": 32, "y.jpg": 33}
+    files = {name: encode(picture(40, size)) for name, size in sizes.items()}
+    put(tmp_path / "data/train/a", files)
     succeed("shards", tmp_path / "data", tmp_path / "out")
     assert folder_of(tmp_path / "out") == images(tmp_path / "data")
     (shard,) = (tmp_path / "out").rglob("*.tar")
-    assert len(list(webdataset.WebDataset(str(shard), shardshuffle=False))) == 4
+    samples = list(webdataset.WebDataset(str(shard), shardshuffle=False).decode("pil"))
+    assert len(samples) == 4 and {sample["cls"] for sample in samples} == {0}
+    assert isinstance(samples[0]["jpg"], Image.Image)
     put(tmp_path / "data/train/a", {"x.jpeg": b"x"})
     assert "rename one of them" in fail("shards", tmp_path / "data", tmp_path / "third")
     put(tmp_path / "data/train", {"two\nlines/x.jpg": b"x"})
     assert "rename its folder" in fail("shards", tmp_path / "data", tmp_path / "lines")
-
-
-def test_an_image_is_decoded_from_a_shard(tmp_path):
-    put(tmp_path / "data/train/a", {"x.JPEG": encode(picture(40, 30))})
-    succeed("shards", tmp_path / "data", tmp_path / "out")
-    (shard,) = (tmp_path / "out").rglob("*.tar")
-    (sample,) = webdataset.WebDataset(str(shard), shardshuffle=False).decode("pil")
-    assert isinstance(sample["jpeg"], Image.Image) and sample["cls"] == 0

@@ -108,7 +108,9 @@ def work(
     with this one, even if it is killed. Returns: all messages. Raises: what ``function`` raises;
     `UserError` if a process dies.
     """
-    jobs, workers = iter(jobs), max(1, min(workers, total))
+    if not total:
+        return []
+    jobs, workers = iter(jobs), min(workers, total)
     context = multiprocessing.get_context("spawn")  # numpy has started threads already
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     pool = ProcessPoolExecutor(workers, context, die_with_parent, (os.getpid(),))
