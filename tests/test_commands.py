@@ -23,18 +23,13 @@ def ends_well(*lines: str, **env: str) -> list[Result]:
     return results
 
 
-def only_run(output: Path) -> Path:
-    """The one run directory in ``output``."""
+def trained(output: Path, **expected: object) -> Path:
+    """The one run in ``output``: an epoch, all 21 validation images, and ``expected``."""
     (run,) = output.iterdir()
-    return run
-
-
-def assert_trained(run: Path, **wanted: object) -> None:
-    """The run has one epoch behind it, over all 21 validation images; and ``wanted`` holds."""
-    found = summary(run)
-    wanted = {"epochs_done": 1, "finished_because": "epochs", "val_images": 21} | wanted
-    assert {key: found[key] for key in wanted} == wanted
+    facts = {"epochs_done": 1, "finished_because": "epochs", "val_images": 21} | expected
+    assert {key: summary(run)[key] for key in facts} == facts
     assert {path.name for path in run.iterdir()} >= {"snapshot.pt", "best.pt"}
+    return run
 
 
 # ---- one line
@@ -44,10 +39,8 @@ def test_one_line(folder, tmp_path):
     """DATA comes from $IMAGENET_DIR, and runs go into "runs"; in other tests both are typed."""
     line = f"cd {tmp_path} && python {ROOT}/imagenet_ddp.py {TINY} -n 1 -g 2 -nr 0"
     ends_well(line, IMAGENET_DIR=str(folder))
-    run = only_run(only_run(tmp_path))
-    assert run.parent.name == "runs"
+    run = trained(tmp_path / "runs", mode="ddp", world_size=2, nodes=1, global_batch=10)
     assert run.name.endswith("gpux2_b5_cpu0_ddp")
-    assert_trained(run, mode="ddp", world_size=2, nodes=1, global_batch=10)
     weights = torch.load(run / "snapshot.pt", weights_only=True)["model"]
     assert not any(name.startswith("module.") for name in weights)
 
@@ -60,21 +53,21 @@ def test_an_accuracy_is_a_share_or_per_cent(folder, parse, text, value):
 def test_dummy_needs_no_data(tmp_path):
     options = ("--dummy", "--classes", 2, *TINY.split(), "-b", 2, "--output-dir", tmp_path)
     done = python("imagenet_nd.py", *options, "--name", "timed", IMAGENET_DIR="/nowhere")
-    found = summary(tmp_path / "timed")
-    assert (done.code, found["finished_because"]) == (0, "dummy")
-    assert found["images_per_s"] > 0
-    assert f" {found['images_per_s']:.1f} images/s" in done.out
+    facts = summary(tmp_path / "timed")
+    assert (done.code, facts["finished_because"]) == (0, "dummy")
+    assert facts["images_per_s"] > 0
+    assert f" {facts['images_per_s']:.1f} images/s" in done.out
 
 
 @pytest.mark.parametrize("mode", ["nd", "dp", "ddp", "ddp_apex", "fsdp"])
 def test_help_has_groups_defaults_and_examples(mode):
     done = joined.command(f"imagenet_{mode}", "--help", COLUMNS="200")
     assert (done.code, done.err) == (0, "")
-    wanted = ["data:", "model:", "training:", "run:", "(default: resnet18)"]
-    wanted += [f" imagenet_{mode}.py -a "]  # an example
-    wanted += ["processes and nodes:"] if mode not in ("nd", "dp") else []
-    wanted += ["Apex mixed precision:"] if mode == "ddp_apex" else ["mixed precision:"]
-    assert not [words for words in wanted if words not in done.out]
+    expected = ["data:", "model:", "training:", "run:", "(default: resnet18)"]
+    expected += [f" imagenet_{mode}.py -a "]  # an example
+    expected += ["processes and nodes:"] if mode not in ("nd", "dp") else []
+    expected += ["Apex mixed precision:"] if mode == "ddp_apex" else ["mixed precision:"]
+    assert not [words for words in expected if words not in done.out]
 
 
 # ---- several processes
@@ -88,9 +81,8 @@ def test_two_nodes(folder, tmp_path):
     more = (f"{tmp_path}/{rank} --rank {rank} -p {rank}1" for rank in (0, 1))
     results = ends_well(*(line + words for words in more))
     assert not [path for path in (tmp_path / "1").rglob("*") if path.is_file()]
-    run = only_run(tmp_path / "0")
+    run = trained(tmp_path / "0", world_size=2, nodes=2, global_batch=10, comm="fp32")
     assert run.name.endswith("gpux2_b5_cpu0_ddp")
-    assert_trained(run, world_size=2, nodes=2, global_batch=10, comm="fp32")
     for result in results:  # nobody sits before a silent terminal
         assert result.out.count("Epoch 1/1 step ") == 12 // 2
     (note,) = [text for text in results[0].out.splitlines() if "gloo" in text]
@@ -103,7 +95,7 @@ PLACE = "--node_rank={rank} --nproc_per_node=1 --nnodes=2 --master_addr=127.0.0.
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("line", "wanted"),
+    ("line", "expected"),
     [
         ("MASTER_PORT={port} MASTER_ADDR=127.0.0.1 WORLD_SIZE=2 NODE_RANK={rank}"
          " python imagenet_ddp.py", {"nodes": 2}),
@@ -115,12 +107,12 @@ PLACE = "--node_rank={rank} --nproc_per_node=1 --nnodes=2 --master_addr=127.0.0.
     ],
     ids=["environment", "torchrun", "launch", "one_node"],
 )  # fmt: skip
-def test_other_lines(folder, tmp_path, line, wanted):
-    port, ranks = free_port(), range(wanted.get("nodes", 1))
+def test_other_lines(folder, tmp_path, line, expected):
+    port, ranks = free_port(), range(expected.get("nodes", 1))
     options = TINY if "{data}" in line else f"{TINY} {folder}"
     typed = (line.format(rank=rank, port=port, data=folder) for rank in ranks)
     ends_well(*(f"{one} {options} --output-dir {tmp_path}/{i}" for i, one in enumerate(typed)))
-    assert_trained(only_run(tmp_path / "0"), **wanted)
+    trained(tmp_path / "0", **expected)
 
 
 @pytest.mark.long
@@ -131,8 +123,7 @@ def test_launch_module_with_o2(folder, tmp_path):
         " imagenet_ddp_apex.py -a resnet18 --b 208 --workers 20 --opt-level O2"
         f" {folder} {TINY} --b 20 --classes 2 --output-dir {tmp_path}"
     )
-    run = only_run(tmp_path)
-    assert_trained(run, world_size=2, global_batch=40, mode="apex", val_images=14)
+    run = trained(tmp_path, world_size=2, global_batch=40, mode="apex", val_images=14)
     options = json.loads((run / "options.json").read_text())
     assert options["opt_level"] == "O2"
     weights = torch.load(run / "snapshot.pt", weights_only=True)["model"]
